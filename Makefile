@@ -1,0 +1,49 @@
+# Each target does its own set-up in .venv; the second time is quick.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PORT ?= 8000
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: install serve test test-full test-kernels-full lint format gpu loadtest clean
+
+install: $(VENV)/.server
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+$(VENV)/.server: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server]'
+	@touch $@
+$(VENV)/.dev: $(VENV)/.server
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+serve: $(VENV)/.server
+	$(BIN)/flashpoint serve --port $(PORT)
+
+test: $(VENV)/.dev
+	$(PYTEST) -m "not gpu and not full" --cov --cov-report=term
+
+test-full: $(VENV)/.dev
+	$(PYTEST) -m "not gpu"
+
+test-kernels-full: $(VENV)/.dev
+	$(PYTEST) -m "not gpu" tests/kernels
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# On a machine with a GPU. Needs torch, triton, numpy, pytest and matplotlib alone.
+gpu:
+	$(PYTHON) benchmarks/gpu.py --out benchmarks/results
+
+loadtest: $(VENV)/.dev
+	$(BIN)/python loadtests/run.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

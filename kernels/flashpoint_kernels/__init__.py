@@ -1,0 +1,44 @@
+"""Exact attention and its gradients, forward and backward, on every backend: see `attention`.
+
+Names are imported when they are first used, so that `flashpoint_kernels.spec` costs no import of torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashpoint_kernels.dispatch import available_backends as available_backends
+    from flashpoint_kernels.dispatch import run as run
+    from flashpoint_kernels.functional import attention as attention
+    from flashpoint_kernels.functional import attention_backward as attention_backward
+    from flashpoint_kernels.problem import Problem as Problem
+    from flashpoint_kernels.spec import Options as Options
+    from flashpoint_kernels.spec import ProblemError as ProblemError
+    from flashpoint_kernels.verification import verify as verify
+
+_HOME = {
+    "attention": "functional",
+    "attention_backward": "functional",
+    "available_backends": "dispatch",
+    "run": "dispatch",
+    "Problem": "problem",
+    "Options": "spec",
+    "ProblemError": "spec",
+    "verify": "verification",
+}
+__all__ = [
+    "Options",
+    "Problem",
+    "ProblemError",
+    "attention",
+    "attention_backward",
+    "available_backends",
+    "run",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"flashpoint_kernels.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

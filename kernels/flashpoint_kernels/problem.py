@@ -1,0 +1,160 @@
+"""One request, normalised: its spec, its table of sequences, and canonical views of its tensors.
+
+Every backend takes a list of `Problem`s and writes into their outputs. Canonical views have one shape whatever the
+layout and rank of the user's tensors (N is B, or 1 in the ragged layout):
+
+    q, o, do, dq  (N, Hq, Sq, D|Dv)      lse, dlse  (N, Hq, Sq)          sinks         (Hq,)   float32
+    k, v, dk, dv  (N, Hk, Sk, D|Dv)      attn_mask  (B, Hq, Sq, Sk)      alibi_slopes  (B, Hq) float32
+
+Views share the user's memory; a broadcast dimension of the mask has stride 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flashpoint_kernels.spec import (
+    INDEX_TENSORS,
+    Direction,
+    Options,
+    ProblemError,
+    Row,
+    Spec,
+    TensorInfo,
+    mask_shape,
+    plan,
+)
+
+DTYPES = {
+    "bool": torch.bool,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def tensor_info(name: str, tensor: Tensor) -> TensorInfo:
+    if not isinstance(tensor, Tensor):
+        raise ProblemError([(name, f"must be a torch tensor, not {type(tensor).__name__}")])
+    if tensor.dtype not in _NAMES:
+        raise ProblemError([(name, f"dtype {tensor.dtype} is not served")])
+    return TensorInfo(_NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+@dataclass(eq=False)
+class Problem:
+    """See the module. `tensors` are the user's, `outputs` the answers, both by their names in the contract."""
+
+    spec: Spec
+    rows: tuple[Row, ...]
+    seed: int | None
+    device: torch.device
+    tensors: dict[str, Tensor]
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def create(
+        cls,
+        tensors: Mapping[str, Tensor],
+        options: Options,
+        direction: Direction = "forward",
+        *,
+        spec: Spec | None = None,
+        outputs: Mapping[str, Tensor] | None = None,
+    ) -> Problem:
+        """Check `tensors` against the contract, read the index tensors, and make room for the answers.
+
+        `spec` is taken as it is when the caller has planned already; `outputs` are buffers to write into (contiguous,
+        of the shapes and dtypes of `Spec.outputs`), else they are allocated. Raises ProblemError.
+        """
+        spec = spec or plan({name: tensor_info(name, t) for name, t in tensors.items()}, options, direction)
+        device = tensors["q"].device
+        for name, t in tensors.items():
+            if t.device != device and name not in INDEX_TENSORS:
+                raise ProblemError([(name, f"is on {t.device} where q is on {device}")])
+        rows = spec.rows({name: tensors[name].tolist() for name in INDEX_TENSORS if name in tensors})
+        seed = options.dropout_seed
+        if options.dropout_p and seed is None:
+            seed = int(torch.randint(1 << 53, ()).item())
+        given = outputs or {}
+        made = {
+            name: given[name] if name in given else torch.empty(info.shape, dtype=DTYPES[info.dtype], device=device)
+            for name, info in spec.outputs.items()
+        }
+        return cls(spec, rows, seed, device, dict(tensors), made)
+
+    def view(self, name: str) -> Tensor:
+        """The canonical view of an input or output tensor (see the module)."""
+        tensor = self.tensors[name] if name in self.tensors else self.outputs[name]
+        return self.canonical(name, tensor)
+
+    def canonical(self, name: str, t: Tensor) -> Tensor:
+        """The canonical view of `t`, which has the shape that the contract gives to `name`."""
+        spec = self.spec
+        if name == "sinks":
+            return t.float()
+        if name == "alibi_slopes":
+            return t.float().expand(spec.batch, spec.q_heads)
+        if name == "attn_mask":
+            t = t.reshape((1,) * (spec.rank - t.ndim) + tuple(t.shape)).expand(mask_shape(spec))
+            return _one_head(t, 4)
+        if name in ("lse", "dlse"):
+            return t[None] if spec.ragged else _one_head(t, 3)
+        if spec.ragged:
+            return t.transpose(0, 1)[None]
+        if t.ndim == 4:
+            return t if spec.options.layout == "bhsd" else t.transpose(1, 2)
+        return _one_head(t, 4)
+
+    def empty_like_output(self, name: str) -> Tensor:
+        """Fresh memory of the shape, layout and dtype of `o` or `lse`, for a forward whose answer is not asked."""
+        spec = self.spec
+        if name == "lse":
+            return torch.empty(spec.lse_shape, dtype=torch.float32, device=self.device)
+        shape = (*self.tensors["q"].shape[:-1], spec.value_dim)
+        return torch.empty(shape, dtype=DTYPES[spec.dtype], device=self.device)
+
+    def sequences(self) -> Iterator[tuple[Row, dict[str, Tensor]]]:
+        """Each sequence with views of its own valid rows: q (Hq,sq,D), k (Hk,sk,D), lse (Hq,sq), mask (Hq,sq,sk)…
+
+        Inputs and outputs alike, by name; `sinks` (Hq,) and `alibi_slopes` (Hq,). Padding is not in the views: a
+        backend that writes through them first calls `clear_outputs`.
+        """
+        views = {name: self.canonical(name, t) for name, t in {**self.tensors, **self.outputs}.items()
+                 if name not in INDEX_TENSORS and name not in ("dattn_mask", "dsinks")}  # fmt: skip
+        for row in self.rows:
+            yield row, {name: _slice(name, view, row) for name, view in views.items()}
+
+    def clear_outputs(self) -> None:
+        """Write the answer of a row that attends to nothing everywhere: 0, and −inf for `lse`."""
+        for name, t in self.outputs.items():
+            t.fill_(float("-inf") if name == "lse" else 0.0)
+
+
+def _one_head(t: Tensor, rank: int) -> Tensor:
+    """(S, …) and (B, S, …) as (B, 1, S, …) of `rank` dimensions; a tensor of that rank as it is."""
+    if t.ndim == rank:
+        return t
+    return t.unsqueeze(1) if t.ndim == rank - 1 else t[None, None]
+
+
+_KEY_ROWS = {"k", "v", "dk", "dv"}
+
+
+def _slice(name: str, view: Tensor, row: Row) -> Tensor:
+    if name == "sinks":
+        return view
+    if name == "alibi_slopes":
+        return view[row.index]
+    if name == "attn_mask":
+        return view[row.batch, :, : row.q_len, : row.kv_len]
+    start, length = (row.kv_start, row.kv_len) if name in _KEY_ROWS else (row.q_start, row.q_len)
+    return view[row.batch, :, start : start + length]
