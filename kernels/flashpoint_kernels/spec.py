@@ -1,4 +1,4 @@
-"""What is asked, as plain data: options, shapes and dtypes checked, priced and normalised, before any tensor is touched.
+"""What is asked, as plain data: options, shapes and dtypes checked and priced before any tensor is touched.
 
 Nothing here imports torch, so a process that only reads the head of a message can validate and price the whole problem.
 
@@ -8,6 +8,7 @@ Dv value head dimension. In the ragged layout `thd` Sq and Sk are the packed tot
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -271,7 +272,7 @@ class Spec:
         if self.ragged:
             for name, total in (("cu_seqlens_q", self.q_len), ("cu_seqlens_k", self.kv_len)):
                 cu = index[name]
-                if cu[0] != 0 or cu[-1] != total or any(a > b for a, b in zip(cu, cu[1:], strict=False)):
+                if cu[0] != 0 or cu[-1] != total or any(a > b for a, b in itertools.pairwise(cu)):
                     errors.append((name, f"must start at 0, never fall, and end at {total}"))
             if errors:
                 raise ProblemError(errors)

@@ -1,0 +1,35 @@
+"""Tile bounds: which keys a block of queries may see, and which queries may see a block of keys.
+
+Key j is visible to query i iff  i + offset − left <= j <= i + offset + right  (and j < kv_len). The same functions run in
+Python (work lists, the `tiled` backend) and, compiled by `triton.jit`, inside the kernels.
+
+All take the block's first and last index (inclusive) and return a half-open range; an empty range has lo >= hi.
+"""
+
+import triton
+
+
+def key_range(i_first, i_last, offset, left, right, kv_len):  # type: ignore[no-untyped-def]
+    """Keys that any query of the block may see."""
+    lo = min(max(i_first + offset - left, 0), kv_len)
+    hi = max(min(i_last + offset + right + 1, kv_len), 0)
+    return lo, hi
+
+
+def full_key_range(i_first, i_last, offset, left, right, kv_len):  # type: ignore[no-untyped-def]
+    """Keys that every query of the block may see: tiles of keys inside it need no mask."""
+    lo = min(max(i_last + offset - left, 0), kv_len)
+    hi = max(min(i_first + offset + right + 1, kv_len), 0)
+    return lo, hi
+
+
+def query_range(j_first, j_last, offset, left, right, q_len):  # type: ignore[no-untyped-def]
+    """Queries that may see any key of the block."""
+    lo = min(max(j_first - offset - right, 0), q_len)
+    hi = max(min(j_last - offset + left + 1, q_len), 0)
+    return lo, hi
+
+
+key_range_jit = triton.jit(key_range)
+full_key_range_jit = triton.jit(full_key_range)
+query_range_jit = triton.jit(query_range)
