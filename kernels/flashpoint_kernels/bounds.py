@@ -1,7 +1,7 @@
 """Tile bounds: which keys a block of queries may see, and which queries may see a block of keys.
 
-Key j is visible to query i iff  i + offset − left <= j <= i + offset + right  (and j < kv_len). The same functions run in
-Python (work lists, the `tiled` backend) and, compiled by `triton.jit`, inside the kernels.
+Key j is visible to query i iff  i + offset − left <= j <= i + offset + right  (and j < kv_len). The same functions run
+in Python (work lists, the `tiled` backend) and, compiled by `triton.jit`, inside the kernels.
 
 All take the block's first and last index (inclusive) and return a half-open range; an empty range has lo >= hi.
 """
