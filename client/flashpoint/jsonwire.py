@@ -1,0 +1,164 @@
+"""The JSON encoding of a message: tensors as nested lists, options beside them.
+
+    {"q": [[0.5, 1.0]], "k": {"shape": [0, 2], "data": []}, "v": …, "dtype": "float32", "causal": true}
+
+Two things can be wrong with a message. `WireError`: it cannot be parsed. `FieldError`: it is JSON, but a tensor is not
+one. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", which JSON's numbers lack.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from flashpoint import strictjson
+from flashpoint.wire import RANK_LIMIT, WireError
+
+MEDIA_TYPE = "application/json"
+
+SHARED_DTYPE = ("q", "k", "v", "do", "o", "dq", "dk", "dv")  # the message's `dtype` holds for these
+FLOAT32 = ("lse", "dlse", "sinks", "alibi_slopes")
+INDEX = ("q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k")
+TENSORS = frozenset({*SHARED_DTYPE, *FLOAT32, *INDEX, "attn_mask"})
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class FieldError(ValueError):
+    """The message is JSON, but its field `field` is not what it must be; `message` says how."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+def decode(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """The tensors, by name, and everything else, of a message.
+
+    q, k, v, do and o have the message's `dtype` (default float32; bfloat16 is ml_dtypes'); a mask of booleans is bool,
+    otherwise float32; lengths and cu_seqlens are int64; lse, dlse, sinks and slopes are float32. Raises WireError when
+    `body` is no JSON object, FieldError when a tensor is ragged, not of numbers, or has numbers its dtype cannot hold.
+    """
+    try:
+        message = strictjson.loads(body)
+    except ValueError as error:
+        raise WireError(f"the body is not JSON: {error}") from None
+    if not isinstance(message, dict):
+        raise WireError("the body must be a JSON object")
+    dtype = message.pop("dtype", "float32")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise FieldError("dtype", f"must be one of {', '.join(DTYPES)}")
+    tensors = {name: _array(name, message.pop(name), dtype) for name in sorted(TENSORS & message.keys())}
+    return tensors, message
+
+
+def _array(name: str, value: Any, dtype: str) -> NDArray[Any]:
+    shape, flat = _flat(name, value)
+    kinds = set(map(type, flat))
+    if kinds == {bool} and name == "attn_mask":
+        return np.array(flat, np.bool_).reshape(shape)
+    if name in INDEX:
+        if not kinds <= {int}:
+            raise FieldError(name, "must hold integers alone")
+        try:
+            return np.array(flat, np.int64).reshape(shape)
+        except OverflowError:
+            raise FieldError(name, "holds an integer beyond 64 bits") from None
+    if not kinds <= {int, float, str}:
+        raise FieldError(name, "must hold numbers alone" + (", or booleans alone" if name == "attn_mask" else ""))
+    if str in kinds:
+        unknown = next((x for x in flat if isinstance(x, str) and x not in _WORDS), None)
+        if unknown is not None:
+            raise FieldError(name, 'holds a string that is none of "NaN", "Infinity" and "-Infinity"')
+        numbers = [x for x in flat if not isinstance(x, str)]
+        flat = [_WORDS[x] if isinstance(x, str) else x for x in flat]
+    else:
+        numbers = flat
+    target = DTYPES[dtype] if name in SHARED_DTYPE else DTYPES["float32"]
+    try:
+        # A number that overflows became an infinity that nobody wrote.
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(np.array(numbers, np.float64).astype(target)).all()
+            array: NDArray[Any] = np.array(flat, np.float64).astype(target).reshape(shape)
+    except OverflowError:
+        finite = np.False_
+    if not finite:
+        raise FieldError(name, f"holds a number beyond {target.name}")
+    return array
+
+
+def _flat(name: str, value: Any) -> tuple[tuple[int, ...], list[Any]]:
+    """The shape and the elements, row-major, of nested lists or of {"shape": …, "data": …}."""
+    if isinstance(value, dict):
+        if value.keys() != {"shape", "data"}:
+            raise FieldError(name, "an object must have shape and data")
+        shape, data = value["shape"], value["data"]
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            raise FieldError(name, "shape must be a list of sizes")
+        if len(shape) > RANK_LIMIT:
+            raise FieldError(name, f"has more than {RANK_LIMIT} dimensions")
+        if not isinstance(data, list) or len(data) != math.prod(shape):
+            raise FieldError(name, f"data must be a list of {math.prod(shape)} elements")
+        if math.prod(max(n, 1) for n in shape) >= 1 << 60:
+            raise FieldError(name, "has a shape that overflows")
+        return tuple(shape), data
+    if not isinstance(value, list):
+        raise FieldError(name, "must be nested lists, or an object of shape and data")
+    sizes, level = [len(value)], value
+    while level and isinstance(level[0], list):
+        size = len(level[0])
+        if not all(isinstance(row, list) and len(row) == size for row in level):
+            raise FieldError(name, f"is ragged: its lists at depth {len(sizes) + 1} differ in length")
+        sizes.append(size)
+        if len(sizes) > RANK_LIMIT:
+            raise FieldError(name, f"has more than {RANK_LIMIT} dimensions")
+        level = [x for row in level for x in row]
+    return tuple(sizes), level
+
+
+def encode(tensors: Mapping[str, NDArray[Any]], fields: Mapping[str, Any]) -> bytes:
+    """A message of `tensors` as nested lists (an empty one as shape and data), and `fields` beside them.
+
+    Numbers are the shortest that read back as the same float32 (float64 where the tensor is), so decoding a message
+    with its `dtype` among `fields` gives the same bits.
+    """
+    message = {**fields, **{name: _lists(array) for name, array in tensors.items()}}
+    return json.dumps(message, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode("utf-8")
+
+
+def _lists(array: NDArray[Any]) -> Any:
+    flat = _elements(array)
+    if array.size == 0:
+        return {"shape": list(array.shape), "data": []}
+    for size in reversed(array.shape[1:]):
+        flat = [flat[i : i + size] for i in range(0, len(flat), size)]
+    return flat
+
+
+def _elements(array: NDArray[Any]) -> list[Any]:
+    if array.dtype.kind in "biu":
+        elements: list[Any] = array.ravel().tolist()
+        return elements
+    if array.dtype != np.float64:
+        # As text and back: 0.1, where the float32's own value is 0.10000000149011612.
+        numbers = [float(x) for x in array.astype(np.float32).ravel().astype(str).tolist()]
+    else:
+        numbers = array.ravel().tolist()
+    return [x if math.isfinite(x) else _word(x) for x in numbers]
+
+
+def _word(x: float) -> str:
+    return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"

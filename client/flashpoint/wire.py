@@ -1,0 +1,182 @@
+"""The head of a safetensors message: a strict parser, a builder, and options as metadata.
+
+A message is an 8-byte little-endian length, that many bytes of JSON, and the tensors' bytes, row-major, in the order of
+their offsets without holes. The head alone says everything but the numbers, so a server can refuse before they arrive.
+
+    {"__metadata__": {"causal": "true"}, "q": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from flashpoint import strictjson
+
+MEDIA_TYPE = "application/vnd.safetensors"
+HEAD_LIMIT = 1 << 20  # bytes; the largest head of our own messages is under 4 KiB
+TENSOR_LIMIT = 64  # tensors of one message; the contract names 14
+RANK_LIMIT = 16
+_SIZE_LIMIT = (1 << 63) - 1  # a size that any array library can hold
+
+# safetensors' name: ours, bytes of an element. Types that are not served are known, so that they are refused by name.
+_DTYPES = {
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "U16": ("uint16", 2),
+    "I16": ("int16", 2),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "U32": ("uint32", 4),
+    "I32": ("int32", 4),
+    "F32": ("float32", 4),
+    "U64": ("uint64", 8),
+    "I64": ("int64", 8),
+    "F64": ("float64", 8),
+}
+_CODES = {name: code for code, (name, _) in _DTYPES.items()}
+ITEMSIZE = dict(_DTYPES.values())
+
+
+class WireError(ValueError):
+    """The bytes are not a message: they cannot be parsed, whatever they were meant to say."""
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a message: its canonical dtype (`float32`), shape, and bytes [start, stop) of the data section."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Head:
+    """A parsed head. `tensors` are in file order; `size` counts the head with its length, `data_size` what follows."""
+
+    tensors: tuple[TensorSpec, ...]
+    metadata: dict[str, str]
+    size: int
+    data_size: int
+
+
+def head_size(first8: bytes | memoryview) -> int:
+    """Bytes of the whole head, from a message's first 8. Raises WireError when it is over `HEAD_LIMIT`."""
+    if len(first8) != 8:
+        raise WireError(f"a message starts with 8 bytes of length, not {len(first8)}")
+    size = 8 + int.from_bytes(first8, "little")
+    if size > HEAD_LIMIT:
+        raise WireError(f"a head of {size} bytes is over the limit of {HEAD_LIMIT}")
+    return size
+
+
+def parse_head(head: bytes | memoryview) -> Head:
+    """The head of a message from its bytes, length included. Raises WireError for anything that is not exactly one."""
+    size = head_size(head[:8])
+    if len(head) != size:
+        raise WireError(f"the head has {len(head)} bytes where its length says {size}")
+    text = bytes(head[8:])
+    if not text.startswith(b"{"):
+        raise WireError("the head must be a JSON object")
+    try:
+        entries: dict[str, Any] = strictjson.loads(text)
+    except ValueError as error:
+        raise WireError(f"the head is not JSON: {error}") from None
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise WireError("__metadata__ must map strings to strings")
+    if len(entries) > TENSOR_LIMIT:
+        raise WireError(f"{len(entries)} tensors are over the limit of {TENSOR_LIMIT}")
+    tensors = sorted((_tensor(name, entry) for name, entry in entries.items()), key=lambda t: (t.start, t.stop))
+    end = 0
+    for tensor in tensors:
+        if tensor.start != end:
+            what = "overlaps the tensor before it" if tensor.start < end else "leaves a hole before it"
+            raise WireError(f"{tensor.name!r} {what}: it starts at {tensor.start}, not {end}")
+        end = tensor.stop
+    return Head(tuple(tensors), metadata, size, end)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _SIZE_LIMIT
+
+
+def _tensor(name: str, entry: Any) -> TensorSpec:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise WireError(f"{name!r} must be an object of dtype, shape and data_offsets")
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or code not in _DTYPES:
+        raise WireError(f"{name!r} has unknown dtype {code!r}")
+    if not isinstance(shape, list) or not all(map(_is_size, shape)):
+        raise WireError(f"{name!r} has a shape that is not a list of sizes")
+    if len(shape) > RANK_LIMIT:
+        raise WireError(f"{name!r} has {len(shape)} dimensions, over the limit of {RANK_LIMIT}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+        raise WireError(f"{name!r} has data_offsets that are not two sizes")
+    dtype, itemsize = _DTYPES[code]
+    # A 0 among the sizes must not hide a product that array libraries cannot hold.
+    if math.prod(max(n, 1) for n in shape) * itemsize > _SIZE_LIMIT:
+        raise WireError(f"{name!r} has a shape that overflows")
+    start, stop = offsets
+    if stop - start != math.prod(shape) * itemsize:
+        raise WireError(
+            f"{name!r} has {stop - start} bytes where {dtype} of its shape has {math.prod(shape) * itemsize}"
+        )
+    return TensorSpec(name, dtype, tuple(shape), start, stop)
+
+
+def build_head(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
+    """The head, length included, of a message of `tensors` (name, canonical dtype, shape) in that order.
+
+    Padded with spaces, so that the data starts at a multiple of 8. Raises ValueError for a dtype that safetensors
+    lacks, a name given twice, or a head over `HEAD_LIMIT`.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for name, dtype, shape in tensors:
+        if name in entries or name == "__metadata__":
+            raise ValueError(f"the name {name!r} is taken")
+        if dtype not in _CODES:
+            raise ValueError(f"{name!r} has dtype {dtype}, which safetensors lacks")
+        stop = start + math.prod(shape) * ITEMSIZE[dtype]
+        entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    if 8 + len(text) > HEAD_LIMIT:
+        raise ValueError(f"a head of {8 + len(text)} bytes is over the limit of {HEAD_LIMIT}")
+    return len(text).to_bytes(8, "little") + text
+
+
+def encode_options(options: Mapping[str, Any]) -> dict[str, str]:
+    """Options as metadata, each value in JSON. A string stays as it is unless it would be read as something else."""
+    return {name: _encode(value) for name, value in options.items()}
+
+
+def _encode(value: Any) -> str:
+    if isinstance(value, str) and _decode(value) == value:
+        return value
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def decode_options(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The options that metadata carries: each value read as strict JSON, and as a plain string where it is not.
+
+    `format`, which other writers of safetensors put there, is ignored.
+    """
+    return {name: _decode(value) for name, value in metadata.items() if name != "format"}
+
+
+def _decode(value: str) -> Any:
+    try:
+        return strictjson.loads(value)
+    except ValueError:
+        return value
