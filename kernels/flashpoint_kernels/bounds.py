@@ -7,6 +7,7 @@ All take the block's first and last index (inclusive) and return a half-open ran
 """
 
 import triton
+import triton.language as tl  # noqa: F401  # the interpreter wants it visible from every compiled function
 
 
 def key_range(i_first, i_last, offset, left, right, kv_len):  # type: ignore[no-untyped-def]
@@ -30,6 +31,14 @@ def query_range(j_first, j_last, offset, left, right, q_len):  # type: ignore[no
     return lo, hi
 
 
+def full_query_range(j_first, j_last, offset, left, right, q_len):  # type: ignore[no-untyped-def]
+    """Queries that may see every key of the block."""
+    lo = min(max(j_last - offset - right, 0), q_len)
+    hi = max(min(j_first - offset + left + 1, q_len), 0)
+    return lo, hi
+
+
 key_range_jit = triton.jit(key_range)
 full_key_range_jit = triton.jit(full_key_range)
 query_range_jit = triton.jit(query_range)
+full_query_range_jit = triton.jit(full_query_range)

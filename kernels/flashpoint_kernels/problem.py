@@ -103,7 +103,7 @@ class Problem:
             return t.float()
         if name == "alibi_slopes":
             return t.float().expand(spec.batch, spec.q_heads)
-        if name == "attn_mask":
+        if name in ("attn_mask", "dattn_mask"):
             t = t.reshape((1,) * (spec.rank - t.ndim) + tuple(t.shape)).expand(mask_shape(spec))
             return _one_head(t, 4)
         if name in ("lse", "dlse"):

@@ -219,6 +219,17 @@ class Spec:
             used.update({"dattn_mask", "dsinks"} & set(o.grads))
         return frozenset(used)
 
+    @property
+    def level(self) -> int:
+        """Which of three variants of a kernel the problem needs.
+
+        0: causal or not, any lengths and heads; 1: also window, softcap and sinks; 2: every option. Three, so that few
+        variants are compiled, and options that are cheap to switch at run time cost no variant of their own.
+        """
+        if self.features & {"dropout", "bool_mask", "float_mask", "alibi_slopes"}:
+            return 2
+        return 1 if self.features & {"window", "softcap", "sinks"} else 0
+
     @cached_property
     def outputs(self) -> dict[str, TensorInfo]:
         """Name, dtype and shape of every answer tensor, in the layout and rank of the inputs."""
@@ -496,9 +507,5 @@ def choose_backend(spec: Spec, available: Sequence[str]) -> str:
 
 def launch_key(spec: Spec, backend: str) -> tuple[Any, ...]:
     """What requests must share to run in one launch; lengths, batch sizes, head counts and scalars are free."""
-    mask = spec.tensors.get("attn_mask")
-    return (
-        backend, spec.direction, spec.dtype, spec.head_dim, spec.value_dim, spec.options.precision,
-        spec.options.causal, spec.options.window != (-1, -1), bool(spec.options.softcap), bool(spec.options.dropout_p),
-        mask and mask.dtype, spec.has("alibi_slopes"), spec.has("sinks"), spec.has("dlse"), spec.has_forward,
-    )  # fmt: skip
+    mask = spec.tensors["attn_mask"].dtype if spec.has("attn_mask") else None
+    return backend, spec.direction, spec.dtype, spec.head_dim, spec.value_dim, spec.options.precision, spec.level, mask

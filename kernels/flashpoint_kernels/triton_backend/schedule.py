@@ -1,0 +1,122 @@
+"""Work lists: the tiles of a launch, heaviest first.
+
+How a sequence is cut into tiles, and whether its keys are split over programs, is a pure function of its own shape: its
+neighbours change where a tile stands in the list, never the tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from flashpoint_kernels.bounds import key_range, query_range
+from flashpoint_kernels.triton_backend.config import Config, Tile
+
+
+class Shape(NamedTuple):
+    """What decides how a sequence is cut: valid and padded lengths, and the band of visible keys (see bounds.py)."""
+
+    q_len: int
+    q_rows: int
+    kv_len: int
+    kv_rows: int
+    offset: int
+    left: int
+    right: int
+
+
+class Parts(NamedTuple):
+    """A sequence's programs: one row each of `items`, and how many keys or queries it goes through."""
+
+    items: np.ndarray
+    cost: np.ndarray
+
+
+@lru_cache(maxsize=8192)
+def forward_parts(shape: Shape, config: Config) -> Parts:
+    """(first query, part's first and last key, part number or -1) of each program of a sequence."""
+    tile = config.forward
+    items, cost = [], []
+    for i0 in range(0, shape.q_rows, tile.block_m):
+        lo, hi = _visible_keys(i0, shape, tile)
+        edges = [0, shape.kv_len]
+        if shape.q_rows <= tile.block_m and hi - lo > config.split_keys:
+            first = lo // config.split_keys + 1
+            edges[1:1] = range(first * config.split_keys, hi, config.split_keys)
+        split = len(edges) > 2
+        for part, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
+            items.append((i0, a, b, part if split else -1))
+            cost.append(max(min(b, hi) - max(a, lo), 0))
+    return Parts(np.array(items, np.int32).reshape(-1, 4), np.array(cost, np.int64))
+
+
+@lru_cache(maxsize=8192)
+def query_parts(shape: Shape, tile: Tile) -> Parts:
+    """First query of each program that takes a block of queries."""
+    starts = range(0, shape.q_rows, tile.block_m)
+    cost = [max(hi - lo, 0) for lo, hi in (_visible_keys(i0, shape, tile) for i0 in starts)]
+    return Parts(np.array(starts, np.int32).reshape(-1, 1), np.array(cost, np.int64))
+
+
+@lru_cache(maxsize=8192)
+def key_parts(shape: Shape, tile: Tile) -> Parts:
+    """First key of each program that takes a block of keys."""
+    starts, cost = range(0, shape.kv_rows, tile.block_n), []
+    for j0 in starts:
+        j_last = min(j0 + tile.block_n, shape.kv_len) - 1
+        lo, hi = query_range(j0, j_last, shape.offset, shape.left, shape.right, shape.q_len)
+        cost.append(max(hi - lo, 0) if j0 < shape.kv_len else 0)
+    return Parts(np.array(starts, np.int32).reshape(-1, 1), np.array(cost, np.int64))
+
+
+def _visible_keys(i0: int, shape: Shape, tile: Tile) -> tuple[int, int]:
+    if i0 >= shape.q_len:
+        return 0, 0
+    i_last = min(i0 + tile.block_m, shape.q_len) - 1
+    lo, hi = key_range(i0, i_last, shape.offset, shape.left, shape.right, shape.kv_len)
+    return lo, hi
+
+
+def work_list(shapes: Sequence[Shape], parts_of: Callable[[Shape], Parts]) -> np.ndarray:
+    """(n, 1 + columns) int32: table row and item of every program of a launch, heaviest first, ties in table order."""
+    parts = [parts_of(shape) for shape in shapes]
+    rows = np.repeat(np.arange(len(parts), dtype=np.int32), [len(p.items) for p in parts])
+    items = np.column_stack([rows, np.concatenate([p.items for p in parts])])
+    order = np.argsort(-np.concatenate([p.cost for p in parts]), kind="stable")
+    return np.ascontiguousarray(items[order], np.int32)
+
+
+def assign_slots(items: np.ndarray) -> tuple[np.ndarray, int]:
+    """Give each part of a split block a scratch slot, parts of a block side by side, in place of its part number.
+
+    Returns the merge list (n, 4) int32: table row, first query, first slot, number of parts; and the slots in all.
+    """
+    split = np.flatnonzero(items[:, 4] >= 0)
+    order = split[np.lexsort((items[split, 4], items[split, 1], items[split, 0]))]
+    items[order, 4], part = np.arange(len(order), dtype=np.int32), items[order, 4]
+    first = np.flatnonzero(part == 0)
+    merges = np.column_stack([items[order[first], 0], items[order[first], 1], first, np.diff([*first, len(order)])])
+    return np.ascontiguousarray(merges, np.int32), len(order)
+
+
+def mask_parts(
+    mask: Sequence[int], q_len: int, kv_len: int, batch: int, heads: int, tile: Tile
+) -> list[tuple[int, int, int, int, int, int, int, int]]:
+    """Programs of a mask's gradient: (first row, rows, first head, heads, m_lo, m_hi, n_lo, n_hi), see MASK_ITEM.
+
+    `mask` is the mask's own (B, H, Sq, Sk), each 1 where it is broadcast.
+    """
+
+    def spans(own: int, full: int, block: int) -> list[tuple[int, int]]:
+        return [(0, full)] if own < full else [(at, min(at + block, full)) for at in range(0, full, block)]
+
+    return [
+        (b, b_end - b, h, h_end - h, m, m_end, n, n_end)
+        for b, b_end in spans(mask[0], batch, 1)
+        for h, h_end in spans(mask[1], heads, 1)
+        for m, m_end in spans(mask[2], q_len, tile.block_m)
+        for n, n_end in spans(mask[3], kv_len, tile.block_n)
+    ]

@@ -1,0 +1,88 @@
+"""From q·k to the probabilities' argument, and back: shared by forward and backward, by tiles and transposed tiles.
+
+With s = scale·(q·k): softcap, then ALiBi and the float mask are added, then keys that may not be seen are removed.
+`i` and `j` are query and key indices as blocks that broadcast to the tile: (BLOCK_M, 1) and (1, BLOCK_N) for S, or
+(1, BLOCK_M) and (BLOCK_N, 1) for its transpose. LEVEL is `Spec.level`: options above it are not compiled in, options
+within it are switched by their neutral value at run time.
+"""
+
+import triton
+import triton.language as tl
+
+from flashpoint_kernels.triton_backend import table as c
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(x):
+    """tanh to float32 rounding: Cephes' odd polynomial near 0, where 1 − 2/(e²ˣ + 1) would cancel."""
+    x2 = x * x
+    near = -5.70498872745e-3 * x2 + 2.06390887954e-2
+    near = near * x2 - 5.37397155531e-2
+    near = near * x2 + 1.33314422036e-1
+    near = near * x2 - 3.33332819422e-1
+    near = near * x2 * x + x
+    size = tl.minimum(tl.abs(x), 20.0)  # tanh is 1 to float32 from 10 on
+    far = 1.0 - 2.0 / (tl.exp2(size * (2.0 * 1.4426950408889634)) + 1.0)
+    return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, tl.where(x == x, far, x)))
+
+
+@triton.jit
+def modify(qk, i, j, shape, scale, t, scalars, head, FULL: tl.constexpr, LEVEL: tl.constexpr, MASK_DTYPE: tl.constexpr):
+    """(s in units of log 2, the softcap's slope ds/ds_raw) for a tile of raw products `qk`, float32.
+
+    `shape` is the sequence's (tiles.load_shape), `scale` its scale. FULL: every query of the tile sees every key of it,
+    so no visibility test is made.
+    """
+    q_len, kv_len, offset, left, right = shape
+    slope = tl.full([1, 1], 1.0, tl.float32)
+    if LEVEL == 0:
+        s = qk * (scale * LOG2E)
+    else:
+        s = qk * scale
+        cap = tl.load(scalars + c.SOFTCAP)
+        slope = tl.full(qk.shape, 1.0, tl.float32)
+        if cap > 0.0:
+            bent = tanh(s / cap)
+            s = cap * bent
+            slope = 1.0 - bent * bent
+        if LEVEL == 2:
+            slopes = tl.load(t + c.ALIBI).to(tl.pointer_type(tl.float32))
+            if tl.load(t + c.ALIBI) != 0:
+                s -= tl.load(slopes + head) * tl.abs(i + offset - j).to(tl.float32)
+            if MASK_DTYPE is not None:
+                inside = (i < q_len) & (j < kv_len)
+                place = head * tl.load(t + c.MASK + 1) + i * tl.load(t + c.MASK + 2) + j * tl.load(t + c.MASK + 3)
+                mask = tl.load(t + c.MASK).to(tl.pointer_type(MASK_DTYPE)) + place
+                if MASK_DTYPE == tl.int8:
+                    s = tl.where(tl.load(mask, mask=inside, other=0) != 0, s, float("-inf"))
+                else:
+                    s += tl.load(mask, mask=inside, other=0.0).to(tl.float32)
+        s = s * LOG2E
+    if not FULL:
+        ahead = j - i - offset
+        visible = (j < kv_len) & (ahead <= right)
+        if LEVEL >= 1:
+            visible = visible & (ahead >= -left)
+        s = tl.where(visible, s, float("-inf"))
+    return s, slope
+
+
+@triton.jit
+def keep(i0, j0, t, head, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BLOCK_M, BLOCK_N) of bool: which probabilities dropout keeps, for the tile at query i0 and key j0 (j0 mod 4 = 0).
+
+    Philox4x32-10 (Salmon et al. 2011) with key = seed and counter = (j div 4, i, head, sequence); key j takes word
+    j mod 4, and is kept iff that word is not below ceil(p·2³²).
+    """
+    column = (j0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]).to(tl.uint32)
+    zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.uint32)
+    row = (i0 + tl.arange(0, BLOCK_M)[:, None]).to(tl.uint32)
+    sequence = tl.load(t + c.INDEX).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(
+        tl.load(t + c.SEED), zero + column, zero + row, zero + head.to(tl.uint32), zero + sequence
+    )
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK_M, BLOCK_N])
+    return words.to(tl.int64) >= tl.load(t + c.DROP_BELOW)

@@ -1,0 +1,119 @@
+"""The table of sequences that a launch reads: one row a sequence, absolute addresses, strides, lengths and scalars.
+
+Requests of any lengths, batch sizes and head counts meet in one launch through this table alone: nothing is padded and
+nothing is packed. Addresses and strides are int64, so no offset overflows, and a row says nothing of its neighbours.
+
+A tensor takes three columns: the address of (row 0, head 0), then the strides of a head and of a row, in elements. The
+last dimension has stride 1 (a tensor that has not is copied once, by `Table.of`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.spec import Row
+
+# int64 columns
+Q, K, V, O, LSE = (tl.constexpr(3 * n) for n in range(5))  # noqa: E741
+DO, DQ, DK, DV, DLSE, DELTA = (tl.constexpr(3 * n) for n in range(5, 11))
+MASK, DMASK = tl.constexpr(33), tl.constexpr(37)  # address; strides of a head, a row, a column
+ALIBI, SINKS, DSINKS = tl.constexpr(41), tl.constexpr(42), tl.constexpr(43)  # address of head 0, stride 1; 0: none
+Q_LEN, Q_ROWS, KV_LEN, KV_ROWS = (tl.constexpr(n) for n in range(44, 48))  # valid rows, rows with padding
+OFFSET, LEFT, RIGHT = (tl.constexpr(n) for n in range(48, 51))  # key j is seen iff -LEFT <= j - i - OFFSET <= RIGHT
+HEADS, GROUP = tl.constexpr(51), tl.constexpr(52)  # query heads, and how many of them share a key/value head
+INDEX, SEED, DROP_BELOW = (tl.constexpr(n) for n in range(53, 56))  # dropout: sequence, key, words below are dropped
+WIDTH = tl.constexpr(56)
+
+# float32 columns
+SCALE, SOFTCAP, KEEP_SCALE = (tl.constexpr(n) for n in range(3))
+SCALARS = tl.constexpr(4)
+
+_TENSORS = {"q": Q, "k": K, "v": V, "o": O, "do": DO, "dq": DQ, "dk": DK, "dv": DV}
+_ROW_VECTORS = {"lse": LSE, "dlse": DLSE, "delta": DELTA}
+_KEY_TENSORS = ("k", "v", "dk", "dv")
+_VECTORS = {"alibi_slopes": ALIBI, "sinks": SINKS, "dsinks": DSINKS}
+_VECTOR_BYTES = 16  # of the widest load
+
+
+@dataclass(eq=False)
+class Table:
+    """One request's rows. `alive` holds the tensors whose addresses they carry."""
+
+    ints: np.ndarray
+    floats: np.ndarray
+    aligned: bool
+    alive: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, problem: Problem, extra: dict[str, Tensor]) -> Table:
+        """Rows for `problem`; `extra` are canonical tensors beside its own (scratch such as `lse`, `delta`)."""
+        spec = problem.spec
+        n = len(problem.rows)
+        table = cls(np.zeros((n, WIDTH.value), np.int64), np.zeros((n, SCALARS.value), np.float32), True)
+        for name in (*_TENSORS, *_ROW_VECTORS, "attn_mask", "dattn_mask", *_VECTORS):
+            if name in extra:
+                table._place(name, extra[name], problem.rows)
+            elif name in problem.tensors or (name in problem.outputs and name != "dsinks"):
+                table._place(name, problem.view(name), problem.rows)
+        left, right = spec.window
+        p = spec.options.dropout_p
+        ints = table.ints
+        for at, column in (
+            ("q_len", Q_LEN),
+            ("q_rows", Q_ROWS),
+            ("kv_len", KV_LEN),
+            ("kv_rows", KV_ROWS),
+            ("index", INDEX),
+        ):
+            ints[:, column.value] = [getattr(row, at) for row in problem.rows]
+        ints[:, OFFSET.value] = [spec.offset(row.q_len, row.kv_len) for row in problem.rows]
+        ints[:, LEFT.value], ints[:, RIGHT.value] = left, right
+        ints[:, HEADS.value], ints[:, GROUP.value] = spec.q_heads, spec.q_heads // spec.kv_heads
+        if p:
+            ints[:, SEED.value] = np.uint64(problem.seed).astype(np.int64)
+            ints[:, DROP_BELOW.value] = math.ceil(p * 2**32)
+        table.floats[:, : KEEP_SCALE.value + 1] = spec.scale, spec.options.softcap, 1.0 / (1.0 - p)
+        return table
+
+    def _place(self, name: str, t: Tensor, rows: Sequence[Row]) -> None:
+        """Write the addresses and strides of canonical `t` (see problem.py) into every row."""
+        if name in _VECTORS:
+            t = t.float()
+            t = t if t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
+            step = t.stride(0) if t.ndim == 2 else 0
+            self.ints[:, _VECTORS[name].value] = [t.data_ptr() + 4 * step * row.index for row in rows]
+        elif name in ("attn_mask", "dattn_mask"):
+            t = t.float() if t.dtype == torch.float64 and name == "attn_mask" else t
+            column = MASK if name == "attn_mask" else DMASK
+            address = [t.data_ptr() + t.element_size() * t.stride(0) * row.batch for row in rows]
+            self._write(column.value, address, *t.stride()[1:])
+        elif name in _ROW_VECTORS:
+            t = t.float()
+            t = t if t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
+            address = [t.data_ptr() + 4 * (t.stride(0) * row.batch + t.stride(2) * row.q_start) for row in rows]
+            self._write(_ROW_VECTORS[name].value, address, t.stride(1), 1)
+        else:
+            t = t if t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
+            size = t.element_size()
+            start = [row.kv_start if name in _KEY_TENSORS else row.q_start for row in rows]
+            address = [
+                t.data_ptr() + size * (t.stride(0) * row.batch + t.stride(2) * at)
+                for row, at in zip(rows, start, strict=True)
+            ]
+            self._write(_TENSORS[name].value, address, t.stride(1), t.stride(2))
+            strides = (*t.stride()[1:3], t.stride(0) if len(rows) > 1 else 0)
+            bytes_between = [size * s for s, n in zip(strides, (*t.shape[1:3], t.shape[0]), strict=True) if n > 1]
+            self.aligned &= all(n % _VECTOR_BYTES == 0 for n in (t.data_ptr(), *bytes_between))
+        self.alive.append(t)
+
+    def _write(self, column: int, address: list[int], *strides: int) -> None:
+        self.ints[:, column] = address
+        self.ints[:, column + 1 : column + 1 + len(strides)] = strides
