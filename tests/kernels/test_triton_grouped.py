@@ -1,0 +1,164 @@
+"""One grouped launch of any mix of requests: every answer has the bits that it has alone."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashpoint_kernels import Options, Problem, triton_backend
+from flashpoint_kernels.spec import launch_key
+from flashpoint_kernels.triton_backend.config import _INTERPRETER
+from flashpoint_kernels.triton_backend.schedule import (
+    Shape,
+    assign_slots,
+    forward_parts,
+    key_parts,
+    query_parts,
+    work_list,
+)
+from tests.conftest import DEVICE
+
+
+def _request(rng: random.Random, seed: int, options: dict[str, object], *, dim: int = 16) -> dict[str, torch.Tensor]:
+    """Tensors of a request of random lengths, batch and head counts, in the layout that `options` names."""
+    g = torch.Generator().manual_seed(seed)
+    kv_heads, group = rng.choice([1, 1, 2]), rng.choice([1, 1, 2])
+    batch, q_len, kv_len = rng.choice([1, 1, 2]), rng.choice([1, 5, 33]), rng.choice([1, 7, 40, 70])
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g).to(DEVICE)
+
+    heads = kv_heads * group
+    if options["layout"] == "thd":
+        cu_q, cu_k = [0, 3, 3, 3 + q_len], [0, kv_len, kv_len + 2, kv_len + 4]
+        q, k, v = normal(cu_q[-1], heads, dim), normal(cu_k[-1], kv_heads, dim), normal(cu_k[-1], kv_heads, dim)
+        lengths = {"cu_seqlens_q": torch.tensor(cu_q), "cu_seqlens_k": torch.tensor(cu_k)}
+    else:
+        shape = (lambda s, h: (batch, h, s, dim)) if options["layout"] == "bhsd" else (lambda s, h: (batch, s, h, dim))
+        q, k, v = normal(*shape(q_len, heads)), normal(*shape(kv_len, kv_heads)), normal(*shape(kv_len, kv_heads))
+        lengths = (
+            {"kv_lengths": torch.tensor([rng.randint(0, kv_len) for _ in range(batch)])} if rng.random() < 0.3 else {}
+        )
+    return {"q": q, "k": k, "v": v, **lengths}
+
+
+def _run_forward(requests: list[tuple[dict[str, torch.Tensor], Options]]) -> list[dict[str, torch.Tensor]]:
+    problems = [Problem.create(tensors, options) for tensors, options in requests]
+    assert len({launch_key(p.spec, "triton") for p in problems}) == 1
+    for problem in problems:
+        for t in problem.outputs.values():
+            t.fill_(float("nan"))
+    triton_backend.forward(problems)
+    return [p.outputs for p in problems]
+
+
+def _run_backward(requests: list[tuple[dict[str, torch.Tensor], Options]]) -> list[dict[str, torch.Tensor]]:
+    problems = [Problem.create(tensors, options, "backward") for tensors, options in requests]
+    for problem in problems:
+        for t in problem.outputs.values():
+            t.fill_(float("nan"))
+    triton_backend.backward(problems)
+    return [p.outputs for p in problems]
+
+
+@pytest.mark.parametrize(
+    ("count", "features"), [(16, {}), (64, {"dropout_p": 0.25, "softcap": 8.0})], ids=["fast", "every-option"]
+)
+def test_mixed_requests_in_one_launch_equal_each_alone(count: int, features: dict[str, float]) -> None:
+    rng = random.Random(7)
+    requests, gradients = [], []
+    for n in range(count):
+        plain = {"layout": rng.choice(["bhsd", "bshd", "thd"]), "causal": rng.random() < 0.5, **features}
+        if features:
+            plain |= {"dropout_seed": rng.getrandbits(63), "window": rng.choice([(-1, -1), (9, 3)])}
+        requests.append((_request(rng, n, plain), Options(**plain, return_lse=True)))
+    together = _run_forward(requests)
+    for at, (request, answer) in enumerate(zip(requests, together, strict=True)):
+        assert not any(t.isnan().any() for t in answer.values())
+        (alone,) = _run_forward([request])
+        assert all(torch.equal(answer[name], alone[name]) for name in answer), at
+        do = torch.randn(answer["o"].shape, generator=torch.Generator().manual_seed(at)).to(DEVICE)
+        gradients.append(({**request[0], **answer, "do": do}, request[1]))
+    for at, (request, answer) in enumerate(zip(gradients, _run_backward(gradients), strict=True)):
+        assert not any(t.isnan().any() for t in answer.values())
+        (alone,) = _run_backward([request])
+        assert all(torch.equal(answer[name], alone[name]) for name in answer), at
+
+
+def test_a_sequence_has_its_bits_first_middle_last_and_in_any_batch() -> None:
+    """Also across batch sizes of one request: a sequence alone equals the same sequence inside B = 3."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn((3, 2, s, 16), generator=g).to(DEVICE) for s in (70, 90, 90))
+    options = Options(causal=True, return_lse=True)
+    (batch,) = _run_forward([({"q": q, "k": k, "v": v}, options)])
+    for b in range(3):
+        one = ({"q": q[b : b + 1], "k": k[b : b + 1], "v": v[b : b + 1]}, options)
+        for neighbours in ([one], [one, one], [({"q": k, "k": q, "v": q}, options), one]):
+            answer = _run_forward(neighbours)[-1]
+            assert torch.equal(answer["o"][0], batch["o"][b])
+            assert torch.equal(answer["lse"][0], batch["lse"][b])
+
+
+def test_a_mask_gradient_summed_over_the_batch_equals_itself_alone() -> None:
+    rng = random.Random(3)
+    requests = []
+    for n in range(6):
+        tensors = _request(rng, n, {"layout": "bhsd"})
+        q, k = tensors["q"], tensors["k"]
+        shape = rng.choice([(1, 1, q.shape[2], k.shape[2]), (q.shape[0], 1, 1, k.shape[2]), (1, q.shape[1], 1, 1)])
+        mask = torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(DEVICE)
+        options = Options(return_lse=True, grads=("dq", "dattn_mask"))
+        tensors["attn_mask"] = mask
+        (answer,) = _run_forward([(tensors, options)])
+        requests.append(({**tensors, **answer, "do": torch.ones_like(answer["o"])}, options))
+    for request, answer in zip(requests, _run_backward(requests), strict=True):
+        (alone,) = _run_backward([request])
+        assert all(torch.equal(answer[name], alone[name]) for name in answer)
+        assert not any(t.isnan().any() for t in answer.values())
+
+
+shapes = st.builds(
+    lambda q_rows, kv_rows, q_cut, kv_cut, left, right, bottom: Shape(
+        q_rows - min(q_cut, q_rows),
+        q_rows,
+        kv_rows - min(kv_cut, kv_rows),
+        kv_rows,
+        (kv_rows - min(kv_cut, kv_rows)) - (q_rows - min(q_cut, q_rows)) if bottom else 0,
+        left,
+        right,
+    ),
+    st.integers(0, 200),
+    st.integers(0, 400),
+    st.integers(0, 40),
+    st.integers(0, 40),
+    st.sampled_from([0, 3, 50, 1 << 30]),
+    st.sampled_from([0, 5, 1 << 30]),
+    st.booleans(),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(shapes, min_size=1, max_size=6))
+def test_how_a_sequence_is_cut_is_a_pure_function_of_its_own_shape(rows: list[Shape]) -> None:
+    """Every key that a query may see is in exactly one program; the programs of a row never depend on its neighbours."""
+    config = _INTERPRETER
+    items = work_list(rows, lambda shape: forward_parts(shape, config))
+    for at, shape in enumerate(rows):
+        mine = {tuple(item[1:]) for item in items.tolist() if item[0] == at}
+        assert mine == {tuple(item) for item in forward_parts(shape, config).items.tolist()}
+        assert {i0 for i0, *_ in mine} == set(range(0, shape.q_rows, config.forward.block_m))
+        for i0 in range(0, shape.q_rows, config.forward.block_m):
+            spans = sorted((a, b) for start, a, b, _ in mine if start == i0)
+            assert spans[0][0] == 0
+            assert spans[-1][1] == shape.kv_len
+            assert all(left[1] == right[0] for left, right in zip(spans, spans[1:], strict=False))
+            assert all(a % config.forward.block_n == 0 for a, _ in spans)
+    merges, slots = assign_slots(items)
+    taken = sorted(slot for *_, slot in items.tolist() if slot >= 0)
+    assert taken == list(range(slots)) == [s for _, _, first, n in merges.tolist() for s in range(first, first + n)]
+    for parts_of in (lambda s: query_parts(s, config.backward_q), lambda s: key_parts(s, config.backward_kv)):
+        cost = [int(parts_of(rows[row]).cost[list(parts_of(rows[row]).items[:, 0]).index(start)])
+                for row, start in work_list(rows, parts_of).tolist()]  # fmt: skip
+        assert cost == sorted(cost, reverse=True)

@@ -1,0 +1,25 @@
+"""Offsets beyond 2^31 elements: rows so far apart that 32-bit index arithmetic would wrap."""
+
+import torch
+
+from flashpoint_kernels import Options, Problem, triton_backend
+from tests.conftest import DEVICE
+
+
+def test_rows_4_gib_elements_apart() -> None:
+    rows, dim, apart = 70, 16, 1 << 26  # the last row lies at element 69·2^26 > 2^32; only touched pages are resident
+    storage = torch.empty((rows - 1) * apart + dim, dtype=torch.float16, device=DEVICE)
+    k = torch.as_strided(storage, (1, 1, rows, dim), (0, 0, apart, 1))
+    g = torch.Generator().manual_seed(0)
+    near = {name: torch.randn((1, 1, rows, dim), generator=g).half().to(DEVICE) for name in ("q", "k", "v", "do")}
+    k.copy_(near["k"])
+    answers = []
+    for key in (near["k"], k):
+        tensors = {"q": near["q"], "k": key, "v": near["v"]}
+        forward = Problem.create(tensors, Options(return_lse=True, causal=True))
+        triton_backend.forward([forward])
+        backward = Problem.create({**tensors, **forward.outputs, "do": near["do"]}, Options(causal=True), "backward")
+        triton_backend.backward([backward])
+        answers.append({**forward.outputs, **backward.outputs})
+    assert all(torch.equal(answers[0][name], answers[1][name]) for name in answers[0])
+    assert not any(t.isnan().any() for t in answers[1].values())
