@@ -114,6 +114,12 @@ class Problem:
             return t if spec.options.layout == "bhsd" else t.transpose(1, 2)
         return _one_head(t, 4)
 
+    def mask_part(self, t: Tensor, row: Row) -> Tensor:
+        """What `row` uses of `t`, which has `attn_mask`'s own shape: (Hq|1, sq|1, sk|1), 1 where broadcast."""
+        t = _one_head(t.reshape((1,) * (self.spec.rank - t.ndim) + tuple(t.shape)), 4)
+        batch = row.batch if t.shape[0] > 1 else 0
+        return t[batch, :, : row.q_len if t.shape[2] > 1 else 1, : row.kv_len if t.shape[3] > 1 else 1]
+
     def empty_like_output(self, name: str) -> Tensor:
         """Fresh memory of the shape, layout and dtype of `o` or `lse`, for a forward whose answer is not asked."""
         spec = self.spec

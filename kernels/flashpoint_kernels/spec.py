@@ -135,7 +135,7 @@ class Row(NamedTuple):
     Query row i of the sequence is canonical row `q_start + i`; rows `q_len` to `q_rows` are padding, likewise for keys.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # a name the field has; tuple's own `index` is never wanted
     batch: int
     q_start: int
     q_len: int

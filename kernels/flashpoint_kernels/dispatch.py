@@ -1,0 +1,67 @@
+"""Which backends a device has, and one call that runs a group of problems on one of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+
+import torch
+
+from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.spec import FORWARD_TENSORS, ProblemError, launch_key, plan, unsupported
+
+# A backend is a module with `forward(problems)` and `backward(problems)`, imported when it is first used.
+_MODULES = {"triton": "triton_backend", "torch": "torch_fused", "tiled": "tiled", "reference": "reference"}
+
+# Triton reads it when kernels are defined, so what it was at import is what holds.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def available_backends(device: str) -> tuple[str, ...]:
+    """The backends of `device` ("cpu", "cuda", "cuda:1"), in `auto`'s order of preference.
+
+    On the CPU Triton's kernels run under Triton's interpreter alone (TRITON_INTERPRET=1), as the last choice.
+    """
+    if torch.device(device).type == "cuda":
+        return ("triton", "torch", "tiled", "reference")
+    return ("torch", "tiled", "reference", *(("triton",) if _INTERPRETED else ()))
+
+
+def run(problems: Sequence[Problem], backend: str) -> None:
+    """Run `problems`, which share one direction and one `spec.launch_key`, on `backend`, into their outputs.
+
+    A gradient without `o` and `lse` first runs the same backend's forward. Raises ProblemError for what the backend
+    cannot do, and ValueError for problems that do not belong in one launch.
+    """
+    if not problems:
+        return
+    if len({(launch_key(p.spec, backend), p.device) for p in problems}) > 1:
+        raise ValueError("the problems of one launch must share one launch key and one device")
+    if errors := [e for p in problems for e in unsupported(backend, p.spec)]:
+        raise ProblemError(dict.fromkeys(errors))
+    module = import_module(f"flashpoint_kernels.{_MODULES[backend]}")
+    # Autocast would turn the float32 products inside a backend into half ones.
+    with torch.no_grad(), torch.autocast(problems[0].device.type, enabled=False):
+        if problems[0].spec.direction == "forward":
+            module.forward(problems)
+            return
+        forwards = {} if backend == "reference" else {id(p): forward_of(p) for p in problems if not p.spec.has_forward}
+        if forwards:
+            module.forward(list(forwards.values()))
+        module.backward(
+            [replace(p, tensors=p.tensors | forwards[id(p)].outputs) if id(p) in forwards else p for p in problems]
+        )
+
+
+def forward_of(problem: Problem) -> Problem:
+    """The forward problem of a gradient problem, with room for its `o` and `lse`."""
+    spec = problem.spec
+    infos = {name: info for name, info in spec.tensors.items() if name in FORWARD_TENSORS}
+    return replace(
+        problem,
+        spec=plan(infos, replace(spec.options, return_lse=True), "forward"),
+        tensors={name: problem.tensors[name] for name in infos},
+        outputs={name: problem.empty_like_output(name) for name in ("o", "lse")},
+    )

@@ -1,0 +1,131 @@
+"""Attention as its formula says it, materialised: the truth that every other backend is judged by.
+
+One function, `attend`, in plain torch; gradients are torch's autograd of it. Run in float64 it is the oracle; run in
+the inputs' own dtype it is the yardstick of the test rules ("torch same-dtype math"). It shares no code with `tiled`,
+takes every option, any head dimension and float64, and needs O(Sq·Sk) memory a head.
+
+Gradients are recomputed from q, k and v alone: `o` and `lse` that a caller brings do not matter to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashpoint_kernels.dropout import keep_mask
+from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.spec import Row
+
+_LEAVES = {"dq": "q", "dk": "k", "dv": "v", "dattn_mask": "attn_mask", "dsinks": "sinks"}
+
+
+def forward(problems: Sequence[Problem]) -> None:
+    for problem in problems:
+        solve_forward(problem, torch.float64)
+
+
+def backward(problems: Sequence[Problem]) -> None:
+    for problem in problems:
+        solve_backward(problem, torch.float64)
+
+
+def solve_forward(problem: Problem, dtype: torch.dtype) -> None:
+    """Write `problem.outputs` (`o`, `lse`, whichever are there), computed in `dtype`."""
+    problem.clear_outputs()
+    for row, x in problem.sequences():
+        o, lse = attend(problem, row, _inputs(problem, row, x, dtype))
+        for name, answer in (("o", o), ("lse", lse)):
+            if name in problem.outputs:
+                x[name].copy_(answer)
+
+
+def solve_backward(problem: Problem, dtype: torch.dtype) -> None:
+    """Write `problem.outputs` (any of dq, dk, dv, dattn_mask, dsinks), computed in `dtype`."""
+    problem.clear_outputs()
+    # What sequences share is summed before it is rounded to its output's dtype.
+    sums: dict[str, Tensor] = {
+        name: torch.zeros_like(problem.outputs[name], dtype=dtype)
+        for name in ("dattn_mask", "dsinks")
+        if name in problem.outputs
+    }
+    for row, x in problem.sequences():
+        inputs = _inputs(problem, row, x, dtype)
+        names = [_LEAVES[name] for name in problem.outputs]
+        leaves = [inputs[name].detach().requires_grad_() for name in names]
+        with torch.enable_grad():
+            answers = attend(problem, row, inputs | dict(zip(names, leaves, strict=True)))
+        dlse = x["dlse"].to(dtype) if "dlse" in x else torch.zeros_like(answers[1])
+        grads = torch.autograd.grad(answers, leaves, (x["do"].to(dtype), dlse))
+        for name, grad in zip(problem.outputs, grads, strict=True):
+            if name == "dattn_mask":
+                problem.mask_part(sums[name], row).add_(grad)
+            elif name == "dsinks":
+                sums[name] += grad
+            else:
+                x[name].copy_(grad)
+    for name, total in sums.items():
+        problem.outputs[name].copy_(total)
+
+
+def _inputs(problem: Problem, row: Row, x: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """In `dtype`: q (Hq,sq,D), k and v (Hk,sk,D|Dv), sinks and slopes (Hq,), attn_mask (Hq|1,sq|1,sk|1)."""
+    own = {name: x[name] for name in ("q", "k", "v")}
+    # The canonical views of these two are float32; a float64 problem keeps its own precision.
+    if "sinks" in x:
+        own["sinks"] = problem.tensors["sinks"]
+    if "alibi_slopes" in x:
+        slopes = problem.tensors["alibi_slopes"]
+        own["alibi_slopes"] = slopes[row.index] if slopes.ndim == 2 else slopes
+    if "attn_mask" in x:
+        own["attn_mask"] = problem.mask_part(problem.tensors["attn_mask"], row)
+    return {name: t if t.dtype == torch.bool else t.to(dtype) for name, t in own.items()}
+
+
+def attend(problem: Problem, row: Row, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """o (Hq,sq,Dv) and lse (Hq,sq) of one sequence, in the dtype of the inputs `x`; differentiable.
+
+    s = scale·q·kᵀ;  s = softcap·tanh(s/softcap);  s −= slope·|i + offset − j|;  s += mask;  s = −∞ where unseen
+    P = softmax([s, sink]) without the sink's column;  o = dropout(P)·v;  lse = log Σ exp [s, sink]
+    """
+    spec, options = problem.spec, problem.spec.options
+    q, k, v = x["q"], x["k"], x["v"]
+    group = spec.q_heads // spec.kv_heads
+    s = spec.scale * (q @ k.repeat_interleave(group, 0).mT)
+    if options.softcap:
+        s = options.softcap * torch.tanh(s / options.softcap)
+    i = torch.arange(row.q_len, device=s.device)[:, None]
+    j = torch.arange(row.kv_len, device=s.device)
+    ahead = j - i - spec.offset(row.q_len, row.kv_len)
+    if "alibi_slopes" in x:
+        # In float64 whatever the dtype of s: float16 cannot count beyond 2048.
+        s = s - (x["alibi_slopes"].double()[:, None, None] * ahead.abs()).to(s.dtype)
+    seen = torch.ones_like(s, dtype=torch.bool)
+    if "attn_mask" in x:
+        if x["attn_mask"].dtype == torch.bool:
+            seen = seen & x["attn_mask"]
+        else:
+            s = s + x["attn_mask"]
+    if options.causal:
+        seen = seen & (ahead <= 0)
+    left, right = options.window
+    if left >= 0:
+        seen = seen & (ahead >= -left)
+    if right >= 0:
+        seen = seen & (ahead <= right)
+    s = s.masked_fill(~seen, float("-inf"))
+    # The sink, or nothing, is one more column: softmax then never meets an empty row, even with no key at all.
+    sink = x["sinks"] if "sinks" in x else s.new_full((spec.q_heads,), float("-inf"))
+    s = torch.cat([s, sink[:, None, None].expand(-1, row.q_len, 1)], dim=-1)
+    # A row of −∞ alone would be NaN in softmax and in its gradient: give it zeros, and set its answers afterwards.
+    dead = (s == float("-inf")).all(-1, keepdim=True)
+    s = s.masked_fill(dead, 0.0)
+    p = torch.softmax(s, dim=-1).masked_fill(dead, 0.0)[..., :-1]
+    lse = torch.logsumexp(s, dim=-1).masked_fill(dead[..., 0], float("-inf"))
+    if options.dropout_p:
+        assert problem.seed is not None, "a problem with dropout has a seed"
+        everything = (spec.q_heads, row.index, range(row.q_len), range(row.kv_len))
+        keep = keep_mask(problem.seed, options.dropout_p, *everything, s.device)
+        p = torch.where(keep, p / (1.0 - options.dropout_p), 0.0)
+    return p @ v.repeat_interleave(group, 0), lse

@@ -1,0 +1,262 @@
+"""FlashAttention's tile loop in plain torch: every option, any device, O(N) extra memory; the kernels' readable twin.
+
+After FlashAttention-2 (Dao 2023), Algorithms 1 and 2. Forward: for a tile of queries, walk the tiles of keys it may
+see, keeping a running maximum m, a running sum l and an unnormalised output. Backward: recompute each tile's
+probabilities from `lse`; with delta = rowsum(o∘do) − dlse, ds = P∘(dP − delta) gives every gradient.
+
+Everything is float32 inside. The query heads that share a key/value head are stacked into the rows of one matrix
+product, so grouped heads need no copy of k or v. Shapes, for one sequence (G = Hq / Hk):
+
+    q, dq  (Hk, G, sq, D)     do  (Hk, G, sq, Dv)     a tile's rows  (Hk, G·bm, D|Dv)
+    k, dk  (Hk, sk, D)        v, dv  (Hk, sk, Dv)     a tile's scores  (Hq, bm, bn)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashpoint_kernels import bounds
+from flashpoint_kernels.dropout import keep_mask
+from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.reproducible import aligned, threads
+from flashpoint_kernels.spec import Row
+
+INF = float("inf")
+
+BLOCK_M = 128
+BLOCK_N = 512
+
+
+def forward(problems: Sequence[Problem]) -> None:
+    for problem in problems:
+        problem.clear_outputs()
+        for row, x in problem.sequences():
+            with threads(problem.spec, row):
+                _forward(Tiles.of(problem, row, x), x.get("o"), x.get("lse"))
+
+
+def backward(problems: Sequence[Problem]) -> None:
+    for problem in problems:
+        problem.clear_outputs()
+        # What sequences share is summed in float32 before it is rounded to its output's dtype.
+        shared: dict[str, Tensor] = {
+            name: torch.zeros_like(problem.outputs[name], dtype=torch.float32)
+            for name in ("dattn_mask", "dsinks")
+            if name in problem.outputs
+        }
+        for row, x in problem.sequences():
+            with threads(problem.spec, row):
+                own: dict[str, Tensor] = {name: x[name] for name in ("dq", "dk", "dv") if name in x}
+                if "dsinks" in shared:
+                    own["dsinks"] = shared["dsinks"]
+                if "dattn_mask" in shared:
+                    own["dattn_mask"] = problem.mask_part(shared["dattn_mask"], row)
+                _backward(Tiles.of(problem, row, x), x, own)
+        for name, total in shared.items():
+            problem.outputs[name].copy_(total)
+
+
+def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
+    for i0, i1 in t.query_tiles(0, t.q_len):
+        q = t.rows(t.q, i0, i1)
+        # A sink is a key of no value that has been seen already.
+        m = t.sinks.expand(-1, i1 - i0, 1)
+        total = (m > -INF).float()
+        acc = q.new_zeros(*q.shape[:2], t.v.shape[-1])
+        for j0, j1 in t.key_tiles(i0, i1):
+            s, _ = t.scores(q, i0, i1, j0, j1)
+            m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+            base = _finite(m_new)
+            decay = torch.exp(m - base)
+            p = s.sub_(base).exp_()
+            total = total * decay + p.sum(-1, keepdim=True)
+            if t.dropout_p:
+                p.mul_(t.keep(i0, i1, j0, j1))
+            acc.mul_(decay.view(*acc.shape[:2], 1)).baddbmm_(p.view(*acc.shape[:2], -1), t.v[:, j0:j1])
+            m = m_new
+        if o is not None:
+            kept = total.masked_fill(total == 0, 1.0).mul_(1.0 - t.dropout_p)
+            o[:, i0:i1] = acc.view(t.heads, i1 - i0, -1).div_(kept)
+        if lse is not None:
+            lse[:, i0:i1] = (_finite(m) + total.log())[..., 0]
+
+
+def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
+    """Write dq, dk and dv into `out`, and add to its dsinks (Hq,) and dattn_mask (Hq|1, sq|1, sk|1)."""
+    do = t.grouped(x["do"])
+    delta = (t.grouped(x["o"]) * do).sum(-1).view(t.heads, -1, 1)
+    if "dlse" in x:
+        delta = delta - x["dlse"].float()[..., None]
+    # With lse = +∞ in place of −∞ a row that attends to nothing gets probabilities of 0 from exp(s − lse).
+    lse = x["lse"].float()[..., None]
+    lse = torch.where(lse == -INF, INF, lse)
+    if "dsinks" in out:
+        out["dsinks"] -= (torch.exp(t.sinks - lse) * delta).sum((1, 2))
+    if not out.keys() - {"dsinks"}:
+        return
+    dq = torch.zeros_like(t.q) if "dq" in out else None
+    for j0, j1 in _steps(0, t.kv_len, BLOCK_N):
+        k, v = t.k[:, j0:j1], t.v[:, j0:j1]
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        for i0, i1 in t.query_tiles(*t.query_range(j0, j1)):
+            q, do_i = t.rows(t.q, i0, i1), t.rows(do, i0, i1)
+            tile = (*q.shape[:2], j1 - j0)
+            s, slope = t.scores(q, i0, i1, j0, j1, with_slope=True)
+            p = s.sub_(lse[:, i0:i1]).exp_()
+            keep = t.keep(i0, i1, j0, j1).float().div_(1.0 - t.dropout_p) if t.dropout_p else None
+            if "dv" in out:
+                dv.baddbmm_((p if keep is None else p * keep).view(tile).mT, do_i)
+            if not out.keys() & {"dq", "dk", "dattn_mask"}:
+                continue
+            dp = torch.bmm(do_i, v.mT).view(s.shape)
+            if keep is not None:
+                dp.mul_(keep)
+            ds = dp.sub_(delta[:, i0:i1]).mul_(p)
+            if "dattn_mask" in out:
+                part = _part(out["dattn_mask"], i0, i1, j0, j1)
+                part += ds.sum_to_size(part.shape)
+            if slope is not None:
+                ds.mul_(slope)
+            if dq is not None:
+                dq[:, :, i0:i1] += torch.bmm(ds.view(tile), k).view(*dq.shape[:2], i1 - i0, -1)
+            if "dk" in out:
+                dk.baddbmm_(ds.view(tile).mT, q)  # q carries the scale
+        for name, grad in (("dk", dk), ("dv", dv)):
+            if name in out:
+                out[name][:, j0:j1] = grad
+    if dq is not None:
+        out["dq"].copy_(dq.mul_(t.scale).view(t.heads, t.q_len, -1))
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """One sequence, ready to be cut into tiles: its float32 tensors (q already scaled) and its score modification."""
+
+    problem: Problem
+    row: Row
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor  # (Hq, 1, 1); −∞ where there are none
+    slopes: Tensor | None  # (Hq, 1, 1)
+    mask: Tensor | None  # (Hq, sq, sk), bool or float
+    offset: int
+
+    @classmethod
+    def of(cls, problem: Problem, row: Row, x: dict[str, Tensor]) -> Tiles:
+        spec = problem.spec
+        q = aligned(x["q"], torch.float32) * spec.scale
+        sinks = x["sinks"] if "sinks" in x else q.new_full((spec.q_heads,), -INF)
+        return cls(
+            problem,
+            row,
+            q.view(spec.kv_heads, spec.q_heads // spec.kv_heads, row.q_len, spec.head_dim),
+            aligned(x["k"], torch.float32),
+            aligned(x["v"], torch.float32),
+            sinks[:, None, None],
+            x["alibi_slopes"][:, None, None] if "alibi_slopes" in x else None,
+            x.get("attn_mask"),
+            spec.offset(row.q_len, row.kv_len),
+        )
+
+    @property
+    def heads(self) -> int:
+        return self.problem.spec.q_heads
+
+    @property
+    def scale(self) -> float:
+        return self.problem.spec.scale
+
+    @property
+    def q_len(self) -> int:
+        return self.row.q_len
+
+    @property
+    def kv_len(self) -> int:
+        return self.row.kv_len
+
+    @property
+    def dropout_p(self) -> float:
+        return self.problem.spec.options.dropout_p
+
+    def grouped(self, t: Tensor) -> Tensor:
+        """(Hq, sq, X) as float32 (Hk, G, sq, X)."""
+        return aligned(t, torch.float32).view(*self.q.shape[:3], t.shape[-1])
+
+    def rows(self, t: Tensor, i0: int, i1: int) -> Tensor:
+        """Queries i0 … i1 of a grouped tensor (Hk, G, sq, X) as the rows of a product, (Hk, G·bm, X)."""
+        return t[:, :, i0:i1].reshape(t.shape[0], -1, t.shape[-1])
+
+    def query_tiles(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
+        return _steps(lo, hi, BLOCK_M)
+
+    def key_tiles(self, i0: int, i1: int) -> Iterator[tuple[int, int]]:
+        """The tiles of keys that any of the queries i0 … i1 may see."""
+        lo, hi = bounds.key_range(i0, i1 - 1, self.offset, *self.problem.spec.window, self.kv_len)  # type: ignore[no-untyped-call]
+        return _steps(lo, hi, BLOCK_N)
+
+    def query_range(self, j0: int, j1: int) -> tuple[int, int]:
+        """The queries that may see any of the keys j0 … j1."""
+        lo, hi = bounds.query_range(j0, j1 - 1, self.offset, *self.problem.spec.window, self.q_len)  # type: ignore[no-untyped-call]
+        return lo, hi
+
+    def scores(
+        self, q: Tensor, i0: int, i1: int, j0: int, j1: int, with_slope: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """(Hq, bm, bn) scores of queries i0 … i1 (the rows `q`) and keys j0 … j1, −∞ where unseen, in fresh memory.
+
+        Softcap, then ALiBi and the float mask are added, then keys that may not be seen are removed. With `with_slope`
+        also softcap's slope ds/d(scale·q·k), None where there is no softcap.
+        """
+        left, right = self.problem.spec.window
+        softcap = self.problem.spec.options.softcap
+        s = torch.bmm(q, self.k[:, j0:j1].mT).view(self.heads, i1 - i0, j1 - j0)
+        slope = None
+        if softcap:
+            s.div_(softcap).tanh_()
+            slope = 1.0 - s * s if with_slope else None
+            s.mul_(softcap)
+        lo, hi = bounds.full_key_range(i0, i1 - 1, self.offset, left, right, self.kv_len)  # type: ignore[no-untyped-call]
+        full = lo <= j0 and j1 <= hi
+        if self.slopes is not None or not full:
+            j = torch.arange(j0, j1, device=s.device)
+            ahead = j - torch.arange(i0 + self.offset, i1 + self.offset, device=s.device)[:, None]
+            if self.slopes is not None:
+                s.addcmul_(self.slopes, ahead.abs().float(), value=-1.0)
+        if self.mask is not None:
+            mask = self.mask[:, i0:i1, j0:j1]
+            if mask.dtype == torch.bool:
+                s.masked_fill_(~mask, -INF)
+            else:
+                s.add_(mask)
+        if not full:
+            s.masked_fill_((ahead < -left) | (ahead > right), -INF)
+        return s, slope
+
+    def keep(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
+        """(Hq, bm, bn) of bool: which probabilities dropout keeps."""
+        assert self.problem.seed is not None, "a problem with dropout has a seed"
+        return keep_mask(
+            self.problem.seed, self.dropout_p, self.heads, self.row.index, range(i0, i1), range(j0, j1), self.q.device
+        )
+
+
+def _steps(lo: int, hi: int, step: int) -> Iterator[tuple[int, int]]:
+    for start in range(lo, hi, step):
+        yield start, min(start + step, hi)
+
+
+def _finite(m: Tensor) -> Tensor:
+    """A maximum that may be subtracted: 0 in place of the −∞ of a row that has seen no key."""
+    return m.masked_fill(m == -INF, 0.0)
+
+
+def _part(t: Tensor, i0: int, i1: int, j0: int, j1: int) -> Tensor:
+    """The tile of `t` (Hq|1, sq|1, sk|1), dimensions of 1 kept."""
+    rows = slice(i0, i1) if t.shape[1] > 1 else slice(None)
+    columns = slice(j0, j1) if t.shape[2] > 1 else slice(None)
+    return t[:, rows, columns]
