@@ -10,28 +10,28 @@ import triton
 import triton.language as tl  # noqa: F401  # the interpreter wants it visible from every compiled function
 
 
-def key_range(i_first, i_last, offset, left, right, kv_len):  # type: ignore[no-untyped-def]
+def key_range(i_first: int, i_last: int, offset: int, left: int, right: int, kv_len: int) -> tuple[int, int]:
     """Keys that any query of the block may see."""
     lo = min(max(i_first + offset - left, 0), kv_len)
     hi = max(min(i_last + offset + right + 1, kv_len), 0)
     return lo, hi
 
 
-def full_key_range(i_first, i_last, offset, left, right, kv_len):  # type: ignore[no-untyped-def]
+def full_key_range(i_first: int, i_last: int, offset: int, left: int, right: int, kv_len: int) -> tuple[int, int]:
     """Keys that every query of the block may see: tiles of keys inside it need no mask."""
     lo = min(max(i_last + offset - left, 0), kv_len)
     hi = max(min(i_first + offset + right + 1, kv_len), 0)
     return lo, hi
 
 
-def query_range(j_first, j_last, offset, left, right, q_len):  # type: ignore[no-untyped-def]
+def query_range(j_first: int, j_last: int, offset: int, left: int, right: int, q_len: int) -> tuple[int, int]:
     """Queries that may see any key of the block."""
     lo = min(max(j_first - offset - right, 0), q_len)
     hi = max(min(j_last - offset + left + 1, q_len), 0)
     return lo, hi
 
 
-def full_query_range(j_first, j_last, offset, left, right, q_len):  # type: ignore[no-untyped-def]
+def full_query_range(j_first: int, j_last: int, offset: int, left: int, right: int, q_len: int) -> tuple[int, int]:
     """Queries that may see every key of the block."""
     lo = min(max(j_last - offset - right, 0), q_len)
     hi = max(min(j_first - offset + left + 1, q_len), 0)

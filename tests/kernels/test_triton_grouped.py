@@ -1,5 +1,6 @@
 """One grouped launch of any mix of requests: every answer has the bits that it has alone."""
 
+import itertools
 import random
 
 import pytest
@@ -142,7 +143,7 @@ shapes = st.builds(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(shapes, min_size=1, max_size=6))
 def test_how_a_sequence_is_cut_is_a_pure_function_of_its_own_shape(rows: list[Shape]) -> None:
-    """Every key that a query may see is in exactly one program; the programs of a row never depend on its neighbours."""
+    """Every visible key is in exactly one program, and the programs of a row never depend on its neighbours."""
     config = _INTERPRETER
     items = work_list(rows, lambda shape: forward_parts(shape, config))
     for at, shape in enumerate(rows):
@@ -153,7 +154,7 @@ def test_how_a_sequence_is_cut_is_a_pure_function_of_its_own_shape(rows: list[Sh
             spans = sorted((a, b) for start, a, b, _ in mine if start == i0)
             assert spans[0][0] == 0
             assert spans[-1][1] == shape.kv_len
-            assert all(left[1] == right[0] for left, right in zip(spans, spans[1:], strict=False))
+            assert all(left[1] == right[0] for left, right in itertools.pairwise(spans))
             assert all(a % config.forward.block_n == 0 for a, _ in spans)
     merges, slots = assign_slots(items)
     taken = sorted(slot for *_, slot in items.tolist() if slot >= 0)

@@ -1,6 +1,6 @@
-"""Compile the kernels for a GPU that is not there, and read what the compiler made: registers, spills, instructions.
+"""Compile the kernels for a GPU that is not there, and read what the compiler made of them.
 
-`python -m flashpoint_kernels.triton_backend.aot --arch 90 --dtype bfloat16 --head-dim 128` prints one JSON line a kernel.
+`python -m flashpoint_kernels.triton_backend.aot --arch 90 --dtype bfloat16 --head-dim 128` prints a JSON line a kernel.
 It needs a process without TRITON_INTERPRET, and no GPU: ptxas and cuobjdump come inside triton.
 """
 
@@ -11,7 +11,6 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,7 @@ def compile_kernel(
     kernel: str, arch: int, dtype: str, head_dim: int, level: int = 0, mask: str | None = None
 ) -> Report:
     """Compile one kernel's shipped configuration for sm_`arch` with aligned tensors and Dv = D."""
-    config = tiles(dtype, head_dim, head_dim, level)
+    config = tiles(arch, dtype, head_dim, head_dim, level)
     tile = {"forward": config.forward, "merge": config.forward, "backward_kv": config.backward_kv}.get(
         kernel, config.backward_q
     )
@@ -104,11 +103,6 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def reports(kernels: list[str], arch: int, dtype: str, head_dim: int, level: int, mask: str | None) -> Iterator[Report]:
-    for kernel in kernels:
-        yield compile_kernel(kernel, arch, dtype, head_dim, level, mask)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, default=90)
@@ -120,7 +114,8 @@ def main() -> None:
         "--kernels", nargs="+", default=["forward", "delta", "backward_kv", "backward_q"], choices=KERNELS
     )
     asked = parser.parse_args()
-    for report in reports(asked.kernels, asked.arch, asked.dtype, asked.head_dim, asked.level, asked.mask):
+    for kernel in asked.kernels:
+        report = compile_kernel(kernel, asked.arch, asked.dtype, asked.head_dim, asked.level, asked.mask)
         print(json.dumps(asdict(report)), flush=True)
 
 

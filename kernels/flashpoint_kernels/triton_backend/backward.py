@@ -3,33 +3,33 @@
     delta = rowsum(o∘do) − dlse          one program a block of queries
     dV = Pᵀ dO,  dK = scale·dSᵀ Q        one program a block of keys of one key/value head
     dQ = scale·dS K                      one program a block of queries of one head
-    with P = exp(S − lse), dP = dO Vᵀ, dS = P∘(dP − delta), and dropout Z = keep/(1 − p): dV = (P∘Z)ᵀ dO, dP = (dO Vᵀ)∘Z
+    with P = exp(S − lse), dP = dO Vᵀ, dS = P∘(dP − delta)
+    and dropout Z = keep/(1 − p): dV = (P∘Z)ᵀ dO, dP = (dO Vᵀ)∘Z
 
-Notation as in forward.py. The transposed scores are computed as such (k·qᵀ): a transposed accumulator as a dot's operand
-is wrong on Hopper in triton 3.4–3.7.0. A query that attends to nothing has lse −inf; +inf in its place makes its P zero.
+Notation as in forward.py. The transposed scores are computed as such (k·qᵀ): a transposed accumulator as the operand of
+a dot is wrong on Hopper in triton 3.4–3.7.0.
 """
 
 import triton
 import triton.language as tl
 
 from flashpoint_kernels.bounds import full_key_range_jit as full_key_range
-from flashpoint_kernels.bounds import full_query_range_jit as full_query_range
 from flashpoint_kernels.bounds import key_range_jit as key_range
 from flashpoint_kernels.bounds import query_range_jit as query_range
 from flashpoint_kernels.triton_backend import table as c
 from flashpoint_kernels.triton_backend.interpret import cast, dot
 from flashpoint_kernels.triton_backend.scores import LOG2E, keep, modify
-from flashpoint_kernels.triton_backend.tiles import head_base, load_rows, load_shape, load_vector, store_rows
+from flashpoint_kernels.triton_backend.tiles import load_rows, load_sequence, locate, locate_vector, store_rows
 
 # Columns of a work item: table row, first query or key of the block.
 ITEM = tl.constexpr(2)
 
 
 @triton.jit
-def load_lse(t, head, o_m, q_len):
-    """lse of queries o_m in base 2; +inf, which makes P zero, where there is no query or it attends to nothing."""
-    lse = load_vector(t, c.LSE, head, o_m, q_len, float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+def load_stats(stats, half, o_m, q_len):
+    """(lse in base 2, delta) of queries o_m, as `attention_delta` left them: +inf and 0 where there is no query."""
+    inside = o_m < q_len
+    return tl.load(stats + o_m, mask=inside, other=float("inf")), tl.load(stats + half + o_m, mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["heads", "value_dim"])
@@ -37,7 +37,10 @@ def attention_delta(
     table, items, heads, value_dim,
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(o∘do) − dlse, float32. Grid: items × heads."""
+    """What the other kernels need of a query, float32: lse in base 2, and delta = rowsum(o∘do) − dlse.
+
+    A query that attends to nothing has lse −inf; +inf in its place makes its P zero. Grid: items × heads.
+    """
     item = items + (tl.program_id(0) // heads) * ITEM
     head = tl.program_id(0) % heads
     t = table + tl.load(item).to(tl.int64) * c.WIDTH
@@ -45,14 +48,21 @@ def attention_delta(
         return
     o_m = tl.load(item + 1) + tl.arange(0, BLOCK_M)
     q_len = tl.load(t + c.Q_LEN)
-    o_base, o_stride = head_base(t, c.O, head, DTYPE, ALIGNED)
-    do_base, do_stride = head_base(t, c.DO, head, DTYPE, ALIGNED)
+    o_base, o_head, o_stride = locate(t, c.O, DTYPE, ALIGNED)
+    o_base += head * o_head
+    do_base, do_head, do_stride = locate(t, c.DO, DTYPE, ALIGNED)
+    do_base += head * do_head
     o = load_rows(o_base, o_stride, o_m, q_len, value_dim, BLOCK_DV, False, EVEN).to(tl.float32)
     do = load_rows(do_base, do_stride, o_m, q_len, value_dim, BLOCK_DV, False, EVEN).to(tl.float32)
     has_dlse = tl.load(t + c.DLSE) != 0
-    delta = tl.sum(o * do, 1) - load_vector(t, c.DLSE, head, o_m, tl.where(has_dlse, q_len, 0), 0.0)
-    base = tl.load(t + c.DELTA).to(tl.pointer_type(tl.float32)) + head * tl.load(t + c.DELTA + 1)
-    tl.store(base + o_m, delta, mask=o_m < q_len)
+    dlse_base, dlse_head = locate_vector(t, c.DLSE)
+    dlse = tl.load(dlse_base + head * dlse_head + o_m, mask=has_dlse & (o_m < q_len), other=0.0)
+    lse_base, lse_head = locate_vector(t, c.LSE)
+    lse = tl.load(lse_base + head * lse_head + o_m, mask=o_m < q_len, other=0.0)
+    stats_base, stats_head = locate_vector(t, c.STATS)
+    stats = stats_base + head * stats_head + o_m
+    tl.store(stats, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=o_m < q_len)
+    tl.store(stats + stats_head // 2, tl.sum(o * do, 1) - dlse, mask=o_m < q_len)
 
 
 @triton.jit
@@ -65,44 +75,13 @@ def softmax_gradient(p, dp, delta, slope, LEVEL: tl.constexpr):
 
 
 @triton.jit
-def dropout_factor(i0, j0, t, scalars, head, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def dropout_factor(i0, j0, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Z of the tile, (M, N): 1/(1 − p) where kept, 0 where dropped, 1 without dropout."""
     z = tl.full([BLOCK_M, BLOCK_N], 1.0, tl.float32)
+    t, scalars, _head, _scale, _shape = seq
     if tl.load(t + c.DROP_BELOW) > 0:
-        z = tl.where(keep(i0, j0, t, head, BLOCK_M, BLOCK_N), tl.load(scalars + c.KEEP_SCALE), 0.0)
+        z = tl.where(keep(i0, j0, seq, BLOCK_M, BLOCK_N), tl.load(scalars + c.KEEP_SCALE), 0.0)
     return z
-
-
-@triton.jit
-def gather_queries(
-    dk, dv, k, v, j0, lo, hi, shape, scale, t, scalars, head, q_base, q_stride, do_base, do_stride, head_dim, value_dim,
-    FULL: tl.constexpr, LEVEL: tl.constexpr, DTYPE: tl.constexpr, MASK_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Add to (dk, dv) of a block of keys what queries [lo, hi) of one head give, a tile of BLOCK_M at a time.
-
-    Queries past the end need no test: their lse is +inf, so their P is zero.
-    """
-    q_len = shape[0]
-    o_n = j0 + tl.arange(0, BLOCK_N)
-    for i0 in range(lo, hi, BLOCK_M):
-        o_m = i0 + tl.arange(0, BLOCK_M)
-        q = load_rows(q_base, q_stride, o_m, q_len, head_dim, BLOCK_D, False, EVEN)  # (M, D)
-        s = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)  # (N, M)
-        s, slope = modify(s, o_m[None, :], o_n[:, None], shape, scale, t, scalars, head, FULL, LEVEL, MASK_DTYPE)
-        p = tl.exp2(s - load_lse(t, head, o_m, q_len)[None, :])
-        do = load_rows(do_base, do_stride, o_m, q_len, value_dim, BLOCK_DV, False, EVEN)  # (M, Dv)
-        dp = dot(v, tl.trans(do), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)  # (N, M)
-        if LEVEL == 2:
-            z = tl.trans(dropout_factor(i0, j0, t, scalars, head, BLOCK_M, BLOCK_N))
-            dv = dot(cast(p * z, DTYPE), do, dv, PRECISION)
-            dp = dp * z
-        else:
-            dv = dot(cast(p, DTYPE), do, dv, PRECISION)
-        delta = load_vector(t, c.DELTA, head, o_m, q_len, 0.0)
-        ds = softmax_gradient(p, dp, delta[None, :], slope, LEVEL)
-        dk = dot(cast(ds, DTYPE), q, dk, PRECISION)
-    return dk, dv
 
 
 @triton.jit(do_not_specialize=["heads", "head_dim", "value_dim"])
@@ -124,12 +103,13 @@ def attention_backward_kv(
         return
     scalars = floats + row * c.SCALARS
     j0 = tl.load(item + 1)
-    shape = load_shape(t)
+    _, _, _, scale, shape = load_sequence(t, scalars, kv_head)
     q_len, kv_len, offset, left, right = shape
-    scale = tl.load(scalars + c.SCALE)
 
-    k_base, k_stride = head_base(t, c.K, kv_head, DTYPE, ALIGNED)
-    v_base, v_stride = head_base(t, c.V, kv_head, DTYPE, ALIGNED)
+    k_base, k_head, k_stride = locate(t, c.K, DTYPE, ALIGNED)
+    k_base += kv_head * k_head
+    v_base, v_head, v_stride = locate(t, c.V, DTYPE, ALIGNED)
+    v_base += kv_head * v_head
     o_n = j0 + tl.arange(0, BLOCK_N)
     k = load_rows(k_base, k_stride, o_n, kv_len, head_dim, BLOCK_D, False, EVEN)  # (N, D)
     v = load_rows(v_base, v_stride, o_n, kv_len, value_dim, BLOCK_DV, False, EVEN)  # (N, Dv)
@@ -138,61 +118,65 @@ def attention_backward_kv(
 
     j_last = tl.minimum(j0 + BLOCK_N, kv_len) - 1
     lo, hi = query_range(j0, j_last, offset, left, right, q_len)
-    full_lo, full_hi = full_query_range(j0, j_last, offset, left, right, q_len)
     lo = lo // BLOCK_M * BLOCK_M
-    hi = tl.where(j0 < kv_len, hi, lo)
-    full_lo = tl.minimum(tl.maximum(tl.cdiv(full_lo, BLOCK_M) * BLOCK_M, lo), hi)
-    if LEVEL == 0:
-        full_hi = hi  # no left bound: nothing is cut at the end
-    else:
-        full_hi = tl.minimum(tl.maximum(full_hi // BLOCK_M * BLOCK_M, full_lo), hi)
-    for head in range(kv_head * group, kv_head * group + group):
-        q_base, q_stride = head_base(t, c.Q, head, DTYPE, ALIGNED)
-        do_base, do_stride = head_base(t, c.DO, head, DTYPE, ALIGNED)
-        dk, dv = gather_queries(
-            dk, dv, k, v, j0, lo, full_lo, shape, scale, t, scalars, head, q_base, q_stride, do_base, do_stride, head_dim, value_dim,
-            False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
-        )  # fmt: skip
-        dk, dv = gather_queries(
-            dk, dv, k, v, j0, full_lo, full_hi, shape, scale, t, scalars, head, q_base, q_stride, do_base, do_stride, head_dim,
-            value_dim, True, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
-        )  # fmt: skip
-        if LEVEL >= 1:
-            dk, dv = gather_queries(
-                dk, dv, k, v, j0, full_hi, hi, shape, scale, t, scalars, head, q_base, q_stride, do_base, do_stride,
-                head_dim, value_dim, False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
-            )  # fmt: skip
+    blocks = tl.where(j0 < kv_len, tl.maximum(tl.cdiv(hi - lo, BLOCK_M), 0), 0)
+    q_base, q_head, q_stride = locate(t, c.Q, DTYPE, ALIGNED)
+    do_base, do_head, do_stride = locate(t, c.DO, DTYPE, ALIGNED)
+    stats_base, stats_head = locate_vector(t, c.STATS)
+    # One flat loop over the group's heads and their blocks of queries: a nest of loops, or a second body for tiles that
+    # need no visibility test, costs more registers than there are.
+    for step in range(0, group * blocks):
+        head = kv_head * group + step // blocks
+        seq = (t, scalars, head, scale, shape)
+        i0 = lo + step % blocks * BLOCK_M
+        o_m = i0 + tl.arange(0, BLOCK_M)
+        q = load_rows(q_base + head * q_head, q_stride, o_m, q_len, head_dim, BLOCK_D, False, EVEN)  # (M, D)
+        s = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)  # (N, M)
+        s, slope = modify(s, o_m[None, :], o_n[:, None], seq, False, LEVEL, MASK_DTYPE)
+        lse, delta = load_stats(stats_base + head * stats_head, stats_head // 2, o_m, q_len)
+        p = tl.exp2(s - lse[None, :])
+        do = load_rows(do_base + head * do_head, do_stride, o_m, q_len, value_dim, BLOCK_DV, False, EVEN)  # (M, Dv)
+        dp = dot(v, tl.trans(do), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)  # (N, M)
+        if LEVEL == 2:
+            z = tl.trans(dropout_factor(i0, j0, seq, BLOCK_M, BLOCK_N))
+            dv = dot(cast(p * z, DTYPE), do, dv, PRECISION)
+            dp = dp * z
+        else:
+            dv = dot(cast(p, DTYPE), do, dv, PRECISION)
+        ds = softmax_gradient(p, dp, delta[None, :], slope, LEVEL)
+        dk = dot(cast(ds, DTYPE), q, dk, PRECISION)
 
     kv_rows = tl.load(t + c.KV_ROWS)
-    dk = tl.where(o_n[:, None] < kv_len, dk * scale, 0.0)
-    dv = tl.where(o_n[:, None] < kv_len, dv, 0.0)
-    if tl.load(t + c.DK) != 0:
-        dk_base, dk_stride = head_base(t, c.DK, kv_head, DTYPE, ALIGNED)
-        store_rows(dk_base, dk_stride, o_n, kv_rows, head_dim, cast(dk, DTYPE), BLOCK_D)
+    valid = o_n[:, None] < kv_len
     if tl.load(t + c.DV) != 0:
-        dv_base, dv_stride = head_base(t, c.DV, kv_head, DTYPE, ALIGNED)
-        store_rows(dv_base, dv_stride, o_n, kv_rows, value_dim, cast(dv, DTYPE), BLOCK_DV)
+        dv_base, dv_head, dv_stride = locate(t, c.DV, DTYPE, ALIGNED)
+        b_dv = tl.where(valid, cast(dv, DTYPE), 0.0)
+        store_rows(dv_base + kv_head * dv_head, dv_stride, o_n, kv_rows, value_dim, b_dv, BLOCK_DV, EVEN)
+    if tl.load(t + c.DK) != 0:
+        dk_base, dk_head, dk_stride = locate(t, c.DK, DTYPE, ALIGNED)
+        b_dk = tl.where(valid, cast(dk * scale, DTYPE), 0.0)
+        store_rows(dk_base + kv_head * dk_head, dk_stride, o_n, kv_rows, head_dim, b_dk, BLOCK_D, EVEN)
 
 
 @triton.jit
 def gather_keys(
-    dq, q, do, lse, delta, i0, lo, hi, shape, scale, t, scalars, head, k_base, k_stride, v_base, v_stride, head_dim, value_dim,
+    dq, q, do, lse, delta, i0, lo, hi, seq, k_base, k_stride, v_base, v_stride, head_dim, value_dim,
     FULL: tl.constexpr, LEVEL: tl.constexpr, DTYPE: tl.constexpr, MASK_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Add to dq of a block of queries what keys [lo, hi) give, a tile of BLOCK_N at a time."""
-    kv_len = shape[1]
+    kv_len = seq[4][1]
     o_m = i0 + tl.arange(0, BLOCK_M)
     for j0 in range(lo, hi, BLOCK_N):
         o_n = j0 + tl.arange(0, BLOCK_N)
         k = load_rows(k_base, k_stride, o_n, kv_len, head_dim, BLOCK_D, FULL, EVEN)  # (N, D)
         v = load_rows(v_base, v_stride, o_n, kv_len, value_dim, BLOCK_DV, FULL, EVEN)  # (N, Dv)
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)  # (M, N)
-        s, slope = modify(s, o_m[:, None], o_n[None, :], shape, scale, t, scalars, head, FULL, LEVEL, MASK_DTYPE)
+        s, slope = modify(s, o_m[:, None], o_n[None, :], seq, FULL, LEVEL, MASK_DTYPE)
         p = tl.exp2(s - lse[:, None])
         dp = dot(do, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)  # (M, N)
         if LEVEL == 2:
-            dp = dp * dropout_factor(i0, j0, t, scalars, head, BLOCK_M, BLOCK_N)
+            dp = dp * dropout_factor(i0, j0, seq, BLOCK_M, BLOCK_N)
         ds = softmax_gradient(p, dp, delta[:, None], slope, LEVEL)
         dq = dot(cast(ds, DTYPE), k, dq, PRECISION)
     return dq
@@ -213,20 +197,23 @@ def attention_backward_q(
         return
     scalars = floats + row * c.SCALARS
     i0 = tl.load(item + 1)
-    shape = load_shape(t)
-    q_len, kv_len, offset, left, right = shape
-    scale = tl.load(scalars + c.SCALE)
+    seq = load_sequence(t, scalars, head)
+    q_len, kv_len, offset, left, right = seq[4]
     group = tl.load(t + c.GROUP).to(tl.int32)
 
-    q_base, q_stride = head_base(t, c.Q, head, DTYPE, ALIGNED)
-    do_base, do_stride = head_base(t, c.DO, head, DTYPE, ALIGNED)
-    k_base, k_stride = head_base(t, c.K, head // group, DTYPE, ALIGNED)
-    v_base, v_stride = head_base(t, c.V, head // group, DTYPE, ALIGNED)
+    q_base, q_head, q_stride = locate(t, c.Q, DTYPE, ALIGNED)
+    q_base += head * q_head
+    do_base, do_head, do_stride = locate(t, c.DO, DTYPE, ALIGNED)
+    do_base += head * do_head
+    k_base, k_head, k_stride = locate(t, c.K, DTYPE, ALIGNED)
+    k_base += head // group * k_head
+    v_base, v_head, v_stride = locate(t, c.V, DTYPE, ALIGNED)
+    v_base += head // group * v_head
     o_m = i0 + tl.arange(0, BLOCK_M)
     q = load_rows(q_base, q_stride, o_m, q_len, head_dim, BLOCK_D, False, EVEN)  # (M, D)
     do = load_rows(do_base, do_stride, o_m, q_len, value_dim, BLOCK_DV, False, EVEN)  # (M, Dv)
-    lse = load_lse(t, head, o_m, q_len)
-    delta = load_vector(t, c.DELTA, head, o_m, q_len, 0.0)
+    stats_base, stats_head = locate_vector(t, c.STATS)
+    lse, delta = load_stats(stats_base + head * stats_head, stats_head // 2, o_m, q_len)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     i_last = tl.minimum(i0 + BLOCK_M, q_len) - 1
@@ -240,18 +227,19 @@ def attention_backward_q(
         full_lo = lo
     else:
         dq = gather_keys(
-            dq, q, do, lse, delta, i0, lo, full_lo, shape, scale, t, scalars, head, k_base, k_stride, v_base, v_stride, head_dim,
+            dq, q, do, lse, delta, i0, lo, full_lo, seq, k_base, k_stride, v_base, v_stride, head_dim,
             value_dim, False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
         )  # fmt: skip
     dq = gather_keys(
-        dq, q, do, lse, delta, i0, full_lo, full_hi, shape, scale, t, scalars, head, k_base, k_stride, v_base, v_stride, head_dim,
+        dq, q, do, lse, delta, i0, full_lo, full_hi, seq, k_base, k_stride, v_base, v_stride, head_dim,
         value_dim, True, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
     )  # fmt: skip
     dq = gather_keys(
-        dq, q, do, lse, delta, i0, full_hi, hi, shape, scale, t, scalars, head, k_base, k_stride, v_base, v_stride, head_dim,
+        dq, q, do, lse, delta, i0, full_hi, hi, seq, k_base, k_stride, v_base, v_stride, head_dim,
         value_dim, False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
     )  # fmt: skip
 
-    dq = tl.where(o_m[:, None] < q_len, dq * scale, 0.0)
-    dq_base, dq_stride = head_base(t, c.DQ, head, DTYPE, ALIGNED)
-    store_rows(dq_base, dq_stride, o_m, tl.load(t + c.Q_ROWS), head_dim, cast(dq, DTYPE), BLOCK_D)
+    dq = tl.where(o_m[:, None] < q_len, dq * seq[3], 0.0)
+    dq_base, dq_head, dq_stride = locate(t, c.DQ, DTYPE, ALIGNED)
+    dq_base += head * dq_head
+    store_rows(dq_base, dq_stride, o_m, tl.load(t + c.Q_ROWS), head_dim, cast(dq, DTYPE), BLOCK_D, EVEN)

@@ -1,4 +1,4 @@
-"""Gradients of what all rows share: the additive mask and the sinks. Notation as in backward.py, no atomics here either.
+"""Gradients of what all rows share: the additive mask and the sinks. No atomics; notation as in backward.py.
 
 dmask = Σ dS over the mask's broadcast dimensions          one program a tile of the mask itself
 dsink = −Σ exp(sink − lse)·delta over queries and batch    one program a head
@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 from flashpoint_kernels.triton_backend import table as c
-from flashpoint_kernels.triton_backend.backward import dropout_factor, load_lse
+from flashpoint_kernels.triton_backend.backward import dropout_factor, load_stats
 from flashpoint_kernels.triton_backend.interpret import cast, dot
 from flashpoint_kernels.triton_backend.scores import LOG2E, modify
-from flashpoint_kernels.triton_backend.tiles import head_base, load_rows, load_shape, load_vector
+from flashpoint_kernels.triton_backend.tiles import load_rows, load_sequence, locate, locate_vector
 
 # Columns of a work item: first table row and how many of them (the batch) to sum over, first head and how many heads,
 # queries [m_lo, m_hi) and keys [n_lo, n_hi): one tile of the mask, or all tiles of a dimension that is summed over.
@@ -35,37 +35,41 @@ def attention_backward_mask(
     for b in range(0, batch):
         t = table + (first + b) * c.WIDTH
         scalars = floats + (first + b) * c.SCALARS
-        shape = load_shape(t)
-        scale = tl.load(scalars + c.SCALE)
-        q_len, kv_len = shape[0], shape[1]
+        q_len = tl.load(t + c.Q_LEN).to(tl.int32)
+        kv_len = tl.load(t + c.KV_LEN).to(tl.int32)
         group = tl.load(t + c.GROUP).to(tl.int32)
         for head in range(first_head, first_head + heads):
-            q_base, q_stride = head_base(t, c.Q, head, DTYPE, ALIGNED)
-            do_base, do_stride = head_base(t, c.DO, head, DTYPE, ALIGNED)
-            k_base, k_stride = head_base(t, c.K, head // group, DTYPE, ALIGNED)
-            v_base, v_stride = head_base(t, c.V, head // group, DTYPE, ALIGNED)
+            seq = load_sequence(t, scalars, head)
+            q_base, q_head, q_stride = locate(t, c.Q, DTYPE, ALIGNED)
+            q_base += head * q_head
+            do_base, do_head, do_stride = locate(t, c.DO, DTYPE, ALIGNED)
+            do_base += head * do_head
+            k_base, k_head, k_stride = locate(t, c.K, DTYPE, ALIGNED)
+            k_base += head // group * k_head
+            v_base, v_head, v_stride = locate(t, c.V, DTYPE, ALIGNED)
+            v_base += head // group * v_head
+            stats_base, stats_head = locate_vector(t, c.STATS)
             for i0 in range(m_lo, tl.minimum(m_hi, q_len), BLOCK_M):
                 o_m = i0 + tl.arange(0, BLOCK_M)
                 q = load_rows(q_base, q_stride, o_m, q_len, head_dim, BLOCK_D, False, EVEN)  # (M, D)
                 do = load_rows(do_base, do_stride, o_m, q_len, value_dim, BLOCK_DV, False, EVEN)  # (M, Dv)
-                lse = load_lse(t, head, o_m, q_len)
-                delta = load_vector(t, c.DELTA, head, o_m, q_len, 0.0)
+                lse, delta = load_stats(stats_base + head * stats_head, stats_head // 2, o_m, q_len)
                 for j0 in range(n_lo, tl.minimum(n_hi, kv_len), BLOCK_N):
                     o_n = j0 + tl.arange(0, BLOCK_N)
                     k = load_rows(k_base, k_stride, o_n, kv_len, head_dim, BLOCK_D, False, EVEN)  # (N, D)
                     v = load_rows(v_base, v_stride, o_n, kv_len, value_dim, BLOCK_DV, False, EVEN)  # (N, Dv)
                     s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)  # (M, N)
-                    s, _ = modify(s, o_m[:, None], o_n[None, :], shape, scale, t, scalars, head, False, 2, MASK_DTYPE)
+                    s, _ = modify(s, o_m[:, None], o_n[None, :], seq, False, 2, MASK_DTYPE)
                     p = tl.exp2(s - lse[:, None])
                     dp = dot(do, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)  # (M, N)
-                    dp = dp * dropout_factor(i0, j0, t, scalars, head, BLOCK_M, BLOCK_N)
+                    dp = dp * dropout_factor(i0, j0, seq, BLOCK_M, BLOCK_N)
                     total += p * (dp - delta[:, None])  # the mask comes after the softcap: no slope
     t = table + first * c.WIDTH
     base = tl.load(t + c.DMASK).to(tl.pointer_type(DMASK_DTYPE)) + first_head * tl.load(t + c.DMASK + 1)
     row_stride, column_stride = tl.load(t + c.DMASK + 2), tl.load(t + c.DMASK + 3)
     o_m = m_lo + tl.arange(0, BLOCK_M)
     o_n = n_lo + tl.arange(0, BLOCK_N)
-    q_rows, kv_rows = tl.load(t + c.Q_ROWS), tl.load(t + c.KV_ROWS)
+    q_rows, kv_rows = tl.load(t + c.Q_ROWS).to(tl.int32), tl.load(t + c.KV_ROWS).to(tl.int32)
     # A stride of 0 marks a dimension that was summed over: its sum stands in the tile's first row or column alone.
     if row_stride == 0:
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + tl.sum(total, 0)[None, :]
@@ -95,8 +99,9 @@ def attention_backward_sinks(table, items, heads, BLOCK_M: tl.constexpr):
     for b in range(0, batch):
         row = t + b * c.WIDTH
         q_len = tl.load(row + c.Q_LEN).to(tl.int32)
+        stats_base, stats_head = locate_vector(row, c.STATS)
         for i0 in range(0, q_len, BLOCK_M):
             o_m = i0 + tl.arange(0, BLOCK_M)
-            p = tl.exp2(sink - load_lse(row, head, o_m, q_len))
-            total -= p * load_vector(row, c.DELTA, head, o_m, q_len, 0.0)
+            lse, delta = load_stats(stats_base + head * stats_head, stats_head // 2, o_m, q_len)
+            total -= tl.exp2(sink - lse) * delta
     tl.store(tl.load(t + c.DSINKS).to(tl.pointer_type(tl.float32)) + head, tl.sum(total, 0))

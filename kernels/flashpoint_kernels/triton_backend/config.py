@@ -1,7 +1,7 @@
-"""Tile sizes: one table per kind of chip, by dtype and padded head dimension; a pure function of the problem's own shape.
+"""Tile sizes: one table a kind of chip, by dtype and padded head dimension; a function of the problem's own shape.
 
-Numbers are starting points from the published kernels (FlashAttention-2's and the Triton tutorial's tiles) that compile
-without spills for sm_80 and sm_90 (tests/kernels/test_compile.py). They have not been measured on a GPU.
+Starting points are the tiles of FlashAttention-2 and of Triton's tutorial, made smaller until the compiler spills none
+in the fast variants (tests/kernels/test_compile.py holds that). None has been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import triton
 
 from flashpoint_kernels.triton_backend.interpret import INTERPRETED
 
@@ -34,18 +35,26 @@ class Config:
     split_keys: int = 1024
 
 
-# By largest padded head dimension. Level 2 (every option) holds more in registers: half the tile.
+# By kind of chip (`family`), then by largest padded head dimension.
 _HALF = {
-    64: Config(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
-    128: Config(Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
-    256: Config(Tile(64, 32, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
+    80: {
+        64: Config(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+        128: Config(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(64, 64, 8, 2)),
+        256: Config(Tile(64, 32, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
+    },
+    90: {
+        64: Config(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+        128: Config(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+        256: Config(Tile(64, 64, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
+    },
 }
+# Level 2 (every option) holds more of each score: half the tile, on every chip.
 _HALF_EVERY_OPTION = {
     64: Config(Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
     128: Config(Tile(64, 64, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
     256: Config(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
 }
-# IEEE float32 uses no matrix instruction: small tiles, operands in registers.
+# IEEE float32 uses no matrix instruction: small tiles, operands in registers, on every chip.
 _SINGLE = {
     64: Config(Tile(64, 32, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
     128: Config(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
@@ -60,24 +69,31 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def tiles(dtype: str, head_dim: int, value_dim: int, level: int) -> Config:
-    """The shipped tiles for a problem, before the device's shared memory is looked at."""
-    by_dim = _SINGLE if dtype == "float32" else _HALF_EVERY_OPTION if level == 2 else _HALF
+def family(arch: int) -> int:
+    """The chips that share a table: 90 where a warp group multiplies from shared memory (sm_90, sm_100), else 80."""
+    return 90 if 90 <= arch < 120 else 80
+
+
+def tiles(arch: int, dtype: str, head_dim: int, value_dim: int, level: int) -> Config:
+    """The shipped tiles for a problem on sm_`arch`, before the device's shared memory is looked at."""
+    by_dim = _SINGLE if dtype == "float32" else _HALF_EVERY_OPTION if level == 2 else _HALF[family(arch)]
     widest = max(padded(head_dim), padded(value_dim))
     return by_dim[next(d for d in by_dim if widest <= d)]
 
 
 @lru_cache(maxsize=1024)
 def config_for(device: torch.device, dtype: str, head_dim: int, value_dim: int, level: int) -> Config:
-    """The tiles that run on `device`: the shipped ones, fewer stages or keys where its shared memory is smaller."""
+    """The tiles that run on `device`: the shipped ones, with fewer stages where its shared memory is smaller."""
     if INTERPRETED:
         return _INTERPRETER
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    index = torch.cuda.current_device() if device.index is None else device.index
+    shared = int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    major, minor = torch.cuda.get_device_capability(index)
     width = (padded(head_dim) + padded(value_dim)) * (4 if dtype == "float32" else 2)
-    chosen = tiles(dtype, head_dim, value_dim, level)
+    chosen = tiles(major * 10 + minor, dtype, head_dim, value_dim, level)
 
     def fit(tile: Tile, fixed: int, streamed: int) -> Tile:
-        """Halve what is streamed until the fixed block and the pipelined ones fit."""
+        """Pipeline fewer blocks until they and the fixed block fit."""
         stages = tile.num_stages
         while (fixed + stages * streamed) * width > shared and stages > 1:
             stages -= 1

@@ -13,7 +13,7 @@ from flashpoint_kernels.bounds import key_range_jit as key_range
 from flashpoint_kernels.triton_backend import table as c
 from flashpoint_kernels.triton_backend.interpret import cast, dot
 from flashpoint_kernels.triton_backend.scores import LN2, LOG2E, keep, modify
-from flashpoint_kernels.triton_backend.tiles import head_base, load_rows, load_shape, store_rows
+from flashpoint_kernels.triton_backend.tiles import load_rows, load_sequence, locate, locate_vector, store_rows
 
 # Columns of a work item: table row, first query, keys [lo, hi) of its part, and the part's scratch slot (-1: no split).
 ITEM = tl.constexpr(5)
@@ -37,23 +37,23 @@ def online_softmax(s, m, denom, acc):
 
 @triton.jit
 def attend_keys(
-    q, m, denom, acc, i0, lo, hi, shape, scale, t, scalars, head, k_base, k_stride, v_base, v_stride, head_dim, value_dim,
+    q, m, denom, acc, i0, lo, hi, seq, k_base, k_stride, v_base, v_stride, head_dim, value_dim,
     FULL: tl.constexpr, LEVEL: tl.constexpr, DTYPE: tl.constexpr, MASK_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
     """Fold keys [lo, hi) into (m, denom, acc), a tile of BLOCK_N at a time; lo is a multiple of BLOCK_N."""
-    kv_len = shape[1]
+    kv_len = seq[4][1]
     o_m = i0 + tl.arange(0, BLOCK_M)
     for j0 in range(lo, hi, BLOCK_N):
         o_n = j0 + tl.arange(0, BLOCK_N)
         k = load_rows(k_base, k_stride, o_n, kv_len, head_dim, BLOCK_D, FULL, EVEN)  # (N, D)
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)  # (M, N)
-        s, _ = modify(s, o_m[:, None], o_n[None, :], shape, scale, t, scalars, head, FULL, LEVEL, MASK_DTYPE)
+        s, _ = modify(s, o_m[:, None], o_n[None, :], seq, FULL, LEVEL, MASK_DTYPE)
         p, m, denom, acc = online_softmax(s, m, denom, acc)
         if LEVEL == 2:
-            if tl.load(t + c.DROP_BELOW) > 0:
-                p = tl.where(keep(i0, j0, t, head, BLOCK_M, BLOCK_N), p, 0.0)
+            if tl.load(seq[0] + c.DROP_BELOW) > 0:
+                p = tl.where(keep(i0, j0, seq, BLOCK_M, BLOCK_N), p, 0.0)
         v = load_rows(v_base, v_stride, o_n, kv_len, value_dim, BLOCK_DV, FULL, EVEN)  # (N, Dv)
         acc = dot(cast(p, DTYPE), v, acc, PRECISION)
     return m, denom, acc
@@ -80,14 +80,16 @@ def attention_forward(
     i0 = tl.load(item + 1)
     part_lo, part_hi = tl.load(item + 2), tl.load(item + 3)
     slot = tl.load(item + 4)
-    shape = load_shape(t)
-    q_len, kv_len, offset, left, right = shape
-    scale = tl.load(scalars + c.SCALE)
+    seq = load_sequence(t, scalars, head)
+    q_len, kv_len, offset, left, right = seq[4]
     group = tl.load(t + c.GROUP).to(tl.int32)
 
-    q_base, q_stride = head_base(t, c.Q, head, DTYPE, ALIGNED)
-    k_base, k_stride = head_base(t, c.K, head // group, DTYPE, ALIGNED)
-    v_base, v_stride = head_base(t, c.V, head // group, DTYPE, ALIGNED)
+    q_base, q_head, q_stride = locate(t, c.Q, DTYPE, ALIGNED)
+    q_base += head * q_head
+    k_base, k_head, k_stride = locate(t, c.K, DTYPE, ALIGNED)
+    k_base += head // group * k_head
+    v_base, v_head, v_stride = locate(t, c.V, DTYPE, ALIGNED)
+    v_base += head // group * v_head
     o_m = i0 + tl.arange(0, BLOCK_M)
     q = load_rows(q_base, q_stride, o_m, q_len, head_dim, BLOCK_D, False, EVEN)  # (M, D)
 
@@ -113,15 +115,15 @@ def attention_forward(
         full_lo = lo
     else:
         m, denom, acc = attend_keys(
-            q, m, denom, acc, i0, lo, full_lo, shape, scale, t, scalars, head, k_base, k_stride, v_base, v_stride, head_dim,
+            q, m, denom, acc, i0, lo, full_lo, seq, k_base, k_stride, v_base, v_stride, head_dim,
             value_dim, False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
         )  # fmt: skip
     m, denom, acc = attend_keys(
-        q, m, denom, acc, i0, full_lo, full_hi, shape, scale, t, scalars, head, k_base, k_stride, v_base, v_stride, head_dim,
+        q, m, denom, acc, i0, full_lo, full_hi, seq, k_base, k_stride, v_base, v_stride, head_dim,
         value_dim, True, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
     )  # fmt: skip
     m, denom, acc = attend_keys(
-        q, m, denom, acc, i0, full_hi, hi, shape, scale, t, scalars, head, k_base, k_stride, v_base, v_stride, head_dim,
+        q, m, denom, acc, i0, full_hi, hi, seq, k_base, k_stride, v_base, v_stride, head_dim,
         value_dim, False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
     )  # fmt: skip
 
@@ -137,21 +139,24 @@ def attention_forward(
         tl.store(part_lse + part * BLOCK_M + within, lse)
         tl.store(part_o + part * (BLOCK_M * BLOCK_DV) + within[:, None] * BLOCK_DV + o_d[None, :], o)
     else:
-        store_answer(o, lse, t, head, o_m, q_len, value_dim, DTYPE, ALIGNED, BLOCK_DV)
+        store_answer(o, lse, t, head, o_m, q_len, value_dim, DTYPE, ALIGNED, BLOCK_DV, EVEN)
 
 
 @triton.jit
-def store_answer(o, lse, t, head, o_m, q_len, value_dim, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
-                 BLOCK_DV: tl.constexpr):  # fmt: skip
+def store_answer(
+    o, lse, t, head, o_m, q_len, value_dim,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """Write o (M, Dv) and lse (M,) in base 2 for rows o_m; rows of padding get 0 and −inf."""
     q_rows = tl.load(t + c.Q_ROWS)
     o = tl.where(o_m[:, None] < q_len, o, 0.0)
     lse = tl.where(o_m < q_len, lse * LN2, float("-inf"))
-    o_base, o_stride = head_base(t, c.O, head, DTYPE, ALIGNED)
-    store_rows(o_base, o_stride, o_m, q_rows, value_dim, cast(o, DTYPE), BLOCK_DV)
+    o_base, o_head, o_stride = locate(t, c.O, DTYPE, ALIGNED)
+    o_base += head * o_head
+    store_rows(o_base, o_stride, o_m, q_rows, value_dim, cast(o, DTYPE), BLOCK_DV, EVEN)
     wanted = tl.load(t + c.LSE) != 0
-    lse_base = tl.load(t + c.LSE).to(tl.pointer_type(tl.float32)) + head * tl.load(t + c.LSE + 1)
-    tl.store(lse_base + o_m, lse, mask=wanted & (o_m < q_rows))
+    lse_base, lse_head = locate_vector(t, c.LSE)
+    tl.store(lse_base + head * lse_head + o_m, lse, mask=wanted & (o_m < q_rows))
 
 
 # Columns of a merge item: table row, first query, first scratch slot, number of parts.
@@ -161,7 +166,7 @@ MERGE_ITEM = tl.constexpr(4)
 @triton.jit(do_not_specialize=["heads", "value_dim"])
 def merge_parts(
     table, items, part_o, part_lse, heads, value_dim,
-    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of a block of queries in their order: o = Σ w·oₚ / Σ w with w = 2^(lseₚ − max)."""
     item = items + (tl.program_id(0) // heads) * MERGE_ITEM
@@ -188,4 +193,6 @@ def merge_parts(
     denom = tl.where(denom == 0.0, 1.0, denom)  # no key and no sink: m is −inf, so o = 0 and lse = −inf
     o = acc / denom[:, None]
     lse = m + tl.log2(denom)
-    store_answer(o, lse, t, head, tl.load(item + 1) + within, tl.load(t + c.Q_LEN), value_dim, DTYPE, ALIGNED, BLOCK_DV)
+    store_answer(
+        o, lse, t, head, tl.load(item + 1) + within, tl.load(t + c.Q_LEN), value_dim, DTYPE, ALIGNED, BLOCK_DV, EVEN
+    )

@@ -122,7 +122,7 @@ def forward(problems: Sequence[Problem]) -> None:
         )  # fmt: skip
         _run(merge_parts, len(merges) * launch.heads, config.forward)(
             launch.table, _to(merges, launch.device), part_o, part_lse, launch.heads, launch.dims[1],
-            BLOCK_M=block_m, **launch.constants("DTYPE", "ALIGNED", "BLOCK_DV"),
+            BLOCK_M=block_m, **launch.constants("DTYPE", "ALIGNED", "BLOCK_DV", "EVEN"),
         )  # fmt: skip
 
 
@@ -130,8 +130,9 @@ def backward(problems: Sequence[Problem]) -> None:
     """Write the gradients asked of every problem, from its `o` and `lse`. All share one launch key."""
     scratch = []
     for problem in problems:
-        lse = problem.view("lse")
-        extra = {"delta": torch.empty(lse.shape, dtype=torch.float32, device=problem.device)}
+        n, heads, length = problem.view("lse").shape
+        # Two rows a head, see attention_delta: lse in base 2, and delta.
+        extra = {"stats": torch.empty((n, heads, 2, length), dtype=torch.float32, device=problem.device)}
         if "dsinks" in problem.outputs:
             extra["dsinks"] = torch.zeros(problem.spec.q_heads, dtype=torch.float32, device=problem.device)
         scratch.append(extra)

@@ -6,6 +6,7 @@ neighbours change where a tile stands in the list, never the tile.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -47,7 +48,7 @@ def forward_parts(shape: Shape, config: Config) -> Parts:
             first = lo // config.split_keys + 1
             edges[1:1] = range(first * config.split_keys, hi, config.split_keys)
         split = len(edges) > 2
-        for part, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
+        for part, (a, b) in enumerate(itertools.pairwise(edges)):
             items.append((i0, a, b, part if split else -1))
             cost.append(max(min(b, hi) - max(a, lo), 0))
     return Parts(np.array(items, np.int32).reshape(-1, 4), np.array(cost, np.int64))

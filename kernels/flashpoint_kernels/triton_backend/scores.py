@@ -30,12 +30,13 @@ def tanh(x):
 
 
 @triton.jit
-def modify(qk, i, j, shape, scale, t, scalars, head, FULL: tl.constexpr, LEVEL: tl.constexpr, MASK_DTYPE: tl.constexpr):
+def modify(qk, i, j, seq, FULL: tl.constexpr, LEVEL: tl.constexpr, MASK_DTYPE: tl.constexpr):
     """(s in units of log 2, the softcap's slope ds/ds_raw) for a tile of raw products `qk`, float32.
 
-    `shape` is the sequence's (tiles.load_shape), `scale` its scale. FULL: every query of the tile sees every key of it,
-    so no visibility test is made.
+    `seq` is the sequence and head (tiles.load_sequence). FULL: every query of the tile sees every key of it, so no
+    visibility test is made.
     """
+    t, scalars, head, scale, shape = seq
     q_len, kv_len, offset, left, right = shape
     slope = tl.full([1, 1], 1.0, tl.float32)
     if LEVEL == 0:
@@ -71,12 +72,13 @@ def modify(qk, i, j, shape, scale, t, scalars, head, FULL: tl.constexpr, LEVEL: 
 
 
 @triton.jit
-def keep(i0, j0, t, head, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(BLOCK_M, BLOCK_N) of bool: which probabilities dropout keeps, for the tile at query i0 and key j0 (j0 mod 4 = 0).
+def keep(i0, j0, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BLOCK_M, BLOCK_N) of bool: which probabilities dropout keeps, in the tile at query i0 and key j0 (0 mod 4).
 
     Philox4x32-10 (Salmon et al. 2011) with key = seed and counter = (j div 4, i, head, sequence); key j takes word
     j mod 4, and is kept iff that word is not below ceil(p·2³²).
     """
+    t, _scalars, head, _scale, _shape = seq
     column = (j0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]).to(tl.uint32)
     zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.uint32)
     row = (i0 + tl.arange(0, BLOCK_M)[:, None]).to(tl.uint32)

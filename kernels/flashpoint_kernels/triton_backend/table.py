@@ -23,7 +23,7 @@ from flashpoint_kernels.spec import Row
 
 # int64 columns
 Q, K, V, O, LSE = (tl.constexpr(3 * n) for n in range(5))  # noqa: E741
-DO, DQ, DK, DV, DLSE, DELTA = (tl.constexpr(3 * n) for n in range(5, 11))
+DO, DQ, DK, DV, DLSE, STATS = (tl.constexpr(3 * n) for n in range(5, 11))
 MASK, DMASK = tl.constexpr(33), tl.constexpr(37)  # address; strides of a head, a row, a column
 ALIBI, SINKS, DSINKS = tl.constexpr(41), tl.constexpr(42), tl.constexpr(43)  # address of head 0, stride 1; 0: none
 Q_LEN, Q_ROWS, KV_LEN, KV_ROWS = (tl.constexpr(n) for n in range(44, 48))  # valid rows, rows with padding
@@ -37,7 +37,7 @@ SCALE, SOFTCAP, KEEP_SCALE = (tl.constexpr(n) for n in range(3))
 SCALARS = tl.constexpr(4)
 
 _TENSORS = {"q": Q, "k": K, "v": V, "o": O, "do": DO, "dq": DQ, "dk": DK, "dv": DV}
-_ROW_VECTORS = {"lse": LSE, "dlse": DLSE, "delta": DELTA}
+_ROW_VECTORS = {"lse": LSE, "dlse": DLSE, "stats": STATS}
 _KEY_TENSORS = ("k", "v", "dk", "dv")
 _VECTORS = {"alibi_slopes": ALIBI, "sinks": SINKS, "dsinks": DSINKS}
 _VECTOR_BYTES = 16  # of the widest load
@@ -77,7 +77,7 @@ class Table:
         ints[:, OFFSET.value] = [spec.offset(row.q_len, row.kv_len) for row in problem.rows]
         ints[:, LEFT.value], ints[:, RIGHT.value] = left, right
         ints[:, HEADS.value], ints[:, GROUP.value] = spec.q_heads, spec.q_heads // spec.kv_heads
-        if p:
+        if p and problem.seed is not None:
             ints[:, SEED.value] = np.uint64(problem.seed).astype(np.int64)
             ints[:, DROP_BELOW.value] = math.ceil(p * 2**32)
         table.floats[:, : KEEP_SCALE.value + 1] = spec.scale, spec.options.softcap, 1.0 / (1.0 - p)
@@ -98,7 +98,7 @@ class Table:
         elif name in _ROW_VECTORS:
             t = t.float()
             t = t if t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
-            address = [t.data_ptr() + 4 * (t.stride(0) * row.batch + t.stride(2) * row.q_start) for row in rows]
+            address = [t.data_ptr() + 4 * (t.stride(0) * row.batch + row.q_start) for row in rows]
             self._write(_ROW_VECTORS[name].value, address, t.stride(1), 1)
         else:
             t = t if t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()

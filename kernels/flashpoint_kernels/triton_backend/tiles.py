@@ -7,23 +7,35 @@ from flashpoint_kernels.triton_backend import table as c
 
 
 @triton.jit
-def head_base(t, TENSOR: tl.constexpr, head, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer to row 0 of one head, and the stride of a row. `t` is the sequence's row of the table (table.py)."""
-    base = tl.load(t + TENSOR).to(tl.pointer_type(DTYPE)) + head * tl.load(t + TENSOR + 1)
-    stride = tl.load(t + TENSOR + 2)
-    if ALIGNED:  # 16 bytes: the widest load
+def locate(t, TENSOR: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """(pointer to row 0 of head 0, stride of a head, stride of a row). `t` is the sequence's row of the table."""
+    base = tl.load(t + TENSOR).to(tl.pointer_type(DTYPE))
+    head_stride = tl.load(t + TENSOR + 1)
+    row_stride = tl.load(t + TENSOR + 2)
+    if ALIGNED:  # to 16 bytes, the widest load
         base = tl.multiple_of(base, 16)
-        stride = tl.multiple_of(stride, 128 // DTYPE.primitive_bitwidth)
-    return base, stride
+        head_stride = tl.multiple_of(head_stride, 128 // DTYPE.primitive_bitwidth)
+        row_stride = tl.multiple_of(row_stride, 128 // DTYPE.primitive_bitwidth)
+    return base, head_stride, row_stride
 
 
 @triton.jit
-def load_shape(t):
-    """A sequence's lengths and band of visible keys, int32: (q_len, kv_len, offset, left, right), see bounds.py."""
+def locate_vector(t, VECTOR: tl.constexpr):
+    """(pointer to row 0 of head 0, stride of a head) of `lse`, `delta` or `dlse`, float32."""
+    return tl.load(t + VECTOR).to(tl.pointer_type(tl.float32)), tl.load(t + VECTOR + 1)
+
+
+@triton.jit
+def load_sequence(t, scalars, head):
+    """What a program knows of its sequence and head: (t, scalars, head, scale, shape).
+
+    `t` and `scalars` are its rows of the tables; shape is (q_len, kv_len, offset, left, right), int32, see bounds.py.
+    """
     q_len = tl.load(t + c.Q_LEN).to(tl.int32)
     kv_len = tl.load(t + c.KV_LEN).to(tl.int32)
     offset = tl.load(t + c.OFFSET).to(tl.int32)
-    return q_len, kv_len, offset, tl.load(t + c.LEFT).to(tl.int32), tl.load(t + c.RIGHT).to(tl.int32)
+    shape = (q_len, kv_len, offset, tl.load(t + c.LEFT).to(tl.int32), tl.load(t + c.RIGHT).to(tl.int32))
+    return t, scalars, head, tl.load(scalars + c.SCALE), shape
 
 
 @triton.jit
@@ -46,14 +58,10 @@ def load_rows(base, stride, rows, count, dim, BLOCK_D: tl.constexpr, FULL: tl.co
 
 
 @triton.jit
-def store_rows(base, stride, rows, count, dim, block, BLOCK_D: tl.constexpr):
+def store_rows(base, stride, rows, count, dim, block, BLOCK_D: tl.constexpr, EVEN: tl.constexpr):
     """Write (len(rows), BLOCK_D) where the row is below `count` and the column below `dim`."""
     d = tl.arange(0, BLOCK_D)
-    tl.store(base + rows[:, None] * stride + d[None, :], block, mask=(rows[:, None] < count) & (d[None, :] < dim))
-
-
-@triton.jit
-def load_vector(t, VECTOR: tl.constexpr, head, rows, count, other):
-    """(len(rows),) float32 of `lse`, `delta` or `dlse`; rows from `count` on are `other`."""
-    base = tl.load(t + VECTOR).to(tl.pointer_type(tl.float32)) + head * tl.load(t + VECTOR + 1)
-    return tl.load(base + rows, mask=rows < count, other=other)
+    inside = rows[:, None] < count
+    if not EVEN:
+        inside = inside & (d[None, :] < dim)
+    tl.store(base + rows[:, None] * stride + d[None, :], block, mask=inside)
