@@ -1,0 +1,48 @@
+"""Flash attention as an endpoint: the Python client.
+
+    with flashpoint.Client("http://localhost:8000") as client:
+        o = client.attention(q, k, v, causal=True)  # numpy in, numpy out; torch in, torch out
+
+`flashpoint.torch.attention` is differentiable; `flashpoint.integrations.transformers` serves a Hugging Face model's
+attention.
+"""
+
+from importlib.metadata import version
+
+from flashpoint._client import AsyncClient, Client
+from flashpoint.errors import (
+    AuthenticationError,
+    BadRequestError,
+    ConnectionFailedError,
+    DeadlineExceededError,
+    FieldProblem,
+    FlashpointError,
+    InvalidInputError,
+    OverloadedError,
+    ProtocolError,
+    ServerError,
+    TooLargeError,
+)
+from flashpoint.meta import Meta
+from flashpoint.options import AttentionOptions
+
+__version__ = version("flashpoint")
+
+__all__ = [
+    "AsyncClient",
+    "AttentionOptions",
+    "AuthenticationError",
+    "BadRequestError",
+    "Client",
+    "ConnectionFailedError",
+    "DeadlineExceededError",
+    "FieldProblem",
+    "FlashpointError",
+    "InvalidInputError",
+    "Meta",
+    "OverloadedError",
+    "ProtocolError",
+    "ServerError",
+    "TooLargeError",
+    "__version__",
+]

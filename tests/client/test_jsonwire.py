@@ -5,11 +5,12 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from flashpoint.jsonwire import DTYPES, FieldError, decode, encode
-from flashpoint.wire import WireError
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+
+from flashpoint.jsonwire import DTYPES, FieldError, decode, encode
+from flashpoint.wire import WireError
 
 
 def test_a_message_is_read():

@@ -1,9 +1,10 @@
 from dataclasses import fields
 
 import pytest
+from pydantic import ValidationError
+
 from flashpoint.options import AttentionOptions
 from flashpoint_kernels import spec
-from pydantic import ValidationError
 
 
 def test_the_wire_and_the_kernels_agree_in_names_and_defaults():

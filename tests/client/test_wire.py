@@ -5,6 +5,10 @@ import math
 import numpy as np
 import pytest
 import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+
 from flashpoint.wire import (
     HEAD_LIMIT,
     ITEMSIZE,
@@ -15,9 +19,6 @@ from flashpoint.wire import (
     head_size,
     parse_head,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors import SafetensorError
 
 
 def head_of(entries, pad=b""):

@@ -1,0 +1,85 @@
+"""numpy arrays and torch tensors as bytes, and back, without a copy where memory allows.
+
+torch is never imported here: who passes a torch tensor has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from flashpoint.errors import invalid
+from flashpoint.wire import ITEMSIZE, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+Array: TypeAlias = Union[NDArray[Any], "torch.Tensor"]
+
+INDEX = ("q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k")  # these may be lists of int
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Packed(NamedTuple):
+    """A tensor ready to send: canonical dtype, shape, and its memory, contiguous, little-endian, flat bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+def is_torch(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def pack(name: str, value: Any) -> Packed:
+    """`value` ready to send as tensor `name`. Raises InvalidInputError naming it when it cannot be sent."""
+    if is_torch(value):
+        return _pack_torch(name, value)
+    if name in INDEX and isinstance(value, (list, tuple)):
+        try:
+            value = np.array(value, None if value else np.int64)
+        except (TypeError, ValueError, OverflowError):
+            raise invalid(name, "must be integers of 64 bits") from None
+    if not isinstance(value, np.ndarray):
+        raise invalid(name, f"must be a numpy array or a torch tensor, not {type(value).__name__}")
+    if value.dtype.name not in ITEMSIZE:
+        raise invalid(name, f"dtype {value.dtype} cannot be sent")
+    if not value.dtype.isnative:
+        value = value.astype(value.dtype.newbyteorder("="))
+    # The bytes as uint8: the buffer protocol has no bfloat16.
+    flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return Packed(value.dtype.name, value.shape, flat.data)
+
+
+def _pack_torch(name: str, tensor: torch.Tensor) -> Packed:
+    import torch
+
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEMSIZE:
+        raise invalid(name, f"dtype {tensor.dtype} cannot be sent")
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise invalid(name, "must be a dense tensor with memory of its own")
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return Packed(dtype, tuple(tensor.shape), flat.numpy().data)
+
+
+def unpack(buffer: NDArray[np.uint8], specs: Mapping[str, TensorSpec], like: Array) -> dict[str, Any]:
+    """The tensors that lie in `buffer` as views of it: numpy where `like` is, otherwise torch on its device."""
+    return {name: _unpack(buffer[spec.start : spec.stop], spec, like) for name, spec in specs.items()}
+
+
+def _unpack(data: NDArray[np.uint8], spec: TensorSpec, like: Array) -> Any:
+    if spec.start % ITEMSIZE[spec.dtype]:
+        data = data.copy()  # behind a tensor of smaller elements: not aligned to its own
+    if isinstance(like, np.ndarray):
+        return data.view(_BFLOAT16 if spec.dtype == "bfloat16" else np.dtype(spec.dtype)).reshape(spec.shape)
+    import torch
+
+    return torch.from_numpy(data).view(getattr(torch, spec.dtype)).reshape(spec.shape).to(like.device)

@@ -1,0 +1,200 @@
+"""The calls of the service: what each sends, and what its answer becomes. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from flashpoint import jsonwire, wire
+from flashpoint._arrays import Array, pack, unpack
+from flashpoint.errors import FieldProblem, InvalidInputError, ProtocolError, invalid
+from flashpoint.meta import Meta
+from flashpoint.options import AttentionOptions, Backend, CausalAlignment, Grad, Layout, Precision
+
+DEFAULT: Any = object()  # the client's own timeout, where None means none
+
+
+class Transport(TypedDict, total=False):
+    """How a call is made.
+
+    `timeout`: seconds for the whole call, retries included, None for no end. `priority`: 0 to 9, higher runs sooner.
+    `request_id`: the name of the call in the server's log. `with_meta`: return (result, Meta).
+    """
+
+    timeout: float | None
+    priority: int
+    request_id: str
+    with_meta: bool
+
+
+class Common(Transport, total=False):
+    """Tensors and options of both calls, as the contract has them. Tensors are numpy arrays or torch tensors.
+
+    `attn_mask` bool (true attends) or float (added), broadcastable to (B,Hq,Sq,Sk); `alibi_slopes` (Hq,) or (B,Hq);
+    `sinks` (Hq,); `q_lengths`, `kv_lengths` (B,) valid rows of padded sequences; `cu_seqlens_q`, `cu_seqlens_k`
+    (n+1,) with layout `thd`. Lengths and cu_seqlens may be lists of int. The options are those of `AttentionOptions`.
+    """
+
+    attn_mask: Array | None
+    alibi_slopes: Array | None
+    sinks: Array | None
+    q_lengths: Array | Sequence[int] | None
+    kv_lengths: Array | Sequence[int] | None
+    cu_seqlens_q: Array | Sequence[int] | None
+    cu_seqlens_k: Array | Sequence[int] | None
+    layout: Layout
+    causal: bool
+    causal_alignment: CausalAlignment
+    window: tuple[int, int]
+    scale: float | None
+    softcap: float
+    dropout_p: float
+    dropout_seed: int | None
+    precision: Precision
+    backend: Backend
+
+
+class Forward(Common, total=False):
+    """Keywords of `attention`: `Common`, and whether to answer (o, lse)."""
+
+    return_lse: bool
+
+
+class Backward(Common, total=False):
+    """Keywords of `attention_grad`.
+
+    `Common`; the forward's `o` and `lse`, with which it is not run again; `dlse`, the gradient of `lse`, of its shape;
+    which gradients to answer; whether they must be bitwise equal from run to run.
+    """
+
+    o: Array | None
+    lse: Array | None
+    dlse: Array | None
+    grads: Sequence[Grad]
+    deterministic: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A message that was received: its head, the one buffer that holds its tensors, and the headers' meta."""
+
+    head: wire.Head
+    buffer: NDArray[np.uint8]
+    meta: Meta
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, as often as it must be sent.
+
+    `body` are its parts, in order. `read` makes the result: of an `Answer`, or of a JSON object where the media type
+    that is expected is JSON.
+    """
+
+    method: str
+    path: str
+    expected: str
+    headers: Mapping[str, str]
+    body: tuple[memoryview, ...]
+    timeout: Any
+    read: Callable[[Any], Any]
+
+    @property
+    def size(self) -> int:
+        return sum(part.nbytes for part in self.body)
+
+
+TENSORS = (
+    "q", "k", "v", "attn_mask", "alibi_slopes", "sinks", "q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k",
+    "do", "dlse", "o", "lse",
+)  # fmt: skip
+_FORWARD_ONLY = {"return_lse"}
+_BACKWARD_ONLY = {"do", "dlse", "o", "lse", "grads", "deterministic"}
+
+
+def forward(q: Array, k: Array, v: Array, keywords: Mapping[str, Any]) -> Call:
+    """The call for `o`, or (o, lse). Raises InvalidInputError."""
+    _refuse(keywords, _BACKWARD_ONLY)
+    return _call("/attention", {"q": q, "k": k, "v": v, **keywords})
+
+
+def backward(do: Array, q: Array, k: Array, v: Array, keywords: Mapping[str, Any]) -> Call:
+    """The call for the gradients that `grads` names, in its order. Raises InvalidInputError."""
+    _refuse(keywords, _FORWARD_ONLY)
+    return _call("/attention/grad", {"do": do, "q": q, "k": k, "v": v, **keywords})
+
+
+def lookup(path: str) -> Call:
+    """The call for the JSON object at `path`."""
+    return Call(
+        "GET", path, jsonwire.MEDIA_TYPE, {"Accept": jsonwire.MEDIA_TYPE}, (), DEFAULT, lambda document: document
+    )
+
+
+def _refuse(keywords: Mapping[str, Any], names: set[str]) -> None:
+    for name in sorted(names & keywords.keys()):
+        raise invalid(name, "is not taken by this call")
+
+
+def _call(path: str, keywords: dict[str, Any]) -> Call:
+    timeout = keywords.pop("timeout", DEFAULT)
+    with_meta = keywords.pop("with_meta", False)
+    headers = {"Content-Type": wire.MEDIA_TYPE, "Accept": wire.MEDIA_TYPE}
+    headers |= _priority(keywords.pop("priority", None)) | _request_id(keywords.pop("request_id", None))
+    given = {name: keywords.pop(name, None) for name in TENSORS}
+    options = _options(keywords)
+    packed = {name: pack(name, value) for name, value in given.items() if value is not None or name in ("q", "k", "v")}
+    head = wire.build_head(
+        [(name, p.dtype, p.shape) for name, p in packed.items()],
+        wire.encode_options(options.model_dump(exclude_defaults=True)),
+    )
+    like = given["q"]
+    names: tuple[str, ...] = options.grads
+    if path == "/attention":
+        names = ("o", "lse") if options.return_lse else ("o",)
+
+    def read(answer: Answer) -> Any:
+        specs = {spec.name: spec for spec in answer.head.tensors}
+        if missing := [name for name in names if name not in specs]:
+            raise ProtocolError(f"the answer has no {missing[0]}", request_id=answer.meta.request_id)
+        tensors = unpack(answer.buffer, {name: specs[name] for name in names}, like)
+        result = tensors["o"] if names == ("o",) else tuple(tensors[name] for name in names)
+        return (result, answer.meta) if with_meta else result
+
+    return Call(
+        "POST", path, wire.MEDIA_TYPE, headers, (memoryview(head), *(p.data for p in packed.values())), timeout, read
+    )
+
+
+def _options(keywords: Mapping[str, Any]) -> AttentionOptions:
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in keywords.items()}
+    try:
+        return AttentionOptions.model_validate(plain)
+    except ValidationError as error:
+        problems = [FieldProblem(str(e["loc"][0]), _say(e)) for e in error.errors()]
+        raise InvalidInputError("; ".join(f"{f}: {m}" for f, m in problems), errors=problems) from None
+
+
+def _say(error: Any) -> str:
+    return "is not an option of this call" if error["type"] == "extra_forbidden" else str(error["msg"])
+
+
+def _priority(priority: Any) -> dict[str, str]:
+    if priority is None:
+        return {}
+    if type(priority) is not int or not 0 <= priority <= 9:
+        raise invalid("priority", "must be an integer from 0 to 9")
+    return {"X-Priority": str(priority)}
+
+
+def _request_id(request_id: Any) -> dict[str, str]:
+    if request_id is None:
+        return {}
+    if not isinstance(request_id, str) or not request_id or not (request_id.isascii() and request_id.isprintable()):
+        raise invalid("request_id", "must be printable ASCII")
+    return {"X-Request-Id": request_id}

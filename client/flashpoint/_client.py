@@ -1,0 +1,216 @@
+"""The two clients, `Client` and its asyncio twin: they differ in how they send, read and sleep, and in nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from typing import Any, Generic, Self, TypeVar, Unpack
+
+import httpx
+
+from flashpoint import _calls
+from flashpoint._arrays import Array
+from flashpoint._calls import DEFAULT, Backward, Call, Forward
+from flashpoint._exchange import Exchange
+from flashpoint.errors import ConnectionFailedError, FlashpointError, OverloadedError, invalid
+
+TIMEOUT = 60.0  # seconds, for a whole call
+RETRIES = 4
+_FAILURES = (httpx.TransportError, FlashpointError)
+_NOT_THERE = (OverloadedError, ConnectionFailedError)
+
+Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
+
+
+class _Settings(Generic[Http]):
+    """What both clients are made of."""
+
+    _http: Http
+
+    def __init__(self, url: str, api_key: str | None, timeout: float | None, retries: int) -> None:
+        if type(retries) is not int or retries < 0:
+            raise invalid("retries", "must be an integer, 0 or more")
+        try:
+            httpx.URL(url)
+        except (httpx.InvalidURL, TypeError) as error:
+            raise invalid("url", str(error)) from None
+        self.url = url
+        self._api_key = api_key
+        self._timeout = _seconds(timeout)
+        self._retries = retries
+
+    def _http_settings(self) -> dict[str, Any]:
+        headers = {"User-Agent": "flashpoint", "Accept-Encoding": "identity"}
+        if self._api_key is not None:
+            headers["Authorization"] = f"Bearer {self._api_key}"
+        # As many connections as there are callers: the server says when there are too many, and says so at once.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        return {"base_url": self.url, "headers": headers, "limits": limits, "timeout": self._timeout}
+
+    def _exchange(self, call: Call, *, once: bool = False) -> Exchange:
+        timeout = self._timeout if call.timeout is DEFAULT else _seconds(call.timeout)
+        return Exchange(call, timeout=timeout, retries=0 if once else self._retries)
+
+
+def _seconds(timeout: Any) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+        raise invalid("timeout", "must be a number of seconds above 0, or None for no end")
+    return float(timeout)
+
+
+class Client(_Settings[httpx.Client]):
+    """A client of the service at `url`, such as `http://localhost:8000`. Thread-safe; connections are kept and reused.
+
+    `api_key` is sent as a bearer key. `timeout` is in seconds for a whole call, retries included, and is told to the
+    server; None is no end. `retries` is how often a call is sent again when there was no connection, or the server was
+    full (429) or not ready (503): after its `Retry-After`, else after a delay that doubles. `transport` replaces
+    httpx's own.
+
+    Every method raises the errors of `flashpoint.errors`.
+    """
+
+    def __init__(
+        self,
+        url: str = "http://localhost:8000",
+        *,
+        api_key: str | None = None,
+        timeout: float | None = TIMEOUT,
+        retries: int = RETRIES,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        super().__init__(url, api_key, timeout, retries)
+        self._http = httpx.Client(transport=transport, **self._http_settings())
+
+    def attention(self, q: Array, k: Array, v: Array, **keywords: Unpack[Forward]) -> Any:
+        """softmax(scale·q·kᵀ + …)·v: `o`, or (o, lse) with `return_lse`; (that, Meta) with `with_meta`.
+
+        q (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv) → o (B,Hq,Sq,Dv) in q's dtype, lse (B,Hq,Sq) float32; other layouts
+        and ranks as the contract has them. numpy arrays give numpy arrays, torch tensors give torch tensors on q's
+        device, outside autograd (see `flashpoint.torch`). Keywords: `Forward`.
+        """
+        return self._run(self._exchange(_calls.forward(q, k, v, keywords)))
+
+    def attention_grad(self, do: Array, q: Array, k: Array, v: Array, **keywords: Unpack[Backward]) -> Any:
+        """The gradients of `attention`, given do, that of its o: (dq, dk, dv), or what `grads` names, in its order.
+
+        With the forward's `o` and `lse` the server does not run it again. With dropout, `dropout_seed` must be the
+        forward's. Keywords: `Backward`.
+        """
+        return self._run(self._exchange(_calls.backward(do, q, k, v, keywords)))
+
+    def info(self) -> dict[str, Any]:
+        """The server's versions, device, backends, limits, and the options that each backend has."""
+        found: dict[str, Any] = self._run(self._exchange(_calls.lookup("/info")))
+        return found
+
+    def ready(self) -> bool:
+        """Whether the server takes work now; False also where there is none."""
+        return self._health("/health/ready")
+
+    def live(self) -> bool:
+        """Whether the server's process runs; False also where there is none."""
+        return self._health("/health/live")
+
+    def close(self) -> None:
+        """Close the connections. The client cannot be used afterwards."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _health(self, path: str) -> bool:
+        try:
+            self._run(self._exchange(_calls.lookup(path), once=True))
+        except _NOT_THERE:
+            return False
+        return True
+
+    def _run(self, exchange: Exchange) -> Any:
+        while True:
+            try:
+                response = self._http.send(exchange.request(self._http), stream=True)
+                try:
+                    exchange.begin(response)
+                    for chunk in response.iter_raw():
+                        exchange.feed(chunk)
+                finally:
+                    response.close()
+                return exchange.answer()
+            except _FAILURES as error:
+                delay = exchange.failed(error)
+            time.sleep(delay)
+
+
+class AsyncClient(_Settings[httpx.AsyncClient]):
+    """The asyncio twin of `Client`: the same arguments, methods, answers and errors, awaited. For one event loop."""
+
+    def __init__(
+        self,
+        url: str = "http://localhost:8000",
+        *,
+        api_key: str | None = None,
+        timeout: float | None = TIMEOUT,
+        retries: int = RETRIES,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        super().__init__(url, api_key, timeout, retries)
+        self._http = httpx.AsyncClient(transport=transport, **self._http_settings())
+
+    async def attention(self, q: Array, k: Array, v: Array, **keywords: Unpack[Forward]) -> Any:
+        """See `Client.attention`."""
+        return await self._run(self._exchange(_calls.forward(q, k, v, keywords)))
+
+    async def attention_grad(self, do: Array, q: Array, k: Array, v: Array, **keywords: Unpack[Backward]) -> Any:
+        """See `Client.attention_grad`."""
+        return await self._run(self._exchange(_calls.backward(do, q, k, v, keywords)))
+
+    async def info(self) -> dict[str, Any]:
+        """See `Client.info`."""
+        found: dict[str, Any] = await self._run(self._exchange(_calls.lookup("/info")))
+        return found
+
+    async def ready(self) -> bool:
+        """See `Client.ready`."""
+        return await self._health("/health/ready")
+
+    async def live(self) -> bool:
+        """See `Client.live`."""
+        return await self._health("/health/live")
+
+    async def aclose(self) -> None:
+        """Close the connections. The client cannot be used afterwards."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _health(self, path: str) -> bool:
+        try:
+            await self._run(self._exchange(_calls.lookup(path), once=True))
+        except _NOT_THERE:
+            return False
+        return True
+
+    async def _run(self, exchange: Exchange) -> Any:
+        while True:
+            try:
+                response = await self._http.send(exchange.request(self._http), stream=True)
+                try:
+                    exchange.begin(response)
+                    async for chunk in response.aiter_raw():
+                        exchange.feed(chunk)
+                finally:
+                    await response.aclose()
+                return exchange.answer()
+            except _FAILURES as error:
+                delay = exchange.failed(error)
+            await asyncio.sleep(delay)

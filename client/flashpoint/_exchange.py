@@ -1,0 +1,222 @@
+"""One call's way through its attempts: the deadline, the retries, the answer as it arrives. No I/O.
+
+`Client` and `AsyncClient` drive an `Exchange` and do nothing but send, read and sleep:
+
+    request → feed … feed → answer      or      failed → how long to sleep → request …
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from flashpoint import wire
+from flashpoint._calls import Answer, Call
+from flashpoint.errors import (
+    ConnectionFailedError,
+    DeadlineExceededError,
+    FlashpointError,
+    OverloadedError,
+    ProtocolError,
+    from_problem,
+)
+from flashpoint.meta import read_meta
+
+FIRST_DELAY = 0.1  # seconds; doubled at each retry
+LONGEST_DELAY = 10.0
+# A part goes out in pieces that a socket's buffer takes whole: httpx copies each, and again what did not fit.
+PIECE = 256 * 1024
+DOCUMENT_LIMIT = 1 << 20  # bytes of a JSON answer that are read
+
+# A call has no effect but its answer, so that it may be sent again even when the connection broke half-way.
+_BROKEN = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
+
+
+class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """The parts of a message from their own memory, as often as it is sent."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def _pieces(self) -> Iterator[memoryview]:
+        for part in self._exchange.call.body:
+            for start in range(0, part.nbytes, PIECE):
+                self._exchange.remaining()
+                yield part[start : start + PIECE]
+
+    def __iter__(self) -> Iterator[memoryview]:  # type: ignore[override]  # any bytes-like object does
+        return self._pieces()
+
+    async def __aiter__(self) -> AsyncIterator[memoryview]:  # type: ignore[override]
+        for piece in self._pieces():
+            yield piece
+
+
+class Exchange:
+    """One `Call`, until it is answered, its deadline passes, or `retries` retries are spent."""
+
+    def __init__(self, call: Call, *, timeout: float | None, retries: int) -> None:
+        self.call = call
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._retries = retries
+        self._failures = 0
+        self._status = 0
+        self._headers: Mapping[str, str] = {}
+        self._reader: _Message | _Document = _Document()
+
+    def remaining(self) -> float | None:
+        """Seconds to the deadline, None for no end. Raises DeadlineExceededError when it has passed."""
+        if self._deadline is None:
+            return None
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceededError("the timeout passed before the answer had come")
+        return left
+
+    def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
+        """The next attempt."""
+        left = self.remaining()
+        headers = {**self.call.headers, "Content-Length": str(self.call.size)}
+        if left is not None:
+            headers["X-Timeout-Ms"] = str(max(1, int(left * 1000)))
+        request = http.build_request(self.call.method, self.call.path, headers=headers, timeout=left)
+        request.stream = Body(self)
+        return request
+
+    def begin(self, response: httpx.Response) -> None:
+        """The answer's status and headers are here; `feed` follows."""
+        self._status, self._headers = response.status_code, response.headers
+        length = response.headers.get("content-length", "")
+        media = response.headers.get("content-type", "").partition(";")[0].strip()
+        if self._status == 200 and media != self.call.expected:
+            raise ProtocolError(f"an answer of type {media or 'unknown'}", status=200, request_id=self._request_id)
+        if self._status == 200 and media == wire.MEDIA_TYPE:
+            self._reader = _Message(int(length) if length.isdecimal() else None)
+        else:
+            self._reader = _Document()
+
+    def feed(self, chunk: bytes) -> None:
+        self.remaining()
+        self._reader.feed(chunk)
+
+    def answer(self) -> Any:
+        """The call's result, all of the answer having been fed. Raises the error that the answer is."""
+        if isinstance(self._reader, _Document):
+            document = self._reader.finish()
+            if self._status == 200:
+                return self.call.read(document)
+            retry_after = _retry_after(self._headers)
+            raise from_problem(self._status, document, request_id=self._request_id, retry_after=retry_after)
+        head, buffer = self._reader.finish()
+        meta = read_meta(self._headers, wire.decode_options(head.metadata), self._failures)
+        return self.call.read(Answer(head, buffer, meta))
+
+    @property
+    def _request_id(self) -> str | None:
+        return self._headers.get("x-request-id")
+
+    def failed(self, error: Exception) -> float:
+        """Seconds to sleep before the next attempt. Raises what the caller must see when there is to be none."""
+        if isinstance(error, httpx.TransportError):
+            error = _translated(error)
+        if not isinstance(error, (OverloadedError, ConnectionFailedError)) or self._failures >= self._retries:
+            raise error
+        delay = max(backoff(self._failures), error.retry_after or 0.0)
+        self._failures += 1
+        if self._deadline is not None and time.monotonic() + delay >= self._deadline:
+            raise error  # it says more than that the time is over
+        return delay
+
+
+def backoff(failures: int) -> float:
+    """Seconds before retry number `failures` (from 0): doubled each time, and between half and all of that."""
+    return min(FIRST_DELAY * 2.0**failures, LONGEST_DELAY) * random.uniform(0.5, 1.0)
+
+
+def _translated(error: httpx.TransportError) -> FlashpointError:
+    translated: FlashpointError
+    if isinstance(error, _BROKEN):
+        translated = ConnectionFailedError(f"the connection failed: {error or type(error).__name__}")
+    elif isinstance(error, httpx.TimeoutException):
+        translated = DeadlineExceededError("the timeout passed before the answer had come")
+    else:
+        translated = ProtocolError(f"the request could not be made: {error or type(error).__name__}")
+    translated.__cause__ = error
+    return translated
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds that `Retry-After` asks for, given as a number or as a date."""
+    value = headers.get("retry-after", "").strip()
+    if value.isdecimal():
+        return float(value)
+    with contextlib.suppress(TypeError, ValueError):
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    return None
+
+
+class _Document:
+    """Reads a JSON object: an error's, or what a lookup asks for."""
+
+    def __init__(self) -> None:
+        self._text = bytearray()
+
+    def feed(self, chunk: bytes) -> None:
+        self._text += chunk[: DOCUMENT_LIMIT - len(self._text)]
+
+    def finish(self) -> dict[str, Any]:
+        """The object; empty when it is none that can be read."""
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(self._text)
+            if isinstance(found, dict):
+                return found
+        return {}
+
+
+class _Message:
+    """Reads a message: the head aside, then the tensors into the one buffer that they stay in."""
+
+    def __init__(self, length: int | None) -> None:
+        self._length = length
+        self._start = bytearray()
+        self._head: wire.Head | None = None
+        self._buffer: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._filled = 0
+
+    def feed(self, chunk: bytes) -> None:
+        if self._head is None:
+            self._start += chunk
+            chunk = self._begin()
+        end = self._filled + len(chunk)
+        if end > self._buffer.nbytes:
+            raise ProtocolError("the answer is longer than its head says")
+        self._buffer[self._filled : end] = np.frombuffer(chunk, np.uint8)
+        self._filled = end
+
+    def _begin(self) -> bytes:
+        """What of `_start` lies behind the head, once that is here."""
+        try:
+            if len(self._start) < 8 or len(self._start) < (size := wire.head_size(bytes(self._start[:8]))):
+                return b""
+            self._head = wire.parse_head(bytes(self._start[:size]))
+        except wire.WireError as error:
+            raise ProtocolError(f"the answer is no message: {error}") from error
+        total = self._head.size + self._head.data_size
+        if self._length not in (None, total):  # before memory is taken on the head's word
+            raise ProtocolError(f"the answer has {self._length} bytes where its head says {total}")
+        self._buffer = np.empty(self._head.data_size, np.uint8)
+        return bytes(self._start[size:])
+
+    def finish(self) -> tuple[wire.Head, NDArray[np.uint8]]:
+        if self._head is None or self._filled < self._buffer.nbytes:
+            raise ProtocolError("the answer ended before all of it had come")
+        return self._head, self._buffer

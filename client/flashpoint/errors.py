@@ -1,0 +1,142 @@
+"""What can go wrong, one class for each family of statuses.
+
+FlashpointError
+├── InvalidInputError         422, and input refused here, before anything was sent    (also a ValueError)
+├── BadRequestError           400, 404, 405, 406, 408, 415: the message, not what it asks
+├── AuthenticationError       401, 403
+├── TooLargeError             413
+├── OverloadedError           429, 503: worth trying again, after `retry_after` seconds
+├── DeadlineExceededError     504, and the client's own timeout                        (also a TimeoutError)
+├── ServerError               500 and every other 5xx
+├── ConnectionFailedError     no answer: no connection, or one that broke              (also a ConnectionError)
+└── ProtocolError             an answer that is not what the contract says
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+
+class FieldProblem(NamedTuple):
+    """What is wrong with one field. `field` is its name in the contract, such as `q` or `window`."""
+
+    field: str
+    message: str
+
+
+class FlashpointError(Exception):
+    """Base of all. What the server did not say, or nobody was asked, is None.
+
+    `status` is the HTTP status, `code` the problem's short name, `detail` its text, `request_id` what to look for in
+    the server's log, `errors` the fields that are wrong, `retry_after` the seconds the server asks to wait.
+    """
+
+    def __init__(
+        self,
+        detail: str,
+        *,
+        status: int | None = None,
+        code: str | None = None,
+        request_id: str | None = None,
+        errors: Iterable[FieldProblem] = (),
+        retry_after: float | None = None,
+    ) -> None:
+        self.detail = detail
+        self.status = status
+        self.code = code
+        self.request_id = request_id
+        self.errors = tuple(errors)
+        self.retry_after = retry_after
+        super().__init__(detail)
+
+    def __str__(self) -> str:
+        about = [str(self.status)] if self.status else []
+        about += [self.code] if self.code else []
+        text = f"{' '.join(about)}: {self.detail}" if about else self.detail
+        fields = "".join(f"\n  {field}: {message}" for field, message in self.errors if message not in self.detail)
+        return text + fields + (f" (request {self.request_id})" if self.request_id else "")
+
+
+class InvalidInputError(FlashpointError, ValueError):
+    """Tensors or options that are not valid; `errors` names each field."""
+
+
+class BadRequestError(FlashpointError):
+    """The server could not make sense of the message: the two ends disagree, or the address is not Flashpoint's."""
+
+
+class AuthenticationError(FlashpointError):
+    """No key, a wrong key, or a key without that right."""
+
+
+class TooLargeError(FlashpointError):
+    """The body is over the server's limit, or the work could never fit its device."""
+
+
+class OverloadedError(FlashpointError):
+    """The server is full, starting or stopping, and was so at every retry."""
+
+
+class DeadlineExceededError(FlashpointError, TimeoutError):
+    """The timeout passed, here or at the server."""
+
+
+class ServerError(FlashpointError):
+    """The server's fault; `request_id` finds it in the server's log."""
+
+
+class ConnectionFailedError(FlashpointError, ConnectionError):
+    """There was no connection to the server, or it broke, at every retry."""
+
+
+class ProtocolError(FlashpointError):
+    """The answer is not what the contract says, so something other than Flashpoint may have given it."""
+
+
+_BY_STATUS: dict[int, type[FlashpointError]] = {
+    401: AuthenticationError,
+    403: AuthenticationError,
+    413: TooLargeError,
+    422: InvalidInputError,
+    429: OverloadedError,
+    503: OverloadedError,
+    504: DeadlineExceededError,
+}
+
+
+def invalid(field: str, message: str) -> InvalidInputError:
+    """The caller's `field` is not what it must be."""
+    return InvalidInputError(f"{field}: {message}", errors=[FieldProblem(field, message)])
+
+
+def from_problem(
+    status: int, problem: Mapping[str, Any], *, request_id: str | None = None, retry_after: float | None = None
+) -> FlashpointError:
+    """The error of an answer with `status` and, where it could be read, its RFC 9457 problem document."""
+    if status < 400:
+        return ProtocolError(f"an answer with status {status}", status=status, request_id=request_id)
+    family = _BY_STATUS.get(status) or (ServerError if status >= 500 else BadRequestError)
+    return family(
+        str(problem.get("detail") or problem.get("title") or "no detail was given"),
+        status=status,
+        code=_text(problem.get("code")),
+        request_id=_text(problem.get("request_id")) or request_id,
+        errors=_fields(problem.get("errors")),
+        retry_after=retry_after,
+    )
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _fields(errors: object) -> list[FieldProblem]:
+    """Of `[{"loc": ["q"], "msg": "…"}]`; `loc` may be a name alone."""
+    found = []
+    for error in errors if isinstance(errors, list) else []:
+        if isinstance(error, dict):
+            loc = error.get("loc")
+            path = loc if isinstance(loc, list) else [loc]
+            found.append(FieldProblem(".".join(map(str, path)), str(error.get("msg"))))
+    return found

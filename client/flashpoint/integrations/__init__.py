@@ -1,0 +1,1 @@
+"""Other libraries, with their attention served by Flashpoint."""

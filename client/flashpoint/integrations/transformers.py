@@ -1,0 +1,70 @@
+"""A Hugging Face model with its attention served by Flashpoint.
+
+    flashpoint.integrations.transformers.register(client)
+    model = AutoModel.from_pretrained(name, attn_implementation="remote_attention")
+
+Differentiable where the model's tensors need gradients. The name must not contain "flash": transformers takes those for
+its own. Needs transformers 5 and torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from flashpoint._client import Client
+from flashpoint.torch import attention as remote
+
+NAME = "remote_attention"
+
+
+def register(client: Client, name: str = NAME) -> None:
+    """Make `attn_implementation=name` run on `client`'s server, for every model of this process.
+
+    Registering a name again replaces its client.
+    """
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        position_bias: Tensor | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        cache: object = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """query (B,Hq,Sq,D), key and value (B,Hk,Sk,D), mask (B,1,Sq,Sk) or None → o (B,Sq,Hq,D), no weights.
+
+        Heads may be grouped. Dropout is the server's, of a seed that it picks. Without a mask, `is_causal` is the
+        upper-left triangle, as in torch's SDPA, except for a single query.
+        """
+        for what, given in (("position_bias", position_bias), ("a paged cache", cache)):
+            if given is not None:
+                raise NotImplementedError(f"{what} is not served: the model needs another attn_implementation")
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        o = remote(
+            query,
+            key,
+            value,
+            client=client,
+            attn_mask=attention_mask,
+            causal=bool(causal and attention_mask is None and query.shape[2] > 1),
+            causal_alignment="top_left",
+            scale=scaling,
+            dropout_p=dropout,
+            softcap=softcap or 0.0,
+            sinks=s_aux,
+        )
+        return o.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)

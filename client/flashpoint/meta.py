@@ -1,0 +1,42 @@
+"""What an answer says beside its tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_DURATION = re.compile(r"\s*([\w-]+)[^,]*?;\s*dur=([0-9.]+)")
+
+
+@dataclass(frozen=True)
+class Meta:
+    """How the server answered, as `with_meta=True` returns it.
+
+    `timings` are the server's `decode`, `queue`, `compute` and `encode` in milliseconds; `batch_size` is the number of
+    requests that ran in the same launch; `seed` is that of the dropout, whoever picked it; `retries` counts the
+    attempts before the one that was answered. What the server did not say is None.
+    """
+
+    backend: str | None = None
+    seed: int | None = None
+    batch_size: int | None = None
+    request_id: str | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+    retries: int = 0
+
+
+def read_meta(headers: Mapping[str, str], metadata: Mapping[str, Any], retries: int) -> Meta:
+    """The meta of an answer with these HTTP headers (case-insensitive mapping) and this decoded metadata."""
+    seed = metadata.get("dropout_seed")
+    backend = headers.get("x-backend") or metadata.get("backend")
+    size = headers.get("x-batch-size", "")
+    return Meta(
+        backend=backend if isinstance(backend, str) else None,
+        seed=seed if type(seed) is int else None,
+        batch_size=int(size) if size.isdecimal() else None,
+        request_id=headers.get("x-request-id"),
+        timings={name: float(ms) for name, ms in _DURATION.findall(headers.get("server-timing", ""))},
+        retries=retries,
+    )

@@ -1,0 +1,83 @@
+"""Attention that is differentiable through the service: its forward is `/attention`, its backward `/attention/grad`.
+
+    o = flashpoint.torch.attention(q, k, v, client=client, causal=True)
+    o.square().mean().backward()
+
+The backward sends what the forward had, with its `o` and `lse`, so the server keeps nothing between the two and does
+not run the forward again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from flashpoint._calls import Forward
+from flashpoint._client import Client
+from flashpoint.errors import invalid
+from flashpoint.meta import Meta
+
+# Inputs with a gradient, in the order in which autograd is given them, and the names of those.
+_INPUTS = ("q", "k", "v", "attn_mask", "sinks")
+_GRADS = ("dq", "dk", "dv", "dattn_mask", "dsinks")
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client, **keywords: Unpack[Forward]) -> Any:
+    """`client.attention`, with gradients for q, k, v, a float `attn_mask` and `sinks`, through o and lse.
+
+    The same shapes, keywords, answers and errors; `timeout` and `priority` hold for the backward's call too. With
+    dropout, the backward uses the seed of the forward, whoever picked it. A second derivative raises RuntimeError.
+    """
+    tensors = {"q": q, "k": k, "v": v, "attn_mask": keywords.get("attn_mask"), "sinks": keywords.get("sinks")}
+    for name, value in {**tensors, **keywords}.items():
+        if isinstance(value, Tensor) and value.requires_grad and name not in _INPUTS and torch.is_grad_enabled():
+            raise invalid(name, "has no gradient: detach it")
+    inputs = [value if isinstance(value, Tensor) else None for value in tensors.values()]
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
+        return client.attention(q, k, v, **keywords)
+    others: dict[str, Any] = dict(keywords)
+    return_lse, with_meta = others.pop("return_lse", False), others.pop("with_meta", False)
+    o, lse, meta = _RemoteAttention.apply(client, others, *inputs)  # type: ignore[no-untyped-call]
+    result = (o, lse) if return_lse else o
+    return (result, meta) if with_meta else result
+
+
+class _RemoteAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, client: Client, keywords: dict[str, Any], *inputs: Tensor | None
+    ) -> tuple[Tensor, Tensor, Meta]:
+        q, k, v, *_ = inputs
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        (o, lse), meta = client.attention(q, k, v, **keywords, return_lse=True, with_meta=True)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, o, lse)  # type: ignore[arg-type]  # None is taken
+        saved = {name for name, t in zip(_INPUTS, inputs, strict=True) if t is not None}
+        others = {name: value for name, value in keywords.items() if name not in saved and name != "request_id"}
+        if meta.seed is not None:
+            others["dropout_seed"] = meta.seed
+        ctx.client, ctx.keywords = client, others  # type: ignore[attr-defined]
+        return o, lse, meta
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        *inputs, o, lse = ctx.saved_tensors
+        named = {name: t for name, t in zip(_INPUTS, inputs, strict=True) if t is not None}
+        wanted = [name for name, needed in zip(_GRADS, ctx.needs_input_grad[2:], strict=True) if needed]
+        found = ctx.client.attention_grad(
+            torch.zeros_like(o) if do is None else do,
+            **named,
+            o=o,
+            lse=lse,
+            dlse=dlse,
+            grads=wanted,
+            **ctx.keywords,
+        )
+        grads = dict(zip(wanted, found, strict=True))
+        return None, None, *(grads.get(name) for name in _GRADS)

@@ -1,0 +1,407 @@
+"""What both clients do over a socket, against a server that answers as it is told."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from scripted_server import message
+
+import flashpoint
+from flashpoint import _exchange
+from flashpoint.wire import MEDIA_TYPE, decode_options, head_size, parse_head
+
+Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
+
+
+class Twin:
+    """`AsyncClient` driven from a test that is not async, so that each test runs on both clients."""
+
+    def __init__(self, *args, **settings):
+        self._loop = asyncio.new_event_loop()
+        self._client = flashpoint.AsyncClient(*args, **settings)
+
+    def __getattr__(self, name):
+        method = getattr(self._client, name)
+        return lambda *args, **keywords: self._loop.run_until_complete(method(*args, **keywords))
+
+    def close(self):
+        self._loop.run_until_complete(self._client.aclose())
+        self._loop.close()
+
+
+@pytest.fixture(params=[flashpoint.Client, Twin], ids=["sync", "async"])
+def connect(request):
+    made = []
+
+    def connect(*args, **settings):
+        made.append(request.param(*args, **settings))
+        return made[-1]
+
+    yield connect
+    for client in made:
+        client.close()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Retries without the wait."""
+    monkeypatch.setattr(_exchange, "FIRST_DELAY", 0.001)
+
+
+def sent(server, index=-1):
+    """(tensor name → (dtype, shape, bytes), options) of a request that the server saw."""
+    body = server.requests[index][3]
+    head = parse_head(body[: head_size(body[:8])])
+    tensors = {t.name: (t.dtype, t.shape, body[head.size + t.start : head.size + t.stop]) for t in head.tensors}
+    return tensors, decode_options(head.metadata)
+
+
+def test_a_call_sends_the_tensors_and_only_the_options_that_were_set(scripted, connect):
+    client = connect(scripted.url, api_key="k", timeout=5)
+    client.attention(
+        Q, Q[:, ::2], Q.transpose(0, 1, 3, 2), causal=True, window=(3, 0), scale=np.float32(2), layout="bshd",
+        backend="auto",         q_lengths=[3], attn_mask=np.ones((3, 3), np.bool_), priority=7, request_id="mine",
+    )  # fmt: skip
+    tensors, options = sent(scripted)
+    assert options == {"causal": True, "window": [3, 0], "scale": 2.0, "layout": "bshd"}
+    assert tensors["q"] == ("float32", (1, 2, 3, 4), Q.tobytes())
+    assert tensors["k"] == ("float32", (1, 1, 3, 4), Q[:, ::2].tobytes())
+    assert tensors["v"] == ("float32", (1, 2, 4, 3), np.ascontiguousarray(Q.transpose(0, 1, 3, 2)).tobytes())
+    assert tensors["q_lengths"] == ("int64", (1,), np.array([3]).tobytes())
+    assert tensors["attn_mask"][:2] == ("bool", (3, 3))
+    method, path, headers, body = scripted.requests[0]
+    assert (method, path, headers["Content-Type"], headers["Accept"]) == ("POST", "/attention", MEDIA_TYPE, MEDIA_TYPE)
+    assert headers["Authorization"] == "Bearer k"
+    assert (headers["X-Priority"], headers["X-Request-Id"]) == ("7", "mine")
+    assert int(headers["Content-Length"]) == len(body)
+    assert 0 < int(headers["X-Timeout-Ms"]) <= 5000
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_numpy_and_torch_come_back_as_they_went_bit_for_bit(scripted, connect, dtype):
+    client = connect(scripted.url)
+    bits = np.random.default_rng(0).integers(0, 256, (2, 1, 5, 3, 8), np.uint8)
+    array = bits.view(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)[..., 0].copy()
+    o = client.attention(array, array, array)
+    assert (o.dtype, o.shape, o.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    assert o.flags.writeable
+    tensor = torch.from_numpy(array.view(np.uint8)).view(getattr(torch, dtype))
+    o = client.attention(tensor.transpose(0, 2), tensor, tensor)
+    assert o.dtype == tensor.dtype
+    assert o.shape == tensor.transpose(0, 2).shape
+    assert torch.equal(o.view(torch.uint8), tensor.transpose(0, 2).contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (3, 4), (1, 0, 4)])
+def test_empty_tensors_and_every_rank_travel(scripted, connect, shape):
+    q = np.zeros(shape, ">f4")
+    o = connect(scripted.url).attention(q, q, q)
+    assert (o.shape, o.dtype) == (shape, np.float32)
+
+
+def test_a_tensor_behind_one_of_smaller_elements_is_aligned(scripted, connect):
+    o, lse = np.ones(3, np.float16), np.array([1.5, 2.5], np.float32)
+    scripted.script.append(lambda h: h.answer(body=message({"o": o, "lse": lse})))
+    found = connect(scripted.url).attention(Q, Q, Q, return_lse=True)
+    assert [t.tolist() for t in found] == [o.tolist(), lse.tolist()]
+    assert all(t.flags.aligned for t in found)
+
+
+def test_gradients_come_in_the_order_that_was_asked(scripted, connect):
+    answer = {"dk": Q + 1, "dsinks": Q[0, 0, 0], "dq": Q}
+    scripted.script.append(lambda h: h.answer(body=message(answer)))
+    found = connect(scripted.url).attention_grad(Q, Q, Q, Q, o=Q, lse=Q[..., 0], grads=["dq", "dsinks", "dk"])
+    assert [t.tolist() for t in found] == [answer[n].tolist() for n in ("dq", "dsinks", "dk")]
+    tensors, options = sent(scripted)
+    assert tensors.keys() == {"q", "k", "v", "do", "o", "lse"}
+    assert options == {"grads": ["dq", "dsinks", "dk"]}
+    assert scripted.requests[0][1] == "/attention/grad"
+
+
+def test_meta_says_how_it_was_answered(scripted, connect, quick):
+    def answer(handler):
+        handler.answer(
+            body=message({"o": Q}, {"backend": "tiled", "dropout_seed": "9007199254740991"}),
+            X_Request_Id="abc", X_Backend="tiled", X_Batch_Size="3",
+            Server_Timing='decode;dur=1.5, queue;desc="x";dur=0, compute;dur=20.25, encode;dur=.5',
+        )  # fmt: skip
+
+    scripted.script.extend([lambda h: h.problem(503), answer])
+    o, meta = connect(scripted.url).attention(Q, Q, Q, with_meta=True)
+    assert np.array_equal(o, Q)
+    timings = {"decode": 1.5, "queue": 0.0, "compute": 20.25, "encode": 0.5}
+    assert meta == flashpoint.Meta("tiled", 9007199254740991, 3, "abc", timings, retries=1)
+
+
+@pytest.mark.parametrize(
+    ("status", "family"),
+    [
+        (400, flashpoint.BadRequestError), (401, flashpoint.AuthenticationError), (403, flashpoint.AuthenticationError),
+        (404, flashpoint.BadRequestError), (406, flashpoint.BadRequestError), (408, flashpoint.BadRequestError),
+        (413, flashpoint.TooLargeError), (415, flashpoint.BadRequestError), (422, flashpoint.InvalidInputError),
+        (429, flashpoint.OverloadedError), (500, flashpoint.ServerError), (502, flashpoint.ServerError),
+        (503, flashpoint.OverloadedError), (504, flashpoint.DeadlineExceededError), (302, flashpoint.ProtocolError),
+    ],
+)  # fmt: skip
+def test_each_status_is_an_error_of_its_family(scripted, connect, status, family):
+    scripted.script.append(lambda h: h.problem(status))
+    with pytest.raises(family) as info:
+        connect(scripted.url, retries=0).attention(Q, Q, Q)
+    assert type(info.value) is family
+    assert (info.value.status, info.value.request_id) == (status, "r1") or status == 302
+    if status >= 400:
+        assert str(info.value) == f"{status} some_code: some detail (request r1)"
+
+
+def test_field_errors_are_read_and_an_error_page_is_no_surprise(scripted, connect):
+    document = (
+        b'{"detail": "not valid", "errors": [{"loc": ["q"], "msg": "too flat"}, {"loc": "k", "msg": "too long"}]}'
+    )
+    for body in (document, b"<html>Bad gateway", b"[" * 100_000, b""):
+        scripted.script.append(lambda h, body=body: h.answer(422, body, "text/html", X_Request_Id="r2"))
+    client = connect(scripted.url)
+    with pytest.raises(ValueError, match="q: too flat") as info:
+        client.attention(Q, Q, Q)
+    assert info.value.errors == (("q", "too flat"), ("k", "too long"))
+    for _ in range(3):
+        with pytest.raises(flashpoint.InvalidInputError) as info:
+            client.attention(Q, Q, Q)
+        assert info.value.request_id == "r2"
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_is_full_is_asked_again(scripted, connect, quick, status):
+    scripted.script.extend([lambda h: h.problem(status)] * 2)
+    assert np.array_equal(connect(scripted.url).attention(Q, Q, Q), Q)
+    assert len(scripted.requests) == 3
+    assert {body for *_, body in scripted.requests} == {scripted.requests[0][3]}
+
+
+def test_retry_after_is_honoured(scripted, connect, quick):
+    scripted.script.append(lambda h: h.problem(503, Retry_After="1"))
+    start = time.monotonic()
+    connect(scripted.url).attention(Q, Q, Q)
+    assert time.monotonic() - start >= 1
+
+
+def test_retry_after_may_be_a_date():
+    soon = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 30))
+    assert 28 <= _exchange._retry_after({"retry-after": soon}) <= 30
+    assert _exchange._retry_after({"retry-after": "Thu, 01 Jan 1970 00:00:00 GMT"}) == 0
+    assert _exchange._retry_after({"retry-after": "soon"}) is None
+
+
+def test_no_retry_is_begun_that_the_timeout_would_cut_off(scripted, connect):
+    scripted.script.append(lambda h: h.problem(503, Retry_After="60"))
+    start = time.monotonic()
+    with pytest.raises(flashpoint.OverloadedError) as info:
+        connect(scripted.url, timeout=5).attention(Q, Q, Q)
+    assert time.monotonic() - start < 4
+    assert info.value.retry_after == 60
+
+
+def test_retries_end(scripted, connect, quick):
+    scripted.script.extend([lambda h: h.problem(429)] * 10)
+    with pytest.raises(flashpoint.OverloadedError):
+        connect(scripted.url, retries=3).attention(Q, Q, Q)
+    assert len(scripted.requests) == 4
+
+
+def test_what_cannot_get_better_is_not_tried_again(scripted, connect, quick):
+    for status in (400, 422, 500, 504):
+        scripted.script.append(lambda h, status=status: h.problem(status))
+        before = len(scripted.requests)
+        with pytest.raises(flashpoint.FlashpointError):
+            connect(scripted.url).attention(Q, Q, Q)
+        assert len(scripted.requests) == before + 1
+
+
+def test_a_broken_connection_is_made_again(scripted, connect, quick):
+    def half(handler):
+        handler.answer(body=message({"o": Q})[:-8], length=len(message({"o": Q})))
+        handler.close_connection = True
+
+    scripted.script.extend([lambda h: h.vanish(), half])
+    client = connect(scripted.url)
+    assert np.array_equal(client.attention(Q, Q, Q), Q)
+    assert len(scripted.requests) == 3
+
+
+def test_no_server_is_a_connection_error_after_the_retries(connect, quick):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        client = connect(f"http://127.0.0.1:{unused.getsockname()[1]}", retries=2)
+        with pytest.raises(ConnectionError) as info:
+            client.attention(Q, Q, Q)
+        assert isinstance(info.value, flashpoint.ConnectionFailedError)
+        assert isinstance(info.value.__cause__, httpx.ConnectError)
+        assert not client.live()
+        assert not client.ready()
+
+
+def test_a_server_that_never_answers_meets_the_timeout(scripted, connect):
+    done = threading.Event()
+    scripted.script.append(lambda h: done.wait())
+    start = time.monotonic()
+    with pytest.raises(TimeoutError) as info:
+        connect(scripted.url, timeout=60).attention(Q, Q, Q, timeout=0.3)
+    done.set()
+    assert isinstance(info.value, flashpoint.DeadlineExceededError)
+    assert 0.3 <= time.monotonic() - start < 10
+
+
+def test_a_server_that_trickles_meets_the_timeout_too(scripted, connect):
+    stop = threading.Event()
+
+    def trickle(handler):
+        handler.answer(body=message({"o": Q})[:8], length=len(message({"o": Q})))
+        while not stop.wait(0.05):
+            handler.wfile.write(b" ")
+
+    scripted.script.append(trickle)
+    with pytest.raises(flashpoint.DeadlineExceededError):
+        connect(scripted.url).attention(Q, Q, Q, timeout=0.4)
+    stop.set()
+
+
+GOOD = message({"o": Q})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"body": b"hello", "media": "text/plain"}, {"body": GOOD, "media": "application/json"}, {"body": b""},
+        {"body": b"\xff" * 64}, {"body": GOOD + b"x"}, {"body": GOOD[:-4]}, {"body": GOOD[:20]},
+        {"body": message({"p": Q})}, {"body": message({})},
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_none_is_a_protocol_error(scripted, connect, answer):
+    scripted.script.append(lambda h: h.answer(**answer))
+    client = connect(scripted.url)
+    with pytest.raises(flashpoint.ProtocolError):
+        client.attention(Q, Q, Q)
+    assert np.array_equal(client.attention(Q, Q, Q), Q)
+
+
+BAD = [
+    ("q", {"q": [[1.0]]}), ("q", {"q": None}), ("k", {"k": np.zeros(3, np.complex64)}), ("v", {"v": "x"}),
+    ("v", {"v": torch.zeros(3, dtype=torch.complex64)}), ("k", {"k": torch.eye(3).to_sparse()}),
+    ("k", {"k": torch.zeros(3, device="meta")}), ("kv_lengths", {"kv_lengths": ["a"]}),
+    ("kv_lengths", {"kv_lengths": 3}),    ("cu_seqlens_q", {"cu_seqlens_q": [1 << 80]}), ("casual", {"casual": True}), ("causal", {"causal": "yes"}),
+    ("window", {"window": (-3, 0)}), ("grads", {"grads": ["dq"]}), ("o", {"o": Q}), ("priority", {"priority": 10}),
+    ("request_id", {"request_id": "a\r\nb"}), ("timeout", {"timeout": 0}), ("timeout", {"timeout": "1"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "keywords"), BAD, ids=[f"{f}-{i}" for i, (f, _) in enumerate(BAD)])
+def test_bad_input_is_refused_here_and_named(scripted, connect, field, keywords):
+    client = connect(scripted.url)
+    with pytest.raises(flashpoint.InvalidInputError) as info:
+        client.attention(**{"q": Q, "k": Q, "v": Q, **keywords})
+    assert [error.field for error in info.value.errors] == [field]
+    assert info.value.status is None
+    assert not scripted.requests
+
+
+def test_bad_settings_are_refused_and_named():
+    for field, settings in [
+        ("retries", {"retries": -1}),
+        ("timeout", {"timeout": -1}),
+        ("url", {"url": "http://x:port"}),
+    ]:
+        with pytest.raises(flashpoint.InvalidInputError) as info:
+            flashpoint.Client(**settings)
+        assert info.value.errors[0].field == field
+
+
+def test_return_lse_is_not_of_a_gradient(scripted, connect):
+    with pytest.raises(flashpoint.InvalidInputError, match="return_lse"):
+        connect(scripted.url).attention_grad(Q, Q, Q, Q, return_lse=True)
+
+
+def test_one_connection_serves_one_caller(scripted, connect):
+    client = connect(scripted.url)
+    for _ in range(5):
+        client.attention(Q, Q, Q)
+    assert scripted.connections == 1
+
+
+def test_a_client_is_shared_by_threads(scripted):
+    with flashpoint.Client(scripted.url) as client:
+        results = {}
+
+        def work(i):
+            results[i] = [client.attention(Q + i, Q, Q) for _ in range(5)]
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(np.array_equal(o, Q + i) for i in range(8) for o in results[i])
+    assert scripted.connections <= 8
+
+
+def test_many_calls_of_one_async_client_run_at_once(scripted):
+    barrier = threading.Barrier(4, timeout=10)
+
+    def together(handler):
+        barrier.wait()
+        handler.answer(body=message({"o": Q}))
+
+    async def run():
+        scripted.script.extend([together] * 4)
+        async with flashpoint.AsyncClient(scripted.url) as client:
+            return await asyncio.gather(*(client.attention(Q, Q, Q) for _ in range(4)))
+
+    assert all(np.array_equal(o, Q) for o in asyncio.run(run()))
+
+
+def test_lookups(scripted, connect):
+    client = connect(scripted.url)
+    scripted.script.extend([lambda h: h.answer(body=b'{"version": "1"}', media="application/json"),
+                            lambda h: h.answer(body=b"{}", media="application/json"), lambda h: h.problem(503),
+                            lambda h: h.problem(401)])  # fmt: skip
+    assert client.info() == {"version": "1"}
+    assert client.live()
+    assert not client.ready()
+    with pytest.raises(flashpoint.AuthenticationError):
+        client.ready()
+    assert [path for _, path, *_ in scripted.requests] == ["/info", "/health/live", "/health/ready", "/health/ready"]
+
+
+def test_a_transport_can_be_put_in():
+    seen = []
+
+    def handle(request):
+        seen.append(b"".join(request.stream))
+        return httpx.Response(200, headers={"content-type": MEDIA_TYPE}, content=message({"o": Q}))
+
+    with flashpoint.Client("http://anywhere", transport=httpx.MockTransport(handle)) as client:
+        assert np.array_equal(client.attention(Q, Q, Q), Q)
+    assert seen[0].endswith(Q.tobytes() * 3)
+
+
+def test_backoff_doubles_jitters_and_is_bounded():
+    for failures, longest in [(0, 0.1), (1, 0.2), (3, 0.8), (20, 10.0)]:
+        delays = [_exchange.backoff(failures) for _ in range(50)]
+        assert all(longest / 2 <= delay <= longest for delay in delays)
+        assert len(set(delays)) > 1
+
+
+def test_the_client_imports_no_torch(scripted):
+    code = (
+        "import sys, numpy, flashpoint\n"
+        f"client = flashpoint.Client({scripted.url!r})\n"
+        "client.attention(*[numpy.ones((2, 3), 'f4')] * 3)\n"
+        "print({'torch', 'triton', 'fastapi', 'transformers'} & set(sys.modules))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
