@@ -84,7 +84,7 @@ def keep(i0, j0, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     row = (i0 + tl.arange(0, BLOCK_M)[:, None]).to(tl.uint32)
     sequence = tl.load(t + c.INDEX).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(
-        tl.load(t + c.SEED), zero + column, zero + row, zero + head.to(tl.uint32), zero + sequence
+        tl.load(t + c.SEED), zero + column, zero + row, (zero + head).to(tl.uint32), zero + sequence
     )
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK_M, BLOCK_N])
     return words.to(tl.int64) >= tl.load(t + c.DROP_BELOW)
