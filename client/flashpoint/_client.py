@@ -137,7 +137,8 @@ class Client(_Settings[httpx.Client]):
                 response = self._http.send(exchange.request(self._http), stream=True)
                 try:
                     exchange.begin(response)
-                    for chunk in response.iter_raw():
+                    assert isinstance(response.stream, httpx.SyncByteStream)
+                    for chunk in response.stream:
                         exchange.feed(chunk)
                 finally:
                     response.close()
@@ -206,7 +207,8 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
                 response = await self._http.send(exchange.request(self._http), stream=True)
                 try:
                     exchange.begin(response)
-                    async for chunk in response.aiter_raw():
+                    assert isinstance(response.stream, httpx.AsyncByteStream)
+                    async for chunk in response.stream:
                         exchange.feed(chunk)
                 finally:
                     await response.aclose()

@@ -295,7 +295,8 @@ BAD = [
     ("q", {"q": [[1.0]]}), ("q", {"q": None}), ("k", {"k": np.zeros(3, np.complex64)}), ("v", {"v": "x"}),
     ("v", {"v": torch.zeros(3, dtype=torch.complex64)}), ("k", {"k": torch.eye(3).to_sparse()}),
     ("k", {"k": torch.zeros(3, device="meta")}), ("kv_lengths", {"kv_lengths": ["a"]}),
-    ("kv_lengths", {"kv_lengths": 3}),    ("cu_seqlens_q", {"cu_seqlens_q": [1 << 80]}), ("casual", {"casual": True}), ("causal", {"causal": "yes"}),
+    ("kv_lengths", {"kv_lengths": 3}),    ("cu_seqlens_q", {"cu_seqlens_q": [1 << 80]}),
+    ("casual", {"casual": True}), ("causal", {"causal": "yes"}),
     ("window", {"window": (-3, 0)}), ("grads", {"grads": ["dq"]}), ("o", {"o": Q}), ("priority", {"priority": 10}),
     ("request_id", {"request_id": "a\r\nb"}), ("timeout", {"timeout": 0}), ("timeout", {"timeout": "1"}),
 ]  # fmt: skip

@@ -1,0 +1,79 @@
+"""A real model on real sentences, its attention served by a real server."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashpoint
+from flashpoint.integrations.transformers import NAME, register
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "minilm.py"
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    spec = importlib.util.spec_from_file_location("minilm_example", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def models(minilm, server):
+    with flashpoint.Client(server.url) as client:
+        register(client)
+        yield minilm.load("eager"), minilm.load(NAME)
+
+
+def lengths(n):
+    return [" ".join(["word"] * length) for length in n]
+
+
+@pytest.mark.parametrize("words", [None, [1, 40, 7], [5, 5], [1]], ids=["sentences", "mixed", "even", "one"])
+@torch.no_grad()
+def test_embeddings_agree_with_the_models_own_attention(minilm, models, words):
+    own, served = models
+    sentences = minilm.SENTENCES if words is None else lengths(words)
+    expected = minilm.encode(own, sentences)
+    assert expected.isfinite().all()
+    assert (minilm.encode(served, sentences) - expected).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_padding_does_not_change_a_sentence(minilm, models):
+    served = models[1]
+    together = minilm.encode(served, minilm.SENTENCES)
+    alone = torch.cat([minilm.encode(served, [sentence]) for sentence in minilm.SENTENCES])
+    assert (together - alone).abs().max() < 1e-5
+
+
+def gradients(minilm, model):
+    model.zero_grad()
+    embeddings = minilm.encode(model, minilm.SENTENCES)
+    (embeddings @ embeddings.T - torch.eye(len(embeddings))).square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_loss_gives_the_same_parameter_gradients(minilm, models):
+    own, served = models
+    expected, found = gradients(minilm, own), gradients(minilm, served)
+    assert found.keys() == expected.keys()
+    assert any("query" in name and grad.abs().max() > 1e-3 for name, grad in expected.items())
+    # Relative to the largest gradient: a key's bias has none, so that its own scale is noise.
+    largest = max(grad.abs().max() for grad in expected.values())
+    worst = {name: ((found[name] - grad).abs().max() / largest).item() for name, grad in expected.items()}
+    assert max(worst.values()) < 1e-4, max(worst, key=worst.get)
+
+
+def test_the_example_prints_similarities_and_the_difference(server):
+    command = [sys.executable, str(EXAMPLE), "--url", server.url]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    similarity = [float(x) for x in re.findall(r"^ +(-?\d\.\d{3})  \S", printed, re.M)]
+    assert similarity[0] == 1.0
+    assert similarity[2] == max(similarity[1:])  # the other cat
+    assert float(re.search(r"own attention: (\S+)", printed)[1]) < 1e-5
