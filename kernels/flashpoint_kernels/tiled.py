@@ -27,8 +27,10 @@ from flashpoint_kernels.spec import Row
 
 INF = float("inf")
 
+# Measured on 2 CPU cores at Sq = Sk = 2048, D 64, 1 to 32 heads: forward within a tenth of the best of 32–256 × 64–512, and
+# backward too but for a window of 256, where 128 × 128 takes a fifth less.
 BLOCK_M = 128
-BLOCK_N = 512
+BLOCK_N = 256
 
 
 def forward(problems: Sequence[Problem]) -> None:

@@ -1,0 +1,178 @@
+"""torch's own fused attention as a backend, where it covers the options (`spec.SUPPORT["torch"]`).
+
+On the CPU `_scaled_dot_product_flash_attention_for_cpu`, on CUDA torch's FlashAttention-2 for half dtypes with no mask
+and its memory-efficient kernel for the rest; each with its own backward from the saved `o` and `lse`. These operators
+are private to torch: a test guards their signatures, and the gpu tests prove the CUDA half of this file on a device.
+
+One sequence at a time, as a batch of one: their bits change with the batch. What they leave out is put right here: they
+know the diagonal from the top left alone, have no answer (or crash) without keys, and give `lse` 0 for a masked row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.reproducible import aligned, threads
+from flashpoint_kernels.spec import Row
+
+INF = float("inf")
+_aten = torch.ops.aten
+
+
+def forward(problems: Sequence[Problem]) -> None:
+    for problem in problems:
+        problem.clear_outputs()
+        for row, x in _with_work(problem):
+            with threads(problem.spec, row):
+                call = Call.of(problem, row, x)
+                o, lse = call.forward_cuda() if problem.device.type == "cuda" else call.forward_cpu()
+                if call.dead is not None:
+                    o, lse = o.masked_fill(call.dead[..., None], 0.0), lse.masked_fill(call.dead, -INF)
+                for name, answer in (("o", o), ("lse", lse)):
+                    if name in x:
+                        x[name].copy_(answer[0])
+
+
+def backward(problems: Sequence[Problem]) -> None:
+    for problem in problems:
+        problem.clear_outputs()
+        for row, x in _with_work(problem):
+            with threads(problem.spec, row), _deterministic(problem):
+                call = Call.of(problem, row, x)
+                do, o = (aligned(x[name], call.q.dtype)[None] for name in ("do", "o"))
+                # +∞ in place of the −∞ of a masked row makes its probabilities exp(s − lse) = 0.
+                lse = aligned(x["lse"], torch.float32)[None]
+                lse = torch.where(lse == -INF, INF, lse)
+                backward_of = call.backward_cuda if problem.device.type == "cuda" else call.backward_cpu
+                for name, grad in zip(("dq", "dk", "dv"), backward_of(do, o, lse), strict=True):
+                    if name in x:
+                        x[name].copy_(grad[0])
+
+
+def _with_work(problem: Problem) -> Iterator[tuple[Row, dict[str, Tensor]]]:
+    """The sequences with a query and a key: the operators divide by zero without, and the answer is written already."""
+    return ((row, x) for row, x in problem.sequences() if row.q_len and row.kv_len)
+
+
+@contextmanager
+def _deterministic(problem: Problem) -> Iterator[None]:
+    """torch's CUDA backwards add with atomics unless the process asks for determinism; its CPU one never does."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    wanted = problem.spec.options.deterministic and problem.device.type == "cuda"
+    torch.use_deterministic_algorithms(wanted or before[0], warn_only=before[1] and not wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One sequence as the operators take it: q (1,Hq,sq,D), k and v (1,Hk,sk,D), an additive mask or none.
+
+    `causal` is the operators' own, from the top left; `dead` marks the queries that may see no key.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None  # (1, Hq|1, sq|1, sk|1) float32
+    dead: Tensor | None  # (1, Hq|1, sq|1) bool
+    causal: bool
+    scale: float
+
+    @classmethod
+    def of(cls, problem: Problem, row: Row, x: dict[str, Tensor]) -> Call:
+        spec = problem.spec
+        q, k, v = (aligned(x[name], x[name].dtype)[None] for name in ("q", "k", "v"))
+        offset = spec.offset(row.q_len, row.kv_len)
+        causal = spec.options.causal and offset < row.kv_len - 1  # else the first query sees every key already
+        bias = None
+        if "attn_mask" in x:
+            bias = problem.mask_part(problem.tensors["attn_mask"], row)[None]
+            if bias.dtype == torch.bool:
+                bias = torch.zeros(bias.shape, device=bias.device).masked_fill_(~bias, -INF)
+            bias = bias.float()
+        if causal and (bias is not None or offset != 0):
+            i = torch.arange(row.q_len, device=q.device)[:, None]
+            hidden = torch.arange(row.kv_len, device=q.device) > i + offset
+            bias = (q.new_zeros((), dtype=torch.float32) if bias is None else bias).masked_fill(hidden, -INF)
+            bias = bias.view((1,) * (4 - bias.ndim) + tuple(bias.shape))
+            causal = False
+        dead = None if bias is None else (bias == -INF).all(-1)
+        return cls(q, k, v, bias, dead, causal, spec.scale)
+
+    def forward_cpu(self) -> tuple[Tensor, Tensor]:
+        o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            self.q, self.k, self.v, 0.0, self.causal, attn_mask=self.bias, scale=self.scale
+        )
+        return o, lse
+
+    def backward_cpu(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, self.q, self.k, self.v, o, lse, 0.0, self.causal, attn_mask=self.bias, scale=self.scale
+        )
+        return dq, dk, dv
+
+    @property
+    def _flash(self) -> bool:
+        """Whether torch's FlashAttention-2 covers the call: its diagonal is the bottom right one, so only squares."""
+        square = self.q.shape[2] == self.k.shape[2]
+        return self.q.dtype != torch.float32 and self.bias is None and (not self.causal or square)
+
+    def _cuda_inputs(self) -> tuple[list[Tensor], Tensor | None]:
+        """q, k, v with one key/value head a query head and D padded to what the kernels take; the mask likewise."""
+        group = self.q.shape[1] // self.k.shape[1]
+        qkv = [self.q, self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1)]
+        qkv = [_pad8(t) for t in qkv]
+        if self.bias is None:
+            return qkv, None
+        # Rows of the mask must start 16 bytes apart; the columns added are cut off again, their memory stays.
+        full = self.bias.to(self.q.dtype).expand(1, self.q.shape[1], self.q.shape[2], self.k.shape[2])
+        return qkv, _pad8(full)[..., : self.k.shape[2]]
+
+    def forward_cuda(self) -> tuple[Tensor, Tensor]:
+        (q, k, v), bias = self._cuda_inputs()
+        if self._flash:
+            o, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self.causal, False, scale=self.scale)
+        else:
+            o, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+                q, k, v, bias, True, 0.0, self.causal, scale=self.scale
+            )
+        return o[..., : self.v.shape[-1]], lse[..., : q.shape[2]]
+
+    def backward_cuda(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (q, k, v), bias = self._cuda_inputs()
+        do, o = _pad8(do), _pad8(o)
+        unused = torch.empty(0, dtype=torch.int64, device=q.device)  # the state of dropout, which is off
+        if self._flash:
+            dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+                do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, self.causal, unused, unused,
+                scale=self.scale,
+            )  # fmt: skip
+        else:
+            # Its own lse is padded to 32 queries; the padding is never read back.
+            lse = pad(lse, (0, -lse.shape[-1] % 32), value=INF)
+            dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+                do, q, k, v, bias, o, lse, unused, unused, 0.0, [True, True, True, False], self.causal,
+                scale=self.scale,
+            )  # fmt: skip
+        dim, heads = self.q.shape[-1], self.k.shape[1]
+        return dq[..., :dim], _sum_group(dk[..., :dim], heads), _sum_group(dv[..., :dim], heads)
+
+
+def _pad8(t: Tensor) -> Tensor:
+    """The last dimension padded with zeros to a multiple of 8, which keeps every row 16 bytes aligned."""
+    return pad(t, (0, -t.shape[-1] % 8))
+
+
+def _sum_group(grad: Tensor, heads: int) -> Tensor:
+    """The gradient (1, Hq, sk, D) of repeated heads as that of the `heads` they repeat, summed in float32."""
+    return grad.unflatten(1, (heads, -1)).sum(2, dtype=torch.float32)
