@@ -1,0 +1,88 @@
+"""`register` on a decoder: grouped heads, causal masks, padding, a key/value cache, and errors that are not hidden."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import flashpoint
+from flashpoint.integrations.transformers import register
+
+SIZES = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def llama(attention):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation=attention)).eval()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with flashpoint.Client(server.url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def models(client):
+    register(client, "remote_attention_of_llama")
+    return llama("eager"), llama("remote_attention_of_llama")
+
+
+TOKENS = torch.randint(1, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@torch.no_grad()
+def test_a_decoder_with_grouped_heads_agrees_with_eager(models, padding):
+    mask = torch.ones_like(TOKENS)
+    mask[1, :padding] = 0
+    own, served = (model(TOKENS, attention_mask=mask).logits for model in models)
+    valid = mask.bool()
+    assert (served[valid] - own[valid]).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_generation_with_a_cache_agrees_with_eager(models):
+    own, served = (model.generate(TOKENS, max_new_tokens=6, do_sample=False, min_new_tokens=6) for model in models)
+    assert own.tolist() == served.tolist()
+
+
+def test_a_decoders_gradients_agree_with_eager(models):
+    grads = []
+    for model in models:
+        model.zero_grad()
+        model(TOKENS, labels=TOKENS).loss.backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    own, served = grads
+    for name, grad in own.items():
+        assert (served[name] - grad).abs().max() <= 1e-4 * grad.abs().max(), name
+
+
+def test_training_with_dropout_runs_on_the_servers_dropout(client):
+    register(client, "remote_attention_with_dropout")
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, attention_dropout=0.5, attn_implementation="remote_attention_with_dropout")
+    model = LlamaForCausalLM(config)
+    outputs = [model.train()(TOKENS, labels=TOKENS).loss for _ in range(2)]
+    assert outputs[0] != outputs[1]
+    outputs[0].backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_server_that_is_gone_is_an_error_and_not_another_attention():
+    with flashpoint.Client("http://127.0.0.1:9", retries=0) as gone:
+        register(gone, "remote_attention_of_nobody")
+        with pytest.raises(flashpoint.ConnectionFailedError):
+            llama("remote_attention_of_nobody")(TOKENS)
+
+
+def test_what_is_not_served_is_refused(client):
+    from transformers import AttentionInterface
+
+    register(client)
+    attention = AttentionInterface()["remote_attention"]
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(NotImplementedError, match="position_bias"):
+        attention(torch.nn.Module(), q, q, q, None, position_bias=torch.zeros(1, 1, 2, 2))
