@@ -1,0 +1,89 @@
+"""The application: `create_app` puts the routes, the errors and the engine together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from flashpoint_kernels.spec import Direction
+from flashpoint_server import openapi, status
+from flashpoint_server.attention import AttentionRoute
+from flashpoint_server.engine import Engine, ThreadEngine
+from flashpoint_server.envelope import Envelope
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.refusal import MEDIA_TYPE, STATUS, Refusal, invalid
+from flashpoint_server.service import Service
+from flashpoint_server.settings import Settings
+
+PATHS: dict[str, Direction] = {"/attention": "forward", "/attention/grad": "backward"}
+_FRAMEWORK_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def create_app(settings: Settings | None = None, engine: Engine | None = None) -> FastAPI:
+    """The service as an ASGI application.
+
+    `settings` default to the FLASHPOINT_* variables. The engine, by default a thread on `settings.device`, starts and
+    stops with the application's lifespan; `app.state.service` is what the routes share.
+    """
+    settings = settings or Settings()
+    service = Service(settings, engine or ThreadEngine(settings.device))
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        try:
+            yield
+        finally:
+            service.engine.stop()
+
+    app = FastAPI(
+        title="Flashpoint",
+        summary="Flash attention as an endpoint",
+        version=version("flashpoint"),
+        lifespan=lifespan,
+        redirect_slashes=False,
+        license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
+    )
+    app.state.service = service
+    app.add_middleware(Envelope)
+    app.add_exception_handler(Refusal, _refused)
+    app.add_exception_handler(HTTPException, _framework_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.include_router(status.router(service))
+    for path, direction in PATHS.items():
+        app.router.routes.append(Route(path, AttentionRoute(service, direction), methods=["POST"]))
+    openapi.install(app, PATHS)
+    return app
+
+
+def _response(request: Request, refusal: Refusal) -> Response:
+    exchange = Exchange.of(request.scope)
+    exchange.code = refusal.code
+    return Response(refusal.body(exchange.request_id), refusal.status, refusal.headers, MEDIA_TYPE)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return _response(request, error)
+
+
+async def _framework_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = _FRAMEWORK_CODES.get(error.status_code)
+    if code is None:
+        code = next((code for code, known in STATUS.items() if known == error.status_code), "internal_error")
+    what = f"{request.method} {request.url.path}"
+    detail = {404: f"there is no {request.url.path}", 405: f"{what} is not served"}.get(error.status_code, error.detail)
+    return _response(request, Refusal(code, detail, headers=error.headers))
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return _response(request, invalid((".".join(map(str, e["loc"])), str(e["msg"])) for e in error.errors()))

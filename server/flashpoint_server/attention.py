@@ -1,0 +1,165 @@
+"""POST /attention and POST /attention/grad: from the socket to the engine and back.
+
+Plain ASGI, for a request is answered from its head, before its body has come, where that already decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import ExitStack
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from flashpoint_kernels.spec import Direction, ProblemError, Spec, TensorInfo, choose_backend
+from flashpoint_server.admission import check_size
+from flashpoint_server.body import Body, ClientGoneError
+from flashpoint_server.encode import Part, encode
+from flashpoint_server.engine import DeviceInfo
+from flashpoint_server.envelope import send_refusal
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.job import Answer, Job, RawTensor, Timings
+from flashpoint_server.message import SafetensorsMessage, make_spec, raw, read_json
+from flashpoint_server.negotiation import Encoding, answer_encoding, request_encoding
+from flashpoint_server.refusal import Refusal, invalid, out_of_time
+from flashpoint_server.service import Service
+from flashpoint_server.settings import Settings
+
+
+class AttentionRoute:
+    """The ASGI application of one of the two calls."""
+
+    def __init__(self, service: Service, direction: Direction) -> None:
+        self._service = service
+        self._direction = direction
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange.of(scope)
+        body = Body(receive, exchange.headers, self._service.settings)
+        try:
+            with ExitStack() as inside:
+                await self._answer(exchange, body, inside, receive, send)
+        except Refusal as refusal:
+            await _refuse(send, exchange, refusal, body)
+        except ClientGoneError:
+            exchange.code = "client_gone"
+
+    async def _answer(self, exchange: Exchange, body: Body, inside: ExitStack, receive: Receive, send: Send) -> None:
+        service, settings, headers = self._service, self._service.settings, exchange.headers
+        service.keys.admit(headers, "attention")
+        given = request_encoding(headers)
+        wanted = answer_encoding(headers, given)
+        body.deadline = deadline = _deadline(headers, settings)
+        priority = _priority(headers)
+        device = inside.enter_context(service.work())
+        if given.is_json:
+            body.limit = settings.json_limit
+        body.check_length(body.length)
+
+        spec: Spec
+        tensors: dict[str, RawTensor]
+        if given.is_json:
+            inside.enter_context(service.admission.permit(body.length or body.limit))
+            arrays, options = await read_json(body)
+            tensors = {name: raw(array) for name, array in arrays.items()}
+            infos = {name: TensorInfo(t.dtype, t.shape) for name, t in tensors.items()}
+            spec = make_spec(infos, options, self._direction)
+            backend = self._backend(spec, device, wanted)
+        else:
+            message = await SafetensorsMessage.begin(body, settings.head_limit)
+            spec = message.spec(self._direction)
+            backend = self._backend(spec, device, wanted)
+            inside.enter_context(service.admission.permit(spec.input_bytes + spec.output_bytes))
+            tensors = await message.tensors(body)
+        exchange.facts.update(backend=backend, shapes={name: list(t.shape) for name, t in tensors.items()})
+
+        job = Job(exchange.request_id, spec, backend, tensors, Timings(exchange.arrived), deadline, priority)
+        if job.late:
+            raise out_of_time()
+        answer = await self._run(job, receive)
+        parts = await encode(answer, spec.dtype, wanted)
+        if job.late:
+            raise out_of_time()
+        await _send_answer(send, exchange, job, answer, wanted, parts)
+
+    def _backend(self, spec: Spec, device: DeviceInfo, wanted: Encoding) -> str:
+        """The backend that will run `spec`, once that is known to fit. Raises Refusal 413 and 422."""
+        try:
+            backend = choose_backend(spec, device.backends)
+        except ProblemError as error:
+            raise invalid(error.errors) from None
+        settings = self._service.settings
+        check_size(spec, backend, device.memory, settings.sequence_limit)
+        if wanted.is_json and spec.output_bytes > settings.json_limit:
+            limit = settings.json_limit
+            raise Refusal("work_too_large", f"an answer of {spec.output_bytes} bytes is over JSON's limit of {limit}")
+        return backend
+
+    async def _run(self, job: Job, receive: Receive) -> Answer:
+        """The engine's answer, unless the deadline passes or the client goes first: then the job is dropped."""
+        running = asyncio.ensure_future(self._service.engine.submit(job))
+        gone = asyncio.ensure_future(receive())  # behind the body comes http.disconnect alone
+        try:
+            await asyncio.wait({running, gone}, timeout=job.remaining(), return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                return running.result()
+            if gone.done():
+                raise ClientGoneError
+            raise out_of_time()
+        finally:
+            running.cancel()
+            gone.cancel()
+
+
+async def _send_answer(
+    send: Send, exchange: Exchange, job: Job, answer: Answer, wanted: Encoding, parts: list[Part]
+) -> None:
+    job.timings.done = time.perf_counter()
+    durations = job.timings.durations()
+    exchange.facts.update({f"{name}_ms": ms for name, ms in durations.items()}, batch_size=answer.batch_size)
+    headers = {
+        "content-type": wanted.media_type,
+        "content-length": str(sum(map(len, parts))),
+        "x-backend": job.backend,
+        "x-batch-size": str(answer.batch_size),
+        "server-timing": ", ".join(f"{name};dur={ms}" for name, ms in durations.items()),
+    }
+    fields = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": fields})
+    for part in parts:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    # The parts' memory was allocated for this answer and is never reused, so a slow reader reads this answer.
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: Body) -> None:
+    """Answer, and let a client that is still sending read the answer before the connection closes."""
+    if body.complete:
+        await send_refusal(send, exchange, refusal)
+        return
+    refusal.headers["Connection"] = "close"
+    await send_refusal(send, exchange, refusal, more=True)
+    if refusal.code != "body_timeout":
+        await body.drain()
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _deadline(headers: Headers, settings: Settings) -> float | None:
+    """From X-Timeout-Ms, in `time.monotonic` seconds. Raises Refusal 422."""
+    text = headers.get("x-timeout-ms")
+    if text is None:
+        ms = settings.default_timeout_ms
+    elif not (text.isascii() and text.isdecimal() and len(text) < 16 and int(text) > 0):
+        raise invalid([("X-Timeout-Ms", "must be a positive integer of milliseconds")])
+    else:
+        ms = min(int(text), settings.max_timeout_ms)
+    return time.monotonic() + ms / 1000 if ms else None
+
+
+def _priority(headers: Headers) -> int:
+    """From X-Priority. Raises Refusal 422."""
+    text = headers.get("x-priority", "0")
+    if len(text) != 1 or text not in "0123456789":
+        raise invalid([("X-Priority", "must be an integer from 0 to 9")])
+    return int(text)

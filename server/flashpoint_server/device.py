@@ -1,0 +1,127 @@
+"""The device: the only module of the server that imports torch."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashpoint_kernels import Problem, available_backends, run
+from flashpoint_kernels.problem import DTYPES
+from flashpoint_kernels.spec import INDEX_TENSORS, Options, ProblemError
+from flashpoint_server.engine import DeviceInfo
+from flashpoint_server.job import Answer, Job, RawTensor
+from flashpoint_server.refusal import Refusal, invalid
+
+
+class Device:
+    """One device and the backends that it has."""
+
+    def __init__(self, info: DeviceInfo) -> None:
+        self.info = info
+
+    @classmethod
+    def open(cls, asked: str) -> Device:
+        """`asked` is auto, cpu, cuda or cuda:N. Raises RuntimeError where there is none such."""
+        name = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
+        if not name.startswith("cuda"):
+            return cls(DeviceInfo("cpu", torch.backends.cpu.get_cpu_capability(), _ram(), available_backends("cpu")))
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"device {asked} is asked for, and torch finds no CUDA device")
+        properties = torch.cuda.get_device_properties(name)
+        device = torch.device(name)
+        name = f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
+        return cls(DeviceInfo(name, properties.name, properties.total_memory, available_backends(name)))
+
+    def prove(self) -> None:
+        """Check every backend's forward and gradients against the float64 reference, on this device.
+
+        Compilers do miscompile. Raises RuntimeError naming the backend that disagrees.
+        """
+        dtypes = [torch.float32, torch.bfloat16]
+        for backend in self.info.backends:
+            for dtype in dtypes if backend != "reference" else []:
+                for name, error in self._errors(backend, dtype).items():
+                    # Bounds that only a wrong result passes: rounding reaches a twentieth of them.
+                    bound = 1e-4 if dtype == torch.float32 else 0.1
+                    if not error <= bound:
+                        raise RuntimeError(
+                            f"the {backend} backend disagrees with the reference on {self.info.name}: "
+                            f"{name} in {dtype} is off by {error:.3g} of its largest value"
+                        )
+
+    def _errors(self, backend: str, dtype: torch.dtype) -> dict[str, float]:
+        """The largest error of each answer, relative to its largest value, on a small causal problem with GQA."""
+        generator = torch.Generator().manual_seed(7)
+        shapes = {"q": (2, 4, 37, 16), "k": (2, 2, 53, 16), "v": (2, 2, 53, 16), "do": (2, 4, 37, 16)}
+        tensors = {n: torch.randn(s, generator=generator).to(self.info.name, dtype) for n, s in shapes.items()}
+        options = Options(causal=True, return_lse=True)
+
+        def answers(backend: str) -> dict[str, Tensor]:
+            forward = Problem.create({n: tensors[n] for n in ("q", "k", "v")}, options)
+            run([forward], backend)
+            backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
+            run([backward], backend)
+            return {**forward.outputs, **backward.outputs}
+
+        truth = answers("reference")
+        return {
+            n: ((t.double() - truth[n].double()).abs().max() / truth[n].double().abs().max()).item()
+            for n, t in answers(backend).items()
+        }
+
+    def run(self, job: Job) -> Answer:
+        """Compute `job`. Raises Refusal: 422 for index tensors that do not fit, 503 when memory runs out."""
+        job.timings.compute = time.perf_counter()
+        options = job.spec.options
+        try:
+            tensors = {name: self._tensor(name, given) for name, given in job.tensors.items()}
+            problem = Problem.create(tensors, options, job.spec.direction, spec=job.spec)
+            run([problem], job.backend)
+            answers = {name: _raw(t) for name, t in problem.outputs.items()}
+        except ProblemError as error:
+            raise invalid(error.errors) from None
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            # The traceback holds the very tensors that did not fit.
+            error.__traceback__ = None
+            raise Refusal("out_of_memory", "the device ran out of memory for this request") from None
+        finally:
+            job.timings.encode = time.perf_counter()
+        metadata: dict[str, Any] = {"backend": job.backend}
+        if options.dropout_p:
+            metadata["dropout_seed"] = problem.seed
+        return Answer(answers, metadata)
+
+    def _tensor(self, name: str, given: RawTensor) -> Tensor:
+        data = torch.from_numpy(given.data)
+        # A bool that is neither 0 nor 1 is undefined behaviour; what a caller sends may be any byte.
+        t = data.ne(0) if given.dtype == "bool" else data.view(DTYPES[given.dtype])
+        t = t.reshape(given.shape)
+        return t if name in INDEX_TENSORS else t.to(self.info.name)
+
+
+def _raw(t: Tensor) -> RawTensor:
+    name = str(t.dtype).removeprefix("torch.")
+    data: np.ndarray[tuple[int], np.dtype[np.uint8]] = t.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return RawTensor(name, tuple(t.shape), data)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # On the CPU torch says it in words alone: "DefaultCPUAllocator: can't allocate memory".
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def _ram() -> int:
+    """Bytes of memory that this process may use: the machine's, or its container's where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+        total = min(total, int(text))
+    return total

@@ -1,0 +1,82 @@
+"""What every request gets, whatever its route: an id, a log line, and a problem document where our code fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import MutableMapping
+from typing import Any
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.refusal import MEDIA_TYPE, Refusal
+
+log = structlog.stdlib.get_logger("flashpoint.http")
+
+
+class Envelope:
+    """ASGI middleware; the outermost of ours."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        exchange = Exchange.open(scope)
+
+        async def counted_receive() -> Message:
+            message = await receive()
+            exchange.bytes_in += len(message.get("body", b""))
+            return message
+
+        async def stamped_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", exchange.request_id.encode())]
+            else:
+                exchange.bytes_out += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self.app(scope, counted_receive, stamped_send)
+        except Exception as error:
+            log.exception("failed", request_id=exchange.request_id, error=type(error).__name__)
+            if exchange.status is not None:
+                raise  # half an answer cannot be taken back: the connection is closed under it
+            refusal = Refusal("internal_error", "an error of the server, logged with this request's id")
+            await send_refusal(stamped_send, exchange, refusal)
+        finally:
+            _log_line(exchange)
+
+
+async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more: bool = False) -> None:
+    """Answer with the problem document; with `more`, the caller still has to send a last, empty message."""
+    exchange.code = refusal.code
+    body = refusal.body(exchange.request_id)
+    headers = {"content-type": MEDIA_TYPE, "content-length": str(len(body)), **refusal.headers}
+    start = {
+        "type": "http.response.start",
+        "status": refusal.status,
+        "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+    }
+    await send(start)
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _log_line(exchange: Exchange) -> None:
+    fields: MutableMapping[str, Any] = {
+        "request_id": exchange.request_id,
+        "method": exchange.method,
+        "route": exchange.path,
+        "status": exchange.status,
+        "bytes_in": exchange.bytes_in,
+        "bytes_out": exchange.bytes_out,
+        "total_ms": round((time.perf_counter() - exchange.arrived) * 1000, 3),
+        **exchange.facts,
+    }
+    if exchange.code:
+        fields["code"] = exchange.code
+    log.info("request", **fields)

@@ -1,0 +1,45 @@
+"""One request and its answer, seen from the server: id, clock, counts, and what its log line will say."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from starlette.datastructures import Headers
+
+_KEY = "flashpoint.exchange"
+# What may be echoed into headers and logs; anything else is replaced by an id of ours.
+_SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")
+
+
+@dataclass(eq=False)
+class Exchange:
+    """`arrived` is in `time.perf_counter` seconds; `status` is None until the answer begins, `code` is a problem's."""
+
+    method: str
+    path: str
+    headers: Headers
+    request_id: str
+    arrived: float = field(default_factory=time.perf_counter)
+    status: int | None = None
+    code: str | None = None
+    bytes_in: int = 0
+    bytes_out: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)  # what the route adds to the log line
+
+    @classmethod
+    def open(cls, scope: MutableMapping[str, Any]) -> Exchange:
+        """Begin the exchange of an ASGI scope, where `Exchange.of` finds it again."""
+        headers = Headers(scope=scope)
+        asked = headers.get("x-request-id", "")
+        request_id = asked if _SANE_ID.fullmatch(asked) else uuid.uuid4().hex
+        exchange = scope[_KEY] = cls(scope["method"], scope["path"], headers, request_id)
+        return exchange
+
+    @staticmethod
+    def of(scope: MutableMapping[str, Any]) -> Exchange:
+        return cast(Exchange, scope[_KEY])

@@ -1,0 +1,146 @@
+"""Staging memory: shared between an HTTP process, which fills it from sockets, and the engines, which compute in it.
+
+A pool of slots by size class over anonymous memory files (memfd), whose descriptors are passed to the engines. Nothing
+has a name, so nothing can be left behind: a segment is gone when the last process that maps it is. A slot that is let go
+is taken again before the pool grows; pages are touched when a segment is made, for fresh memory costs more than the copy
+into it. What is larger than the largest class gets a segment of its own, unmapped when it is let go.
+
+States of a slot: free (in its class's list) → taken → free. Whoever takes it lets go of it, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections import defaultdict
+from itertools import count
+
+ALIGNMENT = 64  # a cache line; the widest vector load of a CPU, and more than a GPU's copy engine asks
+SMALLEST = 1 << 16
+LARGEST = 1 << 28  # of the pooled classes; above it memory goes back when its request is done
+GROWTH = 1 << 22  # what the pool grows by at least, as several slots of a small class
+
+
+class PoolFullError(Exception):
+    """The pool is as large as it may be, and too much of it is taken."""
+
+
+class Segment:
+    """One memory file, mapped here. `number` names it on the channel to the engines."""
+
+    _numbers = count()
+
+    def __init__(self, size: int, *, touch: bool) -> None:
+        self.number = next(self._numbers)
+        self.size = size
+        self.fd = os.memfd_create("flashpoint-staging", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, size)
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if touch else 0)
+            self._map = mmap.mmap(self.fd, size, flags=flags)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.view = memoryview(self._map)
+
+    def close(self) -> None:
+        os.close(self.fd)
+        with contextlib.suppress(BufferError):  # a view that is still held keeps the mapping until it is dropped
+            self.view.release()
+            self._map.close()
+
+
+class Slot:
+    """`size` bytes of a segment from `offset` on, taken for one request."""
+
+    def __init__(self, pool: Pool, segment: Segment, offset: int, size: int) -> None:
+        self._pool = pool
+        self.segment = segment
+        self.offset = offset
+        self.size = size
+
+    def view(self, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) of the slot."""
+        return self.segment.view[self.offset + start : self.offset + stop]
+
+    def release(self) -> None:
+        """Let go of it: from now on another request may write here."""
+        self._pool.put_back(self)
+
+
+class Pool:
+    """Slots of `limit` bytes in all. `made` and `dropped` are told of segments as they come and go."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.segments: dict[int, Segment] = {}
+        self.taken = 0  # slots
+        self._size = 0
+        self._free: dict[int, list[Slot]] = defaultdict(list)
+
+    def take(self, size: int) -> Slot:
+        """A slot of at least `size` bytes, 64-byte aligned. Raises PoolFullError."""
+        wanted = size_class(size)
+        if wanted > LARGEST:
+            slot = Slot(self, self._grow(wanted, touch=False), 0, wanted)
+        else:
+            if not self._free[wanted]:
+                segment = self._grow(max(wanted, GROWTH), touch=True)
+                self._free[wanted] = [
+                    Slot(self, segment, at, wanted) for at in range(0, segment.size - wanted + 1, wanted)
+                ]
+            slot = self._free[wanted].pop()  # the one let go last: its pages are the warmest
+        self.taken += 1
+        return slot
+
+    def put_back(self, slot: Slot) -> None:
+        self.taken -= 1
+        if slot.size > LARGEST:
+            self._drop(slot.segment)
+        else:
+            self._free[slot.size].append(slot)
+
+    def close(self) -> None:
+        for segment in list(self.segments.values()):
+            self._drop(segment)
+
+    def _grow(self, size: int, *, touch: bool) -> Segment:
+        if self._size + size > self.limit:
+            self._trim()
+        if self._size + size > self.limit:
+            raise PoolFullError(f"{self._size} of {self.limit} bytes of staging memory are in use")
+        segment = Segment(size, touch=touch)
+        self.segments[segment.number] = segment
+        self._size += size
+        return segment
+
+    def _trim(self) -> None:
+        """Give back segments of which every slot is free: room for another size class."""
+        free: dict[int, int] = defaultdict(int)
+        for slots in self._free.values():
+            for slot in slots:
+                free[slot.segment.number] += slot.size
+        idle = {number for number, size in free.items() if size + SMALLEST > self.segments[number].size}
+        for wanted, slots in self._free.items():
+            self._free[wanted] = [slot for slot in slots if slot.segment.number not in idle]
+        for number in idle:
+            self._drop(self.segments[number])
+
+    def _drop(self, segment: Segment) -> None:
+        del self.segments[segment.number]
+        self._size -= segment.size
+        segment.close()
+
+
+def size_class(size: int) -> int:
+    """The pooled size that holds `size` bytes: a power of two or one and a half of one; pages for a giant."""
+    if size > LARGEST:
+        return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    power = max(SMALLEST, 1 << max(size - 1, 1).bit_length())
+    return power * 3 // 4 if power > SMALLEST and size <= power * 3 // 4 else power
+
+
+def aligned(n: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-n // ALIGNMENT) * ALIGNMENT

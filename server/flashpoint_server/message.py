@@ -1,0 +1,101 @@
+"""From a body to the message it carries: options and shapes from its head, checked before the tensors are read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from flashpoint import jsonwire, wire
+from flashpoint.options import AttentionOptions
+from flashpoint_kernels.spec import Direction, Options, ProblemError, Spec, TensorInfo, plan
+from flashpoint_server.body import Body
+from flashpoint_server.job import RawTensor
+from flashpoint_server.refusal import Refusal, invalid
+from flashpoint_server.staging import Staging
+
+
+def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direction: Direction) -> Spec:
+    """The problem that names, shapes, dtypes and options make. Raises Refusal 422."""
+    try:
+        checked = AttentionOptions.model_validate(options)
+        return plan(infos, Options(**checked.model_dump()), direction)
+    except ValidationError as error:
+        raise invalid((".".join(map(str, e["loc"])), _say(e)) for e in error.errors()) from None
+    except ProblemError as error:
+        raise invalid(error.errors) from None
+
+
+def _say(error: Any) -> str:
+    return "unknown option or tensor" if error["type"] == "extra_forbidden" else str(error["msg"])
+
+
+class SafetensorsMessage:
+    """A message whose head has been read, and whose tensors are still to come."""
+
+    def __init__(self, head: wire.Head, rest: bytes) -> None:
+        self._head = head
+        self._rest = rest  # what arrived together with the head
+
+    @classmethod
+    async def begin(cls, body: Body, head_limit: int) -> SafetensorsMessage:
+        """Read the head. Raises Refusal 400, and 413 where the head promises more than the body's limit."""
+        start = bytearray()
+        size = 8
+        try:
+            while len(start) < size:
+                chunk = await body.next()
+                if not chunk:
+                    raise wire.WireError(f"the body ends after {len(start)} bytes, within the head")
+                start += chunk
+                if size == 8 and len(start) >= 8:
+                    size = wire.head_size(bytes(start[:8]))
+                    if size > head_limit:
+                        raise wire.WireError(f"a head of {size} bytes is over the limit of {head_limit}")
+            head = wire.parse_head(bytes(start[:size]))
+        except wire.WireError as error:
+            raise Refusal("malformed_body", str(error)) from None
+        total = head.size + head.data_size
+        body.check_length(total)
+        if body.length not in (None, total):
+            raise Refusal("malformed_body", f"the body has {body.length} bytes where its head says {total}")
+        return cls(head, bytes(start[size:]))
+
+    def spec(self, direction: Direction) -> Spec:
+        """What the head asks. Raises Refusal 422."""
+        infos = {t.name: TensorInfo(t.dtype, t.shape) for t in self._head.tensors}
+        return make_spec(infos, wire.decode_options(self._head.metadata), direction)
+
+    async def tensors(self, body: Body) -> dict[str, RawTensor]:
+        """Read the tensors, to the end of the body. Raises Refusal."""
+        staging = Staging(self._head)
+        chunk = self._rest
+        while chunk or (chunk := await body.next()):
+            if staging.write(memoryview(chunk)) < len(chunk):
+                raise Refusal("malformed_body", "the body goes on where its head says that it ends")
+            chunk = b""
+        if not staging.full:
+            raise Refusal("malformed_body", "the body ends before its last tensor does")
+        return staging.tensors
+
+
+async def read_json(body: Body) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """The tensors and options of a JSON message, all of it read. Raises Refusal 400 and 422."""
+    text = bytearray()
+    while chunk := await body.next():
+        text += chunk
+    try:
+        return await asyncio.to_thread(jsonwire.decode, bytes(text))
+    except wire.WireError as error:
+        raise Refusal("malformed_body", str(error)) from None
+    except jsonwire.FieldError as error:
+        raise invalid([(error.field, error.message)]) from None
+
+
+def raw(array: NDArray[Any]) -> RawTensor:
+    """`array` as its bytes, without a copy where it is contiguous."""
+    return RawTensor(array.dtype.name, array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8))

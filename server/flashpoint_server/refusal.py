@@ -1,0 +1,79 @@
+"""Every way in which a request is refused, as RFC 9457 problem documents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+MEDIA_TYPE = "application/problem+json"
+
+STATUS = {
+    "malformed_body": 400,
+    "unauthorized": 401,
+    "forbidden": 403,
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "not_acceptable": 406,
+    "body_timeout": 408,
+    "body_too_large": 413,
+    "work_too_large": 413,
+    "unsupported_media_type": 415,
+    "invalid_request": 422,
+    "queue_full": 429,
+    "internal_error": 500,
+    "not_ready": 503,
+    "draining": 503,
+    "out_of_memory": 503,
+    "deadline_exceeded": 504,
+}
+_RETRY_AFTER = {"queue_full": 1, "not_ready": 1, "draining": 5, "out_of_memory": 1}  # seconds
+
+
+class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours
+    """The request is answered with an error. `code` is a key of `STATUS`; `errors` are (field, message) pairs."""
+
+    def __init__(
+        self,
+        code: str,
+        detail: str,
+        *,
+        errors: Iterable[tuple[str, str]] = (),
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.detail = detail
+        self.errors = tuple(errors)
+        self.status = STATUS[code]
+        self.headers = dict(headers or {})
+        if code in _RETRY_AFTER:
+            self.headers["Retry-After"] = str(_RETRY_AFTER[code])
+
+    def document(self, request_id: str) -> dict[str, Any]:
+        """The problem document: `type` is about:blank, so `title` is the status's own phrase, and `code` is ours."""
+        document: dict[str, Any] = {
+            "type": "about:blank",
+            "title": HTTPStatus(self.status).phrase,
+            "status": self.status,
+            "detail": self.detail,
+            "code": self.code,
+            "request_id": request_id,
+        }
+        if self.errors:
+            document["errors"] = [{"loc": [field], "msg": message} for field, message in self.errors]
+        return document
+
+    def body(self, request_id: str) -> bytes:
+        return json.dumps(self.document(request_id), ensure_ascii=False).encode("utf-8", "replace")
+
+
+def invalid(errors: Iterable[tuple[str, str]]) -> Refusal:
+    """422, naming each field that is wrong."""
+    listed = tuple(errors)
+    return Refusal("invalid_request", "; ".join(f"{field}: {message}" for field, message in listed), errors=listed)
+
+
+def out_of_time() -> Refusal:
+    return Refusal("deadline_exceeded", "the deadline passed before the answer was there")

@@ -1,0 +1,57 @@
+"""What the routes share: settings, keys, the engine, who is inside, and whether new work is taken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flashpoint_server.admission import Admission
+from flashpoint_server.engine import DeviceInfo, Engine, State
+from flashpoint_server.keys import Keyring
+from flashpoint_server.refusal import Refusal
+from flashpoint_server.settings import Settings
+
+
+class Service:
+    """One for each application."""
+
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.keys = Keyring([key.get_secret_value() for key in settings.api_keys])
+        self.admission = Admission(settings)
+        self.draining = False
+        self._working = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def check_ready(self) -> DeviceInfo:
+        """The device, where new work is taken. Raises Refusal 503."""
+        if self.draining:
+            raise Refusal("draining", "the server is shutting down")
+        if self.engine.state is not State.READY or self.engine.device is None:
+            raise Refusal("not_ready", f"the engine is {self.engine.state.value}")
+        return self.engine.device
+
+    @contextmanager
+    def work(self) -> Iterator[DeviceInfo]:
+        """A request for compute, from its head to the last byte of its answer. Raises Refusal 503."""
+        device = self.check_ready()
+        self._working += 1
+        self._idle.clear()
+        try:
+            yield device
+        finally:
+            self._working -= 1
+            if not self._working:
+                self._idle.set()
+
+    async def drain(self) -> bool:
+        """Take no new work and wait for what is inside, `shutdown_timeout` at most; whether all of it was answered."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), self.settings.shutdown_timeout)
+        except TimeoutError:
+            return False
+        return True

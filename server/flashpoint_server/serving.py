@@ -1,0 +1,99 @@
+"""The process around the application: the socket, the signals, and an orderly end.
+
+SIGTERM or SIGINT: readiness goes false, new work is refused, what was admitted is answered within `shutdown_timeout`,
+and the exit code is 0. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from types import FrameType
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+
+from flashpoint_server.engine import State
+from flashpoint_server.service import Service
+
+# An idle engine ends at once; one that is still importing torch needs some seconds.
+_JOIN_SECONDS = 10.0
+
+log = structlog.stdlib.get_logger("flashpoint.serving")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which drains before it stops, and stops when its engine cannot start."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        for listener in sockets or []:
+            host, port = listener.getsockname()[:2]
+            log.info("listening", host=host, port=port, url=f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is None:
+            self.should_exit = True
+        else:  # this is called between two bytecodes of whatever runs: the loop does the rest
+            self._loop.call_soon_threadsafe(self._begin_drain, sig)
+
+    def _begin_drain(self, sig: int) -> None:
+        if self._draining is not None:
+            self.should_exit = self.force_exit = True
+            return
+        log.info("draining", signal=signal.Signals(sig).name)
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        if not await self._service.drain():
+            log.warning("abandoned", requests=self._service.admission.requests)
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._service.engine.state is State.FAILED
+
+
+def run(app: FastAPI) -> int:
+    """Serve an application of `create_app` until a signal ends it; the exit code, 1 where the engine failed."""
+    service: Service = app.state.service
+    settings = service.settings
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        log.error("cannot listen", host=settings.host, port=settings.port, error=str(error))
+        return 1
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=settings.keep_alive,
+        timeout_graceful_shutdown=1,  # what was admitted has been waited for; this is for the last bytes of errors
+    )
+    server = _Server(config, service)
+    server.run(sockets=[listener])
+    if service.engine.failure:
+        log.error("failed", reason=service.engine.failure)
+        return 1
+    log.info("stopped")
+    if not service.engine.join(_JOIN_SECONDS):
+        # A thread inside a kernel cannot be ended, and to finalise the interpreter under it may crash.
+        logging.shutdown()
+        os._exit(0)
+    return 0

@@ -1,0 +1,94 @@
+"""Every setting of the service, each a flag of `flashpoint serve` and a variable FLASHPOINT_<NAME>."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from flashpoint import wire
+
+MIB = 1 << 20
+
+RIGHTS = ("attention", "info")
+_RIGHT = "|".join(RIGHTS)
+_KEY = re.compile(rf"[A-Za-z0-9._~+/-]+=*(:({_RIGHT})(\+({_RIGHT}))*)?")  # a token of RFC 6750, and its rights
+
+Seconds = Annotated[float, Field(gt=0)]
+Bytes = Annotated[int, Field(ge=1)]
+
+
+class Settings(BaseSettings):
+    """Serve flash attention over HTTP.
+
+    Every flag is also an environment variable: --queue-limit is FLASHPOINT_QUEUE_LIMIT. A flag wins.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="FLASHPOINT_",
+        frozen=True,
+        use_attribute_docstrings=True,
+        cli_prog_name="flashpoint serve",
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+    )
+
+    host: str = "127.0.0.1"
+    """address to listen on; 0.0.0.0 for every interface"""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """port to listen on; 0 takes a free one, which the log names"""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    """auto, cpu, cuda or cuda:N; auto is CUDA where there is one"""
+
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    """comma-separated bearer keys, each KEY or KEY:right+right (rights: attention, info); none: open to all"""
+
+    body_limit: Bytes = 1024 * MIB
+    """bytes of a request's body"""
+    json_limit: Bytes = 32 * MIB
+    """bytes of a JSON body, and of the tensors of a JSON answer"""
+    head_limit: Annotated[int, Field(ge=64, le=wire.HEAD_LIMIT)] = wire.HEAD_LIMIT
+    """bytes of a safetensors head"""
+    sequence_limit: Annotated[int, Field(ge=1)] = 65536
+    """sequences of one request (its batch size): each is a row of a table"""
+    body_timeout: Seconds = 10.0
+    """seconds that a body may pause, and that it may be late by the rate below"""
+    body_rate: Annotated[int, Field(ge=1)] = 64 * 1024
+    """bytes a second that a body must reach in the long run"""
+    keep_alive: Annotated[int, Field(ge=0)] = 75
+    """seconds that an idle connection is kept"""
+
+    queue_limit: Annotated[int, Field(ge=1)] = 256
+    """requests that are admitted at once: arriving, waiting, running or being answered"""
+    queue_bytes: Bytes = 4096 * MIB
+    """bytes of input and answer tensors that are admitted at once; a request alone is always admitted"""
+    default_timeout_ms: Annotated[int, Field(ge=0)] = 0
+    """deadline of a request without X-Timeout-Ms, in milliseconds; 0 is none"""
+    max_timeout_ms: Annotated[int, Field(ge=1)] = 3_600_000
+    """longest deadline that X-Timeout-Ms may ask for; a longer one is cut to it"""
+    shutdown_timeout: Seconds = 30.0
+    """seconds that admitted work may take after SIGTERM"""
+
+    log_format: Literal["json", "console"] = "json"
+    """one JSON object a line, or columns for a person"""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """least severity that is logged"""
+
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part for part in (piece.strip() for piece in value.split(",")) if part)
+        return value
+
+    @field_validator("api_keys")
+    @classmethod
+    def _known_rights(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for number, key in enumerate(keys, 1):
+            # Said by number: an error is printed and logged, and a key must not be.
+            if not _KEY.fullmatch(key.get_secret_value()):
+                raise ValueError(f"key {number} must be KEY or KEY:right+right; rights are {', '.join(RIGHTS)}")
+        return keys

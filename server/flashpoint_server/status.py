@@ -1,0 +1,93 @@
+"""GET /health/live, /health/ready and /info."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+
+from flashpoint_kernels.spec import MAX_HEAD_DIM, SUPPORT
+from flashpoint_server.problem_schema import Problem
+from flashpoint_server.service import Service
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+class Health(BaseModel):
+    status: str = Field(examples=["ok"])
+
+
+class Device(BaseModel):
+    name: str = Field(description="as torch names it", examples=["cuda:0"])
+    title: str = Field(examples=["NVIDIA H200"])
+    memory: int = Field(description="bytes")
+
+
+class Info(BaseModel):
+    """What the server is, and what it does. `device` and `backends` are empty until it is ready."""
+
+    name: str = "flashpoint"
+    version: str
+    versions: dict[str, str] = Field(description="of Python and the libraries that compute and serve")
+    device: Device | None
+    backends: list[str] = Field(description="in the order in which `auto` prefers them")
+    options: dict[str, list[str]] = Field(description="what each backend can do, of the words in `features`")
+    limits: dict[str, int] = Field(description="bytes, counts and milliseconds, as the names say")
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter(tags=["status"])
+    not_ready: Responses = {503: {"model": Problem, "description": "starting, failed or stopping"}}
+    locked: Responses = {401: {"model": Problem}, 403: {"model": Problem}}
+
+    @routes.get("/health/live", summary="Whether the process answers")
+    async def live() -> Health:
+        return Health(status="ok")
+
+    @routes.get("/health/ready", summary="Whether new work is taken", responses=not_ready)
+    async def ready() -> Health:
+        """Ready once every backend has agreed with the float64 reference on this device; not while shutting down."""
+        service.check_ready()
+        return Health(status="ok")
+
+    @routes.get("/info", summary="Versions, device, backends, limits, options", responses=locked)
+    async def info(request: Request) -> Info:
+        service.keys.admit(request.headers, "info")
+        device, settings = service.engine.device, service.settings
+        backends = list(device.backends) if device else []
+        return Info(
+            version=version("flashpoint"),
+            versions=_versions(),
+            device=Device(name=device.name, title=device.title, memory=device.memory) if device else None,
+            backends=backends,
+            options={backend: sorted(SUPPORT[backend]) for backend in backends},
+            limits={
+                "body_bytes": settings.body_limit,
+                "json_bytes": settings.json_limit,
+                "head_bytes": settings.head_limit,
+                "sequences": settings.sequence_limit,
+                "head_dim": MAX_HEAD_DIM,
+                "queue_requests": settings.queue_limit,
+                "queue_bytes": settings.queue_bytes,
+                "default_timeout_ms": settings.default_timeout_ms,
+                "max_timeout_ms": settings.max_timeout_ms,
+            },
+        )
+
+    return routes
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("torch", "triton", "numpy", "fastapi", "uvicorn"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
