@@ -198,12 +198,12 @@ class Tiles:
 
     def key_tiles(self, i0: int, i1: int) -> Iterator[tuple[int, int]]:
         """The tiles of keys that any of the queries i0 … i1 may see."""
-        lo, hi = bounds.key_range(i0, i1 - 1, self.offset, *self.problem.spec.window, self.kv_len)  # type: ignore[no-untyped-call]
+        lo, hi = bounds.key_range(i0, i1 - 1, self.offset, *self.problem.spec.window, self.kv_len)
         return _steps(lo, hi, BLOCK_N)
 
     def query_range(self, j0: int, j1: int) -> tuple[int, int]:
         """The queries that may see any of the keys j0 … j1."""
-        lo, hi = bounds.query_range(j0, j1 - 1, self.offset, *self.problem.spec.window, self.q_len)  # type: ignore[no-untyped-call]
+        lo, hi = bounds.query_range(j0, j1 - 1, self.offset, *self.problem.spec.window, self.q_len)
         return lo, hi
 
     def scores(
@@ -222,7 +222,7 @@ class Tiles:
             s.div_(softcap).tanh_()
             slope = 1.0 - s * s if with_slope else None
             s.mul_(softcap)
-        lo, hi = bounds.full_key_range(i0, i1 - 1, self.offset, left, right, self.kv_len)  # type: ignore[no-untyped-call]
+        lo, hi = bounds.full_key_range(i0, i1 - 1, self.offset, left, right, self.kv_len)
         full = lo <= j0 and j1 <= hi
         if self.slopes is not None or not full:
             j = torch.arange(j0, j1, device=s.device)

@@ -1,0 +1,207 @@
+"""How exact a backend is on one problem: errors against float64, beside torch's own in the same dtype, and a verdict.
+
+The one rule for tests, self-tests and callers. With err = max|answer − float64| and torch = the same error of plain
+materialised attention in the inputs' dtype:
+
+    float16, bfloat16   err <= 2·torch + 1e-5 (gradients 3·torch + 1e-5), and err <= the dtype's absolute bound
+    float32             err <= 2e-6 of the tensor's largest value up to 512 rows and D 32, 5e-6 elsewhere
+    float64             err <= 1e-12 of it
+    lse                 is float32 whatever the inputs: float32's rule, of the largest value or 1
+
+A relative rule alone goes blind where softmax is sharp, hence the absolute ones. Where gradients cancel (one key:
+dq = dk = 0) it asks for the impossible: they are ds = P∘(dP − delta), and delta = rowsum(o∘do) is known no better than
+o is rounded and float32 sums. So the bound of a gradient is never below what that rounding of delta does to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashpoint_kernels import reference
+from flashpoint_kernels.dispatch import available_backends, run
+from flashpoint_kernels.problem import DTYPES, Problem
+from flashpoint_kernels.spec import FORWARD_TENSORS, Direction, Options, ProblemError, Spec, choose_backend
+
+# Absolute bounds for answers up to 1 in size; larger ones scale them. A few units of the dtype's rounding.
+_ABSOLUTE = {"float16": {"o": 4 * 2.0**-10, "grad": 8 * 2.0**-10}, "bfloat16": {"o": 4 * 2.0**-7, "grad": 8 * 2.0**-7}}
+
+
+@dataclass(frozen=True)
+class TensorErrors:
+    """The errors of one answer. Where answer and float64 are the same infinity, or both NaN, the error is 0."""
+
+    name: str
+    max_abs: float  # inf where one is NaN or infinite and the other is not
+    max_rel: float  # max_abs over the largest float64 value
+    rms: float  # over the values finite in both, as is cosine
+    cosine: float
+    worst_index: tuple[int, ...] | None  # where max_abs is; None in an empty tensor
+    worst_value: float | None
+    worst_expected: float | None
+    torch_max_abs: float  # the max_abs of torch's same-dtype math
+    bound: float  # what max_abs may be
+    rule: str  # where the bound comes from
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found. `backend` is "given" where the caller brought the answers."""
+
+    backend: str
+    dtype: str
+    ok: bool
+    tensors: tuple[TensorErrors, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists and numbers; a number may be infinite."""
+        return asdict(self)
+
+
+def verify(
+    tensors: Mapping[str, Tensor],
+    options: Options | None = None,
+    *,
+    answers: Mapping[str, Tensor] | None = None,
+) -> Verification:
+    """Run a problem on `options.backend` (or take `answers`) and judge it against float64.
+
+    Args:
+        tensors: as a request has them, by their names in the contract. `o` and `lse` are judged; with `do` also the
+            gradients that `options.grads` names.
+        options: as for `attention`; `backend` says which one runs.
+        answers: judge these instead of running: any of o, lse, dq, dk, dv, dattn_mask, dsinks, in the shapes that the
+            contract gives them. With dropout the seed they were made with is needed.
+
+    Memory is O(Sq·Sk) in float64. Raises ProblemError as `attention` does, and for answers that do not fit.
+    """
+    options = options or Options()
+    if answers is not None and options.dropout_p and options.dropout_seed is None:
+        raise ProblemError([("dropout_seed", "answers made with dropout can be judged with their seed alone")])
+    inputs = {name: t for name, t in tensors.items() if name in FORWARD_TENSORS}
+    forward = _poisoned(inputs, replace(options, return_lse=True), "forward")
+    options = replace(options, dropout_seed=forward.seed)
+    problems = [forward]
+    if "do" in tensors:
+        problems.append(_poisoned(tensors, options, "backward"))
+    if answers is None:
+        backend = choose_backend(problems[-1].spec, available_backends(str(forward.device)))
+        run([forward], backend)
+        for problem in problems[1:]:
+            if not problem.spec.has_forward:
+                problem.tensors |= forward.outputs
+            run([problem], backend)
+        answers = {name: t for problem in problems for name, t in problem.outputs.items()}
+    else:
+        backend = "given"
+        _check_answers(answers, problems)
+    judged = []
+    for problem in problems:
+        exact, plain = _solve(problem, torch.float64), _solve(problem, DTYPES[problem.spec.dtype])
+        noise = _delta_noise(problem, _solve(forward, torch.float64)["o"]) if problem is not forward else {}
+        judged += [
+            _judge(problem.spec, name, answers[name], exact[name], plain[name], noise.get(name, 0.0))
+            for name in problem.outputs
+            if name in answers
+        ]
+    return Verification(backend, forward.spec.dtype, all(t.ok for t in judged), tuple(judged))
+
+
+def _poisoned(tensors: Mapping[str, Tensor], options: Options, direction: Direction) -> Problem:
+    """The problem with NaN in its outputs, so that what a backend does not write is seen."""
+    problem = Problem.create(tensors, options, direction)
+    for t in problem.outputs.values():
+        t.fill_(float("nan"))
+    return problem
+
+
+def _check_answers(answers: Mapping[str, Tensor], problems: list[Problem]) -> None:
+    expected = {name: t for problem in problems for name, t in problem.outputs.items()}
+    errors = []
+    for name, t in answers.items():
+        if name not in expected:
+            errors.append((name, f"is no answer of this problem; those are {', '.join(expected)}"))
+        elif t.shape != expected[name].shape:
+            errors.append((name, f"shape {list(t.shape)} must be {list(expected[name].shape)}"))
+    if errors:
+        raise ProblemError(errors)
+
+
+def _solve(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The answers by the plain formula, computed in `dtype` and kept in it."""
+    problem = replace(problem, outputs={name: torch.empty_like(t, dtype=dtype) for name, t in problem.outputs.items()})
+    with torch.no_grad(), torch.autocast(problem.device.type, enabled=False):
+        solve = reference.solve_forward if problem.spec.direction == "forward" else reference.solve_backward
+        solve(problem, dtype)
+    return problem.outputs
+
+
+def _delta_noise(problem: Problem, o: Tensor) -> dict[str, float]:
+    """How far the rounding of delta moves each gradient. Delta stands beside dlse, so it is the gradient for that dlse."""
+    unit, float32 = (torch.finfo(dtype).eps / 2 for dtype in (DTYPES[problem.spec.dtype], torch.float32))
+    products = problem.canonical("o", o) * problem.canonical("do", problem.tensors["do"]).double()
+    # The roundings of o are independent of each other: two units are beyond three standard deviations of their sum. Those
+    # of a sum are not, once for delta and once for dP.
+    dlse = 2 * unit * products.norm(dim=-1) + 2 * min(unit, float32) * products.abs().sum(-1)
+    dlse = dlse.reshape(problem.spec.lse_shape)
+    nothing = torch.zeros_like(problem.tensors["do"])
+    moved = _solve(replace(problem, tensors=problem.tensors | {"do": nothing, "dlse": dlse}), torch.float64)
+    return {name: float(t.abs().max()) if t.numel() else 0.0 for name, t in moved.items()}
+
+
+def _judge(spec: Spec, name: str, answer: Tensor, exact: Tensor, plain: Tensor, noise: float) -> TensorErrors:
+    difference = _difference(answer, exact)
+    max_abs, torch_max_abs = (float(d.max()) if d.numel() else 0.0 for d in (difference, _difference(plain, exact)))
+    finite = answer.isfinite() & exact.isfinite()
+    a, e = answer.double()[finite], exact[finite]
+    largest = float(exact[exact.isfinite()].abs().max()) if bool(exact.isfinite().any()) else 0.0
+    norms = float(a.norm() * e.norm())
+    worst = None
+    if difference.numel():
+        worst = tuple(int(n) for n in torch.unravel_index(difference.argmax(), difference.shape))
+    bound, rule = _bound(spec, name, largest, torch_max_abs)
+    if noise > bound:
+        bound, rule = noise, "the rounding of rowsum(o*do)"
+    return TensorErrors(
+        name=name,
+        max_abs=max_abs,
+        max_rel=max_abs / largest if largest else max_abs,
+        rms=float((a - e).square().mean().sqrt()) if a.numel() else 0.0,
+        cosine=float(a @ e) / norms if norms else float(a.norm() == e.norm()),
+        worst_index=worst,
+        worst_value=float(answer[worst]) if worst is not None else None,
+        worst_expected=float(exact[worst]) if worst is not None else None,
+        torch_max_abs=torch_max_abs,
+        bound=bound,
+        rule=rule,
+        ok=max_abs <= bound,
+    )
+
+
+def _difference(answer: Tensor, exact: Tensor) -> Tensor:
+    """|answer − exact| in float64: 0 where both are one infinity or NaN, ∞ where just one is not a number."""
+    answer = answer.double()
+    same = (answer == exact) | (answer.isnan() & exact.isnan())
+    return (answer - exact).abs().nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(same, 0.0)
+
+
+def _bound(spec: Spec, name: str, largest: float, torch_max_abs: float) -> tuple[float, str]:
+    """(what max_abs may be, in words why)."""
+    if spec.dtype == "float64":
+        return 1e-12 * max(largest, 1.0), "1e-12 of the largest value"
+    if spec.dtype == "float32" or name == "lse":
+        small = max(spec.q_len, spec.kv_len) <= 512 and max(spec.head_dim, spec.value_dim) <= 32
+        relative = 2e-6 if small else 5e-6
+        size = max(largest, 1.0) if name == "lse" else largest
+        return relative * size, f"{relative:g} of the largest value"
+    factor = 2 if name == "o" else 3
+    relative = factor * torch_max_abs + 1e-5
+    absolute = _ABSOLUTE[spec.dtype]["o" if name == "o" else "grad"] * max(largest, 1.0)
+    if relative < absolute:
+        return relative, f"{factor} x torch's {spec.dtype} error + 1e-5"
+    return absolute, f"the absolute bound of {spec.dtype}"
