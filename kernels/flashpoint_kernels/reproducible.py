@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flashpoint_kernels.spec import Row, Spec
 
-# Measured on 2 CPU cores, 4 heads, D 32: a second thread breaks even at 2 MiFLOP of forward work and saves a seventh at 4.
+# Measured on 2 CPU cores, 4 heads, D 32: a second thread breaks even at 2 MiFLOP of forward work and saves a seventh
+# at 4.
 FLOPS_PER_THREAD = 1 << 21
 
 _ALIGNMENT = 64  # bytes: a cache line, an AVX-512 register, and what torch's allocator gives

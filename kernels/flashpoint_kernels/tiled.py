@@ -27,8 +27,8 @@ from flashpoint_kernels.spec import Row
 
 INF = float("inf")
 
-# Measured on 2 CPU cores at Sq = Sk = 2048, D 64, 1 to 32 heads: forward within a tenth of the best of 32–256 × 64–512, and
-# backward too but for a window of 256, where 128 × 128 takes a fifth less.
+# Measured on 2 CPU cores at Sq = Sk = 2048, D 64, 1 to 32 heads, over 32–256 × 64–512: forward within a tenth of the
+# best for most, and backward too but for a window of 256, where 128 × 128 takes a fifth less.
 BLOCK_M = 128
 BLOCK_N = 256
 

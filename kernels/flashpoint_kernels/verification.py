@@ -142,11 +142,11 @@ def _solve(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _delta_noise(problem: Problem, o: Tensor) -> dict[str, float]:
-    """How far the rounding of delta moves each gradient. Delta stands beside dlse, so it is the gradient for that dlse."""
+    """How far the rounding of delta moves each gradient: as delta holds −dlse, it is the gradient of that much dlse."""
     unit, float32 = (torch.finfo(dtype).eps / 2 for dtype in (DTYPES[problem.spec.dtype], torch.float32))
     products = problem.canonical("o", o) * problem.canonical("do", problem.tensors["do"]).double()
-    # The roundings of o are independent of each other: two units are beyond three standard deviations of their sum. Those
-    # of a sum are not, once for delta and once for dP.
+    # The roundings of o are independent: two units are beyond three standard deviations of their sum. Those of a
+    # running sum are not, once for delta and once for dP.
     dlse = 2 * unit * products.norm(dim=-1) + 2 * min(unit, float32) * products.abs().sum(-1)
     dlse = dlse.reshape(problem.spec.lse_shape)
     nothing = torch.zeros_like(problem.tensors["do"])
