@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from locust import User, constant_throughput, task
+from locust import User, constant_throughput, events, task
+from locust.env import Environment
 from numpy.typing import NDArray
 
 import flashpoint
@@ -114,6 +115,8 @@ class _Timed:
         self.start = time.perf_counter()
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if error is not None and not isinstance(error, Exception):
+            return False  # locust ends the callers when the time is over, in the middle of a call
         self.user.environment.events.request.fire(
             request_type=self.kind,
             name=self.case.name,
@@ -121,4 +124,11 @@ class _Timed:
             response_length=self.case.o.size * 4 * (1 if self.kind == "forward" else 3),
             exception=error,
         )
-        return isinstance(error, Exception)
+        return error is not None
+
+
+@events.quitting.add_listener
+def fail_when_nothing_ran(environment: Environment, **_: object) -> None:
+    """locust's exit code is 1 where a call failed; here also where there was none."""
+    if environment.stats.total.num_requests == 0:
+        environment.process_exit_code = 1

@@ -28,20 +28,15 @@ def main() -> int:
     parser.add_argument("--users", type=int, default=8, help="callers, each at a fixed rate; default: %(default)s")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "log") as url:
-        stats = Path(folder) / "stats"
         locust = subprocess.run(
             [
                 BIN / "locust", "--locustfile", HERE / "locustfile.py", "--host", url, "--headless", "--only-summary",
                 "--users", str(arguments.users), "--spawn-rate", str(arguments.users),
-                "--run-time", f"{arguments.seconds}s", "--stop-timeout", "10", "--json-file", stats,
+                "--run-time", f"{arguments.seconds}s", "--stop-timeout", "10",
             ],
             check=False,
         )  # fmt: skip
-        counted = json.loads(stats.with_suffix(".json").read_text())
-    calls = sum(entry["num_requests"] for entry in counted)
-    failures = sum(entry["num_failures"] for entry in counted)
-    print(f"{calls} calls, {failures} failures")
-    return 0 if calls and not failures and locust.returncode == 0 else 1
+    return 1 if locust.returncode else 0
 
 
 @contextmanager
