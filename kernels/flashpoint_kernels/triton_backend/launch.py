@@ -172,7 +172,7 @@ def _backward_masks(launch: Launch) -> None:
         if "dattn_mask" not in problem.outputs:
             continue
         spec = problem.spec
-        problem.outputs["dattn_mask"].zero_()  # what no sequence reaches: padding, an empty batch
+        problem.outputs["dattn_mask"].zero_()  # where there is no query or no key there is no program
         view = problem.view("dattn_mask")
         own = [n if stride else 1 for n, stride in zip(view.shape, view.stride(), strict=True)]
         if problem.rows:
@@ -192,7 +192,7 @@ def _backward_sinks(launch: Launch) -> None:
     items = [
         (first, len(problem.rows))
         for problem, first in zip(launch.problems, launch.first_row, strict=False)
-        if "dsinks" in problem.outputs and problem.rows
+        if "dsinks" in problem.outputs
     ]
     tile = launch.config.backward_q
     _run(attention_backward_sinks, len(items) * launch.heads, tile)(
@@ -214,6 +214,9 @@ def _launches(problems: Sequence[Problem], extras: Iterable[dict[str, Tensor]]) 
     """Problems grouped by the compiled variant that each needs by itself, so that neighbours never change a variant."""
     groups: dict[Any, tuple[list[Problem], list[Table]]] = {}
     for problem, extra in zip(problems, extras, strict=True):
+        if not problem.rows:  # an empty batch: no program, and sums over nothing
+            problem.clear_outputs()
+            continue
         made = Table.of(problem, extra)
         group = groups.setdefault((launch_key(problem.spec, "triton"), made.aligned), ([], []))
         group[0].append(problem)

@@ -1,0 +1,122 @@
+"""Problems for the Triton kernels: named by their options, with seeded normal inputs of a size the interpreter can run."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from random import Random
+from typing import Any
+
+import torch
+
+from flashpoint_kernels import Options
+from tests.conftest import DEVICE
+
+# What a case may vary, and the levels of each. A covering array over these has every pair of levels in some case.
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "dtype": ("float32", "float16", "bfloat16"),
+    "layout": ("bhsd", "bshd", "thd"),
+    "band": ("full", "causal", "top_left", "window"),
+    "softcap": (0.0, 3.0),
+    "alibi": (False, True),
+    "mask": (None, "bool", "full", "keys", "heads"),
+    "sinks": (False, True),
+    "dropout": (False, True),
+    "lengths": (False, True),
+    "dlse": (False, True),
+    "group": (1, 2),
+    "dims": ((16, 16), (24, 40), (64, 64)),
+}
+PLAIN: dict[str, Any] = {name: levels[0] for name, levels in FACTORS.items()}
+BANDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "top_left": {"causal": True, "causal_alignment": "top_left"},
+    "window": {"window": (20, 7)},
+}
+
+
+def possible(case: dict[str, Any]) -> bool:
+    """The ragged layout takes neither masks nor lengths."""
+    return case["layout"] != "thd" or (case["mask"] is None and not case["lengths"])
+
+
+def pairs() -> list[dict[str, Any]]:
+    """A covering array: cases that hold every possible pair of levels of two factors. Greedy, from a seed."""
+    rng = Random(11)
+
+    def held(case: dict[str, Any]) -> set[Any]:
+        return {((a, case[a]), (b, case[b])) for a, b in combinations(FACTORS, 2)}
+
+    missing = {
+        ((a, x), (b, y))
+        for a, b in combinations(FACTORS, 2)
+        for x, y in product(FACTORS[a], FACTORS[b])
+        if possible(PLAIN | {a: x, b: y})
+    }
+    cases = []
+    while missing:
+        (a, x), (b, y) = min(missing, key=repr)  # each round serves at least this one
+        tried = [{name: rng.choice(levels) for name, levels in FACTORS.items()} | {a: x, b: y} for _ in range(60)]
+        best = max((case for case in tried if possible(case)), key=lambda case: len(held(case) & missing))
+        missing -= held(best)
+        cases.append(best)
+    return cases
+
+
+def tensors_of(case: dict[str, Any], q_len: int, kv_len: int, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """The tensors of a gradient request for `case`, B = 2 and 2 key/value heads (three sequences in thd)."""
+    g = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, case["dtype"])
+    (dim, value_dim), batch, kv_heads = case["dims"], 2, 2
+    heads = kv_heads * case["group"]
+
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=g).to(DEVICE, dtype)
+
+    def tensor(length: int, heads: int, dim: int) -> torch.Tensor:
+        if case["layout"] == "thd":
+            return normal(length, heads, dim, dtype=dtype)
+        return normal(
+            *((batch, heads, length) if case["layout"] == "bhsd" else (batch, length, heads)), dim, dtype=dtype
+        )
+
+    tensors = {
+        "q": tensor(q_len, heads, dim),
+        "k": tensor(kv_len, kv_heads, dim),
+        "v": tensor(kv_len, kv_heads, value_dim),
+        "do": tensor(q_len, heads, value_dim),
+    }
+    if case["layout"] == "thd":
+        tensors["cu_seqlens_q"] = torch.tensor([0, q_len // 3, q_len // 3, q_len])
+        tensors["cu_seqlens_k"] = torch.tensor([0, kv_len // 2, kv_len // 2 + 1, kv_len])
+    if case["dlse"]:
+        tensors["dlse"] = normal(*((heads, q_len) if case["layout"] == "thd" else (batch, heads, q_len)))
+    if case["mask"] == "bool":
+        tensors["attn_mask"] = (torch.rand((batch, 1, q_len, kv_len), generator=g) < 0.6).to(DEVICE)
+    elif case["mask"]:
+        shape = {"full": (batch, heads, q_len, kv_len), "keys": (batch, 1, 1, kv_len), "heads": (heads, q_len, 1)}
+        tensors["attn_mask"] = normal(*shape[case["mask"]], dtype=dtype)
+    if case["alibi"]:
+        tensors["alibi_slopes"] = torch.rand(heads, generator=g).to(DEVICE)
+    if case["sinks"]:
+        tensors["sinks"] = normal(heads)
+    if case["lengths"]:
+        tensors["q_lengths"] = torch.tensor([q_len, q_len // 2])
+        tensors["kv_lengths"] = torch.tensor([kv_len // 3, kv_len])
+    return tensors
+
+
+def options_of(case: dict[str, Any], **more: Any) -> Options:
+    grads = ["dq", "dk", "dv"]
+    grads += ["dattn_mask"] if case["mask"] not in (None, "bool") else []
+    grads += ["dsinks"] if case["sinks"] else []
+    dropout = {"dropout_p": 0.3, "dropout_seed": 5} if case["dropout"] else {}
+    return Options(
+        layout=case["layout"], softcap=case["softcap"], grads=tuple(grads), backend="triton", **BANDS[case["band"]],
+        **dropout, **more,
+    )  # fmt: skip
+
+
+def name_of(case: dict[str, Any]) -> str:
+    """The levels in which `case` differs from the plain one."""
+    return "-".join(f"{n}={v}" for n, v in case.items() if v != PLAIN[n]).replace(" ", "") or "plain"
