@@ -10,6 +10,8 @@ from tests.conftest import DEVICE
 from tests.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pairs, tensors_of
 
 SINGLES = [PLAIN | {name: level} for name, levels in FACTORS.items() for level in levels[1:]]
+HEAD_DIMS = [(1, 1), (3, 256), (32, 32), (59, 59), (96, 96), (111, 64), (160, 160)]
+HEAD_DIMS += [(192, 128), (224, 224), (256, 256)]
 # (Sq, Sk) of the reference page up to 239: one row, one key, primes, tile edges.
 SHAPES = [(1, 1), (3, 3), (64, 1), (239, 1), (1, 239), (113, 203), (128, 217), (113, 211), (108, 200)]
 
@@ -47,7 +49,7 @@ def test_head_dimensions(dim: int, dtype: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dims", [(1, 1), (3, 256), (32, 32), (59, 59), (96, 96), (111, 64), (160, 160), (192, 128), (224, 224), (256, 256)])  # fmt: skip
+@pytest.mark.parametrize("dims", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", FACTORS["dtype"])
 @pytest.mark.parametrize("band", FACTORS["band"])
 def test_every_head_dimension(dims: tuple[int, int], dtype: str, band: str) -> None:

@@ -1,4 +1,4 @@
-"""Problems for the Triton kernels: named by their options, with seeded normal inputs of a size the interpreter can run."""
+"""Problems for the Triton kernels: named by their options, with seeded normal inputs that the interpreter can run."""
 
 from __future__ import annotations
 
