@@ -50,7 +50,7 @@ class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
     def _pieces(self) -> Iterator[memoryview]:
         for part in self._exchange.call.body:
             for start in range(0, part.nbytes, PIECE):
-                self._exchange.remaining()
+                self._exchange.tick()
                 yield part[start : start + PIECE]
 
     def __iter__(self) -> Iterator[memoryview]:  # type: ignore[override]  # any bytes-like object does
@@ -69,6 +69,7 @@ class Exchange:
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._retries = retries
         self._failures = 0
+        self._timeouts: dict[str, float | None] = {}
         self._status = 0
         self._headers: Mapping[str, str] = {}
         self._reader: _Message | _Document = _Document()
@@ -82,6 +83,11 @@ class Exchange:
             raise DeadlineExceededError("the timeout passed before the answer had come")
         return left
 
+    def tick(self) -> None:
+        """Time has passed. httpx gives each of its waits the whole of its timeout: what is left is what is given."""
+        left = self.remaining()
+        self._timeouts.update(dict.fromkeys(self._timeouts, left))
+
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         """The next attempt."""
         left = self.remaining()
@@ -90,10 +96,12 @@ class Exchange:
             headers["X-Timeout-Ms"] = str(max(1, int(left * 1000)))
         request = http.build_request(self.call.method, self.call.path, headers=headers, timeout=left)
         request.stream = Body(self)
+        self._timeouts = request.extensions["timeout"]
         return request
 
     def begin(self, response: httpx.Response) -> None:
         """The answer's status and headers are here; `feed` follows."""
+        self.tick()
         self._status, self._headers = response.status_code, response.headers
         length = response.headers.get("content-length", "")
         media = response.headers.get("content-type", "").partition(";")[0].strip()
@@ -105,7 +113,7 @@ class Exchange:
             self._reader = _Document()
 
     def feed(self, chunk: bytes) -> None:
-        self.remaining()
+        self.tick()
         self._reader.feed(chunk)
 
     def answer(self) -> Any:

@@ -272,6 +272,31 @@ def test_a_server_that_trickles_meets_the_timeout_too(scripted, connect):
     stop.set()
 
 
+def test_time_spent_sending_is_not_given_again_to_the_wait(connect):
+    """A server that reads for three quarters of the timeout and then says nothing."""
+
+    def read_slowly(listener, done):
+        connection, _ = listener.accept()
+        with connection:
+            stop = time.monotonic() + 1.5
+            while time.monotonic() < stop:
+                connection.recv(1 << 17)
+                done.wait(0.01)
+            while connection.recv(1 << 20):
+                pass
+
+    done = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=read_slowly, args=(listener, done))
+        thread.start()
+        big = np.zeros(8 << 20, np.float32)
+        start = time.monotonic()
+        with pytest.raises(flashpoint.DeadlineExceededError):
+            connect(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=2).attention(big, big, big)
+        assert time.monotonic() - start < 3
+        thread.join()
+
+
 GOOD = message({"o": Q})
 
 
