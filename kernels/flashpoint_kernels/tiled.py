@@ -36,7 +36,7 @@ BLOCK_N = 256
 def forward(problems: Sequence[Problem]) -> None:
     for problem in problems:
         problem.clear_outputs()
-        for row, x in problem.sequences():
+        for row, x in _with_queries(problem):
             with threads(problem.spec, row):
                 _forward(Tiles.of(problem, row, x), x.get("o"), x.get("lse"))
 
@@ -50,7 +50,7 @@ def backward(problems: Sequence[Problem]) -> None:
             for name in ("dattn_mask", "dsinks")
             if name in problem.outputs
         }
-        for row, x in problem.sequences():
+        for row, x in _with_queries(problem):
             with threads(problem.spec, row):
                 own: dict[str, Tensor] = {name: x[name] for name in ("dq", "dk", "dv") if name in x}
                 if "dsinks" in shared:
@@ -60,6 +60,11 @@ def backward(problems: Sequence[Problem]) -> None:
                 _backward(Tiles.of(problem, row, x), x, own)
         for name, total in shared.items():
             problem.outputs[name].copy_(total)
+
+
+def _with_queries(problem: Problem) -> Iterator[tuple[Row, dict[str, Tensor]]]:
+    """The sequences that have work: without a query every answer is what `clear_outputs` has written."""
+    return ((row, x) for row, x in problem.sequences() if row.q_len)
 
 
 def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:

@@ -1,0 +1,59 @@
+"""Small helpers of the kernel tests: seeded normal tensors, and a run into outputs poisoned with NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flashpoint_kernels import Options, Problem, run
+from flashpoint_kernels.problem import tensor_info
+from flashpoint_kernels.spec import Direction, Spec, plan
+from tests.conftest import DEVICE
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal, on the device under test."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def qkv(
+    batch: int, heads: int, q_len: int, kv_len: int, dim: int, *, kv_heads: int | None = None,
+    value_dim: int | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,
+) -> dict[str, Tensor]:  # fmt: skip
+    """q, k, v and do in layout bhsd."""
+    kv_heads, value_dim = kv_heads or heads, value_dim or dim
+    return {
+        "q": normal(batch, heads, q_len, dim, seed=seed, dtype=dtype),
+        "k": normal(batch, kv_heads, kv_len, dim, seed=seed + 1, dtype=dtype),
+        "v": normal(batch, kv_heads, kv_len, value_dim, seed=seed + 2, dtype=dtype),
+        "do": normal(batch, heads, q_len, value_dim, seed=seed + 3, dtype=dtype),
+    }
+
+
+def spec_of(tensors: Mapping[str, Tensor], options: Options, direction: Direction) -> Spec:
+    return plan({name: tensor_info(name, t) for name, t in tensors.items()}, options, direction)
+
+
+def poisoned(tensors: Mapping[str, Tensor], options: Options, direction: Direction) -> Problem:
+    problem = Problem.create(tensors, options, direction)
+    for t in problem.outputs.values():
+        t.fill_(float("nan"))
+    return problem
+
+
+def forward(backend: str, tensors: Mapping[str, Tensor], **options: object) -> dict[str, Tensor]:
+    """o and lse."""
+    inputs = {name: t for name, t in tensors.items() if name not in ("do", "dlse", "o", "lse")}
+    problem = poisoned(inputs, Options(return_lse=True, **options), "forward")  # type: ignore[arg-type]
+    run([problem], backend)
+    return problem.outputs
+
+
+def backward(backend: str, tensors: Mapping[str, Tensor], **options: object) -> dict[str, Tensor]:
+    """The gradients that `grads` names."""
+    problem = poisoned(tensors, Options(**options), "backward")  # type: ignore[arg-type]
+    run([problem], backend)
+    return problem.outputs
