@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request
@@ -15,9 +15,9 @@ from starlette.routing import Route
 from flashpoint_kernels.spec import Direction
 from flashpoint_server import openapi, status
 from flashpoint_server.attention import AttentionRoute
-from flashpoint_server.engine import Engine, ThreadEngine
 from flashpoint_server.envelope import Envelope
 from flashpoint_server.exchange import Exchange
+from flashpoint_server.processes import running_engines
 from flashpoint_server.refusal import MEDIA_TYPE, STATUS, Refusal, invalid
 from flashpoint_server.service import Service
 from flashpoint_server.settings import Settings
@@ -26,22 +26,22 @@ PATHS: dict[str, Direction] = {"/attention": "forward", "/attention/grad": "back
 _FRAMEWORK_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-def create_app(settings: Settings | None = None, engine: Engine | None = None) -> FastAPI:
+def create_app(settings: Settings | None = None, engines: Sequence[bytes] | None = None) -> FastAPI:
     """The service as an ASGI application.
 
-    `settings` default to the FLASHPOINT_* variables. The engine, by default a thread on `settings.device`, starts and
-    stops with the application's lifespan; `app.state.service` is what the routes share.
+    `settings` default to the FLASHPOINT_* variables. `engines` are the addresses of engine processes; without them the
+    application's lifespan starts one a device, and ends it. `app.state.service` is what the routes share.
     """
     settings = settings or Settings()
-    service = Service(settings, engine or ThreadEngine(settings.device))
+    service = Service(settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
-        try:
+        async with AsyncExitStack() as inside:
+            addresses = engines if engines is not None else await inside.enter_async_context(running_engines(settings))
+            inside.callback(service.close)
+            service.engine.connect(addresses)
             yield
-        finally:
-            service.engine.stop()
 
     app = FastAPI(
         title="Flashpoint",

@@ -9,6 +9,7 @@ import asyncio
 import time
 from contextlib import ExitStack
 
+import numpy as np
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
@@ -16,15 +17,16 @@ from flashpoint_kernels.spec import Direction, ProblemError, Spec, TensorInfo, c
 from flashpoint_server.admission import check_size
 from flashpoint_server.body import Body, ClientGoneError
 from flashpoint_server.encode import Part, encode
-from flashpoint_server.engine import DeviceInfo
 from flashpoint_server.envelope import send_refusal
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.job import Answer, Job, RawTensor, Timings
-from flashpoint_server.message import SafetensorsMessage, make_spec, raw, read_json
+from flashpoint_server.job import Answer, Job, Timings
+from flashpoint_server.message import SafetensorsMessage, make_spec, read_json
+from flashpoint_server.messages import DeviceInfo
 from flashpoint_server.negotiation import Encoding, answer_encoding, request_encoding
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.service import Service
 from flashpoint_server.settings import Settings
+from flashpoint_server.staging import Staging
 
 
 class AttentionRoute:
@@ -36,7 +38,7 @@ class AttentionRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange.of(scope)
-        body = Body(receive, exchange.headers, self._service.settings)
+        body = Body(scope, receive, exchange.headers, self._service.settings)
         try:
             with ExitStack() as inside:
                 await self._answer(exchange, body, inside, receive, send)
@@ -44,6 +46,8 @@ class AttentionRoute:
             await _refuse(send, exchange, refusal, body)
         except ClientGoneError:
             exchange.code = "client_gone"
+        finally:
+            exchange.bytes_in = max(exchange.bytes_in, body.received)
 
     async def _answer(self, exchange: Exchange, body: Body, inside: ExitStack, receive: Receive, send: Send) -> None:
         service, settings, headers = self._service, self._service.settings, exchange.headers
@@ -57,31 +61,38 @@ class AttentionRoute:
             body.limit = settings.json_limit
         body.check_length(body.length)
 
-        spec: Spec
-        tensors: dict[str, RawTensor]
         if given.is_json:
             inside.enter_context(service.admission.permit(body.length or body.limit))
-            arrays, options = await read_json(body)
-            tensors = {name: raw(array) for name, array in arrays.items()}
-            infos = {name: TensorInfo(t.dtype, t.shape) for name, t in tensors.items()}
-            spec = make_spec(infos, options, self._direction)
+            arrays, options = await read_json(body, service.codec)
+            inputs = [(name, TensorInfo(array.dtype.name, array.shape)) for name, array in arrays.items()]
+            spec = make_spec(dict(inputs), options, self._direction)
             backend = self._backend(spec, device, wanted)
+            staging = self._stage(inputs, spec, inside)
+            for name, view in staging.views(staging.inputs).items():
+                view[:] = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data
         else:
             message = await SafetensorsMessage.begin(body, settings.head_limit)
             spec = message.spec(self._direction)
             backend = self._backend(spec, device, wanted)
             inside.enter_context(service.admission.permit(spec.input_bytes + spec.output_bytes))
-            tensors = await message.tensors(body)
-        exchange.facts.update(backend=backend, shapes={name: list(t.shape) for name, t in tensors.items()})
+            staging = self._stage(message.inputs(), spec, inside)
+            await message.receive(body, staging.views(staging.inputs).values())
+        exchange.facts.update(backend=backend, shapes={name: list(p.shape) for name, p in staging.inputs.items()})
 
-        job = Job(exchange.request_id, spec, backend, tensors, Timings(exchange.arrived), deadline, priority)
+        job = Job(exchange.request_id, spec, backend, staging, Timings(exchange.arrived), deadline, priority)
         if job.late:
             raise out_of_time()
         answer = await self._run(job, receive)
-        parts = await encode(answer, spec.dtype, wanted)
+        parts = await encode(job, answer, wanted, service.codec)
         if job.late:
             raise out_of_time()
         await _send_answer(send, exchange, job, answer, wanted, parts)
+
+    def _stage(self, inputs: list[tuple[str, TensorInfo]], spec: Spec, inside: ExitStack) -> Staging:
+        """The request's memory, until its answer has left. Raises Refusal 429."""
+        staging = Staging.take(self._service.pool, inputs, spec.outputs)
+        inside.callback(staging.release)
+        return staging
 
     def _backend(self, spec: Spec, device: DeviceInfo, wanted: Encoding) -> str:
         """The backend that will run `spec`, once that is known to fit. Raises Refusal 413 and 422."""
@@ -129,7 +140,8 @@ async def _send_answer(
     await send({"type": "http.response.start", "status": 200, "headers": fields})
     for part in parts:
         await send({"type": "http.response.body", "body": part, "more_body": True})
-    # The parts' memory was allocated for this answer and is never reused, so a slow reader reads this answer.
+    # Memory is reused when this returns, and the transport holds views of it, not copies. It holds none any more when a
+    # further `send` returns: the protocol lets one wait until all before it has left (protocol.py).
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Iterable
 
 from starlette.datastructures import Headers
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
+from flashpoint_server.places import Places
+from flashpoint_server.protocol import EXTENSION, DirectBody
 from flashpoint_server.refusal import Refusal, out_of_time
 from flashpoint_server.settings import Settings
 
@@ -27,8 +30,10 @@ class Body:
     `time.monotonic` seconds; `complete` says that all of it has arrived.
     """
 
-    def __init__(self, receive: Receive, headers: Headers, settings: Settings) -> None:
+    def __init__(self, scope: Scope, receive: Receive, headers: Headers, settings: Settings) -> None:
         self._receive = receive
+        self._direct: DirectBody | None = scope.get("extensions", {}).get(EXTENSION, {}).get("body")
+        self._draining: DirectBody | None = None
         self._settings = settings
         self._began = time.monotonic()
         self._received = 0
@@ -37,6 +42,11 @@ class Body:
         self.limit = settings.body_limit
         self.deadline: float | None = None
         self.complete = False
+
+    @property
+    def received(self) -> int:
+        """Bytes that have come, as far as they were wanted."""
+        return self._received
 
     def check_length(self, length: int | None) -> None:
         """Raises Refusal 413 where `length`, which somebody promises, is over the limit."""
@@ -47,20 +57,65 @@ class Body:
         """The next chunk; empty when the body is at its end. Raises Refusal (408, 413, 504) and ClientGoneError."""
         if self.complete:
             return b""
-        # A body may pause for `body_timeout`, and be late by as much against its least rate.
-        allowed = self._settings.body_timeout
-        patience = min(time.monotonic(), self._began + self._received / self._settings.body_rate) + allowed
-        end = patience if self.deadline is None else min(patience, self.deadline)
+        end = self._patience(time.monotonic())
         try:
             async with asyncio.timeout(end - time.monotonic()):
                 chunk = await self._chunk()
         except TimeoutError:
-            if end == self.deadline:
-                raise out_of_time() from None
-            raise Refusal("body_timeout", "the body came too slowly") from None
+            raise self._too_late(end) from None
         self._received += len(chunk)
         self.check_length(self._received)
         return chunk
+
+    def _patience(self, last: float) -> float:
+        """Until when the next bytes must have come, where the `last` came then; both in `time.monotonic` seconds.
+
+        A body may pause for `body_timeout`, and be late by as much against its least rate.
+        """
+        due = min(last, self._began + self._received / self._settings.body_rate) + self._settings.body_timeout
+        return due if self.deadline is None else min(due, self.deadline)
+
+    def _too_late(self, end: float) -> Refusal:
+        return out_of_time() if end == self.deadline else Refusal("body_timeout", "the body came too slowly")
+
+    async def into(self, places: Iterable[memoryview], head: bytes) -> None:
+        """Read the rest of the body, which begins with `head` (taken already), into `places`, which it must fill.
+
+        Straight from the socket where the server can do that, else chunk by chunk. Raises as `next` does, and 400 where
+        the sizes differ.
+        """
+        waiting = Places(places)
+        if len(head) > waiting.left:
+            raise _too_long()
+        waiting.copy(memoryview(head))
+        if self._direct is not None and self.length is not None and self.length - self._received == waiting.left:
+            await self._receive_directly(self._direct, waiting)
+            return
+        while chunk := await self.next():
+            if len(chunk) > waiting.left:
+                raise _too_long()
+            waiting.copy(memoryview(chunk))
+        if waiting.left:
+            raise Refusal("malformed_body", "the body ends before its last tensor does")
+
+    async def _receive_directly(self, direct: DirectBody, places: Places) -> None:
+        before = self._received
+        receiving = asyncio.ensure_future(direct.into(places))
+        self._draining = direct
+        last = time.monotonic()
+        try:
+            while not receiving.done():
+                end = self._patience(last)
+                await asyncio.wait({receiving}, timeout=max(end - time.monotonic(), 0))
+                self._received, last = before + direct.received, max(last, direct.last_received)
+                if not receiving.done() and time.monotonic() >= self._patience(last):
+                    raise self._too_late(end)
+            receiving.result()
+            self.complete = True
+        except ConnectionError:
+            raise ClientGoneError from None
+        finally:
+            receiving.cancel()
 
     async def _chunk(self) -> bytes:
         while not self.complete:
@@ -79,5 +134,11 @@ class Body:
         """
         with contextlib.suppress(ClientGoneError, TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
-                while not self.complete:
+                if self._draining is not None:
+                    await self._draining.drain()
+                while self._draining is None and not self.complete:
                     await self._chunk()
+
+
+def _too_long() -> Refusal:
+    return Refusal("malformed_body", "the body goes on where its head says that it ends")

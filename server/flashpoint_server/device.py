@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flashpoint_kernels import Problem, available_backends, run
 from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.spec import INDEX_TENSORS, Options, ProblemError
-from flashpoint_server.engine import DeviceInfo
-from flashpoint_server.job import Answer, Job, RawTensor
+from flashpoint_server import messages
+from flashpoint_server.messages import DeviceInfo, Submit
 from flashpoint_server.refusal import Refusal, invalid
 
 
@@ -75,15 +75,22 @@ class Device:
             for n, t in answers(backend).items()
         }
 
-    def run(self, job: Job) -> Answer:
-        """Compute `job`. Raises Refusal: 422 for index tensors that do not fit, 503 when memory runs out."""
-        job.timings.compute = time.perf_counter()
-        options = job.spec.options
+    def run(self, submit: Submit, memory: mmap.mmap) -> dict[str, Any]:
+        """Compute a job from and into `memory`; what is not a tensor of its answer.
+
+        Raises Refusal: 422 for index tensors that do not fit, 503 when memory runs out.
+        """
+        options = Options(**submit.options)
         try:
-            tensors = {name: self._tensor(name, given) for name, given in job.tensors.items()}
-            problem = Problem.create(tensors, options, job.spec.direction, spec=job.spec)
-            run([problem], job.backend)
-            answers = {name: _raw(t) for name, t in problem.outputs.items()}
+            given = {t.name: _in(memory, t) for t in submit.inputs}
+            tensors = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
+            wanted = {t.name: _in(memory, t) for t in submit.outputs}
+            on_device = {} if self.info.name != "cpu" else wanted
+            problem = Problem.create(tensors, options, submit.direction, outputs=on_device)
+            run([problem], submit.backend)
+            if not on_device:
+                for name, t in wanted.items():
+                    t.copy_(problem.outputs[name])
         except ProblemError as error:
             raise invalid(error.errors) from None
         except (MemoryError, RuntimeError) as error:
@@ -92,25 +99,22 @@ class Device:
             # The traceback holds the very tensors that did not fit.
             error.__traceback__ = None
             raise Refusal("out_of_memory", "the device ran out of memory for this request") from None
-        finally:
-            job.timings.encode = time.perf_counter()
-        metadata: dict[str, Any] = {"backend": job.backend}
+        metadata: dict[str, Any] = {"backend": submit.backend}
         if options.dropout_p:
             metadata["dropout_seed"] = problem.seed
-        return Answer(answers, metadata)
-
-    def _tensor(self, name: str, given: RawTensor) -> Tensor:
-        data = torch.from_numpy(given.data)
-        # A bool that is neither 0 nor 1 is undefined behaviour; what a caller sends may be any byte.
-        t = data.ne(0) if given.dtype == "bool" else data.view(DTYPES[given.dtype])
-        t = t.reshape(given.shape)
-        return t if name in INDEX_TENSORS else t.to(self.info.name)
+        return metadata
 
 
-def _raw(t: Tensor) -> RawTensor:
-    name = str(t.dtype).removeprefix("torch.")
-    data: np.ndarray[tuple[int], np.dtype[np.uint8]] = t.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return RawTensor(name, tuple(t.shape), data)
+def _in(memory: mmap.mmap, t: messages.Tensor) -> Tensor:
+    """The tensor, in shared memory."""
+    dtype = DTYPES[t.dtype]
+    count = math.prod(t.shape)
+    if not count:
+        return torch.empty(t.shape, dtype=dtype)
+    if dtype is not torch.bool:
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=t.offset).view(t.shape)
+    # A bool that is neither 0 nor 1 is undefined behaviour; what a caller sends may be any byte.
+    return torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=t.offset).ne(0).view(t.shape)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

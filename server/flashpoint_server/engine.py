@@ -1,30 +1,42 @@
-"""The seam between HTTP and compute: who runs jobs, and one thread that does.
+"""The engines as the HTTP process sees them: who is there, who is asked, and what comes back.
 
-    STARTING → READY → STOPPED
-        ↘ FAILED
+    STARTING → READY → STARTING (the engine died; another is on its way) → READY …      any → FAILED, STOPPED
 
-A job waits in order of its priority and its age, is begun unless nobody waits for it or it is late, and is answered
-once. Nothing of torch is imported before `start`, and then by the engine's own thread.
+A job is sent when it is submitted and waits in the engine's own queue. Its memory is held until the engine has
+answered, also when nobody waits for the answer any more: only then can nobody write there. When an engine dies its
+mappings are gone with it, and what it had is refused with 503.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
-import heapq
 import itertools
-import threading
+import socket
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 
 import structlog
 
 from flashpoint_server.job import Answer, Job
-from flashpoint_server.refusal import Refusal, out_of_time
-
-if TYPE_CHECKING:
-    from flashpoint_server.device import Device
+from flashpoint_server.messages import (
+    Attach,
+    Broken,
+    Cancel,
+    Channel,
+    Detach,
+    DeviceInfo,
+    Done,
+    Failed,
+    FromEngine,
+    Hello,
+    Submit,
+    ToEngine,
+)
+from flashpoint_server.refusal import Refusal
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
@@ -40,149 +52,202 @@ class State(enum.Enum):
     STOPPED = "stopped"
 
 
-@dataclass(frozen=True)
-class DeviceInfo:
-    """`name` as torch has it ("cpu", "cuda:0"), `title` for people, bytes of memory, and the backends it has proven."""
+@dataclass(eq=False)
+class _Sent:
+    """A job that the engine has, until it answers."""
 
-    name: str
-    title: str
-    memory: int
-    backends: tuple[str, ...]
+    job: Job
+    future: asyncio.Future[Answer]
 
 
-class Engine(Protocol):
-    """Runs jobs on one device."""
+class Engine:
+    """One engine process, reached at `address` (of an abstract Unix socket)."""
 
-    state: State
-    device: DeviceInfo | None  # what `start` found; None before READY
-    failure: str | None  # why it is FAILED
-
-    def start(self) -> None:
-        """Open the device, prove its backends, and become READY, or FAILED. Returns at once."""
-
-    def stop(self) -> None:
-        """Refuse what waits; what runs is left to its end."""
-
-    def join(self, timeout: float) -> bool:
-        """Wait `timeout` seconds for what runs after `stop`; whether it has ended."""
-
-    async def submit(self, job: Job) -> Answer:
-        """The answer. Raises Refusal; cancelled, the job is dropped where it waits."""
-
-
-class ThreadEngine:
-    """An `Engine` in a thread of this process."""
-
-    def __init__(self, device: str) -> None:
+    def __init__(self, address: bytes) -> None:
         self.state = State.STARTING
         self.device: DeviceInfo | None = None
         self.failure: str | None = None
-        self._asked = device
-        self._waiting: list[_Entry] = []
-        self._wake = threading.Condition()
+        self.load = 0  # FLOPs of what it has been sent and has not answered
+        self._address = address
+        self._channel: Channel[FromEngine] | None = None
+        self._sent: dict[int, _Sent] = {}
         self._numbers = itertools.count()
-        # A daemon: a kernel cannot be interrupted, and must not keep a stopped server alive.
-        self._thread = threading.Thread(target=self._work, name="flashpoint-engine", daemon=True)
+        self._attached: set[int] = set()
+        self._unsent: deque[tuple[ToEngine, tuple[int, ...]]] = deque()  # while the socket's buffer is full
 
-    def start(self) -> None:
-        self._thread.start()
+    def connect(self) -> None:
+        """Join the queue of its listener, which is there before the engine is; it greets when it is ready."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        sock.connect(self._address)
+        self._channel = Channel(sock, FromEngine)
+        asyncio.get_running_loop().add_reader(sock, self._hear)
 
-    def stop(self) -> None:
-        with self._wake:
-            self.state = State.STOPPED
-            waiting, self._waiting = self._waiting, []
-            self._wake.notify_all()
-        for entry in waiting:
-            entry.settle(Refusal("draining", "the server stopped before it came to this request"))
-
-    def join(self, timeout: float) -> bool:
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+    def close(self) -> None:
+        self.state = State.STOPPED
+        self._lose("draining", "the server stopped before it came to this request")
 
     async def submit(self, job: Job) -> Answer:
+        """The answer, its tensors in the job's staging memory. Raises Refusal; cancelled, the job is dropped."""
+        if self.state is not State.READY:
+            raise Refusal("not_ready", f"the engine is {self.state.value}")
         job.timings.queue = time.perf_counter()
-        future = asyncio.get_running_loop().create_future()
-        rank = time.monotonic() - job.priority * PRIORITY_SECONDS
-        entry = _Entry(rank, next(self._numbers), job, future)
-        with self._wake:
-            if self.state is not State.READY:
-                raise Refusal("not_ready", f"the engine is {self.state.value}")
-            heapq.heappush(self._waiting, entry)
-            self._wake.notify()
+        segment = job.staging.slot.segment
+        if segment.number not in self._attached:
+            self._attached.add(segment.number)
+            self._send(Attach(segment.number, segment.size), (segment.fd,))
+        number = next(self._numbers)
+        sent = self._sent[number] = _Sent(job, asyncio.get_running_loop().create_future())
+        job.staging.slot.hold()
+        self.load += job.spec.flops
+        self._send(
+            Submit(
+                id=number,
+                direction=job.spec.direction,
+                options=asdict(job.spec.options),
+                backend=job.backend,
+                segment=segment.number,
+                inputs=job.staging.described(job.staging.inputs),
+                outputs=job.staging.described(job.staging.outputs),
+                rank=time.monotonic() - job.priority * PRIORITY_SECONDS,
+                deadline=job.deadline,
+            )
+        )
         try:
-            answer: Answer = await future
-            return answer
+            return await sent.future
         except asyncio.CancelledError:
-            job.cancelled = True
-            self._forget(entry)
+            if number in self._sent:
+                self._send(Cancel(number))
             raise
 
-    def _forget(self, entry: _Entry) -> None:
-        """Let go of a cancelled job's memory now, not when its turn would come."""
-        with self._wake:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-                heapq.heapify(self._waiting)
+    def forget_segment(self, number: int) -> None:
+        """This process has given the segment back."""
+        if number in self._attached:
+            self._attached.remove(number)
+            self._send(Detach(number))
 
-    def _work(self) -> None:
-        try:
-            from flashpoint_server.device import Device  # imports torch
+    def _send(self, message: ToEngine, descriptors: tuple[int, ...] = ()) -> None:
+        self._unsent.append((message, descriptors))
+        if len(self._unsent) == 1:
+            self._flush()
 
-            device = Device.open(self._asked)
-            device.prove()
-        except Exception as error:
-            log.exception("engine failed to start", device=self._asked)
-            self.failure = f"{type(error).__name__}: {error}"
-            self.state = State.FAILED
+    def _flush(self) -> None:
+        if self._channel is None:
             return
-        self.device = device.info
-        with self._wake:
-            if self.state is State.STARTING:
-                self.state = State.READY
-        log.info("ready", device=device.info.name, title=device.info.title, backends=device.info.backends)
-        while self._run_next(device):
-            pass
-
-    def _run_next(self, device: Device) -> bool:
-        """Run the next job; False when there will be none. All that it holds is let go of when it returns."""
-        with self._wake:
-            while not self._waiting and self.state is State.READY:
-                self._wake.wait()
-            if not self._waiting:
-                return False
-            entry = heapq.heappop(self._waiting)
-        job = entry.job
-        if job.cancelled:
-            return True
-        if job.late:
-            entry.settle(out_of_time())
-            return True
+        loop = asyncio.get_running_loop()
         try:
-            entry.settle(device.run(job))
-        except Exception as error:
-            entry.settle(error)
-        return True
+            while self._unsent:
+                self._channel.send(*self._unsent[0])
+                self._unsent.popleft()
+        except BlockingIOError:
+            loop.add_writer(self._channel, self._flush)
+            return
+        except OSError:
+            return  # it is gone: the end of file says so, and `_hear` sees to it
+        loop.remove_writer(self._channel)
+
+    def _hear(self) -> None:
+        assert self._channel is not None
+        with suppress(BlockingIOError):
+            while True:
+                try:
+                    message, _ = self._channel.receive()
+                except EOFError:
+                    self._died()
+                    return
+                match message:
+                    case Hello():
+                        self.device, self.state = message.device, State.READY
+                        log.info("ready", device=message.device.name, backends=message.device.backends)
+                    case Broken():
+                        self.state, self.failure = State.FAILED, message.reason
+                    case Done() | Failed():
+                        self._settle(message)
+
+    def _settle(self, message: Done | Failed) -> None:
+        sent = self._sent.pop(message.id)
+        self._let_go(sent)
+        if sent.future.done():
+            return
+        if isinstance(message, Failed):
+            sent.future.set_exception(Refusal(message.code, message.detail, errors=message.errors))
+        else:
+            sent.job.timings.compute, sent.job.timings.encode = message.began, message.ended
+            sent.future.set_result(Answer(message.metadata, message.batch_size))
+
+    def _let_go(self, sent: _Sent) -> None:
+        self.load -= sent.job.spec.flops
+        sent.job.staging.slot.release()
+
+    def _died(self) -> None:
+        if self.state is State.FAILED:
+            return
+        log.error("engine lost", jobs=len(self._sent))
+        self.state = State.STARTING
+        self._lose("engine_lost", "the engine died with this request; it may be sent again")
+        self.connect()
+
+    def _lose(self, code: str, detail: str) -> None:
+        """Forget the connection, and refuse what was sent over it."""
+        if self._channel is not None:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._channel)
+            loop.remove_writer(self._channel)
+            self._channel.close()
+            self._channel = None
+        self._attached.clear()
+        self._unsent.clear()
+        lost, self._sent = list(self._sent.values()), {}
+        for sent in lost:
+            self._let_go(sent)
+            if not sent.future.done():
+                sent.future.set_exception(Refusal(code, detail))
 
 
-@dataclass(frozen=True, order=True)
-class _Entry:
-    """A waiting job; the least goes first."""
+class Engines:
+    """All engines of the service. A job goes to the one with the least work before it."""
 
-    rank: float
-    number: int
-    job: Job = field(compare=False)
-    future: asyncio.Future[Answer] = field(compare=False)
+    def __init__(self) -> None:
+        self._engines: list[Engine] = []
 
-    def settle(self, outcome: Answer | Exception) -> None:
-        """From any thread: answer, unless the caller has gone."""
+    def connect(self, addresses: Sequence[bytes]) -> None:
+        """Reach for the engines at these addresses; `state` says when one is there."""
+        self._engines = [Engine(address) for address in addresses]
+        for engine in self._engines:
+            engine.connect()
 
-        def deliver() -> None:
-            if not self.future.done():
-                if isinstance(outcome, Exception):
-                    self.future.set_exception(outcome)
-                else:
-                    self.future.set_result(outcome)
+    def close(self) -> None:
+        """Refuse what waits for an answer, and leave."""
+        for engine in self._engines:
+            engine.close()
 
-        loop = self.future.get_loop()
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(deliver)
+    def forget_segment(self, number: int) -> None:
+        for engine in self._engines:
+            engine.forget_segment(number)
+
+    @property
+    def state(self) -> State:
+        """READY when any is; else that of the first."""
+        if any(self._ready()):
+            return State.READY
+        return self._engines[0].state if self._engines else State.STARTING
+
+    @property
+    def failure(self) -> str | None:
+        """Why there is no engine and will be none."""
+        failed = bool(self._engines) and all(engine.state is State.FAILED for engine in self._engines)
+        return self._engines[0].failure if failed else None
+
+    @property
+    def device(self) -> DeviceInfo | None:
+        """What a job may count on, whichever engine it goes to: all are of one kind."""
+        return next((engine.device for engine in self._ready()), None)
+
+    def _ready(self) -> Iterator[Engine]:
+        return (engine for engine in self._engines if engine.state is State.READY)
+
+    async def submit(self, job: Job) -> Answer:
+        """The answer, its tensors in the job's staging memory. Raises Refusal; cancelled, the job is dropped."""
+        ready = list(self._ready())
+        if not ready:
+            raise Refusal("not_ready", f"the engine is {self.state.value}")
+        return await min(ready, key=lambda engine: engine.load).submit(job)

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
+from typing import Any
 
 from flashpoint_kernels.spec import Spec
-
-Bytes = NDArray[np.uint8]
-
-
-class RawTensor(NamedTuple):
-    """A tensor as its bytes: `data` is (nbytes,) uint8, row-major, starting at an aligned place."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: Bytes
+from flashpoint_server.staging import Staging
 
 
 @dataclass(eq=False)
@@ -43,19 +31,15 @@ class Timings:
 
 @dataclass(eq=False)
 class Job:
-    """What one request asks of the engine. `deadline` is in `time.monotonic` seconds, None for no end.
-
-    `cancelled` is set when nobody waits for the answer any more: the engine then does not begin it.
-    """
+    """What one request asks of an engine. `deadline` is in `time.monotonic` seconds, None for no end."""
 
     id: str
     spec: Spec
     backend: str
-    tensors: dict[str, RawTensor]
+    staging: Staging
     timings: Timings
     deadline: float | None = None
     priority: int = 0
-    cancelled: bool = False
 
     def remaining(self) -> float | None:
         """Seconds to the deadline, at least 0; None for no end."""
@@ -68,8 +52,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the engine gives back: tensors by name, in the order of `Spec.outputs`, and what is not a tensor."""
+    """What is not a tensor of an answer: the tensors are written in the job's staging memory."""
 
-    tensors: dict[str, RawTensor]
-    metadata: dict[str, Any] = field(default_factory=dict)
-    batch_size: int = 1  # requests that ran in the same launch
+    metadata: dict[str, Any]
+    batch_size: int

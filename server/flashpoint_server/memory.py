@@ -1,11 +1,11 @@
 """Staging memory: shared between an HTTP process, which fills it from sockets, and the engines, which compute in it.
 
 A pool of slots by size class over anonymous memory files (memfd), whose descriptors are passed to the engines. Nothing
-has a name, so nothing can be left behind: a segment is gone when the last process that maps it is. A slot that is let go
-is taken again before the pool grows; pages are touched when a segment is made, for fresh memory costs more than the copy
-into it. What is larger than the largest class gets a segment of its own, unmapped when it is let go.
+has a name, so nothing can be left behind: a segment is gone when the last process that maps it is. A slot that is let
+go is taken again before the pool grows; pages are touched when a segment is made, for fresh memory costs more than the
+copy into it. What is larger than the largest class gets a segment of its own, unmapped when it is let go.
 
-States of a slot: free (in its class's list) → taken → free. Whoever takes it lets go of it, once.
+States of a slot: free (in its class's list) → held, by one or more → free.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import mmap
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import count
 
 ALIGNMENT = 64  # a cache line; the widest vector load of a CPU, and more than a GPU's copy engine asks
@@ -52,28 +53,37 @@ class Segment:
 
 
 class Slot:
-    """`size` bytes of a segment from `offset` on, taken for one request."""
+    """`size` bytes of a segment from `offset` on, held by a request's route and, while it is there, by its engine."""
 
     def __init__(self, pool: Pool, segment: Segment, offset: int, size: int) -> None:
         self._pool = pool
+        self._holders = 0
         self.segment = segment
         self.offset = offset
         self.size = size
 
-    def view(self, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop) of the slot."""
-        return self.segment.view[self.offset + start : self.offset + stop]
+    def view(self, start: int, size: int) -> memoryview:
+        """`size` bytes of the slot from `start` on."""
+        return self.segment.view[self.offset + start : self.offset + start + size]
+
+    def hold(self) -> Slot:
+        """One more holder, which will call `release` once."""
+        self._holders += 1
+        return self
 
     def release(self) -> None:
-        """Let go of it: from now on another request may write here."""
-        self._pool.put_back(self)
+        """Let go. When the last holder does, another request may write here."""
+        self._holders -= 1
+        if not self._holders:
+            self._pool.put_back(self)
 
 
 class Pool:
-    """Slots of `limit` bytes in all. `made` and `dropped` are told of segments as they come and go."""
+    """Slots of `limit` bytes in all. `dropped` is told the number of every segment that is given back."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, dropped: Callable[[int], None] = lambda number: None) -> None:
         self.limit = limit
+        self._dropped = dropped
         self.segments: dict[int, Segment] = {}
         self.taken = 0  # slots
         self._size = 0
@@ -86,13 +96,11 @@ class Pool:
             slot = Slot(self, self._grow(wanted, touch=False), 0, wanted)
         else:
             if not self._free[wanted]:
-                segment = self._grow(max(wanted, GROWTH), touch=True)
-                self._free[wanted] = [
-                    Slot(self, segment, at, wanted) for at in range(0, segment.size - wanted + 1, wanted)
-                ]
+                segment = self._grow(max(GROWTH // wanted, 1) * wanted, touch=True)
+                self._free[wanted] = [Slot(self, segment, at, wanted) for at in range(0, segment.size, wanted)]
             slot = self._free[wanted].pop()  # the one let go last: its pages are the warmest
         self.taken += 1
-        return slot
+        return slot.hold()
 
     def put_back(self, slot: Slot) -> None:
         self.taken -= 1
@@ -121,7 +129,7 @@ class Pool:
         for slots in self._free.values():
             for slot in slots:
                 free[slot.segment.number] += slot.size
-        idle = {number for number, size in free.items() if size + SMALLEST > self.segments[number].size}
+        idle = {number for number, size in free.items() if size == self.segments[number].size}
         for wanted, slots in self._free.items():
             self._free[wanted] = [slot for slot in slots if slot.segment.number not in idle]
         for number in idle:
@@ -131,6 +139,7 @@ class Pool:
         del self.segments[segment.number]
         self._size -= segment.size
         segment.close()
+        self._dropped(segment.number)
 
 
 def size_class(size: int) -> int:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from flashpoint import jsonwire, wire
 from flashpoint.options import AttentionOptions
 from flashpoint_kernels.spec import Direction, Options, ProblemError, Spec, TensorInfo, plan
 from flashpoint_server.body import Body
-from flashpoint_server.job import RawTensor
+from flashpoint_server.codec import Arrays, Codec
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.staging import Staging
 
 
 def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direction: Direction) -> Spec:
@@ -67,35 +63,25 @@ class SafetensorsMessage:
 
     def spec(self, direction: Direction) -> Spec:
         """What the head asks. Raises Refusal 422."""
-        infos = {t.name: TensorInfo(t.dtype, t.shape) for t in self._head.tensors}
-        return make_spec(infos, wire.decode_options(self._head.metadata), direction)
+        return make_spec(dict(self.inputs()), wire.decode_options(self._head.metadata), direction)
 
-    async def tensors(self, body: Body) -> dict[str, RawTensor]:
-        """Read the tensors, to the end of the body. Raises Refusal."""
-        staging = Staging(self._head)
-        chunk = self._rest
-        while chunk or (chunk := await body.next()):
-            if staging.write(memoryview(chunk)) < len(chunk):
-                raise Refusal("malformed_body", "the body goes on where its head says that it ends")
-            chunk = b""
-        if not staging.full:
-            raise Refusal("malformed_body", "the body ends before its last tensor does")
-        return staging.tensors
+    def inputs(self) -> list[tuple[str, TensorInfo]]:
+        """Name, dtype and shape of each tensor, in the order of their bytes."""
+        return [(t.name, TensorInfo(t.dtype, t.shape)) for t in self._head.tensors]
+
+    async def receive(self, body: Body, places: Iterable[memoryview]) -> None:
+        """Read the tensors into their places, to the end of the body. Raises Refusal."""
+        await body.into(places, self._rest)
 
 
-async def read_json(body: Body) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+async def read_json(body: Body, codec: Codec) -> tuple[Arrays, dict[str, Any]]:
     """The tensors and options of a JSON message, all of it read. Raises Refusal 400 and 422."""
     text = bytearray()
     while chunk := await body.next():
         text += chunk
     try:
-        return await asyncio.to_thread(jsonwire.decode, bytes(text))
+        return await codec.decode(bytes(text))
     except wire.WireError as error:
         raise Refusal("malformed_body", str(error)) from None
     except jsonwire.FieldError as error:
         raise invalid([(error.field, error.message)]) from None
-
-
-def raw(array: NDArray[Any]) -> RawTensor:
-    """`array` as its bytes, without a copy where it is contiguous."""
-    return RawTensor(array.dtype.name, array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8))

@@ -26,9 +26,10 @@ STATUS = {
     "not_ready": 503,
     "draining": 503,
     "out_of_memory": 503,
+    "engine_lost": 503,
     "deadline_exceeded": 504,
 }
-_RETRY_AFTER = {"queue_full": 1, "not_ready": 1, "draining": 5, "out_of_memory": 1}  # seconds
+_RETRY_AFTER = {"queue_full": 1, "not_ready": 1, "draining": 5, "out_of_memory": 1, "engine_lost": 1}  # seconds
 
 
 class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flashpoint_server.admission import Admission
-from flashpoint_server.engine import DeviceInfo, Engine, State
+from flashpoint_server.codec import Codec
+from flashpoint_server.engine import Engines, State
 from flashpoint_server.keys import Keyring
+from flashpoint_server.memory import Pool
+from flashpoint_server.messages import DeviceInfo
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
 
@@ -16,9 +19,11 @@ from flashpoint_server.settings import Settings
 class Service:
     """One for each application."""
 
-    def __init__(self, settings: Settings, engine: Engine) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.engine = engine
+        self.engine = engines = Engines()
+        self.pool = Pool(settings.staging_bytes, engines.forget_segment)
+        self.codec = Codec()
         self.keys = Keyring([key.get_secret_value() for key in settings.api_keys])
         self.admission = Admission(settings)
         self.draining = False
@@ -55,3 +60,9 @@ class Service:
         except TimeoutError:
             return False
         return True
+
+    def close(self) -> None:
+        """Refuse what is still inside, and give the memory back."""
+        self.engine.close()
+        self.codec.close()
+        self.pool.close()

@@ -7,21 +7,21 @@ and the exit code is 0. A second signal ends it at once.
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import signal
 import socket
+from collections.abc import Sequence
 from types import FrameType
 
 import structlog
 import uvicorn
 from fastapi import FastAPI
 
+from flashpoint_server import supervisor
+from flashpoint_server.app import create_app
 from flashpoint_server.engine import State
+from flashpoint_server.protocol import HttpProtocol
 from flashpoint_server.service import Service
-
-# An idle engine ends at once; one that is still importing torch needs some seconds.
-_JOIN_SECONDS = 10.0
+from flashpoint_server.settings import Settings
 
 log = structlog.stdlib.get_logger("flashpoint.serving")
 
@@ -64,26 +64,33 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter) or self._service.engine.state is State.FAILED
 
 
-def run(app: FastAPI) -> int:
-    """Serve an application of `create_app` until a signal ends it; the exit code, 1 where the engine failed."""
-    service: Service = app.state.service
-    settings = service.settings
+def run(settings: Settings, argv: Sequence[str]) -> int:
+    """Serve until a signal; the exit code, 1 where an engine cannot work. `argv` are the flags `settings` came from."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except OSError as error:
         log.error("cannot listen", host=settings.host, port=settings.port, error=str(error))
         return 1
+    with listener:
+        if settings.workers == 1:
+            return serve_on(listener, create_app(settings))
+        return supervisor.run(settings, argv, listener)
+
+
+def serve_on(listener: socket.socket, app: FastAPI) -> int:
+    """Serve an application of `create_app` on a listening socket, in this process; as `run`."""
+    service: Service = app.state.service
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=settings.keep_alive,
+        timeout_keep_alive=service.settings.keep_alive,
         timeout_graceful_shutdown=1,  # what was admitted has been waited for; this is for the last bytes of errors
     )
     server = _Server(config, service)
@@ -92,8 +99,4 @@ def run(app: FastAPI) -> int:
         log.error("failed", reason=service.engine.failure)
         return 1
     log.info("stopped")
-    if not service.engine.join(_JOIN_SECONDS):
-        # A thread inside a kernel cannot be ended, and to finalise the interpreter under it may crash.
-        logging.shutdown()
-        os._exit(0)
     return 0

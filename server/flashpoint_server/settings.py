@@ -40,8 +40,10 @@ class Settings(BaseSettings):
     """address to listen on; 0.0.0.0 for every interface"""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """port to listen on; 0 takes a free one, which the log names"""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    """auto, cpu, cuda or cuda:N; auto is CUDA where there is one"""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|all)$")] = "auto"
+    """auto, cpu, cuda, cuda:N or all; auto is CUDA where there is one, all is one engine for each CUDA device"""
+    workers: Annotated[int, Field(ge=1, le=256)] = 1
+    """HTTP processes on the port; the limits below on what is admitted and staged are each process's own"""
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     """comma-separated bearer keys, each KEY or KEY:right+right (rights: attention, info); none: open to all"""
@@ -65,6 +67,8 @@ class Settings(BaseSettings):
     """requests that are admitted at once: arriving, waiting, running or being answered"""
     queue_bytes: Bytes = 4096 * MIB
     """bytes of input and answer tensors that are admitted at once; a request alone is always admitted"""
+    staging_bytes: Annotated[int, Field(ge=16 * MIB)] = 4096 * MIB
+    """most bytes of memory shared with the engines, where bodies arrive and answers leave; it grows as it is needed"""
     default_timeout_ms: Annotated[int, Field(ge=0)] = 0
     """deadline of a request without X-Timeout-Ms, in milliseconds; 0 is none"""
     max_timeout_ms: Annotated[int, Field(ge=1)] = 3_600_000

@@ -1,47 +1,61 @@
-"""Memory that a body streams into: one copy from the socket's chunk, each tensor at a 64-byte aligned place."""
+"""Where the tensors of one request lie in its slot: inputs, then outputs, each at a 64-byte aligned place."""
 
 from __future__ import annotations
 
-import numpy as np
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from flashpoint.wire import Head
-from flashpoint_server.job import RawTensor
-
-ALIGNMENT = 64  # a cache line; the widest vector load of a CPU, and more than a GPU's copy engine asks
-
-
-def _aligned(n: int) -> int:
-    return -(-n // ALIGNMENT) * ALIGNMENT
+from flashpoint_kernels.spec import ITEMSIZE, TensorInfo
+from flashpoint_server.memory import Pool, PoolFullError, Slot, aligned
+from flashpoint_server.messages import Tensor
+from flashpoint_server.refusal import Refusal
 
 
+class Place(NamedTuple):
+    """A tensor's place: `size` bytes from `start` on, within the slot."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+@dataclass(eq=False)
 class Staging:
-    """One request's tensors, being filled from the data section that follows `head`."""
+    """A request's memory, from the first byte of its tensors to the last of its answer. Released once."""
 
-    def __init__(self, head: Head) -> None:
-        sizes = [t.stop - t.start for t in head.tensors]
-        memory = np.empty(sum(map(_aligned, sizes)) + ALIGNMENT, np.uint8)  # not zeroed: every byte is written
-        place = -memory.ctypes.data % ALIGNMENT
-        self.tensors: dict[str, RawTensor] = {}
-        for t, size in zip(head.tensors, sizes, strict=True):
-            self.tensors[t.name] = RawTensor(t.dtype, t.shape, memory[place : place + size])
-            place += _aligned(size)
-        self._places = [t.data.data for t in self.tensors.values() if t.data.size]
-        self._next = 0  # the place being filled,
-        self._filled = 0  # and how much of it is
+    slot: Slot
+    inputs: dict[str, Place]
+    outputs: dict[str, Place]
 
-    @property
-    def full(self) -> bool:
-        return self._next == len(self._places)
+    @classmethod
+    def take(cls, pool: Pool, inputs: Iterable[tuple[str, TensorInfo]], outputs: Mapping[str, TensorInfo]) -> Staging:
+        """Room for the inputs, in this order, and the outputs. Raises Refusal 429 where there is none."""
+        end = 0
 
-    def write(self, chunk: memoryview) -> int:
-        """Copy as much of `chunk` as there is room for; the number of bytes that were taken."""
-        taken = 0
-        while taken < len(chunk) and not self.full:
-            place = self._places[self._next]
-            size = min(len(place) - self._filled, len(chunk) - taken)
-            place[self._filled : self._filled + size] = chunk[taken : taken + size]
-            taken += size
-            self._filled += size
-            if self._filled == len(place):
-                self._next, self._filled = self._next + 1, 0
-        return taken
+        def place(info: TensorInfo) -> Place:
+            nonlocal end
+            size = math.prod(info.shape) * ITEMSIZE[info.dtype]
+            start, end = end, aligned(end + size)
+            return Place(info.dtype, info.shape, start, size)
+
+        placed = {name: place(info) for name, info in inputs}
+        answers = {name: place(info) for name, info in outputs.items()}
+        try:
+            slot = pool.take(end)
+        except PoolFullError as error:
+            raise Refusal("queue_full", str(error)) from None
+        return cls(slot, placed, answers)
+
+    def views(self, places: Mapping[str, Place]) -> dict[str, memoryview]:
+        """Each tensor's bytes."""
+        return {name: self.slot.view(place.start, place.size) for name, place in places.items()}
+
+    def described(self, places: Mapping[str, Place]) -> list[Tensor]:
+        """The tensors as the engine is told of them: offsets are within the segment."""
+        return [Tensor(name, p.dtype, p.shape, self.slot.offset + p.start) for name, p in places.items()]
+
+    def release(self) -> None:
+        self.slot.release()

@@ -14,7 +14,6 @@ from flashpoint_kernels.spec import MAX_HEAD_DIM, SUPPORT
 from flashpoint_server.problem_schema import Problem
 from flashpoint_server.service import Service
 
-
 Responses = dict[int | str, dict[str, Any]]
 
 

@@ -1,0 +1,144 @@
+"""What the HTTP processes and the engines say to one another, and the socket they say it over.
+
+Only descriptors cross: tensors lie in shared memory (memory.py), whose file descriptors travel beside `Attach`. The
+socket is a Unix one that keeps message boundaries (SOCK_SEQPACKET): a message comes whole or not at all, and an end of
+file says that the other process is gone, and with it every mapping it had.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from flashpoint_kernels.spec import Direction
+
+LARGEST_MESSAGE = 1 << 17
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor in a segment, row-major from `offset` on."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: map this segment; its descriptor comes with the message."""
+
+    segment: int
+    size: int
+
+
+class Detach(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: this segment will not be named again."""
+
+    segment: int
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: compute. `deadline` is in `time.monotonic` seconds, which all processes of a machine share."""
+
+    id: int
+    direction: Direction
+    options: dict[str, Any]
+    backend: str
+    segment: int
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    rank: float
+    deadline: float | None
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: nobody waits for this any more. It is answered all the same, once the memory is let go of."""
+
+    id: int
+
+
+class DeviceInfo(msgspec.Struct, frozen=True):
+    """`name` as torch has it ("cpu", "cuda:0"), `title` for people, bytes of memory, and the backends it has proven."""
+
+    name: str
+    title: str
+    memory: int
+    backends: tuple[str, ...]
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """From the engine, first: its device, ready."""
+
+    device: DeviceInfo
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """From the engine, instead of Hello: it cannot start, and says why."""
+
+    reason: str
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: the outputs are written. `began` and `ended` are in `time.perf_counter` seconds."""
+
+    id: int
+    metadata: dict[str, Any]
+    began: float
+    ended: float
+    batch_size: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: no answer, for the reason that a `Refusal` of this code gives."""
+
+    id: int
+    code: str
+    detail: str
+    errors: list[tuple[str, str]]
+
+
+ToEngine = Attach | Detach | Submit | Cancel
+FromEngine = Hello | Broken | Done | Failed
+
+Incoming = TypeVar("Incoming")
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Channel(Generic[Incoming]):
+    """One end of the socket, not blocking. `Incoming` is the union of what the other end sends."""
+
+    def __init__(self, sock: socket.socket, incoming: Any) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self._decode = msgspec.msgpack.Decoder(incoming).decode
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def send(self, message: ToEngine | FromEngine, descriptors: tuple[int, ...] = ()) -> None:
+        """Raises BlockingIOError when the other end does not keep up, and OSError when it is gone."""
+        socket.send_fds(self.sock, [_encode(message)], descriptors)
+
+    def receive(self) -> tuple[Incoming, list[int]]:
+        """A message and the descriptors that came with it, now the caller's.
+
+        Raises BlockingIOError when there is none, and EOFError when the other end is gone.
+        """
+        try:
+            data, descriptors, flags, _ = socket.recv_fds(self.sock, LARGEST_MESSAGE, 4)
+        except ConnectionError as error:
+            raise EOFError from error
+        if not data:
+            raise EOFError
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            for fd in descriptors:
+                os.close(fd)
+            raise EOFError("a message was cut")
+        return self._decode(data), descriptors
+
+    def close(self) -> None:
+        self.sock.close()

@@ -1,0 +1,52 @@
+"""Memory to be filled in order: where a body's tensors go, one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+MOST_AT_ONCE = 1 << 20  # bytes of one read: other connections get their turn
+_SCRATCH = memoryview(bytearray(MOST_AT_ONCE))  # where unwanted bytes go; nobody reads it
+
+
+class Places:
+    """See the module. `filled_bytes` counts, and `filled_last` says when the last came (`time.monotonic`)."""
+
+    def __init__(self, places: Iterable[memoryview]) -> None:
+        self._places = [place for place in places if len(place)]
+        self._places.reverse()
+        self.filled_bytes = 0
+        self.filled_last = 0.0
+
+    @property
+    def full(self) -> bool:
+        return not self._places
+
+    @property
+    def left(self) -> int:
+        """Bytes that are still to come."""
+        return sum(map(len, self._places))
+
+    def next(self) -> memoryview:
+        return self._places[-1][:MOST_AT_ONCE]
+
+    def filled(self, n: int) -> None:
+        """`n` bytes of `next` have been written."""
+        self.filled_bytes += n
+        self.filled_last = time.monotonic()
+        rest = self._places.pop()[n:]
+        if len(rest):
+            self._places.append(rest)
+
+    def copy(self, data: memoryview) -> None:
+        while len(data):
+            place = self._places[-1]
+            n = min(len(place), len(data))
+            place[:n] = data[:n]
+            self.filled(n)
+            data = data[n:]
+
+    def discard(self) -> None:
+        """Let go of the memory: what is still to come goes nowhere."""
+        pieces, last = divmod(self.left, len(_SCRATCH))
+        self._places = [_SCRATCH] * pieces + ([_SCRATCH[:last]] if last else [])

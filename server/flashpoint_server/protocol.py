@@ -1,0 +1,132 @@
+"""uvicorn's HTTP protocol with a way for a body to go from the socket straight to where it is wanted.
+
+ASGI hands a body over in pieces that were copied twice by then. Here a route that has read the head of its message asks
+for the rest to be received into memory of its own (`DirectBody.into`): until that many bytes have come, the transport
+reads into that memory and HTTP's parser sees none of them. Routes reach it by the scope's extension `EXTENSION`; on any
+other server the extension is missing and they read ASGI messages.
+
+States of a connection: parsing (uvicorn's protocol) → receiving (`_Receiver`) → parsing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from flashpoint_server.places import Places
+
+EXTENSION = "flashpoint.direct_body"
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol; `set_write_buffer_limits(high=0)` makes `send` return when the transport holds no bytes.
+
+    That is what lets memory be reused under an answer: uvloop keeps views, not copies, of what it has not sent yet.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self.scope["extensions"] = {EXTENSION: {"body": DirectBody(self)}}
+
+
+class DirectBody:
+    """The body of one request with a Content-Length. `received` counts the bytes that came since `into` was called."""
+
+    def __init__(self, http: HttpProtocol) -> None:
+        self._http = http
+        self._cycle = http.cycle
+        self._places: Places | None = None
+        self._done: asyncio.Future[None] | None = None
+
+    @property
+    def received(self) -> int:
+        return 0 if self._places is None else self._places.filled_bytes
+
+    @property
+    def last_received(self) -> float:
+        """When the last bytes came, in `time.monotonic` seconds; 0 before the first."""
+        return 0.0 if self._places is None else self._places.filled_last
+
+    async def into(self, places: Places) -> None:
+        """Receive the rest of the body, all that ASGI's `receive` has not handed over, into `places` of that size.
+
+        Raises ConnectionError when the client goes first. Cancelled, it lets go of the places at once; what still comes
+        is thrown away, see `drain`.
+        """
+        http, cycle = self._http, self._cycle
+        self._places = waiting = places
+        early, cycle.body = cycle.body, bytearray()  # came behind the head, and is parsed already
+        waiting.copy(memoryview(early))
+        if not waiting.full:
+            if cycle.disconnected or http.transport.is_closing():
+                raise ConnectionError("the client disconnected")
+            if cycle.waiting_for_100_continue:
+                http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                cycle.waiting_for_100_continue = False
+            self._done = http.loop.create_future()
+            _switch(http, _Receiver(http, waiting, self._done))
+            try:
+                await asyncio.shield(self._done)
+            except asyncio.CancelledError:
+                waiting.discard()
+                raise
+        if not cycle.disconnected:
+            cycle.message_event.clear()  # the next message that `receive` waits for is the disconnect
+
+    async def drain(self) -> None:
+        """After a cancelled `into`: wait until the rest of the body has come and been thrown away."""
+        if self._done is not None:
+            await asyncio.shield(self._done)
+
+
+class _Receiver(asyncio.BufferedProtocol):
+    """The transport's protocol while a body is received: every read lands in its place."""
+
+    def __init__(self, http: HttpProtocol, places: Places, received: asyncio.Future[None]) -> None:
+        self._http = http
+        self._places = places
+        self._received = received
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._places.next()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._places.filled(nbytes)
+        if not self._places.full:
+            return
+        http = self._http
+        # The parser still waits for this body: a fresh one takes the next request of the connection.
+        http.parser = httptools.HttpRequestParser(http)
+        http.cycle.more_body = False
+        _switch(http, http)
+        if not self._received.done():
+            self._received.set_result(None)
+
+    def eof_received(self) -> None:
+        return None  # closes the transport: half a body is no request
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._received.done():
+            self._received.set_exception(ConnectionError("the client disconnected"))
+        self._http.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._http.resume_writing()
+
+
+def _switch(http: HttpProtocol, protocol: Any) -> None:
+    """Give the transport another protocol. It takes up how to read when it starts to: so pause, then resume."""
+    http.flow.resume_reading()
+    http.transport.pause_reading()
+    http.transport.set_protocol(protocol)
+    http.transport.resume_reading()

@@ -1,0 +1,30 @@
+"""One HTTP process of several: `python -m flashpoint_server.worker --listener FD --engines HEX,… -- FLAGS`."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+
+from flashpoint_server import logs
+from flashpoint_server.app import create_app
+from flashpoint_server.parent import die_with_parent
+from flashpoint_server.serving import serve_on
+from flashpoint_server.settings import Settings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--listener", type=int, required=True)
+    parser.add_argument("--engines", required=True, help="addresses of the engines, in hexadecimal")
+    parser.add_argument("flags", nargs="*", help="those of `flashpoint serve`, behind --")
+    asked = parser.parse_args()
+    die_with_parent()
+    settings = Settings(_cli_parse_args=asked.flags)  # type: ignore[call-arg]
+    logs.configure(settings.log_format, settings.log_level)
+    engines = [bytes.fromhex(address) for address in asked.engines.split(",")]
+    return serve_on(socket.socket(fileno=asked.listener), create_app(settings, engines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
