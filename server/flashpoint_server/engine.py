@@ -61,7 +61,7 @@ class Engine(Protocol):
         """Open the device, prove its backends, and become READY, or FAILED. Returns at once."""
 
     def stop(self) -> None:
-        """Refuse what waits; what runs is left to its end."""
+        """Refuse what waits and what runs: nobody waits for it any more."""
 
     def join(self, timeout: float) -> bool:
         """Wait `timeout` seconds for what runs after `stop`; whether it has ended."""
@@ -79,6 +79,7 @@ class ThreadEngine:
         self.failure: str | None = None
         self._asked = device
         self._waiting: list[_Entry] = []
+        self._running: _Entry | None = None
         self._wake = threading.Condition()
         self._numbers = itertools.count()
         # A daemon: a kernel cannot be interrupted, and must not keep a stopped server alive.
@@ -90,10 +91,11 @@ class ThreadEngine:
     def stop(self) -> None:
         with self._wake:
             self.state = State.STOPPED
-            waiting, self._waiting = self._waiting, []
+            unanswered = [*self._waiting, *([self._running] if self._running else [])]
+            self._waiting = []
             self._wake.notify_all()
-        for entry in waiting:
-            entry.settle(Refusal("draining", "the server stopped before it came to this request"))
+        for entry in unanswered:
+            entry.settle(Refusal("draining", "the server stopped before this request was done"))
 
     def join(self, timeout: float) -> bool:
         self._thread.join(timeout)
@@ -150,18 +152,26 @@ class ThreadEngine:
                 self._wake.wait()
             if not self._waiting:
                 return False
-            entry = heapq.heappop(self._waiting)
+            entry = self._running = heapq.heappop(self._waiting)
+        try:
+            self._run(device, entry)
+        finally:
+            self._running = None
+        return True
+
+    @staticmethod
+    def _run(device: Device, entry: _Entry) -> None:
         job = entry.job
         if job.cancelled:
-            return True
+            return
         if job.late:
             entry.settle(out_of_time())
-            return True
+            return
+        log.debug("begin", request_id=job.id, backend=job.backend)
         try:
             entry.settle(device.run(job))
         except Exception as error:
             entry.settle(error)
-        return True
 
 
 @dataclass(frozen=True, order=True)

@@ -33,6 +33,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.abandoned = False
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -58,6 +59,8 @@ class _Server(uvicorn.Server):
     async def _drain(self) -> None:
         if not await self._service.drain():
             log.warning("abandoned", requests=self._service.admission.requests)
+            self.abandoned = True
+            self._service.engine.stop()
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -92,7 +95,7 @@ def run(app: FastAPI) -> int:
         log.error("failed", reason=service.engine.failure)
         return 1
     log.info("stopped")
-    if not service.engine.join(_JOIN_SECONDS):
+    if not service.engine.join(0 if server.abandoned else _JOIN_SECONDS):
         # A thread inside a kernel cannot be ended, and to finalise the interpreter under it may crash.
         logging.shutdown()
         os._exit(0)
