@@ -336,3 +336,33 @@ def test_a_request_id_is_echoed_when_it_is_sane_and_made_when_not(server):
     answer = httpx.get(f"{server.url}/nothing", headers={"X-Request-Id": "mine"})
     assert (answer.headers["x-request-id"], answer.json()["request_id"]) == ("mine", "mine")
     assert answer.headers["content-type"] == PROBLEM
+
+
+@pytest.mark.parametrize(("key", "statuses"), [("none", [401]), ("all", [100, 200])])
+def test_expect_100_continue_is_answered_before_the_body_is_sent(strict, key, statuses):
+    """A refusal by the headers costs the client no body; an invitation is given to those that pass."""
+    with raw_connection(strict) as connection:
+        connection.sendall(
+            f"POST /attention HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Type: {SAFETENSORS}\r\n"
+            f"Content-Length: {len(GOOD)}\r\nExpect: 100-continue\r\n\r\n".encode()
+        )
+        found = []
+        with connection.makefile("rb") as lines:
+            while len(found) < len(statuses):
+                found.append(int(lines.readline().split()[1]))
+                if found[-1] == 100:
+                    assert lines.readline() == b"\r\n"
+                    connection.sendall(GOOD)
+        assert found == statuses
+
+
+def test_the_documentation_is_served(server):
+    assert "/openapi.json" in httpx.get(f"{server.url}/docs").text
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    example = document["paths"]["/attention"]["post"]["requestBody"]["content"][JSON]["example"]
+    answer = post(server, "/attention", json.dumps(example).encode(), JSON)
+    assert answer.status == 200
+    assert answer.json["o"][0] == [1.0, 2.0]  # the first query sees the first key alone
+    example = document["paths"]["/attention/grad"]["post"]["requestBody"]["content"][JSON]["example"]
+    answer = post(server, "/attention/grad", json.dumps(example).encode(), JSON, x_priority=9)
+    assert set(answer.json) == {"dq", "dk", "dv", "dtype", "backend"}

@@ -322,6 +322,9 @@ def test_json_gives_the_same_bits_as_safetensors(server):
         assert torch.equal(torch.tensor(as_json.json[name]), t)
     crossed = post(server, "/attention", body, JSON, accept=SAFETENSORS)
     assert torch.equal(crossed.tensors["o"], binary["o"])
+    turned = post(server, "/attention", message({"q": q, "k": k, "v": v}, **options), accept=JSON)
+    assert turned.headers["content-type"] == JSON
+    assert turned.json == as_json.json
     grad = {**{n: t.tolist() for n, t in tensors.items()}, "dtype": "bfloat16", "causal": True}
     answer = post(server, "/attention/grad", json.dumps(grad).encode(), JSON).json
     assert answer["dtype"] == "bfloat16"
