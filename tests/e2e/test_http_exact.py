@@ -366,16 +366,6 @@ def test_gradients_from_a_brought_forward_are_those_of_a_forward_run_again(serve
             assert torch.equal(t, two.tensors[name])
 
 
-def test_any_byte_of_a_bool_mask_but_0_is_true(server):
-    t = {n: normal(2, 8, seed=i) for i, n in enumerate("qkv")}
-    body = bytearray(message({**t, "attn_mask": torch.tensor([[True, False], [True, True]])}))
-    expected = post(server, "/attention", bytes(body)).tensors["o"]
-    place = 8 + int.from_bytes(body[:8], "little")
-    entry = json.loads(body[8:place])["attn_mask"]["data_offsets"][0]
-    body[place + entry] = 0xFF
-    assert torch.equal(post(server, "/attention", bytes(body)).tensors["o"], expected)
-
-
 TRITON = {
     "plain": ((1, 2, 64, 40), (1, 2, 33, 40), {}),
     "causal gqa": ((1, 4, 37, 16), (1, 2, 53, 16), {"causal": True}),
