@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar, Unpack
 
 import httpx
@@ -13,6 +14,7 @@ from flashpoint import _calls
 from flashpoint._arrays import Array
 from flashpoint._calls import DEFAULT, Backward, Call, Forward
 from flashpoint._exchange import Exchange
+from flashpoint._transport import ASYNC, AsyncTransport, Transport, is_direct
 from flashpoint.errors import ConnectionFailedError, FlashpointError, OverloadedError, invalid
 
 TIMEOUT = 60.0  # seconds, for a whole call
@@ -21,6 +23,7 @@ _FAILURES = (httpx.TransportError, FlashpointError)
 _NOT_THERE = (OverloadedError, ConnectionFailedError)
 
 Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
+Direct = TypeVar("Direct", Transport, AsyncTransport)
 
 
 class _Settings(Generic[Http]):
@@ -32,7 +35,7 @@ class _Settings(Generic[Http]):
         if type(retries) is not int or retries < 0:
             raise invalid("retries", "must be an integer, 0 or more")
         try:
-            httpx.URL(url)
+            self._parsed = httpx.URL(url)
         except (httpx.InvalidURL, TypeError) as error:
             raise invalid("url", str(error)) from None
         self.url = url
@@ -47,6 +50,10 @@ class _Settings(Generic[Http]):
         # As many connections as there are callers: the server says when there are too many, and says so at once.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         return {"base_url": self.url, "headers": headers, "limits": limits, "timeout": self._timeout}
+
+    def _direct(self, transport: Callable[[httpx.URL], Direct]) -> Direct | None:
+        """Our own `transport`; None for httpx's, which knows proxies."""
+        return transport(self._parsed) if is_direct(self._parsed) else None
 
     def _exchange(self, call: Call, *, once: bool = False) -> Exchange:
         timeout = self._timeout if call.timeout is DEFAULT else _seconds(call.timeout)
@@ -66,8 +73,10 @@ class Client(_Settings[httpx.Client]):
 
     `api_key` is sent as a bearer key. `timeout` is in seconds for a whole call, retries included, and is told to the
     server; None is no end. `retries` is how often a call is sent again when there was no connection, or the server was
-    full (429) or not ready (503): after its `Retry-After`, else after a delay that doubles. `transport` replaces
-    httpx's own.
+    full (429) or not ready (503): after its `Retry-After`, else after a delay that doubles.
+
+    `transport` replaces the client's own, which is used where the environment names no proxy. Another than the client's
+    own holds the timeout over each of its waits: a server that falls silent within its answer may overrun it.
 
     Every method raises the errors of `flashpoint.errors`.
     """
@@ -82,7 +91,7 @@ class Client(_Settings[httpx.Client]):
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         super().__init__(url, api_key, timeout, retries)
-        self._http = httpx.Client(transport=transport, **self._http_settings())
+        self._http = httpx.Client(transport=transport or self._direct(Transport), **self._http_settings())
 
     def attention(self, q: Array, k: Array, v: Array, **keywords: Unpack[Forward]) -> Any:
         """softmax(scale·q·kᵀ + …)·v: `o`, or (o, lse) with `return_lse`; (that, Meta) with `with_meta`.
@@ -137,9 +146,13 @@ class Client(_Settings[httpx.Client]):
                 response = self._http.send(exchange.request(self._http), stream=True)
                 try:
                     exchange.begin(response)
-                    assert isinstance(response.stream, httpx.SyncByteStream)
-                    for chunk in response.stream:
-                        exchange.feed(chunk)
+                    if read_into := response.extensions.get("read_into"):  # our own transport
+                        while count := read_into(exchange.space()):
+                            exchange.filled(count)
+                    else:
+                        assert isinstance(response.stream, httpx.SyncByteStream)
+                        for chunk in response.stream:
+                            exchange.feed(chunk)
                 finally:
                     response.close()
                 return exchange.answer()
@@ -161,6 +174,8 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(url, api_key, timeout, retries)
+        if transport is None and ASYNC:
+            transport = self._direct(AsyncTransport)
         self._http = httpx.AsyncClient(transport=transport, **self._http_settings())
 
     async def attention(self, q: Array, k: Array, v: Array, **keywords: Unpack[Forward]) -> Any:
@@ -207,9 +222,13 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
                 response = await self._http.send(exchange.request(self._http), stream=True)
                 try:
                     exchange.begin(response)
-                    assert isinstance(response.stream, httpx.AsyncByteStream)
-                    async for chunk in response.stream:
-                        exchange.feed(chunk)
+                    if read_into := response.extensions.get("read_into"):
+                        while count := await read_into(exchange.space()):
+                            exchange.filled(count)
+                    else:
+                        assert isinstance(response.stream, httpx.AsyncByteStream)
+                        async for chunk in response.stream:
+                            exchange.feed(chunk)
                 finally:
                     await response.aclose()
                 return exchange.answer()

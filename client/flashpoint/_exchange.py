@@ -2,7 +2,7 @@
 
 `Client` and `AsyncClient` drive an `Exchange` and do nothing but send, read and sleep:
 
-    request → feed … feed → answer      or      failed → how long to sleep → request …
+    request → begin → (space → filled) … → answer      or      failed → how long to sleep → request …
 """
 
 from __future__ import annotations
@@ -95,12 +95,13 @@ class Exchange:
         if left is not None:
             headers["X-Timeout-Ms"] = str(max(1, int(left * 1000)))
         request = http.build_request(self.call.method, self.call.path, headers=headers, timeout=left)
+        request.extensions["deadline"] = self._deadline
         request.stream = Body(self)
         self._timeouts = request.extensions["timeout"]
         return request
 
     def begin(self, response: httpx.Response) -> None:
-        """The answer's status and headers are here; `feed` follows."""
+        """The answer's status and headers are here; its bytes follow."""
         self.tick()
         self._status, self._headers = response.status_code, response.headers
         length = response.headers.get("content-length", "")
@@ -112,9 +113,24 @@ class Exchange:
         else:
             self._reader = _Document()
 
+    def space(self) -> memoryview:
+        """Where the answer's next bytes belong; never empty."""
+        return self._reader.space()
+
+    def filled(self, count: int) -> None:
+        """`count` bytes are in `space()`."""
+        self._reader.filled(count)
+
     def feed(self, chunk: bytes) -> None:
+        """The answer's next bytes, where they did not come into `space()`."""
         self.tick()
-        self._reader.feed(chunk)
+        rest = memoryview(chunk)
+        while rest:
+            space = self.space()
+            count = min(len(space), len(rest))
+            space[:count] = rest[:count]
+            self.filled(count)
+            rest = rest[count:]
 
     def answer(self) -> Any:
         """The call's result, all of the answer having been fed. Raises the error that the answer is."""
@@ -177,9 +193,13 @@ class _Document:
 
     def __init__(self) -> None:
         self._text = bytearray()
+        self._space = memoryview(bytearray(16 * 1024))
 
-    def feed(self, chunk: bytes) -> None:
-        self._text += chunk[: DOCUMENT_LIMIT - len(self._text)]
+    def space(self) -> memoryview:
+        return self._space
+
+    def filled(self, count: int) -> None:
+        self._text += self._space[: min(count, DOCUMENT_LIMIT - len(self._text))]
 
     def finish(self) -> dict[str, Any]:
         """The object; empty when it is none that can be read."""
@@ -191,40 +211,46 @@ class _Document:
 
 
 class _Message:
-    """Reads a message: the head aside, then the tensors into the one buffer that they stay in."""
+    """Reads a message: its length, its head, then the tensors into the one buffer that they stay in."""
 
     def __init__(self, length: int | None) -> None:
         self._length = length
-        self._start = bytearray()
+        self._start = bytearray(8)
+        self._full = False
         self._head: wire.Head | None = None
         self._buffer: NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._filled = 0
+        self._space = memoryview(self._start)
 
-    def feed(self, chunk: bytes) -> None:
-        if self._head is None:
-            self._start += chunk
-            chunk = self._begin()
-        end = self._filled + len(chunk)
-        if end > self._buffer.nbytes:
+    def space(self) -> memoryview:
+        return self._space
+
+    def filled(self, count: int) -> None:
+        if self._full:
             raise ProtocolError("the answer is longer than its head says")
-        self._buffer[self._filled : end] = np.frombuffer(chunk, np.uint8)
-        self._filled = end
+        self._space = self._space[count:]
+        if not self._space:
+            self._space = self._next()
 
-    def _begin(self) -> bytes:
-        """What of `_start` lies behind the head, once that is here."""
+    def _next(self) -> memoryview:
+        """What follows what has just been filled; behind the tensors, room in which to notice that there is more."""
+        if self._head is not None:
+            self._full = True
+            return memoryview(bytearray(1))
         try:
-            if len(self._start) < 8 or len(self._start) < (size := wire.head_size(bytes(self._start[:8]))):
-                return b""
-            self._head = wire.parse_head(bytes(self._start[:size]))
+            size = wire.head_size(bytes(self._start[:8]))
+            if len(self._start) < size:
+                self._start = self._start.ljust(size, b"\0")
+                return memoryview(self._start)[8:]
+            self._head = wire.parse_head(bytes(self._start))
         except wire.WireError as error:
             raise ProtocolError(f"the answer is no message: {error}") from error
         total = self._head.size + self._head.data_size
         if self._length not in (None, total):  # before memory is taken on the head's word
             raise ProtocolError(f"the answer has {self._length} bytes where its head says {total}")
         self._buffer = np.empty(self._head.data_size, np.uint8)
-        return bytes(self._start[size:])
+        return self._buffer.data if self._head.data_size else self._next()
 
     def finish(self) -> tuple[wire.Head, NDArray[np.uint8]]:
-        if self._head is None or self._filled < self._buffer.nbytes:
+        if self._head is None or not self._full:
             raise ProtocolError("the answer ended before all of it had come")
         return self._head, self._buffer

@@ -40,9 +40,12 @@ class FieldError(ValueError):
     """The message is JSON, but its field `field` is not what it must be; `message` says how."""
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
+        super().__init__(field, message)  # both, so that it survives pickling
         self.field = field
         self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
 
 
 def decode(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:

@@ -84,7 +84,7 @@ class Engine:
 
     def close(self) -> None:
         self.state = State.STOPPED
-        self._lose("draining", "the server stopped before it came to this request")
+        self._lose("draining", "the server stopped before this request was done")
 
     async def submit(self, job: Job) -> Answer:
         """The answer, its tensors in the job's staging memory. Raises Refusal; cancelled, the job is dropped."""
@@ -102,6 +102,7 @@ class Engine:
         self._send(
             Submit(
                 id=number,
+                request_id=job.id,
                 direction=job.spec.direction,
                 options=asdict(job.spec.options),
                 backend=job.backend,

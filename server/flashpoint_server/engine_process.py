@@ -132,12 +132,13 @@ class Engine:
         try:
             if entry.cancelled or (submit.deadline is not None and time.monotonic() >= submit.deadline):
                 raise out_of_time()
+            log.debug("begin", request_id=submit.request_id, backend=submit.backend)
             metadata = self._device.run(submit, entry.peer.segments[submit.segment])
             reply = Done(submit.id, metadata, began, time.perf_counter(), 1)
         except Refusal as refusal:
             reply = Failed(submit.id, refusal.code, refusal.detail, list(refusal.errors))
         except Exception as error:
-            log.exception("failed", job=submit.id, error=type(error).__name__)
+            log.exception("failed", request_id=submit.request_id, error=type(error).__name__)
             reply = Failed(submit.id, "internal_error", "an error of the server, logged by its engine", [])
         _answer(entry.peer, reply)
 

@@ -44,6 +44,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """To the engine: compute. `deadline` is in `time.monotonic` seconds, which all processes of a machine share."""
 
     id: int
+    request_id: str
     direction: Direction
     options: dict[str, Any]
     backend: str

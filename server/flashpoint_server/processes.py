@@ -24,7 +24,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between two starts; one that r
 # A thread of OpenMP that waits for the others by spinning keeps the core that they, or the HTTP process, wait for: on 2
 # cores with another busy process an op of 1 ms was seen to take 24 ms, and 0.9 ms with waiting threads asleep.
 ENGINE_VARIABLES = {"OMP_WAIT_POLICY": "passive"}
-ENGINE_PATIENCE = 10.0  # seconds that an engine may take to finish its job after SIGTERM
+ENGINE_PATIENCE = 1.0  # seconds that an engine may take to end; when it is stopped, nobody waits for its answers
 STEADY = 30.0  # seconds after which a start counts as a success
 
 

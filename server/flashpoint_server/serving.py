@@ -58,6 +58,7 @@ class _Server(uvicorn.Server):
     async def _drain(self) -> None:
         if not await self._service.drain():
             log.warning("abandoned", requests=self._service.admission.requests)
+            self._service.engine.close()
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -66,9 +67,8 @@ class _Server(uvicorn.Server):
 
 def run(settings: Settings, argv: Sequence[str]) -> int:
     """Serve until a signal; the exit code, 1 where an engine cannot work. `argv` are the flags `settings` came from."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        listener = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+        listener = listen(settings)
     except OSError as error:
         log.error("cannot listen", host=settings.host, port=settings.port, error=str(error))
         return 1
@@ -76,6 +76,12 @@ def run(settings: Settings, argv: Sequence[str]) -> int:
         if settings.workers == 1:
             return serve_on(listener, create_app(settings))
         return supervisor.run(settings, argv, listener)
+
+
+def listen(settings: Settings) -> socket.socket:
+    """The socket on `host` and `port`. Raises OSError."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
 
 
 def serve_on(listener: socket.socket, app: FastAPI) -> int:

@@ -36,6 +36,7 @@ class Info(BaseModel):
     device: Device | None
     backends: list[str] = Field(description="in the order in which `auto` prefers them")
     options: dict[str, list[str]] = Field(description="what each backend can do, of the words in `features`")
+    load: dict[str, int] = Field(description="requests that are admitted now, and the bytes of their tensors")
     limits: dict[str, int] = Field(description="bytes, counts and milliseconds, as the names say")
 
 
@@ -65,6 +66,7 @@ def router(service: Service) -> APIRouter:
             device=Device(name=device.name, title=device.title, memory=device.memory) if device else None,
             backends=backends,
             options={backend: sorted(SUPPORT[backend]) for backend in backends},
+            load={"requests": service.admission.requests, "bytes": service.admission.bytes},
             limits={
                 "body_bytes": settings.body_limit,
                 "json_bytes": settings.json_limit,

@@ -1,0 +1,200 @@
+"""httpx transports that carry tensors at a socket's speed, for `Client` and for `AsyncClient`.
+
+A request's `deadline` extension (of `time.monotonic`, or None) holds for all of its waits. A response's `read_into`
+extension fills a buffer with the body, `(memoryview) -> int`, fewer bytes only at the body's end; its `stream` can only
+be closed. No proxies: those are left to httpx.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+import ssl
+import sys
+import time
+import urllib.request
+
+import httpx
+
+from flashpoint._connection import Connection
+from flashpoint._drive import readable, run, run_async
+from flashpoint._http1 import Reply
+
+IDLE_CONNECTIONS = 64  # of one client
+IDLE_SECONDS = 4.0  # servers close idle connections after 5 s (uvicorn) or more: a request must not meet that
+_PORTS = {"http": 80, "https": 443}
+ASYNC = sys.platform != "win32"  # whether asyncio's own loop has `add_reader`
+
+
+def is_direct(url: httpx.URL) -> bool:
+    """Whether `url` is HTTP, and the environment names no proxy for it."""
+    proxies = urllib.request.getproxies()
+    proxied = proxies.get(url.scheme) or proxies.get("all")
+    return url.scheme in _PORTS and (not proxied or bool(urllib.request.proxy_bypass(url.host)))
+
+
+class _Origin:
+    """Where the connections of one client go, and those that are idle, the latest used first. Thread-safe."""
+
+    def __init__(self, url: httpx.URL) -> None:
+        self.host = url.raw_host.decode("ascii")
+        self.port = url.port or _PORTS[url.scheme]
+        self._secure = url.scheme == "https"
+        self._idle: list[tuple[Connection, float]] = []
+        self._closed = False
+
+    @functools.cached_property
+    def tls(self) -> ssl.SSLContext | None:
+        return httpx.create_ssl_context() if self._secure else None
+
+    def take(self) -> Connection | None:
+        """An idle connection that is still open."""
+        while self._idle:
+            try:
+                connection, since = self._idle.pop()
+            except IndexError:  # another thread has taken it
+                break
+            if time.monotonic() - since < IDLE_SECONDS and not readable(connection.idle):
+                return connection
+            connection.close()
+        return None
+
+    def give(self, connection: Connection, reply: Reply) -> None:
+        """Keep a connection for the next exchange, or close it."""
+        if len(self._idle) < IDLE_CONNECTIONS and connection.reusable(reply):
+            self._idle.append((connection, time.monotonic()))
+        else:
+            connection.close()
+        if self._closed:
+            self.close()
+
+    def close(self) -> None:
+        self._closed = True
+        while self._idle:
+            with contextlib.suppress(IndexError):
+                self._idle.pop()[0].close()
+
+
+class _Body(httpx.SyncByteStream):
+    """The body of an answer, and its connection, which goes back when the body is closed."""
+
+    def __init__(self, origin: _Origin, connection: Connection, reply: Reply, deadline: float | None) -> None:
+        self._origin = origin
+        self._connection = connection
+        self._reply = reply
+        self._deadline = deadline
+
+    def read_into(self, view: memoryview) -> int:
+        return run(self._connection.read_into(self._reply, view), self._deadline, httpx.ReadTimeout)
+
+    def close(self) -> None:
+        self._origin.give(self._connection, self._reply)
+
+
+class Transport(httpx.BaseTransport):
+    """Blocks the calling thread. Thread-safe: each exchange has a connection of its own, kept and reused."""
+
+    def __init__(self, url: httpx.URL) -> None:
+        self._origin = _Origin(url)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        deadline = request.extensions["deadline"]
+        connection = self._origin.take() or self._connect(deadline)
+        try:
+            reply = run(connection.exchange(request), deadline, httpx.ReadTimeout)
+        except BaseException:
+            connection.close()
+            raise
+        body = _Body(self._origin, connection, reply, deadline)
+        return httpx.Response(
+            reply.status, headers=reply.headers, stream=body, extensions={"read_into": body.read_into}
+        )
+
+    def _connect(self, deadline: float | None) -> Connection:
+        to = self._origin
+        failure: Exception = httpx.ConnectError("the host has no address")
+        try:
+            addresses = socket.getaddrinfo(to.host, to.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise httpx.ConnectError(str(error)) from error
+        for family, kind, protocol, _, address in addresses:
+            connection = Connection(family, kind, protocol)
+            try:
+                run(connection.open(address, to.tls, to.host), deadline, httpx.ConnectTimeout)
+                return connection
+            except httpx.ConnectError as error:
+                connection.close()
+                failure = error
+            except BaseException:
+                connection.close()
+                raise
+        raise failure
+
+    def close(self) -> None:
+        self._origin.close()
+
+
+class _AsyncBody(httpx.AsyncByteStream):
+    """`_Body` in asyncio."""
+
+    def __init__(self, origin: _Origin, connection: Connection, reply: Reply, deadline: float | None) -> None:
+        self._origin = origin
+        self._connection = connection
+        self._reply = reply
+        self._deadline = deadline
+
+    async def read_into(self, view: memoryview) -> int:
+        return await run_async(self._connection.read_into(self._reply, view), self._deadline, httpx.ReadTimeout)
+
+    async def aclose(self) -> None:
+        self._origin.give(self._connection, self._reply)
+
+
+class AsyncTransport(httpx.AsyncBaseTransport):
+    """`Transport` in asyncio, in loops that have `add_reader`. An exchange that is cancelled closes its connection."""
+
+    def __init__(self, url: httpx.URL) -> None:
+        self._origin = _Origin(url)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        deadline = request.extensions["deadline"]
+        connection = self._origin.take() or await self._connect(deadline)
+        try:
+            reply = await run_async(connection.exchange(request), deadline, httpx.ReadTimeout)
+        except BaseException:
+            connection.close()
+            raise
+        body = _AsyncBody(self._origin, connection, reply, deadline)
+        return httpx.Response(
+            reply.status, headers=reply.headers, stream=body, extensions={"read_into": body.read_into}
+        )
+
+    async def _connect(self, deadline: float | None) -> Connection:
+        to = self._origin
+        failure: Exception = httpx.ConnectError("the host has no address")
+        left = None if deadline is None else deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(left):
+                looked_up = asyncio.get_running_loop().getaddrinfo(to.host, to.port, type=socket.SOCK_STREAM)
+                addresses = await looked_up
+        except TimeoutError as error:
+            raise httpx.ConnectTimeout("the deadline passed") from error
+        except OSError as error:
+            raise httpx.ConnectError(str(error)) from error
+        for family, kind, protocol, _, address in addresses:
+            connection = Connection(family, kind, protocol)
+            try:
+                await run_async(connection.open(address, to.tls, to.host), deadline, httpx.ConnectTimeout)
+                return connection
+            except httpx.ConnectError as error:
+                connection.close()
+                failure = error
+            except BaseException:
+                connection.close()
+                raise
+        raise failure
+
+    async def aclose(self) -> None:
+        self._origin.close()

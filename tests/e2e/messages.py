@@ -1,0 +1,79 @@
+"""Messages as a stranger would write them: http.client, and the safetensors package's own reader and writer."""
+
+import contextlib
+import http.client
+import json
+from dataclasses import dataclass
+
+import safetensors.torch
+import torch
+
+SAFETENSORS = "application/vnd.safetensors"
+JSON = "application/json"
+PROBLEM = "application/problem+json"
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: dict
+    body: bytes
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+    @property
+    def tensors(self):
+        assert self.status == 200, self.body
+        assert self.headers["content-type"] == SAFETENSORS
+        return safetensors.torch.load(self.body)
+
+    @property
+    def metadata(self):
+        size = int.from_bytes(self.body[:8], "little")
+        return json.loads(self.body[8 : 8 + size])["__metadata__"]
+
+
+def message(tensors, **options):
+    """A safetensors message."""
+    metadata = {name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()}
+    return safetensors.torch.save({n: t.contiguous().clone() for n, t in tensors.items()}, metadata or None)
+
+
+def message_head(entries, metadata=None):
+    """A head with any entries, right or wrong."""
+    text = json.dumps({**({"__metadata__": metadata} if metadata else {}), **entries}).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def post(server, path, body, media=SAFETENSORS, **headers):
+    """POST on a connection of its own; `x_timeout_ms=5` is the header X-Timeout-Ms."""
+    named = {name.replace("_", "-"): str(value) for name, value in headers.items()}
+    if media is not None:
+        named["Content-Type"] = media
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        connection.request("POST", path, body, named, encode_chunked=not isinstance(body, bytes))
+        return reply(connection.getresponse())
+
+
+def reply(response):
+    return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def problem(answer, status, code):
+    """Check the problem document of `answer`, and return it."""
+    assert (answer.status, answer.json.get("code")) == (status, code), answer
+    assert answer.headers["content-type"] == PROBLEM
+    document = answer.json
+    assert document["status"] == status
+    assert document["type"] == "about:blank"
+    assert document["request_id"] == answer.headers["x-request-id"]
+    assert document["title"]
+    assert document["detail"]
+    return document

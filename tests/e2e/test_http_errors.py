@@ -1,0 +1,370 @@
+"""Every row of the contract's error table over a real socket, and malformed bodies that leave the server serving."""
+
+import contextlib
+import http.client
+import itertools
+import json
+import socket
+import struct
+import subprocess
+import urllib.error
+import urllib.request
+
+import httpx
+import pytest
+import torch
+from messages import JSON, PROBLEM, SAFETENSORS, Reply, message, message_head, normal, post, problem, reply
+
+MIB = 1 << 20
+SMALL = {name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")}
+GOOD = message(SMALL)
+HEADS = {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [24 * i, 24 * i + 24]} for i, name in enumerate("qkv")}
+DATA = bytes(72)
+
+
+@pytest.fixture(scope="module")
+def strict(start_server):
+    """A server with keys and small limits."""
+    return start_server(
+        api_keys="all,looker:info", body_limit=MIB, json_limit=65536, sequence_limit=8, body_timeout=0.4, body_rate=1000
+    )
+
+
+def head(**changes):
+    return message_head({**HEADS, **changes})
+
+
+MALFORMED = {
+    "empty": b"",
+    "7 bytes": b"1234567",
+    "truncated head": GOOD[:40],
+    "truncated data": GOOD[:-1],
+    "bytes behind the end": GOOD + b"x",
+    "overlapping offsets": head(k={"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}) + DATA,
+    "a hole": head(v={"dtype": "F32", "shape": [2, 3], "data_offsets": [52, 76]}) + DATA + bytes(4),
+    "offsets beyond the data": head(v={"dtype": "F32", "shape": [2, 3], "data_offsets": [48, 1 << 62]}) + DATA,
+    "header length of 2^63": struct.pack("<Q", 1 << 63) + DATA,
+    "header length of 2^64-1": b"\xff" * 8 + DATA,
+    "dtype lies about the size": head(q={"dtype": "F16", "shape": [2, 3], "data_offsets": [0, 24]}) + DATA,
+    "unknown dtype": head(q={"dtype": "F31", "shape": [2, 3], "data_offsets": [0, 24]}) + DATA,
+    "negative shape": head(q={"dtype": "F32", "shape": [-2, -3], "data_offsets": [0, 24]}) + DATA,
+    "product overflow": head(q={"dtype": "F32", "shape": [1 << 33, 1 << 33, 0], "data_offsets": [0, 0]}) + DATA,
+    "shape of floats": head(q={"dtype": "F32", "shape": [2.0, 3], "data_offsets": [0, 24]}) + DATA,
+    "head is a list": struct.pack("<Q", 2) + b"[]",
+    "head is not UTF-8": struct.pack("<Q", 4) + b'{"\xff"',
+    "metadata of numbers": message_head(HEADS, {"causal": 1}) + DATA,
+    "deep head": struct.pack("<Q", 200_000) + b'{"q":' + b"[" * 199_995,
+}
+MALFORMED_JSON = {
+    "empty": b"",
+    "not JSON": b"{",
+    "a list": b"[1]",
+    "NaN literal": b'{"q": [[NaN]], "k": [[1]], "v": [[1]]}',
+    "a key twice": b'{"q": [[1]], "q": [[1]], "k": [[1]], "v": [[1]]}',
+    "deep": b'{"q": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    "not UTF-8": b'{"q": "\xff"}',
+}
+
+
+@pytest.mark.parametrize("path", ["/attention", "/attention/grad"])
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_body_is_400_and_the_server_goes_on(server, path, name):
+    problem(post(server, path, MALFORMED[name]), 400, "malformed_body")
+    assert post(server, "/attention", GOOD).status == 200
+
+
+@pytest.mark.parametrize("name", MALFORMED_JSON)
+def test_malformed_json_is_400_and_the_server_goes_on(server, name):
+    problem(post(server, "/attention", MALFORMED_JSON[name], JSON), 400, "malformed_body")
+    assert post(server, "/attention", GOOD).status == 200
+
+
+@pytest.mark.parametrize("change", [-1, 1], ids=["too short", "too long"])
+def test_a_chunked_body_of_another_size_than_its_head_says_is_400(server, change):
+    body = GOOD[:change] if change < 0 else GOOD + b"x"
+    problem(post(server, "/attention", iter([body[:10], body[10:100], body[100:]])), 400, "malformed_body")
+
+
+F64 = {name: t.double() for name, t in SMALL.items()}
+INVALID = {
+    "k missing": (message({n: SMALL[n] for n in "qv"}), {"k"}),
+    "misspelt option": (message(SMALL, casual=True), {"casual"}),
+    "misspelt tensor": (message({**SMALL, "mask": SMALL["q"]}), {"mask"}),
+    "option of another type": (message(SMALL, causal=1), {"causal"}),
+    "word that is no JSON": (message(SMALL, causal="yes"), {"causal"}),
+    "window of three": (message(SMALL, window=[1, 2, 3]), {"window"}),
+    "infinite scale": (message(SMALL, scale="1e999"), {"scale"}),
+    "dropout of 1": (message(SMALL, dropout_p=1), {"dropout_p"}),
+    "integer q": (message({n: torch.ones(2, 3, dtype=torch.int32) for n in "qkv"}), {"q"}),
+    "dtypes differ": (message({**SMALL, "v": SMALL["v"].half()}), {"v"}),
+    "a dtype that is not served": (message({**SMALL, "attn_mask": torch.ones(2, 2, dtype=torch.uint8)}), {"attn_mask"}),
+    "head dimensions differ": (message({**SMALL, "k": normal(2, 4)}), {"k"}),
+    "ranks differ": (message({**SMALL, "k": normal(1, 2, 3)}), {"k"}),
+    "mask does not broadcast": (message({**SMALL, "attn_mask": normal(3, 2)}), {"attn_mask"}),
+    "no such backend": (message(SMALL, backend="magic"), {"backend"}),
+    "triton without a GPU": (message(SMALL, backend="triton"), {"backend"}),
+    "what torch cannot do": (message(SMALL, backend="torch", softcap=1.0), {"softcap"}),
+    "float64 on tiled": (message(F64, backend="tiled"), {"q"}),
+    "head dimension of 300": (message({n: normal(2, 300) for n in "qkv"}, backend="tiled"), {"q"}),
+    "lengths beyond the tensor": (message({**SMALL, "kv_lengths": torch.tensor([3])}), {"kv_lengths"}),
+    "negative lengths": (message({**SMALL, "q_lengths": torch.tensor([-1])}), {"q_lengths"}),
+    "several at once": (message(SMALL, causal=1, layout="sbhd"), {"causal", "layout"}),
+    "cu_seqlens that fall": (
+        message(
+            {n: normal(4, 1, 8) for n in "qkv"}
+            | {"cu_seqlens_q": torch.tensor([0, 3, 2, 4]), "cu_seqlens_k": torch.tensor([0, 1, 2, 4])},
+            layout="thd",
+        ),
+        {"cu_seqlens_q"},
+    ),
+}
+INVALID_JSON = {
+    "ragged": ({"q": [[1, 2], [3]]}, "q"),
+    "words": ({"q": [["one", 2]]}, "q"),
+    "too large for its dtype": ({"q": [[1e39, 2]]}, "q"),
+    "dtype": ({"dtype": "float8"}, "dtype"),
+    "flat data of another size": ({"q": {"shape": [2, 2], "data": [1]}}, "q"),
+    "unknown": ({"mask": [1]}, "mask"),
+}
+INVALID_HEADERS = {"x_timeout_ms": ["0", "-1", "1.5", "soon", "9" * 30], "x_priority": ["10", "-1", "high", ""]}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_what_is_not_valid_is_422_and_names_each_field(server, name):
+    body, fields = INVALID[name]
+    document = problem(post(server, "/attention", body), 422, "invalid_request")
+    assert {error["loc"][0] for error in document["errors"]} == fields
+    assert all(error["msg"] for error in document["errors"])
+
+
+@pytest.mark.parametrize("name", INVALID_JSON)
+def test_invalid_json_fields_are_422(server, name):
+    changes, field = INVALID_JSON[name]
+    good = {"q": [[1, 2]], "k": [[1, 2]], "v": [[1, 2]]}
+    document = problem(
+        post(server, "/attention", json.dumps({**good, **changes}).encode(), JSON), 422, "invalid_request"
+    )
+    assert [error["loc"] for error in document["errors"]] == [[field]]
+
+
+@pytest.mark.parametrize(("header", "value"), [(h, v) for h, values in INVALID_HEADERS.items() for v in values])
+def test_invalid_headers_are_422(server, header, value):
+    document = problem(post(server, "/attention", GOOD, **{header: value}), 422, "invalid_request")
+    assert document["errors"][0]["loc"][0].lower() == header.replace("_", "-")
+
+
+def test_invalid_gradient_requests_are_422(server):
+    grad = {**SMALL, "do": SMALL["q"]}
+    for body, field in [
+        (message(SMALL), "do"),
+        (message(grad, dropout_p=0.5), "dropout_seed"),
+        (message({**grad, "o": SMALL["q"]}), "lse"),
+        (message(grad, grads=["dsinks"]), "grads"),
+        (message({**grad, "attn_mask": torch.ones(2, 2, dtype=torch.bool)}, grads=["dattn_mask"]), "grads"),
+    ]:
+        document = problem(post(server, "/attention/grad", body), 422, "invalid_request")
+        assert [error["loc"] for error in document["errors"]] == [[field]]
+
+
+@pytest.mark.parametrize("name", ["Authorization", None])
+def test_without_a_known_key_401(strict, name):
+    for value in ["Bearer wrong", "Bearer ", "Basic all", "all"] if name else [""]:
+        answer = post(strict, "/attention", GOOD, **({name: value} if name else {}))
+        problem(answer, 401, "unauthorized")
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_a_key_without_the_right_403(strict):
+    problem(post(strict, "/attention", GOOD, authorization="Bearer looker"), 403, "forbidden")
+    assert post(strict, "/attention", GOOD, authorization="Bearer all").status == 200
+    for key, status in (("looker", 200), ("all", 200), ("no", 401)):
+        assert httpx.get(f"{strict.url}/info", headers={"Authorization": f"Bearer {key}"}).status_code == status
+    assert httpx.get(f"{strict.url}/health/live").status_code == 200
+    assert httpx.get(f"{strict.url}/health/ready").status_code == 200
+
+
+def test_unknown_addresses_404_and_methods_405(server):
+    for path in ("/nothing", "/attention/", "/attention/grad/x"):
+        problem(post(server, path, GOOD), 404, "not_found")
+    answer = httpx.get(f"{server.url}/attention")
+    problem(Reply(answer.status_code, answer.headers, answer.content), 405, "method_not_allowed")
+    assert answer.headers["allow"] == "POST"
+    problem(post(server, "/health/live", b""), 405, "method_not_allowed")
+
+
+@pytest.mark.parametrize("accept", ["text/html", "application/json;q=0", "image/*, text/plain;q=0.5", "*/*;q=0"])
+def test_an_answer_that_cannot_be_given_406(server, accept):
+    problem(post(server, "/attention", GOOD, accept=accept), 406, "not_acceptable")
+
+
+@pytest.mark.parametrize("media", ["text/plain", "application/x-npy", "multipart/form-data; boundary=x", None])
+def test_a_body_of_another_type_415(server, media):
+    problem(post(server, "/attention", GOOD, media), 415, "unsupported_media_type")
+    problem(post(server, "/attention", GOOD, content_encoding="gzip"), 415, "unsupported_media_type")
+
+
+KEY = {"authorization": "Bearer all"}
+
+
+def test_a_body_over_the_limit_413_by_its_length(strict):
+    problem(post(strict, "/attention", bytes(MIB + 1), **KEY), 413, "body_too_large")
+    problem(post(strict, "/attention", b" " * 65537, JSON, **KEY), 413, "body_too_large")
+    fits = {name: normal(1, 1, 400, 128) for name in "qkv"}
+    assert post(strict, "/attention", message(fits), **KEY).status == 200
+
+
+def test_a_body_over_the_limit_413_while_it_streams(strict):
+    endless = itertools.repeat(b" " * 4096, 1024)  # 4 MiB, of which the server must read no more than its limit
+    problem(post(strict, "/attention", endless, JSON, **KEY), 413, "body_too_large")
+    assert strict.lines[-1]["bytes_in"] < 5 * MIB
+    promised = message_head({"q": {"dtype": "U8", "shape": [2 * MIB], "data_offsets": [0, 2 * MIB]}})
+    problem(post(strict, "/attention", iter([promised]), **KEY), 413, "body_too_large")
+
+
+def test_work_that_can_never_fit_413(strict, server):
+    many = {name: torch.empty(9, 1, 0, 8) for name in "qkv"}
+    problem(post(strict, "/attention", message(many), **KEY), 413, "work_too_large")
+    # 40 MB of q and v whose answer would have 10^12 elements, all zero for there is no key
+    wide = {"q": torch.zeros(1, 1, 10**6, 1), "k": torch.zeros(1, 1, 0, 1), "v": torch.zeros(1, 1, 0, 10**6)}
+    problem(post(server, "/attention", message(wide, backend="reference")), 413, "work_too_large")
+    scores = {
+        "q": torch.zeros(1, 400, 10_000, 1),
+        "k": torch.zeros(1, 400, 10_000, 1),
+        "v": torch.zeros(1, 400, 10_000, 1),
+    }
+    problem(post(server, "/attention", message(scores, backend="reference")), 413, "work_too_large")
+    as_json = post(strict, "/attention", message({n: normal(1, 1, 200, 128) for n in "qkv"}), accept=JSON, **KEY)
+    problem(as_json, 413, "work_too_large")
+
+
+def raw_connection(server):
+    return contextlib.closing(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+
+
+def test_a_body_that_comes_too_slowly_408(strict):
+    start = f"POST /attention HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer all\r\nContent-Type: {SAFETENSORS}\r\n"
+    for sent in (b"", GOOD[:5], GOOD[:-1]):
+        with raw_connection(strict) as connection:
+            connection.sendall(start.encode() + f"Content-Length: {len(GOOD)}\r\n\r\n".encode() + sent)
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            problem(reply(response), 408, "body_timeout")
+
+
+def test_a_trickle_is_too_slow_even_without_a_pause(strict):
+    """A byte now and then must not hold a connection: the rate is what counts."""
+    with raw_connection(strict) as connection:
+        length = 60_000
+        connection.sendall(
+            f"POST /attention HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer all\r\nContent-Type: {JSON}\r\n"
+            f"Content-Length: {length}\r\n\r\n".encode()
+        )
+        connection.settimeout(0.1)  # a byte at each, well within `body_timeout`
+        for _ in range(50):
+            connection.sendall(b" ")
+            with contextlib.suppress(TimeoutError):
+                connection.recv(1, socket.MSG_PEEK)
+                break
+        else:
+            pytest.fail("the trickle was let go on for 5 s")
+        connection.settimeout(30)
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        problem(reply(response), 408, "body_timeout")
+
+
+def test_a_client_that_vanishes_in_its_body_leaves_the_server_serving(server):
+    with raw_connection(server) as connection:
+        connection.sendall(
+            f"POST /attention HTTP/1.1\r\nHost: x\r\nX-Request-Id: vanished\r\nContent-Type: {SAFETENSORS}\r\n"
+            f"Content-Length: {len(GOOD)}\r\n\r\n".encode()
+            + GOOD[:-8]
+        )
+    line = server.wait_for_line(lambda line: line.get("request_id") == "vanished")
+    assert (line["status"], line["code"]) == (None, "client_gone")
+    assert post(server, "/attention", GOOD).status == 200
+
+
+def by_http_client(url, body, headers):
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+    with contextlib.closing(connection):
+        connection.request("POST", "/attention", body, {**headers, "Connection": "close"})
+        return reply(connection.getresponse())
+
+
+def by_urllib(url, body, headers):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(urllib.request.Request(f"{url}/attention", body, headers), timeout=30)
+    with caught.value as error:
+        return Reply(error.code, {k.lower(): v for k, v in error.headers.items()}, error.read())
+
+
+def by_httpx(url, body, headers):
+    answer = httpx.post(f"{url}/attention", content=body, headers=headers, timeout=30)
+    return Reply(answer.status_code, dict(answer.headers), answer.content)
+
+
+def by_curl(url, body, headers):
+    flags = [flag for name, value in headers.items() for flag in ("-H", f"{name}: {value}")]
+    command = ["curl", "-sS", "-i", "--data-binary", "@-", *flags, f"{url}/attention"]
+    out = subprocess.run(command, input=body, capture_output=True, timeout=30, check=True).stdout
+    while out.startswith(b"HTTP/1.1 100"):
+        out = out.partition(b"\r\n\r\n")[2]
+    top, _, text = out.partition(b"\r\n\r\n")
+    status, *fields = top.decode().split("\r\n")
+    return Reply(int(status.split()[1]), {k.lower(): v.strip() for k, _, v in (f.partition(":") for f in fields)}, text)
+
+
+@pytest.mark.parametrize("client", [by_http_client, by_urllib, by_httpx, by_curl])
+@pytest.mark.parametrize(
+    ("body", "key", "status", "code"),
+    [
+        (bytes(48 * MIB), "all", 413, "body_too_large"),
+        (bytes(48 * MIB), "none", 401, "unauthorized"),
+        (message({"q": SMALL["q"], "x": torch.zeros(150_000)}), "all", 422, "invalid_request"),
+    ],
+    ids=["too large", "no key", "invalid head"],
+)
+def test_an_early_refusal_is_read_by_every_client(strict, client, body, key, status, code):
+    headers = {"Content-Type": SAFETENSORS, "Authorization": f"Bearer {key}"}
+    problem(client(strict.url, body, headers), status, code)
+
+
+def test_a_request_id_is_echoed_when_it_is_sane_and_made_when_not(server):
+    assert post(server, "/attention", GOOD, x_request_id="a-b:c.1").headers["x-request-id"] == "a-b:c.1"
+    for strange in ("a b", "x" * 129, '"}{'):
+        made = problem(post(server, "/attention", b"", x_request_id=strange), 400, "malformed_body")["request_id"]
+        assert len(made) == 32
+    answer = httpx.get(f"{server.url}/nothing", headers={"X-Request-Id": "mine"})
+    assert (answer.headers["x-request-id"], answer.json()["request_id"]) == ("mine", "mine")
+    assert answer.headers["content-type"] == PROBLEM
+
+
+@pytest.mark.parametrize(("key", "statuses"), [("none", [401]), ("all", [100, 200])])
+def test_expect_100_continue_is_answered_before_the_body_is_sent(strict, key, statuses):
+    """A refusal by the headers costs the client no body; an invitation is given to those that pass."""
+    with raw_connection(strict) as connection:
+        connection.sendall(
+            f"POST /attention HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Type: {SAFETENSORS}\r\n"
+            f"Content-Length: {len(GOOD)}\r\nExpect: 100-continue\r\n\r\n".encode()
+        )
+        found = []
+        with connection.makefile("rb") as lines:
+            while len(found) < len(statuses):
+                found.append(int(lines.readline().split()[1]))
+                if found[-1] == 100:
+                    assert lines.readline() == b"\r\n"
+                    connection.sendall(GOOD)
+        assert found == statuses
+
+
+def test_the_documentation_is_served(server):
+    assert "/openapi.json" in httpx.get(f"{server.url}/docs").text
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    example = document["paths"]["/attention"]["post"]["requestBody"]["content"][JSON]["example"]
+    answer = post(server, "/attention", json.dumps(example).encode(), JSON)
+    assert answer.status == 200
+    assert answer.json["o"][0] == [1.0, 2.0]  # the first query sees the first key alone
+    example = document["paths"]["/attention/grad"]["post"]["requestBody"]["content"][JSON]["example"]
+    answer = post(server, "/attention/grad", json.dumps(example).encode(), JSON, x_priority=9)
+    assert set(answer.json) == {"dq", "dk", "dv", "dtype", "backend"}

@@ -1,0 +1,106 @@
+"""Batch invariance on the CPU: a sequence's bits are its own, alone or among others, wherever its memory lies."""
+
+import contextlib
+import os
+
+import pytest
+import torch
+
+from flashpoint_kernels import Options
+from flashpoint_kernels.reproducible import FLOPS_PER_THREAD, aligned, thread_count, threads
+from flashpoint_kernels.spec import Row
+from tests.kernels.solving import backward, forward, qkv, spec_of
+
+DIM, HEADS = 40, 3
+
+
+def answers(backend: str, t: dict[str, torch.Tensor], **options: object) -> dict[str, torch.Tensor]:
+    saved = forward(backend, t, **options)
+    return saved | backward(backend, t | saved, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(7, 9), (150, 333), (257, 65)])
+@pytest.mark.parametrize("backend", ["torch", "tiled"])
+def test_bits_are_the_same_alone_and_among_others(
+    backend: str, q_len: int, kv_len: int, causal: bool, dtype: torch.dtype
+) -> None:
+    """Alone; again; first, in the middle and last of a batch; packed between others; at an odd address; after them."""
+    one = qkv(1, HEADS, q_len, kv_len, DIM, dtype=dtype, seed=100)
+    alone = answers(backend, one, causal=causal)
+
+    def same(found: dict[str, torch.Tensor], pick) -> None:  # type: ignore[no-untyped-def]
+        for name, x in alone.items():
+            assert torch.equal(pick(name, found[name]), x[0]), name
+
+    same(answers(backend, one, causal=causal), lambda _, x: x[0])
+    others = qkv(3, HEADS, q_len, kv_len, DIM, dtype=dtype, seed=200)
+    for place in range(3):
+        batch = {name: x.clone() for name, x in others.items()}
+        for name, x in batch.items():
+            x[place] = one[name][0]
+        same(answers(backend, batch, causal=causal), lambda _, x, place=place: x[place])
+    odd = {name: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for name, x in one.items()}
+    same(answers(backend, odd, causal=causal), lambda _, x: x[0])
+    before = qkv(1, HEADS, 5, 11, DIM, dtype=dtype, seed=300)
+    packed = {
+        name: torch.cat([before[name][0], x[0], before[name][0]], 1).transpose(0, 1).contiguous()
+        for name, x in one.items()
+    }
+    packed["cu_seqlens_q"] = torch.tensor([0, 5, 5 + q_len, 10 + q_len])
+    packed["cu_seqlens_k"] = torch.tensor([0, 11, 11 + kv_len, 22 + kv_len])
+
+    def own(name: str, x: torch.Tensor) -> torch.Tensor:
+        start, n = (11, kv_len) if name in ("dk", "dv") else (5, q_len)
+        return x[:, start : start + n] if name == "lse" else x[start : start + n].transpose(0, 1)
+
+    same(answers(backend, packed, causal=causal, layout="thd"), own)
+
+
+def test_bits_do_not_depend_on_the_callers_thread_count() -> None:
+    t = qkv(1, HEADS, 257, 300, DIM)
+    found = []
+    for count in (1, 2, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
+        try:
+            found.append(answers("torch", t) | {f"tiled {n}": x for n, x in answers("tiled", t).items()})
+            assert torch.get_num_threads() == count
+        finally:
+            torch.set_num_threads(before)
+    for name, x in found[0].items():
+        assert all(torch.equal(other[name], x) for other in found[1:]), name
+
+
+def test_the_thread_count_is_a_function_of_the_sequences_own_shape() -> None:
+    def count(batch: int, q_len: int, kv_len: int) -> int:
+        spec = spec_of(
+            {name: x for name, x in qkv(batch, 1, 4096, 4096, 8).items() if name != "do"}, Options(), "forward"
+        )
+        return thread_count(spec, Row(0, 0, 0, q_len, 4096, 0, kv_len, 4096))
+
+    assert count(1, 0, 5) == count(2, 1, 1) == 1
+    assert count(1, 300, 400) == count(3, 300, 400)
+    assert count(1, 4096, 4096) == min(os.cpu_count() or 1, 2 * 4096 * 4096 * 16 // FLOPS_PER_THREAD)
+
+
+def test_threads_are_restored_after_an_error() -> None:
+    tensors = {name: x for name, x in qkv(1, 1, 2, 2, 8).items() if name != "do"}
+    before, seen = torch.get_num_threads(), []
+    with contextlib.suppress(ZeroDivisionError), threads(spec_of(tensors, Options(), "forward"), Row(*[0] * 8)):
+        seen.append(torch.get_num_threads())
+        raise ZeroDivisionError
+    assert seen == [1]
+    assert torch.get_num_threads() == before
+
+
+def test_aligned_copies_only_what_it_must() -> None:
+    t = torch.zeros(4, 16)
+    assert aligned(t, torch.float32) is t
+    for other in (t.T, t.half(), torch.zeros(65)[1:].view(4, 16)):
+        copy = aligned(other, torch.float32)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 64 == 0
+        assert copy.data_ptr() != other.data_ptr()
+        assert torch.equal(copy, other.float())

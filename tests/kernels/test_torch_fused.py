@@ -1,0 +1,119 @@
+"""torch's fused operators: what we rely on that torch does not promise, and what the backend adds to them."""
+
+import pytest
+import torch
+
+from flashpoint_kernels import Options, ProblemError, attention, attention_backward, verify
+from tests.conftest import DEVICE
+from tests.kernels.solving import backward, forward, normal, qkv
+
+SCHEMAS = {
+    "_scaled_dot_product_flash_attention_for_cpu":
+        "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, Tensor? attn_mask=None, "
+        "float? scale=None) -> (Tensor output, Tensor logsumexp)",
+    "_scaled_dot_product_flash_attention_for_cpu_backward":
+        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, float dropout_p, "
+        "bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> "
+        "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    "_scaled_dot_product_flash_attention":
+        "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, "
+        "bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, "
+        "Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor rng_state, Tensor unused, Tensor debug_attn_mask)",
+    "_scaled_dot_product_flash_attention_backward":
+        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor cum_seq_q, "
+        "Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, Tensor philox_seed, "
+        "Tensor philox_offset, *, float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    "_scaled_dot_product_efficient_attention":
+        "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., "
+        "bool is_causal=False, *, float? scale=None) -> "
+        "(Tensor output, Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)",
+    "_scaled_dot_product_efficient_attention_backward":
+        "(Tensor grad_out_, Tensor query, Tensor key, Tensor value, Tensor attn_bias, Tensor out, Tensor logsumexp, "
+        "Tensor philox_seed, Tensor philox_offset, float dropout_p, bool[4] grad_input_mask, bool is_causal=False, *, "
+        "float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_private_operators_are_as_they_were(name: str) -> None:
+    """They are private to torch. When this fails, read their new meaning before changing `torch_fused`."""
+    assert str(getattr(torch.ops.aten, name).default._schema) == f"aten::{name}{SCHEMAS[name]}"
+
+
+@pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(40, 40), (40, 60), (60, 40), (1, 50)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_diagonal_is_put_right(q_len: int, kv_len: int, alignment: str, masked: bool) -> None:
+    """Both alignments, square or not, with a mask (whose rows may die under the diagonal) and without."""
+    t = qkv(2, 4, q_len, kv_len, 16, kv_heads=2)
+    if masked:
+        t["attn_mask"] = normal(2, 1, q_len, kv_len) > 1.0
+    found = verify(t, Options(backend="torch", causal=True, causal_alignment=alignment))
+    assert found.ok, found
+
+
+def test_masks_of_any_float_and_shape() -> None:
+    t = qkv(2, 4, 20, 30, 16, dtype=torch.bfloat16)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for shape in [(30,), (20, 1), (4, 1, 30), (2, 1, 20, 30), (1, 1, 1, 1)]:
+            mask = normal(*shape, dtype=dtype)
+            assert verify(t | {"attn_mask": mask}, Options(backend="torch")).ok, (dtype, shape)
+
+
+def test_backward_takes_the_lse_of_any_backend() -> None:
+    """−∞ for a masked row, as `tiled` gives it, never reaches the operator."""
+    t = qkv(1, 2, 9, 4, 8)
+    saved = forward("tiled", t, causal=True)
+    assert saved["lse"].isinf().any()
+    grads = backward("torch", t | saved, causal=True)
+    expected = backward("reference", t, causal=True)
+    for name, x in expected.items():
+        torch.testing.assert_close(grads[name], x, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "field"),
+    [
+        ({}, {"window": (4, 4)}, "window"),
+        ({}, {"softcap": 1.0}, "softcap"),
+        ({}, {"dropout_p": 0.5}, "dropout_p"),
+        ({"alibi_slopes": torch.ones(2)}, {}, "alibi_slopes"),
+        ({"sinks": torch.ones(2)}, {}, "sinks"),
+        ({"v": torch.ones(1, 2, 5, 9)}, {}, "v"),
+    ],
+)
+def test_what_it_does_not_do_is_refused_by_name_and_auto_goes_elsewhere(
+    more: dict[str, torch.Tensor], options: dict[str, object], field: str
+) -> None:
+    t = {name: x for name, x in qkv(1, 2, 5, 5, 8).items() if name != "do"}
+    t |= {name: x.to(DEVICE) for name, x in more.items()}
+    with pytest.raises(ProblemError) as refused:
+        attention(**t, **options, backend="torch")  # type: ignore[arg-type]
+    assert [name for name, _ in refused.value.errors] == [field]
+    assert torch.isfinite(attention(**t, **options)).all()  # type: ignore[arg-type]
+
+
+def test_gradients_of_lse_and_masks_are_refused() -> None:
+    t = qkv(1, 2, 5, 5, 8)
+    saved = forward("torch", t)
+    with pytest.raises(ProblemError, match="dlse"):
+        attention_backward(**t, **saved, dlse=normal(1, 2, 5), backend="torch")
+    with pytest.raises(ProblemError, match="dattn_mask"):
+        attention_backward(**t, **saved, attn_mask=normal(5, 5), grads=["dattn_mask"], backend="torch")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [16, 59, 128])
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(128, 128), (113, 203), (203, 113)])
+def test_cuda_operators(dtype: torch.dtype, dim: int, mask: str | None, causal: bool, q_len: int, kv_len: int) -> None:
+    t = {name: x.cuda() for name, x in qkv(2, 4, q_len, kv_len, dim, kv_heads=2, dtype=dtype).items()}
+    if mask:
+        bias = normal(2, 1, q_len, kv_len, dtype=dtype).cuda()
+        t["attn_mask"] = bias > 0 if mask == "bool" else bias
+    found = verify(t, Options(backend="torch", causal=causal))
+    assert found.ok, "\n".join(str(e) for e in found.tensors if not e.ok)
+    first, second = (backward("torch", t, causal=causal) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,0 +1,128 @@
+"""The judge judged: it passes what is exact, sees what is not, and says where."""
+
+import json
+import math
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from flashpoint_kernels import Options, ProblemError, verify
+from flashpoint_kernels.verification import Verification
+from tests.kernels.solving import backward, forward, normal, qkv
+
+
+def errors_of(found: Verification) -> dict[str, bool]:
+    return {t.name: t.ok for t in found.tensors}
+
+
+def test_names_what_it_judged_and_who_ran() -> None:
+    t = qkv(1, 2, 20, 30, 16) | {"attn_mask": normal(2, 1, 30), "sinks": normal(2)}
+    found = verify(t, Options(grads=["dq", "dattn_mask", "dsinks"]))  # type: ignore[arg-type]
+    assert found.backend == "tiled"  # auto: torch has no sinks
+    assert errors_of(found) == dict.fromkeys(["o", "lse", "dq", "dattn_mask", "dsinks"], True)
+    assert errors_of(verify({name: x for name, x in t.items() if name != "do"})) == {"o": True, "lse": True}
+    with pytest.raises(FrozenInstanceError):
+        found.ok = False  # type: ignore[misc]
+
+
+def test_is_plain_data() -> None:
+    found = verify(qkv(1, 1, 3, 4, 8)).to_dict()
+    assert json.loads(json.dumps(found))["tensors"][0].keys() == {
+        "name", "max_abs", "max_rel", "rms", "cosine", "worst_index", "worst_value", "worst_expected", "torch_max_abs",
+        "bound", "rule", "ok",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_one_wrong_value_is_found(name: str, dtype: torch.dtype) -> None:
+    t = qkv(2, 2, 20, 30, 16, dtype=dtype)
+    answers = forward("tiled", t)
+    answers |= backward("tiled", t | answers)
+    assert all(errors_of(verify(t, answers=answers)).values())
+    at = (1, 0, 7) if name == "lse" else (1, 0, 7, 3)
+    answers[name][at] += 0.25
+    found = verify(t, answers=answers)
+    assert found.backend == "given"
+    assert not found.ok
+    assert errors_of(found) == {n: n != name for n in answers}
+    (wrong,) = (e for e in found.tensors if not e.ok)
+    assert wrong.worst_index == at
+    assert wrong.worst_value == float(answers[name][at])
+    assert wrong.max_abs == abs(wrong.worst_value - wrong.worst_expected) == pytest.approx(0.25, rel=0.05)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_found(value: float) -> None:
+    t = qkv(1, 1, 5, 6, 8)
+    o = forward("tiled", t)["o"]
+    o[0, 0, 2, 1] = value
+    found = verify(t, answers={"o": o})
+    assert not found.ok
+    assert found.tensors[0].max_abs == math.inf
+    assert found.tensors[0].worst_index == (0, 0, 2, 1)
+
+
+def test_the_numbers_are_what_they_say() -> None:
+    t = qkv(1, 1, 5, 6, 8)
+    exact = forward("reference", {name: x.double() for name, x in t.items()})["o"]
+    o = exact.float()
+    o[0, 0, 0] *= 1.5
+    (found,) = verify(t, answers={"o": o}).tensors
+    difference = o.double() - exact
+    assert found.max_abs == pytest.approx(float(difference.abs().max()), rel=1e-9)
+    assert found.max_rel == pytest.approx(float(difference.abs().max() / exact.abs().max()), rel=1e-9)
+    assert found.rms == pytest.approx(float(difference.square().mean().sqrt()), rel=1e-9)
+    cosine = torch.nn.functional.cosine_similarity(o.double().flatten(), exact.flatten(), dim=0)
+    assert found.cosine == pytest.approx(float(cosine), rel=1e-9)
+
+
+def test_float32_has_the_reference_pages_bound() -> None:
+    found = {e.name: e for e in verify(qkv(1, 2, 300, 400, 32), Options(backend="tiled")).tensors}
+    assert found["dq"].bound == pytest.approx(2e-6 * found["dq"].max_abs / found["dq"].max_rel)
+    assert found["dq"].rule == "2e-06 of the largest value"
+    wide = {e.name: e for e in verify(qkv(1, 2, 100, 100, 64), Options(backend="tiled")).tensors}
+    assert wide["o"].rule == "5e-06 of the largest value"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_have_twice_and_thrice_torchs_error(dtype: torch.dtype) -> None:
+    found = {e.name: e for e in verify(qkv(2, 4, 100, 128, 64, dtype=dtype), Options(backend="tiled")).tensors}
+    assert found["o"].bound == 2 * found["o"].torch_max_abs + 1e-5
+    assert found["dv"].bound == 3 * found["dv"].torch_max_abs + 1e-5
+    assert found["lse"].max_abs < 1e-5  # float32 whatever the inputs
+
+
+def test_empty_and_masked_problems_pass() -> None:
+    assert verify(qkv(0, 1, 3, 4, 8)).ok
+    assert verify(qkv(1, 1, 3, 0, 8)).ok
+    found = verify(qkv(1, 1, 3, 4, 8) | {"kv_lengths": torch.tensor([0])})
+    assert found.ok
+    assert {e.max_abs for e in found.tensors} == {0.0}
+
+
+def test_dropout_answers_are_judged_with_their_seed() -> None:
+    t = {name: x for name, x in qkv(1, 2, 20, 30, 16).items() if name != "do"}
+    assert verify(t, Options(dropout_p=0.3)).ok  # a seed is drawn, the same for both sides
+    o = forward("tiled", t, dropout_p=0.3, dropout_seed=4)["o"]
+    assert verify(t, Options(dropout_p=0.3, dropout_seed=4), answers={"o": o}).ok
+    assert not verify(t, Options(dropout_p=0.3, dropout_seed=5), answers={"o": o}).ok
+    with pytest.raises(ProblemError, match="dropout_seed"):
+        verify(t, Options(dropout_p=0.3), answers={"o": o})
+
+
+def test_answers_that_do_not_belong_are_refused() -> None:
+    t = {name: x for name, x in qkv(1, 2, 20, 30, 16).items() if name != "do"}
+    with pytest.raises(ProblemError) as refused:
+        verify(t, answers={"o": normal(1, 2, 20, 15), "dq": t["q"]})
+    assert [name for name, _ in refused.value.errors] == ["o", "dq"]
+
+
+def test_the_callers_o_and_lse_are_what_the_gradient_is_made_from() -> None:
+    """A gradient request may bring them: wrong ones give wrong gradients, and the verdict says so."""
+    t = qkv(1, 2, 20, 30, 16)
+    saved = forward("tiled", t)
+    assert verify(t | saved, Options(backend="tiled")).ok
+    wrong = errors_of(verify(t | saved | {"lse": saved["lse"] + 0.1}, Options(backend="tiled")))
+    assert wrong == {"o": True, "lse": True, "dq": False, "dk": False, "dv": False}

@@ -1,0 +1,65 @@
+import pytest
+
+from flashpoint_kernels.spec import Options, TensorInfo, plan
+from flashpoint_server.admission import Admission, check_size, footprint
+from flashpoint_server.refusal import STATUS, Refusal
+from flashpoint_server.settings import Settings
+
+
+def spec(q, k, v, dtype="float32", **options):
+    infos = {"q": TensorInfo(dtype, q), "k": TensorInfo(dtype, k), "v": TensorInfo(dtype, v)}
+    return plan(infos, Options(**options), "forward")
+
+
+def test_requests_and_bytes_are_counted_while_they_are_inside():
+    admission = Admission(Settings(queue_limit=2, queue_bytes=100))
+    with admission.permit(60), admission.permit(40):
+        assert (admission.requests, admission.bytes) == (2, 100)
+        with pytest.raises(Refusal, match="2 requests") as caught, admission.permit(0):
+            pass
+        assert (caught.value.status, caught.value.headers) == (429, {"Retry-After": "1"})
+    assert (admission.requests, admission.bytes) == (0, 0)
+    with admission.permit(60), pytest.raises(Refusal, match="60 bytes"), admission.permit(41):
+        pass
+    with pytest.raises(KeyError), admission.permit(10):
+        raise KeyError
+    assert (admission.requests, admission.bytes) == (0, 0)
+
+
+def test_alone_a_request_of_any_size_is_let_in():
+    with Admission(Settings(queue_bytes=100)).permit(1000):
+        pass
+
+
+def test_the_least_memory_of_a_request():
+    s = spec((1, 2, 10, 8), (1, 2, 20, 8), (1, 2, 20, 4))
+    tensors = 4 * (2 * 10 * 8 + 2 * 20 * 8 + 2 * 20 * 4 + 2 * 10 * 4)
+    assert footprint(s, "tiled") == tensors
+    assert footprint(s, "reference") == tensors + 2 * 8 * 2 * 10 * 20
+
+
+def test_an_empty_tensor_hides_no_cost():
+    huge = spec((1, 1, 1 << 20, 1), (1, 1, 0, 1), (1, 1, 0, 1 << 20))
+    assert huge.input_bytes < 1 << 23
+    with pytest.raises(Refusal) as caught:
+        check_size(huge, "reference", memory=1 << 40, sequence_limit=10)
+    assert (caught.value.status, caught.value.code) == (413, "work_too_large")
+    empty = spec((1, 1 << 30, 0, 8), (1, 1, 5, 8), (1, 1, 5, 8))
+    assert empty.output_bytes == 0
+    with pytest.raises(Refusal):
+        check_size(empty, "tiled", memory=1 << 34, sequence_limit=10)
+
+
+def test_sequences_are_limited():
+    many = spec((11, 1, 1, 8), (11, 1, 1, 8), (11, 1, 1, 8))
+    check_size(many, "tiled", memory=1 << 30, sequence_limit=11)
+    with pytest.raises(Refusal, match="11 sequences"):
+        check_size(many, "tiled", memory=1 << 30, sequence_limit=10)
+
+
+def test_a_problem_document_is_complete_for_every_code():
+    for code, status in STATUS.items():
+        document = Refusal(code, "because").document("an-id")
+        assert (document["status"], document["code"], document["request_id"]) == (status, code, "an-id")
+        assert document["title"]
+        assert ("Retry-After" in Refusal(code, "because").headers) == (status in (429, 503))

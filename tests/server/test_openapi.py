@@ -1,0 +1,54 @@
+"""What /openapi.json says of the two calls is what they do."""
+
+import json
+
+import pytest
+
+from flashpoint.options import AttentionOptions
+from flashpoint_kernels.spec import BACKWARD_TENSORS, FORWARD_TENSORS
+from flashpoint_server import Settings, create_app
+from flashpoint_server.refusal import STATUS
+
+
+@pytest.fixture(scope="module")
+def document():
+    app = create_app(Settings(device="cpu"))
+    document = app.openapi()
+    assert app.openapi() == document  # made once
+    return json.loads(json.dumps(document))
+
+
+def test_every_route_is_there(document):
+    assert set(document["paths"]) == {"/attention", "/attention/grad", "/info", "/health/live", "/health/ready"}
+
+
+@pytest.mark.parametrize(("path", "tensors"), [("/attention", FORWARD_TENSORS), ("/attention/grad", BACKWARD_TENSORS)])
+def test_a_call_names_every_tensor_option_and_error(document, path, tensors):
+    operation = document["paths"][path]["post"]
+    content = operation["requestBody"]["content"]
+    assert set(content) == {"application/json", "application/vnd.safetensors", "application/octet-stream"}
+    schema = document["components"]["schemas"][content["application/json"]["schema"]["$ref"].rpartition("/")[2]]
+    assert set(schema["properties"]) == {"dtype", *tensors, *AttentionOptions.model_fields}
+    assert set(schema["required"]) <= set(content["application/json"]["example"])
+    statuses = {str(status) for code, status in STATUS.items() if code not in ("not_found", "method_not_allowed")}
+    assert set(operation["responses"]) == {"200", *statuses}
+    for status in statuses:
+        assert set(operation["responses"][status]["content"]) == {"application/problem+json"}
+
+
+def test_every_reference_leads_somewhere(document):
+    def references(node):
+        if isinstance(node, dict):
+            yield from [node["$ref"]] if "$ref" in node else []
+            for child in node.values():
+                yield from references(child)
+        elif isinstance(node, list):
+            for child in node:
+                yield from references(child)
+
+    found = set(references(document))
+    assert "#/components/schemas/Problem" in found
+    for reference in found:
+        node = document
+        for part in reference.removeprefix("#/").split("/"):
+            node = node[part]

@@ -1,0 +1,35 @@
+import re
+
+import pytest
+
+from flashpoint_server.settings import Settings
+
+
+def test_every_setting_is_a_flag_with_a_help_text(capsys):
+    with pytest.raises(SystemExit) as caught:
+        Settings(_cli_parse_args=["--help"])
+    assert caught.value.code == 0
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    for name, field in Settings.model_fields.items():
+        assert f"--{name.replace('_', '-')} " in text
+        assert field.description.split(";")[0].split(",")[0] in text
+
+
+def test_a_flag_wins_over_its_variable(monkeypatch):
+    monkeypatch.setenv("FLASHPOINT_QUEUE_LIMIT", "7")
+    monkeypatch.setenv("FLASHPOINT_LOG_FORMAT", "console")
+    settings = Settings(_cli_parse_args=["--queue-limit", "9", "--port=0"])
+    assert (settings.queue_limit, settings.log_format, settings.port) == (9, "console", 0)
+
+
+@pytest.mark.parametrize("flags", [["--device", "tpu"], ["--body-limit", "0"], ["--head-limit", str(1 << 30)]])
+def test_settings_out_of_range_are_refused(flags):
+    with pytest.raises(ValueError, match=flags[0][2:].replace("-", "_")):
+        Settings(_cli_parse_args=flags)
+
+
+def test_an_unknown_flag_is_refused(capsys):
+    with pytest.raises(SystemExit) as caught:
+        Settings(_cli_parse_args=["--queue", "9"])
+    assert caught.value.code == 2
+    assert "--queue" in capsys.readouterr().err
