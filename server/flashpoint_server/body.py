@@ -99,7 +99,7 @@ class Body:
             raise Refusal("malformed_body", "the body ends before its last tensor does")
 
     async def _receive_directly(self, direct: DirectBody, places: Places) -> None:
-        before = self._received
+        before = self._received - places.filled_bytes
         receiving = asyncio.ensure_future(direct.into(places))
         self._draining = direct
         last = time.monotonic()
@@ -107,7 +107,7 @@ class Body:
             while not receiving.done():
                 end = self._patience(last)
                 await asyncio.wait({receiving}, timeout=max(end - time.monotonic(), 0))
-                self._received, last = before + direct.received, max(last, direct.last_received)
+                self._received, last = before + places.filled_bytes, max(last, places.filled_last)
                 if not receiving.done() and time.monotonic() >= self._patience(last):
                     raise self._too_late(end)
             receiving.result()
@@ -115,7 +115,9 @@ class Body:
         except ConnectionError:
             raise ClientGoneError from None
         finally:
-            receiving.cancel()
+            if not receiving.done():
+                places.discard()  # at once: the memory is another request's when this returns
+                receiving.cancel()
 
     async def _chunk(self) -> bytes:
         while not self.complete:

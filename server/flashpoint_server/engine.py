@@ -235,8 +235,8 @@ class Engines:
     @property
     def failure(self) -> str | None:
         """Why there is no engine and will be none."""
-        failed = bool(self._engines) and all(engine.state is State.FAILED for engine in self._engines)
-        return self._engines[0].failure if failed else None
+        reasons = [engine.failure for engine in self._engines]
+        return reasons[0] if reasons and all(reasons) else None
 
     @property
     def device(self) -> DeviceInfo | None:

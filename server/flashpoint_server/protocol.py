@@ -37,51 +37,38 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class DirectBody:
-    """The body of one request with a Content-Length. `received` counts the bytes that came since `into` was called."""
+    """The body of one request with a Content-Length."""
 
     def __init__(self, http: HttpProtocol) -> None:
         self._http = http
         self._cycle = http.cycle
-        self._places: Places | None = None
         self._done: asyncio.Future[None] | None = None
-
-    @property
-    def received(self) -> int:
-        return 0 if self._places is None else self._places.filled_bytes
-
-    @property
-    def last_received(self) -> float:
-        """When the last bytes came, in `time.monotonic` seconds; 0 before the first."""
-        return 0.0 if self._places is None else self._places.filled_last
 
     async def into(self, places: Places) -> None:
         """Receive the rest of the body, all that ASGI's `receive` has not handed over, into `places` of that size.
 
-        Raises ConnectionError when the client goes first. Cancelled, it lets go of the places at once; what still comes
-        is thrown away, see `drain`.
+        Raises ConnectionError when the client goes first. Who gives up on it says `places.discard()`: what still comes
+        is then thrown away, see `drain`.
         """
         http, cycle = self._http, self._cycle
-        self._places = waiting = places
         early, cycle.body = cycle.body, bytearray()  # came behind the head, and is parsed already
-        waiting.copy(memoryview(early))
-        if not waiting.full:
+        places.copy(memoryview(early))
+        if not places.full:
             if cycle.disconnected or http.transport.is_closing():
                 raise ConnectionError("the client disconnected")
             if cycle.waiting_for_100_continue:
                 http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 cycle.waiting_for_100_continue = False
             self._done = http.loop.create_future()
-            _switch(http, _Receiver(http, waiting, self._done))
-            try:
-                await asyncio.shield(self._done)
-            except asyncio.CancelledError:
-                waiting.discard()
-                raise
+            _switch(http, _Receiver(http, places, self._done))
+            await asyncio.shield(self._done)
+            if not places.full:
+                raise ConnectionError("the client disconnected")
         if not cycle.disconnected:
             cycle.message_event.clear()  # the next message that `receive` waits for is the disconnect
 
     async def drain(self) -> None:
-        """After a cancelled `into`: wait until the rest of the body has come and been thrown away."""
+        """After an `into` that was given up: wait until the rest of the body has come and been thrown away."""
         if self._done is not None:
             await asyncio.shield(self._done)
 
@@ -114,7 +101,7 @@ class _Receiver(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._received.done():
-            self._received.set_exception(ConnectionError("the client disconnected"))
+            self._received.set_result(None)
         self._http.connection_lost(exc)
 
     def pause_writing(self) -> None:

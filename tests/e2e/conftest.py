@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 START_SECONDS = 60  # importing torch takes 3 s on an idle machine
@@ -49,6 +50,16 @@ class ServerProcess:
             connection.request("GET", path)
             response = connection.getresponse()
             return response.status, json.load(response)
+
+    def children(self, module):
+        """The pids of the processes below it that run `module` of the server."""
+        below = psutil.Process(self.pid).children(recursive=True)
+        return [child.pid for child in below if f"flashpoint_server.{module}" in child.cmdline()]
+
+    @property
+    def engine_pid(self):
+        (pid,) = self.children("engine_process")
+        return pid
 
     def wait_ready(self):
         wait_for(lambda: self.get("/health/ready")[0] == 200, lambda: f"not ready: {self.lines} {self.noise}")

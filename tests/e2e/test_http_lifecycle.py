@@ -109,13 +109,14 @@ def test_a_deadline_that_passes_while_the_body_comes_is_504(server):
 
 
 def test_out_of_memory_is_503_for_the_culprit_alone(server):
-    room = psutil.Process(server.pid).memory_info().vms + (400 << 20)
-    before = resource.prlimit(server.pid, resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
+    engine = server.engine_pid
+    room = psutil.Process(engine).memory_info().vms + (400 << 20)
+    before = resource.prlimit(engine, resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
     big = {name: torch.zeros(1, 8, 4096, 8) for name in "qkv"}  # 1 GiB of scores in float64
     try:
         answer = post(server, "/attention", message(big, backend="reference"))
     finally:
-        resource.prlimit(server.pid, resource.RLIMIT_AS, before)
+        resource.prlimit(engine, resource.RLIMIT_AS, before)
     problem(answer, 503, "out_of_memory")
     assert int(answer.headers["retry-after"]) >= 1
     assert post(server, "/attention", GOOD).status == 200
@@ -182,7 +183,7 @@ def test_a_bug_of_ours_is_500_with_its_id_in_the_log(start_server, tmp_path):
         logs.configure("json", "info")
         app = create_app(settings)
         app.add_api_route("/fail", fail)
-        sys.exit(serving.run(app))
+        sys.exit(serving.serve_on(serving.listen(settings), app))
         """)
     )
     server = start_server(ready=False, program=(str(program),))

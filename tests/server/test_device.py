@@ -1,13 +1,16 @@
-"""The torch side of the engine: tensors from bytes, and the check that a backend must pass before it serves."""
+"""The torch side of the engine: tensors in shared memory, and the check that a backend must pass before it serves."""
+
+import mmap
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 
 from flashpoint_kernels import tiled
-from flashpoint_kernels.spec import Options, TensorInfo, plan
+from flashpoint_kernels.spec import Options
 from flashpoint_server.device import Device
-from flashpoint_server.job import Job, RawTensor, Timings
+from flashpoint_server.messages import Submit, Tensor
 from flashpoint_server.refusal import Refusal
 
 
@@ -16,20 +19,39 @@ def device():
     return Device.open("cpu")
 
 
-def raw(array):
-    return RawTensor(array.dtype.name, array.shape, array.reshape(-1).view(np.uint8).copy())
+def submit(inputs, outputs, **options):
+    """A forward job and the memory that holds its inputs and has room for its outputs, 64 bytes apart."""
+    memory = mmap.mmap(-1, 1 << 16)
+    placed, at = [], 0
+    for name, array in inputs.items():
+        memory[at : at + array.nbytes] = array.tobytes()
+        placed.append(Tensor(name, array.dtype.name, array.shape, at))
+        at += -(-array.nbytes // 64) * 64
+    made = []
+    for name, shape in outputs.items():
+        made.append(Tensor(name, "float32", shape, at))
+        at += 4 * int(np.prod(shape))
+    return memory, Submit(0, "an-id", "forward", asdict(Options(**options)), "tiled", 0, placed, made, 0.0, None)
 
 
-def test_every_byte_of_a_bool_but_0_becomes_1(device):
+def test_answers_are_written_where_they_are_wanted(device):
+    q = np.random.default_rng(0).standard_normal((1, 2, 3, 8), np.float32)
+    memory, job = submit({"q": q, "k": q, "v": q}, {"o": q.shape, "lse": q.shape[:3]}, return_lse=True)
+    assert device.run(job, memory) == {"backend": "tiled"}
+    o, lse = (np.frombuffer(memory, np.float32, int(np.prod(t.shape)), t.offset).reshape(t.shape) for t in job.outputs)
+    scores = torch.from_numpy(q @ q.swapaxes(-1, -2)).double() / 8**0.5
+    np.testing.assert_allclose(o, torch.softmax(scores, -1).numpy() @ q, atol=1e-6)
+    np.testing.assert_allclose(lse, torch.logsumexp(scores, -1).numpy(), atol=1e-6)
+
+
+def test_every_byte_of_a_bool_but_0_is_true(device):
     """A caller may send any byte; a bool that is neither 0 nor 1 is undefined behaviour in compiled code."""
-    given = RawTensor("bool", (2, 2), np.array([0, 1, 2, 255], np.uint8))
-    assert device._tensor("attn_mask", given).view(torch.uint8).tolist() == [[0, 1], [1, 1]]
-
-
-def test_tensors_are_views_of_the_bytes_that_came(device):
-    given = raw(np.arange(6, dtype=np.float32).reshape(2, 3))
-    assert device._tensor("q", given).data_ptr() == given.data.ctypes.data
-    assert device._tensor("q", given).tolist() == [[0, 1, 2], [3, 4, 5]]
+    q, v = np.zeros((1, 8), np.float32), np.arange(32, dtype=np.float32).reshape(4, 8)
+    mask = np.array([[0, 1, 2, 255]], np.uint8).view(bool)
+    memory, job = submit({"q": q, "k": np.zeros_like(v), "v": v, "attn_mask": mask}, {"o": (1, 8)})
+    device.run(job, memory)
+    (o,) = job.outputs
+    np.testing.assert_allclose(np.frombuffer(memory, np.float32, 8, o.offset), v[1:].mean(0), rtol=1e-6)
 
 
 def test_every_backend_of_this_device_is_proven(device):
@@ -52,11 +74,8 @@ def test_a_backend_that_computes_wrongly_is_not_served(device, direction, monkey
 
 def test_index_tensors_that_do_not_fit_are_422(device):
     q = np.zeros((2, 1, 3, 8), np.float32)
-    tensors = {"q": raw(q), "k": raw(q), "v": raw(q), "kv_lengths": raw(np.array([1, 4]))}
-    infos = {name: TensorInfo(t.dtype, t.shape) for name, t in tensors.items()}
-    job = Job("an-id", plan(infos, Options(), "forward"), "tiled", tensors, Timings(0.0))
+    memory, job = submit({"q": q, "k": q, "v": q, "kv_lengths": np.array([1, 4])}, {"o": q.shape})
     with pytest.raises(Refusal) as caught:
-        device.run(job)
+        device.run(job, memory)
     assert caught.value.status == 422
     assert [field for field, _ in caught.value.errors] == ["kv_lengths"]
-    assert job.timings.encode >= job.timings.compute > 0

@@ -1,155 +1,189 @@
-"""The engine thread itself: the order in which it takes jobs, and what it lets go of."""
+"""The engine process and the HTTP side's view of it: order, cancelling, death, and who holds which memory."""
 
 import asyncio
-import weakref
+import os
+import signal
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 
 from flashpoint_kernels.spec import Options, TensorInfo, plan
-from flashpoint_server.engine import State, ThreadEngine
-from flashpoint_server.job import Job, RawTensor, Timings
+from flashpoint_server.engine import Engines, State
+from flashpoint_server.job import Job, Timings
+from flashpoint_server.memory import Pool
+from flashpoint_server.processes import Child, running_engines
 from flashpoint_server.refusal import Refusal
+from flashpoint_server.settings import Settings
+from flashpoint_server.staging import Staging
+
+PATIENCE = 60
 
 
-def job(name, length=4, heads=1, **how):
-    """A forward job on `length` queries and keys; the longer, the slower."""
-    shape = (1, heads, length, 8)
-    info = {n: TensorInfo("float32", shape) for n in "qkv"}
-    data = np.random.default_rng(0).standard_normal(shape, np.float32)
-    tensors = {n: RawTensor("float32", shape, data.reshape(-1).view(np.uint8).copy()) for n in "qkv"}
-    return Job(name, plan(info, Options(), "forward"), "reference", tensors, Timings(0.0), **how)
+async def until(condition):
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110  # another process's state: there is no event to wait for
+            await asyncio.sleep(0.005)
 
 
-@pytest.fixture(scope="module")
-def engine():
-    engine = ThreadEngine("cpu")
-    assert engine.state is State.STARTING
-    engine.start()
-    until(lambda: engine.state is not State.STARTING)
-    assert engine.state is State.READY
-    yield engine
-    engine.stop()
-    assert engine.join(10)
-    assert engine.state is State.STOPPED
+class Bench:
+    """Engines in processes of their own, and the pool that this process shares with them."""
 
+    def __init__(self):
+        self.engines = Engines()
+        self.pool = Pool(1 << 30, self.engines.forget_segment)
 
-def until(condition):
-    async def poll():
-        async with asyncio.timeout(60):
-            while not condition():  # noqa: ASYNC110  # another thread's state: there is no event to wait for
-                await asyncio.sleep(0.01)
+    def job(self, name, length=4, heads=1, **how):
+        """A forward job on `length` queries and keys; the longer, the slower."""
+        info = TensorInfo("float32", (1, heads, length, 8))
+        spec = plan(dict.fromkeys("qkv", info), Options(), "forward")
+        staging = Staging.take(self.pool, [(n, info) for n in "qkv"], spec.outputs)
+        data = np.random.default_rng(0).standard_normal(info.shape, np.float32)
+        for view in staging.views(staging.inputs).values():
+            view[:] = data.reshape(-1).view(np.uint8).data
+        return Job(name, spec, "reference", staging, Timings(0.0), **how)
 
-    asyncio.run(poll())
+    async def answer(self, job):
+        """The output of a job; its memory is let go of."""
+        await self.engines.submit(job)
+        o = np.frombuffer(job.staging.views(job.staging.outputs)["o"], np.float32).copy()
+        job.staging.release()
+        return o
 
-
-async def busy(engine):
-    """A task whose job runs long enough for others to queue behind it."""
-    first = job("first", 1500, heads=2)
-    task = asyncio.create_task(engine.submit(first))
-    while not first.timings.compute:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    return task
-
-
-def test_higher_priority_goes_first_and_equals_in_order(engine):
-    async def run():
-        first = await busy(engine)
-        jobs = [job("a"), job("b", priority=5), job("c", priority=9), job("d", priority=5), job("e")]
-        await asyncio.gather(first, *(engine.submit(j) for j in jobs))
-        return [j.id for j in sorted(jobs, key=lambda j: j.timings.compute)]
-
-    assert asyncio.run(run()) == ["c", "b", "d", "a", "e"]
-
-
-def test_age_outweighs_priority(engine, monkeypatch):
-    monkeypatch.setattr("flashpoint_server.engine.PRIORITY_SECONDS", 1e-6)  # nine steps are worth 9 µs of waiting
-
-    async def run():
-        first = await busy(engine)
-        old, new = job("old"), job("new", priority=9)
-        tasks = [asyncio.create_task(engine.submit(old))]
-        await asyncio.sleep(0.01)
-        tasks.append(asyncio.create_task(engine.submit(new)))
-        await asyncio.gather(first, *tasks)
-        return old.timings.compute < new.timings.compute
-
-    assert asyncio.run(run())
-
-
-def test_a_cancelled_job_is_not_begun_and_its_memory_is_let_go_of(engine):
-    async def run():
-        first = await busy(engine)
-        dropped = job("dropped")
-        memory = weakref.ref(dropped.tensors["q"].data)
-        task = asyncio.create_task(engine.submit(dropped))
+    async def busy(self):
+        """A task whose job runs long enough for others to queue behind it."""
+        task = asyncio.create_task(self.answer(self.job("first", 2000, heads=3)))
         await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert dropped.cancelled
-        assert not dropped.timings.compute
-        del dropped, task
-        await asyncio.sleep(0)  # the loop still holds the task that it woke us for
-        assert memory() is None  # at once, not when the collector next runs
-        assert not first.done()
-        await first
-
-    asyncio.run(run())
+        return task
 
 
-def test_a_job_that_is_late_is_not_begun(engine):
+@asynccontextmanager
+async def bench(device="cpu"):
+    made = Bench()
+    async with running_engines(Settings(device=device, log_level="error")) as addresses:
+        made.engines.connect(addresses)
+        assert made.engines.state is State.STARTING
+        await until(lambda: made.engines.state is not State.STARTING)
+        try:
+            yield made
+        finally:
+            made.engines.close()
+            made.pool.close()
+
+
+def engine_pids():
+    """The engine processes that this one has started."""
+    children = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _parent(pid) == os.getpid()]
+    return [pid for pid in children if b"engine_process" in open(f"/proc/{pid}/cmdline", "rb").read()]
+
+
+def _parent(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rsplit(")", 1)[1].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def test_order_cancelling_and_memory():
+    """Priority first, equals in order; a cancelled or late job is not begun; nothing stays taken."""
+
     async def run():
-        first = await busy(engine)
-        late = job("late", deadline=0.0)
-        with pytest.raises(Refusal) as caught:
-            await engine.submit(late)
-        assert caught.value.status == 504
-        assert not late.timings.compute
-        await first
-
-    asyncio.run(run())
-
-
-def test_nothing_of_an_answered_job_is_kept(engine):
-    async def run():
-        done = job("done")
-        memory = weakref.ref(done.tensors["q"].data)
-        answer = await engine.submit(done)
-        assert answer.tensors["o"].shape == (1, 1, 4, 8)
-        return memory
-
-    memory = asyncio.run(run())
-    until(lambda: memory() is None)
-
-
-def test_a_stopped_engine_refuses_what_waits_and_what_comes():
-    async def run():
-        engine = ThreadEngine("cpu")
-        with pytest.raises(Refusal, match="starting"):
-            await engine.submit(job("early"))
-        engine.start()
-        while engine.state is State.STARTING:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        running = await busy(engine)
-        waiting = asyncio.create_task(engine.submit(job("waits")))
-        await asyncio.sleep(0)
-        engine.stop()
-        for task in (running, waiting):
+        async with bench() as b:
+            first = await b.busy()
+            jobs = [b.job("a"), b.job("b", priority=5), b.job("c", priority=9), b.job("d", priority=5), b.job("e")]
+            tasks = [asyncio.create_task(b.answer(job)) for job in jobs]
+            dropped, late = b.job("dropped"), b.job("late", deadline=0.0)
+            cancelled = asyncio.create_task(b.engines.submit(dropped))
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            dropped.staging.release()
+            assert b.pool.taken == 8  # the engine still holds the memory of what it has not answered
             with pytest.raises(Refusal) as caught:
-                await task
+                await b.engines.submit(late)
+            assert caught.value.status == 504
+            late.staging.release()
+            answers = await asyncio.gather(first, *tasks)
+            assert [j.id for j in sorted(jobs, key=lambda j: j.timings.compute)] == ["c", "b", "d", "a", "e"]
+            assert not dropped.timings.compute
+            assert not late.timings.compute
+            assert all(np.array_equal(answers[1], other) for other in answers[2:])
+            await until(lambda: b.pool.taken == 0)
+
+    asyncio.run(run())
+
+
+def test_a_killed_engine_fails_what_it_had_and_another_takes_its_place():
+    async def run():
+        async with bench() as b:
+            expected = await b.answer(b.job("before"))
+            (pid,) = engine_pids()
+            lost = [b.job("runs", 2000, heads=3), b.job("waits")]
+            tasks = [asyncio.create_task(b.engines.submit(job)) for job in lost]
+            await asyncio.sleep(0)
+            os.kill(pid, signal.SIGKILL)
+            for task in tasks:
+                with pytest.raises(Refusal) as caught:
+                    await task
+                assert (caught.value.status, caught.value.code) == (503, "engine_lost")
+            for job in lost:
+                job.staging.release()
+            assert b.pool.taken == 0
+            assert b.engines.state is State.STARTING
+            with pytest.raises(Refusal, match="starting"):
+                await b.engines.submit(b.job("early"))
+            await until(lambda: b.engines.state is State.READY)
+            assert engine_pids() != [pid]
+            assert np.array_equal(await b.answer(b.job("after")), expected)
+
+    asyncio.run(run())
+
+
+def test_closed_engines_refuse_what_runs_and_what_comes_and_leave_no_process():
+    async def run():
+        async with bench() as b:
+            running = await b.busy()
+            b.engines.close()
+            with pytest.raises(Refusal) as caught:
+                await running
             assert (caught.value.status, caught.value.code) == (503, "draining")
-        with pytest.raises(Refusal, match="stopped"):
-            await engine.submit(job("after"))
-        assert engine.join(30)
+            with pytest.raises(Refusal, match="stopped"):
+                await b.engines.submit(b.job("after"))
+        assert engine_pids() == []
 
     asyncio.run(run())
 
 
 def test_a_device_that_is_not_there_fails_with_a_reason():
-    engine = ThreadEngine("cuda:3")
-    engine.start()
-    until(lambda: engine.state is not State.STARTING)
-    assert engine.state is State.FAILED
-    assert "no CUDA device" in engine.failure
-    assert engine.join(10)
+    async def run():
+        async with bench("cuda:3") as b:
+            assert b.engines.state is State.FAILED
+            assert "no CUDA device" in b.engines.failure
+
+    asyncio.run(run())
+
+
+def test_a_child_that_dies_is_started_again_and_ends_when_it_is_told_to(tmp_path, monkeypatch):
+    """Three starts, each noted in a file; the third one stays."""
+    module = tmp_path / "dies_twice.py"
+    module.write_text(
+        "import pathlib, signal, sys\n"
+        "notes = pathlib.Path(sys.argv[1])\n"
+        "notes.write_text(notes.read_text() + 'x')\n"
+        "sys.exit(3) if len(notes.read_text()) < 3 else signal.pause()\n"
+    )
+    notes = tmp_path / "notes"
+    notes.write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def run():
+        child = Child("dies twice", "dies_twice", [str(notes)], [])
+        async with child.kept(PATIENCE):
+            await until(lambda: len(notes.read_text()) == 3)
+            assert child.starts == 3
+            pid = child.pid
+        assert _parent(str(pid)) is None
+
+    asyncio.run(run())

@@ -1,47 +1,79 @@
+"""Where a request's tensors lie, and how a body fills them."""
+
+import itertools
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from flashpoint import wire
+from flashpoint_kernels.spec import TensorInfo
+from flashpoint_server.memory import ALIGNMENT, Pool
+from flashpoint_server.places import MOST_AT_ONCE, Places
+from flashpoint_server.refusal import Refusal
 from flashpoint_server.staging import Staging
 
-TENSORS = [
-    ("q", "float32", (3, 5)),
-    ("empty", "float32", (0, 4)),
-    ("k", "bool", (7,)),
-    ("v", "int64", (2,)),
-    ("s", "float16", ()),
+INPUTS = [
+    ("q", TensorInfo("float32", (3, 5))),
+    ("empty", TensorInfo("float32", (0, 4))),
+    ("k", TensorInfo("bool", (7,))),
+    ("v", TensorInfo("int64", (2,))),
+    ("s", TensorInfo("float16", ())),
 ]
+OUTPUTS = {"o": TensorInfo("float32", (3, 5)), "lse": TensorInfo("float32", (3,))}
 
 
-def filled(pieces):
-    head = wire.parse_head(wire.build_head(TENSORS, {}))
-    data = np.random.default_rng(0).integers(0, 256, head.data_size, np.uint8).tobytes()
-    staging = Staging(head)
-    for start in range(0, len(data), pieces):
-        chunk = memoryview(data)[start : start + pieces]
-        assert not staging.full
-        assert staging.write(chunk) == len(chunk)
-    return head, data, staging
+@pytest.fixture
+def pool():
+    pool = Pool(64 << 20)
+    yield pool
+    pool.close()
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 7, 60, 61, 1000])
-def test_every_tensor_is_whole_and_aligned_however_the_chunks_fall(pieces):
-    head, data, staging = filled(pieces)
-    assert staging.full
-    assert list(staging.tensors) == ["q", "empty", "k", "v", "s"]
-    for spec in head.tensors:
-        t = staging.tensors[spec.name]
-        assert (t.dtype, t.shape) == (spec.dtype, spec.shape)
-        assert t.data.tobytes() == data[spec.start : spec.stop]
-        assert t.data.ctypes.data % 64 == 0 or not t.data.size
+def test_every_tensor_is_whole_and_aligned_however_the_chunks_fall(pool, pieces):
+    staging = Staging.take(pool, INPUTS, OUTPUTS)
+    size = sum(info.nbytes for _, info in INPUTS)
+    data = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
+    places = Places(staging.views(staging.inputs).values())
+    assert places.left == size
+    for start in range(0, size, pieces):
+        assert not places.full
+        places.copy(memoryview(data)[start : start + pieces])
+    assert places.full
+    assert places.filled_bytes == size
+    at = 0
+    for name, info in INPUTS:
+        assert bytes(staging.views(staging.inputs)[name]) == data[at : at + info.nbytes]
+        at += info.nbytes
+    placed = [*staging.inputs.values(), *staging.outputs.values()]
+    assert all(place.start % ALIGNMENT == 0 for place in placed)
+    for before, after in itertools.pairwise(placed):
+        assert before.start + before.size <= after.start
+    assert [t.offset - staging.slot.offset for t in staging.described(staging.inputs)] == [
+        place.start for place in staging.inputs.values()
+    ]
 
 
-def test_what_does_not_fit_is_left():
-    _, _, staging = filled(1000)
-    assert staging.write(memoryview(b"more")) == 0
+def test_no_room_is_429():
+    pool = Pool(1 << 20)
+    with pytest.raises(Refusal) as caught:
+        Staging.take(pool, [("q", TensorInfo("float32", (1 << 20,)))], {})
+    assert caught.value.status == 429
 
 
-def test_a_message_without_data_is_full_at_once():
-    staging = Staging(wire.parse_head(wire.build_head([("q", "float32", (0, 8))], {})))
-    assert staging.full
-    assert staging.tensors["q"].data.size == 0
+@given(st.lists(st.integers(0, 3 * MOST_AT_ONCE // 2), max_size=4), st.integers(0, 1000))
+def test_what_is_discarded_touches_nothing_and_keeps_the_count(sizes, first):
+    memory = [bytearray(size) for size in sizes]
+    places = Places(map(memoryview, memory))
+    n = min(first, places.left)
+    places.copy(memoryview(b"x" * n))
+    before, left = [bytes(m) for m in memory], places.left
+    places.discard()
+    assert places.left == left
+    while not places.full:
+        place = places.next()
+        place[:] = b"y" * len(place)
+        places.filled(len(place))
+    assert [bytes(m) for m in memory] == before
+    assert places.filled_bytes == sum(sizes)
