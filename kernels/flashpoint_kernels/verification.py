@@ -4,7 +4,9 @@ The one rule for tests, self-tests and callers. With err = max|answer − float6
 materialised attention in the inputs' dtype:
 
     float16, bfloat16   err <= 2·torch + 1e-5 (gradients 3·torch + 1e-5), and err <= the dtype's absolute bound
-    float32             err <= 2e-6 of the tensor's largest value up to 512 rows and D 32, 5e-6 elsewhere
+    float32             err <= 2e-6 of the tensor's largest value up to 512 rows and D 32, 5e-6 elsewhere; 2·torch
+                        (gradients 3·torch) elsewhere or where torch itself misses the 2e-6, if that is more: scores in
+                        the hundreds, as of ALiBi far away, are themselves rounded to no better
     float64             err <= 1e-12 of it
     lse                 is float32 whatever the inputs: float32's rule, of the largest value or 1
 
@@ -192,14 +194,16 @@ def _difference(answer: Tensor, exact: Tensor) -> Tensor:
 
 def _bound(spec: Spec, name: str, largest: float, torch_max_abs: float) -> tuple[float, str]:
     """(what max_abs may be, in words why)."""
+    factor = 2 if name in ("o", "lse") else 3
     if spec.dtype == "float64":
         return 1e-12 * max(largest, 1.0), "1e-12 of the largest value"
     if spec.dtype == "float32" or name == "lse":
         small = max(spec.q_len, spec.kv_len) <= 512 and max(spec.head_dim, spec.value_dim) <= 32
         relative = 2e-6 if small else 5e-6
-        size = max(largest, 1.0) if name == "lse" else largest
-        return relative * size, f"{relative:g} of the largest value"
-    factor = 2 if name == "o" else 3
+        bound = relative * (max(largest, 1.0) if name == "lse" else largest)
+        if spec.dtype == "float32" and torch_max_abs > (bound if small else bound / factor):
+            return factor * torch_max_abs, f"{factor} x torch's float32 error"
+        return bound, f"{relative:g} of the largest value"
     relative = factor * torch_max_abs + 1e-5
     absolute = _ABSOLUTE[spec.dtype]["o" if name == "o" else "grad"] * max(largest, 1.0)
     if relative < absolute:

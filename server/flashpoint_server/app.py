@@ -23,7 +23,7 @@ from flashpoint_server.service import Service
 from flashpoint_server.settings import Settings
 
 PATHS: dict[str, Direction] = {"/attention": "forward", "/attention/grad": "backward"}
-_FRAMEWORK_CODES = {404: "not_found", 405: "method_not_allowed"}
+_CODES = {status: code for code, status in reversed(STATUS.items())}  # a status's first code
 
 
 def create_app(settings: Settings | None = None, engines: Sequence[bytes] | None = None) -> FastAPI:
@@ -76,9 +76,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _framework_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    code = _FRAMEWORK_CODES.get(error.status_code)
-    if code is None:
-        code = next((code for code, known in STATUS.items() if known == error.status_code), "internal_error")
+    code = _CODES.get(error.status_code, "internal_error")
     what = f"{request.method} {request.url.path}"
     detail = {404: f"there is no {request.url.path}", 405: f"{what} is not served"}.get(error.status_code, error.detail)
     return _response(request, Refusal(code, detail, headers=error.headers))

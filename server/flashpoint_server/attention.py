@@ -80,8 +80,6 @@ class AttentionRoute:
         exchange.facts.update(backend=backend, shapes={name: list(p.shape) for name, p in staging.inputs.items()})
 
         job = Job(exchange.request_id, spec, backend, staging, Timings(exchange.arrived), deadline, priority)
-        if job.late:
-            raise out_of_time()
         answer = await self._run(job, receive)
         parts = await encode(job, answer, wanted, service.codec)
         if job.late:

@@ -10,7 +10,6 @@ from fastapi import FastAPI
 from flashpoint import jsonwire, wire
 from flashpoint.options import AttentionOptions
 from flashpoint_kernels.spec import BACKWARD_TENSORS, FORWARD_TENSORS, GRADS, Direction
-from flashpoint_server.problem_schema import Problem
 from flashpoint_server.refusal import MEDIA_TYPE, STATUS
 
 _TENSORS = {
@@ -50,7 +49,10 @@ _SUMMARY = {"forward": "Attention", "backward": "Gradients of attention"}
 
 
 def install(app: FastAPI, paths: dict[str, Direction]) -> None:
-    """Make `app.openapi` describe `paths` too, which are plain ASGI and so unknown to FastAPI."""
+    """Make `app.openapi` describe `paths` too, which are plain ASGI and so unknown to FastAPI.
+
+    The schema of `Problem` is there already: other routes name it.
+    """
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -83,9 +85,6 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
             },
         ],
     }
-    schemas.setdefault("Problem", Problem.model_json_schema(ref_template="#/components/schemas/{model}"))
-    for name, definition in schemas["Problem"].pop("$defs", {}).items():
-        schemas.setdefault(name, definition)
     options = AttentionOptions.model_json_schema()["properties"]
     dtype = {"enum": list(jsonwire.DTYPES), "default": "float32", "description": "of q, k, v, do and o"}
     for name, known, needed in (

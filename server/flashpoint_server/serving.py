@@ -1,7 +1,7 @@
 """The process around the application: the socket, the signals, and an orderly end.
 
 SIGTERM or SIGINT: readiness goes false, new work is refused, what was admitted is answered within `shutdown_timeout`,
-and the exit code is 0. A second signal ends it at once.
+and the exit code is 0. A second signal ends it at once, with 1.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.forced = False  # by a second signal
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -49,16 +50,21 @@ class _Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._begin_drain, sig)
 
     def _begin_drain(self, sig: int) -> None:
-        if self._draining is not None:
-            self.should_exit = self.force_exit = True
-            return
         log.info("draining", signal=signal.Signals(sig).name)
-        self._draining = asyncio.ensure_future(self._drain())
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
+        else:
+            self.forced = True
+            self._abandon()
 
     async def _drain(self) -> None:
         if not await self._service.drain():
-            log.warning("abandoned", requests=self._service.admission.requests)
-            self._service.engine.close()
+            self._abandon()
+        self.should_exit = True
+
+    def _abandon(self) -> None:
+        log.warning("abandoned", requests=self._service.admission.requests)
+        self._service.engine.close()
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -105,4 +111,4 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
         log.error("failed", reason=service.engine.failure)
         return 1
     log.info("stopped")
-    return 0
+    return int(server.forced)

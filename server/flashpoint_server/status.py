@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -86,9 +86,4 @@ def router(service: Service) -> APIRouter:
 @cache
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in ("torch", "triton", "numpy", "fastapi", "uvicorn"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    return found | {name: version(name) for name in ("torch", "triton", "numpy", "fastapi", "uvicorn")}

@@ -26,7 +26,13 @@ DATA = bytes(72)
 def strict(start_server):
     """A server with keys and small limits."""
     return start_server(
-        api_keys="all,looker:info", body_limit=MIB, json_limit=65536, sequence_limit=8, body_timeout=0.4, body_rate=1000
+        api_keys="all,looker:info",
+        body_limit=MIB,
+        json_limit=65536,
+        sequence_limit=8,
+        head_limit=4096,
+        body_timeout=0.4,
+        body_rate=1000,
     )
 
 
@@ -219,6 +225,10 @@ def test_a_body_over_the_limit_413_while_it_streams(strict):
     assert strict.lines[-1]["bytes_in"] < 5 * MIB
     promised = message_head({"q": {"dtype": "U8", "shape": [2 * MIB], "data_offsets": [0, 2 * MIB]}})
     problem(post(strict, "/attention", iter([promised]), **KEY), 413, "body_too_large")
+
+
+def test_a_head_over_the_servers_limit_is_400(strict):
+    problem(post(strict, "/attention", message_head({}, {"format": "x" * 4096}), **KEY), 400, "malformed_body")
 
 
 def test_work_that_can_never_fit_413(strict, server):

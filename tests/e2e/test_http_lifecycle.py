@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from conftest import wait_for
-from messages import SAFETENSORS, Reply, message, normal, post, problem
+from messages import JSON, SAFETENSORS, Reply, message, normal, post, problem
 
 SMALL = {name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")}
 GOOD = message(SMALL)
@@ -74,6 +74,9 @@ def test_a_deadline_that_passes_in_the_queue_or_in_the_compute_is_504(pair, back
     long = begin(pair, background, "runs-late", x_timeout_ms=400)
     problem(post(pair, "/attention", GOOD, x_timeout_ms=50, x_request_id="waits-late"), 504, "deadline_exceeded")
     problem(long.result(), 504, "deadline_exceeded")
+    # An answer of two million numbers, whose text takes longer than its compute.
+    wide = {"q": torch.zeros(16384, 128), "k": torch.zeros(1, 128), "v": torch.zeros(1, 128)}
+    problem(post(pair, "/attention", message(wide), accept=JSON, x_timeout_ms=500), 504, "deadline_exceeded")
     assert post(pair, "/attention", GOOD).status == 200
     assert not was_begun(pair, "waits-late")
 
@@ -168,6 +171,17 @@ def test_work_beyond_the_shutdown_timeout_is_refused_and_left(start_server, back
     assert [line["requests"] for line in server.lines if line["event"] == "abandoned"] == [2]
 
 
+def test_a_second_signal_ends_it_at_once(start_server, background):
+    server = start_server(log_level="debug")
+    eight = {name: t.expand(8, -1, -1, -1) for name, t in LONG_TENSORS.items()}
+    long = begin(server, background, "cut-off", message(eight, backend="reference"))
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for_line(lambda line: line["event"] == "draining")
+    server.process.send_signal(signal.SIGINT)
+    problem(long.result(), 503, "draining")
+    assert server.wait_exit() == 1
+
+
 def test_a_bug_of_ours_is_500_with_its_id_in_the_log(start_server, tmp_path):
     """A route that fails, added to the real application in a real process."""
     program = tmp_path / "failing.py"
@@ -179,10 +193,14 @@ def test_a_bug_of_ours_is_500_with_its_id_in_the_log(start_server, tmp_path):
         def fail():
             raise KeyError("what nobody foresaw")
 
+        def typed(number: int):
+            return number
+
         settings = Settings(_cli_parse_args=sys.argv[1:])
         logs.configure("json", "info")
         app = create_app(settings)
         app.add_api_route("/fail", fail)
+        app.add_api_route("/typed", typed)
         sys.exit(serving.serve_on(serving.listen(settings), app))
         """)
     )
@@ -193,6 +211,9 @@ def test_a_bug_of_ours_is_500_with_its_id_in_the_log(start_server, tmp_path):
     line = server.wait_for_line(lambda line: line["event"] == "failed")
     assert line["request_id"] == document["request_id"]
     assert "what nobody foresaw" in line["exception"]
+    answer = httpx.get(f"{server.url}/typed?number=one")  # one that the framework refuses
+    document = problem(Reply(answer.status_code, answer.headers, answer.content), 422, "invalid_request")
+    assert document["errors"][0]["loc"] == ["query.number"]
     assert server.get("/health/live")[0] == 200
 
 
@@ -210,13 +231,16 @@ def test_one_log_line_a_request(server):
     assert sum(line.get("request_id") == "logged" for line in server.lines) == 1
 
 
-def test_a_wrong_start_ends_with_a_reason_for_a_person():
+def test_a_wrong_start_ends_with_a_reason_for_a_person(server):
     command = [sys.executable, "-m", "flashpoint_server.cli"]
     out = subprocess.run([*command, "--port", "70000"], capture_output=True, text=True, check=False)
     assert (out.returncode, out.stdout) == (2, "")
     assert "port" in out.stderr
-    command += ["--log-format", "console", "--port", "0", "--device", "cuda:9"]
-    out = subprocess.run(command, capture_output=True, text=True, check=False)
+    command += ["--log-format", "console", "--device", "cuda:9"]
+    out = subprocess.run([*command, "--port", str(server.port)], capture_output=True, text=True, check=False)
+    assert (out.returncode, out.stdout) == (1, "")
+    assert "cannot listen" in out.stderr
+    out = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, check=False)
     assert (out.returncode, out.stdout) == (1, "")
     assert "listening" in out.stderr
     assert "no CUDA device" in out.stderr

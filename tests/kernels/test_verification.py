@@ -9,6 +9,7 @@ import torch
 
 from flashpoint_kernels import Options, ProblemError, verify
 from flashpoint_kernels.verification import Verification
+from tests.conftest import DEVICE
 from tests.kernels.solving import backward, forward, normal, qkv
 
 
@@ -84,6 +85,15 @@ def test_float32_has_the_reference_pages_bound() -> None:
     assert found["dq"].rule == "2e-06 of the largest value"
     wide = {e.name: e for e in verify(qkv(1, 2, 100, 100, 64), Options(backend="tiled")).tensors}
     assert wide["o"].rule == "5e-06 of the largest value"
+
+
+def test_float32_has_torchs_error_where_torch_itself_misses_the_bound() -> None:
+    """ALiBi 800 keys away: scores in the hundreds, whose own rounding is beyond 5e-6."""
+    t = qkv(1, 2, 799, 3, 16) | {"alibi_slopes": torch.tensor([0.9, 0.7], device=DEVICE)}
+    (o,) = (e for e in verify(t, Options(backend="tiled")).tensors if e.name == "o")
+    assert o.torch_max_abs > 5e-6 * o.max_abs / o.max_rel
+    assert o.bound == 2 * o.torch_max_abs
+    assert o.ok
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
