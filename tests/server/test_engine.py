@@ -6,6 +6,7 @@ import signal
 from contextlib import asynccontextmanager
 
 import numpy as np
+import psutil
 import pytest
 
 from flashpoint_kernels.spec import Options, TensorInfo, plan
@@ -73,16 +74,7 @@ async def bench(device="cpu"):
 
 def engine_pids():
     """The engine processes that this one has started."""
-    children = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _parent(pid) == os.getpid()]
-    return [pid for pid in children if b"engine_process" in open(f"/proc/{pid}/cmdline", "rb").read()]
-
-
-def _parent(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rsplit(")", 1)[1].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+    return [c.pid for c in psutil.Process().children() if "flashpoint_server.engine_process" in c.cmdline()]
 
 
 def test_order_cancelling_and_memory():
@@ -184,6 +176,6 @@ def test_a_child_that_dies_is_started_again_and_ends_when_it_is_told_to(tmp_path
             await until(lambda: len(notes.read_text()) == 3)
             assert child.starts == 3
             pid = child.pid
-        assert _parent(str(pid)) is None
+        assert not psutil.pid_exists(pid)
 
     asyncio.run(run())
