@@ -33,6 +33,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python docs/make_tables.py --check
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -1,7 +1,12 @@
+import asyncio
+import contextlib
 import threading
 
 import pytest
+from raw_server import RawServer
 from scripted_server import ScriptedServer
+
+import flashpoint
 
 
 @pytest.fixture
@@ -13,3 +18,40 @@ def scripted():
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+class Twin:
+    """`AsyncClient` driven from a test that is not async, so that each test runs on both clients."""
+
+    def __init__(self, *args, **settings):
+        self._loop = asyncio.new_event_loop()
+        self._client = flashpoint.AsyncClient(*args, **settings)
+
+    def __getattr__(self, name):
+        method = getattr(self._client, name)
+        return lambda *args, **keywords: self._loop.run_until_complete(method(*args, **keywords))
+
+    def close(self):
+        if not self._loop.is_closed():
+            self._loop.run_until_complete(self._client.aclose())
+            self._loop.close()
+
+
+@pytest.fixture(params=[flashpoint.Client, Twin], ids=["sync", "async"])
+def connect(request):
+    made = []
+
+    def connect(*args, **settings):
+        made.append(request.param(*args, **settings))
+        return made[-1]
+
+    yield connect
+    for client in made:
+        client.close()
+
+
+@pytest.fixture
+def raw():
+    """A factory of `RawServer`s, which end with the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda talk, **how: stack.enter_context(RawServer(talk, **how))

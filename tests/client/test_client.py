@@ -21,35 +21,6 @@ from flashpoint.wire import MEDIA_TYPE, decode_options, head_size, parse_head
 Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
 
 
-class Twin:
-    """`AsyncClient` driven from a test that is not async, so that each test runs on both clients."""
-
-    def __init__(self, *args, **settings):
-        self._loop = asyncio.new_event_loop()
-        self._client = flashpoint.AsyncClient(*args, **settings)
-
-    def __getattr__(self, name):
-        method = getattr(self._client, name)
-        return lambda *args, **keywords: self._loop.run_until_complete(method(*args, **keywords))
-
-    def close(self):
-        self._loop.run_until_complete(self._client.aclose())
-        self._loop.close()
-
-
-@pytest.fixture(params=[flashpoint.Client, Twin], ids=["sync", "async"])
-def connect(request):
-    made = []
-
-    def connect(*args, **settings):
-        made.append(request.param(*args, **settings))
-        return made[-1]
-
-    yield connect
-    for client in made:
-        client.close()
-
-
 @pytest.fixture
 def quick(monkeypatch):
     """Retries without the wait."""

@@ -1,0 +1,153 @@
+"""Fill the tables of the documentation from the code and from what was measured, so that neither drifts from the other.
+
+`python docs/make_tables.py` writes them between their marks, `<!-- table: NAME -->` and `<!-- end -->`; with `--check`
+it writes nothing and exits with 1 where a page is not as it would write it (`make lint`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from flashpoint.options import AttentionOptions
+from flashpoint_kernels.spec import BACKENDS, FEATURE_FIELDS, SUPPORT
+from flashpoint_server.refusal import STATUS, Refusal
+from flashpoint_server.settings import Settings
+
+DOCS = Path(__file__).resolve().parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+WHEN = {
+    "malformed_body": "the body cannot be parsed: bad JSON, a bad safetensors head, offsets that overlap or overrun, "
+    "fewer or more bytes than the head says",
+    "unauthorized": "no key, or one that is not known",
+    "forbidden": "the key has not that right",
+    "not_found": "no such address",
+    "method_not_allowed": "the address has other methods; `Allow` names them",
+    "not_acceptable": "`Accept` takes neither encoding",
+    "body_timeout": "the body came too slowly",
+    "body_too_large": "the body is over its limit, by its length, by its head, or as it streams",
+    "work_too_large": "the work could never fit: the device's memory, the limit of sequences, a JSON answer's limit",
+    "unsupported_media_type": "the body has another type than the two, or a content coding",
+    "invalid_request": "well-formed, but not valid: names, shapes, dtypes, values of options and of headers; `errors` "
+    "names each field",
+    "queue_full": "as many requests, or as many bytes, are admitted as may be",
+    "internal_error": "our bug, logged with the request's id",
+    "not_ready": "the server is starting, or its engine failed",
+    "draining": "the server is shutting down",
+    "out_of_memory": "the device ran out of memory for this request",
+    "deadline_exceeded": "the deadline of `X-Timeout-Ms` passed",
+}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def errors() -> str:
+    """Every code that the server has, in the order of the statuses."""
+    rows = []
+    for code, status in STATUS.items():
+        wait = Refusal(code, "").headers.get("Retry-After")
+        rows.append((status, f"`{code}`", WHEN[code], f"{wait} s" if wait else ""))
+    return table(["status", "code", "when", "`Retry-After`"], rows)
+
+
+def options() -> str:
+    def values(schema: dict[str, Any]) -> str:
+        variants = [part for part in schema.get("anyOf", [schema]) if part.get("type") != "null"]
+        of = variants[0].get("items", variants[0])
+        words = ", ".join(f"`{word}`" for word in of["enum"]) if "enum" in of else str(variants[0]["type"])
+        return f"list of {words}" if variants[0] is not of else words
+
+    properties = AttentionOptions.model_json_schema()["properties"]
+    rows = []
+    for name, schema in properties.items():
+        default = schema.get("default")
+        rows.append((f"`{name}`", values(schema), f"`{json.dumps(default)}`", schema["description"]))
+    return table(["option", "values", "default", "meaning"], rows)
+
+
+def settings() -> str:
+    rows = []
+    for name, field in Settings.model_fields.items():
+        default = field.default if field.default not in ((), None) else "none"
+        rows.append(
+            (f"`--{name.replace('_', '-')}`", f"`FLASHPOINT_{name.upper()}`", f"`{default}`", field.description)
+        )
+    return table(["flag", "variable", "default", "meaning"], rows)
+
+
+def support() -> str:
+    """A row a feature, those that every backend has first; a column a backend."""
+    rows = []
+    for feature in set().union(*SUPPORT.values()):
+        field, what = FEATURE_FIELDS.get(feature, (feature, feature))
+        name = f"`{field}`" if field == what else f"`{field}`: {what}"
+        rows.append((name, *("yes" if feature in SUPPORT[backend] else "–" for backend in BACKENDS)))
+    return table(["", *BACKENDS], sorted(rows, key=lambda row: (row.count("–"), row)))
+
+
+def compiled(arch: int) -> str:
+    """Tile, then registers / spilled bytes a thread / KiB of shared memory, a row a variant, a column a kernel."""
+    result = json.loads((RESULTS / f"compile-sm{arch}.json").read_text())
+    kernels = {(k["dtype"], k["level"], k["head_dim"], k["kernel"]): k for k in result["kernels"]}
+    variants = sorted({key[:2] for key in kernels})
+    names = ("forward", "backward_kv", "backward_q")
+    rows = []
+    for (dtype, level), dim in product(variants, sorted({key[2] for key in kernels})):
+        cells = [_variant(kernels[dtype, level, dim, name]) for name in names]
+        instruction = ", ".join(kernels[dtype, level, dim, "forward"]["matrix_instructions"]) or "none"
+        rows.append((dtype, level, dim, *cells, instruction))
+    made = f"sm_{arch}, triton {result['triton']}, {result['date'][:10]}, commit {result['commit'][:10]}:\n\n"
+    return "\n" + made + table(["dtype", "level", "D", *(f"`{name}`" for name in names), "instruction"], rows)
+
+
+def _variant(kernel: dict[str, Any]) -> str:
+    tile = f"{kernel['block_m']}×{kernel['block_n']}, {kernel['num_warps']} warps"
+    return f"{tile}: {kernel['registers']} / {kernel['spill_bytes']} / {kernel['shared_bytes'] / 1024:.0f}"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "errors": errors,
+    "options": options,
+    "settings": settings,
+    "support": support,
+    "compile-sm80": lambda: compiled(80),
+    "compile-sm90": lambda: compiled(90),
+}
+
+
+def filled(text: str) -> str:
+    """The page with its tables as they are now. Raises KeyError for a table that there is not."""
+    return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page has drifted")
+    check = parser.parse_args().check
+    drifted = []
+    for page in sorted(DOCS.glob("*.md")):
+        before = page.read_text(encoding="utf-8")
+        after = filled(before)
+        if after != before:
+            drifted.append(page.name)
+            if not check:
+                page.write_text(after, encoding="utf-8")
+    if check and drifted:
+        print(f"{', '.join(drifted)}: not as the code is; run python docs/make_tables.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""A server that is nothing but a socket: for what a well-behaved one never does."""
+
+import contextlib
+import socket
+import threading
+
+
+class RawServer:
+    """Runs `talk(connection)` in a thread for each connection, and closes the connection when that returns.
+
+    `opened` counts connections, `closed` those that are over. With `tls`, an `ssl.SSLContext`, they are of TLS.
+    """
+
+    def __init__(self, talk, tls=None):
+        self._talk = talk
+        self._tls = tls
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._connections = []
+        self._threads = []
+        self.opened = self.closed = 0
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http{'s' if tls else ''}://localhost:{self.port}"
+
+    def __enter__(self):
+        self._start(self._accept)
+        return self
+
+    def __exit__(self, *_):
+        for each in (self._listener, *self._connections):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # wakes who waits for it
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+    def _start(self, target, *args):
+        self._threads.append(threading.Thread(target=target, args=args))
+        self._threads[-1].start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                connection = self._listener.accept()[0]
+                # Else an answer behind TLS's tickets waits for their acknowledgement: hanging up would lose it.
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._connections.append(connection)
+                self.opened += 1
+                self._start(self._serve, connection)
+
+    def _serve(self, connection):
+        with contextlib.suppress(OSError), connection:  # a client that goes away is part of some tests
+            if self._tls:
+                with self._tls.wrap_socket(connection.dup(), server_side=True) as secure:
+                    self._talk(secure)
+            else:
+                self._talk(connection)
+        self.closed += 1
+
+
+def read_head(connection):
+    """A request's head, what of its body came with it, and how many bytes that body has; empty at the end."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        if not (data := connection.recv(1 << 16)):
+            return b"", b"", 0
+        received += data
+    head, _, body = received.partition(b"\r\n\r\n")
+    fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+    return head, body, int(fields.get(b"content-length", 0))
+
+
+def read_request(connection):
+    """A request's body; None at the end."""
+    head, body, size = read_head(connection)
+    if not head:
+        return None
+    received = bytearray(body)
+    while len(received) < size:
+        received += connection.recv(1 << 20)
+    return received
+
+
+def until_closed(connection):
+    """Read until the client has gone."""
+    while connection.recv(1 << 20):
+        pass

@@ -1,0 +1,104 @@
+"""The clients' own transports over TLS, with a certificate made for the test."""
+
+import ssl
+import subprocess
+
+import numpy as np
+import pytest
+from raw_server import read_head, read_request, until_closed
+from scripted_server import message
+
+import flashpoint
+from flashpoint.wire import MEDIA_TYPE
+
+Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
+TINY = np.zeros((1, 4), np.float32)
+
+
+def answer(body, status=b"200 OK", media=MEDIA_TYPE):
+    return b"HTTP/1.1 %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n%b" % (
+        status,
+        media.encode(),
+        len(body),
+        body,
+    )
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """The file of a self-signed certificate of `localhost`, with its key."""
+    path = tmp_path_factory.mktemp("tls") / "localhost.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    where = ["-addext", "subjectAltName=DNS:localhost", "-keyout", path, "-out", f"{path}.crt"]
+    subprocess.run([*command.split(), *where], check=True, capture_output=True)
+    path.write_text(path.read_text() + path.with_name("localhost.pem.crt").read_text())
+    return path
+
+
+@pytest.fixture(params=[ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3], ids=["1.2", "1.3"])
+def tls(request, certificate):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = context.maximum_version = request.param
+    context.load_cert_chain(certificate)
+    return context
+
+
+@pytest.fixture
+def trusted(certificate, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+
+
+def echo(connection):
+    """q comes back as o: the first tensor of the body, which the two TINY ones follow."""
+    while (body := read_request(connection)) is not None:
+        size = 8 + int.from_bytes(body[:8], "little")
+        connection.sendall(answer(message({"o": np.frombuffer(body, np.float32, offset=size)[:-8]})))
+
+
+def test_tensors_of_any_size_travel_over_one_connection(raw, connect, tls, trusted):
+    server = raw(echo, tls=tls)
+    client = connect(server.url, retries=0)
+    for size in (1, 1 << 12, 5 << 20):
+        q = np.random.default_rng(size).standard_normal(size, np.float32)
+        assert np.array_equal(client.attention(q[None], TINY, TINY), q)
+    assert server.opened == 1
+
+
+def test_an_answer_before_the_end_of_the_request_is_read(raw, connect, tls, trusted):
+    def talk(connection):
+        read_head(connection)
+        connection.sendall(answer(b'{"code": "early"}', b"413 Content Too Large", "application/problem+json"))
+
+    client = connect(raw(talk, tls=tls).url, retries=0)
+    for _ in range(5):
+        with pytest.raises(flashpoint.TooLargeError, match="early"):
+            client.attention(np.zeros((1, 4 << 20), np.float32), TINY, TINY)
+
+
+def test_a_server_that_is_not_trusted_is_sent_nothing(raw, connect, tls):
+    received = []
+
+    def talk(connection):
+        received.append(connection.recv(1))
+
+    with pytest.raises(flashpoint.ConnectionFailedError, match="certificate verify failed"):
+        connect(raw(talk, tls=tls).url, retries=0).attention(Q, Q, Q)
+    assert not any(received)
+
+
+def test_a_certificate_of_another_host_is_refused(raw, connect, tls, trusted):
+    server = raw(echo, tls=tls)
+    with pytest.raises(flashpoint.ConnectionFailedError, match="certificate verify failed"):
+        connect(f"https://127.0.0.1:{server.port}", retries=0).attention(Q, Q, Q)
+
+
+def test_a_server_that_speaks_no_tls_is_a_failed_connection(scripted, connect):
+    with pytest.raises(flashpoint.ConnectionFailedError):
+        connect(scripted.url.replace("http", "https", 1), retries=0).attention(Q, Q, Q)
+
+
+def test_a_handshake_that_never_ends_meets_the_timeout(raw, connect):
+    server = raw(until_closed)
+    client = connect(server.url.replace("http", "https", 1), timeout=0.3)
+    with pytest.raises(flashpoint.ConnectionFailedError, match="deadline passed"):
+        client.attention(Q, Q, Q)

@@ -1,0 +1,84 @@
+"""The examples of the README and of docs/ run as they are printed, and print what is printed below them.
+
+An example is a fenced block of sh (with curl) or python, directly followed by one of text or json: its output. The
+Python of a page runs in one process, every block in a namespace of its own.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "docs/http.md", "docs/sdk.md", "docs/kernels.md")
+BLOCK = r"((?:(?!```).*\n)*)"
+EXAMPLE = re.compile(rf"^```(sh|python)\n{BLOCK}```\n\n```(text|json)\n{BLOCK}```$", re.MULTILINE)
+END = "<end of the example>"
+RUN_EACH = f"import runpy, sys\nfor path in sys.argv[1:]: runpy.run_path(path); print({END!r}, flush=True)"
+
+
+def examples(page, language):
+    """(code, kind of output, output) of each example of a page."""
+    found = EXAMPLE.findall((ROOT / page).read_text())
+    return [(code, kind, output) for lang, code, kind, output in found if lang == language]
+
+
+SHELL = [(page, number) for page in PAGES for number in range(len(examples(page, "sh")))]
+PYTHON = [page for page in PAGES if examples(page, "python")]
+
+
+def same(found, printed):
+    """Equal, but for the last digits of numbers, in which processors differ."""
+    if isinstance(printed, float):
+        return isinstance(found, float) and abs(found - printed) <= 1e-5 * max(1.0, abs(printed))
+    if isinstance(printed, list) and isinstance(found, list):
+        return len(found) == len(printed) and all(map(same, found, printed))
+    if isinstance(printed, dict) and isinstance(found, dict):
+        return found.keys() == printed.keys() and all(same(found[key], printed[key]) for key in printed)
+    return type(found) is type(printed) and found == printed
+
+
+@pytest.mark.parametrize(("page", "number"), SHELL)
+def test_a_shell_example_prints_what_the_page_says(server, page, number):
+    code, kind, output = examples(page, "sh")[number]
+    code = code.replace("localhost:8000", f"127.0.0.1:{server.port}")
+    ran = subprocess.run(["bash", "-e"], input=code, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    if kind == "json":
+        assert same(json.loads(ran.stdout), json.loads(output)), ran.stdout
+    else:
+        assert ran.stdout == output
+
+
+@pytest.mark.parametrize("page", PYTHON)
+def test_the_python_examples_print_what_the_page_says(server, page, tmp_path):
+    found = examples(page, "python")
+    for number, (code, _, _) in enumerate(found):
+        (tmp_path / f"{number}.py").write_text(code.replace("http://localhost:8000", server.url))
+    paths = [str(tmp_path / f"{number}.py") for number in range(len(found))]
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", RUN_EACH, *paths],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split(END + "\n") == [*(output for _, _, output in found), ""]
+
+
+def test_the_readme_has_its_examples():
+    """A fence that is off would leave an example out in silence."""
+    assert len(examples("README.md", "sh")) == 1
+    assert len(examples("README.md", "python")) == 2
+
+
+def test_every_link_between_the_pages_leads_somewhere():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", page.read_text())]
+    assert links
+    missing = [(page.name, link) for page, link in links if not (page.parent / link).exists()]
+    assert not missing
