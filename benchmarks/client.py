@@ -1,0 +1,222 @@
+"""Time the SDK's way over a socket beside `http.client` with `readinto`, and beside httpx's own transport.
+
+A peer in a process of its own reads requests into one buffer and answers from another, with nothing but sockets. Each
+round times every way once, in turn; the medians of the rounds, in MiB/s (and microseconds for a call of 4 KiB), go to
+benchmarks/results/client-<cpu>.json with device, versions, commit and date. Needs the SDK alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import functools
+import http.client
+import json
+import multiprocessing
+import platform
+import re
+import socket
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+import flashpoint
+from flashpoint import wire
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 1 << 20
+SMALL_CALLS = 50
+
+
+def message(name: str, size: int) -> bytearray:
+    """A message of one float32 tensor of `size` bytes."""
+    return bytearray(wire.build_head([(name, "float32", (1, size // 4))], {})) + bytes(size)
+
+
+def peer(size: int, ports: Connection) -> None:
+    """Answer on two ports: one with little, one with `size` bytes."""
+    for answer_size in (4096, size):
+        body = message("o", answer_size)
+        listener = socket.create_server(("127.0.0.1", 0))
+        ports.send(listener.getsockname()[1])
+        threading.Thread(target=accept, args=(listener, body), daemon=True).start()
+    with contextlib.suppress(EOFError):
+        ports.recv()
+
+
+def accept(listener: socket.socket, body: bytearray) -> None:
+    while True:
+        threading.Thread(target=answer, args=(listener.accept()[0], body), daemon=True).start()
+
+
+def answer(connection: socket.socket, body: bytearray) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: {wire.MEDIA_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    buffer = memoryview(bytearray(4 * MIB))
+    while True:
+        start = bytearray()
+        while b"\r\n\r\n" not in start:
+            if not (data := connection.recv(1 << 16)):
+                return
+            start += data
+        asked, _, rest = start.partition(b"\r\n\r\n")
+        found = re.search(rb"(?i)content-length: (\d+)", asked)
+        left = int(found[1]) - len(rest) if found else 0
+        while left:
+            left -= connection.recv_into(buffer, min(left, len(buffer)))
+        connection.sendall(head)
+        connection.sendall(body)
+
+
+@contextlib.contextmanager
+def peer_process(size: int) -> Iterator[tuple[str, str]]:
+    """The addresses that answer with little and with `size` bytes."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=peer, args=(size, theirs))
+    process.start()
+    theirs.close()
+    try:
+        yield f"127.0.0.1:{ours.recv()}", f"127.0.0.1:{ours.recv()}"
+    finally:
+        ours.close()
+        process.join()
+
+
+Call = Callable[[], Any]
+AsyncCall = Callable[[], Awaitable[Any]]
+
+
+def through_http_client(address: str, body: bytearray, answer_size: int) -> Call:
+    connection = http.client.HTTPConnection(address, timeout=60)
+
+    def call() -> Any:
+        connection.request("POST", "/attention", body, {"Content-Type": wire.MEDIA_TYPE})
+        response = connection.getresponse()
+        buffer = np.empty(int(response.headers["Content-Length"]), np.uint8)
+        view = buffer.data
+        while view:
+            view = view[response.readinto(view) :]
+        assert len(buffer) > answer_size
+        return buffer
+
+    return call
+
+
+def calls(address: str, q: Any, answer_size: int, stack: contextlib.ExitStack) -> dict[str, Call]:
+    """Every synchronous way of sending `q` to `address`."""
+    tiny = np.zeros((1, 4), np.float32)
+    ours = stack.enter_context(flashpoint.Client(f"http://{address}"))
+    httpxs = stack.enter_context(flashpoint.Client(f"http://{address}", transport=httpx.HTTPTransport()))
+    body = message("q", q.nbytes)
+    return {
+        "http.client": through_http_client(address, body, answer_size),
+        "flashpoint": lambda: ours.attention(q, tiny, tiny),
+        "httpx": lambda: httpxs.attention(q, tiny, tiny),
+    }
+
+
+def async_calls(address: str, q: Any) -> tuple[dict[str, Any], list[flashpoint.AsyncClient]]:
+    """Every asynchronous way, and the clients to close."""
+    tiny = np.zeros((1, 4), np.float32)
+    clients = {
+        "flashpoint async": flashpoint.AsyncClient(f"http://{address}"),
+        "httpx async": flashpoint.AsyncClient(f"http://{address}", transport=httpx.AsyncHTTPTransport()),
+    }
+    made = {name: functools.partial(client.attention, q, tiny, tiny) for name, client in clients.items()}
+    return made, list(clients.values())
+
+
+def measure(address: str, q: Any, answer_size: int, rounds: int, repeat: int) -> dict[str, float]:
+    """Median seconds of each way's call, `repeat` calls a time, the ways in turn; the first round does not count."""
+    times: dict[str, list[float]] = {}
+    with contextlib.ExitStack() as stack, asyncio.Runner() as runner:
+        ways = calls(address, q, answer_size, stack)
+        async_ways, clients = async_calls(address, q)
+
+        async def repeated(call: AsyncCall) -> None:
+            for _ in range(repeat):
+                await call()
+
+        for _ in range(rounds + 1):
+            for name, call in ways.items():
+                start = time.perf_counter()
+                for _ in range(repeat):
+                    call()
+                times.setdefault(name, []).append((time.perf_counter() - start) / repeat)
+            for name, async_call in async_ways.items():
+                start = time.perf_counter()
+                runner.run(repeated(async_call))
+                times.setdefault(name, []).append((time.perf_counter() - start) / repeat)
+        for client in clients:
+            runner.run(client.aclose())
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
+
+
+def cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def environment() -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "device": cpu(),
+        "python": platform.python_version(),
+        "httpx": httpx.__version__,
+        "numpy": np.__version__,
+        "commit": commit.stdout.strip() or "unknown",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def rates(seconds: dict[str, float], size: int) -> dict[str, dict[str, float]]:
+    base = seconds["http.client"]
+    return {
+        name: {"mib_per_second": round(size / MIB / found), "of_http_client": round(base / found, 3)}
+        for name, found in seconds.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--mib", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=15)
+    asked = parser.parse_args()
+    size = asked.mib * MIB
+    big, small = np.zeros((1, size // 4), np.float32), np.zeros((1, 1024), np.float32)
+    with peer_process(size) as (little, much):
+        result = {
+            "environment": environment(),
+            "mib": asked.mib,
+            "rounds": asked.rounds,
+            "upload": rates(measure(little, big, 4096, asked.rounds, 1), size),
+            "download": rates(measure(much, small, size, asked.rounds, 1), size),
+            "small_call_microseconds": {
+                name: round(found * 1e6)
+                for name, found in measure(little, small, 4096, asked.rounds, SMALL_CALLS).items()
+            },
+        }
+    print(json.dumps(result, indent=1))
+    name = re.sub(r"[^a-z0-9]+", "-", cpu().lower()).strip("-")
+    path = asked.out / f"client-{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()
