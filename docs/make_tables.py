@@ -38,11 +38,12 @@ WHEN = {
     "unsupported_media_type": "the body has another type than the two, or a content coding",
     "invalid_request": "well-formed, but not valid: names, shapes, dtypes, values of options and of headers; `errors` "
     "names each field",
-    "queue_full": "as many requests, or as many bytes, are admitted as may be",
+    "queue_full": "as many requests, or as many bytes, are admitted or staged as may be",
     "internal_error": "our bug, logged with the request's id",
-    "not_ready": "the server is starting, or its engine failed",
+    "not_ready": "the server is starting, or its engine starts again",
     "draining": "the server is shutting down",
     "out_of_memory": "the device ran out of memory for this request",
+    "engine_lost": "the engine died with this request inside; another is started",
     "deadline_exceeded": "the deadline of `X-Timeout-Ms` passed",
 }
 
