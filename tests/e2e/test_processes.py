@@ -1,0 +1,202 @@
+"""The service as processes that share memory: nobody reads another's bytes, and nothing is left of those who vanish."""
+
+import concurrent.futures
+import contextlib
+import os
+import resource
+import signal
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import wait_for
+from messages import SAFETENSORS, message, normal, post, problem
+
+SMALL = message({name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")})
+ROWS = 1 << 13
+
+
+def constant(value, rows=ROWS):
+    """A request whose answer, (1, 4, rows, 64) float32, is `value` everywhere: 8 MiB at the default size."""
+    zeros = {name: torch.zeros(1, 4, n, 64) for name, n in (("q", rows), ("k", 1))}
+    return message({**zeros, "v": torch.full((1, 4, 1, 64), float(value))})
+
+
+def shows_only(answer, value):
+    return bool((answer.tensors["o"] == value).all())
+
+
+def send(server, body, *, length=None):
+    """A raw connection on which a request was sent, its body cut where `body` ends if `length` says more."""
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    head = f"POST /attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\nConnection: close\r\n"
+    connection.sendall(f"{head}Content-Length: {length or len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+def read_all(connection):
+    """The body of the answer."""
+    with connection, connection.makefile("rb") as file:
+        return file.read().split(b"\r\n\r\n", 1)[1]
+
+
+def values_of(body):
+    """The distinct values of a float32 answer."""
+    return set(
+        torch.frombuffer(bytearray(body[8 + int.from_bytes(body[:8], "little") :]), dtype=torch.float32).tolist()
+    )
+
+
+def segments(pid):
+    """The staging memory files that a process maps, by inode."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in maps if "flashpoint-staging" in line}
+
+
+def nothing_inside(server):
+    wait_for(lambda: server.get("/info")[1]["load"] == {"requests": 0, "bytes": 0}, lambda: "work that never ends")
+
+
+def test_canary_slow_readers_and_reused_memory_show_nobody_elses_bytes(server):
+    """Answers that wait unread while a hundred others of the same size are computed, sent, cut off and cancelled."""
+    slow = [(value, send(server, constant(value))) for value in range(1, 7)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        busy = [pool.submit(post, server, "/attention", constant(-value, 1 << 11)) for value in range(1, 61)]
+        for value in range(20):
+            body = constant(1000 + value)
+            with send(server, body[: len(body) // 2], length=len(body)):
+                pass  # half a body, then gone
+            with send(server, body):
+                pass  # gone before its answer
+        for value, answer in enumerate(busy, 1):
+            assert shows_only(answer.result(), -value)
+    for value, connection in slow:
+        assert values_of(read_all(connection)) == {float(value)}
+    nothing_inside(server)
+
+
+def test_a_client_that_never_reads_holds_up_nobody(server):
+    with contextlib.ExitStack() as held:
+        for value in range(8):
+            held.enter_context(send(server, constant(value)))
+        wait_for(lambda: server.get("/info")[1]["load"]["requests"] >= 8, lambda: "they never got in")
+        assert shows_only(post(server, "/attention", constant(77)), 77)
+    nothing_inside(server)
+
+
+def test_memory_is_reused_and_giants_are_given_back(server):
+    for _ in range(3):  # whatever the pool has to grow to
+        assert shows_only(post(server, "/attention", constant(3)), 3)
+    before = segments(server.pid)
+    for value in range(10):
+        assert shows_only(post(server, "/attention", constant(value)), value)
+    assert segments(server.pid) == before
+    giant = post(server, "/attention", constant(5, 20 * ROWS))  # 160 MiB in, 160 MiB out
+    assert shows_only(giant, 5)
+    wait_for(lambda: segments(server.pid) == before, lambda: "a giant's segment stays")
+    assert shows_only(post(server, "/attention", constant(6)), 6)  # the engine hears of the giant's end before this
+    wait_for(lambda: segments(server.engine_pid) <= before, lambda: "the engine keeps a giant's segment")
+
+
+def test_a_thousand_idle_connections(server):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    try:
+        with contextlib.ExitStack() as idle:
+            for _ in range(1000):
+                idle.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+            assert shows_only(post(server, "/attention", constant(9, 64)), 9)
+            assert server.get("/health/ready")[0] == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_http_processes_do_not_load_torch(server):
+    assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
+    assert "libtorch" in Path(f"/proc/{server.engine_pid}/maps").read_text()
+
+
+def test_a_killed_engine_costs_what_it_had_and_no_more(start_server):
+    server = start_server(log_level="debug")
+    engine, before = server.engine_pid, post(server, "/attention", SMALL)
+    long = message({n: normal(1, 3, 3000, 2, seed=s) for s, n in enumerate(["q", "k", "v"])}, backend="reference")
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        runs = pool.submit(post, server, "/attention", long, x_request_id="runs")
+        server.wait_for_line(lambda line: line["event"] == "begin" and line["request_id"] == "runs")
+        waiting = [pool.submit(post, server, "/attention", SMALL) for _ in range(6)]
+        wait_for(lambda: server.get("/info")[1]["load"]["requests"] == 7, lambda: "they never got in")
+        os.kill(engine, signal.SIGKILL)
+        for answer in (runs, *waiting):
+            problem(answer.result(), 503, "engine_lost")
+            assert answer.result().headers["retry-after"]
+    assert server.get("/health/live")[0] == 200
+    server.wait_ready()
+    assert server.engine_pid != engine
+    assert not psutil.pid_exists(engine)  # not even as a zombie
+    assert post(server, "/attention", SMALL).body == before.body
+    nothing_inside(server)
+
+
+def test_several_workers_on_one_port_survive_each_others_death(start_server):
+    server = start_server(workers=2)
+    wait_for(lambda: len(server.children("worker")) == 2, lambda: "two workers")
+    engine, (victim, other) = server.engine_pid, server.children("worker")
+    expected = post(server, "/attention", SMALL).body
+    os.kill(victim, signal.SIGKILL)
+    server.wait_for_line(lambda line: line["event"] == "lost" and line["pid"] == victim)
+    for _ in range(8):
+        assert post(server, "/attention", SMALL).body == expected
+    wait_for(lambda: len(set(server.children("worker")) - {victim, other}) == 1, lambda: "another worker")
+    assert server.engine_pid == engine
+    assert not psutil.pid_exists(victim)
+    wait_for(lambda: len(segments(engine)) <= 2, lambda: "the engine keeps a dead worker's memory")
+    family = [server.engine_pid, *server.children("worker")]
+    server.stop()
+    assert not any(psutil.pid_exists(pid) for pid in family)
+
+
+def test_a_killed_server_leaves_no_process(start_server):
+    server = start_server()
+    family = [p.pid for p in psutil.Process(server.pid).children(recursive=True)]
+    assert family
+    server.process.kill()
+    assert server.wait_exit() == -signal.SIGKILL
+    wait_for(lambda: not any(map(_alive, family)), lambda: f"left behind: {family}")
+
+
+def _alive(pid):
+    """Whether it runs; an orphan's zombie is its new parent's to bury."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@pytest.mark.parametrize("expect", [True, False], ids=["100-continue", "at-once"])
+def test_a_refusal_from_the_head_comes_before_the_body(server, expect):
+    """A body that is never sent: the answer says 422 all the same, and no 100 before it."""
+    bad = message({"q": torch.zeros(2, 1, 4096, 64), "k": torch.zeros(2, 1, 8, 32), "v": torch.zeros(2, 1, 8, 64)})
+    head = bad[: 8 + int.from_bytes(bad[:8], "little")]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        lines = f"POST /attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\nContent-Length: {len(bad)}\r\n"
+        if expect:
+            lines += "Expect: 100-continue\r\n"
+        connection.sendall(f"{lines}\r\n".encode() + (b"" if expect else head))
+        if expect:
+            assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            connection.sendall(head)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 422 ")
+
+
+def test_two_requests_on_one_connection_at_once(server):
+    """Pipelined: the second request's head comes in the packet of the first one's last bytes."""
+    body = constant(4, 1 << 10)
+    request = f"POST /attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\nContent-Length: {len(body)}\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall((f"{request}\r\n".encode() + body) + f"{request}Connection: close\r\n\r\n".encode() + body)
+        with connection.makefile("rb") as file:
+            answers = file.read()
+    assert answers.count(b"HTTP/1.1 200 OK") == 2
+    first, second = answers.split(b"HTTP/1.1 200 OK")[1:]
+    assert values_of(first.split(b"\r\n\r\n", 1)[1]) == values_of(second.split(b"\r\n\r\n", 1)[1]) == {4.0}
