@@ -9,7 +9,7 @@ import errno
 import os
 import socket
 import ssl
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from selectors import EVENT_READ, EVENT_WRITE
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -85,11 +85,9 @@ class Connection:
 
         A server may answer before it has read everything, and hang up: sending ends there, and the answer counts.
         """
-        assert isinstance(request.stream, httpx.SyncByteStream)
-        pieces: Iterator[Any] = iter(request.stream)
         reply = Reply(request)
         self._sent_all = False
-        failure = yield from self._send(packets(reply.request_head, pieces), reply)
+        failure = yield from self._send(packets(reply.request_head, request.extensions["parts"]), reply)
         try:
             while not reply.begun:
                 yield from self._receive_into(reply)

@@ -95,8 +95,8 @@ class Exchange:
         if left is not None:
             headers["X-Timeout-Ms"] = str(max(1, int(left * 1000)))
         request = http.build_request(self.call.method, self.call.path, headers=headers, timeout=left)
-        request.extensions["deadline"] = self._deadline
-        request.stream = Body(self)
+        request.extensions |= {"parts": self.call.body, "deadline": self._deadline}  # for our own transport
+        request.stream = Body(self)  # for any other
         self._timeouts = request.extensions["timeout"]
         return request
 

@@ -12,20 +12,20 @@ import h11
 import httpx
 
 HEAD_LIMIT = 100 * 1024  # bytes of an answer's head
-PACKET = 64 * 1024  # bytes up to which the pieces of a request are sent together
+PACKET = 64 * 1024  # bytes up to which the parts of a request are sent together
 
 
-def packets(head: bytes, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """A request as it is sent: big pieces from their own memory, small ones joined, so that a small call is one."""
+def packets(head: bytes, parts: Iterable[memoryview]) -> Iterator[memoryview]:
+    """A request as it is sent: big parts from their own memory, small ones joined, so that a small call is one."""
     joined = bytearray(head)
-    for piece in pieces:
-        if len(joined) + len(piece) > PACKET:
+    for part in parts:
+        if len(joined) + len(part) > PACKET:
             yield memoryview(joined)
             joined = bytearray()
-        if len(piece) > PACKET:
-            yield piece
+        if len(part) > PACKET:
+            yield part
         else:
-            joined += piece
+            joined += part
     yield memoryview(joined)
 
 

@@ -1,8 +1,8 @@
 """httpx transports that carry tensors at a socket's speed, for `Client` and for `AsyncClient`.
 
-A request's `deadline` extension (of `time.monotonic`, or None) holds for all of its waits. A response's `read_into`
-extension fills a buffer with the body, `(memoryview) -> int`, fewer bytes only at the body's end; its `stream` can only
-be closed. No proxies: those are left to httpx.
+A request has its body in the extension `parts`, memoryviews that are sent whole, and its `deadline` (of
+`time.monotonic`, or None), which holds for all of its waits. A response's extension `read_into`, `(memoryview) -> int`,
+fills a buffer with the body, less only at the body's end; its `stream` can only be closed. No proxies: httpx has those.
 """
 
 from __future__ import annotations
