@@ -1,4 +1,4 @@
-"""Where the kernels run in tests: under Triton's interpreter, or on a GPU when FLASHPOINT_TEST_DEVICE=cuda (`make gpu`).
+"""Where kernels run in tests: under Triton's interpreter, or on a GPU when FLASHPOINT_TEST_DEVICE=cuda (`make gpu`).
 
 Set before anything imports triton, which decides when a kernel is decorated.
 """
