@@ -40,6 +40,7 @@ def create_app(settings: Settings | None = None, engines: Sequence[bytes] | None
         async with AsyncExitStack() as inside:
             addresses = engines if engines is not None else await inside.enter_async_context(running_engines(settings))
             inside.callback(service.close)
+            service.pool.warm()
             service.engine.connect(addresses)
             yield
 

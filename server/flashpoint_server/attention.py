@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import numpy as np
 from starlette.datastructures import Headers
@@ -23,6 +25,7 @@ from flashpoint_server.job import Answer, Job, Timings
 from flashpoint_server.message import SafetensorsMessage, make_spec, read_json
 from flashpoint_server.messages import DeviceInfo
 from flashpoint_server.negotiation import Encoding, answer_encoding, request_encoding
+from flashpoint_server.protocol import EXTENSION
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.service import Service
 from flashpoint_server.settings import Settings
@@ -41,7 +44,8 @@ class AttentionRoute:
         body = Body(scope, receive, exchange.headers, self._service.settings)
         try:
             with ExitStack() as inside:
-                await self._answer(exchange, body, inside, receive, send)
+                job, answer, wanted, parts = await self._answer(exchange, body, inside, receive)
+                await _send_answer(_Line.of(scope, send, self._service.settings), exchange, job, answer, wanted, parts)
         except Refusal as refusal:
             await _refuse(send, exchange, refusal, body)
         except ClientGoneError:
@@ -49,7 +53,9 @@ class AttentionRoute:
         finally:
             exchange.bytes_in = max(exchange.bytes_in, body.received)
 
-    async def _answer(self, exchange: Exchange, body: Body, inside: ExitStack, receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, exchange: Exchange, body: Body, inside: ExitStack, receive: Receive
+    ) -> tuple[Job, Answer, Encoding, list[Part]]:
         service, settings, headers = self._service, self._service.settings, exchange.headers
         service.keys.admit(headers, "attention")
         given = request_encoding(headers)
@@ -84,7 +90,7 @@ class AttentionRoute:
         parts = await encode(job, answer, wanted, service.codec)
         if job.late:
             raise out_of_time()
-        await _send_answer(send, exchange, job, answer, wanted, parts)
+        return job, answer, wanted, parts
 
     def _stage(self, inputs: list[tuple[str, TensorInfo]], spec: Spec, inside: ExitStack) -> Staging:
         """The request's memory, until its answer has left. Raises Refusal 429."""
@@ -121,8 +127,44 @@ class AttentionRoute:
             gone.cancel()
 
 
+@dataclass(frozen=True)
+class _Line:
+    """The way out of an answer whose memory will be reused."""
+
+    send: Send
+    abort: Callable[[], None] | None  # None on a server that is not ours (protocol.py)
+    patience: float
+    rate: int
+
+    @classmethod
+    def of(cls, scope: Scope, send: Send, settings: Settings) -> _Line:
+        ours = scope.get("extensions", {}).get(EXTENSION, {})
+        return cls(send, ours.get("abort"), settings.body_timeout, settings.body_rate)
+
+    async def write(self, parts: list[Part]) -> bool:
+        """Send the body; whether the client took it, within the time that a body of that size would be given.
+
+        When this returns the transport holds none of the memory. Ours holds views, not copies, until a further `send`
+        returns, which waits until all before it has left; another server gets copies, for it promises nothing.
+        """
+        if self.abort is None:
+            for part in parts:
+                await self.send({"type": "http.response.body", "body": bytes(part), "more_body": True})
+            await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+            return True
+        try:
+            async with asyncio.timeout(self.patience + sum(map(len, parts)) / self.rate):
+                for part in parts:
+                    await self.send({"type": "http.response.body", "body": part, "more_body": True})
+                await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            self.abort()
+            return False
+        return True
+
+
 async def _send_answer(
-    send: Send, exchange: Exchange, job: Job, answer: Answer, wanted: Encoding, parts: list[Part]
+    line: _Line, exchange: Exchange, job: Job, answer: Answer, wanted: Encoding, parts: list[Part]
 ) -> None:
     job.timings.done = time.perf_counter()
     durations = job.timings.durations()
@@ -135,12 +177,9 @@ async def _send_answer(
         "server-timing": ", ".join(f"{name};dur={ms}" for name, ms in durations.items()),
     }
     fields = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": 200, "headers": fields})
-    for part in parts:
-        await send({"type": "http.response.body", "body": part, "more_body": True})
-    # Memory is reused when this returns, and the transport holds views of it, not copies. It holds none any more when a
-    # further `send` returns: the protocol lets one wait until all before it has left (protocol.py).
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    await line.send({"type": "http.response.start", "status": 200, "headers": fields})
+    if not await line.write(parts):
+        exchange.code = "answer_timeout"
 
 
 async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: Body) -> None:

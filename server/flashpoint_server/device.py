@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,20 @@ class Device:
             n: ((t.double() - truth[n].double()).abs().max() / truth[n].double().abs().max()).item()
             for n, t in answers(backend).items()
         }
+
+    def pin(self, memory: mmap.mmap) -> None:
+        """Lock shared memory for a GPU's copy engine; `unpin` before it is unmapped. Nothing to do on the CPU."""
+        self._register(lambda runtime, address: runtime.cudaHostRegister(address, len(memory), 0), memory)
+
+    def unpin(self, memory: mmap.mmap) -> None:
+        self._register(lambda runtime, address: runtime.cudaHostUnregister(address), memory)
+
+    def _register(self, call: Callable[[Any, int], Any], memory: mmap.mmap) -> None:
+        if self.info.name == "cpu":
+            return
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(int(call(runtime, address)))
 
     def run(self, submit: Submit, memory: mmap.mmap) -> dict[str, Any]:
         """Compute a job from and into `memory`; what is not a tensor of its answer.

@@ -25,6 +25,7 @@ import structlog
 
 from flashpoint_server import logs
 from flashpoint_server.device import Device
+from flashpoint_server.memory import LARGEST
 from flashpoint_server.messages import Attach, Broken, Cancel, Channel, Detach, Done, Failed, Hello, Submit, ToEngine
 from flashpoint_server.parent import die_with_parent
 from flashpoint_server.refusal import Refusal, out_of_time
@@ -108,10 +109,9 @@ class Engine:
                             if entry.peer is peer and entry.submit.id == message.id:
                                 entry.cancelled = True
                     case Attach():
-                        with os.fdopen(descriptors[0], "rb+") as file:
-                            peer.segments[message.segment] = mmap.mmap(file.fileno(), message.size)
+                        peer.segments[message.segment] = self._map(descriptors[0], message.size)
                     case Detach():
-                        _unmap(peer.segments.pop(message.segment))
+                        self._unmap(peer.segments.pop(message.segment))
         except BlockingIOError:
             return
         except EOFError:
@@ -124,7 +124,19 @@ class Engine:
         self._waiting = [entry for entry in self._waiting if entry.peer is not peer]
         heapq.heapify(self._waiting)
         for segment in peer.segments.values():
-            _unmap(segment)
+            self._unmap(segment)
+
+    def _map(self, descriptor: int, size: int) -> mmap.mmap:
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if size <= LARGEST else 0)  # its pages are there: no faults later
+        with os.fdopen(descriptor, "rb+") as file:
+            memory = mmap.mmap(file.fileno(), size, flags=flags)
+        self._device.pin(memory)
+        return memory
+
+    def _unmap(self, memory: mmap.mmap) -> None:
+        self._device.unpin(memory)
+        with contextlib.suppress(BufferError):  # a tensor that is still held keeps the mapping until it is dropped
+            memory.close()
 
     def _run(self, entry: _Entry) -> None:
         submit, began = entry.submit, time.perf_counter()
@@ -155,11 +167,6 @@ def _answer(peer: _Peer, reply: Done | Failed) -> None:
                 writable.select(1.0)
         except OSError:
             return
-
-
-def _unmap(segment: mmap.mmap) -> None:
-    with contextlib.suppress(BufferError):  # a tensor that is still held keeps the mapping until it is dropped
-        segment.close()
 
 
 def main() -> int:

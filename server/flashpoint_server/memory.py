@@ -20,6 +20,7 @@ from itertools import count
 ALIGNMENT = 64  # a cache line; the widest vector load of a CPU, and more than a GPU's copy engine asks
 SMALLEST = 1 << 16
 LARGEST = 1 << 28  # of the pooled classes; above it memory goes back when its request is done
+WARM = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # bytes: 24 MiB in all
 GROWTH = 1 << 22  # what the pool grows by at least, as several slots of a small class
 
 
@@ -88,6 +89,11 @@ class Pool:
         self.taken = 0  # slots
         self._size = 0
         self._free: dict[int, list[Slot]] = defaultdict(list)
+
+    def warm(self) -> None:
+        """Make the first slots of common sizes before the first request needs them. Raises PoolFullError."""
+        for slot in [self.take(size) for size in WARM]:
+            slot.release()
 
     def take(self, size: int) -> Slot:
         """A slot of at least `size` bytes, 64-byte aligned. Raises PoolFullError."""

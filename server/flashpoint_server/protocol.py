@@ -2,8 +2,9 @@
 
 ASGI hands a body over in pieces that were copied twice by then. Here a route that has read the head of its message asks
 for the rest to be received into memory of its own (`DirectBody.into`): until that many bytes have come, the transport
-reads into that memory and HTTP's parser sees none of them. Routes reach it by the scope's extension `EXTENSION`; on any
-other server the extension is missing and they read ASGI messages.
+reads into that memory and HTTP's parser sees none of them. Routes reach it by the scope's extension `EXTENSION`, which
+has the `body` and a call that drops the connection, `abort`; on any other server the extension is missing, and they
+read ASGI messages and send copies.
 
 States of a connection: parsing (uvicorn's protocol) → receiving (`_Receiver`) → parsing.
 """
@@ -33,7 +34,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self.scope["extensions"] = {EXTENSION: {"body": DirectBody(self)}}
+        self.scope["extensions"] = {EXTENSION: {"body": DirectBody(self), "abort": self.transport.abort}}
 
 
 class DirectBody:

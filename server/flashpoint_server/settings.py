@@ -57,9 +57,9 @@ class Settings(BaseSettings):
     sequence_limit: Annotated[int, Field(ge=1)] = 65536
     """sequences of one request (its batch size): each is a row of a table"""
     body_timeout: Seconds = 10.0
-    """seconds that a body may pause, and that it may be late by the rate below"""
+    """seconds that a body may pause, and that it, or the reading of an answer, may be late by the rate below"""
     body_rate: Annotated[int, Field(ge=1)] = 64 * 1024
-    """bytes a second that a body must reach in the long run"""
+    """bytes a second that a body, and the reading of an answer, must reach in the long run"""
     keep_alive: Annotated[int, Field(ge=0)] = 75
     """seconds that an idle connection is kept"""
 
@@ -67,7 +67,7 @@ class Settings(BaseSettings):
     """requests that are admitted at once: arriving, waiting, running or being answered"""
     queue_bytes: Bytes = 4096 * MIB
     """bytes of input and answer tensors that are admitted at once; a request alone is always admitted"""
-    staging_bytes: Annotated[int, Field(ge=16 * MIB)] = 4096 * MIB
+    staging_bytes: Annotated[int, Field(ge=64 * MIB)] = 4096 * MIB
     """most bytes of memory shared with the engines, where bodies arrive and answers leave; it grows as it is needed"""
     default_timeout_ms: Annotated[int, Field(ge=0)] = 0
     """deadline of a request without X-Timeout-Ms, in milliseconds; 0 is none"""

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import socket
+import textwrap
 from pathlib import Path
 
 import psutil
@@ -83,6 +84,42 @@ def test_a_client_that_never_reads_holds_up_nobody(server):
             held.enter_context(send(server, constant(value)))
         wait_for(lambda: server.get("/info")[1]["load"]["requests"] >= 8, lambda: "they never got in")
         assert shows_only(post(server, "/attention", constant(77)), 77)
+    nothing_inside(server)
+
+
+def test_an_answer_that_nobody_takes_is_dropped_after_a_while(start_server):
+    server = start_server(body_timeout=0.3, body_rate=1 << 30)
+    with send(server, constant(2, 4 * ROWS)):  # 32 MiB: more than the sockets' buffers hold
+        line = server.wait_for_line(lambda line: line.get("code") == "answer_timeout")
+        assert line["status"] == 200
+        nothing_inside(server)
+    assert shows_only(post(server, "/attention", constant(4)), 4)
+
+
+def test_canary_on_a_server_that_is_not_ours(start_server, tmp_path):
+    """The application under plain uvicorn, which promises nothing of its buffers."""
+    program = tmp_path / "plain.py"
+    program.write_text(
+        textwrap.dedent("""
+        import json, signal, socket, sys
+        import uvicorn
+        from flashpoint_server import Settings, create_app
+
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        line = {"event": "listening", "port": port, "url": f"http://127.0.0.1:{port}"}
+        print(json.dumps(line), file=sys.stderr, flush=True)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again when it has stopped
+        config = uvicorn.Config(create_app(Settings(device="cpu", log_level="error")), log_config=None)
+        uvicorn.Server(config).run(sockets=[listener])
+        """)
+    )
+    server = start_server(program=(str(program),))
+    slow = [(value, send(server, constant(value))) for value in range(1, 5)]
+    for value in range(1, 31):
+        assert shows_only(post(server, "/attention", constant(-value)), -value)
+    for value, connection in slow:
+        assert values_of(read_all(connection)) == {float(value)}
     nothing_inside(server)
 
 
