@@ -1,6 +1,6 @@
 # Flashpoint on a GPU host:
 #   docker build -t flashpoint . && docker run --gpus all -p 8000:8000 flashpoint
-# The driver must be new enough for CUDA 13.0 (580 or later).
+# The driver must be new enough for CUDA 13 (580 or later).
 FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04
 
 # Triton compiles its driver module with gcc against Python's headers when a kernel first runs.
@@ -21,11 +21,11 @@ ENV PATH=/opt/flashpoint/venv/bin:$PATH \
     FLASHPOINT_HOST=0.0.0.0 \
     FLASHPOINT_PORT=8000
 
-# torch first, in a layer of its own: it is gigabytes, and changes seldom. Its CUDA build, of the base image's CUDA;
-# constraints.txt names the release.
+# torch first, in a layer of its own: it is gigabytes, and changes seldom. The release that constraints.txt names, which
+# brings the CUDA libraries it was built with.
 COPY constraints.txt ./
 RUN python3 -m venv venv \
-    && pip install --index-url https://download.pytorch.org/whl/cu130 -c constraints.txt torch triton
+    && pip install -c constraints.txt torch triton
 
 COPY pyproject.toml README.md LICENSE ./
 COPY client client
