@@ -106,3 +106,16 @@ def test_a_mask_gradient_summed_over_the_batch_equals_itself_alone() -> None:
         (alone,) = _run_backward([request])
         assert all(torch.equal(answer[name], alone[name]) for name in answer)
         assert not any(t.isnan().any() for t in answer.values())
+
+
+def test_repeats_are_bitwise_equal() -> None:
+    """50 times on a GPU, where a race would show; the interpreter cannot race, and shows that nothing is left over."""
+    rng = random.Random(5)
+    options = Options(causal=True, return_lse=True, dropout_p=0.2, dropout_seed=3)
+    tensors = _request(rng, 5, {"layout": "bhsd"})
+    (first,) = _run_forward([(tensors, options)])
+    gradient = ({**tensors, **first, "do": torch.ones_like(first["o"])}, options)
+    (expected,) = _run_backward([gradient])
+    for _ in range(50 if DEVICE == "cuda" else 2):
+        assert all(torch.equal(t, first[name]) for name, t in _run_forward([(tensors, options)])[0].items())
+        assert all(torch.equal(t, expected[name]) for name, t in _run_backward([gradient])[0].items())

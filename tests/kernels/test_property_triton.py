@@ -1,0 +1,57 @@
+"""Any shape, any strides, any options: the Triton kernels agree with float64, forward and backward."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flashpoint_kernels import verify
+from tests.kernels.triton_cases import FACTORS, options_of, possible, tensors_of
+
+cases = st.fixed_dictionaries({name: st.sampled_from(levels) for name, levels in FACTORS.items()}).filter(possible)
+lengths = st.integers(1, 80)
+
+
+def restrided(t: torch.Tensor, how: str) -> torch.Tensor:
+    """The same values in other memory: a slice of wider rows, a transposed one, or one at an odd address."""
+    if how == "wide":
+        return torch.nn.functional.pad(t, (3, 5))[..., 3 : 3 + t.shape[-1]]
+    if how == "transposed":
+        return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if how == "odd":
+        return torch.nn.functional.pad(t.flatten(), (1, 0))[1:].view(t.shape)
+    return t
+
+
+def agrees(case: dict[str, Any], q_len: int, kv_len: int, seed: int, strides: list[str]) -> None:
+    tensors = tensors_of(case, q_len, kv_len, seed=seed)
+    for name, how in zip(("q", "k", "v", "do"), strides, strict=True):
+        tensors[name] = restrided(tensors[name], how)
+    found = verify(tensors, options_of(case))
+    assert found.backend == "triton"
+    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+
+
+inputs = given(
+    case=cases,
+    q_len=lengths,
+    kv_len=lengths,
+    seed=st.integers(0, 2**20),
+    strides=st.lists(st.sampled_from(["plain", "wide", "transposed", "odd"]), min_size=4, max_size=4),
+)
+patient = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+
+
+@inputs
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=patient)
+def test_any_problem(case: dict[str, Any], q_len: int, kv_len: int, seed: int, strides: list[str]) -> None:
+    agrees(case, q_len, kv_len, seed, strides)
+
+
+@pytest.mark.full
+@inputs
+@settings(max_examples=300, deadline=None, suppress_health_check=patient)
+def test_any_problem_at_length(case: dict[str, Any], q_len: int, kv_len: int, seed: int, strides: list[str]) -> None:
+    agrees(case, q_len, kv_len, seed, strides)
