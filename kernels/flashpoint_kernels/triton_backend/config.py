@@ -6,7 +6,7 @@ in the fast variants (tests/kernels/test_compile.py holds that). None has been m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -45,9 +45,11 @@ _HALF = {
     90: {
         64: Config(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
         128: Config(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
-        256: Config(Tile(64, 64, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
+        256: Config(Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)),
     },
 }
+# Level 1 (window, softcap, sinks) tests both ends of the band, and a softcap's slope is one tile more: less for dK, dV.
+_HALF_BACKWARD_KV_LEVEL_1 = {64: Tile(64, 64, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 32, 8, 1)}
 # Level 2 (every option) holds more of each score: half the tile, on every chip.
 _HALF_EVERY_OPTION = {
     64: Config(Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
@@ -56,9 +58,9 @@ _HALF_EVERY_OPTION = {
 }
 # IEEE float32 uses no matrix instruction: small tiles, operands in registers, on every chip.
 _SINGLE = {
-    64: Config(Tile(64, 32, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
-    128: Config(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-    256: Config(Tile(32, 16, 8, 1), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1)),
+    64: Config(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
+    128: Config(Tile(32, 32, 8, 1), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
+    256: Config(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 # The interpreter runs tile by tile in Python: few tiles, but M ≠ N, and enough of them to be cut, skipped and split.
 _INTERPRETER = Config(Tile(64, 32), Tile(32, 64), Tile(64, 32), split_keys=64)
@@ -78,7 +80,10 @@ def tiles(arch: int, dtype: str, head_dim: int, value_dim: int, level: int) -> C
     """The shipped tiles for a problem on sm_`arch`, before the device's shared memory is looked at."""
     by_dim = _SINGLE if dtype == "float32" else _HALF_EVERY_OPTION if level == 2 else _HALF[family(arch)]
     widest = max(padded(head_dim), padded(value_dim))
-    return by_dim[next(d for d in by_dim if widest <= d)]
+    dim = next(d for d in by_dim if widest <= d)
+    if level == 1 and dtype != "float32":
+        return replace(by_dim[dim], backward_kv=_HALF_BACKWARD_KV_LEVEL_1[dim])
+    return by_dim[dim]
 
 
 @lru_cache(maxsize=1024)
