@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from flashpoint.options import AttentionOptions
-from flashpoint_kernels.spec import BACKENDS, FEATURE_FIELDS, SUPPORT
+from flashpoint_kernels.spec import BACKENDS
+from flashpoint_kernels.support import FEATURE_FIELDS, SUPPORT
 from flashpoint_server.refusal import STATUS, Refusal
 from flashpoint_server.settings import Settings
 

@@ -10,7 +10,8 @@ from importlib import import_module
 import torch
 
 from flashpoint_kernels.problem import Problem
-from flashpoint_kernels.spec import FORWARD_TENSORS, ProblemError, launch_key, plan, unsupported
+from flashpoint_kernels.spec import FORWARD_TENSORS, ProblemError, plan
+from flashpoint_kernels.support import launch_key, unsupported
 
 # A backend is a module with `forward(problems)` and `backward(problems)`, imported when it is first used.
 _MODULES = {"triton": "triton_backend", "torch": "torch_fused", "tiled": "tiled", "reference": "reference"}
@@ -30,7 +31,7 @@ def available_backends(device: str) -> tuple[str, ...]:
 
 
 def run(problems: Sequence[Problem], backend: str) -> None:
-    """Run `problems`, which share one direction and one `spec.launch_key`, on `backend`, into their outputs.
+    """Run `problems`, which share one direction and one `support.launch_key`, on `backend`, into their outputs.
 
     A gradient without `o` and `lse` first runs the same backend's forward. Raises ProblemError for what the backend
     cannot do, and ValueError for problems that do not belong in one launch.

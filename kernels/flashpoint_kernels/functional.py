@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from flashpoint_kernels.dispatch import available_backends, run
 from flashpoint_kernels.problem import Problem
-from flashpoint_kernels.spec import Direction, Options, ProblemError, choose_backend
+from flashpoint_kernels.spec import Direction, Options, ProblemError
+from flashpoint_kernels.support import choose_backend
 
 _DIFFERENTIABLE = ("q", "k", "v", "attn_mask", "sinks")
 

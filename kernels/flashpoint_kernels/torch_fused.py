@@ -1,4 +1,4 @@
-"""torch's own fused attention as a backend, where it covers the options (`spec.SUPPORT["torch"]`).
+"""torch's own fused attention as a backend, where it covers the options (`support.SUPPORT["torch"]`).
 
 On the CPU `_scaled_dot_product_flash_attention_for_cpu`, on CUDA torch's FlashAttention-2 for half dtypes with no mask
 and its memory-efficient kernel for the rest; each with its own backward from the saved `o` and `lse`. These operators

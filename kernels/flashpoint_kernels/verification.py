@@ -27,7 +27,8 @@ from torch import Tensor
 from flashpoint_kernels import reference
 from flashpoint_kernels.dispatch import available_backends, run
 from flashpoint_kernels.problem import DTYPES, Problem
-from flashpoint_kernels.spec import FORWARD_TENSORS, Direction, Options, ProblemError, Spec, choose_backend
+from flashpoint_kernels.spec import FORWARD_TENSORS, Direction, Options, ProblemError, Spec
+from flashpoint_kernels.support import choose_backend
 
 # Absolute bounds for answers up to 1 in size; larger ones scale them. A few units of the dtype's rounding.
 _ABSOLUTE = {"float16": {"o": 4 * 2.0**-10, "grad": 8 * 2.0**-10}, "bfloat16": {"o": 4 * 2.0**-7, "grad": 8 * 2.0**-7}}

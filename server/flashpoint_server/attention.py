@@ -15,7 +15,8 @@ import numpy as np
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from flashpoint_kernels.spec import Direction, ProblemError, Spec, TensorInfo, choose_backend
+from flashpoint_kernels.spec import Direction, ProblemError, Spec, TensorInfo
+from flashpoint_kernels.support import choose_backend
 from flashpoint_server.admission import check_size
 from flashpoint_server.body import Body, ClientGoneError
 from flashpoint_server.encode import Part, encode

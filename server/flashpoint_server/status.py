@@ -10,7 +10,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
-from flashpoint_kernels.spec import MAX_HEAD_DIM, SUPPORT
+from flashpoint_kernels.spec import MAX_HEAD_DIM
+from flashpoint_kernels.support import SUPPORT
 from flashpoint_server.problem_schema import Problem
 from flashpoint_server.service import Service
 

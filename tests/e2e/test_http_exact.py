@@ -10,7 +10,7 @@ import pytest
 import torch
 from messages import JSON, SAFETENSORS, message, normal, post
 
-from flashpoint_kernels import spec
+from flashpoint_kernels import spec, support
 
 CPU_BACKENDS = ("torch", "tiled", "reference")
 
@@ -137,7 +137,7 @@ def features(tensors, options, direction):
 def claims(backend, name, dtype=torch.float32):
     tensors, options = OPTIONS[name]
     cast = {n: t.to(dtype) if n in ("q", "k", "v", "do") else t for n, t in tensors.items()}
-    return features(cast, options, "backward") <= spec.SUPPORT[backend]
+    return features(cast, options, "backward") <= support.SUPPORT[backend]
 
 
 CLAIMED = [(backend, name) for backend in CPU_BACKENDS for name in OPTIONS if claims(backend, name)]

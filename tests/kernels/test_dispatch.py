@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, ProblemError, available_backends, run
-from flashpoint_kernels.spec import choose_backend
+from flashpoint_kernels.support import choose_backend
 from tests.kernels.solving import backward, forward, normal, poisoned, qkv, spec_of
 
 

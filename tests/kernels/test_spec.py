@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from flashpoint_kernels.spec import GRADS, Options, ProblemError, TensorInfo, launch_key, plan
+from flashpoint_kernels.spec import GRADS, Options, ProblemError, TensorInfo, plan
+from flashpoint_kernels.support import launch_key
 
 F32 = "float32"
 Q, K = (2, 4, 5, 8), (2, 2, 7, 8)

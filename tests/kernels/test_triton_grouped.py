@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, triton_backend
-from flashpoint_kernels.spec import launch_key
+from flashpoint_kernels.support import launch_key
 from tests.conftest import DEVICE
 
 

@@ -13,13 +13,18 @@ a dot is wrong on Hopper in triton 3.4–3.7.0.
 import triton
 import triton.language as tl
 
-from flashpoint_kernels.bounds import full_key_range_jit as full_key_range
-from flashpoint_kernels.bounds import key_range_jit as key_range
 from flashpoint_kernels.bounds import query_range_jit as query_range
 from flashpoint_kernels.triton_backend import table as c
 from flashpoint_kernels.triton_backend.interpret import cast, dot
 from flashpoint_kernels.triton_backend.scores import LOG2E, keep, modify
-from flashpoint_kernels.triton_backend.tiles import load_rows, load_sequence, locate, locate_vector, store_rows
+from flashpoint_kernels.triton_backend.tiles import (
+    key_stretches,
+    load_rows,
+    load_sequence,
+    locate,
+    locate_vector,
+    store_rows,
+)
 
 # Columns of a work item: table row, first query or key of the block.
 ITEM = tl.constexpr(2)
@@ -198,7 +203,7 @@ def attention_backward_q(
     scalars = floats + row * c.SCALARS
     i0 = tl.load(item + 1)
     seq = load_sequence(t, scalars, head)
-    q_len, kv_len, offset, left, right = seq[4]
+    q_len = seq[4][0]
     group = tl.load(t + c.GROUP).to(tl.int32)
 
     q_base, q_head, q_stride = locate(t, c.Q, DTYPE, ALIGNED)
@@ -216,16 +221,8 @@ def attention_backward_q(
     lse, delta = load_stats(stats_base + head * stats_head, stats_head // 2, o_m, q_len)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    i_last = tl.minimum(i0 + BLOCK_M, q_len) - 1
-    lo, hi = key_range(i0, i_last, offset, left, right, kv_len)
-    full_lo, full_hi = full_key_range(i0, i_last, offset, left, right, kv_len)
-    lo = lo // BLOCK_N * BLOCK_N
-    hi = tl.where(i0 < q_len, hi, lo)
-    full_lo = tl.minimum(tl.maximum(tl.cdiv(full_lo, BLOCK_N) * BLOCK_N, lo), hi)
-    full_hi = tl.minimum(tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo), hi)
-    if LEVEL == 0:
-        full_lo = lo
-    else:
+    lo, full_lo, full_hi, hi = key_stretches(i0, seq[4], 0, seq[4][1], LEVEL, BLOCK_M, BLOCK_N)
+    if LEVEL >= 1:
         dq = gather_keys(
             dq, q, do, lse, delta, i0, lo, full_lo, seq, k_base, k_stride, v_base, v_stride, head_dim,
             value_dim, False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,

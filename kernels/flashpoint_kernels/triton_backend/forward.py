@@ -8,12 +8,17 @@ lse = (m + log2 denom)·ln 2.
 import triton
 import triton.language as tl
 
-from flashpoint_kernels.bounds import full_key_range_jit as full_key_range
-from flashpoint_kernels.bounds import key_range_jit as key_range
 from flashpoint_kernels.triton_backend import table as c
 from flashpoint_kernels.triton_backend.interpret import cast, dot
 from flashpoint_kernels.triton_backend.scores import LN2, LOG2E, keep, modify
-from flashpoint_kernels.triton_backend.tiles import load_rows, load_sequence, locate, locate_vector, store_rows
+from flashpoint_kernels.triton_backend.tiles import (
+    key_stretches,
+    load_rows,
+    load_sequence,
+    locate,
+    locate_vector,
+    store_rows,
+)
 
 # Columns of a work item: table row, first query, keys [lo, hi) of its part, and the part's scratch slot (-1: no split).
 ITEM = tl.constexpr(5)
@@ -81,7 +86,7 @@ def attention_forward(
     part_lo, part_hi = tl.load(item + 2), tl.load(item + 3)
     slot = tl.load(item + 4)
     seq = load_sequence(t, scalars, head)
-    q_len, kv_len, offset, left, right = seq[4]
+    q_len = seq[4][0]
     group = tl.load(t + c.GROUP).to(tl.int32)
 
     q_base, q_head, q_stride = locate(t, c.Q, DTYPE, ALIGNED)
@@ -103,17 +108,8 @@ def attention_forward(
         denom = tl.where(has_sink & (o_m >= 0), 1.0, denom)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
-    i_last = tl.minimum(i0 + BLOCK_M, q_len) - 1
-    lo, hi = key_range(i0, i_last, offset, left, right, kv_len)
-    full_lo, full_hi = full_key_range(i0, i_last, offset, left, right, kv_len)
-    lo = tl.maximum(lo // BLOCK_N * BLOCK_N, part_lo)
-    hi = tl.where(i0 < q_len, tl.minimum(hi, part_hi), lo)  # a block of padding sees nothing
-    # Three stretches: tiles cut by the left bound, tiles that need no test, tiles cut by the right bound or the end.
-    full_lo = tl.minimum(tl.maximum(tl.cdiv(full_lo, BLOCK_N) * BLOCK_N, lo), hi)
-    full_hi = tl.minimum(tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo), hi)
-    if LEVEL == 0:
-        full_lo = lo
-    else:
+    lo, full_lo, full_hi, hi = key_stretches(i0, seq[4], part_lo, part_hi, LEVEL, BLOCK_M, BLOCK_N)
+    if LEVEL >= 1:
         m, denom, acc = attend_keys(
             q, m, denom, acc, i0, lo, full_lo, seq, k_base, k_stride, v_base, v_stride, head_dim,
             value_dim, False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,

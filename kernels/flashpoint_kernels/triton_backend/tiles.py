@@ -1,8 +1,10 @@
-"""Where tiles lie: pointers to a head of a tensor, and loads of a block of its rows."""
+"""Where tiles lie: pointers to a head of a tensor, the stretches of keys that a block sees, and loads of rows."""
 
 import triton
 import triton.language as tl
 
+from flashpoint_kernels.bounds import full_key_range_jit as full_key_range
+from flashpoint_kernels.bounds import key_range_jit as key_range
 from flashpoint_kernels.triton_backend import table as c
 
 
@@ -36,6 +38,26 @@ def load_sequence(t, scalars, head):
     offset = tl.load(t + c.OFFSET).to(tl.int32)
     shape = (q_len, kv_len, offset, tl.load(t + c.LEFT).to(tl.int32), tl.load(t + c.RIGHT).to(tl.int32))
     return t, scalars, head, tl.load(scalars + c.SCALE), shape
+
+
+@triton.jit
+def key_stretches(i0, shape, part_lo, part_hi, LEVEL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(lo, full_lo, full_hi, hi): the keys in [part_lo, part_hi) that the block of queries at i0 goes through.
+
+    Three stretches of whole tiles: [lo, full_lo) is cut by the left bound, [full_lo, full_hi) needs no visibility test,
+    [full_hi, hi) is cut by the right bound or the end. At level 0 there is no left bound, and the first is empty.
+    """
+    q_len, kv_len, offset, left, right = shape
+    i_last = tl.minimum(i0 + BLOCK_M, q_len) - 1
+    lo, hi = key_range(i0, i_last, offset, left, right, kv_len)
+    full_lo, full_hi = full_key_range(i0, i_last, offset, left, right, kv_len)
+    lo = tl.maximum(lo // BLOCK_N * BLOCK_N, part_lo)
+    hi = tl.where(i0 < q_len, tl.minimum(hi, part_hi), lo)  # a block of padding sees nothing
+    full_lo = tl.minimum(tl.maximum(tl.cdiv(full_lo, BLOCK_N) * BLOCK_N, lo), hi)
+    if LEVEL == 0:
+        full_lo = lo
+    full_hi = tl.minimum(tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo), hi)
+    return lo, full_lo, full_hi, hi
 
 
 @triton.jit
