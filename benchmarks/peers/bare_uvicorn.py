@@ -1,0 +1,46 @@
+"""The ceilings that the service is measured against: uvicorn (httptools, uvloop) and an ASGI application of a few lines.
+
+`python bare_uvicorn.py` listens on a free port of 127.0.0.1 and prints it. /discard throws the body away as it comes and
+answers with nothing, /echo answers with the body, /bytes/N reads the body and answers with N bytes made in advance.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+from typing import Any
+
+import uvicorn
+
+
+@functools.cache
+def prepared(size: int) -> bytes:
+    return bytes(size)
+
+
+async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    pieces: list[bytes] = []
+    keep = scope["path"] == "/echo"
+    while True:
+        message = await receive()
+        if keep:
+            pieces.append(message["body"])
+        if not message["more_body"]:
+            break
+    body = b""
+    if keep:
+        body = b"".join(pieces)
+    elif scope["path"].startswith("/bytes/"):
+        body = prepared(int(scope["path"].removeprefix("/bytes/")))
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+if __name__ == "__main__":
+    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
+        print(listener.getsockname()[1], flush=True)
+        config = uvicorn.Config(
+            app, loop="uvloop", http="httptools", ws="none", lifespan="off", log_level="warning", access_log=False
+        )
+        uvicorn.Server(config).run(sockets=[listener])

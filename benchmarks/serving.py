@@ -1,0 +1,334 @@
+"""Time the service over a socket beside the ceilings of its kind, in one run: `python benchmarks/serving.py`.
+
+The service is `flashpoint serve` with its defaults on the CPU, the ceilings are bare uvicorn (peers/bare_uvicorn.py) and
+the operator in a process without HTTP; all have the same malloc settings. Load comes over one connection of
+`http.client`, read with `readinto`. Each round times every way in turn; the medians, and what they were to reach, go to
+benchmarks/results/serving-<cpu>.json and a table. Takes about two minutes. Exits with 1 where a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import http.client
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+
+from client import cpu
+from flashpoint import wire
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 1 << 20
+BIG = 64 * MIB
+SMALL = (1, 8, 128, 64)  # q, k and v of the call whose latency is measured
+# Large buffers are kept by the allocator, not given back to the kernel at each free; 32 MiB is glibc's largest value.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(1024 * MIB)}
+START_SECONDS = 60.0
+
+# The operator as the engine runs it, alone in a process: a line with a count in, the seconds of each call out.
+OPERATOR = """
+import json, sys, time, torch
+from flashpoint_kernels import Options, Problem, run
+shape = json.loads(sys.argv[1])
+tensors = {name: torch.rand(shape) for name in "qkv"}
+def call():
+    start = time.perf_counter()
+    run([Problem.create(tensors, Options())], "torch")
+    return time.perf_counter() - start
+for line in sys.stdin:
+    print(json.dumps([call() for _ in range(int(line))]), flush=True)
+"""
+
+
+class Call(NamedTuple):
+    """Seconds of one request: all of it, and from its answer's head to the last byte of the answer."""
+
+    whole: float
+    answer: float
+
+
+class Connection:
+    """One kept connection, its answers read into a buffer that is there already."""
+
+    def __init__(self, port: int) -> None:
+        self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self._buffer = memoryview(bytearray(BIG + MIB))
+
+    def post(self, path: str, body: bytes) -> Call:
+        began = time.perf_counter()
+        self._http.request("POST", path, body, {"Content-Type": wire.MEDIA_TYPE})
+        response = self._http.getresponse()
+        answered = time.perf_counter()
+        length = int(response.headers["Content-Length"])
+        rest = self._buffer[:length]
+        while rest:
+            rest = rest[response.readinto(rest) :]
+        ended = time.perf_counter()
+        response.close()
+        if response.status != 200:
+            raise RuntimeError(f"{path}: {response.status} {bytes(self._buffer[:length]).decode()}")
+        return Call(ended - began, ended - answered)
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def message(tensors: dict[str, np.ndarray[Any, Any]], **options: Any) -> bytes:
+    infos = [(name, t.dtype.name, t.shape) for name, t in tensors.items()]
+    return wire.build_head(infos, wire.encode_options(options)) + b"".join(t.tobytes() for t in tensors.values())
+
+
+@contextlib.contextmanager
+def process(command: list[str], **pipes: Any) -> Iterator[subprocess.Popen[str]]:
+    """A child with the malloc settings of all, ended as an operator would."""
+    child = subprocess.Popen(command, env={**os.environ, **MALLOC}, text=True, **pipes)
+    try:
+        yield child
+    finally:
+        child.terminate()
+        try:
+            child.wait(START_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+@contextlib.contextmanager
+def service() -> Iterator[tuple[subprocess.Popen[str], int, float]]:
+    """`flashpoint serve`: its process, its port, and the seconds from its start until it was ready."""
+    with tempfile.TemporaryFile() as log:
+        began = time.perf_counter()
+        command = [sys.executable, "-m", "flashpoint_server.cli", "--port", "0", "--device", "cpu"]
+        with process(command, stderr=log) as child:
+            port = until(lambda: listening(log.fileno()), child)
+            until(lambda: ready(port), child)
+            yield child, port, time.perf_counter() - began
+
+
+def until(found: Callable[[], int | None], child: subprocess.Popen[str]) -> int:
+    """What `found` says once it is something. Raises RuntimeError when the child ends first or takes too long."""
+    deadline = time.monotonic() + START_SECONDS
+    while child.poll() is None and time.monotonic() < deadline:
+        if value := found():
+            return value
+        time.sleep(0.01)  # between two looks
+    raise RuntimeError(f"{child.args} did not become ready")
+
+
+def listening(log: int) -> int | None:
+    """The port, once the log names it."""
+    for line in os.pread(log, MIB, 0).splitlines(keepends=True):
+        if line.endswith(b"\n") and (event := json.loads(line))["event"] == "listening":
+            return int(event["port"])
+    return None
+
+
+def ready(port: int) -> bool:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request("GET", "/health/ready")
+        return connection.getresponse().status == 200
+
+
+class Measured:
+    """The seconds that were seen, by name."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[float]] = {}
+
+    def add(self, name: str, *seconds: float) -> None:
+        self._seen.setdefault(name, []).extend(seconds)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self._seen[name])
+
+    def ratio(self, name: str, ceiling: str) -> float:
+        """`name`'s median as a multiple of `ceiling`'s."""
+        return self.median(name) / self.median(ceiling)
+
+
+def large_bodies(ours: Connection, bare: Connection, rounds: int, measured: Measured) -> None:
+    """64 MiB in with next to nothing to compute, and 64 MiB out. The first round does not count."""
+    keys = BIG // 2 // 256  # 64 float32 each, in k and in v; one of them is attended to
+    k = np.zeros((1, 1, keys, 64), np.float32)
+    lengths = np.array([1], np.int64)
+    upload = message({"q": k[:, :, :1], "kv_lengths": lengths, "k": k, "v": k})
+    rows = BIG // 1024  # 256 float32 each, of o; one of them is computed
+    q = np.zeros((1, 1, rows, 1), np.float32)
+    download = message({"q": q, "k": q[:, :, :1], "v": np.ones((1, 1, 1, 256), np.float32), "q_lengths": lengths})
+    for counts in range(rounds + 1):
+        seen = {
+            "bare discard": bare.post("/discard", upload).whole,
+            "ingest": ours.post("/attention", upload).whole,
+            "bare response": bare.post(f"/bytes/{BIG}", b"").answer,
+            "answer": ours.post("/attention", download).answer,
+        }
+        if counts:
+            for name, seconds in seen.items():
+                measured.add(name, seconds)
+
+
+def small_calls(ours: Connection, bare: Connection, rounds: int, calls: int, measured: Measured) -> None:
+    """One call after the other at `SMALL`, beside bare uvicorn with the same bytes, and the operator alone."""
+    t = np.random.default_rng(0).random(SMALL, np.float32)
+    body = message({"q": t, "k": t, "v": t})
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(environment_of_the_engine())
+        operator = inside.enter_context(process([sys.executable, "-c", OPERATOR, json.dumps(SMALL)], **pipes))
+        assert operator.stdin is not None and operator.stdout is not None
+        for counts in range(rounds + 1):
+            seen = {
+                "bare echo": [bare.post("/echo", body).whole for _ in range(calls)],
+                "call": [ours.post("/attention", body).whole for _ in range(calls)],
+                "bare exchange": [bare.post(f"/bytes/{t.nbytes}", body).whole for _ in range(calls)],
+            }
+            operator.stdin.write(f"{calls}\n")
+            operator.stdin.flush()
+            seen["operator"] = json.loads(operator.stdout.readline())
+            if counts:
+                for name, seconds in seen.items():
+                    measured.add(name, *seconds)
+
+
+@contextlib.contextmanager
+def environment_of_the_engine() -> Iterator[None]:
+    """The variables that the service gives its engines, for a child that computes as they do."""
+    from flashpoint_server.processes import ENGINE_VARIABLES
+
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in ENGINE_VARIABLES.items() if name not in before})
+    try:
+        yield
+    finally:
+        for name in ENGINE_VARIABLES.keys() - before.keys():
+            del os.environ[name]
+
+
+def resident(child: subprocess.Popen[str]) -> dict[str, float]:
+    """MiB of the HTTP process and of its engine, shared memory in both."""
+    http_process = psutil.Process(child.pid)
+    (engine,) = http_process.children()
+    return {"http": http_process.memory_info().rss / MIB, "engine": engine.memory_info().rss / MIB}
+
+
+def memory(ours: Connection, child: subprocess.Popen[str], early: int, late: int) -> dict[str, dict[str, float]]:
+    """What stays resident after `early` and after `late` requests of many shapes, forward and gradients."""
+    bodies = []
+    for length in (1, 7, 16, 33, 64, 96, 128, 200):
+        t = np.ones((1, 4, length, 32), np.float32)
+        bodies.append(("/attention", message({"q": t, "k": t, "v": t}, causal=True, return_lse=True)))
+        bodies.append(("/attention/grad", message({"q": t, "k": t, "v": t, "do": t})))
+    found = {}
+    for count in range(late + 1):
+        if count in (early, late):
+            found["early" if count == early else "late"] = resident(child)
+        ours.post(*bodies[count % len(bodies)])
+    return found
+
+
+def environment() -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "device": cpu(),
+        "cores": os.cpu_count(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "python": sys.version.split()[0],
+        **{name: version(name) for name in ("torch", "uvicorn", "uvloop", "httptools", "fastapi")},
+        "malloc": MALLOC,
+        "commit": commit.stdout.strip() or "unknown",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def target(what: str, value: float, unit: str, bound: float, most: bool) -> dict[str, Any]:
+    """A figure with what it was to reach: at most `bound`, or at least."""
+    met = value <= bound if most else value >= bound
+    return {"what": what, "value": round(value, 3), "unit": unit, "at": "most" if most else "least", "bound": bound,
+            "met": met}  # fmt: skip
+
+
+def report(measured: Measured, kept: dict[str, dict[str, float]]) -> dict[str, Any]:
+    call, operator = measured.median("call"), measured.median("operator")
+    growth = max(kept["late"][name] / kept["early"][name] for name in kept["early"])
+    rates = {name: round(BIG / MIB / measured.median(name)) for name in
+             ("ingest", "bare discard", "answer", "bare response")}  # fmt: skip
+    times = {name: round(measured.median(name) * 1e6) for name in ("call", "bare echo", "bare exchange", "operator")}
+    return {
+        "targets": [
+            target("a body of 64 MiB in, beside bare uvicorn that discards it", 1 / measured.ratio("ingest", "bare discard"),
+                   "× its rate", 0.9, most=False),
+            target("an answer of 64 MiB out, beside bare uvicorn's", 1 / measured.ratio("answer", "bare response"),
+                   "× its rate", 0.9, most=False),
+            target(f"a call at {SMALL}, beside bare uvicorn's echo of its body plus the operator",
+                   call / (measured.median("bare echo") + operator), "× their time", 1.3, most=True),
+            target("ready after the start", measured.median("start"), "s", 5.0, most=True),
+            target("resident memory after 10,000 requests, beside that after 1,000", growth, "×", 1.05, most=True),
+        ],
+        "call_of_same_bytes_plus_operator": round(call / (measured.median("bare exchange") + operator), 3),
+        "mib_per_second": rates,
+        "median_microseconds": times,
+        "resident_mib": {when: {name: round(size, 1) for name, size in of.items()} for when, of in kept.items()},
+    }  # fmt: skip
+
+
+def print_table(result: dict[str, Any]) -> None:
+    for row in result["targets"]:
+        met = "met" if row["met"] else "MISSED"
+        print(f"{row['what']:<80} {row['value']:>8} {row['unit']:<13} at {row['at']} {row['bound']}: {met}")
+    for name in ("mib_per_second", "median_microseconds", "resident_mib"):
+        print(f"{name}: {result[name]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--rounds", type=int, default=15, help="of each comparison")
+    parser.add_argument("--calls", type=int, default=60, help="small calls of each way in a round")
+    parser.add_argument("--starts", type=int, default=3, help="of the service, to time them")
+    parser.add_argument("--requests", type=int, default=10_000, help="before memory is looked at again, ten times later")
+    asked = parser.parse_args()
+    result = {"environment": environment(), "rounds": asked.rounds, "calls": asked.calls}
+    measured = Measured()
+    for _ in range(asked.starts - 1):
+        with service() as (_, _, seconds):
+            measured.add("start", seconds)
+    bare_command = [sys.executable, str(ROOT / "benchmarks/peers/bare_uvicorn.py")]
+    with process(bare_command, stdout=subprocess.PIPE) as peer, service() as (child, port, seconds):
+        measured.add("start", seconds)
+        assert peer.stdout is not None
+        with (
+            contextlib.closing(Connection(port)) as ours,
+            contextlib.closing(Connection(int(peer.stdout.readline()))) as bare,
+        ):
+            small_calls(ours, bare, asked.rounds, asked.calls, measured)
+            kept = memory(ours, child, asked.requests // 10, asked.requests)
+            large_bodies(ours, bare, asked.rounds, measured)
+    result |= report(measured, kept)
+    print_table(result)
+    name = re.sub(r"[^a-z0-9]+", "-", cpu().lower()).strip("-")
+    path = asked.out / f"serving-{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    print(f"written: {path}")
+    return 0 if all(row["met"] for row in result["targets"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
