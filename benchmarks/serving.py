@@ -1,9 +1,9 @@
 """Time the service over a socket beside the ceilings of its kind, in one run: `python benchmarks/serving.py`.
 
-The service is `flashpoint serve` with its defaults on the CPU, the ceilings are bare uvicorn (peers/bare_uvicorn.py) and
-the operator in a process without HTTP; all have the same malloc settings. Load comes over one connection of
-`http.client`, read with `readinto`. Each round times every way in turn; the medians, and what they were to reach, go to
-benchmarks/results/serving-<cpu>.json and a table. Takes about two minutes. Exits with 1 where a target is missed.
+The service is `flashpoint serve` with its defaults on the CPU; the ceilings are bare uvicorn (peers/bare_uvicorn.py)
+and the operator in a process without HTTP. All have the same malloc settings. Load comes over one connection of
+`http.client`, read with `readinto`. Each round times every way in turn; the medians, and what they were to reach, go
+to benchmarks/results/serving-<cpu>.json and a table. Takes under two minutes. Exits with 1 where a target is missed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import http.client
 import json
+import math
 import os
 import re
 import statistics
@@ -129,7 +130,7 @@ def until(found: Callable[[], int | None], child: subprocess.Popen[str]) -> int:
         if value := found():
             return value
         time.sleep(0.01)  # between two looks
-    raise RuntimeError(f"{child.args} did not become ready")
+    raise RuntimeError(f"{child.args!r} did not become ready")
 
 
 def listening(log: int) -> int | None:
@@ -157,10 +158,6 @@ class Measured:
 
     def median(self, name: str) -> float:
         return statistics.median(self._seen[name])
-
-    def ratio(self, name: str, ceiling: str) -> float:
-        """`name`'s median as a multiple of `ceiling`'s."""
-        return self.median(name) / self.median(ceiling)
 
 
 def large_bodies(ours: Connection, bare: Connection, rounds: int, measured: Measured) -> None:
@@ -192,7 +189,8 @@ def small_calls(ours: Connection, bare: Connection, rounds: int, calls: int, mea
     with contextlib.ExitStack() as inside:
         inside.enter_context(environment_of_the_engine())
         operator = inside.enter_context(process([sys.executable, "-c", OPERATOR, json.dumps(SMALL)], **pipes))
-        assert operator.stdin is not None and operator.stdout is not None
+        assert operator.stdin is not None
+        assert operator.stdout is not None
         for counts in range(rounds + 1):
             seen = {
                 "bare echo": [bare.post("/echo", body).whole for _ in range(calls)],
@@ -257,41 +255,37 @@ def environment() -> dict[str, Any]:
     }
 
 
-def target(what: str, value: float, unit: str, bound: float, most: bool) -> dict[str, Any]:
-    """A figure with what it was to reach: at most `bound`, or at least."""
-    met = value <= bound if most else value >= bound
-    return {"what": what, "value": round(value, 3), "unit": unit, "at": "most" if most else "least", "bound": bound,
-            "met": met}  # fmt: skip
+def target(what: str, value: float, unit: str, *, least: float = 0.0, most: float = math.inf) -> dict[str, Any]:
+    """A figure with what it was to reach."""
+    bound = {"at_least": least} if least else {"at_most": most}
+    return {"what": what, "value": round(value, 3), "unit": unit, **bound, "met": least <= value <= most}
 
 
-def report(measured: Measured, kept: dict[str, dict[str, float]]) -> dict[str, Any]:
-    call, operator = measured.median("call"), measured.median("operator")
-    growth = max(kept["late"][name] / kept["early"][name] for name in kept["early"])
-    rates = {name: round(BIG / MIB / measured.median(name)) for name in
-             ("ingest", "bare discard", "answer", "bare response")}  # fmt: skip
-    times = {name: round(measured.median(name) * 1e6) for name in ("call", "bare echo", "bare exchange", "operator")}
+def report(measured: Measured, kept: dict[str, dict[str, float]], requests: int) -> dict[str, Any]:
+    median = measured.median
+    bound = median("bare echo") + median("operator")
+    growth = max(kept["late"][name] / size for name, size in kept["early"].items())
+    big = ("ingest", "bare discard", "answer", "bare response")
+    small = ("call", "bare echo", "bare exchange", "operator")
     return {
         "targets": [
-            target("a body of 64 MiB in, beside bare uvicorn that discards it", 1 / measured.ratio("ingest", "bare discard"),
-                   "× its rate", 0.9, most=False),
-            target("an answer of 64 MiB out, beside bare uvicorn's", 1 / measured.ratio("answer", "bare response"),
-                   "× its rate", 0.9, most=False),
-            target(f"a call at {SMALL}, beside bare uvicorn's echo of its body plus the operator",
-                   call / (measured.median("bare echo") + operator), "× their time", 1.3, most=True),
-            target("ready after the start", measured.median("start"), "s", 5.0, most=True),
-            target("resident memory after 10,000 requests, beside that after 1,000", growth, "×", 1.05, most=True),
+            target("64 MiB in / bare uvicorn discarding", median("bare discard") / median("ingest"), "rate", least=0.9),
+            target("64 MiB out / bare uvicorn's", median("bare response") / median("answer"), "rate", least=0.9),
+            target("small call / (bare uvicorn's echo + operator)", median("call") / bound, "time", most=1.3),
+            target("ready after its start", median("start"), "seconds", most=5.0),
+            target(f"resident after {requests} calls / a tenth of them", growth, "size", most=1.05),
         ],
-        "call_of_same_bytes_plus_operator": round(call / (measured.median("bare exchange") + operator), 3),
-        "mib_per_second": rates,
-        "median_microseconds": times,
+        "small_call_shape": SMALL,
+        "mib_per_second": {name: round(BIG / MIB / median(name)) for name in big},
+        "median_microseconds": {name: round(median(name) * 1e6) for name in small},
         "resident_mib": {when: {name: round(size, 1) for name, size in of.items()} for when, of in kept.items()},
-    }  # fmt: skip
+    }
 
 
 def print_table(result: dict[str, Any]) -> None:
     for row in result["targets"]:
-        met = "met" if row["met"] else "MISSED"
-        print(f"{row['what']:<80} {row['value']:>8} {row['unit']:<13} at {row['at']} {row['bound']}: {met}")
+        bound = f"at least {row['at_least']}" if "at_least" in row else f"at most {row['at_most']}"
+        print(f"{row['what']:<50} {row['value']:>7} {row['unit']:<8} {bound:<14} {'met' if row['met'] else 'MISSED'}")
     for name in ("mib_per_second", "median_microseconds", "resident_mib"):
         print(f"{name}: {result[name]}")
 
@@ -302,7 +296,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15, help="of each comparison")
     parser.add_argument("--calls", type=int, default=60, help="small calls of each way in a round")
     parser.add_argument("--starts", type=int, default=3, help="of the service, to time them")
-    parser.add_argument("--requests", type=int, default=10_000, help="before memory is looked at again, ten times later")
+    parser.add_argument("--requests", type=int, default=10_000, help="before memory is looked at, and after a tenth")
     asked = parser.parse_args()
     result = {"environment": environment(), "rounds": asked.rounds, "calls": asked.calls}
     measured = Measured()
@@ -320,7 +314,7 @@ def main() -> int:
             small_calls(ours, bare, asked.rounds, asked.calls, measured)
             kept = memory(ours, child, asked.requests // 10, asked.requests)
             large_bodies(ours, bare, asked.rounds, measured)
-    result |= report(measured, kept)
+    result |= report(measured, kept, asked.requests)
     print_table(result)
     name = re.sub(r"[^a-z0-9]+", "-", cpu().lower()).strip("-")
     path = asked.out / f"serving-{name}.json"

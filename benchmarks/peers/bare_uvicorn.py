@@ -1,7 +1,7 @@
-"""The ceilings that the service is measured against: uvicorn (httptools, uvloop) and an ASGI application of a few lines.
+"""The ceilings that the service is measured against: uvicorn (httptools, uvloop) and a few lines of ASGI.
 
-`python bare_uvicorn.py` listens on a free port of 127.0.0.1 and prints it. /discard throws the body away as it comes and
-answers with nothing, /echo answers with the body, /bytes/N reads the body and answers with N bytes made in advance.
+`python bare_uvicorn.py` listens on a free port of 127.0.0.1 and prints it. /discard throws the body away as it comes,
+/echo answers with the body, /bytes/N throws the body away and answers with N bytes made in advance.
 """
 
 from __future__ import annotations

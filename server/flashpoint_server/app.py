@@ -57,9 +57,9 @@ def create_app(settings: Settings | None = None, engines: Sequence[bytes] | None
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(RequestValidationError, _invalid)
+    for path, direction in PATHS.items():  # first, for routes are tried in order
+        app.router.routes.insert(0, Route(path, AttentionRoute(service, direction), methods=["POST"]))
     app.include_router(status.router(service))
-    for path, direction in PATHS.items():
-        app.router.routes.append(Route(path, AttentionRoute(service, direction), methods=["POST"]))
     openapi.install(app, PATHS)
     return app
 

@@ -114,17 +114,20 @@ class AttentionRoute:
 
     async def _run(self, job: Job, receive: Receive) -> Answer:
         """The engine's answer, unless the deadline passes or the client goes first: then the job is dropped."""
-        running = asyncio.ensure_future(self._service.engine.submit(job))
+        answer = self._service.engine.submit(job)
         gone = asyncio.ensure_future(receive())  # behind the body comes http.disconnect alone
+
+        def leave(_: object) -> None:
+            if not answer.done():
+                answer.set_exception(ClientGoneError())
+
+        gone.add_done_callback(leave)
         try:
-            await asyncio.wait({running, gone}, timeout=job.remaining(), return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                return running.result()
-            if gone.done():
-                raise ClientGoneError
-            raise out_of_time()
+            async with asyncio.timeout(job.remaining()):
+                return await answer
+        except TimeoutError:
+            raise out_of_time() from None
         finally:
-            running.cancel()
             gone.cancel()
 
 

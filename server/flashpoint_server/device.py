@@ -95,7 +95,7 @@ class Device:
 
         Raises Refusal: 422 for index tensors that do not fit, 503 when memory runs out.
         """
-        options = Options(**submit.options)
+        options = submit.options
         try:
             given = {t.name: _in(memory, t) for t in submit.inputs}
             tensors = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}

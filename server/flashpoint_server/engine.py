@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import structlog
 
@@ -86,8 +86,8 @@ class Engine:
         self.state = State.STOPPED
         self._lose("draining", "the server stopped before this request was done")
 
-    async def submit(self, job: Job) -> Answer:
-        """The answer, its tensors in the job's staging memory. Raises Refusal; cancelled, the job is dropped."""
+    def submit(self, job: Job) -> asyncio.Future[Answer]:
+        """See `Engines.submit`."""
         if self.state is not State.READY:
             raise Refusal("not_ready", f"the engine is {self.state.value}")
         job.timings.queue = time.perf_counter()
@@ -96,7 +96,8 @@ class Engine:
             self._attached.add(segment.number)
             self._send(Attach(segment.number, segment.size), (segment.fd,))
         number = next(self._numbers)
-        sent = self._sent[number] = _Sent(job, asyncio.get_running_loop().create_future())
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._sent[number] = _Sent(job, future)
         job.staging.slot.hold()
         self.load += job.spec.flops
         self._send(
@@ -104,7 +105,7 @@ class Engine:
                 id=number,
                 request_id=job.id,
                 direction=job.spec.direction,
-                options=asdict(job.spec.options),
+                options=job.spec.options,
                 backend=job.backend,
                 segment=segment.number,
                 inputs=job.staging.described(job.staging.inputs),
@@ -113,12 +114,13 @@ class Engine:
                 deadline=job.deadline,
             )
         )
-        try:
-            return await sent.future
-        except asyncio.CancelledError:
-            if number in self._sent:
-                self._send(Cancel(number))
-            raise
+        future.add_done_callback(lambda _: self._cancel(number))
+        return future
+
+    def _cancel(self, number: int) -> None:
+        """Its future is done: where that is not by the engine's answer, nobody waits for it any more."""
+        if number in self._sent:
+            self._send(Cancel(number))
 
     def forget_segment(self, number: int) -> None:
         """This process has given the segment back."""
@@ -246,9 +248,12 @@ class Engines:
     def _ready(self) -> Iterator[Engine]:
         return (engine for engine in self._engines if engine.state is State.READY)
 
-    async def submit(self, job: Job) -> Answer:
-        """The answer, its tensors in the job's staging memory. Raises Refusal; cancelled, the job is dropped."""
+    def submit(self, job: Job) -> asyncio.Future[Answer]:
+        """The answer to come, its tensors in the job's staging memory, or a Refusal.
+
+        The job is dropped when the future is cancelled, or set to something else by its caller. Raises Refusal.
+        """
         ready = list(self._ready())
         if not ready:
             raise Refusal("not_ready", f"the engine is {self.state.value}")
-        return await min(ready, key=lambda engine: engine.load).submit(job)
+        return min(ready, key=lambda engine: engine.load).submit(job)

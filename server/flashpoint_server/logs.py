@@ -1,13 +1,36 @@
-"""Structured logs on stderr: ours and those of the libraries, in one format."""
+"""Structured logs on stderr: ours and those of the libraries, in one format.
+
+Ours go past `logging`, whose records cost three times as much: a request's line is written while its caller waits for
+the core.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
-from typing import Literal
+from contextlib import suppress
+from typing import Any, Literal
 
+import msgspec
 import structlog
 from structlog.typing import Processor
+
+
+class _Stderr:
+    """Where structlog's lines go; one that cannot be written is lost, and its request is not."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def write(self, line: str) -> None:
+        with suppress(OSError):
+            sys.stderr.write(line + "\n")
+
+    debug = info = warning = error = critical = exception = write
+
+
+def _json(event: Any, **_: Any) -> str:
+    return msgspec.json.encode(event, enc_hook=repr).decode()
 
 
 def configure(style: Literal["json", "console"], level: str) -> None:
@@ -18,18 +41,14 @@ def configure(style: Literal["json", "console"], level: str) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     renderer: list[Processor] = (
-        [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+        [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_json)]
         if style == "json"
         else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
     )
     structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *shared,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
-        wrapper_class=structlog.stdlib.BoundLogger,
-        logger_factory=structlog.stdlib.LoggerFactory(),
+        processors=[*shared, *renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=_Stderr,
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)

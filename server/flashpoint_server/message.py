@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -30,11 +32,28 @@ def _say(error: Any) -> str:
     return "unknown option or tensor" if error["type"] == "extra_forbidden" else str(error["msg"])
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """A head, and the problems it was found to ask for. Shared between requests: nothing in it changes."""
+
+    head: wire.Head
+    specs: dict[Direction, Spec] = field(default_factory=dict)
+
+
+def _read(text: bytes) -> _Reading:
+    return _Reading(wire.parse_head(text))
+
+
+# A model sends the same few heads again and again. A long one is read anew: that bounds what is remembered.
+_SHORT = 4096  # bytes
+_read_again = lru_cache(256)(_read)
+
+
 class SafetensorsMessage:
     """A message whose head has been read, and whose tensors are still to come."""
 
-    def __init__(self, head: wire.Head, rest: bytes) -> None:
-        self._head = head
+    def __init__(self, reading: _Reading, rest: bytes) -> None:
+        self._reading = reading
         self._rest = rest  # what arrived together with the head
 
     @classmethod
@@ -52,22 +71,26 @@ class SafetensorsMessage:
                     size = wire.head_size(bytes(start[:8]))
                     if size > head_limit:
                         raise wire.WireError(f"a head of {size} bytes is over the limit of {head_limit}")
-            head = wire.parse_head(bytes(start[:size]))
+            text = bytes(start[:size])
+            reading = _read_again(text) if size <= _SHORT else _read(text)
         except wire.WireError as error:
             raise Refusal("malformed_body", str(error)) from None
-        total = head.size + head.data_size
+        total = reading.head.size + reading.head.data_size
         body.check_length(total)
         if body.length not in (None, total):
             raise Refusal("malformed_body", f"the body has {body.length} bytes where its head says {total}")
-        return cls(head, bytes(start[size:]))
+        return cls(reading, bytes(start[size:]))
 
     def spec(self, direction: Direction) -> Spec:
         """What the head asks. Raises Refusal 422."""
-        return make_spec(dict(self.inputs()), wire.decode_options(self._head.metadata), direction)
+        head, specs = self._reading.head, self._reading.specs
+        if direction not in specs:
+            specs[direction] = make_spec(dict(self.inputs()), wire.decode_options(head.metadata), direction)
+        return specs[direction]
 
     def inputs(self) -> list[tuple[str, TensorInfo]]:
         """Name, dtype and shape of each tensor, in the order of their bytes."""
-        return [(t.name, TensorInfo(t.dtype, t.shape)) for t in self._head.tensors]
+        return [(t.name, TensorInfo(t.dtype, t.shape)) for t in self._reading.head.tensors]
 
     async def receive(self, body: Body, places: Iterable[memoryview]) -> None:
         """Read the tensors into their places, to the end of the body. Raises Refusal."""

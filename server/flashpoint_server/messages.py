@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from flashpoint_kernels.spec import Direction
+from flashpoint_kernels.spec import Direction, Options
 
 LARGEST_MESSAGE = 1 << 17
 
@@ -46,7 +46,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     id: int
     request_id: str
     direction: Direction
-    options: dict[str, Any]
+    options: Options
     backend: str
     segment: int
     inputs: list[Tensor]

@@ -1,7 +1,6 @@
 """The torch side of the engine: tensors in shared memory, and the check that a backend must pass before it serves."""
 
 import mmap
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ def submit(inputs, outputs, **options):
     for name, shape in outputs.items():
         made.append(Tensor(name, "float32", shape, at))
         at += 4 * int(np.prod(shape))
-    return memory, Submit(0, "an-id", "forward", asdict(Options(**options)), "tiled", 0, placed, made, 0.0, None)
+    return memory, Submit(0, "an-id", "forward", Options(**options), "tiled", 0, placed, made, 0.0, None)
 
 
 def test_answers_are_written_where_they_are_wanted(device):

@@ -86,7 +86,7 @@ def test_order_cancelling_and_memory():
             jobs = [b.job("a"), b.job("b", priority=5), b.job("c", priority=9), b.job("d", priority=5), b.job("e")]
             tasks = [asyncio.create_task(b.answer(job)) for job in jobs]
             dropped, late = b.job("dropped"), b.job("late", deadline=0.0)
-            cancelled = asyncio.create_task(b.engines.submit(dropped))
+            cancelled = b.engines.submit(dropped)
             await asyncio.sleep(0)
             cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -113,7 +113,7 @@ def test_a_killed_engine_fails_what_it_had_and_another_takes_its_place():
             expected = await b.answer(b.job("before"))
             (pid,) = engine_pids()
             lost = [b.job("runs", 2000, heads=3), b.job("waits")]
-            tasks = [asyncio.create_task(b.engines.submit(job)) for job in lost]
+            tasks = [b.engines.submit(job) for job in lost]
             await asyncio.sleep(0)
             os.kill(pid, signal.SIGKILL)
             for task in tasks:
