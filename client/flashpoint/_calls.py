@@ -56,6 +56,7 @@ class Common(Transport, total=False):
     dropout_p: float
     dropout_seed: int | None
     precision: Precision
+    deterministic: bool
     backend: Backend
 
 
@@ -69,14 +70,13 @@ class Backward(Common, total=False):
     """Keywords of `attention_grad`.
 
     `Common`; the forward's `o` and `lse`, with which it is not run again; `dlse`, the gradient of `lse`, of its shape;
-    which gradients to answer; whether they must be bitwise equal from run to run.
+    which gradients to answer.
     """
 
     o: Array | None
     lse: Array | None
     dlse: Array | None
     grads: Sequence[Grad]
-    deterministic: bool
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ TENSORS = (
     "do", "dlse", "o", "lse",
 )  # fmt: skip
 _FORWARD_ONLY = {"return_lse"}
-_BACKWARD_ONLY = {"do", "dlse", "o", "lse", "grads", "deterministic"}
+_BACKWARD_ONLY = {"do", "dlse", "o", "lse", "grads"}
 
 
 def forward(q: Array, k: Array, v: Array, keywords: Mapping[str, Any]) -> Call:
@@ -172,12 +172,21 @@ def _call(path: str, keywords: dict[str, Any]) -> Call:
 
 
 def _options(keywords: Mapping[str, Any]) -> AttentionOptions:
-    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in keywords.items()}
+    plain = {name: _plain(value) for name, value in keywords.items()}
     try:
         return AttentionOptions.model_validate(plain)
     except ValidationError as error:
         problems = [FieldProblem(str(e["loc"][0]), _say(e)) for e in error.errors()]
         raise InvalidInputError("; ".join(f"{f}: {m}" for f, m in problems), errors=problems) from None
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers and arrays as Python's, one level into lists and tuples."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [item.item() if isinstance(item, np.generic) else item for item in value]
+    return value
 
 
 def _say(error: Any) -> str:

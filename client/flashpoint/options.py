@@ -14,6 +14,14 @@ Backend = Literal["auto", "triton", "torch", "tiled", "reference"]
 
 WindowSide = Annotated[int, Field(ge=-1, le=1 << 30)]
 
+LARGEST_FLOAT32, LEAST_NORMAL_FLOAT32 = 3.4028234663852886e38, 1.1754943508222875e-38
+
+
+def _off_or_normal(softcap: float) -> float:
+    if 0 < softcap < LEAST_NORMAL_FLOAT32:
+        raise ValueError("must be 0 (off) or within float32's normal range")
+    return softcap
+
 
 def _named_once(grads: tuple[Grad, ...]) -> tuple[Grad, ...]:
     if len(set(grads)) < len(grads):
@@ -38,8 +46,12 @@ class AttentionOptions(BaseModel):
     window: Annotated[tuple[WindowSide, WindowSide], Field(strict=False)] = Field(
         (-1, -1), description="[left, right] keys visible either side of the diagonal; -1 is no bound"
     )
-    scale: float | None = Field(None, description="multiplies q·k; 1/sqrt(D) when not given")
-    softcap: float = Field(0.0, ge=0, description="s = softcap·tanh(s/softcap), before mask and bias; 0 is off")
+    scale: float | None = Field(
+        None, ge=-LARGEST_FLOAT32, le=LARGEST_FLOAT32, description="multiplies q·k; 1/sqrt(D) when not given"
+    )
+    softcap: Annotated[float, AfterValidator(_off_or_normal)] = Field(
+        0.0, ge=0, le=LARGEST_FLOAT32, description="s = softcap·tanh(s/softcap), before mask and bias; 0 is off"
+    )
     dropout_p: float = Field(0.0, ge=0, lt=1, description="probability with which an attention weight is dropped")
     dropout_seed: int | None = Field(
         None, ge=0, lt=1 << 64, description="Philox key; one that the server picks is below 2^53 and is returned"

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from flashpoint._calls import Forward
 from flashpoint._client import Client
@@ -36,6 +36,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client, **keywords: Un
         if isinstance(value, Tensor) and value.requires_grad and name not in _INPUTS and torch.is_grad_enabled():
             raise invalid(name, "has no gradient: detach it")
     inputs = [value if isinstance(value, Tensor) else None for value in tensors.values()]
+    for name, value in zip("qkv", inputs, strict=False):
+        if value is None:
+            raise invalid(name, "must be a torch tensor")
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
         return client.attention(q, k, v, **keywords)
     others: dict[str, Any] = dict(keywords)
@@ -51,9 +54,7 @@ class _RemoteAttention(torch.autograd.Function):
         ctx: FunctionCtx, client: Client, keywords: dict[str, Any], *inputs: Tensor | None
     ) -> tuple[Tensor, Tensor, Meta]:
         q, k, v, *_ = inputs
-        assert q is not None
-        assert k is not None
-        assert v is not None
+        assert q is not None and k is not None and v is not None  # noqa: PT018  # `attention` has looked
         (o, lse), meta = client.attention(q, k, v, **keywords, return_lse=True, with_meta=True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, o, lse)  # type: ignore[arg-type]  # None is taken
@@ -65,7 +66,6 @@ class _RemoteAttention(torch.autograd.Function):
         return o, lse, meta
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         *inputs, o, lse = ctx.saved_tensors
         named = {name: t for name, t in zip(_INPUTS, inputs, strict=True) if t is not None}
@@ -79,5 +79,19 @@ class _RemoteAttention(torch.autograd.Function):
             grads=wanted,
             **ctx.keywords,
         )
+        if torch.is_grad_enabled():  # create_graph: the gradients depend on the inputs, and must not seem not to
+            found = [_FirstOrder.apply(t, *named.values()) for t in found]  # type: ignore[no-untyped-call]
         grads = dict(zip(wanted, found, strict=True))
         return None, None, *(grads.get(name) for name in _GRADS)
+
+
+class _FirstOrder(torch.autograd.Function):
+    """A gradient as it is, known to depend on the inputs; its own derivative is not there, and says so."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, gradient: Tensor, *inputs: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
+        raise RuntimeError("second-order gradients of attention are not available")

@@ -18,6 +18,7 @@ from flashpoint import strictjson
 
 MEDIA_TYPE = "application/vnd.safetensors"
 HEAD_LIMIT = 1 << 20  # bytes; the largest head of our own messages is under 4 KiB
+METADATA_LIMIT = 64  # entries of __metadata__; the contract names 13 options
 TENSOR_LIMIT = 64  # tensors of one message; the contract names 14
 RANK_LIMIT = 16
 _SIZE_LIMIT = (1 << 63) - 1  # a size that any array library can hold
@@ -93,6 +94,8 @@ def parse_head(head: bytes | memoryview) -> Head:
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise WireError("__metadata__ must map strings to strings")
+    if len(metadata) > METADATA_LIMIT:
+        raise WireError(f"{len(metadata)} metadata entries are over the limit of {METADATA_LIMIT}")
     if len(entries) > TENSOR_LIMIT:
         raise WireError(f"{len(entries)} tensors are over the limit of {TENSOR_LIMIT}")
     tensors = sorted((_tensor(name, entry) for name, entry in entries.items()), key=lambda t: (t.start, t.stop))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flashpoint_kernels.dispatch import available_backends, run
 from flashpoint_kernels.problem import Problem
@@ -179,7 +178,6 @@ class _Attention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, o, lse = ctx.saved_tensors
         tensors = dict(zip(ctx.names, inputs, strict=True))
@@ -188,5 +186,20 @@ class _Attention(torch.autograd.Function):
             tensors["dlse"] = dlse
         asked = {f"d{name}" for name, needed in zip(ctx.names, ctx.needs_input_grad[2:], strict=True) if needed}
         grads = tuple(f"d{name}" for name in _DIFFERENTIABLE if f"d{name}" in asked)
-        answers = _solve(tensors, replace(ctx.options, grads=grads), "backward").outputs
+        with torch.no_grad():
+            answers = _solve(tensors, replace(ctx.options, grads=grads), "backward").outputs
+        if torch.is_grad_enabled():  # create_graph: the gradients depend on the inputs, and must not seem not to
+            answers = {name: _FirstOrder.apply(t, *inputs) for name, t in answers.items()}  # type: ignore[no-untyped-call]
         return None, None, *(answers.get(f"d{name}") for name in ctx.names)
+
+
+class _FirstOrder(torch.autograd.Function):
+    """A gradient as it is, known to depend on the inputs; its own derivative is not there, and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
+        raise RuntimeError("second-order gradients of attention are not available")

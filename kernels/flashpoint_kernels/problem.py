@@ -164,3 +164,9 @@ def _slice(name: str, view: Tensor, row: Row) -> Tensor:
         return view[row.batch, :, : row.q_len, : row.kv_len]
     start, length = (row.kv_start, row.kv_len) if name in _KEY_ROWS else (row.q_start, row.q_len)
     return view[row.batch, :, start : start + length]
+
+
+def narrowed(t: Tensor) -> Tensor:
+    """A float64 mask in float32: a number below float32's range becomes its least value, not −inf."""
+    narrow = t.float()
+    return torch.where(narrow.isneginf() & ~t.isneginf(), torch.finfo(torch.float32).min, narrow)

@@ -57,7 +57,9 @@ def solve_backward(problem: Problem, dtype: torch.dtype) -> None:
         with torch.enable_grad():
             answers = attend(problem, row, inputs | dict(zip(names, leaves, strict=True)))
         dlse = x["dlse"].to(dtype) if "dlse" in x else torch.zeros_like(answers[1])
-        grads = torch.autograd.grad(answers, leaves, (x["do"].to(dtype), dlse))
+        # lse does not depend on v: where v alone is a leaf, it has no gradient to give.
+        given = [pair for pair in zip(answers, (x["do"].to(dtype), dlse), strict=True) if pair[0].requires_grad]
+        grads = torch.autograd.grad([answer for answer, _ in given], leaves, [gradient for _, gradient in given])
         for name, grad in zip(problem.outputs, grads, strict=True):
             if name == "dattn_mask":
                 problem.mask_part(sums[name], row).add_(grad)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 Direction = Literal["forward", "backward"]
 
@@ -56,12 +57,18 @@ class TensorInfo(NamedTuple):
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
+LARGEST_FLOAT32, LEAST_NORMAL_FLOAT32 = 3.4028234663852886e38, 1.1754943508222875e-38
+
+
 def _integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite number that float32 holds: kernels compute with it in float32."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    return -LARGEST_FLOAT32 <= cast(float, value) <= LARGEST_FLOAT32  # NaN is not, and an int may be of any size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +112,9 @@ class Options:
         ):
             errors.append(("window", "must be two integers [left, right], each -1 (no bound) or 0 to 2^30"))
         if self.scale is not None and not _number(self.scale):
-            errors.append(("scale", "must be a finite number"))
-        if not _number(self.softcap) or self.softcap < 0:
-            errors.append(("softcap", "must be a finite number, 0 (off) or more"))
+            errors.append(("scale", "must be a number within float32's range"))
+        if not _number(self.softcap) or 0 != self.softcap < LEAST_NORMAL_FLOAT32:
+            errors.append(("softcap", "must be 0 (off) or a positive number within float32's normal range"))
         if not _number(self.dropout_p) or not 0 <= self.dropout_p < 1:
             errors.append(("dropout_p", "must be a number with 0 <= dropout_p < 1"))
         if self.dropout_seed is not None and not (_integer(self.dropout_seed) and 0 <= self.dropout_seed < 1 << 64):

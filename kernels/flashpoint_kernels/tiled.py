@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flashpoint_kernels import bounds
 from flashpoint_kernels.dropout import keep_mask
-from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.problem import Problem, narrowed
 from flashpoint_kernels.reproducible import aligned, threads
 from flashpoint_kernels.spec import Row
 
@@ -97,7 +97,7 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
     do = t.grouped(x["do"])
     delta = (t.grouped(x["o"]) * do).sum(-1).view(t.heads, -1, 1)
     if "dlse" in x:
-        delta = delta - x["dlse"].float()[..., None]
+        delta = delta - x["dlse"].float()[..., None].masked_fill(x["lse"][..., None] == float("-inf"), 0.0)
     # With lse = +∞ in place of −∞ a row that attends to nothing gets probabilities of 0 from exp(s − lse).
     lse = x["lse"].float()[..., None]
     lse = torch.where(lse == -INF, INF, lse)
@@ -239,7 +239,7 @@ class Tiles:
             if mask.dtype == torch.bool:
                 s.masked_fill_(~mask, -INF)
             else:
-                s.add_(mask)
+                s.add_(narrowed(mask) if mask.dtype == torch.float64 else mask)
         if not full:
             s.masked_fill_((ahead < -left) | (ahead > right), -INF)
         return s, slope

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.problem import Problem, narrowed
 from flashpoint_kernels.reproducible import aligned, threads
 from flashpoint_kernels.spec import Row
 
@@ -101,7 +101,7 @@ class Call:
             bias = problem.mask_part(problem.tensors["attn_mask"], row)[None]
             if bias.dtype == torch.bool:
                 bias = torch.zeros(bias.shape, device=bias.device).masked_fill_(~bias, -INF)
-            bias = bias.float()
+            bias = narrowed(bias) if bias.dtype == torch.float64 else bias.float()
         if causal and (bias is not None or offset != 0):
             i = torch.arange(row.q_len, device=q.device)[:, None]
             hidden = torch.arange(row.kv_len, device=q.device) > i + offset

@@ -16,7 +16,7 @@ import triton.language as tl
 from flashpoint_kernels.bounds import query_range_jit as query_range
 from flashpoint_kernels.triton_backend import table as c
 from flashpoint_kernels.triton_backend.interpret import cast, dot
-from flashpoint_kernels.triton_backend.scores import LOG2E, keep, modify
+from flashpoint_kernels.triton_backend.scores import LOG2E, keep, modify, probabilities
 from flashpoint_kernels.triton_backend.tiles import (
     key_stretches,
     load_rows,
@@ -67,7 +67,8 @@ def attention_delta(
     stats_base, stats_head = locate_vector(t, c.STATS)
     stats = stats_base + head * stats_head + o_m
     tl.store(stats, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=o_m < q_len)
-    tl.store(stats + stats_head // 2, tl.sum(o * do, 1) - dlse, mask=o_m < q_len)
+    delta = tl.where(lse == float("-inf"), 0.0, tl.sum(o * do, 1) - dlse)
+    tl.store(stats + stats_head // 2, delta, mask=o_m < q_len)
 
 
 @triton.jit
@@ -139,7 +140,7 @@ def attention_backward_kv(
         s = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)  # (N, M)
         s, slope = modify(s, o_m[None, :], o_n[:, None], seq, False, LEVEL, MASK_DTYPE)
         lse, delta = load_stats(stats_base + head * stats_head, stats_head // 2, o_m, q_len)
-        p = tl.exp2(s - lse[None, :])
+        p = probabilities(s, lse[None, :])
         do = load_rows(do_base + head * do_head, do_stride, o_m, q_len, value_dim, BLOCK_DV, False, EVEN)  # (M, Dv)
         dp = dot(v, tl.trans(do), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)  # (N, M)
         if LEVEL == 2:
@@ -178,7 +179,7 @@ def gather_keys(
         v = load_rows(v_base, v_stride, o_n, kv_len, value_dim, BLOCK_DV, FULL, EVEN)  # (N, Dv)
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)  # (M, N)
         s, slope = modify(s, o_m[:, None], o_n[None, :], seq, FULL, LEVEL, MASK_DTYPE)
-        p = tl.exp2(s - lse[:, None])
+        p = probabilities(s, lse[:, None])
         dp = dot(do, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)  # (M, N)
         if LEVEL == 2:
             dp = dp * dropout_factor(i0, j0, seq, BLOCK_M, BLOCK_N)

@@ -12,6 +12,7 @@ import triton.language as tl
 from flashpoint_kernels.triton_backend import table as c
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LEAST = tl.constexpr(-3.4028234663852886e38)  # float32's
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -61,7 +62,8 @@ def modify(qk, i, j, seq, FULL: tl.constexpr, LEVEL: tl.constexpr, MASK_DTYPE: t
                     s = tl.where(tl.load(mask, mask=inside, other=0) != 0, s, float("-inf"))
                 else:
                     s += tl.load(mask, mask=inside, other=0.0).to(tl.float32)
-        s = s * LOG2E
+        # A mask of float32's least value is a number, not −inf: it must not become it in base 2.
+        s = tl.where(s == float("-inf"), s, tl.maximum(s * LOG2E, LEAST, propagate_nan=tl.PropagateNan.ALL))
     if not FULL:
         ahead = j - i - offset
         visible = (j < kv_len) & (ahead <= right)
@@ -88,3 +90,9 @@ def keep(i0, j0, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     )
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK_M, BLOCK_N])
     return words.to(tl.int64) >= tl.load(t + c.DROP_BELOW)
+
+
+@triton.jit
+def probabilities(s, lse):
+    """P = 2^(s − lse), at most 1: rounding of large scores, which differs between passes, must not make it more."""
+    return tl.exp2(tl.minimum(s - lse, 0.0, propagate_nan=tl.PropagateNan.ALL))

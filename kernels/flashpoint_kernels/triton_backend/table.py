@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.problem import Problem, narrowed
 from flashpoint_kernels.spec import Row
 
 # int64 columns
@@ -61,6 +61,8 @@ class Table:
         for name in (*_TENSORS, *_ROW_VECTORS, "attn_mask", "dattn_mask", *_VECTORS):
             if name in extra:
                 table._place(name, extra[name], problem.rows)
+            elif name == "attn_mask" and name in problem.tensors and problem.tensors[name].dtype == torch.float64:
+                table._place(name, problem.canonical(name, narrowed(problem.tensors[name])), problem.rows)
             elif name in problem.tensors or (name in problem.outputs and name != "dsinks"):
                 table._place(name, problem.view(name), problem.rows)
         left, right = spec.window
@@ -91,7 +93,6 @@ class Table:
             step = t.stride(0) if t.ndim == 2 else 0
             self.ints[:, _VECTORS[name].value] = [t.data_ptr() + 4 * step * row.index for row in rows]
         elif name in ("attn_mask", "dattn_mask"):
-            t = t.float() if t.dtype == torch.float64 and name == "attn_mask" else t
             column = MASK if name == "attn_mask" else DMASK
             address = [t.data_ptr() + t.element_size() * t.stride(0) * row.batch for row in rows]
             self._write(column.value, address, *t.stride()[1:])

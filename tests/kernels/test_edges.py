@@ -1,0 +1,103 @@
+"""Inputs at the edge of what floats hold, and of what autograd may ask: each once went wrong, or could."""
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flashpoint_kernels import Options, Problem, ProblemError, attention, run, verify
+from tests.conftest import DEVICE
+
+BACKENDS = ["triton", "torch", "tiled", "reference"]
+
+
+def inputs(q_len: int = 6, kv_len: int = 9, dim: int = 8, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(2)
+    lengths = {"q": q_len, "k": kv_len, "v": kv_len, "do": q_len}
+    made = {name: torch.randn((1, 2, n, dim), generator=g).to(DEVICE) for name, n in lengths.items()}
+    return {**made, **more}
+
+
+@pytest.mark.parametrize("loss", ["sum", "square"])
+def test_a_second_derivative_raises_and_is_never_silently_zero(loss: str) -> None:
+    t = inputs()
+    q, k, v = (t[name].requires_grad_() for name in "qkv")
+    o = attention(q, k, v)
+    (first,) = torch.autograd.grad(o.sum() if loss == "sum" else o.square().sum(), q, create_graph=True)
+    assert first.requires_grad
+    with pytest.raises(RuntimeError, match="second-order"):
+        torch.autograd.grad(first.square().sum(), q)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_choice_of_gradients(backend: str) -> None:
+    everything = ("dq", "dk", "dv") if backend == "torch" else ("dq", "dk", "dv", "dattn_mask", "dsinks")
+    t = inputs()
+    if backend != "torch":
+        t |= {"attn_mask": torch.zeros(6, 9, device=DEVICE), "sinks": torch.zeros(2, device=DEVICE)}
+    whole = Problem.create(t, Options(grads=everything), "backward")
+    run([whole], backend)
+    for count in (1, 2):
+        for grads in combinations(everything, count):
+            part = Problem.create(t, Options(grads=grads), "backward")
+            run([part], backend)
+            assert list(part.outputs) == list(grads)
+            assert all(torch.equal(part.outputs[name], whole.outputs[name]) for name in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["triton", "torch", "tiled"])
+def test_a_mask_of_the_least_number_is_added_and_not_minus_infinity(backend: str, dtype: torch.dtype) -> None:
+    """The convention of many models for padding; a whole row of it is a plain softmax again."""
+    mask = torch.zeros(6, 9, dtype=dtype, device=DEVICE)
+    mask[:3, 4:], mask[4] = torch.finfo(dtype).min, torch.finfo(dtype).min
+    t = inputs(attn_mask=mask)
+    forward = {name: tensor for name, tensor in t.items() if name != "do"}
+    problem = Problem.create(forward, Options(return_lse=True))
+    run([problem], backend)
+    mean = t["v"].mean(2)
+    torch.testing.assert_close(problem.outputs["o"][:, :, 4], mean, rtol=0, atol=1e-5)
+    assert problem.outputs["lse"].isfinite().all()
+    visible = torch.softmax(t["q"][:, :, :3] @ t["k"][:, :, :4].transpose(-1, -2) / 8**0.5, -1) @ t["v"][:, :, :4]
+    torch.testing.assert_close(problem.outputs["o"][:, :, :3], visible, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_huge_scores_give_finite_gradients(backend: str) -> None:
+    problem = Problem.create(inputs(), Options(scale=1e8), "backward")
+    run([problem], backend)
+    assert all(t.isfinite().all() for t in problem.outputs.values())
+
+
+@pytest.mark.parametrize("backend", ["triton", "tiled", "reference"])
+def test_a_row_that_sees_nothing_has_no_gradient_whatever_comes_back_through_lse(backend: str) -> None:
+    mask = torch.ones(6, 9, dtype=torch.bool, device=DEVICE)
+    mask[2] = False
+    dlse = torch.zeros(1, 2, 6, device=DEVICE)
+    dlse[:, :, 2] = float("inf")
+    problem = Problem.create(inputs(attn_mask=mask, dlse=dlse), Options(), "backward")
+    run([problem], backend)
+    assert all(t.isfinite().all() for t in problem.outputs.values())
+    assert not problem.outputs["dq"][:, :, 2].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("scale", 1e39), ("scale", 10**400), ("softcap", 1e39), ("softcap", 1e-46), ("softcap", 10**400), ("scale", True)],
+)
+def test_what_float32_does_not_hold_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ProblemError) as caught:
+        Options(**{name: value})
+    assert [field for field, _ in caught.value.errors] == [name]
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    t = inputs()
+    found = attention(t["q"], t["k"], t["v"], scale=np.float32(0.5), window=(np.int64(2), np.int32(1)))  # type: ignore[arg-type]
+    torch.testing.assert_close(found, attention(t["q"], t["k"], t["v"], scale=0.5, window=(2, 1)))
+
+
+def test_a_large_head_dimension_of_the_values_alone_is_judged() -> None:
+    assert verify(inputs(), Options(grads=("dv",))).ok
