@@ -162,7 +162,8 @@ class _Line:
                     await self.send({"type": "http.response.body", "body": part, "more_body": True})
                 await self.send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
-            self.abort()
+            self.abort()  # which the transport does in a later turn of the loop: until then it may still send
+            await self.send({"type": "http.response.body", "body": b"", "more_body": True})
             return False
         return True
 

@@ -109,7 +109,7 @@ class Body:
                 await asyncio.wait({receiving}, timeout=max(end - time.monotonic(), 0))
                 self._received, last = before + places.filled_bytes, max(last, places.filled_last)
                 if not receiving.done() and time.monotonic() >= self._patience(last):
-                    raise self._too_late(end)
+                    raise self._too_late(self._patience(last))
             receiving.result()
             self.complete = True
         except ConnectionError:

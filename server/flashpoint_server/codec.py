@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -35,7 +36,7 @@ class Codec:
 
     async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
         if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, get_context("spawn"), die_with_parent)
+            self._pool = ProcessPoolExecutor(1, get_context("spawn"), die_with_parent, (os.getpid(),))
         pool = self._pool
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)

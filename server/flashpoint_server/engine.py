@@ -144,8 +144,12 @@ class Engine:
         except BlockingIOError:
             loop.add_writer(self._channel, self._flush)
             return
-        except OSError:
+        except (BrokenPipeError, ConnectionError):
             return  # it is gone: the end of file says so, and `_hear` sees to it
+        except OSError as error:  # too many descriptors on their way, or no memory: begin anew
+            log.error("channel failed", error=str(error))
+            self._died()
+            return
         loop.remove_writer(self._channel)
 
     def _hear(self) -> None:
@@ -183,11 +187,15 @@ class Engine:
 
     def _died(self) -> None:
         if self.state is State.FAILED:
+            self._lose("engine_lost", "the engine cannot work here")
             return
         log.error("engine lost", jobs=len(self._sent))
         self.state = State.STARTING
         self._lose("engine_lost", "the engine died with this request; it may be sent again")
-        self.connect()
+        try:
+            self.connect()
+        except OSError as error:  # its listener went with whoever kept it
+            self.state, self.failure = State.FAILED, f"the engine's listener is gone: {error}"
 
     def _lose(self, code: str, detail: str) -> None:
         """Forget the connection, and refuse what was sent over it."""
@@ -229,10 +237,11 @@ class Engines:
 
     @property
     def state(self) -> State:
-        """READY when any is; else that of the first."""
-        if any(self._ready()):
+        """READY when any is; what all are where they agree; else STARTING, for one may come yet."""
+        states = {engine.state for engine in self._engines}
+        if State.READY in states:
             return State.READY
-        return self._engines[0].state if self._engines else State.STARTING
+        return states.pop() if len(states) == 1 else State.STARTING
 
     @property
     def failure(self) -> str | None:

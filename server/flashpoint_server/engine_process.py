@@ -4,7 +4,7 @@
 proves its backends against the float64 reference, and then greets whoever connects. One thread: between two jobs it
 reads every message that waits, so the queue always knows who has gone.
 
-    opening → serving → stopped      opening → broken: says why to whoever connects, and ends with exit code 1
+    opening → serving → stopped      opening → broken: says why to whoever connects, and ends with CANNOT_WORK
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ import os
 import selectors
 import signal
 import socket
+import struct
 import sys
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import structlog
 
 from flashpoint_server import logs
-from flashpoint_server.device import Device
 from flashpoint_server.memory import LARGEST
 from flashpoint_server.messages import Attach, Broken, Cancel, Channel, Detach, Done, Failed, Hello, Submit, ToEngine
-from flashpoint_server.parent import die_with_parent
+from flashpoint_server.parent import CANNOT_WORK, die_with_parent
 from flashpoint_server.refusal import Refusal, out_of_time
+
+if TYPE_CHECKING:
+    from flashpoint_server.device import Device
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
@@ -92,6 +96,11 @@ class Engine:
     def _greet(self) -> None:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
+            # The socket's name is no secret: whoever is not of this user is not answered.
+            _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user != os.getuid():
+                sock.close()
+                return
             channel: Channel[ToEngine] = Channel(sock, ToEngine)
             channel.send(Hello(self._device.info))
             self._selector.register(channel, selectors.EVENT_READ, _Peer(channel))
@@ -116,6 +125,9 @@ class Engine:
             return
         except EOFError:
             self._forget(peer)
+        except Exception:  # whatever one peer sends or cannot have is no reason to fail the others
+            log.exception("peer dropped")
+            self._forget(peer)
 
     def _forget(self, peer: _Peer) -> None:
         """The HTTP process is gone: so is all that it asked for."""
@@ -129,6 +141,8 @@ class Engine:
     def _map(self, descriptor: int, size: int) -> mmap.mmap:
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if size <= LARGEST else 0)  # its pages are there: no faults later
         with os.fdopen(descriptor, "rb+") as file:
+            if os.fstat(descriptor).st_size < size:
+                raise ValueError(f"a segment of {os.fstat(descriptor).st_size} bytes is not one of {size}")
             memory = mmap.mmap(file.fileno(), size, flags=flags)
         self._device.pin(memory)
         return memory
@@ -171,12 +185,15 @@ def _answer(peer: _Peer, reply: Done | Failed) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parent", type=int, required=True, help="the pid of the process that starts it")
     parser.add_argument("--listener", type=int, required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--log-format", default="json")
     parser.add_argument("--log-level", default="info")
     asked = parser.parse_args()
-    die_with_parent()
+    die_with_parent(asked.parent)
+    from flashpoint_server.device import Device  # imports torch, which takes seconds
+
     logs.configure(asked.log_format, asked.log_level)
     listener = socket.socket(fileno=asked.listener)
     try:
@@ -186,7 +203,7 @@ def main() -> int:
         log.exception("broken", device=asked.device)
         sock, _ = listener.accept()
         Channel(sock, ToEngine).send(Broken(f"{type(error).__name__}: {error}"))
-        return 1
+        return CANNOT_WORK
     engine = Engine(listener, device)
     log.info("ready", device=device.info.name, title=device.info.title, backends=device.info.backends)
     engine.run()

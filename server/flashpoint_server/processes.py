@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import structlog
 
+from flashpoint_server.parent import CANNOT_WORK
 from flashpoint_server.settings import Settings
 
 log = structlog.stdlib.get_logger("flashpoint.processes")
@@ -29,7 +30,7 @@ STEADY = 30.0  # seconds after which a start counts as a success
 
 
 class Child:
-    """A process of this package, `python -m MODULE ARGUMENTS`, that is started again when it dies."""
+    """A process of this package, `python -m MODULE --parent PID ARGUMENTS`, that is started again when it dies."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class Child:
         self.name = name
         self._environment = {**(environment or {}), **os.environ}  # what the operator set wins
         self.starts = 0
-        self._command = [sys.executable, "-m", module, *arguments]
+        self._command = [sys.executable, "-m", module, "--parent", str(os.getpid()), *arguments]
         self._inherited = tuple(inherited)
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
@@ -52,20 +53,26 @@ class Child:
         return None if self._process is None else self._process.pid
 
     async def keep(self) -> None:
-        """Run it, again and again, until `stop`, or until it ends with exit code 1: it cannot work here."""
+        """Run it, again and again, until `stop`, or until it ends with CANNOT_WORK."""
         pause = FIRST_PAUSE
         while not self._stopping:
             began = time.monotonic()
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command, pass_fds=self._inherited, env=self._environment
-            )
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command, pass_fds=self._inherited, env=self._environment
+                )
+            except OSError as error:  # no memory or no process to be had at the moment
+                log.error("cannot start", process=self.name, error=str(error))
+                pause = min(pause * 2, LONGEST_PAUSE)
+                await asyncio.sleep(pause)
+                continue
             self.starts += 1
             log.info("started", process=self.name, pid=self._process.pid, starts=self.starts)
             code = await self._process.wait()
             if self._stopping:
                 return
             log.error("lost", process=self.name, pid=self._process.pid, exit_code=code)
-            if code == 1:
+            if code == CANNOT_WORK:
                 return
             pause = FIRST_PAUSE if time.monotonic() - began > STEADY else min(pause * 2, LONGEST_PAUSE)
             await asyncio.sleep(pause)

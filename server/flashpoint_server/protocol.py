@@ -92,6 +92,7 @@ class _Receiver(asyncio.BufferedProtocol):
         http = self._http
         # The parser still waits for this body: a fresh one takes the next request of the connection.
         http.parser = httptools.HttpRequestParser(http)
+        http.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own: see its __init__
         http.cycle.more_body = False
         _switch(http, http)
         if not self._received.done():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
+from itertools import islice
 from typing import Any
 
 MEDIA_TYPE = "application/problem+json"
@@ -29,6 +30,7 @@ STATUS = {
     "engine_lost": 503,
     "deadline_exceeded": 504,
 }
+MOST_ERRORS = 32  # that one answer lists
 _RETRY_AFTER = {"queue_full": 1, "not_ready": 1, "draining": 5, "out_of_memory": 1, "engine_lost": 1}  # seconds
 
 
@@ -71,8 +73,8 @@ class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours
 
 
 def invalid(errors: Iterable[tuple[str, str]]) -> Refusal:
-    """422, naming each field that is wrong."""
-    listed = tuple(errors)
+    """422, naming each field that is wrong, as far as a person would read."""
+    listed = tuple(islice(errors, MOST_ERRORS))
     return Refusal("invalid_request", "; ".join(f"{field}: {message}" for field, message in listed), errors=listed)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashpoint_kernels.spec import ITEMSIZE, TensorInfo
-from flashpoint_server.memory import Pool, PoolFullError, Slot, aligned
+from flashpoint_server.memory import Pool, PoolFullError, Slot, aligned, size_class
 from flashpoint_server.messages import Tensor
 from flashpoint_server.refusal import Refusal
 
@@ -32,7 +32,7 @@ class Staging:
 
     @classmethod
     def take(cls, pool: Pool, inputs: Iterable[tuple[str, TensorInfo]], outputs: Mapping[str, TensorInfo]) -> Staging:
-        """Room for the inputs, in this order, and the outputs. Raises Refusal 429 where there is none."""
+        """Room for the inputs, in this order, and the outputs. Raises Refusal 429 where there is none, 413 if never."""
         end = 0
 
         def place(info: TensorInfo) -> Place:
@@ -43,6 +43,8 @@ class Staging:
 
         placed = {name: place(info) for name, info in inputs}
         answers = {name: place(info) for name, info in outputs.items()}
+        if size_class(end) > pool.limit:
+            raise Refusal("work_too_large", f"this needs {end} bytes of staging memory where there are {pool.limit}")
         try:
             slot = pool.take(end)
         except PoolFullError as error:

@@ -44,7 +44,7 @@ async def _run(settings: Settings, argv: Sequence[str], listener: socket.socket)
         ]
         keeping = [asyncio.ensure_future(worker.keep()) for worker in workers]
         waiting = asyncio.ensure_future(ended.wait())
-        # A worker that is not kept any more has ended with exit code 1: its engine is broken.
+        # A worker that is not kept any more has said that it cannot work: its engine is broken.
         await asyncio.wait([waiting, *keeping], return_when=asyncio.FIRST_COMPLETED)
         broken = not waiting.done()
         waiting.cancel()

@@ -8,7 +8,7 @@ import sys
 
 from flashpoint_server import logs
 from flashpoint_server.app import create_app
-from flashpoint_server.parent import die_with_parent
+from flashpoint_server.parent import CANNOT_WORK, die_with_parent
 from flashpoint_server.serving import serve_on
 from flashpoint_server.settings import Settings
 
@@ -18,12 +18,14 @@ def main() -> int:
     parser.add_argument("--listener", type=int, required=True)
     parser.add_argument("--engines", required=True, help="addresses of the engines, in hexadecimal")
     parser.add_argument("flags", nargs="*", help="those of `flashpoint serve`, behind --")
+    parser.add_argument("--parent", type=int, required=True, help="the pid of the supervisor")
     asked = parser.parse_args()
-    die_with_parent()
+    die_with_parent(asked.parent)
     settings = Settings(_cli_parse_args=asked.flags)  # type: ignore[call-arg]
     logs.configure(settings.log_format, settings.log_level)
     engines = [bytes.fromhex(address) for address in asked.engines.split(",")]
-    return serve_on(socket.socket(fileno=asked.listener), create_app(settings, engines))
+    ended = serve_on(socket.socket(fileno=asked.listener), app := create_app(settings, engines))
+    return CANNOT_WORK if app.state.service.engine.failure else ended
 
 
 if __name__ == "__main__":

@@ -176,6 +176,65 @@ def test_a_killed_engine_costs_what_it_had_and_no_more(start_server):
     nothing_inside(server)
 
 
+def test_an_engine_that_cannot_map_a_segment_drops_it_and_serves_on(start_server):
+    """Its address space is full for one request's memory: that request is refused, and the next ones are answered."""
+    server = start_server()
+    engine = server.engine_pid
+    room = psutil.Process(engine).memory_info().vms + (64 << 20)
+    before = resource.prlimit(engine, resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
+    problem(post(server, "/attention", constant(1, 16 * ROWS)), 503, "engine_lost")
+    resource.prlimit(engine, resource.RLIMIT_AS, before)
+    server.wait_ready()
+    assert shows_only(post(server, "/attention", constant(2)), 2)
+    assert server.engine_pid == engine
+    nothing_inside(server)
+
+
+def test_a_server_killed_while_its_engine_starts_leaves_none(start_server):
+    server = start_server(ready=False)
+    wait_for(lambda: server.children("engine_process"), lambda: "no engine")
+    family = [p.pid for p in psutil.Process(server.pid).children(recursive=True)]
+    server.process.kill()
+    assert server.wait_exit() == -signal.SIGKILL
+    wait_for(lambda: not any(map(_alive, family)), lambda: f"left behind: {family}")
+
+
+def test_work_that_never_fits_the_staging_memory_is_413(start_server):
+    server = start_server(staging_bytes=64 << 20)
+    problem(post(server, "/attention", constant(1, 8 * ROWS)), 413, "work_too_large")
+    assert shows_only(post(server, "/attention", constant(1)), 1)
+
+
+def test_an_answer_given_up_is_never_another_requests(start_server):
+    """A client reads nothing until its answer is given up, and then all there is, while the memory is taken again."""
+    server = start_server(body_timeout=0.2, body_rate=1 << 30)
+    connections = [send(server, constant(value, 4 * ROWS)) for value in range(1, 5)]
+    while not all(any(line.get("code") == "answer_timeout" for line in list(server.lines)) for _ in connections):
+        post(server, "/attention", constant(-1, 4 * ROWS))
+    for value, connection in enumerate(connections, 1):
+        with connection, contextlib.suppress(ConnectionError):
+            connection.settimeout(5)
+            received = bytearray()
+            while piece := connection.recv(1 << 20):
+                received += piece
+            answer = bytes(received).split(b"\r\n\r\n", 1)[1]
+            start = 8 + int.from_bytes(answer[:8], "little")
+            whole = answer[start : start + (len(answer) - start) // 4 * 4]
+            assert set(torch.frombuffer(bytearray(whole), dtype=torch.float32).tolist()) <= {float(value)}
+
+
+def test_a_request_behind_a_direct_body_may_close_with_bytes_behind_it(server):
+    body = constant(4, 1 << 10)
+    request = f"POST /attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\n"
+    request += f"Content-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(request.encode() + body)
+        with connection.makefile("rb") as file:
+            assert file.readline() == b"HTTP/1.1 200 OK\r\n"
+            connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\nGET /x")
+            assert b"HTTP/1.1 200 OK" in file.read()
+
+
 def test_several_workers_on_one_port_survive_each_others_death(start_server):
     server = start_server(workers=2)
     wait_for(lambda: len(server.children("worker")) == 2, lambda: "two workers")

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from flashpoint_kernels.spec import Options, TensorInfo, plan
-from flashpoint_server.engine import Engines, State
+from flashpoint_server.engine import Engine, Engines, State
 from flashpoint_server.job import Job, Timings
 from flashpoint_server.memory import Pool
 from flashpoint_server.processes import Child, running_engines
@@ -157,12 +157,24 @@ def test_a_device_that_is_not_there_fails_with_a_reason():
     asyncio.run(run())
 
 
+def test_one_broken_engine_of_several_is_not_the_end():
+    engines = Engines()
+    engines._engines = [Engine(b"a"), Engine(b"b")]
+    first, second = engines._engines
+    first.state, first.failure = State.FAILED, "broken"
+    assert (engines.state, engines.failure) == (State.STARTING, None)
+    second.state = State.READY
+    assert (engines.state, engines.failure) == (State.READY, None)
+    second.state, second.failure = State.FAILED, "broken too"
+    assert (engines.state, engines.failure) == (State.FAILED, "broken")
+
+
 def test_a_child_that_dies_is_started_again_and_ends_when_it_is_told_to(tmp_path, monkeypatch):
     """Three starts, each noted in a file; the third one stays."""
     module = tmp_path / "dies_twice.py"
     module.write_text(
         "import pathlib, signal, sys\n"
-        "notes = pathlib.Path(sys.argv[1])\n"
+        "notes = pathlib.Path(sys.argv[-1])\n"
         "notes.write_text(notes.read_text() + 'x')\n"
         "sys.exit(3) if len(notes.read_text()) < 3 else signal.pause()\n"
     )

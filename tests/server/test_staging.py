@@ -55,11 +55,16 @@ def test_every_tensor_is_whole_and_aligned_however_the_chunks_fall(pool, pieces)
     ]
 
 
-def test_no_room_is_429():
-    pool = Pool(1 << 20)
-    with pytest.raises(Refusal) as caught:
-        Staging.take(pool, [("q", TensorInfo("float32", (1 << 20,)))], {})
-    assert caught.value.status == 429
+def test_no_room_is_429_and_what_never_fits_is_413():
+    pool = Pool(4 << 20)
+    info = TensorInfo("float32", (1 << 18,))
+    taken = [Staging.take(pool, [("q", info)], {}) for _ in range(4)]
+    for size, status in ((1 << 18, 429), (1 << 21, 413)):
+        with pytest.raises(Refusal) as caught:
+            Staging.take(pool, [("q", TensorInfo("float32", (size,)))], {})
+        assert caught.value.status == status
+    taken[0].release()
+    Staging.take(pool, [("q", info)], {})
 
 
 @given(st.lists(st.integers(0, 3 * MOST_AT_ONCE // 2), max_size=4), st.integers(0, 1000))
