@@ -65,6 +65,13 @@ def test_no_atomics_in_any_kernel_with_every_option(fast_variants: list[dict[str
         assert report["atomics"] == 0, report
 
 
+def test_the_widest_heads_fit_the_chips_with_the_least_shared_memory() -> None:
+    reports = _reports(_start("--arch", "89", "--head-dim", "256", "--kernels", "forward", *BACKWARD))
+    assert len(reports) == 4
+    for report in reports:
+        assert report["shared_bytes"] <= 99 * 1024, report
+
+
 def test_float32_and_a_padded_head_dimension_compile() -> None:
     pair = [
         _start("--arch", "90", "--dtype", "float32", "--head-dim", "64", "--kernels", "forward", *BACKWARD),
