@@ -16,9 +16,9 @@ from torch import Tensor
 
 from flashpoint_kernels.spec import Row, Spec
 
-# Measured on 2 CPU cores, 4 heads, D 32: a second thread breaks even at 2 MiFLOP of forward work and saves a seventh
-# at 4.
-FLOPS_PER_THREAD = 1 << 21
+# Measured on 2 CPU cores, 8 heads, D 64, a call a millisecond, threads asleep while they wait, as in the server: a
+# second thread costs a third at 18 MiFLOP, a fifth at 32 and 50, and saves a tenth at 72, two fifths at 128.
+FLOPS_PER_THREAD = 1 << 25
 
 _ALIGNMENT = 64  # bytes: a cache line, an AVX-512 register, and what torch's allocator gives
 
