@@ -79,7 +79,7 @@ class SafetensorsMessage:
         body.check_length(total)
         if body.length not in (None, total):
             raise Refusal("malformed_body", f"the body has {body.length} bytes where its head says {total}")
-        return cls(reading, bytes(start[size:]))
+        return cls(reading, bytes(memoryview(start)[size:]))
 
     def spec(self, direction: Direction) -> Spec:
         """What the head asks. Raises Refusal 422."""

@@ -6,13 +6,12 @@ reads into that memory and HTTP's parser sees none of them. Routes reach it by t
 has the `body` and a call that drops the connection, `abort`; on any other server the extension is missing, and they
 read ASGI messages and send copies.
 
-States of a connection: parsing (uvicorn's protocol) → receiving (`_Receiver`) → parsing.
+States of a connection: parsing (`_Parsing`) → receiving (`_Receiver`) → parsing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -20,6 +19,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from flashpoint_server.places import Places
 
 EXTENSION = "flashpoint.direct_body"
+
+# Bytes of one read for the parser. What it sees of a body is copied several times on its way: let it be little.
+PARSED_AT_ONCE = 1 << 15
+_SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # of all connections: what is read is copied before the next read
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -31,6 +34,8 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
+        self.parsing = _Parsing(self)
+        _switch(self, self.parsing)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
@@ -74,11 +79,40 @@ class DirectBody:
             await asyncio.shield(self._done)
 
 
-class _Receiver(asyncio.BufferedProtocol):
-    """The transport's protocol while a body is received: every read lands in its place."""
+class _State(asyncio.BufferedProtocol):
+    """The transport's protocol in one of the states: how it reads; all else is uvicorn's."""
+
+    def __init__(self, http: HttpProtocol) -> None:
+        self._http = http
+
+    def eof_received(self) -> None:
+        return None  # closes the transport: half a body is no request
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._http.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._http.resume_writing()
+
+
+class _Parsing(_State):
+    """Every read goes through HTTP's parser."""
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _SCRATCH
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._http.data_received(bytes(_SCRATCH[:nbytes]))
+
+
+class _Receiver(_State):
+    """Every read lands in its place."""
 
     def __init__(self, http: HttpProtocol, places: Places, received: asyncio.Future[None]) -> None:
-        self._http = http
+        super().__init__(http)
         self._places = places
         self._received = received
 
@@ -94,26 +128,17 @@ class _Receiver(asyncio.BufferedProtocol):
         http.parser = httptools.HttpRequestParser(http)
         http.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own: see its __init__
         http.cycle.more_body = False
-        _switch(http, http)
+        _switch(http, http.parsing)
         if not self._received.done():
             self._received.set_result(None)
-
-    def eof_received(self) -> None:
-        return None  # closes the transport: half a body is no request
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._received.done():
             self._received.set_result(None)
-        self._http.connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        self._http.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._http.resume_writing()
+        super().connection_lost(exc)
 
 
-def _switch(http: HttpProtocol, protocol: Any) -> None:
+def _switch(http: HttpProtocol, protocol: _State) -> None:
     """Give the transport another protocol. It takes up how to read when it starts to: so pause, then resume."""
     http.flow.resume_reading()
     http.transport.pause_reading()
