@@ -113,6 +113,32 @@ def compiled(arch: int) -> str:
     return "\n" + made + table(["dtype", "level", "D", *(f"`{name}`" for name in names), "instruction"], rows)
 
 
+def serving() -> str:
+    """What the service was to reach, what it reached, and from what; a table of each for each machine."""
+    text = ""
+    for path in sorted(RESULTS.glob("serving-*.json")):
+        result = json.loads(path.read_text())
+        made = result["environment"]
+        load = made["load_average"][0]
+        text += (
+            f"\n{made['device']}, {made['cores']} cores, load average {load} at the start, python {made['python']}, "
+            f"torch {made['torch']}, uvicorn {made['uvicorn']}, {made['date'][:10]}, commit {made['commit'][:10]}:\n\n"
+        )
+        targets = []
+        for row in result["targets"]:
+            bound = f"at least {row['at_least']}" if "at_least" in row else f"at most {row['at_most']}"
+            targets.append((row["what"], f"{row['value']} {row['unit']}", bound, "yes" if row["met"] else "no"))
+        rows = [(name, rate, "MiB/s") for name, rate in result["mib_per_second"].items()]
+        rows += [(name, time, "µs") for name, time in result["median_microseconds"].items()]
+        rows += [
+            (f"resident, {process} process, {when}", size, "MiB")
+            for when, sizes in result["resident_mib"].items()
+            for process, size in sizes.items()
+        ]
+        text += table(["", "measured", "wanted", "met"], targets) + "\n" + table(["", "median", "unit"], rows)
+    return text
+
+
 def _variant(kernel: dict[str, Any]) -> str:
     tile = f"{kernel['block_m']}×{kernel['block_n']}, {kernel['num_warps']} warps"
     return f"{tile}: {kernel['registers']} / {kernel['spill_bytes']} / {kernel['shared_bytes'] / 1024:.0f}"
@@ -122,6 +148,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "errors": errors,
     "options": options,
     "settings": settings,
+    "serving": serving,
     "support": support,
     "compile-sm80": lambda: compiled(80),
     "compile-sm90": lambda: compiled(90),

@@ -41,6 +41,13 @@ if __name__ == "__main__":
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
         print(listener.getsockname()[1], flush=True)
         config = uvicorn.Config(
-            app, loop="uvloop", http="httptools", ws="none", lifespan="off", log_level="warning", access_log=False
+            app,
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=600,  # its connection is idle while others are measured
         )
         uvicorn.Server(config).run(sockets=[listener])
