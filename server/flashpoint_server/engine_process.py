@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
+PEER_PATIENCE = 5.0  # seconds that all others wait for an HTTP process that does not read its answers
+
 
 @dataclass(eq=False)
 class _Peer:
@@ -166,19 +168,21 @@ class Engine:
         except Exception as error:
             log.exception("failed", request_id=submit.request_id, error=type(error).__name__)
             reply = Failed(submit.id, "internal_error", "an error of the server, logged by its engine", [])
-        _answer(entry.peer, reply)
+        self._answer(entry.peer, reply)
 
-
-def _answer(peer: _Peer, reply: Done | Failed) -> None:
-    """A peer that does not read is waited for; one that is gone is noticed when it is next heard."""
-    while True:
+    def _answer(self, peer: _Peer, reply: Done | Failed) -> None:
+        """One that is gone is noticed when it is next heard; one that reads nothing for a while is dropped like it."""
         try:
-            peer.channel.send(reply)
-            return
+            try:
+                peer.channel.send(reply)
+            except BlockingIOError:
+                with selectors.DefaultSelector() as writable:
+                    writable.register(peer.channel, selectors.EVENT_WRITE)
+                    writable.select(PEER_PATIENCE)
+                peer.channel.send(reply)
         except BlockingIOError:
-            with selectors.DefaultSelector() as writable:
-                writable.register(peer.channel, selectors.EVENT_WRITE)
-                writable.select(1.0)
+            log.error("peer dropped", reason="it does not read its answers")
+            self._forget(peer)
         except OSError:
             return
 

@@ -84,5 +84,5 @@ def test_what_is_not_served_is_refused(client):
     register(client)
     attention = AttentionInterface()["remote_attention"]
     q = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(NotImplementedError, match="position_bias"):
+    with pytest.raises(flashpoint.InvalidInputError, match="position_bias"):
         attention(torch.nn.Module(), q, q, q, None, position_bias=torch.zeros(1, 1, 2, 2))

@@ -3,8 +3,10 @@
 import asyncio
 import os
 import signal
+import socket
 from contextlib import asynccontextmanager
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -13,6 +15,7 @@ from flashpoint_kernels.spec import Options, TensorInfo, plan
 from flashpoint_server.engine import Engine, Engines, State
 from flashpoint_server.job import Job, Timings
 from flashpoint_server.memory import Pool
+from flashpoint_server.messages import Submit
 from flashpoint_server.processes import Child, running_engines
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
@@ -129,6 +132,33 @@ def test_a_killed_engine_fails_what_it_had_and_another_takes_its_place():
             await until(lambda: b.engines.state is State.READY)
             assert engine_pids() != [pid]
             assert np.array_equal(await b.answer(b.job("after")), expected)
+
+    asyncio.run(run())
+
+
+def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
+    """A stopped HTTP process: its answers fill its socket, and it is dropped; another's job is answered."""
+
+    async def run():
+        async with running_engines(Settings(device="cpu", log_level="error")) as (address,):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
+                deaf.connect(address)
+                late = Submit(0, "deaf", "forward", Options(), "reference", 7, [], [], 0.0, 0.0)  # answered at once
+                message = msgspec.msgpack.encode(late)
+                deaf.settimeout(PATIENCE)
+
+                def send_until_dropped():  # some hundreds of answers fit its socket
+                    for _ in range(100_000):
+                        deaf.send(message)
+
+                with pytest.raises(ConnectionError):
+                    await asyncio.to_thread(send_until_dropped)
+                made = Bench()
+                made.engines.connect([address])
+                await until(lambda: made.engines.state is State.READY)
+                assert len(await made.answer(made.job("heard"))) == 32
+                made.engines.close()
+                made.pool.close()
 
     asyncio.run(run())
 

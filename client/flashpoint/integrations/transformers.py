@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from flashpoint._client import Client
+from flashpoint.errors import invalid
 from flashpoint.torch import attention as remote
 
 NAME = "remote_attention"
@@ -47,9 +48,9 @@ def register(client: Client, name: str = NAME) -> None:
         Heads may be grouped. Dropout is the server's, of a seed that it picks. Without a mask, `is_causal` is the
         upper-left triangle, as in torch's SDPA, except for a single query.
         """
-        for what, given in (("position_bias", position_bias), ("a paged cache", cache)):
+        for what, given in (("position_bias", position_bias), ("cache", cache)):
             if given is not None:
-                raise NotImplementedError(f"{what} is not served: the model needs another attn_implementation")
+                raise invalid(what, "is not served: the model needs another attn_implementation")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         o = remote(
             query,
