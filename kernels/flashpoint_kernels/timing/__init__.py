@@ -1,0 +1,48 @@
+"""How fast attention runs here, beside whatever else can run it: a grid of cases in, rows of a table out.
+
+    cases = preset("seeds", "cpu")                    # or grid(shapes, dtypes=…, causal=…, directions=…, backends=…)
+    for event in run_grid(cases, "cpu", Timing()):    # a generator: stop it with .close()
+        ...
+
+`run_grid(cases, device, timing)` and `measure(case, device, timing, …)`, which is one case of it, are generators that
+work for about `timing.slice_ms` at a time. At every yield the device is idle, and whoever drives them may run
+something else, for as long as it likes, or close them. The events are plain dicts, ready for JSON:
+
+    {"type": "device", "environment": {…}}       once, first: `describe(device)` with `peaks`, a dict of `Peak` by dtype
+    {"type": "progress", "done": 3, "total": 20, "backend": "naive", "slice_ms": 18.2}    after every slice
+    {"type": "row", "done": 4, "total": 20, "row": {…}}     after every case; its keys are `ROW_FIELDS`
+
+A case that cannot run is a row whose `skipped` says why, and whose figures are None. Rows come shape by shape in the
+order of the cases, but `naive` first in each, so that `speedup_over_naive` is known of the others.
+
+`case`, `presets` and `account` import no torch: an HTTP process checks, counts and prices a grid with them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashpoint_kernels.timing.case import ROW_FIELDS as ROW_FIELDS
+    from flashpoint_kernels.timing.case import TIMED as TIMED
+    from flashpoint_kernels.timing.case import Case as Case
+    from flashpoint_kernels.timing.case import Timing as Timing
+    from flashpoint_kernels.timing.presets import PRESETS as PRESETS
+    from flashpoint_kernels.timing.presets import grid as grid
+    from flashpoint_kernels.timing.presets import preset as preset
+
+_HOME = {
+    "ROW_FIELDS": "case",
+    "TIMED": "case",
+    "Case": "case",
+    "Timing": "case",
+    "PRESETS": "presets",
+    "grid": "presets",
+    "preset": "presets",
+}
+__all__ = ["PRESETS", "ROW_FIELDS", "TIMED", "Case", "Timing", "grid", "preset"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"flashpoint_kernels.timing.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
