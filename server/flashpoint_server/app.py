@@ -53,12 +53,13 @@ def create_app(settings: Settings | None = None, engines: Sequence[bytes] | None
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
     )
     app.state.service = service
-    app.add_middleware(Envelope)
+    posts = {path: AttentionRoute(service, direction) for path, direction in PATHS.items()}
+    app.add_middleware(Envelope, posts=posts)
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(RequestValidationError, _invalid)
-    for path, direction in PATHS.items():  # first, for routes are tried in order
-        app.router.routes.insert(0, Route(path, AttentionRoute(service, direction), methods=["POST"]))
+    for path, route in posts.items():  # known to the framework, which answers any other method with 405
+        app.router.routes.append(Route(path, route, methods=["POST"]))
     app.include_router(status.router(service))
     openapi.install(app, PATHS)
     return app

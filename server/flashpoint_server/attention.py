@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import numpy as np
 from starlette.datastructures import Headers
@@ -26,7 +24,7 @@ from flashpoint_server.job import Answer, Job, Timings
 from flashpoint_server.message import SafetensorsMessage, make_spec, read_json
 from flashpoint_server.messages import DeviceInfo
 from flashpoint_server.negotiation import Encoding, answer_encoding, request_encoding
-from flashpoint_server.protocol import EXTENSION
+from flashpoint_server.protocol import Direct
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.service import Service
 from flashpoint_server.settings import Settings
@@ -46,7 +44,7 @@ class AttentionRoute:
         try:
             with ExitStack() as inside:
                 job, answer, wanted, parts = await self._answer(exchange, body, inside, receive)
-                await _send_answer(_Line.of(scope, send, self._service.settings), exchange, job, answer, wanted, parts)
+                await self._send(send, exchange, body.direct, job, answer, wanted, parts)
         except Refusal as refusal:
             await _refuse(send, exchange, refusal, body)
         except ClientGoneError:
@@ -87,7 +85,7 @@ class AttentionRoute:
         exchange.facts.update(backend=backend, shapes={name: list(p.shape) for name, p in staging.inputs.items()})
 
         job = Job(exchange.request_id, spec, backend, staging, Timings(exchange.arrived), deadline, priority)
-        answer = await self._run(job, receive)
+        answer = await self._run(job, body.direct, receive)
         parts = await encode(job, answer, wanted, service.codec)
         if job.late:
             raise out_of_time()
@@ -112,79 +110,58 @@ class AttentionRoute:
             raise Refusal("work_too_large", f"an answer of {spec.output_bytes} bytes is over JSON's limit of {limit}")
         return backend
 
-    async def _run(self, job: Job, receive: Receive) -> Answer:
+    async def _run(self, job: Job, direct: Direct | None, receive: Receive) -> Answer:
         """The engine's answer, unless the deadline passes or the client goes first: then the job is dropped."""
         answer = self._service.engine.submit(job)
-        gone = asyncio.ensure_future(receive())  # behind the body comes http.disconnect alone
 
-        def leave(_: object) -> None:
+        def give_up(error: Exception) -> None:
             if not answer.done():
-                answer.set_exception(ClientGoneError())
+                answer.set_exception(error)
 
-        gone.add_done_callback(leave)
-        try:
-            async with asyncio.timeout(job.remaining()):
-                return await answer
-        except TimeoutError:
-            raise out_of_time() from None
-        finally:
-            gone.cancel()
+        with ExitStack() as inside:
+            if direct is not None:
+                inside.enter_context(direct.watch(lambda: give_up(ClientGoneError())))
+            else:
+                gone = asyncio.ensure_future(receive())  # behind the body comes http.disconnect alone
+                gone.add_done_callback(lambda _: give_up(ClientGoneError()))
+                inside.callback(gone.cancel)
+            if (left := job.remaining()) is not None:
+                timer = asyncio.get_running_loop().call_later(left, lambda: give_up(out_of_time()))
+                inside.callback(timer.cancel)
+            return await answer
 
-
-@dataclass(frozen=True)
-class _Line:
-    """The way out of an answer whose memory will be reused."""
-
-    send: Send
-    abort: Callable[[], None] | None  # None on a server that is not ours (protocol.py)
-    patience: float
-    rate: int
-
-    @classmethod
-    def of(cls, scope: Scope, send: Send, settings: Settings) -> _Line:
-        ours = scope.get("extensions", {}).get(EXTENSION, {})
-        return cls(send, ours.get("abort"), settings.body_timeout, settings.body_rate)
-
-    async def write(self, parts: list[Part]) -> bool:
-        """Send the body; whether the client took it, within the time that a body of that size would be given.
-
-        When this returns the transport holds none of the memory. Ours holds views, not copies, until a further `send`
-        returns, which waits until all before it has left; another server gets copies, for it promises nothing.
-        """
-        if self.abort is None:
-            for part in parts:
-                await self.send({"type": "http.response.body", "body": bytes(part), "more_body": True})
-            await self.send({"type": "http.response.body", "body": b"", "more_body": False})
-            return True
-        try:
-            async with asyncio.timeout(self.patience + sum(map(len, parts)) / self.rate):
-                for part in parts:
-                    await self.send({"type": "http.response.body", "body": part, "more_body": True})
-                await self.send({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError:
-            self.abort()  # which the transport does in a later turn of the loop: until then it may still send
-            await self.send({"type": "http.response.body", "body": b"", "more_body": True})
-            return False
-        return True
-
-
-async def _send_answer(
-    line: _Line, exchange: Exchange, job: Job, answer: Answer, wanted: Encoding, parts: list[Part]
-) -> None:
-    job.timings.done = time.perf_counter()
-    durations = job.timings.durations()
-    exchange.facts.update({f"{name}_ms": ms for name, ms in durations.items()}, batch_size=answer.batch_size)
-    headers = {
-        "content-type": wanted.media_type,
-        "content-length": str(sum(map(len, parts))),
-        "x-backend": job.backend,
-        "x-batch-size": str(answer.batch_size),
-        "server-timing": ", ".join(f"{name};dur={ms}" for name, ms in durations.items()),
-    }
-    fields = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await line.send({"type": "http.response.start", "status": 200, "headers": fields})
-    if not await line.write(parts):
-        exchange.code = "answer_timeout"
+    async def _send(
+        self,
+        send: Send,
+        exchange: Exchange,
+        direct: Direct | None,
+        job: Job,
+        answer: Answer,
+        wanted: Encoding,
+        parts: list[Part],
+    ) -> None:
+        """The answer, out of memory that will be reused: when this returns nobody sends from it any more."""
+        job.timings.done = time.perf_counter()
+        durations = job.timings.durations()
+        exchange.facts.update({f"{name}_ms": ms for name, ms in durations.items()}, batch_size=answer.batch_size)
+        size = sum(map(len, parts))
+        headers = {
+            "content-type": wanted.media_type,
+            "content-length": str(size),
+            "x-backend": job.backend,
+            "x-batch-size": str(answer.batch_size),
+            "server-timing": ", ".join(f"{name};dur={ms}" for name, ms in durations.items()),
+        }
+        fields = [(name.encode(), value.encode()) for name, value in headers.items()]
+        if direct is None:  # another server: it promises nothing, and gets a copy
+            await send({"type": "http.response.start", "status": 200, "headers": fields})
+            await send({"type": "http.response.body", "body": b"".join(parts), "more_body": False})
+            return
+        settings = self._service.settings
+        exchange.status, exchange.bytes_out = 200, size
+        fields.append((b"x-request-id", exchange.request_id.encode()))
+        if not await direct.answer(200, fields, parts, settings.body_timeout + size / settings.body_rate):
+            exchange.code = "answer_timeout"
 
 
 async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: Body) -> None:

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from flashpoint_server.places import Places
-from flashpoint_server.protocol import EXTENSION, DirectBody
+from flashpoint_server.protocol import EXTENSION, Direct
 from flashpoint_server.refusal import Refusal, out_of_time
 from flashpoint_server.settings import Settings
 
@@ -27,13 +27,14 @@ class Body:
     """The chunks of one body, in order.
 
     `length` is what Content-Length says, `limit` the most bytes that are read, `deadline` the request's own, in
-    `time.monotonic` seconds; `complete` says that all of it has arrived.
+    `time.monotonic` seconds; `complete` says that all of it has arrived, `direct` is there on a
+    server of ours (protocol.py).
     """
 
     def __init__(self, scope: Scope, receive: Receive, headers: Headers, settings: Settings) -> None:
         self._receive = receive
-        self._direct: DirectBody | None = scope.get("extensions", {}).get(EXTENSION, {}).get("body")
-        self._draining: DirectBody | None = None
+        self.direct: Direct | None = scope.get("extensions", {}).get(EXTENSION, {}).get("direct")
+        self._draining: Direct | None = None
         self._settings = settings
         self._began = time.monotonic()
         self._received = 0
@@ -88,8 +89,8 @@ class Body:
         if len(head) > waiting.left:
             raise _too_long()
         waiting.copy(memoryview(head))
-        if self._direct is not None and self.length is not None and self.length - self._received == waiting.left:
-            await self._receive_directly(self._direct, waiting)
+        if self.direct is not None and self.length is not None and self.length - self._received == waiting.left:
+            await self._receive_directly(self.direct, waiting)
             return
         while chunk := await self.next():
             if len(chunk) > waiting.left:
@@ -98,26 +99,23 @@ class Body:
         if waiting.left:
             raise Refusal("malformed_body", "the body ends before its last tensor does")
 
-    async def _receive_directly(self, direct: DirectBody, places: Places) -> None:
+    async def _receive_directly(self, direct: Direct, places: Places) -> None:
         before = self._received - places.filled_bytes
-        receiving = asyncio.ensure_future(direct.into(places))
-        self._draining = direct
-        last = time.monotonic()
+        received = direct.receive(places)
+        self._draining, last = direct, time.monotonic()
         try:
-            while not receiving.done():
-                end = self._patience(last)
-                await asyncio.wait({receiving}, timeout=max(end - time.monotonic(), 0))
+            while not received.done():
+                await asyncio.wait({received}, timeout=max(self._patience(last) - time.monotonic(), 0))
                 self._received, last = before + places.filled_bytes, max(last, places.filled_last)
-                if not receiving.done() and time.monotonic() >= self._patience(last):
-                    raise self._too_late(self._patience(last))
-            receiving.result()
-            self.complete = True
+                if not received.done() and time.monotonic() >= (end := self._patience(last)):
+                    raise self._too_late(end)
+            received.result()
+            self._received, self.complete = before + places.filled_bytes, True
         except ConnectionError:
             raise ClientGoneError from None
         finally:
-            if not receiving.done():
+            if not received.done():
                 places.discard()  # at once: the memory is another request's when this returns
-                receiving.cancel()
 
     async def _chunk(self) -> bytes:
         while not self.complete:

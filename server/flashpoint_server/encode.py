@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from flashpoint import jsonwire, wire
@@ -24,7 +26,11 @@ async def encode(job: Job, answer: Answer, encoding: Encoding, codec: Codec) -> 
             for name, place in places.items()
         }
         return [await codec.encode(arrays, {"dtype": job.spec.dtype, **answer.metadata})]
-    head = wire.build_head(
-        [(name, place.dtype, place.shape) for name, place in places.items()], wire.encode_options(answer.metadata)
-    )
-    return [head, *(view for view in views.values() if len(view))]
+    tensors = tuple((name, place.dtype, place.shape) for name, place in places.items())
+    return [_head(tensors, tuple(answer.metadata.items())), *(view for view in views.values() if len(view))]
+
+
+@lru_cache(256)
+def _head(tensors: tuple[tuple[str, str, tuple[int, ...]], ...], metadata: tuple[tuple[str, str | int], ...]) -> bytes:
+    """Kept, for a model's answers are of few shapes."""
+    return wire.build_head(tensors, wire.encode_options(dict(metadata)))

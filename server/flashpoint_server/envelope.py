@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import structlog
@@ -16,10 +16,12 @@ log = structlog.stdlib.get_logger("flashpoint.http")
 
 
 class Envelope:
-    """ASGI middleware; the outermost of ours."""
+    """ASGI middleware; the outermost of ours. `posts` are applications by the path that is POSTed to them, reached
+    without the framework's own layers, which cost a small call a tenth of its time."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, posts: Mapping[str, ASGIApp]) -> None:
         self.app = app
+        self._posts = posts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,7 +43,8 @@ class Envelope:
             await send(message)
 
         try:
-            await self.app(scope, counted_receive, stamped_send)
+            app = self._posts.get(exchange.path, self.app) if exchange.method == "POST" else self.app
+            await app(scope, counted_receive, stamped_send)
         except Exception as error:
             log.exception("failed", request_id=exchange.request_id, error=type(error).__name__)
             if exchange.status is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+from array import array
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 from flashpoint_kernels.spec import Direction, Options
 
 LARGEST_MESSAGE = 1 << 17
+_ROOM = socket.CMSG_SPACE(4 * array("i").itemsize)  # for the descriptors beside a message: `Attach` has one
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -116,13 +118,17 @@ class Channel(Generic[Incoming]):
         sock.setblocking(False)
         self.sock = sock
         self._decode = msgspec.msgpack.Decoder(incoming).decode
+        self._buffer = memoryview(bytearray(LARGEST_MESSAGE))
 
     def fileno(self) -> int:
         return self.sock.fileno()
 
     def send(self, message: ToEngine | FromEngine, descriptors: tuple[int, ...] = ()) -> None:
         """Raises BlockingIOError when the other end does not keep up, and OSError when it is gone."""
-        socket.send_fds(self.sock, [_encode(message)], descriptors)
+        if descriptors:
+            socket.send_fds(self.sock, [_encode(message)], descriptors)
+        else:
+            self.sock.send(_encode(message))
 
     def receive(self) -> tuple[Incoming, list[int]]:
         """A message and the descriptors that came with it, now the caller's.
@@ -130,16 +136,17 @@ class Channel(Generic[Incoming]):
         Raises BlockingIOError when there is none, and EOFError when the other end is gone.
         """
         try:
-            data, descriptors, flags, _ = socket.recv_fds(self.sock, LARGEST_MESSAGE, 4)
+            size, beside, flags, _ = self.sock.recvmsg_into([self._buffer], _ROOM)
         except ConnectionError as error:
             raise EOFError from error
-        if not data:
+        descriptors = array("i", b"".join(data for _, _, data in beside)).tolist()  # nothing else is ever sent beside
+        if not size:
             raise EOFError
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             for fd in descriptors:
                 os.close(fd)
             raise EOFError("a message was cut")
-        return self._decode(data), descriptors
+        return self._decode(self._buffer[:size]), descriptors
 
     def close(self) -> None:
         self.sock.close()

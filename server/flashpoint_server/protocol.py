@@ -1,10 +1,10 @@
 """uvicorn's HTTP protocol with a way for a body to go from the socket straight to where it is wanted.
 
 ASGI hands a body over in pieces that were copied twice by then. Here a route that has read the head of its message asks
-for the rest to be received into memory of its own (`DirectBody.into`): until that many bytes have come, the transport
-reads into that memory and HTTP's parser sees none of them. Routes reach it by the scope's extension `EXTENSION`, which
-has the `body` and a call that drops the connection, `abort`; on any other server the extension is missing, and they
-read ASGI messages and send copies.
+for the rest to be received into memory of its own (`Direct.receive`): until that many bytes have come, the transport
+reads into that memory and HTTP's parser sees none of them. Its answer leaves from the memory it was computed into, in
+one write (`Direct.answer`). Routes reach it by the scope's extension `EXTENSION`; on any other server the extension is
+missing, and they read ASGI messages and send copies.
 
 States of a connection: parsing (`_Parsing`) → receiving (`_Receiver`) → parsing.
 """
@@ -12,13 +12,16 @@ States of a connection: parsing (`_Parsing`) → receiving (`_Receiver`) → par
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from flashpoint_server.encode import Part
 from flashpoint_server.places import Places
 
-EXTENSION = "flashpoint.direct_body"
+EXTENSION = "flashpoint.direct"
 
 # Bytes of one read for the parser. What it sees of a body is copied several times on its way: let it be little.
 PARSED_AT_ONCE = 1 << 15
@@ -26,7 +29,7 @@ _SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # of all connections: what is 
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol; `set_write_buffer_limits(high=0)` makes `send` return when the transport holds no bytes.
+    """uvicorn's protocol; `set_write_buffer_limits(high=0)` pauses the writer while the transport holds any byte.
 
     That is what lets memory be reused under an answer: uvloop keeps views, not copies, of what it has not sent yet.
     """
@@ -35,48 +38,103 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
         self.parsing = _Parsing(self)
+        self.watcher: Callable[[], None] | None = None
         _switch(self, self.parsing)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self.scope["extensions"] = {EXTENSION: {"body": DirectBody(self), "abort": self.transport.abort}}
+        self.scope["extensions"] = {EXTENSION: {"direct": Direct(self)}}
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self.flow.pause_reading()  # one piece at a time: what a route then receives directly is not parsed before it can
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.watcher is not None:
+            self.watcher()
 
 
-class DirectBody:
-    """The body of one request with a Content-Length."""
+class Direct:
+    """One request, from its head on, beside ASGI's `receive` and `send`."""
 
     def __init__(self, http: HttpProtocol) -> None:
         self._http = http
         self._cycle = http.cycle
-        self._done: asyncio.Future[None] | None = None
+        self._received: asyncio.Future[None] | None = None
 
-    async def into(self, places: Places) -> None:
+    def receive(self, places: Places) -> asyncio.Future[None]:
         """Receive the rest of the body, all that ASGI's `receive` has not handed over, into `places` of that size.
 
-        Raises ConnectionError when the client goes first. Who gives up on it says `places.discard()`: what still comes
-        is then thrown away, see `drain`.
+        Done when it is there; ConnectionError when the client goes first. Who gives up on it says `places.discard()`:
+        what still comes is then thrown away, see `drain`.
         """
         http, cycle = self._http, self._cycle
+        self._received = received = http.loop.create_future()
         early, cycle.body = cycle.body, bytearray()  # came behind the head, and is parsed already
         places.copy(memoryview(early))
-        if not places.full:
-            if cycle.disconnected or http.transport.is_closing():
-                raise ConnectionError("the client disconnected")
+        if places.full:
+            received.set_result(None)
+        elif cycle.disconnected or http.transport.is_closing():
+            received.set_exception(ConnectionError("the client disconnected"))
+        else:
             if cycle.waiting_for_100_continue:
                 http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 cycle.waiting_for_100_continue = False
-            self._done = http.loop.create_future()
-            _switch(http, _Receiver(http, places, self._done))
-            await asyncio.shield(self._done)
-            if not places.full:
-                raise ConnectionError("the client disconnected")
-        if not cycle.disconnected:
-            cycle.message_event.clear()  # the next message that `receive` waits for is the disconnect
+            _switch(http, _Receiver(http, places, received))
+        return received
 
     async def drain(self) -> None:
-        """After an `into` that was given up: wait until the rest of the body has come and been thrown away."""
-        if self._done is not None:
-            await asyncio.shield(self._done)
+        """After a `receive` that was given up: wait until the rest of the body has come and been thrown away."""
+        if self._received is not None:
+            await asyncio.wait({self._received})
+
+    @contextmanager
+    def watch(self, gone: Callable[[], None]) -> Iterator[None]:
+        """Inside, once the body has come, `gone` is called when the client disconnects; at once where it has."""
+        http = self._http
+        if self._cycle.disconnected:
+            gone()
+        http.watcher = gone
+        http.flow.resume_reading()  # else nobody would see it go
+        try:
+            yield
+        finally:
+            http.watcher = None
+
+    async def answer(self, status: int, headers: list[tuple[bytes, bytes]], parts: list[Part], seconds: float) -> bool:
+        """Send the whole answer in one write; whether the client took it within `seconds`.
+
+        When this returns the transport holds none of the memory of `parts`. `headers` are valid, and say the length.
+        """
+        http, cycle = self._http, self._cycle
+        if cycle.disconnected or http.transport.is_closing():
+            return True
+        cycle.response_started = True
+        fields = [*cycle.default_headers, *headers] + ([] if cycle.keep_alive else [(b"connection", b"close")])
+        head = b"".join((STATUS_LINE[status], *(b"%s: %s\r\n" % field for field in fields), b"\r\n"))
+        http.transport.writelines([head, *parts])
+        if http.flow.write_paused and not await self._left(seconds):
+            return False
+        if not cycle.disconnected:
+            cycle.response_complete = True
+            cycle.message_event.set()
+            if not cycle.keep_alive:
+                http.transport.close()
+            cycle.on_response()
+        return True
+
+    async def _left(self, seconds: float) -> bool:
+        """Wait until the transport has sent all it holds; after `seconds` drop the connection, and say False."""
+        http = self._http
+        try:
+            async with asyncio.timeout(seconds):
+                await http.flow.drain()
+        except TimeoutError:
+            http.transport.abort()  # which the transport does in a later turn of the loop: until then it may still send
+            await http.flow.drain()
+            return False
+        return True
 
 
 class _State(asyncio.BufferedProtocol):
@@ -134,7 +192,7 @@ class _Receiver(_State):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._received.done():
-            self._received.set_result(None)
+            self._received.set_exception(ConnectionError("the client disconnected"))
         super().connection_lost(exc)
 
 

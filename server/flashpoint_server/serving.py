@@ -102,6 +102,7 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # nothing here asks for the client's address
         timeout_keep_alive=service.settings.keep_alive,
         timeout_graceful_shutdown=1,  # what was admitted has been waited for; this is for the last bytes of errors
     )
