@@ -10,6 +10,8 @@ attention.
 from importlib.metadata import version
 
 from flashpoint._client import AsyncClient, Client
+from flashpoint._runs import AsyncBenchmarkRun, BenchmarkRun
+from flashpoint.benchmark_schema import BenchmarkEvent, BenchmarkJob, BenchmarkRequest, BenchmarkRow
 from flashpoint.errors import (
     AuthenticationError,
     BadRequestError,
@@ -25,14 +27,22 @@ from flashpoint.errors import (
 )
 from flashpoint.meta import Meta
 from flashpoint.options import AttentionOptions
+from flashpoint.shape_schema import Shape
+from flashpoint.verify_schema import VerifyReport, VerifyRequest
 
 __version__ = version("flashpoint")
 
 __all__ = [
+    "AsyncBenchmarkRun",
     "AsyncClient",
     "AttentionOptions",
     "AuthenticationError",
     "BadRequestError",
+    "BenchmarkEvent",
+    "BenchmarkJob",
+    "BenchmarkRequest",
+    "BenchmarkRow",
+    "BenchmarkRun",
     "Client",
     "ConnectionFailedError",
     "DeadlineExceededError",
@@ -43,6 +53,9 @@ __all__ = [
     "OverloadedError",
     "ProtocolError",
     "ServerError",
+    "Shape",
     "TooLargeError",
+    "VerifyReport",
+    "VerifyRequest",
     "__version__",
 ]

@@ -4,36 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from flashpoint import jsonwire, wire
 from flashpoint._arrays import Array, pack, unpack
-from flashpoint.errors import FieldProblem, InvalidInputError, ProtocolError, invalid
+from flashpoint.errors import InvalidInputError, ProtocolError, invalid
 from flashpoint.meta import Meta
 from flashpoint.options import AttentionOptions, Backend, CausalAlignment, Grad, Layout, Precision
+from flashpoint.validation import field_problems
+
+Model = TypeVar("Model", bound=BaseModel)
 
 DEFAULT: Any = object()  # the client's own timeout, where None means none
 
 
-class Transport(TypedDict, total=False):
+class Sending(TypedDict, total=False):
     """How a call is made.
 
     `timeout`: seconds for the whole call, retries included, None for no end. `priority`: 0 to 9, higher runs sooner.
-    `request_id`: the name of the call in the server's log. `with_meta`: return (result, Meta).
+    `request_id`: the name of the call in the server's log.
     """
 
     timeout: float | None
     priority: int
     request_id: str
-    with_meta: bool
 
 
-class Common(Transport, total=False):
-    """Tensors and options of both calls, as the contract has them. Tensors are numpy arrays or torch tensors.
+class Problem(Sending, total=False):
+    """Tensors and options of a problem, as the contract has them. Tensors are numpy arrays or torch tensors.
 
     `attn_mask` bool (true attends) or float (added), broadcastable to (B,Hq,Sq,Sk); `alibi_slopes` (Hq,) or (B,Hq);
     `sinks` (Hq,); `q_lengths`, `kv_lengths` (B,) valid rows of padded sequences; `cu_seqlens_q`, `cu_seqlens_k`
@@ -58,6 +60,12 @@ class Common(Transport, total=False):
     precision: Precision
     deterministic: bool
     backend: Backend
+
+
+class Common(Problem, total=False):
+    """Keywords of both calls: `Problem`, and whether to return (result, Meta)."""
+
+    with_meta: bool
 
 
 class Forward(Common, total=False):
@@ -93,7 +101,8 @@ class Call:
     """One call, as often as it must be sent.
 
     `body` are its parts, in order. `read` makes the result: of an `Answer`, or of a JSON object where the media type
-    that is expected is JSON.
+    that is expected is JSON. `success` is the status it comes with. `repeatable`: it has no effect but its answer, so
+    it may be sent again even when the connection broke half-way.
     """
 
     method: str
@@ -103,6 +112,8 @@ class Call:
     body: tuple[memoryview, ...]
     timeout: Any
     read: Callable[[Any], Any]
+    success: int = 200
+    repeatable: bool = True
 
     @property
     def size(self) -> int:
@@ -144,15 +155,9 @@ def _refuse(keywords: Mapping[str, Any], names: set[str]) -> None:
 def _call(path: str, keywords: dict[str, Any]) -> Call:
     timeout = keywords.pop("timeout", DEFAULT)
     with_meta = keywords.pop("with_meta", False)
-    headers = {"Content-Type": wire.MEDIA_TYPE, "Accept": wire.MEDIA_TYPE}
-    headers |= _priority(keywords.pop("priority", None)) | _request_id(keywords.pop("request_id", None))
+    headers = {"Content-Type": wire.MEDIA_TYPE, "Accept": wire.MEDIA_TYPE, **call_headers(keywords)}
     given = {name: keywords.pop(name, None) for name in TENSORS}
-    options = _options(keywords)
-    packed = {name: pack(name, value) for name, value in given.items() if value is not None or name in ("q", "k", "v")}
-    head = wire.build_head(
-        [(name, p.dtype, p.shape) for name, p in packed.items()],
-        wire.encode_options(options.model_dump(exclude_defaults=True)),
-    )
+    options = checked(AttentionOptions, keywords)
     like = given["q"]
     names: tuple[str, ...] = options.grads
     if path == "/attention":
@@ -166,31 +171,44 @@ def _call(path: str, keywords: dict[str, Any]) -> Call:
         result = tensors["o"] if names == ("o",) else tuple(tensors[name] for name in names)
         return (result, answer.meta) if with_meta else result
 
-    return Call(
-        "POST", path, wire.MEDIA_TYPE, headers, (memoryview(head), *(p.data for p in packed.values())), timeout, read
+    return Call("POST", path, wire.MEDIA_TYPE, headers, message(given, options), timeout, read)
+
+
+def message(tensors: Mapping[str, Any], options: AttentionOptions) -> tuple[memoryview, ...]:
+    """The parts of a message of `tensors`, of which those that are None are left out, but for q, k and v."""
+    packed = {name: pack(name, t) for name, t in tensors.items() if t is not None or name in ("q", "k", "v")}
+    head = wire.build_head(
+        [(name, p.dtype, p.shape) for name, p in packed.items()],
+        wire.encode_options(options.model_dump(exclude_defaults=True)),
     )
+    return (memoryview(head), *(p.data for p in packed.values()))
 
 
-def _options(keywords: Mapping[str, Any]) -> AttentionOptions:
+def call_headers(keywords: dict[str, Any]) -> dict[str, str]:
+    """The headers of `priority` and `request_id`, which are taken out of `keywords`."""
+    return _priority(keywords.pop("priority", None)) | _request_id(keywords.pop("request_id", None))
+
+
+def checked(model: type[Model], keywords: Mapping[str, Any]) -> Model:
+    """`model` of `keywords`, with NumPy's numbers as Python's. Raises InvalidInputError naming each field."""
     plain = {name: _plain(value) for name, value in keywords.items()}
     try:
-        return AttentionOptions.model_validate(plain)
+        return model.model_validate(plain)
     except ValidationError as error:
-        problems = [FieldProblem(str(e["loc"][0]), _say(e)) for e in error.errors()]
-        raise InvalidInputError("; ".join(f"{f}: {m}" for f, m in problems), errors=problems) from None
+        problems = field_problems(error)
+        text = "; ".join(f"{field}: {message}" if field else message for field, message in problems)
+        raise InvalidInputError(text, errors=problems) from None
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's numbers and arrays as Python's, one level into lists and tuples."""
+    """NumPy's numbers and arrays as Python's, within lists, tuples and dicts too."""
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return [item.item() if isinstance(item, np.generic) else item for item in value]
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
     return value
-
-
-def _say(error: Any) -> str:
-    return "is not an option of this call" if error["type"] == "extra_forbidden" else str(error["msg"])
 
 
 def _priority(priority: Any) -> dict[str, str]:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Generic, Self, TypeVar, Unpack
 
 import httpx
 
-from flashpoint import _calls
+from flashpoint import _calls, _proof
 from flashpoint._arrays import Array
 from flashpoint._calls import DEFAULT, Backward, Call, Forward
 from flashpoint._exchange import Exchange
+from flashpoint._listening import Listening
+from flashpoint._proof import Benchmark, Verify
+from flashpoint._runs import AsyncBenchmarkRun, BenchmarkRun
 from flashpoint._transport import ASYNC, AsyncTransport, Transport, is_direct
+from flashpoint.benchmark_schema import BenchmarkEvent
 from flashpoint.errors import ConnectionFailedError, FlashpointError, OverloadedError, invalid
+from flashpoint.verify_schema import VerifyReport
 
 TIMEOUT = 60.0  # seconds, for a whole call
 RETRIES = 4
@@ -59,6 +64,9 @@ class _Settings(Generic[Http]):
         timeout = self._timeout if call.timeout is DEFAULT else _seconds(call.timeout)
         return Exchange(call, timeout=timeout, retries=0 if once else self._retries)
 
+    def _listening(self, id: str, after: int) -> Listening:
+        return Listening(id, after, timeout=self._timeout, retries=self._retries)
+
 
 def _seconds(timeout: Any) -> float | None:
     if timeout is None:
@@ -100,7 +108,7 @@ class Client(_Settings[httpx.Client]):
         and ranks as the contract has them. numpy arrays give numpy arrays, torch tensors give torch tensors on q's
         device, outside autograd (see `flashpoint.torch`). Keywords: `Forward`.
         """
-        return self._run(self._exchange(_calls.forward(q, k, v, keywords)))
+        return self._call(_calls.forward(q, k, v, keywords))
 
     def attention_grad(self, do: Array, q: Array, k: Array, v: Array, **keywords: Unpack[Backward]) -> Any:
         """The gradients of `attention`, given do, that of its o: (dq, dk, dv), or what `grads` names, in its order.
@@ -108,11 +116,34 @@ class Client(_Settings[httpx.Client]):
         With the forward's `o` and `lse` the server does not run it again. With dropout, `dropout_seed` must be the
         forward's. Keywords: `Backward`.
         """
-        return self._run(self._exchange(_calls.backward(do, q, k, v, keywords)))
+        return self._call(_calls.backward(do, q, k, v, keywords))
+
+    def verify(
+        self, q: Array | None = None, k: Array | None = None, v: Array | None = None, **keywords: Unpack[Verify]
+    ) -> VerifyReport:
+        """How far a backend's answers are from float64, and whether that is near enough.
+
+        Of a problem that the server draws: `shape` ({"q_len": 512, "head_dim": 64}, …), `dtype`, `seed`, `direction`.
+        Of tensors: q, k and v, with `do` for the gradients too; with any of `o`, `lse`, `dq`, `dk`, `dv`, … these are
+        judged, wherever they were computed. Keywords: `Verify`.
+        """
+        report: VerifyReport = self._call(_proof.verify(q, k, v, keywords))
+        return report
+
+    def benchmark(self, **keywords: Unpack[Benchmark]) -> BenchmarkRun:
+        """Start to time a grid, or a preset, on the server's device. Keywords: `Benchmark`.
+
+        Not sent again where the connection broke once it had been sent, which could start it twice.
+        """
+        return BenchmarkRun(self, self._call(_proof.submit(keywords)).id)
+
+    def benchmark_run(self, id: str) -> BenchmarkRun:
+        """A benchmark that was started before. Nothing is sent yet."""
+        return BenchmarkRun(self, id)
 
     def info(self) -> dict[str, Any]:
         """The server's versions, device, backends, limits, and the options that each backend has."""
-        found: dict[str, Any] = self._run(self._exchange(_calls.lookup("/info")))
+        found: dict[str, Any] = self._call(_calls.lookup("/info"))
         return found
 
     def ready(self) -> bool:
@@ -140,6 +171,9 @@ class Client(_Settings[httpx.Client]):
             return False
         return True
 
+    def _call(self, call: Call) -> Any:
+        return self._run(self._exchange(call))
+
     def _run(self, exchange: Exchange) -> Any:
         while True:
             try:
@@ -147,7 +181,7 @@ class Client(_Settings[httpx.Client]):
                 try:
                     exchange.begin(response)
                     if read_into := response.extensions.get("read_into"):  # our own transport
-                        while count := read_into(exchange.space()):
+                        while count := read_into(space := exchange.space(), len(space)):
                             exchange.filled(count)
                     else:
                         assert isinstance(response.stream, httpx.SyncByteStream)
@@ -159,6 +193,32 @@ class Client(_Settings[httpx.Client]):
             except _FAILURES as error:
                 delay = exchange.failed(error)
             time.sleep(delay)
+
+    def _listen(self, id: str, after: int) -> Iterator[BenchmarkEvent]:
+        listening = self._listening(id, after)
+        while True:
+            try:
+                response = self._http.send(listening.request(self._http), stream=True)
+                try:
+                    listening.begin(response)
+                    if read_into := response.extensions.get("read_into"):
+                        while count := read_into(listening.space(), 1):
+                            listening.filled(count)
+                            yield from listening.events()
+                            if listening.ended:
+                                return
+                    else:
+                        assert isinstance(response.stream, httpx.SyncByteStream)
+                        for chunk in response.stream:
+                            listening.feed(chunk)
+                            yield from listening.events()
+                            if listening.ended:
+                                return
+                finally:
+                    response.close()
+                listening.finish()
+            except _FAILURES as error:
+                time.sleep(listening.failed(error))
 
 
 class AsyncClient(_Settings[httpx.AsyncClient]):
@@ -180,15 +240,30 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
 
     async def attention(self, q: Array, k: Array, v: Array, **keywords: Unpack[Forward]) -> Any:
         """See `Client.attention`."""
-        return await self._run(self._exchange(_calls.forward(q, k, v, keywords)))
+        return await self._call(_calls.forward(q, k, v, keywords))
 
     async def attention_grad(self, do: Array, q: Array, k: Array, v: Array, **keywords: Unpack[Backward]) -> Any:
         """See `Client.attention_grad`."""
-        return await self._run(self._exchange(_calls.backward(do, q, k, v, keywords)))
+        return await self._call(_calls.backward(do, q, k, v, keywords))
+
+    async def verify(
+        self, q: Array | None = None, k: Array | None = None, v: Array | None = None, **keywords: Unpack[Verify]
+    ) -> VerifyReport:
+        """See `Client.verify`."""
+        report: VerifyReport = await self._call(_proof.verify(q, k, v, keywords))
+        return report
+
+    async def benchmark(self, **keywords: Unpack[Benchmark]) -> AsyncBenchmarkRun:
+        """See `Client.benchmark`."""
+        return AsyncBenchmarkRun(self, (await self._call(_proof.submit(keywords))).id)
+
+    def benchmark_run(self, id: str) -> AsyncBenchmarkRun:
+        """See `Client.benchmark_run`."""
+        return AsyncBenchmarkRun(self, id)
 
     async def info(self) -> dict[str, Any]:
         """See `Client.info`."""
-        found: dict[str, Any] = await self._run(self._exchange(_calls.lookup("/info")))
+        found: dict[str, Any] = await self._call(_calls.lookup("/info"))
         return found
 
     async def ready(self) -> bool:
@@ -216,6 +291,9 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
             return False
         return True
 
+    async def _call(self, call: Call) -> Any:
+        return await self._run(self._exchange(call))
+
     async def _run(self, exchange: Exchange) -> Any:
         while True:
             try:
@@ -223,7 +301,7 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
                 try:
                     exchange.begin(response)
                     if read_into := response.extensions.get("read_into"):
-                        while count := await read_into(exchange.space()):
+                        while count := await read_into(space := exchange.space(), len(space)):
                             exchange.filled(count)
                     else:
                         assert isinstance(response.stream, httpx.AsyncByteStream)
@@ -235,3 +313,31 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
             except _FAILURES as error:
                 delay = exchange.failed(error)
             await asyncio.sleep(delay)
+
+    async def _listen(self, id: str, after: int) -> AsyncIterator[BenchmarkEvent]:
+        listening = self._listening(id, after)
+        while True:
+            try:
+                response = await self._http.send(listening.request(self._http), stream=True)
+                try:
+                    listening.begin(response)
+                    if read_into := response.extensions.get("read_into"):
+                        while count := await read_into(listening.space(), 1):
+                            listening.filled(count)
+                            for event in listening.events():
+                                yield event
+                            if listening.ended:
+                                return
+                    else:
+                        assert isinstance(response.stream, httpx.AsyncByteStream)
+                        async for chunk in response.stream:
+                            listening.feed(chunk)
+                            for event in listening.events():
+                                yield event
+                            if listening.ended:
+                                return
+                finally:
+                    await response.aclose()
+                listening.finish()
+            except _FAILURES as error:
+                await asyncio.sleep(listening.failed(error))

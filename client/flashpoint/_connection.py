@@ -97,10 +97,10 @@ class Connection:
             raise
         return reply
 
-    def read_into(self, reply: Reply, view: memoryview) -> Steps[int]:
-        """Fill `view` (flat bytes) with the answer's body; how many bytes, fewer only where the answer ends."""
+    def read_into(self, reply: Reply, view: memoryview, least: int) -> Steps[int]:
+        """Read the answer's body into `view` (flat bytes): `least` bytes or more, fewer where it ends; how many."""
         filled = reply.take(view)
-        while filled < len(view) and not reply.done:
+        while filled < least and not reply.done:
             if reply.left is None:
                 yield from self._receive_into(reply)
                 filled += reply.take(view[filled:])

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
-import json
 import random
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import httpx
-import numpy as np
-from numpy.typing import NDArray
 
 from flashpoint import wire
 from flashpoint._calls import Answer, Call
+from flashpoint._readers import Document, Message, Reader
 from flashpoint.errors import (
     ConnectionFailedError,
     DeadlineExceededError,
@@ -35,9 +33,8 @@ FIRST_DELAY = 0.1  # seconds; doubled at each retry
 LONGEST_DELAY = 10.0
 # A part goes out in pieces that a socket's buffer takes whole: httpx copies each, and again what did not fit.
 PIECE = 256 * 1024
-DOCUMENT_LIMIT = 1 << 20  # bytes of a JSON answer that are read
 
-# A call has no effect but its answer, so that it may be sent again even when the connection broke half-way.
+_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 _BROKEN = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
 
 
@@ -72,7 +69,7 @@ class Exchange:
         self._timeouts: dict[str, float | None] = {}
         self._status = 0
         self._headers: Mapping[str, str] = {}
-        self._reader: _Message | _Document = _Document()
+        self._reader: Reader = Document()
 
     def remaining(self) -> float | None:
         """Seconds to the deadline, None for no end. Raises DeadlineExceededError when it has passed."""
@@ -106,12 +103,13 @@ class Exchange:
         self._status, self._headers = response.status_code, response.headers
         length = response.headers.get("content-length", "")
         media = response.headers.get("content-type", "").partition(";")[0].strip()
-        if self._status == 200 and media != self.call.expected:
-            raise ProtocolError(f"an answer of type {media or 'unknown'}", status=200, request_id=self._request_id)
-        if self._status == 200 and media == wire.MEDIA_TYPE:
-            self._reader = _Message(int(length) if length.isdecimal() else None)
-        else:
-            self._reader = _Document()
+        if self._status == self.call.success and media != self.call.expected:
+            raise ProtocolError(
+                f"an answer of type {media or 'unknown'}", status=self._status, request_id=self._request_id
+            )
+        self._reader = Document()
+        if self._status == self.call.success and media == wire.MEDIA_TYPE:
+            self._reader = Message(int(length) if length.isdecimal() else None)
 
     def space(self) -> memoryview:
         """Where the answer's next bytes belong; never empty."""
@@ -134,13 +132,13 @@ class Exchange:
 
     def answer(self) -> Any:
         """The call's result, all of the answer having been fed. Raises the error that the answer is."""
-        if isinstance(self._reader, _Document):
-            document = self._reader.finish()
-            if self._status == 200:
-                return self.call.read(document)
+        found = self._reader.finish()
+        if self._status != self.call.success:
             retry_after = _retry_after(self._headers)
-            raise from_problem(self._status, document, request_id=self._request_id, retry_after=retry_after)
-        head, buffer = self._reader.finish()
+            raise from_problem(self._status, found, request_id=self._request_id, retry_after=retry_after)
+        if not isinstance(self._reader, Message):
+            return self.call.read(found)
+        head, buffer = found
         meta = read_meta(self._headers, wire.decode_options(head.metadata), self._failures)
         return self.call.read(Answer(head, buffer, meta))
 
@@ -154,6 +152,9 @@ class Exchange:
             error = _translated(error)
         if not isinstance(error, (OverloadedError, ConnectionFailedError)) or self._failures >= self._retries:
             raise error
+        sent = isinstance(error, ConnectionFailedError) and not isinstance(error.__cause__, _NOT_SENT)
+        if sent and not self.call.repeatable:
+            raise error  # it may have had its effect, though no answer came
         delay = max(backoff(self._failures), error.retry_after or 0.0)
         self._failures += 1
         if self._deadline is not None and time.monotonic() + delay >= self._deadline:
@@ -186,71 +187,3 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
     with contextlib.suppress(TypeError, ValueError):
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
     return None
-
-
-class _Document:
-    """Reads a JSON object: an error's, or what a lookup asks for."""
-
-    def __init__(self) -> None:
-        self._text = bytearray()
-        self._space = memoryview(bytearray(16 * 1024))
-
-    def space(self) -> memoryview:
-        return self._space
-
-    def filled(self, count: int) -> None:
-        self._text += self._space[: min(count, DOCUMENT_LIMIT - len(self._text))]
-
-    def finish(self) -> dict[str, Any]:
-        """The object; empty when it is none that can be read."""
-        with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(self._text)
-            if isinstance(found, dict):
-                return found
-        return {}
-
-
-class _Message:
-    """Reads a message: its length, its head, then the tensors into the one buffer that they stay in."""
-
-    def __init__(self, length: int | None) -> None:
-        self._length = length
-        self._start = bytearray(8)
-        self._full = False
-        self._head: wire.Head | None = None
-        self._buffer: NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._space = memoryview(self._start)
-
-    def space(self) -> memoryview:
-        return self._space
-
-    def filled(self, count: int) -> None:
-        if self._full:
-            raise ProtocolError("the answer is longer than its head says")
-        self._space = self._space[count:]
-        if not self._space:
-            self._space = self._next()
-
-    def _next(self) -> memoryview:
-        """What follows what has just been filled; behind the tensors, room in which to notice that there is more."""
-        if self._head is not None:
-            self._full = True
-            return memoryview(bytearray(1))
-        try:
-            size = wire.head_size(bytes(self._start[:8]))
-            if len(self._start) < size:
-                self._start = self._start.ljust(size, b"\0")
-                return memoryview(self._start)[8:]
-            self._head = wire.parse_head(bytes(self._start))
-        except wire.WireError as error:
-            raise ProtocolError(f"the answer is no message: {error}") from error
-        total = self._head.size + self._head.data_size
-        if self._length not in (None, total):  # before memory is taken on the head's word
-            raise ProtocolError(f"the answer has {self._length} bytes where its head says {total}")
-        self._buffer = np.empty(self._head.data_size, np.uint8)
-        return self._buffer.data if self._head.data_size else self._next()
-
-    def finish(self) -> tuple[wire.Head, NDArray[np.uint8]]:
-        if self._head is None or not self._full:
-            raise ProtocolError("the answer ended before all of it had come")
-        return self._head, self._buffer

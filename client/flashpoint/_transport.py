@@ -1,8 +1,9 @@
 """httpx transports that carry tensors at a socket's speed, for `Client` and for `AsyncClient`.
 
 A request has its body in the extension `parts`, memoryviews that are sent whole, and its `deadline` (of
-`time.monotonic`, or None), which holds for all of its waits. A response's extension `read_into`, `(memoryview) -> int`,
-fills a buffer with the body, less only at the body's end; its `stream` can only be closed. No proxies: httpx has those.
+`time.monotonic`, or None), which holds for all of its waits. A response's extension `read_into`, `(memoryview, least)
+-> int`, reads the body into a buffer, `least` bytes or more, fewer only at the body's end; its `stream` can only be
+closed. No proxies: httpx has those.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class _Body(httpx.SyncByteStream):
         self._reply = reply
         self._deadline = deadline
 
-    def read_into(self, view: memoryview) -> int:
-        return run(self._connection.read_into(self._reply, view), self._deadline, httpx.ReadTimeout)
+    def read_into(self, view: memoryview, least: int) -> int:
+        return run(self._connection.read_into(self._reply, view, least), self._deadline, httpx.ReadTimeout)
 
     def close(self) -> None:
         self._origin.give(self._connection, self._reply)
@@ -145,8 +146,8 @@ class _AsyncBody(httpx.AsyncByteStream):
         self._reply = reply
         self._deadline = deadline
 
-    async def read_into(self, view: memoryview) -> int:
-        return await run_async(self._connection.read_into(self._reply, view), self._deadline, httpx.ReadTimeout)
+    async def read_into(self, view: memoryview, least: int) -> int:
+        return await run_async(self._connection.read_into(self._reply, view, least), self._deadline, httpx.ReadTimeout)
 
     async def aclose(self) -> None:
         self._origin.give(self._connection, self._reply)

@@ -48,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
         step = self.server.script.popleft() if self.server.script else echo
         step(self)
 
-    do_POST = do_GET  # noqa: N815
+    do_POST = do_DELETE = do_GET  # noqa: N815
 
     def answer(self, status=200, body=b"", media=MEDIA_TYPE, length=None, **headers):
         self.send_response(status)
@@ -62,6 +62,21 @@ class Handler(BaseHTTPRequestHandler):
     def problem(self, status, code="some_code", detail="some detail", **headers):
         document = {"status": status, "code": code, "detail": detail, "request_id": "r1"}
         self.answer(status, json.dumps(document).encode(), "application/problem+json", **headers)
+
+    def begin_chunks(self, status=200, media="text/event-stream", **headers):
+        """An answer whose length nobody knows yet: `chunk` and `end_chunks` follow."""
+        self.send_response(status)
+        self.send_header("Content-Type", media)
+        self.send_header("Transfer-Encoding", "chunked")
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+
+    def chunk(self, data):
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def end_chunks(self):
+        self.wfile.write(b"0\r\n\r\n")
 
     def vanish(self):
         """Reset the connection without an answer."""

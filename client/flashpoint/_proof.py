@@ -1,0 +1,106 @@
+"""The calls of /verify and /benchmark: what each sends, and what its answer becomes. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from flashpoint import jsonwire, wire
+from flashpoint._arrays import Array
+from flashpoint._calls import DEFAULT, TENSORS, Call, Model, Problem, Sending, call_headers, checked, message
+from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest
+from flashpoint.errors import ProtocolError, invalid
+from flashpoint.options import AttentionOptions, Grad
+from flashpoint.shape_schema import Direction, Dtype, Shape
+from flashpoint.verify_schema import Extra, VerifyReport, VerifyRequest
+
+ANSWERS = ("o", "lse", "dq", "dk", "dv", "dattn_mask", "dsinks")  # tensors that can be judged
+_DRAWN = ("shape", "dtype", "seed", "direction", "extras")  # what only a problem that the server draws has
+
+
+class Verify(Problem, total=False):
+    """Keywords of `verify`: `Problem`, and either `shape` and the rest of `VerifyRequest`, or tensors.
+
+    Beside q, k and v: `do`, and `dlse`, where gradients are to be judged too; which gradients those are (`grads`); and
+    any of `o`, `lse`, `dq`, `dk`, `dv`, `dattn_mask` and `dsinks`, which are then judged, and nothing else is.
+    """
+
+    shape: Shape | Mapping[str, int]
+    dtype: Dtype
+    seed: int
+    direction: Direction
+    extras: Sequence[Extra]
+    grads: Sequence[Grad]
+    do: Array | None
+    dlse: Array | None
+    o: Array | None
+    lse: Array | None
+    dq: Array | None
+    dk: Array | None
+    dv: Array | None
+    dattn_mask: Array | None
+    dsinks: Array | None
+
+
+class Benchmark(Sending, total=False):
+    """Keywords of `benchmark`: those of `BenchmarkRequest`, and how the call is made."""
+
+    preset: str | None
+    shapes: Sequence[Shape | Mapping[str, int]]
+    dtypes: Sequence[Dtype]
+    causal: Sequence[bool]
+    directions: Sequence[Direction]
+    backends: Sequence[str]
+    relative_precision: float
+    max_seconds: float
+    warmup_ms: float
+
+
+def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
+    """The call for a VerifyReport, of tensors where there is a q. Raises InvalidInputError."""
+    rest: dict[str, Any] = dict(keywords)
+    timeout = rest.pop("timeout", DEFAULT)
+    headers = {"Accept": jsonwire.MEDIA_TYPE, **call_headers(rest)}
+    given = {name: rest.pop(name, None) for name in dict.fromkeys((*TENSORS, *ANSWERS))} | {"q": q, "k": k, "v": v}
+    if q is None:
+        if names := [name for name, t in given.items() if t is not None]:
+            raise invalid(names[0], "is taken beside q, k and v alone")
+        media, body = jsonwire.MEDIA_TYPE, _document(checked(VerifyRequest, rest))
+    else:
+        if names := [name for name in _DRAWN if name in rest]:
+            raise invalid(names[0], "is not taken beside tensors")
+        media, body = wire.MEDIA_TYPE, message(given, checked(AttentionOptions, rest))
+    headers["Content-Type"] = media
+    return Call("POST", "/verify", jsonwire.MEDIA_TYPE, headers, body, timeout, _reads(VerifyReport))
+
+
+def submit(keywords: Mapping[str, Any]) -> Call:
+    """The call that starts a benchmark, for its BenchmarkJob. Raises InvalidInputError."""
+    rest = dict(keywords)
+    timeout = rest.pop("timeout", DEFAULT)
+    headers = {"Accept": jsonwire.MEDIA_TYPE, "Content-Type": jsonwire.MEDIA_TYPE, **call_headers(rest)}
+    body = _document(checked(BenchmarkRequest, rest))
+    read = _reads(BenchmarkJob)
+    return Call("POST", "/benchmark", jsonwire.MEDIA_TYPE, headers, body, timeout, read, success=202, repeatable=False)
+
+
+def job(method: str, id: str) -> Call:
+    """The call for a job as it is (GET), or once it is cancelled (DELETE)."""
+    headers = {"Accept": jsonwire.MEDIA_TYPE}
+    return Call(method, f"/benchmark/{id}", jsonwire.MEDIA_TYPE, headers, (), DEFAULT, _reads(BenchmarkJob))
+
+
+def _document(model: BaseModel) -> tuple[memoryview, ...]:
+    return (memoryview(model.model_dump_json(exclude_defaults=True).encode("utf-8")),)
+
+
+def _reads(model: type[Model]) -> Callable[[Any], Model]:
+    def read(document: Any) -> Model:
+        try:
+            return model.model_validate(document)
+        except ValidationError as error:
+            raise ProtocolError(f"the answer is no {model.__name__}: {error}") from error
+
+    return read

@@ -1,0 +1,96 @@
+"""What an answer becomes as its bytes arrive: an object of JSON, or a message of tensors. No I/O.
+
+`space` is where the next bytes belong, `filled` says how many came, `finish` gives what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashpoint import wire
+from flashpoint.errors import ProtocolError
+
+DOCUMENT_LIMIT = 8 << 20  # bytes of a JSON answer that are read: a benchmark's row has 1 KiB
+
+
+class Reader(Protocol):
+    """What bytes are read by."""
+
+    def space(self) -> memoryview: ...
+
+    def filled(self, count: int) -> None: ...
+
+    def finish(self) -> Any: ...
+
+
+class Document:
+    """Reads a JSON object: an error's, or what a lookup asks for."""
+
+    def __init__(self) -> None:
+        self._text = bytearray()
+        self._space = memoryview(bytearray(16 * 1024))
+
+    def space(self) -> memoryview:
+        return self._space
+
+    def filled(self, count: int) -> None:
+        self._text += self._space[: min(count, DOCUMENT_LIMIT - len(self._text))]
+
+    def finish(self) -> dict[str, Any]:
+        """The object; empty when it is none that can be read."""
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(self._text)
+            if isinstance(found, dict):
+                return found
+        return {}
+
+
+class Message:
+    """Reads a message: its length, its head, then the tensors into the one buffer that they stay in."""
+
+    def __init__(self, length: int | None) -> None:
+        self._length = length
+        self._start = bytearray(8)
+        self._full = False
+        self._head: wire.Head | None = None
+        self._buffer: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._space = memoryview(self._start)
+
+    def space(self) -> memoryview:
+        return self._space
+
+    def filled(self, count: int) -> None:
+        if self._full:
+            raise ProtocolError("the answer is longer than its head says")
+        self._space = self._space[count:]
+        if not self._space:
+            self._space = self._next()
+
+    def _next(self) -> memoryview:
+        """What follows what has just been filled; behind the tensors, room in which to notice that there is more."""
+        if self._head is not None:
+            self._full = True
+            return memoryview(bytearray(1))
+        try:
+            size = wire.head_size(bytes(self._start[:8]))
+            if len(self._start) < size:
+                self._start = self._start.ljust(size, b"\0")
+                return memoryview(self._start)[8:]
+            self._head = wire.parse_head(bytes(self._start))
+        except wire.WireError as error:
+            raise ProtocolError(f"the answer is no message: {error}") from error
+        total = self._head.size + self._head.data_size
+        if self._length not in (None, total):  # before memory is taken on the head's word
+            raise ProtocolError(f"the answer has {self._length} bytes where its head says {total}")
+        self._buffer = np.empty(self._head.data_size, np.uint8)
+        return self._buffer.data if self._head.data_size else self._next()
+
+    def finish(self) -> tuple[wire.Head, NDArray[np.uint8]]:
+        if self._head is None or not self._full:
+            raise ProtocolError("the answer ended before all of it had come")
+        return self._head, self._buffer

@@ -1,0 +1,161 @@
+"""What `/benchmark` is asked and what it answers: a grid to time, the job that times it, its rows and its events.
+
+A job is the sum of its events, wherever it runs: `BenchmarkJob.after(event)` is the job one event later.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AwareDatetime, Field, NonNegativeInt, PositiveInt, TypeAdapter, model_validator
+
+from flashpoint.shape_schema import Answer, Direction, Number, Request, Shape
+
+TimedDtype = Literal["float16", "bfloat16", "float32"]
+Preset = Literal["seeds", "h100"]
+State = Literal["queued", "running", "done", "failed", "cancelled"]
+ENDED: tuple[State, ...] = ("done", "failed", "cancelled")
+
+_GRID = ("shapes", "dtypes", "causal", "directions")
+
+
+class BenchmarkRequest(Request):
+    """A grid to time: every shape in every dtype, mask and direction on every backend; or a preset's own cases."""
+
+    preset: Preset | None = Field(
+        None, description="seeds: three small tables; h100: batch·length 16k, heads·D 2048. Instead of a grid"
+    )
+    shapes: Annotated[tuple[Shape, ...], Field(strict=False)] = Field((), description="the sizes to time")
+    dtypes: Annotated[tuple[TimedDtype, ...], Field(strict=False, min_length=1)] = Field(
+        ("float32",), description="data types of q, k, v, o and the gradients"
+    )
+    causal: Annotated[tuple[bool, ...], Field(strict=False, min_length=1)] = Field(
+        (False,), description="with a causal mask, without, or both in turn"
+    )
+    directions: Annotated[tuple[Direction, ...], Field(strict=False, min_length=1)] = Field(
+        ("forward",), description="forward; backward, from saved o and lse; both, as training does"
+    )
+    backends: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="what to time, in this order; every one that the device has if none is named"
+    )
+    relative_precision: float = Field(
+        0.01, gt=0, le=1, description="repeat until the median is known to this fraction of itself, at 95% confidence"
+    )
+    max_seconds: float = Field(3.0, gt=0, le=600, description="seconds of repeats for a case, at most")
+    warmup_ms: float = Field(50.0, ge=0, le=60_000, description="milliseconds of calls before the first that counts")
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if self.preset is None and not self.shapes:
+            raise ValueError("name a preset, or shapes to time")
+        fields = type(self).model_fields
+        if self.preset and (own := [name for name in _GRID if getattr(self, name) != fields[name].default]):
+            raise ValueError(f"the preset has its own {', '.join(own)}")
+        return self
+
+
+class BenchmarkRow(Answer):
+    """One case on one backend. What was not measured is None; where it could not run, `skipped` says why."""
+
+    backend: str = Field(description="what ran")
+    version: str | None = Field(description="of the package that brings it")
+    device: str = Field(description="where it ran")
+    direction: Direction
+    dtype: TimedDtype
+    causal: bool
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    ms: Number | None = Field(None, description="milliseconds a call, median")
+    ms_p20: Number | None = Field(None, description="20th percentile of the milliseconds")
+    ms_p80: Number | None = Field(None, description="80th percentile of the milliseconds")
+    repeats: int | None = Field(None, description="calls that were timed")
+    tflops: Number | None = Field(None, description="10^12 FLOPs a second, of what the algorithm computes")
+    tflops_standard: Number | None = Field(None, description="10^12 FLOPs a second, by the count that papers share")
+    flops: Number | None = Field(None, description="FLOPs that the algorithm computes")
+    flops_standard: Number | None = Field(
+        None, description="4·B·Hq·Sq·Sk·D forward, half where causal; backward 2.5 times"
+    )
+    bytes: Number | None = Field(
+        None, description="bytes that must move: each input read once, each output written once"
+    )
+    gb_per_s: Number | None = Field(None, description="10^9 of these bytes a second")
+    arithmetic_intensity: Number | None = Field(None, description="FLOPs of the algorithm a byte")
+    roofline_percent: Number | None = Field(None, description="of what the device could reach at that intensity")
+    peak_bytes: Number | None = Field(None, description="memory of a call beside its inputs, at its highest")
+    speedup_over_naive: Number | None = Field(None, description="naive's median over this one's")
+    longest_slice_ms: Number | None = Field(None, description="longest time for which the device was not given up")
+    skipped: str | None = Field(None, description="why there are no figures")
+
+
+class _Event(Answer):
+    id: PositiveInt = Field(description="grows by one or more from event to event of a job")
+
+
+class StateEvent(_Event):
+    """The job went over into `state`. `device` and `environment` come with `running`, `error` with `failed`."""
+
+    kind: Literal["state"] = "state"
+    state: State
+    at: AwareDatetime
+    device: str | None = None
+    environment: dict[str, Any] = Field(default_factory=dict)
+    error: str | None = None
+
+
+class ProgressEvent(_Event):
+    """`done` cases of `total` are over; `backend` is timed now."""
+
+    kind: Literal["progress"] = "progress"
+    done: NonNegativeInt
+    total: NonNegativeInt
+    backend: str
+
+
+class RowEvent(_Event):
+    """A case is over, and this is its row."""
+
+    kind: Literal["row"] = "row"
+    row: BenchmarkRow
+
+
+BenchmarkEvent = Annotated[StateEvent | ProgressEvent | RowEvent, Field(discriminator="kind")]
+EVENT: TypeAdapter[StateEvent | ProgressEvent | RowEvent] = TypeAdapter(BenchmarkEvent)
+
+
+class BenchmarkJob(Answer):
+    """A benchmark as far as it has come."""
+
+    id: str
+    state: State = "queued"
+    done: NonNegativeInt = Field(0, description="cases that are over")
+    total: NonNegativeInt = Field(0, description="cases in all")
+    created: AwareDatetime
+    started: AwareDatetime | None = None
+    ended: AwareDatetime | None = None
+    device: str | None = Field(None, description="what it runs on, known once it runs")
+    environment: dict[str, Any] = Field(
+        default_factory=dict, description="versions, commit, peaks of the device: what the figures depend on"
+    )
+    request: BenchmarkRequest
+    rows: tuple[BenchmarkRow, ...] = ()
+    errors: tuple[str, ...] = ()
+
+    def after(self, event: StateEvent | ProgressEvent | RowEvent) -> BenchmarkJob:
+        """The job once `event` has happened."""
+        changed: dict[str, Any]
+        if isinstance(event, RowEvent):
+            changed = {"rows": (*self.rows, event.row)}
+        elif isinstance(event, ProgressEvent):
+            changed = {"done": event.done, "total": event.total}
+        else:
+            changed = {"state": event.state} | ({"device": event.device} if event.device else {})
+            changed |= {"environment": event.environment} if event.environment else {}
+            changed |= {"errors": (*self.errors, event.error)} if event.error else {}
+            times = {"running": "started"} | dict.fromkeys(ENDED, "ended")
+            changed |= {times[event.state]: event.at} if event.state in times else {}
+        return self.model_copy(update=changed)

@@ -1,0 +1,71 @@
+"""What `/verify` is asked and what it answers: how far a backend, or the caller's own answers, are from float64."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from flashpoint.options import AttentionOptions
+from flashpoint.shape_schema import Answer, Direction, Dtype, Number, Shape
+
+Extra = Literal["bool_mask", "float_mask", "alibi_slopes", "sinks", "q_lengths", "kv_lengths"]
+
+
+class VerifyRequest(AttentionOptions):
+    """A problem drawn from a seed, and the options to run it with: the caller sends no tensors.
+
+    Tensors of the caller's own travel as to `/attention` instead: a message of q, k, v and what else the problem has,
+    `do` where gradients are to be judged, and any of o, lse, dq, dk, dv, dattn_mask, dsinks to be judged in the place
+    of what a backend computes.
+    """
+
+    shape: Shape = Field(description="the sizes of the problem")
+    dtype: Dtype = Field("float32", description="data type of q, k, v and do")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="the tensors are drawn from it, from normal distributions")
+    direction: Direction = Field("both", description="judge o and lse (forward), the gradients (backward), or both")
+    extras: Annotated[tuple[Extra, ...], Field(strict=False)] = Field(
+        (), description="optional inputs that the problem has too, drawn from the same seed"
+    )
+
+
+class TensorErrors(Answer):
+    """How far one tensor is from float64. Where it and float64 are the same infinity, or both NaN, the error is 0."""
+
+    max_abs: Number = Field(description="largest error; infinite where one of the two is not finite")
+    max_rel: Number = Field(description="max_abs over the largest float64 value")
+    rms: Number = Field(description="root of the mean square of the errors that are finite")
+    cosine: Number = Field(description="of the angle between it and float64")
+    worst_index: tuple[int, ...] | None = Field(description="where max_abs is; none in an empty tensor")
+    worst_value: Number | None = Field(description="the value there")
+    worst_expected: Number | None = Field(description="float64's value there")
+
+
+class Decade(Answer):
+    """How many elements have an error in [10^exponent, 10^(exponent + 1)); with no exponent, an error of 0."""
+
+    exponent: int | None
+    count: int
+
+
+class Judgement(TensorErrors):
+    """One tensor's errors, what they may be, and those of torch's own math in the same dtype."""
+
+    name: str
+    bound: Number = Field(description="what max_abs may be")
+    rule: str = Field(description="where the bound comes from")
+    ok: bool = Field(description="max_abs is within the bound")
+    torch: TensorErrors = Field(description="plain materialised attention in the same dtype")
+    histogram: tuple[Decade, ...] = Field(description="the errors by decade, smallest first")
+
+
+class VerifyReport(Answer):
+    """How near to float64 a backend is, or what the caller sent."""
+
+    ok: bool = Field(description="every tensor is within its bound")
+    backend: str = Field(description="what computed the tensors; given where the caller sent them")
+    device: str
+    dtype: Dtype
+    seed: int | None = Field(None, description="what the tensors were drawn from; none where the caller sent them")
+    seconds: float = Field(description="for all of it, the float64 reference included")
+    tensors: tuple[Judgement, ...]

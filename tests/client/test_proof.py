@@ -1,0 +1,254 @@
+"""verify and benchmark of both clients, against a server that answers as it is told."""
+
+import json
+import threading
+
+import httpx
+import numpy as np
+import pytest
+from test_proof_schemas import FIGURES, ROW
+
+import flashpoint
+from flashpoint import _exchange
+from flashpoint.benchmark_schema import EVENT
+from flashpoint.wire import MEDIA_TYPE, decode_options, head_size, parse_head
+
+JSON = "application/json"
+Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
+JUDGED = {
+    **FIGURES, "name": "o", "bound": 1e-6, "rule": "r", "ok": True, "torch": FIGURES,
+    "histogram": [{"exponent": -7, "count": 24}], "cosine": "NaN",
+}  # fmt: skip
+REPORT = {"ok": True, "backend": "tiled", "device": "cpu", "dtype": "float32", "seconds": 0.5, "tensors": [JUDGED]}
+SHAPES = [{"q_len": 128, "head_dim": 64}]
+JOB = {"id": "j1", "created": "2026-01-01T00:00:00Z", "request": {"shapes": SHAPES}, "total": 2}
+STATE = {"kind": "state", "at": "2026-01-01T00:00:00Z"}
+EVENTS = [
+    {"id": 1, "state": "running", "device": "d", **STATE},
+    {"id": 2, "kind": "progress", "done": 0, "total": 2, "backend": "naive"},
+    {"id": 3, "kind": "row", "row": ROW},
+    {"id": 4, "kind": "row", "row": ROW | {"skipped": "too large"}},
+    {"id": 5, "state": "done", **STATE},
+]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Retries without the wait."""
+    monkeypatch.setattr(_exchange, "FIRST_DELAY", 0.001)
+
+
+def says(document, status=200):
+    return lambda h: h.answer(status, json.dumps(document).encode(), JSON)
+
+
+def frames(events):
+    return "".join(f"id: {e['id']}\nevent: {e['kind']}\ndata: {json.dumps(e)}\n\n" for e in events).encode()
+
+
+def streams(events, end=lambda handler: handler.end_chunks()):
+    def step(handler):
+        handler.begin_chunks()
+        for event in events:
+            handler.chunk(b": still here\n\n" + frames([event]))
+        end(handler)
+
+    return step
+
+
+def heard(client, *arguments):
+    """The ids of the events of job j1, of either client."""
+    run = client.benchmark_run("j1")
+    if isinstance(run, flashpoint.BenchmarkRun):
+        return [event.id for event in run.events(*arguments)]
+
+    async def listen():
+        return [event.id async for event in run.events(*arguments)]
+
+    return client._loop.run_until_complete(listen())
+
+
+def awaited(client, found):
+    return found if isinstance(client, flashpoint.Client) else client._loop.run_until_complete(found)
+
+
+@pytest.fixture
+def reach(connect):
+    """A client of either kind; `benchmark_run` is not awaited."""
+
+    def reach(*args, **settings):
+        client = connect(*args, **settings)
+        if not isinstance(client, flashpoint.Client):
+            client.benchmark_run = client._client.benchmark_run
+        return client
+
+    return reach
+
+
+def test_a_problem_that_the_server_draws_is_sent_as_json(scripted, reach):
+    scripted.script.append(says(REPORT))
+    report = reach(scripted.url).verify(
+        shape={"q_len": np.int64(9), "head_dim": 4}, dtype="bfloat16", causal=True, window=(3, 0), request_id="mine"
+    )
+    assert (report.ok, report.tensors[0].name, report.tensors[0].histogram[0].count) == (True, "o", 24)
+    method, path, headers, body = scripted.requests[0]
+    assert (method, path, headers["Content-Type"], headers["Accept"]) == ("POST", "/verify", JSON, JSON)
+    assert headers["X-Request-Id"] == "mine"
+    sent = flashpoint.VerifyRequest.model_validate_json(body)
+    assert (sent.shape.q_len, sent.shape.kv_len, sent.dtype, sent.window) == (9, 9, "bfloat16", (3, 0))
+
+
+def test_tensors_and_answers_to_be_judged_are_sent_as_a_message(scripted, reach):
+    scripted.script.append(says(REPORT | {"backend": "given"}))
+    assert reach(scripted.url).verify(Q, Q, Q, do=Q, o=Q, dq=Q, causal=True).backend == "given"
+    _, path, headers, body = scripted.requests[0]
+    assert (path, headers["Content-Type"], headers["Accept"]) == ("/verify", MEDIA_TYPE, JSON)
+    head = parse_head(body[: head_size(body[:8])])
+    assert {t.name for t in head.tensors} == {"q", "k", "v", "do", "o", "dq"}
+    assert decode_options(head.metadata) == {"causal": True}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "field"),
+    [
+        ((), {}, "shape"), ((Q,), {}, "k"), ((Q, Q, Q), {"shape": {}}, "shape"), ((Q, Q, Q), {"seed": 1}, "seed"),
+        ((), {"shape": {"q_len": 4, "head_dim": 4}, "do": Q}, "do"), ((), {"shape": {"q_len": 4}}, "shape.head_dim"),
+        ((), {"shape": {"q_len": 4, "head_dim": 4}, "casual": True}, "casual"),
+    ],
+)  # fmt: skip
+def test_a_verification_that_cannot_be_is_refused_before_anything_is_sent(scripted, reach, arguments, keywords, field):
+    with pytest.raises(flashpoint.InvalidInputError) as info:
+        reach(scripted.url).verify(*arguments, **keywords)
+    assert [problem.field for problem in info.value.errors] == [field]
+    assert not scripted.requests
+
+
+def test_an_answer_of_another_shape_is_no_report(scripted, reach):
+    scripted.script.extend([says({**REPORT, "extra": 1}), says([])])
+    client = reach(scripted.url)
+    for _ in range(2):
+        with pytest.raises(flashpoint.ProtocolError, match="no VerifyReport"):
+            client.verify(shape={"q_len": 4, "head_dim": 4})
+
+
+def test_a_benchmark_is_submitted_watched_and_done(scripted, reach):
+    done = JOB | {"state": "done", "rows": [ROW]}
+    scripted.script.extend([says(JOB, 202), streams(EVENTS), says(done)])
+    client = reach(scripted.url)
+    run = client.benchmark(shapes=SHAPES, backends=["tiled"], causal=[False, True])
+    job = awaited(client, run.wait())
+    assert (run.id, job.state, job.rows[0].backend) == ("j1", "done", "tiled")
+    (submitted, listened, looked) = scripted.requests
+    assert (*submitted[:2], submitted[2]["Content-Type"]) == ("POST", "/benchmark", JSON)
+    assert flashpoint.BenchmarkRequest.model_validate_json(submitted[3]).causal == (False, True)
+    assert (*listened[:2], listened[2]["Accept"]) == ("GET", "/benchmark/j1/events", "text/event-stream")
+    assert looked[:2] == ("GET", "/benchmark/j1")
+
+
+def test_a_benchmark_is_cancelled(scripted, reach):
+    scripted.script.append(says(JOB | {"state": "cancelled"}))
+    client = reach(scripted.url)
+    assert awaited(client, client.benchmark_run("j1").cancel()).state == "cancelled"
+    assert scripted.requests[0][:2] == ("DELETE", "/benchmark/j1")
+
+
+def test_events_come_as_they_are_sent(scripted):
+    """Each is here before the next one is sent, though the answer goes on; and nothing follows the last."""
+    seen, over = threading.Semaphore(0), threading.Event()
+
+    def step(handler):
+        handler.begin_chunks()
+        for event in EVENTS:
+            handler.chunk(frames([event]))
+            assert seen.acquire(timeout=20)
+        over.set()
+
+    scripted.script.append(step)
+    with flashpoint.Client(scripted.url) as client:
+        found = []
+        for event in client.benchmark_run("j1").events():
+            found.append(event)
+            seen.release()
+        assert found == [EVENT.validate_python(e) for e in EVENTS]
+        assert over.wait(20)
+
+
+def test_a_reader_that_stops_early_ends_the_connection(scripted):
+    ended = threading.Event()
+
+    def waits_for_the_end(handler):
+        if handler.rfile.read(1) == b"":
+            ended.set()
+
+    scripted.script.append(streams(EVENTS[:1], end=waits_for_the_end))
+    with flashpoint.Client(scripted.url) as client:
+        events = client.benchmark_run("j1").events()
+        assert next(events).id == 1
+        events.close()
+        assert ended.wait(20)
+
+
+@pytest.mark.parametrize("transport", [None, httpx.HTTPTransport], ids=["own", "httpx"])
+def test_events_go_on_where_a_connection_broke(scripted, reach, transport):
+    """Cut off, ended early, refused for a while: no event is lost, and one that is said again counts once."""
+    settings = {}
+    if transport:
+        is_async = not isinstance(reach(scripted.url), flashpoint.Client)
+        settings = {"transport": httpx.AsyncHTTPTransport() if is_async else httpx.HTTPTransport()}
+    scripted.script.extend(
+        [
+            streams(EVENTS[:2], end=lambda h: h.vanish()),
+            lambda h: h.problem(503),
+            streams(EVENTS[1:3]),
+            lambda h: h.vanish(),
+            streams(EVENTS[3:]),
+        ]
+    )
+    assert heard(reach(scripted.url, retries=2, **settings)) == [1, 2, 3, 4, 5]
+    assert [request[2]["Last-Event-ID"] for request in scripted.requests] == ["0", "2", "2", "3", "3"]
+
+
+def test_a_connection_whose_time_is_over_is_followed_by_another(scripted, reach):
+    """The timeout is for an answer to begin: a benchmark may take longer."""
+    release = threading.Event()
+    scripted.script.extend([streams(EVENTS[:2], end=lambda h: release.wait(20)), streams(EVENTS[2:])])
+    try:
+        assert heard(reach(scripted.url, retries=0, timeout=0.3)) == [1, 2, 3, 4, 5]
+    finally:
+        release.set()
+
+
+def test_events_may_begin_later(scripted, reach):
+    scripted.script.append(streams(EVENTS[3:]))
+    assert heard(reach(scripted.url), 3) == [4, 5]
+    assert scripted.requests[0][2]["Last-Event-ID"] == "3"
+
+
+def test_retries_of_events_end(scripted, reach):
+    scripted.script.extend([streams([])] * 9)
+    with pytest.raises(flashpoint.ConnectionFailedError, match="ended before"):
+        heard(reach(scripted.url, retries=2))
+    assert len(scripted.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("step", "family"),
+    [
+        (lambda h: h.problem(404, "not_found"), flashpoint.BadRequestError),
+        (says(JOB), flashpoint.ProtocolError),
+        (streams([{"id": 1, "kind": "surprise"}]), flashpoint.ProtocolError),
+    ],
+)
+def test_events_that_are_none_raise_at_once(scripted, reach, step, family):
+    scripted.script.append(step)
+    with pytest.raises(family):
+        heard(reach(scripted.url))
+    assert len(scripted.requests) == 1
+
+
+def test_a_benchmark_is_not_started_twice(scripted, reach):
+    """A server that was full did nothing; of one that vanished, nobody knows."""
+    scripted.script.extend([lambda h: h.problem(429), lambda h: h.vanish()])
+    with pytest.raises(flashpoint.ConnectionFailedError):
+        reach(scripted.url).benchmark(preset="seeds")
+    assert len(scripted.requests) == 2
