@@ -97,34 +97,42 @@ class _Event(Answer):
 
 
 class StateEvent(_Event):
-    """The job went over into `state`. `device` and `environment` come with `running`, `error` with `failed`."""
+    """The job went over into `state`; `error` says why it failed."""
 
     kind: Literal["state"] = "state"
     state: State
     at: AwareDatetime
-    device: str | None = None
-    environment: dict[str, Any] = Field(default_factory=dict)
     error: str | None = None
 
 
+class DeviceEvent(_Event):
+    """What it runs on is known, and the device's peaks."""
+
+    kind: Literal["device"] = "device"
+    device: str
+    environment: dict[str, Any]
+
+
 class ProgressEvent(_Event):
-    """`done` cases of `total` are over; `backend` is timed now."""
+    """`done` cases of `total` are over; `backend` is timed now, none while the device's peaks are."""
 
     kind: Literal["progress"] = "progress"
     done: NonNegativeInt
     total: NonNegativeInt
-    backend: str
+    backend: str | None = None
 
 
 class RowEvent(_Event):
-    """A case is over, and this is its row."""
+    """Case `done` of `total` is over, and this is its row."""
 
     kind: Literal["row"] = "row"
+    done: PositiveInt
+    total: PositiveInt
     row: BenchmarkRow
 
 
-BenchmarkEvent = Annotated[StateEvent | ProgressEvent | RowEvent, Field(discriminator="kind")]
-EVENT: TypeAdapter[StateEvent | ProgressEvent | RowEvent] = TypeAdapter(BenchmarkEvent)
+BenchmarkEvent = StateEvent | DeviceEvent | ProgressEvent | RowEvent
+EVENT: TypeAdapter[BenchmarkEvent] = TypeAdapter(Annotated[BenchmarkEvent, Field(discriminator="kind")])
 
 
 class BenchmarkJob(Answer):
@@ -139,23 +147,24 @@ class BenchmarkJob(Answer):
     ended: AwareDatetime | None = None
     device: str | None = Field(None, description="what it runs on, known once it runs")
     environment: dict[str, Any] = Field(
-        default_factory=dict, description="versions, commit, peaks of the device: what the figures depend on"
+        default_factory=dict,
+        description="versions, commit, and peaks of the device by dtype: what the figures depend on",
     )
     request: BenchmarkRequest
     rows: tuple[BenchmarkRow, ...] = ()
     errors: tuple[str, ...] = ()
 
-    def after(self, event: StateEvent | ProgressEvent | RowEvent) -> BenchmarkJob:
+    def after(self, event: BenchmarkEvent) -> BenchmarkJob:
         """The job once `event` has happened."""
         changed: dict[str, Any]
         if isinstance(event, RowEvent):
-            changed = {"rows": (*self.rows, event.row)}
+            changed = {"done": event.done, "total": event.total, "rows": (*self.rows, event.row)}
         elif isinstance(event, ProgressEvent):
             changed = {"done": event.done, "total": event.total}
+        elif isinstance(event, DeviceEvent):
+            changed = {"device": event.device, "environment": event.environment}
         else:
-            changed = {"state": event.state} | ({"device": event.device} if event.device else {})
-            changed |= {"environment": event.environment} if event.environment else {}
-            changed |= {"errors": (*self.errors, event.error)} if event.error else {}
-            times = {"running": "started"} | dict.fromkeys(ENDED, "ended")
-            changed |= {times[event.state]: event.at} if event.state in times else {}
+            changed = {"state": event.state, "errors": (*self.errors, *([event.error] if event.error else []))}
+            if event.state != "queued":
+                changed["started" if event.state == "running" else "ended"] = event.at
         return self.model_copy(update=changed)

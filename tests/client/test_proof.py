@@ -24,10 +24,10 @@ SHAPES = [{"q_len": 128, "head_dim": 64}]
 JOB = {"id": "j1", "created": "2026-01-01T00:00:00Z", "request": {"shapes": SHAPES}, "total": 2}
 STATE = {"kind": "state", "at": "2026-01-01T00:00:00Z"}
 EVENTS = [
-    {"id": 1, "state": "running", "device": "d", **STATE},
+    {"id": 1, "state": "running", **STATE},
     {"id": 2, "kind": "progress", "done": 0, "total": 2, "backend": "naive"},
-    {"id": 3, "kind": "row", "row": ROW},
-    {"id": 4, "kind": "row", "row": ROW | {"skipped": "too large"}},
+    {"id": 3, "kind": "row", "done": 1, "total": 2, "row": ROW},
+    {"id": 4, "kind": "row", "done": 2, "total": 2, "row": ROW | {"skipped": "too large"}},
     {"id": 5, "state": "done", **STATE},
 ]
 
