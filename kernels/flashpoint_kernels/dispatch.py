@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
 import torch
 
 from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.reproducible import split, spread
 from flashpoint_kernels.spec import FORWARD_TENSORS, ProblemError, plan
 from flashpoint_kernels.support import launch_key, unsupported
 
@@ -33,8 +35,9 @@ def available_backends(device: str) -> tuple[str, ...]:
 def run(problems: Sequence[Problem], backend: str) -> None:
     """Run `problems`, which share one direction and one `support.launch_key`, on `backend`, into their outputs.
 
-    A gradient without `o` and `lse` first runs the same backend's forward. Raises ProblemError for what the backend
-    cannot do, and ValueError for problems that do not belong in one launch.
+    A gradient without `o` and `lse` first runs the same backend's forward. On the CPU `torch` and `tiled` run on all
+    cores, cut as `reproducible.split` says; such a part may also be run by itself. Raises ProblemError for what the
+    backend cannot do, and ValueError for problems that do not belong in one launch.
     """
     if not problems:
         return
@@ -42,6 +45,13 @@ def run(problems: Sequence[Problem], backend: str) -> None:
         raise ValueError("the problems of one launch must share one launch key and one device")
     if errors := [e for p in problems for e in unsupported(backend, p.spec)]:
         raise ProblemError(dict.fromkeys(errors))
+    if problems[0].device.type == "cpu" and backend in ("torch", "tiled"):
+        spread([partial(_run, [part], backend) for problem in problems for part in split(problem)])
+    else:
+        _run(problems, backend)
+
+
+def _run(problems: Sequence[Problem], backend: str) -> None:
     module = import_module(f"flashpoint_kernels.{_MODULES[backend]}")
     # Autocast would turn the float32 products inside a backend into half ones.
     with torch.no_grad(), torch.autocast(problems[0].device.type, enabled=False):

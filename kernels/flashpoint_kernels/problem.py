@@ -12,7 +12,7 @@ Views share the user's memory; a broadcast dimension of the mask has stride 0.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ class Problem:
     device: torch.device
     tensors: dict[str, Tensor]
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    cut_of: int = 0  # key/value heads of the request that this is a part of, see `heads`; 0 for a whole one
 
     @classmethod
     def create(
@@ -139,8 +140,47 @@ class Problem:
         for row in self.rows:
             yield row, {name: _slice(name, view, row) for name, view in views.items()}
 
+    @property
+    def flops(self) -> int:
+        """As `Spec.flops`, of the sequences' own lengths."""
+        if not (pairs := self.spec.q_len * self.spec.kv_len * (1 if self.spec.ragged else self.spec.batch)):
+            return 0
+        return self.spec.flops * sum(row.q_len * row.kv_len for row in self.rows) // pairs
+
+    def heads(self, start: int, stop: int) -> Problem:
+        """The problem of key/value heads [start, stop) and their query heads alone, over the same memory.
+
+        Heads share nothing but a mask, a seed and what is summed over them: not for problems with `dattn_mask`,
+        `dsinks` or dropout, whose mask counts heads from 0; nor for tensors of one head without its dimension.
+        """
+        spec = self.spec
+        group = spec.q_heads // spec.kv_heads
+
+        def part(name: str, t: Tensor) -> Tensor:
+            if name in INDEX_TENSORS or (name == "attn_mask" and (t.ndim < 3 or t.shape[-3] == 1)):
+                return t
+            if name in ("sinks", "alibi_slopes"):
+                dim = t.ndim - 1
+            elif name in ("lse", "dlse"):
+                dim = t.ndim - 2
+            else:
+                dim = t.ndim - (3 if name == "attn_mask" or spec.options.layout == "bhsd" else 2)
+            first, last = (start, stop) if name in _KEY_ROWS else (start * group, stop * group)
+            return t.narrow(dim, first, last - first)
+
+        tensors = {name: part(name, t) for name, t in self.tensors.items()}
+        infos = {name: TensorInfo(info.dtype, tuple(tensors[name].shape)) for name, info in spec.tensors.items()}
+        own = replace(spec, tensors=infos, q_heads=(stop - start) * group, kv_heads=stop - start)
+        outputs = {name: part(name, t) for name, t in self.outputs.items()}
+        return replace(self, spec=own, tensors=tensors, outputs=outputs, cut_of=spec.kv_heads)
+
     def clear_outputs(self) -> None:
-        """Write the answer of a row that attends to nothing everywhere: 0, and −inf for `lse`."""
+        """Write the answer of a row that attends to nothing wherever a sequence's own rows may not cover an output.
+
+        That is 0, and −inf for `lse`.
+        """
+        if all(0 < row.q_len == row.q_rows and 0 < row.kv_len == row.kv_rows for row in self.rows):
+            return
         for name, t in self.outputs.items():
             t.fill_(float("-inf") if name == "lse" else 0.0)
 

@@ -13,7 +13,7 @@ import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, cast
 
 Direction = Literal["forward", "backward"]
@@ -230,12 +230,13 @@ class Spec:
     def level(self) -> int:
         """Which of three variants of a kernel the problem needs.
 
-        0: causal or not, any lengths and heads; 1: also window, softcap and sinks; 2: every option. Three, so that few
-        variants are compiled, and options that are cheap to switch at run time cost no variant of their own.
+        0: causal or not, any lengths and heads, a positive scale (which the largest score then survives); 1: also
+        window, softcap, sinks, any scale; 2: every option. Three, so that few variants are compiled, and options that
+        are cheap to switch at run time cost no variant of their own.
         """
         if self.features & {"dropout", "bool_mask", "float_mask", "alibi_slopes"}:
             return 2
-        return 1 if self.features & {"window", "softcap", "sinks"} else 0
+        return 1 if self.features & {"window", "softcap", "sinks"} or self.scale < LEAST_NORMAL_FLOAT32 else 0
 
     @cached_property
     def outputs(self) -> dict[str, TensorInfo]:
@@ -314,6 +315,12 @@ def plan(tensors: Mapping[str, TensorInfo], options: Options, direction: Directi
 
     What needs the values of tensors (lengths, cu_seqlens) is checked by `Spec.rows` when they are in.
     """
+    return _plan(tuple(tensors.items()), options, direction)
+
+
+@lru_cache(1024)  # a model asks for the same few problems again and again
+def _plan(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction: Direction) -> Spec:
+    tensors = dict(named)
     known = FORWARD_TENSORS if direction == "forward" else BACKWARD_TENSORS
     if unknown := [name for name in tensors if name not in known]:
         raise ProblemError((name, f"unknown tensor; known are {', '.join(known)}") for name in unknown)

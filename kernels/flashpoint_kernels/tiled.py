@@ -37,7 +37,7 @@ def forward(problems: Sequence[Problem]) -> None:
     for problem in problems:
         problem.clear_outputs()
         for row, x in _with_queries(problem):
-            with threads(problem.spec, row):
+            with threads(problem, row):
                 _forward(Tiles.of(problem, row, x), x.get("o"), x.get("lse"))
 
 
@@ -51,7 +51,7 @@ def backward(problems: Sequence[Problem]) -> None:
             if name in problem.outputs
         }
         for row, x in _with_queries(problem):
-            with threads(problem.spec, row):
+            with threads(problem, row):
                 own: dict[str, Tensor] = {name: x[name] for name in ("dq", "dk", "dv") if name in x}
                 if "dsinks" in shared:
                     own["dsinks"] = shared["dsinks"]

@@ -30,7 +30,7 @@ def forward(problems: Sequence[Problem]) -> None:
     for problem in problems:
         problem.clear_outputs()
         for row, x in _with_work(problem):
-            with threads(problem.spec, row):
+            with threads(problem, row):
                 call = Call.of(problem, row, x)
                 o, lse = call.forward_cuda() if problem.device.type == "cuda" else call.forward_cpu()
                 if call.dead is not None:
@@ -44,7 +44,7 @@ def backward(problems: Sequence[Problem]) -> None:
     for problem in problems:
         problem.clear_outputs()
         for row, x in _with_work(problem):
-            with threads(problem.spec, row), _deterministic(problem):
+            with threads(problem, row), _deterministic(problem):
                 call = Call.of(problem, row, x)
                 do, o = (aligned(x[name], call.q.dtype)[None] for name in ("do", "o"))
                 # +∞ in place of the −∞ of a masked row makes its probabilities exp(s − lse) = 0.

@@ -1,15 +1,14 @@
 """Batch invariance on the CPU: a sequence's bits are its own, alone or among others, wherever its memory lies."""
 
 import contextlib
-import os
 
 import pytest
 import torch
 
-from flashpoint_kernels import Options
-from flashpoint_kernels.reproducible import FLOPS_PER_THREAD, aligned, thread_count, threads
+from flashpoint_kernels import Options, Problem, run
+from flashpoint_kernels.reproducible import CORES, FLOPS_PER_THREAD, aligned, split, thread_count, threads
 from flashpoint_kernels.spec import Row
-from tests.kernels.solving import backward, forward, qkv, spec_of
+from tests.kernels.solving import backward, forward, qkv
 
 DIM, HEADS = 40, 3
 
@@ -73,22 +72,61 @@ def test_bits_do_not_depend_on_the_callers_thread_count() -> None:
         assert all(torch.equal(other[name], x) for other in found[1:]), name
 
 
+@pytest.mark.parametrize("backend", ["torch", "tiled"])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "layout": "bshd"}])
+def test_bits_of_a_request_cut_by_heads_are_those_of_the_whole(backend: str, options: dict[str, object]) -> None:
+    """On two heads a key/value head, in both layouts, with a mask of each head's own where the backend takes one."""
+    t = qkv(2, 4, 300, 280, 32, kv_heads=2)
+    if options.get("layout") == "bshd":
+        t = {name: x.transpose(1, 2).contiguous() for name, x in t.items()}
+    t["attn_mask"] = torch.randn(2, 4, 300, 280, generator=torch.Generator().manual_seed(1))
+    inputs = {name: x for name, x in t.items() if name != "do"}
+    whole = Problem.create(inputs, Options(**options, return_lse=True))  # type: ignore[arg-type]
+    parts = split(whole)
+    assert len(parts) == 2
+    assert [len(split(part)) for part in parts] == [1, 1]
+    run([whole], backend)
+    saved = {name: x.clone() for name, x in whole.outputs.items()}
+    for x in whole.outputs.values():
+        x.fill_(float("nan"))
+    for part in reversed(parts):
+        run([part], backend)
+    for name, x in saved.items():
+        assert torch.equal(whole.outputs[name], x), name
+    gradient = Problem.create(t | saved, Options(**options), "backward")  # type: ignore[arg-type]
+    run([gradient], backend)
+    again = Problem.create(t | saved, Options(**options), "backward")  # type: ignore[arg-type]
+    for part in reversed(split(again)):
+        run([part], backend)
+    assert all(torch.equal(again.outputs[name], x) for name, x in gradient.outputs.items())
+
+
+def test_what_is_summed_over_heads_is_not_cut() -> None:
+    t = qkv(1, 4, 400, 400, 32)
+    mask, sinks = torch.zeros(1, 1, 400, 400), torch.zeros(4)
+    assert len(split(Problem.create(t, Options(), "backward"))) == 4
+    for more, grads in (({"attn_mask": mask}, "dattn_mask"), ({"sinks": sinks}, "dsinks")):
+        problem = Problem.create(t | more, Options(grads=("dq", grads)), "backward")
+        assert split(problem) == [problem]
+    dropped = Problem.create(t, Options(dropout_p=0.5, dropout_seed=1), "backward")
+    assert split(dropped) == [dropped]
+
+
 def test_the_thread_count_is_a_function_of_the_sequences_own_shape() -> None:
-    def count(batch: int, q_len: int, kv_len: int) -> int:
-        spec = spec_of(
-            {name: x for name, x in qkv(batch, 1, 4096, 4096, 8).items() if name != "do"}, Options(), "forward"
-        )
-        return thread_count(spec, Row(0, 0, 0, q_len, 4096, 0, kv_len, 4096))
+    def count(batch: int, q_len: int, kv_len: int, heads: int = 1) -> int:
+        tensors = {name: x for name, x in qkv(batch, heads, 4096, 4096, 8).items() if name != "do"}
+        return thread_count(Problem.create(tensors, Options()), Row(0, 0, 0, q_len, 4096, 0, kv_len, 4096))
 
     assert count(1, 0, 5) == count(2, 1, 1) == 1
     assert count(1, 300, 400) == count(3, 300, 400)
-    assert count(1, 4096, 4096) == min(os.cpu_count() or 1, 2 * 4096 * 4096 * 16 // FLOPS_PER_THREAD)
+    assert count(1, 4096, 4096) == min(CORES, 2 * 4096 * 4096 * 16 // FLOPS_PER_THREAD)
+    assert count(1, 4096, 4096, heads=CORES) == 1  # a core each
 
 
 def test_threads_are_restored_after_an_error() -> None:
     tensors = {name: x for name, x in qkv(1, 1, 2, 2, 8).items() if name != "do"}
     before, seen = torch.get_num_threads(), []
-    with contextlib.suppress(ZeroDivisionError), threads(spec_of(tensors, Options(), "forward"), Row(*[0] * 8)):
+    with contextlib.suppress(ZeroDivisionError), threads(Problem.create(tensors, Options()), Row(*[0] * 8)):
         seen.append(torch.get_num_threads())
         raise ZeroDivisionError
     assert seen == [1]
