@@ -26,20 +26,40 @@ if TYPE_CHECKING:
     from flashpoint_kernels.timing.case import TIMED as TIMED
     from flashpoint_kernels.timing.case import Case as Case
     from flashpoint_kernels.timing.case import Timing as Timing
+    from flashpoint_kernels.timing.environment import describe as describe
+    from flashpoint_kernels.timing.measurement import measure as measure
+    from flashpoint_kernels.timing.peaks import Peak as Peak
     from flashpoint_kernels.timing.presets import PRESETS as PRESETS
     from flashpoint_kernels.timing.presets import grid as grid
     from flashpoint_kernels.timing.presets import preset as preset
+    from flashpoint_kernels.timing.run import run_grid as run_grid
 
 _HOME = {
     "ROW_FIELDS": "case",
     "TIMED": "case",
     "Case": "case",
     "Timing": "case",
+    "describe": "environment",
+    "measure": "measurement",
+    "Peak": "peaks",
     "PRESETS": "presets",
     "grid": "presets",
     "preset": "presets",
+    "run_grid": "run",
 }
-__all__ = ["PRESETS", "ROW_FIELDS", "TIMED", "Case", "Timing", "grid", "preset"]
+__all__ = [
+    "PRESETS",
+    "ROW_FIELDS",
+    "TIMED",
+    "Case",
+    "Peak",
+    "Timing",
+    "describe",
+    "grid",
+    "measure",
+    "preset",
+    "run_grid",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flashpoint_kernels.spec import BACKENDS, MAX_HEAD_DIM, ProblemError
+from flashpoint_kernels.spec import MAX_HEAD_DIM, ProblemError
 
 CaseDirection = Literal["forward", "backward", "both"]
 DIRECTIONS = ("forward", "backward", "both")
@@ -13,8 +13,8 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 # What a case may name: our backends, the formula written out, torch's own, and packages that may be installed.
 TIMED = (
-    "naive", "naive_explicit", *BACKENDS, "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex",
-    "flash_attn", "flash_attn_3", "xformers",
+    "naive", "naive_explicit", "triton", "torch", "tiled", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math",
+    "flex", "flash_attn", "flash_attn_3", "xformers",
 )  # fmt: skip
 
 ROW_FIELDS = (
@@ -79,9 +79,9 @@ class Case:
 class Timing:
     """How long to look. Raises ProblemError.
 
-    Calls are repeated until the median is known to `precision`, half the width of its 95% confidence interval over
-    itself, but for no longer than `max_seconds` a case, what `measure` does between yields counted, and at least
-    `min_repeats` times, however long that is.
+    After a first call and `warmup_ms` of others, calls are repeated until the median is known to `precision`, half the
+    width of its 95% confidence interval over itself, but for no longer than `max_seconds` of work, and `min_repeats`
+    times at least, however long that is.
     """
 
     precision: float = 0.01

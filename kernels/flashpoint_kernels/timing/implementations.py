@@ -1,0 +1,161 @@
+"""What can be timed, ours and others', all of one form: a differentiable function of q, k and v.
+
+Each says which algorithm of `account` it is, in both directions, and of what version. What cannot run a case raises
+`CannotRunError` with the reason where it is known beforehand; else its own error, at its first call, is the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from flashpoint_kernels import attention
+from flashpoint_kernels.timing.case import TIMED, Case
+from flashpoint_kernels.timing.naive import Naive, NaiveExplicit
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class CannotRunError(RuntimeError):
+    """Why something cannot run a case here."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One thing that computes attention. `make(case, device)` raises CannotRunError; so does `version()`."""
+
+    make: Callable[[Case, str], Attend]
+    version: Callable[[], str]
+    forward: str  # names in `account.ALGORITHMS`
+    backward: str
+    layout: str = "bhsd"  # "bhsd" or "bshd": how it wants its tensors
+
+
+def algorithms(case: Case) -> tuple[str, ...]:
+    """The names in `account.ALGORITHMS` of what one call of `case` runs."""
+    found = IMPLEMENTATIONS[case.backend]
+    return {"forward": (found.forward,), "backward": (found.backward,), "both": (found.forward, found.backward)}[
+        case.direction
+    ]
+
+
+def _ours(case: Case, device: str) -> Attend:
+    if case.backend == "triton" and not device.startswith("cuda"):
+        raise CannotRunError("needs a CUDA device: Triton's interpreter is no measure of it")
+    return cast(Attend, partial(attention, causal=case.causal, backend=case.backend))
+
+
+def _explicit(case: Case, device: str) -> Attend:
+    if case.direction == "forward":
+        raise CannotRunError("its forward is naive's")
+    return NaiveExplicit(case, device)
+
+
+def _sdpa(backend: SDPBackend, case: Case, device: str) -> Attend:
+    if case.causal and case.q_len != case.kv_len:
+        raise CannotRunError("its causal mask is aligned top left, and the lengths differ")
+    grouped = case.q_heads != case.kv_heads
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=grouped)
+
+    return attend
+
+
+def _flex(case: Case, device: str) -> Attend:
+    from torch.nn.attention import flex_attention as flex
+
+    offset = case.kv_len - case.q_len
+
+    def seen(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i + offset >= j
+
+    mask = None
+    if case.causal:
+        mask = flex.create_block_mask(seen, None, None, case.q_len, case.kv_len, device=device)
+    # Compiled for this case alone: what is left of others counts towards a limit beyond which it would run eagerly.
+    torch.compiler.reset()
+    compiled = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
+    grouped = case.q_heads != case.kv_heads
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
+
+
+def _flash_attn(module: str, case: Case, device: str) -> Attend:
+    """FlashAttention 2 and 3, from their own packages: causal is bottom right, GQA is theirs."""
+    _needs_cuda(device)
+    call = _imported(module).flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = call(q, k, v, causal=case.causal)
+        return cast(Tensor, o[0] if isinstance(o, tuple) else o)  # some releases of 3 return (o, lse)
+
+    return attend
+
+
+def _xformers(case: Case, device: str) -> Attend:
+    _needs_cuda(device)
+    fmha = _imported("xformers.ops.fmha")
+    bias = fmha.attn_bias.LowerTriangularFromBottomRightMask() if case.causal else None
+    return lambda q, k, v: cast(Tensor, fmha.memory_efficient_attention(q, k, v, attn_bias=bias))
+
+
+def _needs_cuda(device: str) -> None:
+    if not device.startswith("cuda"):
+        raise CannotRunError("needs a CUDA device")
+
+
+def _imported(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise CannotRunError(f"cannot be imported: {error}") from error
+
+
+def _versions(*packages: str) -> str:
+    try:
+        return ", ".join(f"{package} {version(package)}" for package in packages)
+    except PackageNotFoundError as error:
+        raise CannotRunError(f"{error.name} is not installed") from error
+
+
+def _cudnn_version() -> str:
+    found = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None  # type: ignore[no-untyped-call]
+    return f"{_versions('torch')}, cudnn {found}"
+
+
+def _package(make: Callable[[Case, str], Attend], package: str) -> Implementation:
+    return Implementation(make, partial(_versions, package), "flash_forward", "fused_backward", "bshd")
+
+
+_torch = partial(_versions, "torch")
+_sdpa_of = {name: partial(_sdpa, getattr(SDPBackend, backend)) for name, backend in (
+    ("flash", "FLASH_ATTENTION"), ("cudnn", "CUDNN_ATTENTION"), ("efficient", "EFFICIENT_ATTENTION"), ("math", "MATH"),
+)}  # fmt: skip
+
+IMPLEMENTATIONS = {
+    "naive": Implementation(Naive, _torch, "naive_forward", "naive_backward"),
+    "naive_explicit": Implementation(_explicit, _torch, "naive_forward", "explicit_backward"),
+    "triton": Implementation(_ours, partial(_versions, "flashpoint", "triton"), "flash_forward", "two_pass_backward"),
+    "torch": Implementation(_ours, partial(_versions, "flashpoint", "torch"), "flash_forward", "fused_backward"),
+    "tiled": Implementation(_ours, partial(_versions, "flashpoint", "torch"), "flash_forward", "fused_backward"),
+    "sdpa_flash": Implementation(_sdpa_of["flash"], _torch, "flash_forward", "fused_backward"),
+    "sdpa_cudnn": Implementation(_sdpa_of["cudnn"], _cudnn_version, "flash_forward", "fused_backward"),
+    "sdpa_efficient": Implementation(_sdpa_of["efficient"], _torch, "flash_forward", "fused_backward"),
+    "sdpa_math": Implementation(_sdpa_of["math"], _torch, "naive_forward", "naive_backward"),
+    # Its backward template has programs for dQ and others for dK and dV (torch/_inductor, flex_backwards).
+    "flex": Implementation(_flex, _torch, "flash_forward", "two_pass_backward"),
+    "flash_attn": _package(partial(_flash_attn, "flash_attn"), "flash_attn"),
+    "flash_attn_3": _package(partial(_flash_attn, "flash_attn_interface"), "flash_attn_3"),
+    "xformers": _package(_xformers, "xformers"),
+}
+assert tuple(IMPLEMENTATIONS) == TIMED

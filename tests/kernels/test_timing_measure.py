@@ -1,0 +1,188 @@
+"""Timing itself: what a row says, how a grid is walked, and that the device is given back between slices."""
+
+from collections.abc import Generator
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+
+from flashpoint_kernels.timing import ROW_FIELDS, Case, Timing, grid, measure, run_grid
+from flashpoint_kernels.timing.account import flops, moved_bytes, standard_flops
+from flashpoint_kernels.timing.clock import CpuClock, Slices, uncertainty
+from flashpoint_kernels.timing.peaks import SHEETS, peak_of
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these are the CPU's")
+QUICK = Timing(precision=0.5, max_seconds=0.05, warmup_ms=0, slice_ms=5)
+FIGURES = ("ms", "ms_p20", "ms_p80", "repeats", "flops", "tflops", "bytes", "roofline_percent", "peak_bytes")
+
+
+def small(backend: str, **fields: Any) -> Case:
+    return Case(
+        **{"backend": backend, "batch": 1, "q_heads": 2, "q_len": 64, "head_dim": 16, "dtype": "float32"} | fields
+    )
+
+
+def finish(running: Generator[float, None, dict[str, Any]]) -> tuple[dict[str, Any], list[float]]:
+    slices = []
+    while True:
+        try:
+            slices.append(next(running))
+        except StopIteration as end:
+            return end.value, slices
+
+
+def test_a_row_has_every_field_and_they_agree() -> None:
+    case = small("tiled", direction="backward", causal=True)
+    row, slices = finish(measure(case, timing=QUICK, naive_ms=3.0))
+    assert tuple(row) == ROW_FIELDS
+    assert row["skipped"] is None
+    assert all(row[name] is not None for name in ROW_FIELDS if name != "skipped")
+    assert row["ms_p20"] <= row["ms"] <= row["ms_p80"]
+    assert row["repeats"] >= QUICK.min_repeats
+    assert row["flops"] == flops("fused_backward", case)
+    assert row["bytes"] == moved_bytes("fused_backward", case)
+    assert row["flops_standard"] == standard_flops(case)
+    assert row["tflops"] == pytest.approx(row["flops"] / row["ms"] / 1e9)
+    assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["ms"] / 1e6)
+    assert row["arithmetic_intensity"] == row["flops"] / row["bytes"]
+    assert row["speedup_over_naive"] == 3.0 / row["ms"]
+    assert row["longest_slice_ms"] >= max(slices)
+    peak = peak_of("cpu", "float32")
+    reachable = min(peak.tflops, row["arithmetic_intensity"] * peak.gb_per_s / 1e3)
+    assert row["roofline_percent"] == pytest.approx(100 * row["tflops"] / reachable)
+    assert row["value_dim"] == row["head_dim"] == 16
+    assert row["device"]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "both"])
+def test_every_direction_is_timed(direction: Any) -> None:
+    row, _ = finish(measure(small("naive", direction=direction), timing=QUICK))
+    assert row["skipped"] is None
+    assert row["ms"] > 0
+
+
+def test_what_cannot_run_is_a_row_with_the_reason() -> None:
+    for case, reason in [
+        (small("triton"), "CUDA"),
+        (small("sdpa_cudnn"), "No viable backend"),
+        (small("xformers"), "not installed"),
+        (small("torch", value_dim=8), "value head dimension"),
+        (small("naive", q_len=1 << 24), "GiB"),  # refused before anything is allocated
+    ]:
+        row, _ = finish(measure(case, timing=QUICK))
+        assert reason in row["skipped"]
+        assert [row[name] for name in FIGURES] == [None] * len(FIGURES)
+        assert row["q_len"] == case.q_len
+
+
+def test_naive_memory_grows_with_the_square_and_ours_with_the_length() -> None:
+    def peak(backend: str, length: int, direction: Any = "forward") -> int:
+        row, _ = finish(measure(small(backend, q_len=length, direction=direction), timing=QUICK))
+        return int(row["peak_bytes"])
+
+    noise = 1 << 20  # pages of threads and of Python's own
+    for length in (1024, 2048):
+        matrix = 2 * length * length * 4
+        assert abs(peak("naive", length) - 2 * matrix) < noise  # S and P
+        assert peak("naive", length, "backward") > 3 * matrix - noise  # and dP, with what the forward has kept
+        for backend in ("tiled", "torch"):
+            linear = 2 * length * 16 * 4
+            tiles = 4 << 20  # of every thread, whatever the length
+            assert peak(backend, length) < 10 * linear + tiles < matrix
+
+
+def test_a_slice_ends_at_its_bound_and_a_pause_is_not_counted() -> None:
+    timing = Timing(precision=1e-9, max_seconds=0.1, warmup_ms=10, slice_ms=5, max_repeats=100_000)
+    running = measure(small("naive"), timing=timing)
+    slices = []
+    began = perf_counter()
+    paused = 0.0
+    while True:
+        try:
+            slices.append(next(running))
+        except StopIteration as end:
+            row = end.value
+            break
+        now = perf_counter()
+        while perf_counter() - now < 0.005:  # whoever else uses the device
+            pass
+        paused += perf_counter() - now
+    work = perf_counter() - began - paused
+    assert 100 < sum(slices) < work * 1e3  # max_seconds are of work, pauses left out
+    # Half of the slices, as a machine that runs something else may hold up any one of them.
+    assert sorted(slices)[len(slices) // 2] < 2 * timing.slice_ms
+    assert row["longest_slice_ms"] >= max(slices)
+
+
+def test_closing_stops_at_the_slice() -> None:
+    running = measure(small("naive"), timing=Timing(precision=1e-9, max_seconds=3600, slice_ms=1))
+    for _ in range(12):  # into the repeats
+        next(running)
+    began = perf_counter()
+    running.close()
+    assert perf_counter() - began < 1
+    with pytest.raises(StopIteration):
+        next(running)
+
+
+def test_a_grid_yields_the_device_then_rows_with_naive_first() -> None:
+    shapes = [{"batch": 1, "q_heads": 1, "q_len": n, "head_dim": 16} for n in (16, 32)]
+    cases = grid(shapes, backends=["tiled", "triton", "naive"], dtypes=["float32", "bfloat16"])
+    events = list(run_grid(cases, "cpu", QUICK))
+    rest = [event for event in events if event["type"] != "progress"]
+    assert rest[0]["type"] == "device"
+    assert rest[0]["environment"]["torch"] == torch.__version__
+    assert set(rest[0]["environment"]["peaks"]) == {"float32", "bfloat16"}
+    rows = [event["row"] for event in rest[1:]]
+    assert [event["done"] for event in rest[1:]] == list(range(1, 13))
+    assert [row["backend"] for row in rows] == ["naive", "tiled", "triton"] * 4
+    assert [(row["q_len"], row["dtype"]) for row in rows[::3]] == [
+        (16, "float32"), (16, "bfloat16"), (32, "float32"), (32, "bfloat16"),
+    ]  # fmt: skip
+    for naive, tiled in zip(rows[::3], rows[1::3], strict=True):
+        assert naive["speedup_over_naive"] is None
+        assert tiled["speedup_over_naive"] == naive["ms"] / tiled["ms"]
+    progress = [event for event in events if event["type"] == "progress"]
+    assert all(event["total"] == 12 and 0 <= event["done"] < 12 for event in progress)
+    assert [event["done"] for event in progress] == sorted(event["done"] for event in progress)
+
+
+def test_a_clock_measures_each_call() -> None:
+    def spin() -> None:
+        until = perf_counter() + 0.002
+        while perf_counter() < until:
+            pass
+
+    taken = CpuClock().time(spin, 5)
+    assert len(taken) == 5
+    assert min(taken) >= 2
+
+
+def test_the_median_is_known_by_order_statistics() -> None:
+    assert uncertainty([1.0, 2.0, 4.0]) == (4 - 1) / 2 / 2  # few: all there is
+    many = [100 + (n % 10) for n in range(1000)]
+    assert 0 < uncertainty(many) < 0.01  # 31 ranks to either side of the middle: a step or two of ten
+    assert uncertainty([5.0] * 10) == 0
+    assert uncertainty([1.0] * 50 + [1000.0] * 3) == 0  # a few that were held up do not matter
+
+
+def test_slices_leave_out_the_pauses() -> None:
+    slices = Slices(10)
+    first = slices.end()
+    total = first
+    until = perf_counter() + 0.003
+    while perf_counter() < until:
+        pass
+    slices.begin()
+    assert slices.total_ms < total + 3
+    assert slices.longest_ms == first
+
+
+def test_data_sheets_are_dense_figures() -> None:
+    """A tensor core doubles its rate with sparsity: a table that mixed the two would have one twice the other's."""
+    h100, h200 = SHEETS["NVIDIA H100 80GB HBM3"], SHEETS["NVIDIA H200"]
+    assert h100.half_tflops == h200.half_tflops == 989.5
+    for sheet in SHEETS.values():
+        assert sheet.half_tflops > sheet.float32_tflops
+        assert sheet.source
