@@ -1,0 +1,53 @@
+"""The errors of a verification: how many elements are how far off, and how far they may be."""
+
+from __future__ import annotations
+
+import math
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from flashpoint.plots import style
+from flashpoint.verify_schema import Judgement, VerifyReport
+
+
+def histograms(report: VerifyReport) -> Figure:
+    """A panel a tensor."""
+    verdict = "all within their bounds" if report.ok else "NOT all within their bounds"
+    about = f"{report.backend} · {report.dtype} · {report.device} · against float64"
+    figure, axes = style.panels(f"Errors: {verdict}", about, len(report.tensors), [])
+    for ax, judged in zip(axes, report.tensors, strict=True):
+        _panel(ax, judged)
+    return figure
+
+
+def _panel(ax: Axes, judged: Judgement) -> None:
+    decades = {d.exponent: d.count for d in judged.histogram}
+    exact = decades.pop(None, 0)
+    exponents = sorted(e for e in decades if e is not None)
+    low, high = (exponents[0], exponents[-1]) if exponents else (-16, -1)
+    if math.isfinite(judged.bound) and judged.bound > 0:
+        high = max(high, math.floor(math.log10(judged.bound)))
+        ax.axvline(math.log10(judged.bound), color=style.VERMILION, linewidth=1.6)
+        ax.annotate(
+            f"bound {judged.bound:.1e} ", (math.log10(judged.bound), 0.97), xycoords=("data", "axes fraction"),
+            fontsize=8, color=style.VERMILION, ha="right", va="top",
+        )  # fmt: skip
+    for exponent in exponents:
+        over = 10.0**exponent >= judged.bound
+        ax.bar(
+            exponent, decades[exponent], 0.94, align="edge", edgecolor="white",
+            facecolor=style.VERMILION if over else style.BLUE, hatch="///" if over else "",
+        )  # fmt: skip
+    ax.bar(low - 1.6, exact, 0.94, align="edge", facecolor=style.SKY, edgecolor="white")
+    ax.set_yscale("symlog", linthresh=1)
+    ax.set_ylim(0, 8 * max(exact, *decades.values(), 1))  # room for what is said of the bound
+    ax.set_xlim(low - 1.8, high + 1.3)
+    step = math.ceil((high - low + 2) / 6)
+    ticks = list(range(low, high + 2, step))
+    ax.set_xticks([low - 1.13, *ticks], ["0", *(f"$10^{{{n}}}$" for n in ticks)])
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
+    ax.set_xlabel("error", fontsize=9, color=style.INK)
+    ax.set_ylabel("elements", fontsize=9, color=style.INK)
+    style.name(ax, f"{judged.name}: {'within' if judged.ok else 'NOT within'} its bound · largest {judged.max_abs:.1e}")
