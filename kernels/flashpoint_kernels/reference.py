@@ -2,14 +2,15 @@
 
 One function, `attend`, in plain torch; gradients are torch's autograd of it. Run in float64 it is the oracle; run in
 the inputs' own dtype it is the yardstick of the test rules ("torch same-dtype math"). It shares no code with `tiled`,
-takes every option, any head dimension and float64, and needs O(Sq·Sk) memory a head.
+and takes every option, any head dimension and float64. Rows of the softmax depend on no other row, so a long sequence
+is taken some queries at a time: what is materialised is `CHUNK` scores, not Sq·Sk of every head.
 
 Gradients are recomputed from q, k and v alone: `o` and `lse` that a caller brings do not matter to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from torch import Tensor
 from flashpoint_kernels.dropout import keep_mask
 from flashpoint_kernels.problem import Problem
 from flashpoint_kernels.spec import Row
+
+# Scores at a time, over all heads: 32 MiB of float64, of which a gradient holds seven at once (215 MiB, measured).
+CHUNK = 1 << 22
 
 _LEAVES = {"dq": "q", "dk": "k", "dv": "v", "dattn_mask": "attn_mask", "dsinks": "sinks"}
 
@@ -35,40 +39,80 @@ def solve_forward(problem: Problem, dtype: torch.dtype) -> None:
     """Write `problem.outputs` (`o`, `lse`, whichever are there), computed in `dtype`."""
     problem.clear_outputs()
     for row, x in problem.sequences():
-        o, lse = attend(problem, row, _inputs(problem, row, x, dtype))
-        for name, answer in (("o", o), ("lse", lse)):
-            if name in problem.outputs:
-                x[name].copy_(answer)
+        inputs = _inputs(problem, row, x, dtype)
+        for queries in _chunks(problem, row):
+            o, lse = attend(problem, row, _of_queries(inputs, queries), queries)
+            for name, answer in (("o", o), ("lse", lse)):
+                if name in problem.outputs:
+                    x[name][:, queries.start : queries.stop] = answer
 
 
 def solve_backward(problem: Problem, dtype: torch.dtype) -> None:
     """Write `problem.outputs` (any of dq, dk, dv, dattn_mask, dsinks), computed in `dtype`."""
     problem.clear_outputs()
-    # What sequences share is summed before it is rounded to its output's dtype.
-    sums: dict[str, Tensor] = {
-        name: torch.zeros_like(problem.outputs[name], dtype=dtype)
+    # What sequences or chunks share is summed before it is rounded to its output's dtype.
+    sum_dtype = torch.promote_types(dtype, torch.float32)
+    shared: dict[str, Tensor] = {
+        name: torch.zeros_like(problem.outputs[name], dtype=sum_dtype)
         for name in ("dattn_mask", "dsinks")
         if name in problem.outputs
     }
     for row, x in problem.sequences():
         inputs = _inputs(problem, row, x, dtype)
-        names = [_LEAVES[name] for name in problem.outputs]
-        leaves = [inputs[name].detach().requires_grad_() for name in names]
-        with torch.enable_grad():
-            answers = attend(problem, row, inputs | dict(zip(names, leaves, strict=True)))
-        dlse = x["dlse"].to(dtype) if "dlse" in x else torch.zeros_like(answers[1])
-        # lse does not depend on v: where v alone is a leaf, it has no gradient to give.
-        given = [pair for pair in zip(answers, (x["do"].to(dtype), dlse), strict=True) if pair[0].requires_grad]
-        grads = torch.autograd.grad([answer for answer, _ in given], leaves, [gradient for _, gradient in given])
-        for name, grad in zip(problem.outputs, grads, strict=True):
-            if name == "dattn_mask":
-                problem.mask_part(sums[name], row).add_(grad)
-            elif name == "dsinks":
-                sums[name] += grad
-            else:
-                x[name].copy_(grad)
-    for name, total in sums.items():
+        sums: dict[str, Tensor] = {
+            name: torch.zeros_like(x[name], dtype=sum_dtype) for name in ("dk", "dv") if name in problem.outputs
+        }
+        if "dsinks" in shared:
+            sums["dsinks"] = shared["dsinks"]
+        if "dattn_mask" in shared:
+            sums["dattn_mask"] = problem.mask_part(shared["dattn_mask"], row)
+        for queries in _chunks(problem, row):
+            rows = slice(queries.start, queries.stop)
+            for name, grad in _gradients(problem, row, inputs, x, queries, dtype).items():
+                if name == "dq":
+                    x["dq"][:, rows] = grad
+                    continue
+                total = sums[name]
+                if name == "dattn_mask" and total.shape[1] > 1:
+                    total = total[:, rows]
+                total += grad
+        for name in sums.keys() & {"dk", "dv"}:
+            x[name].copy_(sums[name])
+    for name, total in shared.items():
         problem.outputs[name].copy_(total)
+
+
+def _gradients(
+    problem: Problem, row: Row, inputs: dict[str, Tensor], x: dict[str, Tensor], queries: range, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """What `queries` give to each gradient that is asked, by autograd."""
+    own = _of_queries(inputs, queries)
+    names = [_LEAVES[name] for name in problem.outputs]
+    leaves = [own[name].detach().requires_grad_() for name in names]
+    with torch.enable_grad():
+        answers = attend(problem, row, own | dict(zip(names, leaves, strict=True)), queries)
+    rows = slice(queries.start, queries.stop)
+    do = x["do"][:, rows].to(dtype)
+    dlse = x["dlse"][:, rows].to(dtype) if "dlse" in x else torch.zeros_like(answers[1])
+    # lse does not depend on v: where v alone is a leaf, it has no gradient to give.
+    given = [pair for pair in zip(answers, (do, dlse), strict=True) if pair[0].requires_grad]
+    grads = torch.autograd.grad([answer for answer, _ in given], leaves, [gradient for _, gradient in given])
+    return dict(zip(problem.outputs, grads, strict=True))
+
+
+def _chunks(problem: Problem, row: Row) -> Iterator[range]:
+    """The queries of a sequence, as many at a time as have CHUNK scores, and one at least."""
+    step = max(1, CHUNK // max(1, problem.spec.q_heads * row.kv_len))
+    return (range(start, min(start + step, row.q_len)) for start in range(0, row.q_len, step))
+
+
+def _of_queries(inputs: dict[str, Tensor], queries: range) -> dict[str, Tensor]:
+    """The inputs with q, and a mask that is not the same for all queries, cut to `queries`."""
+    rows = slice(queries.start, queries.stop)
+    cut = {"q": inputs["q"][:, rows]}
+    if "attn_mask" in inputs and inputs["attn_mask"].shape[1] > 1:
+        cut["attn_mask"] = inputs["attn_mask"][:, rows]
+    return inputs | cut
 
 
 def _inputs(problem: Problem, row: Row, x: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -85,8 +129,8 @@ def _inputs(problem: Problem, row: Row, x: dict[str, Tensor], dtype: torch.dtype
     return {name: t if t.dtype == torch.bool else t.to(dtype) for name, t in own.items()}
 
 
-def attend(problem: Problem, row: Row, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """o (Hq,sq,Dv) and lse (Hq,sq) of one sequence, in the dtype of the inputs `x`; differentiable.
+def attend(problem: Problem, row: Row, x: dict[str, Tensor], queries: range) -> tuple[Tensor, Tensor]:
+    """o (Hq,n,Dv) and lse (Hq,n) of n queries of one sequence, in the dtype of the inputs `x`; differentiable.
 
     s = scale·q·kᵀ;  s = softcap·tanh(s/softcap);  s −= slope·|i + offset − j|;  s += mask;  s = −∞ where unseen
     P = softmax([s, sink]) without the sink's column;  o = dropout(P)·v;  lse = log Σ exp [s, sink]
@@ -97,7 +141,7 @@ def attend(problem: Problem, row: Row, x: dict[str, Tensor]) -> tuple[Tensor, Te
     s = spec.scale * (q @ k.repeat_interleave(group, 0).mT)
     if options.softcap:
         s = options.softcap * torch.tanh(s / options.softcap)
-    i = torch.arange(row.q_len, device=s.device)[:, None]
+    i = torch.arange(queries.start, queries.stop, device=s.device)[:, None]
     j = torch.arange(row.kv_len, device=s.device)
     ahead = j - i - spec.offset(row.q_len, row.kv_len)
     if "alibi_slopes" in x:
@@ -119,7 +163,7 @@ def attend(problem: Problem, row: Row, x: dict[str, Tensor]) -> tuple[Tensor, Te
     s = s.masked_fill(~seen, float("-inf"))
     # The sink, or nothing, is one more column: softmax then never meets an empty row, even with no key at all.
     sink = x["sinks"] if "sinks" in x else s.new_full((spec.q_heads,), float("-inf"))
-    s = torch.cat([s, sink[:, None, None].expand(-1, row.q_len, 1)], dim=-1)
+    s = torch.cat([s, sink[:, None, None].expand(-1, len(queries), 1)], dim=-1)
     # A row of −∞ alone would be NaN in softmax and in its gradient: give it zeros, and set its answers afterwards.
     dead = (s == float("-inf")).all(-1, keepdim=True)
     s = s.masked_fill(dead, 0.0)
@@ -127,7 +171,7 @@ def attend(problem: Problem, row: Row, x: dict[str, Tensor]) -> tuple[Tensor, Te
     lse = torch.logsumexp(s, dim=-1).masked_fill(dead[..., 0], float("-inf"))
     if options.dropout_p:
         assert problem.seed is not None, "a problem with dropout has a seed"
-        everything = (spec.q_heads, row.index, range(row.q_len), range(row.kv_len))
+        everything = (spec.q_heads, row.index, queries, range(row.kv_len))
         keep = keep_mask(problem.seed, options.dropout_p, *everything, s.device)
         p = torch.where(keep, p / (1.0 - options.dropout_p), 0.0)
     return p @ v.repeat_interleave(group, 0), lse

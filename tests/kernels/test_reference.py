@@ -1,12 +1,15 @@
 """The oracle itself: against the contract's formula in explicit loops, and its gradients against finite differences."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, reference
+from flashpoint_kernels.timing.memory import peak_bytes
+from tests.conftest import DEVICE
 from tests.kernels.solving import backward, forward, normal, qkv
 from tests.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
 
@@ -97,7 +100,7 @@ def test_gradients_are_those_of_finite_differences(case: dict[str, object]) -> N
                 own["alibi_slopes"] = x["alibi_slopes"].double()
             if "sinks" in given:
                 own["sinks"] = given["sinks"]
-            o, lse = reference.attend(problem, row, own)
+            o, lse = reference.attend(problem, row, own, range(row.q_len))
             answers += [o, lse.masked_fill(lse == -math.inf, 0.0)]  # gradcheck cannot subtract infinities
         return tuple(answers)
 
@@ -133,3 +136,40 @@ def test_o_and_lse_of_the_caller_do_not_matter() -> None:
     wrong = {"o": torch.full_like(t["do"], 7.0), "lse": normal(1, 2, 5)}
     alone, beside = backward("reference", t), backward("reference", t | wrong)
     assert all(torch.equal(alone[name], beside[name]) for name in alone)
+
+
+@pytest.mark.parametrize(
+    "mask", [None, (4, 31, 20), (31, 20), (1, 1, 20), (4, 31, 1)], ids=lambda shape: "x".join(map(str, shape or ()))
+)
+def test_a_long_sequence_is_taken_some_queries_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, mask: tuple[int, ...] | None
+) -> None:
+    """In chunks of two and of all queries: the same answers and gradients, to float64's own rounding."""
+    t = {name: x.double() for name, x in qkv(2, 4, 31, 20, 5, kv_heads=2).items()}
+    t |= {"sinks": normal(4).double(), "alibi_slopes": normal(4).double()}
+    grads = ["dq", "dk", "dv", "dsinks"]
+    if mask is not None:
+        t["attn_mask"] = normal(*mask).double()
+        grads.append("dattn_mask")
+    options = {"causal": True, "window": (9, -1), "dropout_p": 0.25, "dropout_seed": 3}
+    found = []
+    for scores in (2 * 4 * 20, reference.CHUNK):
+        monkeypatch.setattr(reference, "CHUNK", scores)
+        dlse = normal(2, 4, 31, seed=5).double()
+        found.append(
+            forward("reference", t, **options) | backward("reference", t | {"dlse": dlse}, grads=grads, **options)
+        )
+    for name, whole in found[1].items():
+        torch.testing.assert_close(found[0][name], whole, atol=1e-14, rtol=1e-13)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="resident memory is the CPU's")
+def test_what_is_materialised_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    t = {name: x.double() for name, x in qkv(1, 1, 2048, 2048, 16).items()}
+    matrix = 2048 * 2048 * 8
+    monkeypatch.setattr(reference, "CHUNK", 1 << 16)  # half a MiB; the whole matrix is 32
+    for solve in (forward, backward):
+        solve("reference", t)  # what the first call loads is not its own
+        peak = peak_bytes(partial(solve, "reference", t), "cpu")
+        assert peak is not None
+        assert peak < matrix
