@@ -17,6 +17,7 @@ o is rounded and float32 sums. So the bound of a gradient is never below what th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -36,9 +37,8 @@ _ABSOLUTE = {"float16": {"o": 4 * 2.0**-10, "grad": 8 * 2.0**-10}, "bfloat16": {
 
 @dataclass(frozen=True)
 class TensorErrors:
-    """The errors of one answer. Where answer and float64 are the same infinity, or both NaN, the error is 0."""
+    """How far one tensor is from float64. Where it and float64 are the same infinity, or both NaN, the error is 0."""
 
-    name: str
     max_abs: float  # inf where one is NaN or infinite and the other is not
     max_rel: float  # max_abs over the largest float64 value
     rms: float  # over the values finite in both, as is cosine
@@ -46,10 +46,26 @@ class TensorErrors:
     worst_index: tuple[int, ...] | None  # where max_abs is; None in an empty tensor
     worst_value: float | None
     worst_expected: float | None
-    torch_max_abs: float  # the max_abs of torch's same-dtype math
+
+
+@dataclass(frozen=True)
+class Decade:
+    """How many elements are off by at least 10^exponent, and less than ten times that; by 0 where there is none."""
+
+    exponent: int | None  # 309, beyond float64's largest, where the error is infinite
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement(TensorErrors):
+    """One answer: its errors, what they may be, and those of torch's own math in the same dtype."""
+
+    name: str
     bound: float  # what max_abs may be
     rule: str  # where the bound comes from
     ok: bool
+    torch: TensorErrors
+    histogram: tuple[Decade, ...]  # every element, smallest errors first
 
 
 @dataclass(frozen=True)
@@ -59,7 +75,7 @@ class Verification:
     backend: str
     dtype: str
     ok: bool
-    tensors: tuple[TensorErrors, ...]
+    tensors: tuple[Judgement, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers; a number may be infinite."""
@@ -81,7 +97,8 @@ def verify(
         answers: judge these instead of running: any of o, lse, dq, dk, dv, dattn_mask, dsinks, in the shapes that the
             contract gives them. With dropout the seed they were made with is needed.
 
-    Memory is O(Sq·Sk) in float64. Raises ProblemError as `attention` does, and for answers that do not fit.
+    Memory is O(Sq + Sk) in float64 (see `reference`), time O(Sq·Sk). Raises ProblemError as `attention` does, and for
+    answers that do not fit.
     """
     options = options or Options()
     if answers is not None and options.dropout_p and options.dropout_seed is None:
@@ -157,21 +174,29 @@ def _delta_noise(problem: Problem, o: Tensor) -> dict[str, float]:
     return {name: float(t.abs().max()) if t.numel() else 0.0 for name, t in moved.items()}
 
 
-def _judge(spec: Spec, name: str, answer: Tensor, exact: Tensor, plain: Tensor, noise: float) -> TensorErrors:
+def _judge(spec: Spec, name: str, answer: Tensor, exact: Tensor, plain: Tensor, noise: float) -> Judgement:
     difference = _difference(answer, exact)
-    max_abs, torch_max_abs = (float(d.max()) if d.numel() else 0.0 for d in (difference, _difference(plain, exact)))
+    errors = _errors(answer, exact, difference)
+    of_torch = _errors(plain, exact, _difference(plain, exact))
+    bound, rule = _bound(spec, name, _largest(exact), of_torch.max_abs)
+    if noise > bound:
+        bound, rule = noise, "the rounding of rowsum(o*do)"
+    return Judgement(
+        **vars(errors), name=name, bound=bound, rule=rule, ok=errors.max_abs <= bound, torch=of_torch,
+        histogram=_histogram(difference),
+    )  # fmt: skip
+
+
+def _errors(answer: Tensor, exact: Tensor, difference: Tensor) -> TensorErrors:
+    max_abs = float(difference.max()) if difference.numel() else 0.0
+    largest = _largest(exact)
     finite = answer.isfinite() & exact.isfinite()
     a, e = answer.double()[finite], exact[finite]
-    largest = float(exact[exact.isfinite()].abs().max()) if bool(exact.isfinite().any()) else 0.0
     norms = float(a.norm() * e.norm())
     worst = None
     if difference.numel():
         worst = tuple(int(n) for n in torch.unravel_index(difference.argmax(), difference.shape))
-    bound, rule = _bound(spec, name, largest, torch_max_abs)
-    if noise > bound:
-        bound, rule = noise, "the rounding of rowsum(o*do)"
     return TensorErrors(
-        name=name,
         max_abs=max_abs,
         max_rel=max_abs / largest if largest else max_abs,
         rms=float((a - e).square().mean().sqrt()) if a.numel() else 0.0,
@@ -179,10 +204,20 @@ def _judge(spec: Spec, name: str, answer: Tensor, exact: Tensor, plain: Tensor, 
         worst_index=worst,
         worst_value=float(answer[worst]) if worst is not None else None,
         worst_expected=float(exact[worst]) if worst is not None else None,
-        torch_max_abs=torch_max_abs,
-        bound=bound,
-        rule=rule,
-        ok=max_abs <= bound,
+    )
+
+
+def _largest(exact: Tensor) -> float:
+    finite = exact[exact.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _histogram(difference: Tensor) -> tuple[Decade, ...]:
+    exponents, counts = torch.unique(difference.log10().floor(), return_counts=True)
+    names = {-math.inf: None, math.inf: 309}
+    return tuple(
+        Decade(names[exponent] if math.isinf(exponent) else int(exponent), count)
+        for exponent, count in zip(exponents.tolist(), counts.tolist(), strict=True)
     )
 
 

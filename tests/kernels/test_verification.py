@@ -3,9 +3,12 @@
 import json
 import math
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from flashpoint_kernels import Options, ProblemError, verify
 from flashpoint_kernels.verification import Verification
@@ -30,8 +33,8 @@ def test_names_what_it_judged_and_who_ran() -> None:
 def test_is_plain_data() -> None:
     found = verify(qkv(1, 1, 3, 4, 8)).to_dict()
     assert json.loads(json.dumps(found))["tensors"][0].keys() == {
-        "name", "max_abs", "max_rel", "rms", "cosine", "worst_index", "worst_value", "worst_expected", "torch_max_abs",
-        "bound", "rule", "ok",
+        "name", "max_abs", "max_rel", "rms", "cosine", "worst_index", "worst_value", "worst_expected", "bound", "rule",
+        "ok", "torch", "histogram",
     }  # fmt: skip
 
 
@@ -91,16 +94,16 @@ def test_float32_has_torchs_error_where_torch_itself_misses_the_bound() -> None:
     """ALiBi 800 keys away: scores in the hundreds, whose own rounding is beyond 5e-6."""
     t = qkv(1, 2, 799, 3, 16) | {"alibi_slopes": torch.tensor([0.9, 0.7], device=DEVICE)}
     (o,) = (e for e in verify(t, Options(backend="tiled")).tensors if e.name == "o")
-    assert o.torch_max_abs > 5e-6 * o.max_abs / o.max_rel
-    assert o.bound == 2 * o.torch_max_abs
+    assert o.torch.max_abs > 5e-6 * o.max_abs / o.max_rel
+    assert o.bound == 2 * o.torch.max_abs
     assert o.ok
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_have_twice_and_thrice_torchs_error(dtype: torch.dtype) -> None:
     found = {e.name: e for e in verify(qkv(2, 4, 100, 128, 64, dtype=dtype), Options(backend="tiled")).tensors}
-    assert found["o"].bound == 2 * found["o"].torch_max_abs + 1e-5
-    assert found["dv"].bound == 3 * found["dv"].torch_max_abs + 1e-5
+    assert found["o"].bound == 2 * found["o"].torch.max_abs + 1e-5
+    assert found["dv"].bound == 3 * found["dv"].torch.max_abs + 1e-5
     assert found["lse"].max_abs < 1e-5  # float32 whatever the inputs
 
 
@@ -136,3 +139,76 @@ def test_the_callers_o_and_lse_are_what_the_gradient_is_made_from() -> None:
     assert verify(t | saved, Options(backend="tiled")).ok
     wrong = errors_of(verify(t | saved | {"lse": saved["lse"] + 0.1}, Options(backend="tiled")))
     assert wrong == {"o": True, "lse": True, "dq": False, "dk": False, "dv": False}
+
+
+def sdpa(t: dict[str, torch.Tensor], backend: SDPBackend, **options: Any) -> dict[str, torch.Tensor]:
+    """torch's own attention and its gradients: a kernel written elsewhere."""
+    leaves = [t[name].clone().requires_grad_() for name in ("q", "k", "v")]
+    with sdpa_kernel(backend):
+        o = scaled_dot_product_attention(*leaves, **options)
+    return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *torch.autograd.grad(o, leaves, t["do"])), strict=True))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="which of torch's kernels a GPU has is another matter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+@pytest.mark.parametrize("causal", [False, True])
+def test_torchs_own_attention_passes(dtype: torch.dtype, backend: SDPBackend, causal: bool) -> None:
+    t = qkv(1, 4, 64, 64, 32, dtype=dtype)
+    assert verify(t, Options(causal=causal), answers=sdpa(t, backend, is_causal=causal)).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["o", "dq", "dk", "dv"])
+def test_an_element_off_by_a_hundredth_is_located(dtype: torch.dtype, name: str) -> None:
+    t = qkv(1, 4, 64, 64, 32, dtype=dtype)
+    answers = sdpa(t, SDPBackend.MATH)
+    answers[name][0, 3, 41, 7] += 1e-2
+    found = {e.name: e for e in verify(t, answers=answers).tensors}
+    assert [n for n, e in found.items() if not e.ok] == [name]
+    assert found[name].worst_index == (0, 3, 41, 7)
+    assert found[name].histogram[-1].count == 1
+    assert found[name].histogram[-1].exponent in (-3, -2)  # rounding may take a little of it away
+    assert found[name].torch.max_abs < 2e-3  # and torch's own figures say nothing of it
+
+
+def test_a_wrong_causal_alignment_is_located() -> None:
+    """torch's is_causal is top left: against bottom right, with more keys than queries, every row sees too little."""
+    t = qkv(1, 2, 32, 48, 32)
+    answers = sdpa(t, SDPBackend.MATH, is_causal=True)
+    assert verify(t, Options(causal=True, causal_alignment="top_left"), answers=answers).ok
+    found = verify(t, Options(causal=True), answers=answers)
+    assert errors_of(found) == dict.fromkeys(answers, False)
+    o = found.tensors[0]
+    assert o.max_rel > 0.1
+    assert o.worst_index is not None
+    assert o.worst_index[2] < 8  # the first rows see one key or a few, in place of 17 and more
+
+
+def test_a_missing_scale_is_caught() -> None:
+    t = qkv(1, 2, 64, 64, 32)
+    found = verify(t, answers=sdpa(t, SDPBackend.MATH, scale=1.0))
+    assert errors_of(found) == {"o": False, "dq": False, "dk": False, "dv": False}
+    assert found.tensors[0].cosine < 0.9
+
+
+def test_the_histogram_counts_every_element_by_decade() -> None:
+    t = qkv(1, 1, 5, 6, 8)
+    exact = forward("reference", {name: x.double() for name, x in t.items()})["o"]
+    o = exact.clone().float().double()
+    o[0, 0, 0, :3] = exact[0, 0, 0, :3] + torch.tensor([0.5, 0.05, 50.0])
+    o[0, 0, 1, 0] = math.nan
+    histogram = {d.exponent: d.count for d in verify(t, answers={"o": o}).tensors[0].histogram}
+    assert sum(histogram.values()) == o.numel()
+    assert [histogram[n] for n in (-2, -1, 1, 309)] == [1, 1, 1, 1]
+    assert max(n for n in histogram if n is not None and n < -2) <= -8  # float32's rounding
+
+
+def test_torchs_figures_are_of_the_same_problem_in_its_dtype() -> None:
+    t = qkv(1, 2, 40, 50, 16, dtype=torch.bfloat16)
+    found = verify(t, answers=sdpa(t, SDPBackend.MATH))
+    for e in found.tensors:
+        assert 0 < e.torch.rms < e.torch.max_abs < 0.1
+        assert 0.999 < e.torch.cosine <= 1
+        assert e.torch.worst_index is not None
+        assert abs(e.torch.worst_value - e.torch.worst_expected) == e.torch.max_abs  # type: ignore[operator]
