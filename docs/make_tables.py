@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 from flashpoint.options import AttentionOptions
 from flashpoint_kernels.spec import BACKENDS
 from flashpoint_kernels.support import FEATURE_FIELDS, SUPPORT
+from flashpoint_kernels.timing.account import ALGORITHMS
+from flashpoint_kernels.timing.sheets import SHEETS
 from flashpoint_server.refusal import STATUS, Refusal
 from flashpoint_server.settings import Settings
 
@@ -139,12 +142,33 @@ def serving() -> str:
     return text
 
 
+def algorithms() -> str:
+    """What each algorithm does, and how much of it."""
+    rows = []
+    for name, a in ALGORITHMS.items():
+        flops = f"{2 * (a.d_products + a.dv_products)}·P·D"
+        pairs = "seen" if a.skips_hidden else "all"
+        causal = f", causal {a.matrix_passes + a.causal_passes}" if a.causal_passes else ""
+        moves = " ".join(tensor if times == 1 else f"{times}·{tensor}" for tensor, times in Counter(a.tensors).items())
+        products = (a.d_products, a.dv_products, flops, pairs)
+        rows.append((f"`{name}`", a.does, *products, f"{a.matrix_passes}{causal}", moves))
+    counts = ("products over D", "over Dv", "FLOPs, D = Dv", "pairs", "passes over Sq × Sk", "moves")
+    return table(["", "does", *counts], rows)
+
+
+def data_sheets() -> str:
+    head = ["GPU", "16-bit TFLOP/s, dense", "float32 TFLOP/s", "GB/s", "source"]
+    return table(head, [(name, *sheet) for name, sheet in SHEETS.items()])
+
+
 def _variant(kernel: dict[str, Any]) -> str:
     tile = f"{kernel['block_m']}×{kernel['block_n']}, {kernel['num_warps']} warps"
     return f"{tile}: {kernel['registers']} / {kernel['spill_bytes']} / {kernel['shared_bytes'] / 1024:.0f}"
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "algorithms": algorithms,
+    "data-sheets": data_sheets,
     "errors": errors,
     "options": options,
     "settings": settings,

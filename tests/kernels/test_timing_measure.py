@@ -10,7 +10,8 @@ import torch
 from flashpoint_kernels.timing import ROW_FIELDS, Case, Timing, grid, measure, run_grid
 from flashpoint_kernels.timing.account import flops, moved_bytes, standard_flops
 from flashpoint_kernels.timing.clock import CpuClock, Slices, uncertainty
-from flashpoint_kernels.timing.peaks import SHEETS, peak_of
+from flashpoint_kernels.timing.peaks import peak_of
+from flashpoint_kernels.timing.sheets import SHEETS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these are the CPU's")
 QUICK = Timing(precision=0.5, max_seconds=0.05, warmup_ms=0, slice_ms=5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from flashpoint_kernels.timing.case import Case, Timing
@@ -12,7 +12,9 @@ from flashpoint_kernels.timing.measurement import measure
 from flashpoint_kernels.timing.peaks import find_peaks, peak_of
 
 
-def run_grid(cases: Sequence[Case], device: str = "cpu", timing: Timing | None = None) -> Iterator[dict[str, Any]]:
+def run_grid(
+    cases: Sequence[Case], device: str = "cpu", timing: Timing | None = None
+) -> Generator[dict[str, Any], None, None]:
     """Time `cases` on `device`, with a yield after every slice of `timing.slice_ms`; the events are the package's.
 
     Rows come in the order of the cases, but problem by problem, and `naive` first in each.
