@@ -17,7 +17,7 @@ from flashpoint.shape_schema import Direction, Dtype, Shape
 from flashpoint.verify_schema import Extra, VerifyReport, VerifyRequest
 
 ANSWERS = ("o", "lse", "dq", "dk", "dv", "dattn_mask", "dsinks")  # tensors that can be judged
-_DRAWN = ("shape", "dtype", "seed", "direction", "extras")  # what only a problem that the server draws has
+DRAWN = ("shape", "dtype", "seed", "direction", "extras")  # what only a problem that the server draws has
 
 
 class Verify(Problem, total=False):
@@ -69,7 +69,7 @@ def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[
             raise invalid(names[0], "is taken beside q, k and v alone")
         media, body = jsonwire.MEDIA_TYPE, _document(checked(VerifyRequest, rest))
     else:
-        if names := [name for name in _DRAWN if name in rest]:
+        if names := [name for name in DRAWN if name in rest]:
             raise invalid(names[0], "is not taken beside tensors")
         media, body = wire.MEDIA_TYPE, message(given, checked(AttentionOptions, rest))
     headers["Content-Type"] = media

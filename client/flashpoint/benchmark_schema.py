@@ -23,31 +23,36 @@ class BenchmarkRequest(Request):
     """A grid to time: every shape in every dtype, mask and direction on every backend; or a preset's own cases."""
 
     preset: Preset | None = Field(
-        None, description="seeds: three small tables; h100: batch·length 16k, heads·D 2048. Instead of a grid"
+        default=None, description="seeds: three small tables; h100: batch·length 16k, heads·D 2048. Instead of a grid"
     )
-    shapes: Annotated[tuple[Shape, ...], Field(strict=False)] = Field((), description="the sizes to time")
+    shapes: Annotated[tuple[Shape, ...], Field(strict=False)] = Field(default=(), description="the sizes to time")
     dtypes: Annotated[tuple[TimedDtype, ...], Field(strict=False, min_length=1)] = Field(
-        ("float32",), description="data types of q, k, v, o and the gradients"
+        default=("float32",), description="data types of q, k, v, o and the gradients"
     )
     causal: Annotated[tuple[bool, ...], Field(strict=False, min_length=1)] = Field(
-        (False,), description="with a causal mask, without, or both in turn"
+        default=(False,), description="with a causal mask, without, or both in turn"
     )
     directions: Annotated[tuple[Direction, ...], Field(strict=False, min_length=1)] = Field(
-        ("forward",), description="forward; backward, from saved o and lse; both, as training does"
+        default=("forward",), description="forward; backward, from saved o and lse; both, as training does"
     )
     backends: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        (), description="what to time, in this order; every one that the device has if none is named"
+        default=(), description="what to time, in this order; every one that the device has if none is named"
     )
     relative_precision: float = Field(
-        0.01, gt=0, le=1, description="repeat until the median is known to this fraction of itself, at 95% confidence"
+        default=0.01,
+        gt=0,
+        le=1,
+        description="repeat until the median is known to this part of itself, at 95%",
     )
-    max_seconds: float = Field(3.0, gt=0, le=600, description="seconds of repeats for a case, at most")
-    warmup_ms: float = Field(50.0, ge=0, le=60_000, description="milliseconds of calls before the first that counts")
+    max_seconds: float = Field(default=3.0, gt=0, le=600, description="seconds of repeats for a case, at most")
+    warmup_ms: float = Field(default=50.0, ge=0, le=60_000, description="milliseconds of calls before any counts")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
         if self.preset is None and not self.shapes:
             raise ValueError("name a preset, or shapes to time")
+        if any(0 in (shape.batch, shape.q_len, shape.kv_len) for shape in self.shapes):
+            raise ValueError("a shape without queries or keys leaves nothing to time")
         fields = type(self).model_fields
         if self.preset and (own := [name for name in _GRID if getattr(self, name) != fields[name].default]):
             raise ValueError(f"the preset has its own {', '.join(own)}")
@@ -70,26 +75,26 @@ class BenchmarkRow(Answer):
     kv_len: int
     head_dim: int
     value_dim: int
-    ms: Number | None = Field(None, description="milliseconds a call, median")
-    ms_p20: Number | None = Field(None, description="20th percentile of the milliseconds")
-    ms_p80: Number | None = Field(None, description="80th percentile of the milliseconds")
-    repeats: int | None = Field(None, description="calls that were timed")
-    tflops: Number | None = Field(None, description="10^12 FLOPs a second, of what the algorithm computes")
-    tflops_standard: Number | None = Field(None, description="10^12 FLOPs a second, by the count that papers share")
-    flops: Number | None = Field(None, description="FLOPs that the algorithm computes")
+    ms: Number | None = Field(default=None, description="milliseconds a call, median")
+    ms_p20: Number | None = Field(default=None, description="20th percentile of the milliseconds")
+    ms_p80: Number | None = Field(default=None, description="80th percentile of the milliseconds")
+    repeats: int | None = Field(default=None, description="calls that were timed")
+    tflops: Number | None = Field(default=None, description="10^12 FLOPs a second, of what the algorithm computes")
+    tflops_standard: Number | None = Field(default=None, description="10^12 FLOPs a second, by papers' count")
+    flops: Number | None = Field(default=None, description="FLOPs that the algorithm computes")
     flops_standard: Number | None = Field(
-        None, description="4·B·Hq·Sq·Sk·D forward, half where causal; backward 2.5 times"
+        default=None, description="4·B·Hq·Sq·Sk·D forward, half where causal; backward 2.5 times"
     )
     bytes: Number | None = Field(
-        None, description="bytes that must move: each input read once, each output written once"
+        default=None, description="bytes that must move: each input read once, each output written once"
     )
-    gb_per_s: Number | None = Field(None, description="10^9 of these bytes a second")
-    arithmetic_intensity: Number | None = Field(None, description="FLOPs of the algorithm a byte")
-    roofline_percent: Number | None = Field(None, description="of what the device could reach at that intensity")
-    peak_bytes: Number | None = Field(None, description="memory of a call beside its inputs, at its highest")
-    speedup_over_naive: Number | None = Field(None, description="naive's median over this one's")
-    longest_slice_ms: Number | None = Field(None, description="longest time for which the device was not given up")
-    skipped: str | None = Field(None, description="why there are no figures")
+    gb_per_s: Number | None = Field(default=None, description="10^9 of these bytes a second")
+    arithmetic_intensity: Number | None = Field(default=None, description="FLOPs of the algorithm a byte")
+    roofline_percent: Number | None = Field(default=None, description="of what the device can do at that intensity")
+    peak_bytes: Number | None = Field(default=None, description="memory of a call beside its inputs, at its highest")
+    speedup_over_naive: Number | None = Field(default=None, description="naive's median over this one's")
+    longest_slice_ms: Number | None = Field(default=None, description="longest the device was not given up for")
+    skipped: str | None = Field(default=None, description="why there are no figures")
 
 
 class _Event(Answer):
@@ -140,12 +145,12 @@ class BenchmarkJob(Answer):
 
     id: str
     state: State = "queued"
-    done: NonNegativeInt = Field(0, description="cases that are over")
-    total: NonNegativeInt = Field(0, description="cases in all")
+    done: NonNegativeInt = Field(default=0, description="cases that are over")
+    total: NonNegativeInt = Field(default=0, description="cases in all")
     created: AwareDatetime
     started: AwareDatetime | None = None
     ended: AwareDatetime | None = None
-    device: str | None = Field(None, description="what it runs on, known once it runs")
+    device: str | None = Field(default=None, description="what it runs on, known once it runs")
     environment: dict[str, Any] = Field(
         default_factory=dict,
         description="versions, commit, and peaks of the device by dtype: what the figures depend on",

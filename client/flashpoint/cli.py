@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from flashpoint import __version__
 
 GROUP = "flashpoint.commands"
-_EXTRAS = {"flashpoint_server": "server", "flashpoint_kernels": "torch"}  # which extra brings what a package needs
+_EXTRAS = {"flashpoint": "cli", "flashpoint_server": "server"}  # which extra brings what a package needs
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -44,8 +44,8 @@ class Request(BaseModel):
 class Shape(Request):
     """The sizes of an attention problem, whatever its layout. What is not given follows from its neighbour."""
 
-    batch: Size = Field(1, description="sequences, B")
-    q_heads: Count = Field(1, description="query heads, Hq")
+    batch: Size = Field(default=1, description="sequences, B")
+    q_heads: Count = Field(default=1, description="query heads, Hq")
     kv_heads: Count = Field(
         default_factory=lambda data: data["q_heads"],
         description="key/value heads, Hk, of which q_heads is a multiple; q_heads if not given",

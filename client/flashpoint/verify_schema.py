@@ -21,11 +21,11 @@ class VerifyRequest(AttentionOptions):
     """
 
     shape: Shape = Field(description="the sizes of the problem")
-    dtype: Dtype = Field("float32", description="data type of q, k, v and do")
-    seed: int = Field(0, ge=0, lt=1 << 63, description="the tensors are drawn from it, from normal distributions")
-    direction: Direction = Field("both", description="judge o and lse (forward), the gradients (backward), or both")
+    dtype: Dtype = Field(default="float32", description="data type of q, k, v and do")
+    seed: int = Field(default=0, ge=0, lt=1 << 63, description="what the tensors are drawn from")
+    direction: Direction = Field(default="both", description="judge o and lse, the gradients, or both")
     extras: Annotated[tuple[Extra, ...], Field(strict=False)] = Field(
-        (), description="optional inputs that the problem has too, drawn from the same seed"
+        default=(), description="optional inputs that the problem has too, drawn from the same seed"
     )
 
 
@@ -42,7 +42,10 @@ class TensorErrors(Answer):
 
 
 class Decade(Answer):
-    """How many elements have an error in [10^exponent, 10^(exponent + 1)); with no exponent, an error of 0."""
+    """How many elements have an error in [10^exponent, 10^(exponent + 1)).
+
+    With no exponent an error of 0; with 309, beyond what a float64 holds, an infinite one.
+    """
 
     exponent: int | None
     count: int
@@ -66,6 +69,6 @@ class VerifyReport(Answer):
     backend: str = Field(description="what computed the tensors; given where the caller sent them")
     device: str
     dtype: Dtype
-    seed: int | None = Field(None, description="what the tensors were drawn from; none where the caller sent them")
+    seed: int | None = Field(default=None, description="what the tensors were drawn from, if they were")
     seconds: float = Field(description="for all of it, the float64 reference included")
     tensors: tuple[Judgement, ...]

@@ -92,7 +92,12 @@ def test_a_verification_shows_the_errors_of_each_tensor_and_its_bound():
     good = {
         **FIGURES, "name": "o", "bound": 2e-6, "rule": "r", "ok": True, "torch": FIGURES, "histogram": histogram[:2],
     }  # fmt: skip
-    bad = good | {"name": "dq", "ok": False, "max_abs": "Infinity", "histogram": histogram}
+    bad = good | {
+        "name": "dq",
+        "ok": False,
+        "max_abs": "Infinity",
+        "histogram": [*histogram, {"exponent": 309, "count": 2}],
+    }
     exact = good | {"name": "lse", "max_abs": 0.0, "bound": 0.0, "histogram": histogram[:1]}
     empty = exact | {"name": "dv", "histogram": []}
     about = {"backend": "tiled", "device": "cpu", "dtype": "float32", "seconds": 1, "ok": False}
@@ -102,3 +107,4 @@ def test_a_verification_shows_the_errors_of_each_tensor_and_its_bound():
     assert "o: within its bound · largest 1.0e-07" in found
     assert "dq: NOT within its bound · largest inf" in found
     assert [text.strip() for text in found].count("bound 2.0e-06") == 2
+    assert found.count("∞") == 1

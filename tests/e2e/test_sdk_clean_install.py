@@ -63,8 +63,9 @@ def test_the_client_works(venv, tmp_path, server):
     assert (done.stdout, done.stderr) == ("works\n", "")
 
 
-def test_the_command_line_says_what_to_install(venv, tmp_path):
-    done = subprocess.run([venv / "flashpoint", "serve"], capture_output=True, text=True, cwd=tmp_path)
+@pytest.mark.parametrize(("command", "extra"), [("serve", "server"), ("benchmark", "cli")])
+def test_the_command_line_says_what_to_install(venv, tmp_path, command, extra):
+    done = subprocess.run([venv / "flashpoint", command], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("flashpoint serve needs ")
-    assert done.stderr.endswith("pip install 'flashpoint[server]'\n")
+    assert done.stderr.startswith(f"flashpoint {command} needs ")
+    assert done.stderr.endswith(f"pip install 'flashpoint[{extra}]'\n")

@@ -11,6 +11,9 @@ from matplotlib.ticker import FuncFormatter
 from flashpoint.plots import style
 from flashpoint.verify_schema import Judgement, VerifyReport
 
+_INFINITE = 309  # the exponent of an infinite error
+_WIDTH = 0.94  # of a bar, in decades
+
 
 def histograms(report: VerifyReport) -> Figure:
     """A panel a tensor."""
@@ -24,7 +27,7 @@ def histograms(report: VerifyReport) -> Figure:
 
 def _panel(ax: Axes, judged: Judgement) -> None:
     decades = {d.exponent: d.count for d in judged.histogram}
-    exact = decades.pop(None, 0)
+    exact, infinite = decades.pop(None, 0), decades.pop(_INFINITE, 0)
     exponents = sorted(e for e in decades if e is not None)
     low, high = (exponents[0], exponents[-1]) if exponents else (-16, -1)
     if math.isfinite(judged.bound) and judged.bound > 0:
@@ -35,19 +38,26 @@ def _panel(ax: Axes, judged: Judgement) -> None:
             fontsize=8, color=style.VERMILION, ha="right", va="top",
         )  # fmt: skip
     for exponent in exponents:
-        over = 10.0**exponent >= judged.bound
-        ax.bar(
-            exponent, decades[exponent], 0.94, align="edge", edgecolor="white",
-            facecolor=style.VERMILION if over else style.BLUE, hatch="///" if over else "",
-        )  # fmt: skip
-    ax.bar(low - 1.6, exact, 0.94, align="edge", facecolor=style.SKY, edgecolor="white")
-    ax.set_yscale("symlog", linthresh=1)
-    ax.set_ylim(0, 8 * max(exact, *decades.values(), 1))  # room for what is said of the bound
-    ax.set_xlim(low - 1.8, high + 1.3)
+        _bar(ax, exponent, decades[exponent], 10.0**exponent >= judged.bound)
     step = math.ceil((high - low + 2) / 6)
-    ticks = list(range(low, high + 2, step))
-    ax.set_xticks([low - 1.13, *ticks], ["0", *(f"$10^{{{n}}}$" for n in ticks)])
+    ticks: dict[float, str] = {low - 1.13: "0"} | {n: f"$10^{{{n}}}$" for n in range(low, high + 2, step)}
+    ax.bar(low - 1.6, exact, _WIDTH, align="edge", facecolor=style.SKY, edgecolor="white")
+    if infinite:
+        high += 2
+        _bar(ax, high, infinite, True)
+        ticks[high + _WIDTH / 2] = "∞"
+    ax.set_yscale("symlog", linthresh=1)
+    ax.set_ylim(0, 8 * max(exact, infinite, *decades.values(), 1))  # room for what is said of the bound
+    ax.set_xlim(low - 1.8, high + 1.3)
+    ax.set_xticks(list(ticks), list(ticks.values()))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
     ax.set_xlabel("error", fontsize=9, color=style.INK)
     ax.set_ylabel("elements", fontsize=9, color=style.INK)
     style.name(ax, f"{judged.name}: {'within' if judged.ok else 'NOT within'} its bound · largest {judged.max_abs:.1e}")
+
+
+def _bar(ax: Axes, exponent: int, count: int, over: bool) -> None:
+    ax.bar(
+        exponent, count, _WIDTH, align="edge", edgecolor="white", hatch="///" if over else "",
+        facecolor=style.VERMILION if over else style.BLUE,
+    )  # fmt: skip

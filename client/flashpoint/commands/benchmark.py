@@ -1,0 +1,173 @@
+"""`flashpoint benchmark`."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from flashpoint._calls import checked
+from flashpoint._runs import BenchmarkRun
+from flashpoint.benchmark_schema import (
+    ENDED,
+    BenchmarkEvent,
+    BenchmarkJob,
+    BenchmarkRequest,
+    Preset,
+    ProgressEvent,
+    StateEvent,
+)
+from flashpoint.commands.running import (
+    INTS,
+    RIGHT,
+    WORDS,
+    WRONG,
+    Json,
+    Key,
+    Plot,
+    Timeout,
+    Url,
+    client,
+    console,
+    local,
+    picture_format,
+    run,
+    write_json,
+)  # fmt: skip
+from flashpoint.commands.tables import benchmark_tables
+
+EXAMPLES = """
+  flashpoint benchmark --preset seeds --json seeds.json --plot seeds.svg
+  flashpoint benchmark --q-len 512,1024,2048 --head-dim 64 --causal both
+  flashpoint benchmark --q-len 4096 --head-dim 128 --direction backward
+  flashpoint benchmark --preset seeds --url http://localhost:8000
+"""
+Kind = Literal["time", "tflops", "speedup", "memory", "roofline", "all"]
+_CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code. `argv` are the flags, of the process by default."""
+    return run(benchmark, sys.argv[1:] if argv is None else argv, EXAMPLES)
+
+
+def benchmark(
+    preset: Annotated[Preset | None, typer.Option(help="A table that is known, in the place of a grid.")] = None,
+    q_len: Annotated[Any, typer.Option(help="Queries of a sequence.", **INTS)] = None,
+    kv_len: Annotated[Any, typer.Option(help="Keys of a sequence; as many as queries.", **INTS)] = None,
+    head_dim: Annotated[Any, typer.Option(help="Columns of q and k.", **INTS)] = None,
+    value_dim: Annotated[int | None, typer.Option(help="Columns of v; those of q.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    q_heads: Annotated[int, typer.Option(help="Query heads.")] = 1,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads; as many as query heads.")] = None,
+    dtype: Annotated[Any, typer.Option(help="float32, bfloat16, float16.", **WORDS)] = "float32",
+    causal: Annotated[Literal["no", "yes", "both"], typer.Option(help="With a causal mask or without.")] = "no",
+    direction: Annotated[Any, typer.Option(help="forward, backward, both.", **WORDS)] = "forward",
+    backend: Annotated[Any, typer.Option(help="What to time; all that is worth it here.", **WORDS)] = None,
+    relative_precision: Annotated[float, typer.Option(help="Repeat until the median is known to this part.")] = 0.01,
+    max_seconds: Annotated[float, typer.Option(help="Seconds of repeats for a case, at most.")] = 3.0,
+    warmup_ms: Annotated[float, typer.Option(help="Milliseconds of calls before the first that counts.")] = 50.0,
+    url: Url = None,
+    api_key: Key = None,
+    timeout: Timeout = 60.0,
+    json: Json = None,
+    plot: Plot = None,
+    kind: Annotated[Kind, typer.Option(help="What to draw; all writes FILE-KIND.svg for each.")] = "time",
+) -> int:
+    """Time attention over a grid, on every backend or those named, here or on a server's device.
+
+    Lengths, dimensions, dtypes, directions and backends may be lists: 512,1024.
+    """
+    format = picture_format(plot)
+    grid: dict[str, Any] = {"shapes": _shapes(q_len, kv_len, head_dim, value_dim, batch, q_heads, kv_heads)}
+    grid |= {"dtypes": dtype, "causal": _CAUSAL[causal], "directions": direction}
+    how = {"relative_precision": relative_precision, "max_seconds": max_seconds, "warmup_ms": warmup_ms}
+    request = checked(BenchmarkRequest, {"preset": preset, **grid, "backends": backend or (), **how})
+    if url is None:
+        job = BenchmarkJob(id="local", created=datetime.datetime.now(datetime.UTC), request=request)
+        job = _watched(job, local("benchmark")(request))
+    else:
+        with client(url, api_key, timeout) as server:
+            started = server.benchmark(**dict(request), timeout=timeout)
+            job = _watched(started.job(), started.events(), started)
+    write_json(json, job.model_dump(mode="json"))
+    show = console(json)
+    for table in benchmark_tables(job.rows, show.width):
+        show.print(table)
+        show.print()
+    if plot is not None:
+        _draw(job, plot, kind, format, show)
+    for error in job.errors:
+        print(f"flashpoint benchmark: {error}", file=sys.stderr)
+    if job.state != "done":
+        print(f"flashpoint benchmark: {job.state} after {job.done} of {job.total} cases", file=sys.stderr)
+    return RIGHT if job.state == "done" else WRONG
+
+
+def _shapes(
+    q_len: Any, kv_len: Any, head_dim: Any, value_dim: Any, batch: int, q_heads: int, kv_heads: int | None
+) -> list[dict[str, int]]:
+    """Every length with every dimension. A neighbour's size is left to the schema."""
+    shapes = [
+        {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "q_len": q, "kv_len": k, "head_dim": d,
+         "value_dim": value_dim}
+        for d, q, k in itertools.product(head_dim or (), q_len or (), kv_len or (None,))
+    ]  # fmt: skip
+    if not shapes and (q_len or head_dim):
+        raise typer.BadParameter("a grid needs both", param_hint="--q-len, --head-dim")
+    return [{name: size for name, size in shape.items() if size is not None} for shape in shapes]
+
+
+def _watched(job: BenchmarkJob, events: Iterator[BenchmarkEvent], run: BenchmarkRun | None = None) -> BenchmarkJob:
+    """The job once its events are over, with a bar while they come. Ctrl-C cancels it, and keeps what there is."""
+    job = job.model_copy(update={"rows": (), "errors": ()})  # the events say them all
+    with _progress() as show:
+        try:
+            for event in events:
+                job = job.after(event)
+                show(job, event)
+        except KeyboardInterrupt:
+            if run is not None:
+                run.cancel()
+            now = datetime.datetime.now(datetime.UTC)
+            job = job.after(StateEvent(id=1 << 53, state="cancelled", at=now))
+    assert job.state in ENDED
+    return job
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[BenchmarkJob, BenchmarkEvent], None]]:
+    """A bar on stderr, while there is somebody to see it."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    seen = Console(stderr=True)
+    with Progress(*columns, console=seen, transient=True, disable=not seen.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def show(job: BenchmarkJob, event: BenchmarkEvent) -> None:
+            bar.update(task, completed=job.done, total=job.total or None)
+            if isinstance(event, ProgressEvent):
+                what = f"timing {event.backend}" if event.backend else "measuring what the device can do"
+                bar.update(task, description=what)
+
+        yield show
+
+
+def _draw(job: BenchmarkJob, plot: Path, kind: Kind, format: Any, show: Console) -> None:
+    from flashpoint.plots import KINDS, plot_benchmark
+
+    for each in KINDS if kind == "all" else (kind,):
+        path = plot.with_stem(f"{plot.stem}-{each}") if kind == "all" else plot
+        try:
+            path.write_bytes(plot_benchmark(job, each, format))
+        except ValueError as error:
+            print(f"flashpoint benchmark: no picture of {each}: {error}", file=sys.stderr)
+        else:
+            show.print(f"wrote {path}")

@@ -1,0 +1,56 @@
+"""`flashpoint info`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from flashpoint.commands.running import Json, Key, Timeout, Url, client, console, local, run, write_json
+
+EXAMPLES = """
+  flashpoint info
+  flashpoint info --url http://localhost:8000 --json -
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code. `argv` are the flags, of the process by default."""
+    return run(info, sys.argv[1:] if argv is None else argv, EXAMPLES)
+
+
+def info(url: Url = None, api_key: Key = None, timeout: Timeout = 60.0, json: Json = None) -> int:
+    """What computes here, or at a server: device, versions, and the backends with the options that each has."""
+    if url is None:
+        found = local("info")()
+    else:
+        with client(url, api_key, timeout) as server:
+            found = server.info()
+    write_json(json, found)
+    show = console(json)
+    device = found.get("device") or {}
+    rows = {"flashpoint": found.get("version"), "device": device.get("title"), "torch's name": device.get("name")}
+    if device.get("memory"):
+        rows["memory"] = f"{device['memory'] / 2**30:.1f} GiB"
+    rows |= found.get("versions", {})
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in rows.items():
+        facts.add_row(name, str(value if value is not None else "not known yet"))
+    show.print(facts)
+    if found.get("options"):
+        show.print(_options(found["options"]))
+    return 0
+
+
+def _options(options: dict[str, list[str]]) -> Table:
+    """A row an option, a column a backend."""
+    table = Table(box=None, pad_edge=False, title="\nwhat each backend does", title_justify="left", title_style="bold")
+    table.add_column("")
+    for backend in options:
+        table.add_column(backend, justify="center")
+    words: dict[str, Any] = dict.fromkeys(word for has in options.values() for word in sorted(has))
+    for word in sorted(words, key=lambda word: (-sum(word in has for has in options.values()), word)):
+        table.add_row(word, *("yes" if word in has else "–" for has in options.values()))
+    return table

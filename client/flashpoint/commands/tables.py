@@ -1,0 +1,111 @@
+"""What was found, as tables for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.table import Table
+
+from flashpoint.benchmark_schema import BenchmarkRow
+from flashpoint.verify_schema import VerifyReport
+
+WIDE = 110  # columns that the whole table of a benchmark needs; narrower ones go without the rest
+
+
+def _columns(rows: Sequence[BenchmarkRow], wide: bool) -> dict[str, Callable[[BenchmarkRow], str]]:
+    # A CPU's figures would all begin with zeros.
+    scale, flops = (1, "TFLOP/s") if max((row.tflops or 0 for row in rows), default=0) >= 1 else (1000, "GFLOP/s")
+
+    def rate(tflops: float | None) -> str:
+        return number(None if tflops is None else tflops * scale)
+
+    columns: dict[str, tuple[bool, Callable[[BenchmarkRow], str]]] = {
+        "ms": (True, lambda row: number(row.ms)),
+        "p20 – p80": (False, lambda row: f"{number(row.ms_p20)} – {number(row.ms_p80)}"),
+        flops: (True, lambda row: rate(row.tflops)),
+        "standard": (False, lambda row: rate(row.tflops_standard)),
+        "GB/s": (False, lambda row: number(row.gb_per_s)),
+        "FLOP/B": (False, lambda row: number(row.arithmetic_intensity)),
+        "% roof": (True, lambda row: number(row.roofline_percent)),
+        "memory": (True, lambda row: size(row.peak_bytes)),
+        "× naive": (True, lambda row: number(row.speedup_over_naive)),
+    }
+    return {name: write for name, (narrow, write) in columns.items() if narrow or wide}
+
+
+def benchmark_tables(rows: Iterable[BenchmarkRow], width: int) -> Iterator[Table]:
+    """A table a problem, a row a backend; what was skipped says why."""
+    for problem, group in groupby(rows, key=_problem):
+        members = list(group)
+        columns = _columns(members, width >= WIDE)
+        table = Table(box=None, pad_edge=False, title=problem, title_justify="left", title_style="bold")
+        table.add_column("", min_width=14, no_wrap=True)
+        for name in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        skipped = []
+        for row in members:
+            if row.skipped is None:
+                table.add_row(row.backend, *(write(row) for write in columns.values()))
+            else:
+                skipped.append(f"{row.backend} skipped: {row.skipped}")
+        table.caption, table.caption_justify = "\n".join(skipped) or None, "left"
+        yield table
+
+
+def _problem(row: BenchmarkRow) -> str:
+    def pair(name: str, a: int, b: int) -> str:
+        return f"{name} {a}" if a == b else f"{name} {a}/{b}"
+
+    sizes = (
+        f"B {row.batch}", pair("H", row.q_heads, row.kv_heads), pair("N", row.q_len, row.kv_len),
+        pair("D", row.head_dim, row.value_dim),
+    )  # fmt: skip
+    return f"{row.direction}{', causal' if row.causal else ''} · {row.dtype} · {' '.join(sizes)}"
+
+
+def verification_table(report: VerifyReport) -> Table:
+    """A row a tensor: its errors, torch's, the bound."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "max error", "torch's own", "bound", "RMS", "cosine", "worst at", "there", "float64"):
+        table.add_column(name, justify="left" if name in ("", "worst at") else "right", no_wrap=True)
+    for t in report.tensors:
+        table.add_row(
+            f"[green]✓[/] {t.name}" if t.ok else f"[bold red]✗ {t.name}[/]",
+            f"{t.max_abs:.1e}", f"{t.torch.max_abs:.1e}", f"{t.bound:.1e}", f"{t.rms:.1e}", _cosine(t.cosine),
+            ",".join(map(str, t.worst_index)) if t.worst_index is not None else "–",
+            number(t.worst_value), number(t.worst_expected),
+        )  # fmt: skip
+    return table
+
+
+def number(value: float | None) -> str:
+    """Three digits, or more before the point."""
+    if value is None:
+        return ""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    magnitude = abs(value)
+    if magnitude >= 100:
+        return f"{value:,.0f}"
+    if magnitude < 0.01:
+        return f"{value:.1e}"
+    return f"{value:.{2 - math.floor(math.log10(magnitude))}f}"
+
+
+def size(count: float | None) -> str:
+    """Bytes in the unit that leaves one to four digits."""
+    if count is None:
+        return ""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"
+
+
+def _cosine(value: float) -> Any:
+    """As 1 less what is missing, where that is what there is to see."""
+    return f"1 − {1 - value:.0e}" if 0.99 < value < 1 else f"{value:.4g}"

@@ -1,0 +1,277 @@
+"""`flashpoint verify`, `benchmark` and `info`: what they send, show, write and end with; real kernels, real sockets."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from test_proof import EVENTS, JOB, REPORT, says, streams
+from test_proof_schemas import ROW
+
+import flashpoint
+from flashpoint import cli, wire
+from flashpoint.commands import running
+from flashpoint.commands.tables import number, size
+
+GRID = ("--q-len", "64", "--head-dim", "16")
+MEASURED = ROW | {"ms": 1.25, "ms_p20": 1.0, "ms_p80": 2.0, "tflops": 0.5, "speedup_over_naive": 3.5, "peak_bytes": 2e6}
+
+
+@pytest.fixture
+def run(capsys):
+    """(exit code, stdout, stderr) of a command."""
+
+    def run(*arguments):
+        code = cli.main([str(a) for a in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_every_command_helps_with_examples(run):
+    for command in ("verify", "benchmark", "info"):
+        code, out, _ = run(command, "--help")
+        assert code == 0
+        assert f"  flashpoint {command} " in out
+        assert "Exit codes: 0 right, 1 wrong or failed, 2 called wrongly" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("benchmark",), "name a preset, or shapes"),
+        (("benchmark", "--q-len", "64"), "a grid needs both"),
+        (("benchmark", "--q-len", "x", "--head-dim", "16"), "--q-len"),
+        (("benchmark", *GRID, "--dtype", "int8"), "dtypes"),
+        (("benchmark", *GRID, "--preset", "seeds"), "the preset has its own shapes"),
+        (("benchmark", *GRID, "--plot", "a.gif"), ".svg or .png"),
+        (("benchmark", *GRID, "--nonsense"), "--nonsense"),
+        (("benchmark", *GRID, "--backend", "nope"), "'nope' is none of naive"),
+        (("verify",), "or name a file"),
+        (("verify", "--q-len", "8", "--head-dim", "4", "--window", "1"), "window"),
+        (("verify", "no-such-file"), "no-such-file"),
+        (("verify", "--q-len", "8", "--head-dim", "300", "--backend", "tiled"), "head dimension above 256"),
+        (("verify", "--q-len", "8", "--head-dim", "4", "--extras", "bool_mask,float_mask"), "one mask"),
+    ],
+)
+def test_what_is_called_wrongly_ends_with_2(run, arguments, said):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_a_server_that_is_not_there_ends_with_3(run, scripted):
+    scripted.script.extend([lambda h: h.problem(503, Retry_After="9")] * 9)
+    code, out, err = run("info", "--url", scripted.url, "--timeout", "2")
+    assert (code, out) == (3, "")
+    assert err.startswith("flashpoint info: 503 some_code")
+
+
+def test_a_refusal_ends_with_2_and_a_fault_with_1(run, scripted):
+    for status, expected in ((422, 2), (401, 2), (413, 2), (500, 1)):
+        scripted.script.append(lambda h, status=status: h.problem(status))
+        assert run("verify", "--q-len", "8", "--head-dim", "4", "--url", scripted.url)[0] == expected
+
+
+def test_a_benchmark_of_a_server_is_shown_written_and_drawn(run, scripted, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHPOINT_API_KEY", "secret")
+    events = [*EVENTS[:2], {"id": 3, "kind": "row", "done": 1, "total": 2, "row": MEASURED}, *EVENTS[3:]]
+    scripted.script.extend([says(JOB, 202), says(JOB | {"rows": [MEASURED]}), streams(events)])
+    code, out, err = run(
+        "benchmark", *GRID, "--causal", "both", "--backend", "tiled,naive", "--url", scripted.url,
+        "--json", tmp_path / "all.json", "--plot", tmp_path / "some.svg", "--kind", "all",
+    )  # fmt: skip
+    assert (code, err.count("no picture of")) == (0, 2)
+    assert "forward · float32 · B 1 H 2/1 N 128 D 64" in out
+    assert "1.25  1.00 – 2.00      500" in out
+    assert "tiled skipped: too large" in out
+    job = flashpoint.BenchmarkJob.model_validate_json((tmp_path / "all.json").read_text())
+    assert [row.skipped for row in job.rows] == [None, "too large"]
+    pictures = sorted(path.name for path in tmp_path.glob("*.svg"))
+    assert pictures == ["some-memory.svg", "some-speedup.svg", "some-time.svg"]
+    sent = flashpoint.BenchmarkRequest.model_validate_json(scripted.requests[0][3])
+    assert (sent.causal, sent.backends, sent.shapes[0].q_len) == ((False, True), ("tiled", "naive"), 64)
+    assert {headers["Authorization"] for _, _, headers, _ in scripted.requests} == {"Bearer secret"}
+
+
+@pytest.mark.parametrize("state", ["failed", "cancelled"])
+def test_a_benchmark_that_did_not_end_well_ends_with_1(run, scripted, state):
+    last = EVENTS[4] | {"state": state, "error": "no memory"}
+    scripted.script.extend([says(JOB, 202), says(JOB), streams([*EVENTS[:3], last])])
+    code, out, err = run("benchmark", *GRID, "--url", scripted.url)
+    assert code == 1
+    assert "N 128" in out
+    assert f"no memory\nflashpoint benchmark: {state} after 1 of 2 cases" in err
+
+
+def test_ctrl_c_cancels_at_the_server_and_keeps_what_there_is(run, scripted, monkeypatch):
+    def interrupt(job, event):
+        raise KeyboardInterrupt
+
+    scripted.script.extend([says(JOB, 202), says(JOB), streams(EVENTS), says(JOB | {"state": "cancelled"})])
+    from flashpoint.commands import benchmark
+
+    monkeypatch.setattr(benchmark, "_progress", lambda: _Given(interrupt))
+    assert run("benchmark", *GRID, "--url", scripted.url)[0] == 1
+    assert scripted.requests[-1][:2] == ("DELETE", "/benchmark/j1")
+
+
+class _Given:
+    def __init__(self, value):
+        self.value = value
+
+    def __enter__(self):
+        return self.value
+
+    def __exit__(self, *_):
+        return False
+
+
+def test_json_alone_on_stdout(run, scripted):
+    scripted.script.append(says({"version": "1", "device": None, "versions": {}, "options": {}}))
+    code, out, err = run("info", "--url", scripted.url, "--json", "-")
+    assert (code, json.loads(out)["version"]) == (0, "1")
+    assert "not known yet" in err
+
+
+def test_a_verification_of_a_server_is_shown(run, scripted, tmp_path):
+    scripted.script.extend([says(REPORT), says(REPORT | {"ok": False})])
+    code, out, _ = run(
+        "verify", "--q-len", "8", "--head-dim", "4", "--causal", "--window", "3,0", "--url", scripted.url,
+        "--plot", tmp_path / "errors.png",
+    )  # fmt: skip
+    assert code == 0
+    assert "✓ o" in out
+    assert (tmp_path / "errors.png").read_bytes().startswith(b"\x89PNG")
+    sent = flashpoint.VerifyRequest.model_validate_json(scripted.requests[0][3])
+    assert (sent.causal, sent.window, sent.shape.q_len) == (True, (3, 0), 8)
+    assert run("verify", "--q-len", "8", "--head-dim", "4", "--url", scripted.url)[0] == 1
+
+
+def test_a_benchmark_here_times_real_kernels(run, tmp_path):
+    code, out, _ = run(
+        "benchmark", *GRID, "--backend", "naive,tiled,torch", "--max-seconds", "0.05", "--warmup-ms", "0",
+        "--direction", "forward,backward", "--json", tmp_path / "all.json",
+    )  # fmt: skip
+    assert code == 0
+    assert out.count("tiled") == out.count("torch") == 2
+    job = flashpoint.BenchmarkJob.model_validate_json((tmp_path / "all.json").read_text())
+    assert (job.state, job.done, job.total) == ("done", 6, 6)
+    assert all(row.ms > 0 and row.peak_bytes > 0 and row.roofline_percent > 0 for row in job.rows)
+    assert job.environment["peaks"]["float32"]["tflops"] > 0
+
+
+def test_this_machine_is_described(run):
+    code, out, _ = run("info")
+    assert code == 0
+    assert "torch" in out
+    assert "alibi_slopes" in out
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""),
+        (0.0, "0"),
+        (float("nan"), "nan"),
+        (12345.6, "12,346"),
+        (99.4, "99.4"),
+        (0.5, "0.500"),
+        (1e-5, "1.0e-05"),
+    ],
+)
+def test_numbers_have_three_digits(value, text):
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(None, ""), (512, "512 B"), (1536, "1.5 KiB"), (2 << 30, "2.0 GiB")])
+def test_sizes_have_their_unit(count, text):
+    assert size(count) == text
+
+
+def test_what_is_missing_says_what_to_install(monkeypatch):
+    class Point:
+        @staticmethod
+        def load():
+            raise ModuleNotFoundError(name="torch")
+
+    monkeypatch.setattr(running, "entry_points", lambda **_: [Point])
+    with pytest.raises(flashpoint.InvalidInputError, match=r"needs torch .*flashpoint\[server\].* --url"):
+        running.local("verify")
+    monkeypatch.setattr(running, "entry_points", lambda **_: [])
+    with pytest.raises(flashpoint.InvalidInputError, match=r"flashpoint\[server\]"):
+        running.local("verify")
+
+
+def saved(path, tensors, options):
+    head = wire.build_head([(name, t.dtype.name, t.shape) for name, t in tensors.items()], wire.encode_options(options))
+    path.write_bytes(head + b"".join(t.tobytes() for t in tensors.values()))
+    return path
+
+
+def problem(dtype):
+    """q, k, v and causal attention of them, computed in float64."""
+    q, k, v = (t.astype(dtype).astype(np.float64) for t in np.random.default_rng(0).standard_normal((3, 2, 9, 16)))
+    s = np.where(np.tri(9, dtype=bool), q @ k.swapaxes(-1, -2) / 4, -np.inf)
+    p = np.exp(s) / np.exp(s).sum(-1, keepdims=True)
+    return {name: t.astype(dtype) for name, t in (("q", q), ("k", k), ("v", v), ("o", p @ v))}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_a_kernel_of_the_callers_own_is_judged_from_a_file(run, tmp_path, dtype):
+    tensors = problem(dtype)
+    code, out, _ = run("verify", saved(tmp_path / "right", tensors, {"causal": True, "format": "pt"}))
+    assert (code, "given" in out, "lse" in out) == (0, True, False)
+    tensors["o"][1, 4, 7] += 0.25
+    wrong = saved(tmp_path / "wrong", tensors, {"causal": True})
+    code, out, _ = run("verify", wrong, "--json", tmp_path / "report.json", "--plot", tmp_path / "errors.svg")
+    assert code == 1
+    assert "1,4,7" in out
+    report = flashpoint.VerifyReport.model_validate_json((tmp_path / "report.json").read_text())
+    assert (report.backend, report.ok, report.tensors[0].worst_index) == ("given", False, (1, 4, 7))
+    assert run("verify", wrong, "--no-causal")[0] == 1  # a flag goes before the file
+
+
+def test_a_files_inputs_alone_are_run_on_a_backend(run, tmp_path):
+    tensors = problem(np.float32)
+    del tensors["o"]
+    code, out, _ = run("verify", saved(tmp_path / "inputs", tensors, {}), "--backend", "tiled")
+    assert (code, "tiled" in out, "lse" in out) == (0, True, True)
+
+
+@pytest.mark.parametrize("body", [b"", b"nonsense", b"\x08\0\0\0\0\0\0\0{}      ", b"\x02\0\0\0\0\0\0\0{}more"])
+def test_a_file_that_is_no_problem_is_refused(run, tmp_path, body):
+    (tmp_path / "file").write_bytes(body)
+    code, out, err = run("verify", tmp_path / "file")
+    assert (code, out) == (2, "")
+    assert err.startswith("flashpoint verify: file: ")
+
+
+def test_sizes_are_not_taken_beside_a_file(run, tmp_path):
+    code, _, err = run("verify", saved(tmp_path / "f", problem(np.float32), {}), "--q-len", "9")
+    assert (code, err) == (2, "flashpoint verify: shape: is not taken beside tensors\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "judged"),
+    [
+        (("--layout", "thd", "--batch", "2"), ["o", "lse", "dq", "dk", "dv"]),
+        (("--layout", "bshd", "--direction", "backward", "--grads", "dk"), ["dk"]),
+        (("--direction", "forward", "--dropout-p", "0.5", "--q-heads", "4", "--kv-heads", "2"), ["o", "lse"]),
+        (
+            ("--extras", "float_mask,sinks,alibi_slopes", "--grads", "dq,dattn_mask,dsinks"),
+            ["o", "lse", "dq", "dattn_mask", "dsinks"],
+        ),
+        (("--extras", "bool_mask,q_lengths,kv_lengths", "--batch", "3"), ["o", "lse", "dq", "dk", "dv"]),
+    ],
+)
+def test_a_problem_is_drawn_and_judged_here(run, tmp_path, flags, judged):
+    shape = ("--q-len", "24", "--kv-len", "31", "--head-dim", "8", "--value-dim", "12", "--backend", "tiled")
+    code, out, _ = run("verify", *shape, *flags, "--seed", "5", "--json", tmp_path / "report.json")
+    report = flashpoint.VerifyReport.model_validate_json((tmp_path / "report.json").read_text())
+    assert (code, report.ok, [t.name for t in report.tensors]) == (0, True, judged), out
+    assert (report.seed, report.backend) == (5, "tiled")
+    run("verify", *shape, *flags, "--seed", "5", "--json", tmp_path / "again.json")
+    again = flashpoint.VerifyReport.model_validate_json((tmp_path / "again.json").read_text())
+    if "--dropout-p" not in flags:  # whose seed is drawn anew
+        assert again.tensors == report.tensors
