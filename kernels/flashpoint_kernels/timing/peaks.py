@@ -19,7 +19,7 @@ from flashpoint_kernels.timing.sheets import SHEETS
 COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 # A product is large enough when it takes this long: launches and its n² numbers no longer show beside its n³ work.
 PRODUCT_MS = 10.0
-REPEATS = 7  # the best of them counts: a peak is what nothing disturbs
+REPEATS = 15  # the best of them counts: a peak is what nothing disturbs
 
 
 class Peak(NamedTuple):
