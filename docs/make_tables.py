@@ -12,10 +12,12 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
+from flashpoint.benchmark_schema import BenchmarkJob
+from flashpoint.commands.tables import columns, number, problem
 from flashpoint.options import AttentionOptions
 from flashpoint_kernels.spec import BACKENDS
 from flashpoint_kernels.support import FEATURE_FIELDS, SUPPORT
@@ -161,6 +163,28 @@ def data_sheets() -> str:
     return table(head, [(name, *sheet) for name, sheet in SHEETS.items()])
 
 
+def benchmarks() -> str:
+    """Of each machine what `flashpoint benchmark --json` wrote: a table a problem, a row a backend."""
+    text = ""
+    for path in sorted(RESULTS.glob("benchmark-*.json")):
+        job = BenchmarkJob.model_validate_json(path.read_text())
+        made = job.environment
+        cores = f"{made['cores']} cores" if "cores" in made else f"{made['multiprocessors']} multiprocessors"
+        peaks = [f"{dtype} {number(p['tflops'])} TFLOP/s" for dtype, p in made["peaks"].items()]
+        copied = next(iter(made["peaks"].values()))["gb_per_s"]
+        text += (
+            f"\n{job.device}, {cores}, load average {made['load_average'][0]} at the start, python {made['python']}, "
+            f"torch {made['torch']}, triton {made['triton']}, {job.created:%Y-%m-%d}, commit {made['commit'][:10]}. "
+            f"Its peaks: {', '.join(peaks)}, copying {number(copied)} GB/s.\n"
+        )
+        for title, group in groupby(job.rows, key=problem):
+            rows = [row for row in group if row.skipped is None]
+            shown = columns(rows, wide=True)
+            text += f"\n{title}\n\n"
+            text += table(["", *shown], ([row.backend, *(write(row) for write in shown.values())] for row in rows))
+    return text or "\nnot measured\n"
+
+
 def _variant(kernel: dict[str, Any]) -> str:
     tile = f"{kernel['block_m']}×{kernel['block_n']}, {kernel['num_warps']} warps"
     return f"{tile}: {kernel['registers']} / {kernel['spill_bytes']} / {kernel['shared_bytes'] / 1024:.0f}"
@@ -168,6 +192,7 @@ def _variant(kernel: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "algorithms": algorithms,
+    "benchmarks": benchmarks,
     "data-sheets": data_sheets,
     "errors": errors,
     "options": options,

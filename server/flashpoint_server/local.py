@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import os
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +55,7 @@ def benchmark(request: BenchmarkRequest) -> Iterator[BenchmarkEvent]:
             precision=request.relative_precision, max_seconds=request.max_seconds, warmup_ms=request.warmup_ms
         )
     ids = itertools.count(1)
+    load = [round(x, 2) for x in os.getloadavg()]  # of what else ran when this began
 
     def state(name: State, error: str | None = None) -> StateEvent:
         return StateEvent(id=next(ids), state=name, at=datetime.datetime.now(datetime.UTC), error=error)
@@ -62,7 +66,7 @@ def benchmark(request: BenchmarkRequest) -> Iterator[BenchmarkEvent]:
         with closing(run_grid(cases, device, timing)) as events:
             for event in events:
                 if event["type"] == "device":
-                    found = event["environment"]
+                    found = event["environment"] | {"load_average": load, "commit": _commit()}
                     yield DeviceEvent(id=next(ids), device=found["device"], environment=found)
                 elif event["type"] == "row":
                     row = BenchmarkRow.model_validate(event["row"])
@@ -145,6 +149,20 @@ def info() -> dict[str, Any]:
 
 def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _commit() -> str | None:
+    """The commit of this checkout; None where this file is no part of one, but installed."""
+
+    def git(*arguments: str) -> str:
+        command, here = ["git", *arguments], Path(__file__).parent
+        return subprocess.run(command, cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", __file__)
+        return git("rev-parse", "HEAD")
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 @contextmanager

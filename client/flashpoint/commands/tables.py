@@ -15,14 +15,15 @@ from flashpoint.verify_schema import VerifyReport
 WIDE = 110  # columns that the whole table of a benchmark needs; narrower ones go without the rest
 
 
-def _columns(rows: Sequence[BenchmarkRow], wide: bool) -> dict[str, Callable[[BenchmarkRow], str]]:
+def columns(rows: Sequence[BenchmarkRow], *, wide: bool) -> dict[str, Callable[[BenchmarkRow], str]]:
+    """What is shown of each row, by the heads of the columns."""
     # A CPU's figures would all begin with zeros.
     scale, flops = (1, "TFLOP/s") if max((row.tflops or 0 for row in rows), default=0) >= 1 else (1000, "GFLOP/s")
 
     def rate(tflops: float | None) -> str:
         return number(None if tflops is None else tflops * scale)
 
-    columns: dict[str, tuple[bool, Callable[[BenchmarkRow], str]]] = {
+    all_of_them: dict[str, tuple[bool, Callable[[BenchmarkRow], str]]] = {
         "ms": (True, lambda row: number(row.ms)),
         "p20 – p80": (False, lambda row: f"{number(row.ms_p20)} – {number(row.ms_p80)}"),
         flops: (True, lambda row: rate(row.tflops)),
@@ -33,32 +34,30 @@ def _columns(rows: Sequence[BenchmarkRow], wide: bool) -> dict[str, Callable[[Be
         "memory": (True, lambda row: size(row.peak_bytes)),
         "× naive": (True, lambda row: number(row.speedup_over_naive)),
     }
-    return {name: write for name, (narrow, write) in columns.items() if narrow or wide}
+    return {name: write for name, (narrow, write) in all_of_them.items() if narrow or wide}
 
 
 def benchmark_tables(rows: Iterable[BenchmarkRow], width: int) -> Iterator[Table]:
     """A table a problem, a row a backend; what was skipped says why."""
-    for problem, group in groupby(rows, key=_problem):
+    for title, group in groupby(rows, key=problem):
         members = list(group)
-        columns = _columns(members, width >= WIDE)
-        table = Table(box=None, pad_edge=False, title=problem, title_justify="left", title_style="bold")
+        shown = columns(members, wide=width >= WIDE)
+        table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
         table.add_column("", min_width=14, no_wrap=True)
-        for name in columns:
+        for name in shown:
             table.add_column(name, justify="right", no_wrap=True)
         skipped = []
         for row in members:
             if row.skipped is None:
-                table.add_row(row.backend, *(write(row) for write in columns.values()))
+                table.add_row(row.backend, *(write(row) for write in shown.values()))
             else:
                 skipped.append(f"{row.backend} skipped: {row.skipped}")
         table.caption, table.caption_justify = "\n".join(skipped) or None, "left"
         yield table
 
 
-def _problem(row: BenchmarkRow) -> str:
-    def pair(name: str, a: int, b: int) -> str:
-        return f"{name} {a}" if a == b else f"{name} {a}/{b}"
-
+def problem(row: BenchmarkRow) -> str:
+    """What cases share that differ in their backend alone, in words."""
     sizes = (
         f"B {row.batch}", pair("H", row.q_heads, row.kv_heads), pair("N", row.q_len, row.kv_len),
         pair("D", row.head_dim, row.value_dim),
@@ -79,6 +78,11 @@ def verification_table(report: VerifyReport) -> Table:
             number(t.worst_value), number(t.worst_expected),
         )  # fmt: skip
     return table
+
+
+def pair(name: str, q: int, kv: int) -> str:
+    """A size of q and that of k or v, which is named where it is another."""
+    return f"{name} {q}" if q == kv else f"{name} {q}/{kv}"
 
 
 def number(value: float | None) -> str:
