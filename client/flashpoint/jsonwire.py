@@ -23,7 +23,7 @@ from flashpoint.wire import RANK_LIMIT, WireError
 MEDIA_TYPE = "application/json"
 
 SHARED_DTYPE = ("q", "k", "v", "do", "o", "dq", "dk", "dv")  # the message's `dtype` holds for these
-FLOAT32 = ("lse", "dlse", "sinks", "alibi_slopes")
+FLOAT32 = ("lse", "dlse", "sinks", "alibi_slopes", "dattn_mask", "dsinks")
 INDEX = ("q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k")
 TENSORS = frozenset({*SHARED_DTYPE, *FLOAT32, *INDEX, "attn_mask"})
 
@@ -52,8 +52,9 @@ def decode(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """The tensors, by name, and everything else, of a message.
 
     q, k, v, do and o have the message's `dtype` (default float32; bfloat16 is ml_dtypes'); a mask of booleans is bool,
-    otherwise float32; lengths and cu_seqlens are int64; lse, dlse, sinks and slopes are float32. Raises WireError when
-    `body` is no JSON object, FieldError when a tensor is ragged, not of numbers, or has numbers its dtype cannot hold.
+    otherwise float32; lengths and cu_seqlens are int64; lse, dlse, sinks, slopes and the gradients of mask and sinks
+    are float32. Raises WireError when `body` is no JSON object, FieldError when a tensor is ragged, not of numbers, or
+    has numbers its dtype cannot hold.
     """
     try:
         message = strictjson.loads(body)

@@ -28,7 +28,8 @@ def test_a_message_is_read():
 
 
 def test_the_default_is_float32_and_a_mask_of_numbers_is_a_float_mask():
-    tensors, _ = decode(b'{"q": [[0.1]], "attn_mask": [[0, "-Infinity"]], "alibi_slopes": [1]}')
+    tensors, _ = decode(b'{"q": [[0.1]], "attn_mask": [[0, "-Infinity"]], "alibi_slopes": [1], "dattn_mask": [[1, 0]]}')
+    assert len(tensors) == 4
     assert all(t.dtype == np.float32 for t in tensors.values())
     assert tensors["attn_mask"].tolist() == [[0, -math.inf]]
 
