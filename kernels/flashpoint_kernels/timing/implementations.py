@@ -75,6 +75,8 @@ def _sdpa(backend: SDPBackend, case: Case, device: str) -> Attend:
 def _flex(case: Case, device: str) -> Attend:
     from torch.nn.attention import flex_attention as flex
 
+    if case.direction != "forward" and device.startswith("cpu"):
+        raise CannotRunError("has no backward on the CPU")
     offset = case.kv_len - case.q_len
 
     def seen(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
