@@ -3,54 +3,90 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flashpoint_kernels.spec import ITEMSIZE, Spec, TensorInfo
+from flashpoint_kernels.spec import ITEMSIZE, Spec
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
 
 
+class Permit:
+    """One request inside: the bytes of its tensors, its FLOPs, and when it came, in `time.monotonic` seconds."""
+
+    def __init__(self, admission: Admission, nbytes: int) -> None:
+        self._admission = admission
+        self.nbytes = nbytes
+        self.flops = 0
+        self.since = time.monotonic()
+
+    def price(self, flops: int) -> None:
+        """Once it is known what the request asks. Raises Refusal 429."""
+        self._admission.add_flops(flops)
+        self.flops = flops
+
+
 class Admission:
-    """Counts requests, from their head to the last byte of their answer, and the bytes of their tensors."""
+    """Counts requests, from their head to the last byte of their answer, and the bytes and FLOPs that they bring."""
 
     def __init__(self, settings: Settings) -> None:
         self._requests_limit = settings.queue_limit
         self._bytes_limit = settings.queue_bytes
-        self.requests = 0
+        self._flops_limit = settings.queue_flops
+        self._inside: dict[Permit, None] = {}  # in the order in which they came
         self.bytes = 0
+        self.flops = 0
+
+    @property
+    def requests(self) -> int:
+        return len(self._inside)
+
+    @property
+    def oldest_seconds(self) -> float:
+        """Age of the request that has been inside for the longest; 0 where none is."""
+        return max((time.monotonic() - permit.since for permit in self._inside), default=0.0)
 
     @contextmanager
-    def permit(self, cost: int) -> Iterator[None]:
-        """Room for a request with `cost` bytes of tensors. Raises Refusal 429."""
+    def permit(self, nbytes: int) -> Iterator[Permit]:
+        """Room for a request with so many bytes of tensors. Raises Refusal 429."""
         if self.requests >= self._requests_limit:
             raise Refusal("queue_full", f"{self.requests} requests are being served, as many as the server admits")
         # Alone, a request of any size that passed the limits on a body is let in.
-        if self.requests and self.bytes + cost > self._bytes_limit:
-            raise Refusal("queue_full", f"the requests being served hold {self.bytes} bytes, and this one needs {cost}")
-        self.requests += 1
-        self.bytes += cost
+        if self.requests and self.bytes + nbytes > self._bytes_limit:
+            raise Refusal(
+                "queue_full", f"the requests being served hold {self.bytes} bytes, and this one needs {nbytes}"
+            )
+        permit = Permit(self, nbytes)
+        self._inside[permit] = None
+        self.bytes += nbytes
         try:
-            yield
+            yield permit
         finally:
-            self.requests -= 1
-            self.bytes -= cost
+            del self._inside[permit]
+            self.bytes -= nbytes
+            self.flops -= permit.flops
+
+    def add_flops(self, flops: int) -> None:
+        if self.requests > 1 and self.flops + flops > self._flops_limit:
+            raise Refusal(
+                "queue_full", f"the requests being served need {self.flops:.3g} FLOPs, and this one {flops:.3g}"
+            )
+        self.flops += flops
 
 
-def check_size(spec: Spec, backend: str, memory: int, sequence_limit: int) -> None:
+def check_size(spec: Spec, memory: int, sequence_limit: int) -> None:
     """Refuse (413) what could never run on a device with `memory` bytes, as far as the head tells."""
     if spec.batch > sequence_limit:
         raise Refusal("work_too_large", f"{spec.batch} sequences are over the limit of {sequence_limit}")
-    if (needed := footprint(spec, backend)) > memory:
+    if (needed := footprint(spec)) > memory:
         raise Refusal("work_too_large", f"this needs at least {needed} bytes where the device has {memory}")
 
 
-def footprint(spec: Spec, backend: str) -> int:
-    """The least bytes that the work needs: its inputs and answers, and what the backend must hold beside them.
+def footprint(spec: Spec) -> int:
+    """The least bytes that the work needs: its inputs and answers, for no backend holds more than some tiles beside.
 
     A dimension of 0 counts as 1, so that an empty tensor cannot hide what the others would cost.
     """
     tensors = [*spec.tensors.values(), *spec.outputs.values()]
-    if backend == "reference":  # one sequence's scores and probabilities
-        tensors += [TensorInfo("float64", (spec.q_heads, spec.q_len, spec.kv_len))] * 2 * (not spec.ragged)
     return sum(math.prod(max(n, 1) for n in t.shape) * ITEMSIZE[t.dtype] for t in tensors)

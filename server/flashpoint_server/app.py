@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request
@@ -17,7 +18,7 @@ from flashpoint_server import openapi, status
 from flashpoint_server.attention import AttentionRoute
 from flashpoint_server.envelope import Envelope
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.processes import running_engines
+from flashpoint_server.processes import ENGINE, running_engines
 from flashpoint_server.refusal import MEDIA_TYPE, STATUS, Refusal, invalid
 from flashpoint_server.service import Service
 from flashpoint_server.settings import Settings
@@ -26,11 +27,14 @@ PATHS: dict[str, Direction] = {"/attention": "forward", "/attention/grad": "back
 _CODES = {status: code for code, status in reversed(STATUS.items())}  # a status's first code
 
 
-def create_app(settings: Settings | None = None, engines: Sequence[bytes] | None = None) -> FastAPI:
+def create_app(
+    settings: Settings | None = None, engines: Sequence[bytes] | None = None, engine_module: str = ENGINE
+) -> FastAPI:
     """The service as an ASGI application.
 
     `settings` default to the FLASHPOINT_* variables. `engines` are the addresses of engine processes; without them the
-    application's lifespan starts one a device, and ends it. `app.state.service` is what the routes share.
+    application's lifespan starts one a device, running `engine_module`, and ends it. `app.state.service` is what the
+    routes share.
     """
     settings = settings or Settings()
     service = Service(settings)
@@ -38,10 +42,13 @@ def create_app(settings: Settings | None = None, engines: Sequence[bytes] | None
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as inside:
-            addresses = engines if engines is not None else await inside.enter_async_context(running_engines(settings))
+            addresses = engines
+            if addresses is None:
+                addresses = await inside.enter_async_context(running_engines(settings, engine_module))
             inside.callback(service.close)
             service.pool.warm()
             service.engine.connect(addresses)
+            inside.push_async_callback(_ended, asyncio.ensure_future(service.watch_queue()))
             yield
 
     app = FastAPI(
@@ -54,7 +61,7 @@ def create_app(settings: Settings | None = None, engines: Sequence[bytes] | None
     )
     app.state.service = service
     posts = {path: AttentionRoute(service, direction) for path, direction in PATHS.items()}
-    app.add_middleware(Envelope, posts=posts)
+    app.add_middleware(Envelope, posts=posts, metrics=service.metrics)
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -63,6 +70,12 @@ def create_app(settings: Settings | None = None, engines: Sequence[bytes] | None
     app.include_router(status.router(service))
     openapi.install(app, PATHS)
     return app
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
 
 
 def _response(request: Request, refusal: Refusal) -> Response:

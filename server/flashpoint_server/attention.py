@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 from starlette.datastructures import Headers
@@ -15,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from flashpoint_kernels.spec import Direction, ProblemError, Spec, TensorInfo
 from flashpoint_kernels.support import choose_backend
-from flashpoint_server.admission import check_size
+from flashpoint_server.admission import Permit, check_size
 from flashpoint_server.body import Body, ClientGoneError
 from flashpoint_server.encode import Part, encode
 from flashpoint_server.envelope import send_refusal
@@ -67,11 +68,12 @@ class AttentionRoute:
         body.check_length(body.length)
 
         if given.is_json:
-            inside.enter_context(service.admission.permit(body.length or body.limit))
+            permit = inside.enter_context(self._admitted(exchange, body.length or body.limit))
             arrays, options = await read_json(body, service.codec)
             inputs = [(name, TensorInfo(array.dtype.name, array.shape)) for name, array in arrays.items()]
             spec = make_spec(dict(inputs), options, self._direction)
             backend = self._backend(spec, device, wanted)
+            permit.price(spec.flops)
             staging = self._stage(inputs, spec, inside)
             for name, view in staging.views(staging.inputs).items():
                 view[:] = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data
@@ -79,7 +81,8 @@ class AttentionRoute:
             message = await SafetensorsMessage.begin(body, settings.head_limit)
             spec = message.spec(self._direction)
             backend = self._backend(spec, device, wanted)
-            inside.enter_context(service.admission.permit(spec.input_bytes + spec.output_bytes))
+            permit = inside.enter_context(self._admitted(exchange, spec.input_bytes + spec.output_bytes))
+            permit.price(spec.flops)
             staging = self._stage(message.inputs(), spec, inside)
             await message.receive(body, staging.views(staging.inputs).values())
         exchange.facts.update(backend=backend, shapes={name: list(p.shape) for name, p in staging.inputs.items()})
@@ -90,6 +93,23 @@ class AttentionRoute:
         if job.late:
             raise out_of_time()
         return job, answer, wanted, parts
+
+    @contextmanager
+    def _admitted(self, exchange: Exchange, nbytes: int) -> Iterator[Permit]:
+        """Inside the limits, and counted until it is over. Raises Refusal 429."""
+        metrics = self._service.metrics
+        with self._service.admission.permit(nbytes) as permit:
+            metrics.accepted()
+            try:
+                yield permit
+            except ClientGoneError:
+                metrics.left("cancelled")
+                raise
+            except BaseException:
+                metrics.left("refused")
+                raise
+            else:
+                metrics.left("answered" if exchange.code is None else "cancelled")
 
     def _stage(self, inputs: list[tuple[str, TensorInfo]], spec: Spec, inside: ExitStack) -> Staging:
         """The request's memory, until its answer has left. Raises Refusal 429."""
@@ -104,7 +124,7 @@ class AttentionRoute:
         except ProblemError as error:
             raise invalid(error.errors) from None
         settings = self._service.settings
-        check_size(spec, backend, device.memory, settings.sequence_limit)
+        check_size(spec, device.memory, settings.sequence_limit)
         if wanted.is_json and spec.output_bytes > settings.json_limit:
             limit = settings.json_limit
             raise Refusal("work_too_large", f"an answer of {spec.output_bytes} bytes is over JSON's limit of {limit}")
@@ -143,6 +163,7 @@ class AttentionRoute:
         """The answer, out of memory that will be reused: when this returns nobody sends from it any more."""
         job.timings.done = time.perf_counter()
         durations = job.timings.durations()
+        self._service.metrics.took(job.timings.stages())
         exchange.facts.update({f"{name}_ms": ms for name, ms in durations.items()}, batch_size=answer.batch_size)
         size = sum(map(len, parts))
         headers = {

@@ -2,42 +2,79 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import mmap
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashpoint_kernels import Problem, available_backends, run
 from flashpoint_kernels.problem import DTYPES
-from flashpoint_kernels.spec import INDEX_TENSORS, Options, ProblemError
+from flashpoint_kernels.reproducible import CORES, split
+from flashpoint_kernels.spec import INDEX_TENSORS, Options, ProblemError, Row, Spec, TensorInfo, plan
 from flashpoint_server import messages
 from flashpoint_server.messages import DeviceInfo, Submit
-from flashpoint_server.refusal import Refusal, invalid
+from flashpoint_server.refusal import invalid
+
+
+class OutOfMemoryError(Exception):
+    """The device has no memory for this, at the moment at least."""
+
+
+class DeviceLostError(Exception):
+    """Nothing works on the device any more, in this process."""
+
+
+class Placed(NamedTuple):
+    """A job, and the segment of shared memory that its tensors lie in."""
+
+    submit: Submit
+    memory: mmap.mmap
+
+
+class Stages(NamedTuple):
+    """Seconds that a launch spent on copies to and from a GPU."""
+
+    copy_in: float
+    copy_out: float
+
+
+NO_COPIES = Stages(0.0, 0.0)
 
 
 class Device:
-    """One device and the backends that it has."""
+    """One device and the backends that it has. `lanes` threads serve it, which make `launches` at a time at most."""
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
+        self.is_cpu = info.name == "cpu"
+        # On a GPU two streams: one copies while the other computes. The third thread listens.
+        self.lanes, self.launches = (CORES, 1) if self.is_cpu else (3, 2)
+        self._streams = threading.local()
 
     @classmethod
     def open(cls, asked: str) -> Device:
         """`asked` is auto, cpu, cuda or cuda:N. Raises RuntimeError where there is none such."""
+        torch.set_num_threads(1)  # what takes more says so itself: see flashpoint_kernels.reproducible
         name = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
         if not name.startswith("cuda"):
-            return cls(DeviceInfo("cpu", torch.backends.cpu.get_cpu_capability(), _ram(), available_backends("cpu")))
+            title = torch.backends.cpu.get_cpu_capability()
+            return cls(DeviceInfo("cpu", title, _ram(), available_backends("cpu"), _speed("cpu") * CORES))
         if not torch.cuda.is_available():
             raise RuntimeError(f"device {asked} is asked for, and torch finds no CUDA device")
         properties = torch.cuda.get_device_properties(name)
         device = torch.device(name)
         name = f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
-        return cls(DeviceInfo(name, properties.name, properties.total_memory, available_backends(name)))
+        backends = available_backends(name)
+        return cls(DeviceInfo(name, properties.name, properties.total_memory, backends, _speed(name)))
 
     def prove(self) -> None:
         """Check every backend's forward and gradients against the float64 reference, on this device.
@@ -84,40 +121,101 @@ class Device:
         self._register(lambda runtime, address: runtime.cudaHostUnregister(address), memory)
 
     def _register(self, call: Callable[[Any, int], Any], memory: mmap.mmap) -> None:
-        if self.info.name == "cpu":
+        if self.is_cpu:
             return
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(int(call(runtime, address)))
 
-    def run(self, submit: Submit, memory: mmap.mmap) -> dict[str, Any]:
-        """Compute a job from and into `memory`; what is not a tensor of its answer.
+    def cuts(self, backend: str) -> bool:
+        """Whether a request of `backend` is cut into `parts`, which run on several lanes; else it is a launch."""
+        return self.is_cpu and backend in ("torch", "tiled")
 
-        Raises Refusal: 422 for index tensors that do not fit, 503 when memory runs out.
+    def parts(self, job: Placed) -> list[Problem]:
+        """The problem of a job that this device cuts, in parts that compute in its shared memory."""
+        return split(_in_place(job))
+
+    def run(self, part: Problem, backend: str) -> None:
+        """Compute a part. Raises OutOfMemoryError."""
+        with _told_apart():
+            run([part], backend)
+
+    def launch(self, jobs: Sequence[Placed]) -> tuple[list[int | None], Stages]:
+        """Compute jobs of one launch key from and into their memory; the seed of each, and what the copies took.
+
+        On a GPU the copies and the kernels go to the lane's own stream, with one wait at the end, so that one lane
+        copies while another computes. Raises OutOfMemoryError and DeviceLostError.
         """
-        options = submit.options
-        try:
-            given = {t.name: _in(memory, t) for t in submit.inputs}
-            tensors = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
-            wanted = {t.name: _in(memory, t) for t in submit.outputs}
-            on_device = {} if self.info.name != "cpu" else wanted
-            problem = Problem.create(tensors, options, submit.direction, outputs=on_device)
-            run([problem], submit.backend)
-            if not on_device:
-                for name, t in wanted.items():
-                    t.copy_(problem.outputs[name])
-        except ProblemError as error:
-            raise invalid(error.errors) from None
-        except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
-                raise
-            # The traceback holds the very tensors that did not fit.
-            error.__traceback__ = None
-            raise Refusal("out_of_memory", "the device ran out of memory for this request") from None
-        metadata: dict[str, Any] = {"backend": submit.backend}
-        if options.dropout_p:
-            metadata["dropout_seed"] = problem.seed
-        return metadata
+        backend = jobs[0].submit.backend
+        if self.is_cpu:
+            with _told_apart():
+                problems = [_in_place(job) for job in jobs]
+                run(problems, backend)
+            return [problem.seed for problem in problems], NO_COPIES
+        with _told_apart(), torch.cuda.stream(self._stream()):
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
+            marks[0].record()
+            problems = [self._copied(job) for job in jobs]
+            marks[1].record()
+            run(problems, backend)
+            marks[2].record()
+            for job, problem in zip(jobs, problems, strict=True):
+                for t in job.submit.outputs:
+                    _in(job.memory, t).copy_(problem.outputs[t.name], non_blocking=True)
+            marks[3].record()
+            marks[3].synchronize()
+            stages = Stages(marks[0].elapsed_time(marks[1]) / 1000, marks[2].elapsed_time(marks[3]) / 1000)
+            return [problem.seed for problem in problems], stages
+
+    def _copied(self, job: Placed) -> Problem:
+        """The job's problem, its tensors on their way to the GPU; the values of index tensors are read here."""
+        given = {t.name: _in(job.memory, t) for t in job.submit.inputs}
+        tensors = {
+            name: t if name in INDEX_TENSORS else t.to(self.info.name, non_blocking=True) for name, t in given.items()
+        }
+        return Problem.create(tensors, job.submit.options, job.submit.direction)
+
+    def _stream(self) -> torch.cuda.Stream:
+        """The lane's own."""
+        if not hasattr(self._streams, "stream"):
+            self._streams.stream = torch.cuda.Stream(self.info.name)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = self._streams.stream
+        return stream
+
+    def empty_cache(self) -> None:
+        """Give back what nobody uses, before a second try."""
+        gc.collect()
+        if not self.is_cpu:
+            torch.cuda.empty_cache()
+
+    def memory(self) -> int:
+        """Bytes of the device's memory that this process holds: what is resident of it, on the CPU."""
+        if not self.is_cpu:
+            return torch.cuda.memory_reserved(self.info.name)
+        return int(_STATM.read_text().split()[1]) * mmap.PAGESIZE
+
+
+def check(job: Placed) -> tuple[Row, ...]:
+    """The sequences of a job. Raises Refusal 422 where the values of index tensors do not fit: a head cannot tell."""
+    index = {t.name: _in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
+    try:
+        return spec_of(job.submit).rows(index)
+    except ProblemError as error:
+        raise invalid(error.errors) from None
+
+
+def spec_of(submit: Submit) -> Spec:
+    return plan({t.name: TensorInfo(t.dtype, t.shape) for t in submit.inputs}, submit.options, submit.direction)
+
+
+def _in_place(job: Placed) -> Problem:
+    submit, memory = job
+    given = {t.name: _in(memory, t) for t in submit.inputs}
+    wanted = {t.name: _in(memory, t) for t in submit.outputs}
+    return Problem.create(given, submit.options, submit.direction, spec=spec_of(submit), outputs=wanted)
+
+
+_STATM = Path("/proc/self/statm")
 
 
 def _in(memory: mmap.mmap, t: messages.Tensor) -> Tensor:
@@ -132,9 +230,31 @@ def _in(memory: mmap.mmap, t: messages.Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=t.offset).ne(0).view(t.shape)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    # On the CPU torch says it in words alone: "DefaultCPUAllocator: can't allocate memory".
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+@contextmanager
+def _told_apart() -> Iterator[None]:
+    """Turn what torch raises when memory runs out, or the device is gone, into errors of ours."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # On the CPU torch says it in words alone: "DefaultCPUAllocator: can't allocate memory".
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            error.__traceback__ = None  # it holds the very tensors that did not fit
+            raise OutOfMemoryError from None
+        if "CUDA error" in str(error):  # sticky: every later call of this process fails with it, too
+            raise DeviceLostError(str(error).splitlines()[0]) from error
+        raise
+
+
+def _speed(device: str) -> float:
+    """FLOP/s of a matrix product by one thread, or by a GPU."""
+    n, dtype = (512, torch.float32) if device == "cpu" else (8192, torch.bfloat16)
+    t = torch.ones(n, n, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        (t @ t)[0, 0].item()
+        seconds.append(time.perf_counter() - began)
+    return 2 * n**3 / min(seconds)
 
 
 def _ram() -> int:

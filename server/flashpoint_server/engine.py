@@ -4,7 +4,7 @@
 
 A job is sent when it is submitted and waits in the engine's own queue. Its memory is held until the engine has
 answered, also when nobody waits for the answer any more: only then can nobody write there. When an engine dies its
-mappings are gone with it, and what it had is refused with 503.
+mappings are gone with it; what it had begun is refused with 503, and what it had not is sent to the next that is ready.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import itertools
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -35,7 +35,9 @@ from flashpoint_server.messages import (
     Hello,
     Submit,
     ToEngine,
+    Unmapped,
 )
+from flashpoint_server.metrics import Metrics
 from flashpoint_server.refusal import Refusal
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
@@ -53,24 +55,34 @@ class State(enum.Enum):
 
 
 @dataclass(eq=False)
-class _Sent:
-    """A job that the engine has, until it answers."""
+class Sent:
+    """A job on its way: `since` when, in `time.monotonic` seconds; `number` is its name on an engine's channel."""
 
     job: Job
     future: asyncio.Future[Answer]
+    since: float
+    number: int = -1
 
 
 class Engine:
-    """One engine process, reached at `address` (of an abstract Unix socket)."""
+    """One engine process, reached at `address` (of an abstract Unix socket).
 
-    def __init__(self, address: bytes) -> None:
+    `ready` is called when it has greeted, `kept` when it died, with what it had not begun.
+    """
+
+    def __init__(
+        self, address: bytes, ready: Callable[[], None], kept: Callable[[list[Sent]], None], metrics: Metrics
+    ) -> None:
+        self._ready = ready
+        self._kept = kept
+        self._metrics = metrics
         self.state = State.STARTING
         self.device: DeviceInfo | None = None
         self.failure: str | None = None
         self.load = 0  # FLOPs of what it has been sent and has not answered
         self._address = address
         self._channel: Channel[FromEngine] | None = None
-        self._sent: dict[int, _Sent] = {}
+        self._sent: dict[int, Sent] = {}
         self._numbers = itertools.count()
         self._attached: set[int] = set()
         self._unsent: deque[tuple[ToEngine, tuple[int, ...]]] = deque()  # while the socket's buffer is full
@@ -86,18 +98,17 @@ class Engine:
         self.state = State.STOPPED
         self._lose("draining", "the server stopped before this request was done")
 
-    def submit(self, job: Job) -> asyncio.Future[Answer]:
-        """See `Engines.submit`."""
-        if self.state is not State.READY:
-            raise Refusal("not_ready", f"the engine is {self.state.value}")
-        job.timings.queue = time.perf_counter()
+    def submit(self, sent: Sent) -> None:
+        """Send a job to an engine that is ready."""
+        assert self.device is not None
+        job = sent.job
         segment = job.staging.slot.segment
         if segment.number not in self._attached:
             self._attached.add(segment.number)
-            self._send(Attach(segment.number, segment.size), (segment.fd,))
-        number = next(self._numbers)
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._sent[number] = _Sent(job, future)
+            self._send(Attach(segment.number, segment.mapped), (segment.fd,))
+        number = sent.number = next(self._numbers)
+        self._sent[number] = sent
+        job.staging.slot.mark = False
         job.staging.slot.hold()
         self.load += job.spec.flops
         self._send(
@@ -110,17 +121,17 @@ class Engine:
                 segment=segment.number,
                 inputs=job.staging.described(job.staging.inputs),
                 outputs=job.staging.described(job.staging.outputs),
-                rank=time.monotonic() - job.priority * PRIORITY_SECONDS,
+                mark=job.staging.slot.mark_at,
+                flops=job.spec.flops,
+                rank=sent.since + job.spec.flops / self.device.speed - job.priority * PRIORITY_SECONDS,
                 deadline=job.deadline,
             )
         )
-        future.add_done_callback(lambda _: self._cancel(number))
-        return future
 
-    def _cancel(self, number: int) -> None:
-        """Its future is done: where that is not by the engine's answer, nobody waits for it any more."""
-        if number in self._sent:
-            self._send(Cancel(number))
+    def cancel(self, sent: Sent) -> None:
+        """Nobody waits for it any more: the engine is told, where it has not answered."""
+        if self._sent.get(sent.number) is sent:
+            self._send(Cancel(sent.number))
 
     def forget_segment(self, number: int) -> None:
         """This process has given the segment back."""
@@ -165,10 +176,13 @@ class Engine:
                     case Hello():
                         self.device, self.state = message.device, State.READY
                         log.info("ready", device=message.device.name, backends=message.device.backends)
+                        self._ready()
                     case Broken():
                         self.state, self.failure = State.FAILED, message.reason
                     case Done() | Failed():
                         self._settle(message)
+                    case Unmapped():
+                        self._attached.discard(message.segment)
 
     def _settle(self, message: Done | Failed) -> None:
         sent = self._sent.pop(message.id)
@@ -178,24 +192,34 @@ class Engine:
         if isinstance(message, Failed):
             sent.future.set_exception(Refusal(message.code, message.detail, errors=message.errors))
         else:
-            sent.job.timings.compute, sent.job.timings.encode = message.began, message.ended
+            timings = sent.job.timings
+            timings.compute, timings.encode = message.began, message.ended
+            timings.copy_in, timings.copy_out = message.copy_in, message.copy_out
+            self._metrics.computed(message, sent.job.backend)
             sent.future.set_result(Answer(message.metadata, message.batch_size))
 
-    def _let_go(self, sent: _Sent) -> None:
+    def _let_go(self, sent: Sent) -> None:
         self.load -= sent.job.spec.flops
         sent.job.staging.slot.release()
 
     def _died(self) -> None:
         if self.state is State.FAILED:
             self._lose("engine_lost", "the engine cannot work here")
+            self._kept([])
             return
         log.error("engine lost", jobs=len(self._sent))
         self.state = State.STARTING
+        kept = [sent for sent in self._sent.values() if not sent.job.staging.slot.mark]
+        for sent in kept:
+            del self._sent[sent.number]
+            self._let_go(sent)
         self._lose("engine_lost", "the engine died with this request; it may be sent again")
         try:
             self.connect()
         except OSError as error:  # its listener went with whoever kept it
             self.state, self.failure = State.FAILED, f"the engine's listener is gone: {error}"
+        self._metrics.engine_lost()
+        self._kept(kept)
 
     def _lose(self, code: str, detail: str) -> None:
         """Forget the connection, and refuse what was sent over it."""
@@ -217,12 +241,14 @@ class Engine:
 class Engines:
     """All engines of the service. A job goes to the one with the least work before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._engines: list[Engine] = []
+        self._kept: deque[Sent] = deque()  # what no engine has: it waits for one to be ready again
 
     def connect(self, addresses: Sequence[bytes]) -> None:
         """Reach for the engines at these addresses; `state` says when one is there."""
-        self._engines = [Engine(address) for address in addresses]
+        self._engines = [Engine(address, self._resume, self._keep, self._metrics) for address in addresses]
         for engine in self._engines:
             engine.connect()
 
@@ -230,6 +256,7 @@ class Engines:
         """Refuse what waits for an answer, and leave."""
         for engine in self._engines:
             engine.close()
+        self._refuse_kept("draining", "the server stopped before this request was done")
 
     def forget_segment(self, number: int) -> None:
         for engine in self._engines:
@@ -262,7 +289,32 @@ class Engines:
 
         The job is dropped when the future is cancelled, or set to something else by its caller. Raises Refusal.
         """
-        ready = list(self._ready())
-        if not ready:
+        if self.state is not State.READY:
             raise Refusal("not_ready", f"the engine is {self.state.value}")
-        return min(ready, key=lambda engine: engine.load).submit(job)
+        job.timings.queue = time.perf_counter()
+        sent = Sent(job, asyncio.get_running_loop().create_future(), time.monotonic())
+        self._send(sent)
+        return sent.future
+
+    def _send(self, sent: Sent) -> None:
+        engine = min(self._ready(), key=lambda engine: engine.load)
+        engine.submit(sent)
+        sent.future.add_done_callback(lambda _: engine.cancel(sent))
+
+    def _keep(self, lost: list[Sent]) -> None:
+        """An engine died before it began with these."""
+        self._kept.extend(lost)
+        self._resume()
+
+    def _resume(self) -> None:
+        """Send what was kept, where an engine is ready; refuse it, where none will be."""
+        if self.state is State.FAILED:
+            self._refuse_kept("engine_lost", "no engine can work here")
+        while self._kept and self.state is State.READY:
+            if not (sent := self._kept.popleft()).future.done():
+                self._send(sent)
+
+    def _refuse_kept(self, code: str, detail: str) -> None:
+        while self._kept:
+            if not (sent := self._kept.popleft()).future.done():
+                sent.future.set_exception(Refusal(code, detail))

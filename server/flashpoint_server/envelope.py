@@ -10,6 +10,7 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashpoint_server.exchange import Exchange
+from flashpoint_server.metrics import Metrics
 from flashpoint_server.refusal import MEDIA_TYPE, Refusal
 
 log = structlog.stdlib.get_logger("flashpoint.http")
@@ -19,9 +20,10 @@ class Envelope:
     """ASGI middleware; the outermost of ours. `posts` are applications by the path that is POSTed to them, reached
     without the framework's own layers, which cost a small call a tenth of its time."""
 
-    def __init__(self, app: ASGIApp, posts: Mapping[str, ASGIApp]) -> None:
+    def __init__(self, app: ASGIApp, posts: Mapping[str, ASGIApp], metrics: Metrics) -> None:
         self.app = app
         self._posts = posts
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,7 +54,9 @@ class Envelope:
             refusal = Refusal("internal_error", "an error of the server, logged with this request's id")
             await send_refusal(stamped_send, exchange, refusal)
         finally:
-            _log_line(exchange)
+            seconds = time.perf_counter() - exchange.arrived
+            self._metrics.ended(exchange, exchange.path if exchange.path in self._posts else "other", seconds)
+            _log_line(exchange, seconds)
 
 
 async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more: bool = False) -> None:
@@ -69,7 +73,7 @@ async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-def _log_line(exchange: Exchange) -> None:
+def _log_line(exchange: Exchange, seconds: float) -> None:
     fields: MutableMapping[str, Any] = {
         "request_id": exchange.request_id,
         "method": exchange.method,
@@ -77,7 +81,7 @@ def _log_line(exchange: Exchange) -> None:
         "status": exchange.status,
         "bytes_in": exchange.bytes_in,
         "bytes_out": exchange.bytes_out,
-        "total_ms": round((time.perf_counter() - exchange.arrived) * 1000, 3),
+        "total_ms": round(seconds * 1000, 3),
         **exchange.facts,
     }
     if exchange.code:

@@ -19,9 +19,22 @@ class Timings:
     compute: float = 0.0
     encode: float = 0.0
     done: float = 0.0
+    copy_in: float = 0.0  # seconds of computing that went to copies to a GPU, and from it
+    copy_out: float = 0.0
+
+    def stages(self) -> dict[str, float]:
+        """Seconds of each part, copies counted apart from computing."""
+        return {
+            "decode": self.queue - self.decode,
+            "queue": self.compute - self.queue,
+            "copy_in": self.copy_in,
+            "compute": self.encode - self.compute - self.copy_in - self.copy_out,
+            "copy_out": self.copy_out,
+            "encode": self.done - self.encode,
+        }
 
     def durations(self) -> dict[str, float]:
-        """Milliseconds of each part."""
+        """Milliseconds of what a caller is told of: decode, queue, compute with its copies, encode."""
         marks = (self.decode, self.queue, self.compute, self.encode, self.done)
         return {
             name: round((marks[i + 1] - marks[i]) * 1000, 3)

@@ -29,18 +29,22 @@ class PoolFullError(Exception):
 
 
 class Segment:
-    """One memory file, mapped here. `number` names it on the channel to the engines."""
+    """One memory file, mapped here. `number` names it on the channel to the engines.
+
+    `size` bytes of slots, and behind them, to the end of what is `mapped`, a page of marks: a byte a slot.
+    """
 
     _numbers = count()
 
     def __init__(self, size: int, *, touch: bool) -> None:
         self.number = next(self._numbers)
         self.size = size
+        self.mapped = size + mmap.PAGESIZE
         self.fd = os.memfd_create("flashpoint-staging", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(self.fd, size)
+            os.ftruncate(self.fd, self.mapped)
             flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if touch else 0)
-            self._map = mmap.mmap(self.fd, size, flags=flags)
+            self._map = mmap.mmap(self.fd, self.mapped, flags=flags)
         except BaseException:
             os.close(self.fd)
             raise
@@ -62,6 +66,16 @@ class Slot:
         self.segment = segment
         self.offset = offset
         self.size = size
+        self.mark_at = segment.size + offset // size  # where its mark is, in the segment
+
+    @property
+    def mark(self) -> bool:
+        """A bit that the engine writes, too: see `Submit.mark`."""
+        return bool(self.segment.view[self.mark_at])
+
+    @mark.setter
+    def mark(self, value: bool) -> None:
+        self.segment.view[self.mark_at] = value
 
     def view(self, start: int, size: int) -> memoryview:
         """`size` bytes of the slot from `start` on."""

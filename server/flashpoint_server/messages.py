@@ -43,7 +43,11 @@ class Detach(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: compute. `deadline` is in `time.monotonic` seconds, which all processes of a machine share."""
+    """To the engine: compute. `rank` and `deadline` are in `time.monotonic` seconds, which all processes share.
+
+    Where `mark` says, in the segment, the engine writes a 1 before it begins: what it has not begun when it dies is
+    another's to do.
+    """
 
     id: int
     request_id: str
@@ -53,6 +57,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     segment: int
     inputs: list[Tensor]
     outputs: list[Tensor]
+    mark: int
+    flops: int
     rank: float
     deadline: float | None
 
@@ -64,12 +70,16 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):
-    """`name` as torch has it ("cpu", "cuda:0"), `title` for people, bytes of memory, and the backends it has proven."""
+    """`name` as torch has it ("cpu", "cuda:0"), `title` for people, bytes of memory, and the backends it has proven.
+
+    `speed` is that of a matrix product, in FLOP/s, all cores together: good for guessing how long work takes.
+    """
 
     name: str
     title: str
     memory: int
     backends: tuple[str, ...]
+    speed: float
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -84,14 +94,32 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class Batch(msgspec.Struct, frozen=True, array_like=True):
+    """A launch: its FLOPs, those that padding each sequence to the longest would have added, how full its budget was,
+    and how often what was to be one launch had to be cut in two for want of memory."""
+
+    flops: int
+    padding: int
+    fill: float
+    splits: int
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: the outputs are written. `began` and `ended` are in `time.perf_counter` seconds."""
+    """From the engine: the outputs are written. `began` and `ended` are in `time.perf_counter` seconds.
+
+    `copy_in` and `copy_out` are seconds of that, to and from a GPU. `memory` is what the engine holds of the device's,
+    in bytes. `batch` tells of all that ran in the same launch, to the first of them alone.
+    """
 
     id: int
     metadata: dict[str, Any]
     began: float
     ended: float
     batch_size: int
+    copy_in: float
+    copy_out: float
+    memory: int
+    batch: Batch | None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -103,8 +131,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     errors: list[tuple[str, str]]
 
 
+class Unmapped(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: it could not map this segment, and refuses what is asked in it until it is attached again."""
+
+    segment: int
+
+
 ToEngine = Attach | Detach | Submit | Cancel
-FromEngine = Hello | Broken | Done | Failed
+FromEngine = Hello | Broken | Done | Failed | Unmapped
 
 Incoming = TypeVar("Incoming")
 

@@ -25,6 +25,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between two starts; one that r
 # A thread of OpenMP that waits for the others by spinning keeps the core that they, or the HTTP process, wait for: on 2
 # cores with another busy process an op of 1 ms was seen to take 24 ms, and 0.9 ms with waiting threads asleep.
 ENGINE_VARIABLES = {"OMP_WAIT_POLICY": "passive"}
+ENGINE = "flashpoint_server.engine_process"
+ENGINE_SETTINGS = ("batch_flops", "batch_bytes", "max_queue_delay", "hang_timeout", "log_format", "log_level")
 ENGINE_PATIENCE = 1.0  # seconds that an engine may take to end; when it is stopped, nobody waits for its answers
 STEADY = 30.0  # seconds after which a start counts as a success
 
@@ -108,17 +110,19 @@ class Child:
 
 
 @asynccontextmanager
-async def running_engines(settings: Settings) -> AsyncIterator[list[bytes]]:
-    """One engine process a device of `settings.device`, kept running; their addresses, for `Engines.connect`."""
+async def running_engines(settings: Settings, module: str = ENGINE) -> AsyncIterator[list[bytes]]:
+    """One engine process a device of `settings.device`, kept running; their addresses, for `Engines.connect`.
+
+    `module` is what they run: tests put faults into one of their own.
+    """
     async with AsyncExitStack() as inside:
         addresses = []
         for device in await devices(settings.device):
             listener = inside.enter_context(_listener())
             arguments = ["--listener", str(listener.fileno()), "--device", device]
-            arguments += ["--log-format", settings.log_format, "--log-level", settings.log_level]
-            child = Child(
-                f"engine {device}", "flashpoint_server.engine_process", arguments, [listener.fileno()], ENGINE_VARIABLES
-            )
+            for name in ENGINE_SETTINGS:
+                arguments += [f"--{name.replace('_', '-')}", str(getattr(settings, name))]
+            child = Child(f"engine {device}", module, arguments, [listener.fileno()], ENGINE_VARIABLES)
             await inside.enter_async_context(child.kept(ENGINE_PATIENCE))
             addresses.append(listener.getsockname())
         yield addresses

@@ -47,7 +47,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
-        self.flow.pause_reading()  # one piece at a time: what a route then receives directly is not parsed before it can
+        self.flow.pause_reading()  # one piece at a time: what a route receives directly must come unparsed
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -12,8 +12,11 @@ from flashpoint_server.engine import Engines, State
 from flashpoint_server.keys import Keyring
 from flashpoint_server.memory import Pool
 from flashpoint_server.messages import DeviceInfo
+from flashpoint_server.metrics import Metrics
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
+
+QUEUE_SECONDS = 1.0  # between two looks; a process that is scraped looks then, too
 
 
 class Service:
@@ -21,7 +24,8 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.engine = engines = Engines()
+        self.metrics = Metrics()
+        self.engine = engines = Engines(self.metrics)
         self.pool = Pool(settings.staging_bytes, engines.forget_segment)
         self.codec = Codec()
         self.keys = Keyring([key.get_secret_value() for key in settings.api_keys])
@@ -51,6 +55,18 @@ class Service:
             self._working -= 1
             if not self._working:
                 self._idle.set()
+
+    async def watch_queue(self) -> None:
+        """Keep the metrics of what is inside up to date, until cancelled."""
+        while True:
+            self.report_queue()
+            await asyncio.sleep(QUEUE_SECONDS)
+
+    def report_queue(self) -> None:
+        inside = self.admission
+        self.metrics.queue(
+            requests=inside.requests, bytes=inside.bytes, flops=inside.flops, oldest_seconds=inside.oldest_seconds
+        )
 
     async def drain(self) -> bool:
         """Take no new work and wait for what is inside, `shutdown_timeout` at most; whether all of it was answered."""

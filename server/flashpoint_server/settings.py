@@ -12,7 +12,7 @@ from flashpoint import wire
 
 MIB = 1 << 20
 
-RIGHTS = ("attention", "info")
+RIGHTS = ("attention", "info", "metrics")
 _RIGHT = "|".join(RIGHTS)
 _KEY = re.compile(rf"[A-Za-z0-9._~+/-]+=*(:({_RIGHT})(\+({_RIGHT}))*)?")  # a token of RFC 6750, and its rights
 
@@ -46,7 +46,7 @@ class Settings(BaseSettings):
     """HTTP processes on the port; the limits below on what is admitted and staged are each process's own"""
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-    """comma-separated bearer keys, each KEY or KEY:right+right (rights: attention, info); none: open to all"""
+    """comma-separated bearer keys, each KEY or KEY:right+right (rights: attention, info, metrics); none: open to all"""
 
     body_limit: Bytes = 1024 * MIB
     """bytes of a request's body"""
@@ -67,6 +67,16 @@ class Settings(BaseSettings):
     """requests that are admitted at once: arriving, waiting, running or being answered"""
     queue_bytes: Bytes = 4096 * MIB
     """bytes of input and answer tensors that are admitted at once; a request alone is always admitted"""
+    queue_flops: Annotated[int, Field(ge=1)] = 1 << 50
+    """floating-point operations of the requests admitted at once; a request alone is always admitted"""
+    batch_flops: Annotated[int, Field(ge=1)] = 1 << 42
+    """floating-point operations of one launch; a request over it runs alone"""
+    batch_bytes: Bytes = 1024 * MIB
+    """bytes of input and answer tensors of one launch; a request over it runs alone"""
+    max_queue_delay: Annotated[float, Field(ge=0, le=60)] = 0.0
+    """seconds that a request may wait for others to share its launch, while the device is idle; 0: it never waits"""
+    hang_timeout: Seconds = 600.0
+    """seconds after which a launch counts as hung: its engine is ended, and another started"""
     staging_bytes: Annotated[int, Field(ge=64 * MIB)] = 4096 * MIB
     """most bytes of memory shared with the engines, where bodies arrive and answers leave; it grows as it is needed"""
     default_timeout_ms: Annotated[int, Field(ge=0)] = 0

@@ -1,4 +1,4 @@
-"""GET /health/live, /health/ready and /info."""
+"""GET /health/live, /health/ready, /info and /metrics."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from flashpoint_kernels.spec import MAX_HEAD_DIM
 from flashpoint_kernels.support import SUPPORT
+from flashpoint_server.metrics import MEDIA_TYPE
 from flashpoint_server.problem_schema import Problem
 from flashpoint_server.service import Service
 
@@ -76,10 +77,19 @@ def router(service: Service) -> APIRouter:
                 "head_dim": MAX_HEAD_DIM,
                 "queue_requests": settings.queue_limit,
                 "queue_bytes": settings.queue_bytes,
+                "queue_flops": settings.queue_flops,
+                "batch_bytes": settings.batch_bytes,
+                "batch_flops": settings.batch_flops,
                 "default_timeout_ms": settings.default_timeout_ms,
                 "max_timeout_ms": settings.max_timeout_ms,
             },
         )
+
+    @routes.get("/metrics", summary="Prometheus metrics", responses=locked, response_class=Response)
+    async def metrics(request: Request) -> Response:
+        service.keys.admit(request.headers, "metrics")
+        service.report_queue()
+        return Response(service.metrics.exposition(), media_type=MEDIA_TYPE)
 
     return routes
 

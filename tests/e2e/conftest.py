@@ -52,9 +52,10 @@ class ServerProcess:
             return response.status, json.load(response)
 
     def children(self, module):
-        """The pids of the processes below it that run `module` of the server."""
+        """The pids of the processes below it that run `module` of the server, or the tests' own in its place."""
         below = psutil.Process(self.pid).children(recursive=True)
-        return [child.pid for child in below if f"flashpoint_server.{module}" in child.cmdline()]
+        names = {f"flashpoint_server.{module}", f"tests.e2e.faulty_{module.partition('_')[0]}"}
+        return [child.pid for child in below if names & set(child.cmdline())]
 
     @property
     def engine_pid(self):
@@ -94,13 +95,12 @@ def wait_for(found, otherwise, stop=lambda: False):
         time.sleep(0.02)
 
 
-def serve(*, ready=True, interpret=False, program=("-m", "flashpoint_server.cli"), **settings):
-    """Start a server with `settings` as flags; under Triton's interpreter with `interpret`."""
+def serve(*, ready=True, interpret=False, program=("-m", "flashpoint_server.cli"), environment=(), **settings):
+    """Start a server with `settings` as flags; under Triton's interpreter with `interpret`, with more `environment`."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("FLASHPOINT_", "TRITON_INTERPRET"))}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in {"port": 0, "device": "cpu", **settings}.items()]
-    server = ServerProcess(
-        [sys.executable, *program, *flags], {**inherited, **({"TRITON_INTERPRET": "1"} if interpret else {})}
-    )
+    variables = {**inherited, **({"TRITON_INTERPRET": "1"} if interpret else {}), **dict(environment)}
+    server = ServerProcess([sys.executable, *program, *flags], variables)
     return server.wait_ready() if ready else server
 
 

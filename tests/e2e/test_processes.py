@@ -15,7 +15,8 @@ import torch
 from conftest import wait_for
 from messages import SAFETENSORS, message, normal, post, problem
 
-SMALL = message({name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")})
+QKV = {name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")}
+SMALL = message(QKV)
 ROWS = 1 << 13
 
 
@@ -159,19 +160,20 @@ def test_http_processes_do_not_load_torch(server):
     assert "libtorch" in Path(f"/proc/{server.engine_pid}/maps").read_text()
 
 
-def test_a_killed_engine_costs_what_it_had_and_no_more(start_server):
+def test_a_killed_engine_costs_what_it_had_begun_and_no_more(start_server):
     server = start_server(log_level="debug")
     engine, before = server.engine_pid, post(server, "/attention", SMALL)
     long = message({n: normal(1, 3, 3000, 2, seed=s) for s, n in enumerate(["q", "k", "v"])}, backend="reference")
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         runs = pool.submit(post, server, "/attention", long, x_request_id="runs")
         server.wait_for_line(lambda line: line["event"] == "begin" and line["request_id"] == "runs")
-        waiting = [pool.submit(post, server, "/attention", SMALL) for _ in range(6)]
+        waiting = [pool.submit(post, server, "/attention", message(QKV, backend="reference")) for _ in range(6)]
         wait_for(lambda: server.get("/info")[1]["load"]["requests"] == 7, lambda: "they never got in")
         os.kill(engine, signal.SIGKILL)
-        for answer in (runs, *waiting):
-            problem(answer.result(), 503, "engine_lost")
-            assert answer.result().headers["retry-after"]
+        problem(runs.result(), 503, "engine_lost")
+        assert runs.result().headers["retry-after"]
+        wait_for(lambda: server.get("/health/ready")[0] == 503, lambda: "ready without an engine")
+        assert all(answer.result().status == 200 for answer in waiting)
     assert server.get("/health/live")[0] == 200
     server.wait_ready()
     assert server.engine_pid != engine
@@ -186,7 +188,7 @@ def test_an_engine_that_cannot_map_a_segment_drops_it_and_serves_on(start_server
     engine = server.engine_pid
     room = psutil.Process(engine).memory_info().vms + (64 << 20)
     before = resource.prlimit(engine, resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
-    problem(post(server, "/attention", constant(1, 16 * ROWS)), 503, "engine_lost")
+    problem(post(server, "/attention", constant(1, 16 * ROWS)), 503, "out_of_memory")
     resource.prlimit(engine, resource.RLIMIT_AS, before)
     server.wait_ready()
     assert shows_only(post(server, "/attention", constant(2)), 2)

@@ -26,6 +26,21 @@ def test_requests_and_bytes_are_counted_while_they_are_inside():
     assert (admission.requests, admission.bytes) == (0, 0)
 
 
+def test_flops_are_counted_once_they_are_known():
+    admission = Admission(Settings(queue_flops=100))
+    with admission.permit(0) as first, admission.permit(0) as second:
+        first.price(60)
+        assert admission.flops == 60
+        with pytest.raises(Refusal, match="60 FLOPs, and this one 41") as caught:
+            second.price(41)
+        assert caught.value.status == 429
+        second.price(40)
+        assert admission.oldest_seconds >= 0
+    assert (admission.flops, admission.oldest_seconds) == (0, 0)
+    with admission.permit(0) as alone:
+        alone.price(1000)
+
+
 def test_alone_a_request_of_any_size_is_let_in():
     with Admission(Settings(queue_bytes=100)).permit(1000):
         pass
@@ -34,27 +49,26 @@ def test_alone_a_request_of_any_size_is_let_in():
 def test_the_least_memory_of_a_request():
     s = spec((1, 2, 10, 8), (1, 2, 20, 8), (1, 2, 20, 4))
     tensors = 4 * (2 * 10 * 8 + 2 * 20 * 8 + 2 * 20 * 4 + 2 * 10 * 4)
-    assert footprint(s, "tiled") == tensors
-    assert footprint(s, "reference") == tensors + 2 * 8 * 2 * 10 * 20
+    assert footprint(s) == tensors
 
 
 def test_an_empty_tensor_hides_no_cost():
     huge = spec((1, 1, 1 << 20, 1), (1, 1, 0, 1), (1, 1, 0, 1 << 20))
     assert huge.input_bytes < 1 << 23
     with pytest.raises(Refusal) as caught:
-        check_size(huge, "reference", memory=1 << 40, sequence_limit=10)
+        check_size(huge, memory=1 << 40, sequence_limit=10)
     assert (caught.value.status, caught.value.code) == (413, "work_too_large")
     empty = spec((1, 1 << 30, 0, 8), (1, 1, 5, 8), (1, 1, 5, 8))
     assert empty.output_bytes == 0
     with pytest.raises(Refusal):
-        check_size(empty, "tiled", memory=1 << 34, sequence_limit=10)
+        check_size(empty, memory=1 << 34, sequence_limit=10)
 
 
 def test_sequences_are_limited():
     many = spec((11, 1, 1, 8), (11, 1, 1, 8), (11, 1, 1, 8))
-    check_size(many, "tiled", memory=1 << 30, sequence_limit=11)
+    check_size(many, memory=1 << 30, sequence_limit=11)
     with pytest.raises(Refusal, match="11 sequences"):
-        check_size(many, "tiled", memory=1 << 30, sequence_limit=10)
+        check_size(many, memory=1 << 30, sequence_limit=10)
 
 
 def test_a_problem_document_is_complete_for_every_code():

@@ -8,7 +8,7 @@ import torch
 
 from flashpoint_kernels import tiled
 from flashpoint_kernels.spec import Options
-from flashpoint_server.device import Device
+from flashpoint_server.device import NO_COPIES, Device, Placed, check
 from flashpoint_server.messages import Submit, Tensor
 from flashpoint_server.refusal import Refusal
 
@@ -30,14 +30,17 @@ def submit(inputs, outputs, **options):
     for name, shape in outputs.items():
         made.append(Tensor(name, "float32", shape, at))
         at += 4 * int(np.prod(shape))
-    return memory, Submit(0, "an-id", "forward", Options(**options), "tiled", 0, placed, made, 0.0, None)
+    return Placed(Submit(0, "an-id", "forward", Options(**options), "tiled", 0, placed, made, 0, 0, 0.0, None), memory)
 
 
 def test_answers_are_written_where_they_are_wanted(device):
     q = np.random.default_rng(0).standard_normal((1, 2, 3, 8), np.float32)
-    memory, job = submit({"q": q, "k": q, "v": q}, {"o": q.shape, "lse": q.shape[:3]}, return_lse=True)
-    assert device.run(job, memory) == {"backend": "tiled"}
-    o, lse = (np.frombuffer(memory, np.float32, int(np.prod(t.shape)), t.offset).reshape(t.shape) for t in job.outputs)
+    job = submit({"q": q, "k": q, "v": q}, {"o": q.shape, "lse": q.shape[:3]}, return_lse=True)
+    assert device.launch([job]) == ([None], NO_COPIES)
+    o, lse = (
+        np.frombuffer(job.memory, np.float32, int(np.prod(t.shape)), t.offset).reshape(t.shape)
+        for t in job.submit.outputs
+    )
     scores = torch.from_numpy(q @ q.swapaxes(-1, -2)).double() / 8**0.5
     np.testing.assert_allclose(o, torch.softmax(scores, -1).numpy() @ q, atol=1e-6)
     np.testing.assert_allclose(lse, torch.logsumexp(scores, -1).numpy(), atol=1e-6)
@@ -47,10 +50,10 @@ def test_every_byte_of_a_bool_but_0_is_true(device):
     """A caller may send any byte; a bool that is neither 0 nor 1 is undefined behaviour in compiled code."""
     q, v = np.zeros((1, 8), np.float32), np.arange(32, dtype=np.float32).reshape(4, 8)
     mask = np.array([[0, 1, 2, 255]], np.uint8).view(bool)
-    memory, job = submit({"q": q, "k": np.zeros_like(v), "v": v, "attn_mask": mask}, {"o": (1, 8)})
-    device.run(job, memory)
-    (o,) = job.outputs
-    np.testing.assert_allclose(np.frombuffer(memory, np.float32, 8, o.offset), v[1:].mean(0), rtol=1e-6)
+    job = submit({"q": q, "k": np.zeros_like(v), "v": v, "attn_mask": mask}, {"o": (1, 8)})
+    device.launch([job])
+    (o,) = job.submit.outputs
+    np.testing.assert_allclose(np.frombuffer(job.memory, np.float32, 8, o.offset), v[1:].mean(0), rtol=1e-6)
 
 
 def test_every_backend_of_this_device_is_proven(device):
@@ -73,8 +76,8 @@ def test_a_backend_that_computes_wrongly_is_not_served(device, direction, monkey
 
 def test_index_tensors_that_do_not_fit_are_422(device):
     q = np.zeros((2, 1, 3, 8), np.float32)
-    memory, job = submit({"q": q, "k": q, "v": q, "kv_lengths": np.array([1, 4])}, {"o": q.shape})
+    job = submit({"q": q, "k": q, "v": q, "kv_lengths": np.array([1, 4])}, {"o": q.shape})
     with pytest.raises(Refusal) as caught:
-        device.run(job, memory)
+        check(job)
     assert caught.value.status == 422
     assert [field for field, _ in caught.value.errors] == ["kv_lengths"]

@@ -15,7 +15,8 @@ from flashpoint_kernels.spec import Options, TensorInfo, plan
 from flashpoint_server.engine import Engine, Engines, State
 from flashpoint_server.job import Job, Timings
 from flashpoint_server.memory import Pool
-from flashpoint_server.messages import Submit
+from flashpoint_server.messages import Submit, Tensor
+from flashpoint_server.metrics import Metrics
 from flashpoint_server.processes import Child, running_engines
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
@@ -34,7 +35,7 @@ class Bench:
     """Engines in processes of their own, and the pool that this process shares with them."""
 
     def __init__(self):
-        self.engines = Engines()
+        self.engines = Engines(Metrics())
         self.pool = Pool(1 << 30, self.engines.forget_segment)
 
     def job(self, name, length=4, heads=1, **how):
@@ -110,28 +111,31 @@ def test_order_cancelling_and_memory():
     asyncio.run(run())
 
 
-def test_a_killed_engine_fails_what_it_had_and_another_takes_its_place():
+def test_a_killed_engine_fails_what_it_had_begun_and_another_does_the_rest():
     async def run():
         async with bench() as b:
             expected = await b.answer(b.job("before"))
             (pid,) = engine_pids()
-            lost = [b.job("runs", 2000, heads=3), b.job("waits")]
-            tasks = [b.engines.submit(job) for job in lost]
-            await asyncio.sleep(0)
+            begun = b.job("runs", 2000, heads=3)
+            waiting = [asyncio.create_task(b.answer(job)) for job in (b.job("waits"), b.job("waits too"))]
+            lost = b.engines.submit(begun)
+            left = b.job("left by its client")
+            leaving = b.engines.submit(left)
+            await until(lambda: begun.staging.slot.mark)
             os.kill(pid, signal.SIGKILL)
-            for task in tasks:
-                with pytest.raises(Refusal) as caught:
-                    await task
-                assert (caught.value.status, caught.value.code) == (503, "engine_lost")
-            for job in lost:
-                job.staging.release()
-            assert b.pool.taken == 0
+            with pytest.raises(Refusal) as caught:
+                await lost
+            assert (caught.value.status, caught.value.code) == (503, "engine_lost")
+            begun.staging.release()
             assert b.engines.state is State.STARTING
+            leaving.cancel()
+            left.staging.release()
             with pytest.raises(Refusal, match="starting"):
-                await b.engines.submit(b.job("early"))
-            await until(lambda: b.engines.state is State.READY)
+                b.engines.submit(b.job("early"))
+            assert all(np.array_equal(answer, expected) for answer in await asyncio.gather(*waiting))
             assert engine_pids() != [pid]
             assert np.array_equal(await b.answer(b.job("after")), expected)
+            assert b.pool.taken == 1  # of the one that came too early: it is its caller's
 
     asyncio.run(run())
 
@@ -143,7 +147,10 @@ def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
         async with running_engines(Settings(device="cpu", log_level="error")) as (address,):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
                 deaf.connect(address)
-                late = Submit(0, "deaf", "forward", Options(), "reference", 7, [], [], 0.0, 0.0)  # answered at once
+                tensors = [Tensor(name, "float32", (1, 1), 0) for name in "qkv"]
+                late = Submit(
+                    0, "deaf", "forward", Options(), "reference", 7, tensors, [], 0, 0, 0.0, 0.0
+                )  # so: at once
                 message = msgspec.msgpack.encode(late)
                 deaf.settimeout(PATIENCE)
 
@@ -188,8 +195,8 @@ def test_a_device_that_is_not_there_fails_with_a_reason():
 
 
 def test_one_broken_engine_of_several_is_not_the_end():
-    engines = Engines()
-    engines._engines = [Engine(b"a"), Engine(b"b")]
+    engines = Engines(Metrics())
+    engines._engines = [Engine(name, engines._resume, engines._keep, Metrics()) for name in (b"a", b"b")]
     first, second = engines._engines
     first.state, first.failure = State.FAILED, "broken"
     assert (engines.state, engines.failure) == (State.STARTING, None)

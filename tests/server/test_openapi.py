@@ -7,6 +7,7 @@ import pytest
 from flashpoint.options import AttentionOptions
 from flashpoint_kernels.spec import BACKWARD_TENSORS, FORWARD_TENSORS
 from flashpoint_server import Settings, create_app
+from flashpoint_server.app import PATHS
 from flashpoint_server.refusal import STATUS
 
 
@@ -19,7 +20,7 @@ def document():
 
 
 def test_every_route_is_there(document):
-    assert set(document["paths"]) == {"/attention", "/attention/grad", "/info", "/health/live", "/health/ready"}
+    assert set(document["paths"]) == {*PATHS, "/info", "/metrics", "/health/live", "/health/ready"}
 
 
 @pytest.mark.parametrize(("path", "tensors"), [("/attention", FORWARD_TENSORS), ("/attention/grad", BACKWARD_TENSORS)])

@@ -1,0 +1,50 @@
+"""Threads that share one queue: each takes turns to listen, and whoever has found work runs it.
+
+    waiting for its turn → listening → running → (more work) → running …  → waiting for its turn
+
+Nothing is handed from one thread to another: the thread that read a request runs it, which spares the small ones a
+wake-up. Who has found work that takes a while, or leaves work behind, first passes the turn on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Work(NamedTuple):
+    """`run` it; `brief` says that nobody need listen meanwhile."""
+
+    run: Callable[[], None]
+    brief: bool
+
+
+class Lanes:
+    """`count` threads, the caller's among them. `listen` waits for work, and None is its end; `more` does not wait."""
+
+    def __init__(self, count: int, listen: Callable[[], Work | None], more: Callable[[], Work | None]) -> None:
+        self._listen = listen
+        self._more = more
+        self._turn = threading.Lock()
+        self._others = [threading.Thread(target=self._lane, name=f"lane {n}", daemon=True) for n in range(1, count)]
+
+    def run(self) -> None:
+        """Until `listen` returns None to each of the threads."""
+        for other in self._others:
+            other.start()
+        self._lane()
+        for other in self._others:
+            other.join()
+
+    def _lane(self) -> None:
+        while (work := self._next()) is not None:
+            work.run()
+            while (more := self._more()) is not None:
+                more.run()
+
+    def _next(self) -> Work | None:
+        with self._turn:
+            while (work := self._listen()) is not None and work.brief:
+                work.run()
+            return work

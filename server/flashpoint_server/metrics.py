@@ -1,0 +1,117 @@
+"""What is counted and timed, for Prometheus.
+
+One process keeps its own numbers. Several HTTP processes share a directory of memory-mapped files, which the supervisor
+names in PROMETHEUS_MULTIPROC_DIR before it starts them: whoever is scraped answers for all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.messages import Done
+
+MEDIA_TYPE = CONTENT_TYPE_LATEST
+DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+
+_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+STAGES = ("decode", "queue", "copy_in", "compute", "copy_out", "encode")
+_ENDS = ("answered", "refused", "cancelled")
+
+
+class Metrics:
+    """Those of one application. Times are in seconds."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+
+        def counter(name: str, help_: str, *labels: str) -> Counter:
+            return Counter(f"flashpoint_{name}", help_, labels, registry=registry)
+
+        def histogram(name: str, help_: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"flashpoint_{name}", help_, labels, buckets=buckets, registry=registry)
+
+        def gauge(name: str, help_: str, mode: str) -> Gauge:
+            return Gauge(f"flashpoint_{name}", help_, registry=registry, multiprocess_mode=mode)  # type: ignore[arg-type]
+
+        self._requests = counter("requests", "Requests, by how they were answered", "route", "status", "reason")
+        self._seconds = histogram("request_seconds", "From a request's head to its end", _SECONDS, "route")
+        self._accepted = counter("accepted", "Requests for compute that were let in")
+        ended = counter("ended", "Requests for compute that were let in and are over", "how")
+        self._ended = {how: ended.labels(how) for how in _ENDS}
+        self._bytes_in = counter("received_bytes", "Bytes of bodies received")
+        self._bytes_out = counter("sent_bytes", "Bytes of bodies sent")
+        stage = histogram("stage_seconds", "Parts of an answered request's way", _SECONDS, "stage")
+        self._stages = {name: stage.labels(name) for name in STAGES}
+
+        self._batch_size = histogram("batch_size", "Requests in one launch", (1, 2, 4, 8, 16, 32, 64, 128))
+        tenths = tuple(tenth / 10 for tenth in range(1, 11))
+        self._batch_fill = histogram("batch_fill", "Part of its budget that a launch used", tenths)
+        self._padding = counter("padding_saved_flops", "FLOPs that padding to the longest sequence would have added")
+        self._flops = counter("compute_flops", "FLOPs computed", "backend")
+        self._compute = counter("compute_seconds", "Seconds of launches, copies left out", "backend")
+        self._speed = gauge("kernel_tflops", "TFLOP/s of the last launch", "mostrecent")
+        self._memory = gauge("device_memory_bytes", "Of the device's memory, held by its engine", "mostrecent")
+        self._restarts = counter("engine_restarts", "Engines lost, and replaced")
+        self._splits = counter("out_of_memory_splits", "Batches cut in two for want of memory")
+
+        self._queue = {
+            "requests": gauge("queue_requests", "Requests inside: arriving, waiting, running, leaving", "livesum"),
+            "bytes": gauge("queue_bytes", "Bytes of the tensors of those", "livesum"),
+            "flops": gauge("queue_flops", "FLOPs of those", "livesum"),
+            "oldest_seconds": gauge("queue_oldest_seconds", "Age of the oldest of those", "livemax"),
+        }
+
+    def ended(self, exchange: Exchange, route: str, seconds: float) -> None:
+        """A request is over, answered or not."""
+        self._requests.labels(route, str(exchange.status or 0), exchange.code or "ok").inc()
+        self._seconds.labels(route).observe(seconds)
+        self._bytes_in.inc(exchange.bytes_in)
+        self._bytes_out.inc(exchange.bytes_out)
+
+    def accepted(self) -> None:
+        """A request for compute was let in: `left` will be said of it once."""
+        self._accepted.inc()
+
+    def left(self, how: str) -> None:
+        """`how`: answered, refused or cancelled."""
+        self._ended[how].inc()
+
+    def took(self, stages: Mapping[str, float]) -> None:
+        """Seconds by stage, of an answered request."""
+        for name, seconds in stages.items():
+            self._stages[name].observe(seconds)
+
+    def computed(self, done: Done, backend: str) -> None:
+        self._memory.set(done.memory)
+        if (batch := done.batch) is None:
+            return
+        seconds = max(done.ended - done.began - done.copy_in - done.copy_out, 1e-9)
+        self._batch_size.observe(done.batch_size)
+        self._batch_fill.observe(batch.fill)
+        self._padding.inc(batch.padding)
+        self._flops.labels(backend).inc(batch.flops)
+        self._compute.labels(backend).inc(seconds)
+        self._speed.set(batch.flops / seconds / 1e12)
+        self._splits.inc(batch.splits)
+
+    def engine_lost(self) -> None:
+        self._restarts.inc()
+
+    def queue(self, **now: float) -> None:
+        """What is inside: `requests`, `bytes`, `flops`, and the age of the oldest, `oldest_seconds`."""
+        for name, value in now.items():
+            self._queue[name].set(value)
+
+    def exposition(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        registry = self._registry
+        if DIRECTORY in os.environ:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)

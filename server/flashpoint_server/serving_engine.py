@@ -1,0 +1,423 @@
+"""An engine at work: it hears the HTTP processes, runs what they ask on its device, and answers.
+
+Several threads share the listening and the work (lanes.py). A request of the CPU's fast backends is cut into parts,
+which the lanes take one by one in the queue's order (waiting.py): the cores are shared by all requests that wait, and a
+small one waits for a part of a large one at most. Everything else is a launch, of as many requests as may share it.
+
+    waiting → begun → answered      waiting → cancelled, late: answered without having begun
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import structlog
+
+from flashpoint_kernels import Problem
+from flashpoint_kernels.spec import Row, Spec
+from flashpoint_kernels.support import launch_key
+from flashpoint_server.device import (
+    NO_COPIES,
+    Device,
+    DeviceLostError,
+    OutOfMemoryError,
+    Placed,
+    Stages,
+    check,
+    spec_of,
+)
+from flashpoint_server.lanes import Lanes, Work
+from flashpoint_server.memory import LARGEST
+from flashpoint_server.messages import (
+    Attach,
+    Batch,
+    Cancel,
+    Channel,
+    Detach,
+    Done,
+    Failed,
+    Hello,
+    Submit,
+    ToEngine,
+    Unmapped,
+)
+from flashpoint_server.refusal import Refusal, out_of_time
+from flashpoint_server.waiting import Budget, Waiting
+from flashpoint_server.watchdog import Watchdog
+
+log = structlog.stdlib.get_logger("flashpoint.engine")
+
+PEER_PATIENCE = 5.0  # seconds that all others wait for an HTTP process that does not read its answers
+# Work of a millisecond or so: while it runs nobody need listen, and waking another thread would cost it a tenth.
+BRIEF = 1 << 26  # FLOPs
+# A thread that wants Python back after its op waits that long for one that computes in Python; 5 ms is the default.
+SWITCH_INTERVAL = 0.0005  # seconds
+
+
+@dataclass(eq=False)
+class _Peer:
+    """An HTTP process: its channel, and the segments of its memory that are mapped here."""
+
+    channel: Channel[ToEngine]
+    segments: dict[int, mmap.mmap] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A request, from its arrival to its answer. `key` says with which it may share a launch; None: it is cut."""
+
+    submit: Submit
+    peer: _Peer
+    spec: Spec
+    key: Hashable | None
+    arrived: float
+    began: float = 0.0  # in `time.perf_counter` seconds; 0 until it has begun
+    rows: tuple[Row, ...] = ()
+    seed: int | None = None
+    parts: deque[Problem] = field(default_factory=deque)  # that nobody has taken
+    left: int = 0  # parts that have not ended
+    failure: Exception | None = None
+
+    @property
+    def rank(self) -> float:
+        return self.submit.rank
+
+    @property
+    def flops(self) -> int:
+        return self.submit.flops
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.input_bytes + self.spec.output_bytes
+
+    @property
+    def placed(self) -> Placed:
+        return Placed(self.submit, self.peer.segments[self.submit.segment])
+
+    def begin(self) -> None:
+        """Say so where the HTTP process sees it, whatever happens to this one."""
+        self.placed.memory[self.submit.mark] = 1
+        self.began = time.perf_counter()
+        log.debug("begin", request_id=self.submit.request_id, backend=self.submit.backend)
+
+
+class ServingEngine:
+    """See the module. `_lock` guards the queue, the entries and the peers' segments."""
+
+    def __init__(self, listener: socket.socket, device: Device, budget: Budget, hang_timeout: float) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        self._device = device
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._waiting: Waiting[_Entry] = Waiting(budget)
+        self._launches = 0
+        self._watchdog = Watchdog(hang_timeout)
+        self._lock = threading.RLock()
+        self._stopping = self._asleep = False
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        signal.set_wakeup_fd(self._waker.fileno())
+        signal.signal(signal.SIGTERM, lambda *_: None)  # its number comes by the socket, to whoever listens
+
+    def run(self) -> None:
+        """Until SIGTERM; what runs then is finished and answered."""
+        Lanes(self._device.lanes, self._listen, self._take).run()
+
+    # Listening
+
+    def _listen(self) -> Work | None:
+        """Hear what there is to hear, until there is work; None at the end."""
+        timeout: float | None = 0
+        while not self._stopping:
+            self._hear_all(timeout)
+            with self._lock:
+                if (work := self._take()) is not None:
+                    return work
+                self._asleep = True  # in this very step: who leaves work behind from now on wakes us
+                closes = self._waiting.closes() if self._launches < self._device.launches else None
+                timeout = None if closes is None else max(closes - time.monotonic(), 0)
+        return None
+
+    def _hear_all(self, timeout: float | None) -> None:
+        ready = self._selector.select(timeout)
+        self._asleep = False
+        for key, _ in ready:
+            if key.fileobj is self._listener:
+                self._greet()
+            elif key.fileobj is self._woken:
+                self._stopping |= signal.SIGTERM in self._woken.recv(4096)
+            else:
+                self._hear(key.data)
+
+    def _greet(self) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            # The socket's name is no secret: whoever is not of this user is not answered.
+            _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user != os.getuid():
+                sock.close()
+                return
+            channel: Channel[ToEngine] = Channel(sock, ToEngine)
+            channel.send(Hello(self._device.info))
+            self._selector.register(channel, selectors.EVENT_READ, _Peer(channel))
+
+    def _hear(self, peer: _Peer) -> None:
+        try:
+            while True:
+                message, descriptors = peer.channel.receive()
+                with self._lock:
+                    match message:
+                        case Submit():
+                            self._waiting.put(self._entry(message, peer))
+                        case Cancel():
+                            self._cancel(peer, message.id)
+                        case Attach():
+                            self._attach(peer, message, descriptors[0])
+                        case Detach() if message.segment in peer.segments:
+                            self._unmap(peer.segments.pop(message.segment))
+        except BlockingIOError:
+            return
+        except EOFError:
+            self._forget(peer)
+        except Exception:  # whatever one peer sends or cannot have is no reason to fail the others
+            log.exception("peer dropped")
+            self._forget(peer)
+
+    def _entry(self, submit: Submit, peer: _Peer) -> _Entry:
+        spec = spec_of(submit)
+        key: Hashable | None = None
+        if submit.backend == "triton":
+            key = launch_key(spec, "triton")
+        elif not self._device.cuts(submit.backend):
+            key = object()  # one request after the other: such a backend gains nothing from a common launch
+        return _Entry(submit, peer, spec, key, time.monotonic())
+
+    def _cancel(self, peer: _Peer, number: int) -> None:
+        for entry in self._waiting.remove(lambda entry: entry.peer is peer and entry.submit.id == number):
+            self._drop_parts(entry, out_of_time())
+
+    def _drop_parts(self, entry: _Entry, error: Exception) -> None:
+        """Nobody takes the rest of it; it is answered when the parts that run have ended, at once where none does."""
+        entry.failure = entry.failure or error
+        entry.left -= len(entry.parts)
+        entry.parts.clear()
+        if not entry.left:
+            self._answer(entry)
+
+    def _forget(self, peer: _Peer) -> None:
+        """The HTTP process is gone: so is all that it asked for."""
+        with self._lock:
+            self._waiting.remove(lambda entry: entry.peer is peer)
+            if peer.channel.sock.fileno() < 0:
+                return
+            self._selector.unregister(peer.channel)
+            peer.channel.close()
+            for segment in peer.segments.values():
+                self._unmap(segment)
+
+    def _attach(self, peer: _Peer, message: Attach, descriptor: int) -> None:
+        try:
+            peer.segments[message.segment] = self._map(descriptor, message.size)
+        except (OSError, MemoryError, RuntimeError) as error:  # no address space, or none that can be pinned
+            log.error("segment not mapped", size=message.size, error=str(error))
+            self._send(peer, Unmapped(message.segment))
+
+    def _map(self, descriptor: int, size: int) -> mmap.mmap:
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if size <= LARGEST else 0)  # its pages are there: no faults later
+        with os.fdopen(descriptor, "rb+") as file:
+            if os.fstat(descriptor).st_size < size:
+                raise ValueError(f"a segment of {os.fstat(descriptor).st_size} bytes is not one of {size}")
+            memory = mmap.mmap(file.fileno(), size, flags=flags)
+        self._device.pin(memory)
+        return memory
+
+    def _unmap(self, memory: mmap.mmap) -> None:
+        self._device.unpin(memory)
+        with contextlib.suppress(BufferError):  # a tensor that is still held keeps the mapping until it is dropped
+            memory.close()
+
+    # Working
+
+    def _take(self) -> Work | None:
+        """Work that may begin now."""
+        with self._lock:
+            while not self._stopping:
+                groups = self._launches < self._device.launches
+                found = self._waiting.take(time.monotonic(), groups=groups)
+                if not found:
+                    return None
+                batch = [entry for entry in found if self._may_run(entry)]
+                if not batch:
+                    continue
+                if batch[0].key is not None:
+                    self._launches += 1
+                    return Work(partial(self._launch, batch), brief=False)
+                (entry,) = batch
+                part = entry.parts.popleft()
+                if entry.parts:
+                    self._waiting.put(entry)
+                    self._wake()
+                brief = not self._waiting and entry.flops <= BRIEF
+                return Work(partial(self._compute, entry, part), brief)
+            return None
+
+    def _wake(self) -> None:
+        """Have whoever listens look for work: there may be some that it has not seen come."""
+        if self._asleep:
+            self._asleep = False
+            self._waker.send(b"\0")
+
+    def _may_run(self, entry: _Entry) -> bool:
+        """Whether it is to run now; if not, it is answered. What is cut, and has not begun, begins here."""
+        if entry.began:
+            return True
+        try:
+            if entry.submit.segment not in entry.peer.segments:
+                raise OutOfMemoryError
+            if entry.submit.deadline is not None and time.monotonic() >= entry.submit.deadline:
+                raise out_of_time()
+            entry.rows = check(entry.placed)
+            entry.begin()
+            if entry.key is None:
+                entry.parts.extend(self._device.parts(entry.placed))
+                entry.left, entry.seed = len(entry.parts), entry.parts[0].seed
+        except Exception as error:
+            entry.failure = error
+            self._answer(entry)
+            return False
+        return True
+
+    def _compute(self, entry: _Entry, part: Problem) -> None:
+        backend, failure = entry.submit.backend, None
+        try:
+            with self._watchdog.watched():
+                try:
+                    self._device.run(part, backend)
+                except OutOfMemoryError:
+                    self._device.empty_cache()
+                    self._device.run(part, backend)
+        except Exception as error:
+            failure = error
+        del part
+        with self._lock:
+            entry.left -= 1
+            if failure is not None:
+                self._waiting.remove(lambda other: other is entry)
+                self._drop_parts(entry, failure)
+            elif not entry.left:
+                self._answer(entry, about=self._about([entry]))
+
+    def _launch(self, batch: list[_Entry]) -> None:
+        try:
+            self._solve(batch, splits=0, tries=2)
+        finally:
+            with self._lock:
+                self._launches -= 1
+                self._wake()  # it may have to wait for a batch to close now
+
+    def _solve(self, batch: list[_Entry], *, splits: int, tries: int) -> None:
+        """Compute a batch and answer it; in halves where memory does not suffice, one by one where something fails."""
+        try:
+            with self._watchdog.watched():
+                seeds, stages = self._device.launch([entry.placed for entry in batch])
+        except OutOfMemoryError as error:
+            self._device.empty_cache()
+            if len(batch) > 1:
+                half = len(batch) // 2
+                for some in (batch[:half], batch[half:]):
+                    self._solve(some, splits=splits + 1, tries=tries)
+            elif tries > 1:
+                self._solve(batch, splits=splits, tries=tries - 1)
+            else:
+                self._fail(batch, error)
+        except DeviceLostError as error:
+            self._fail(batch, error)
+        except Exception as error:
+            if len(batch) == 1:
+                self._fail(batch, error)
+            else:
+                for entry in batch:
+                    self._solve([entry], splits=splits, tries=tries)
+        else:
+            about: Batch | None = self._about(batch, splits)
+            for entry, seed in zip(batch, seeds, strict=True):
+                entry.seed = seed
+                self._answer(entry, len(batch), stages, about)
+                about = None
+
+    def _about(self, batch: list[_Entry], splits: int = 0) -> Batch:
+        flops = sum(entry.flops for entry in batch)
+        return Batch(flops, _padding(batch), self._waiting.budget.fill(batch), splits)
+
+    def _fail(self, batch: list[_Entry], error: Exception) -> None:
+        for entry in batch:
+            entry.failure = error
+            self._answer(entry)
+
+    # Answering
+
+    def _answer(self, entry: _Entry, size: int = 1, stages: Stages = NO_COPIES, about: Batch | None = None) -> None:
+        submit, error = entry.submit, entry.failure
+        reply: Done | Failed
+        if error is None:
+            metadata: dict[str, Any] = {"backend": submit.backend}
+            if submit.options.dropout_p:
+                metadata["dropout_seed"] = entry.seed
+            memory = self._device.memory()
+            reply = Done(submit.id, metadata, entry.began, time.perf_counter(), size, *stages, memory, about)
+        elif isinstance(error, Refusal):
+            reply = Failed(submit.id, error.code, error.detail, list(error.errors))
+        elif isinstance(error, OutOfMemoryError):
+            reply = Failed(submit.id, "out_of_memory", "the device ran out of memory for this request", [])
+        elif isinstance(error, DeviceLostError):
+            log.critical("device lost", request_id=submit.request_id, error=str(error))
+            os._exit(1)  # what runs is lost with it; what has not begun is another engine's
+        else:
+            log.error("failed", request_id=submit.request_id, error=type(error).__name__, exc_info=error)
+            reply = Failed(submit.id, "internal_error", "an error of the server, logged by its engine", [])
+        self._send(entry.peer, reply)
+
+    def _send(self, peer: _Peer, reply: Done | Failed | Unmapped) -> None:
+        """One that is gone is noticed when it is next heard; one that reads nothing for a while is dropped like it."""
+        try:
+            try:
+                peer.channel.send(reply)
+            except BlockingIOError:
+                with selectors.DefaultSelector() as writable:
+                    writable.register(peer.channel, selectors.EVENT_WRITE)
+                    writable.select(PEER_PATIENCE)
+                peer.channel.send(reply)
+        except BlockingIOError:
+            log.error("peer dropped", reason="it does not read its answers")
+            self._forget(peer)
+        except (OSError, ValueError):  # ValueError: its socket was closed by then
+            return
+
+
+def _padding(batch: list[_Entry]) -> int:
+    """FLOPs that the batch would have cost more, had all its sequences been padded to the longest of them."""
+    longest_q = max((row.q_len for entry in batch for row in entry.rows), default=0)
+    longest_k = max((row.kv_len for entry in batch for row in entry.rows), default=0)
+    more = 0
+    for entry in batch:
+        pairs = sum(row.q_len * row.kv_len for row in entry.rows)
+        more += (len(entry.rows) * longest_q * longest_k - pairs) * (entry.flops // max(pairs, 1))
+    return more

@@ -1,0 +1,104 @@
+"""The engine's queue: what runs next, and which requests run in one launch.
+
+In the order of `Submit.rank`, which is a time: that of the request, later by as long as its work takes, earlier by its
+priority. So small work passes large work that has just come, and nothing is passed for ever. Requests that share a
+launch key run in one launch, up to a budget of FLOPs and bytes; lengths, batch sizes and head counts are free.
+
+A batch closes when its budget is full, or when its oldest request has waited for `delay`; with a delay of 0 at once.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+
+class Waits(Protocol):
+    """What waits. `key` is None for what runs by itself; `nbytes` are those of inputs and outputs."""
+
+    @property
+    def rank(self) -> float: ...
+    @property
+    def arrived(self) -> float: ...
+    @property
+    def key(self) -> Hashable | None: ...
+    @property
+    def flops(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+W = TypeVar("W", bound=Waits)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of one launch; a request over it runs alone. `delay` in seconds."""
+
+    flops: int
+    nbytes: int
+    delay: float
+
+    def fill(self, batch: Sequence[Waits]) -> float:
+        """How much of it `batch` uses, at most 1."""
+        flops, nbytes = sum(item.flops for item in batch), sum(item.nbytes for item in batch)
+        return min(max(flops / self.flops, nbytes / self.nbytes), 1.0)
+
+
+class Waiting(Generic[W]):
+    """See the module. Times are in `time.monotonic` seconds."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self._queue: list[W] = []
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def put(self, item: W) -> None:
+        bisect.insort(self._queue, item, key=lambda waits: waits.rank)  # behind its equals
+
+    def remove(self, unwanted: Callable[[W], bool]) -> list[W]:
+        """Take out what is `unwanted`."""
+        found = [item for item in self._queue if unwanted(item)]
+        if found:
+            self._queue = [item for item in self._queue if item not in found]
+        return found
+
+    def take(self, now: float, *, groups: bool) -> list[W]:
+        """The next to run, together; empty where nothing may begin. `groups` says whether a launch may."""
+        passed: set[Hashable] = set()
+        for item in self._queue:
+            if item.key is None:
+                self._queue.remove(item)
+                return [item]
+            if groups and item.key not in passed:
+                passed.add(item.key)
+                batch, full = self._batch(item.key)
+                if full or now >= self._closes(batch):
+                    self._queue = [other for other in self._queue if other not in batch]
+                    return batch
+        return []
+
+    def closes(self) -> float | None:
+        """When the next batch that still waits for others will; None where none does."""
+        keys = {item.key for item in self._queue if item.key is not None}
+        return min((self._closes(self._batch(key)[0]) for key in keys), default=None)
+
+    def _closes(self, batch: Iterable[W]) -> float:
+        return min(item.arrived for item in batch) + self.budget.delay
+
+    def _batch(self, key: Hashable) -> tuple[list[W], bool]:
+        """The first of this key that fit a launch, and whether another one did not."""
+        batch: list[W] = []
+        flops = nbytes = 0
+        for item in self._queue:
+            if item.key != key:
+                continue
+            flops, nbytes = flops + item.flops, nbytes + item.nbytes
+            if batch and (flops > self.budget.flops or nbytes > self.budget.nbytes):
+                return batch, True
+            batch.append(item)
+        return batch, flops >= self.budget.flops or nbytes >= self.budget.nbytes

@@ -1,0 +1,44 @@
+"""An engine whose device fails as its jobs' ids say; no start of the service itself can reach it (see faulty_server).
+
+gate-…, wait-…  wait until the file of that suffix, otherwise named by FLASHPOINT_TEST_GATE, is there
+oom-…, once-…   have no memory, never or the first time        bug-…   fails as nobody foresaw
+hang-…          never ends                                     gone-…  the device is lost
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from flashpoint_server import engine_process
+from flashpoint_server.device import Device, DeviceLostError, OutOfMemoryError
+
+
+class FaultyDevice(Device):
+    def __init__(self, info):
+        super().__init__(info)
+        self.seen = set()
+
+    def launch(self, jobs):
+        for job in jobs:
+            name = job.submit.request_id
+            match name.partition("-")[0]:
+                case "gate" | "wait" as which:
+                    while not Path(os.environ["FLASHPOINT_TEST_GATE"]).with_suffix(f".{which}").exists():
+                        time.sleep(0.005)
+                case "oom":
+                    raise OutOfMemoryError
+                case "once" if name not in self.seen:
+                    self.seen.add(name)
+                    raise OutOfMemoryError
+                case "bug":
+                    raise KeyError("what nobody foresaw")
+                case "hang":
+                    time.sleep(3600)
+                case "gone":
+                    raise DeviceLostError("CUDA error: an illegal memory access was encountered")
+        return super().launch(jobs)
+
+
+if __name__ == "__main__":
+    sys.exit(engine_process.main(FaultyDevice))

@@ -1,0 +1,259 @@
+"""Batches and survival: real processes, Triton's kernels under its interpreter, faults on demand (faulty_engine.py)."""
+
+import concurrent.futures
+import contextlib
+import os
+import re
+import signal
+import urllib.request
+
+import psutil
+import pytest
+import torch
+from conftest import wait_for
+from messages import message, normal, post, problem
+from test_processes import segments, send
+
+PROGRAM = ("-m", "tests.e2e.faulty_server")
+
+
+def forward(seed, length=5, heads=2, **options):
+    q, k, v = (normal(1, heads, length + extra, 16, seed=seed * 9 + extra) for extra in (0, 3, 3))
+    return message({"q": q, "k": k, "v": v}, backend="triton", **options)
+
+
+def gradient(seed, length=4):
+    names = ("q", "k", "v", "do")
+    return message({n: normal(2, 1, length, 16, seed=seed * 9 + i) for i, n in enumerate(names)}, backend="triton")
+
+
+class Faulty:
+    """A server whose engine fails on demand, and the gates behind which its launches wait."""
+
+    def __init__(self, start, gates, **settings):
+        self.gates = gates / "open"
+        self.names = []
+        self.server = start(
+            program=PROGRAM,
+            interpret=True,
+            log_level="debug",
+            environment={"FLASHPOINT_TEST_GATE": str(self.gates)},
+            **settings,
+        )
+
+    @contextlib.contextmanager
+    def busy(self, pool, which="gate"):
+        """Inside, a launch runs, and its answer is to come."""
+        gate = self.gates.with_suffix(f".{which}")
+        gate.unlink(missing_ok=True)
+        try:
+            answer = self.post(pool, f"{which}-{os.urandom(4).hex()}", forward(99))
+            if which == "gate":
+                self.wait_begun(which)
+            yield answer
+        finally:
+            gate.touch()
+
+    def wait_begun(self, which):
+        """Until the last request so named is computed."""
+        name = [line for line in self.names if line.startswith(which)][-1]
+        self.server.wait_for_line(lambda line: line["event"] == "begin" and line["request_id"] == name)
+
+    def post(self, pool, name, body, path="/attention", **headers):
+        """Post in the background; returns once the request is inside."""
+        before = self.inside()
+        self.names.append(name)
+        future = pool.submit(post, self.server, path, body, x_request_id=name, **headers)
+        wait_for(lambda: self.inside() > before or future.done(), lambda: f"{name} never got in")
+        return future
+
+    def inside(self):
+        return self.server.get("/info")[1]["load"]["requests"]
+
+    def metrics(self):
+        """The samples of /metrics, by name and labels."""
+        with urllib.request.urlopen(f"{self.server.url}/metrics", timeout=30) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain")
+            text = answer.read().decode()
+        return {name: float(value) for name, value in re.findall(r"^([^#\s]+) (\S+)$", text, re.MULTILINE)}
+
+
+@pytest.fixture(scope="module")
+def faulty(start_server, tmp_path_factory):
+    return Faulty(start_server, tmp_path_factory.mktemp("gates"), hang_timeout=6)
+
+
+@pytest.fixture
+def pool():
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(("path", "make"), [("/attention", forward), ("/attention/grad", gradient)])
+def test_eight_mixed_requests_run_in_one_launch_and_each_has_the_bits_it_has_alone(faulty, pool, path, make):
+    bodies = [make(seed, length) for seed, length in enumerate((1, 2, 3, 5, 8, 13, 17, 21))]
+    alone = [post(faulty.server, path, body) for body in bodies]
+    assert {answer.headers["x-batch-size"] for answer in alone} == {"1"}
+    before = faulty.metrics()
+    with faulty.busy(pool) as gate:
+        queued = [faulty.post(pool, f"mate-{n}", body, path) for n, body in enumerate(bodies)]
+    together = [answer.result() for answer in queued]
+    assert gate.result().status == 200
+    assert {answer.headers["x-batch-size"] for answer in together} == {"8"}
+    assert {answer.headers["x-backend"] for answer in together} == {"triton"}
+    assert [answer.body for answer in together] == [answer.body for answer in alone]
+    after = faulty.metrics()
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert grown["flashpoint_batch_size_count"] == 2.0  # the gate's and this one
+    assert grown["flashpoint_batch_size_sum"] == 9.0
+    assert grown["flashpoint_padding_saved_flops_total"] > 0
+    assert after["flashpoint_kernel_tflops"] > 0
+
+
+def test_who_leaves_or_is_late_is_not_in_the_batch_and_its_mates_are(faulty, pool):
+    expected = post(faulty.server, "/attention", forward(1)).body
+    with faulty.busy(pool):
+        mates = [faulty.post(pool, f"stays-{n}", forward(1)) for n in range(3)]
+        late = faulty.post(pool, "late", forward(1), x_timeout_ms=50)
+        before = faulty.inside()
+        with send(faulty.server, forward(1)):
+            wait_for(lambda: faulty.inside() == before + 1, lambda: "it never got in")
+        wait_for(lambda: faulty.inside() == before, lambda: "it never left")
+        problem(late.result(), 504, "deadline_exceeded")
+    for mate in mates:
+        assert (mate.result().body, mate.result().headers["x-batch-size"]) == (expected, "3")
+
+
+def test_who_leaves_a_running_batch_costs_its_mates_nothing(faulty, pool):
+    expected = post(faulty.server, "/attention", forward(1)).body
+    with contextlib.ExitStack() as first:
+        first.enter_context(faulty.busy(pool))
+        with faulty.busy(pool, "wait") as shared:
+            mates = [faulty.post(pool, f"mate-{n}", forward(1)) for n in range(2)]
+            before = faulty.inside()
+            with send(faulty.server, forward(1)):
+                wait_for(lambda: faulty.inside() == before + 1, lambda: "it never got in")
+                first.close()
+                faulty.wait_begun("wait")
+            wait_for(lambda: faulty.inside() == before - 1, lambda: "it never left")
+    assert {mate.result().body for mate in mates} == {expected}
+    assert {answer.result().headers["x-batch-size"] for answer in (shared, *mates)} == {"4"}
+
+
+def test_poison_harms_nobody_else(faulty, pool):
+    poison = {name: torch.full((1, 2, 5, 16), float("nan")) for name in "qkv"}
+    expected = [post(faulty.server, "/attention", forward(seed)).body for seed in range(3)]
+    with faulty.busy(pool):
+        mates = [faulty.post(pool, f"healthy-{seed}", forward(seed)) for seed in range(2)]
+        sick = faulty.post(pool, "sick", message(poison, backend="triton"))
+        mates.append(faulty.post(pool, "healthy-2", forward(2)))
+    assert bool(sick.result().tensors["o"].isnan().all())
+    assert [mate.result().body for mate in mates] == expected
+    assert {mate.result().headers["x-batch-size"] for mate in mates} == {"4"}
+
+
+CULPRITS = [("oom-1", 503, "out_of_memory"), ("bug-1", 500, "internal_error"), ("once-1", 200, None)]
+
+
+@pytest.mark.parametrize(("name", "status", "code"), CULPRITS)
+def test_the_culprit_alone_pays(faulty, pool, name, status, code):
+    """No memory for one of a batch: the batch is cut in two, tried again, and only that one is refused."""
+    expected = [post(faulty.server, "/attention", forward(seed)).body for seed in range(4)]
+    with faulty.busy(pool):
+        mates = [faulty.post(pool, f"mate-{seed}", forward(seed)) for seed in range(2)]
+        culprit = faulty.post(pool, name, forward(7))
+        mates += [faulty.post(pool, f"mate-{seed}", forward(seed)) for seed in (2, 3)]
+    assert [mate.result().body for mate in mates] == expected
+    answer = culprit.result()
+    assert answer.status == status
+    if code:
+        problem(answer, status, code)
+    if status == 503:
+        assert answer.headers["retry-after"]
+        assert faulty.metrics()["flashpoint_out_of_memory_splits_total"] > 0
+
+
+def die(faulty, pool, how):
+    """Bring the engine down while a launch runs and 32 wait: that launch is refused, and the others are answered."""
+    server, engine = faulty.server, faulty.server.engine_pid
+    expected = [post(server, "/attention", forward(seed)).body for seed in range(4)]
+    restarts = faulty.metrics()["flashpoint_engine_restarts_total"]
+    with faulty.busy(pool) as gate:
+        waiting = [faulty.post(pool, f"waits-{n}", forward(n % 4)) for n in range(32)]
+        how(engine)
+        problem(gate.result(), 503, "engine_lost")
+        assert gate.result().headers["retry-after"]
+        wait_for(lambda: server.get("/health/ready")[0] == 503, lambda: "ready without an engine")
+        problem(post(server, "/attention", forward(1)), 503, "not_ready")
+    assert [answer.result().body for answer in waiting] == [expected[n % 4] for n in range(32)]
+    server.wait_ready()
+    assert server.engine_pid != engine
+    assert not psutil.pid_exists(engine)  # not even as a zombie
+    assert faulty.metrics()["flashpoint_engine_restarts_total"] == restarts + 1
+
+
+def test_an_engine_killed_in_the_middle_of_a_batch_with_32_waiting(faulty, pool):
+    die(faulty, pool, lambda pid: os.kill(pid, signal.SIGKILL))
+
+
+@pytest.mark.parametrize("name", ["gone-1", "hang-1"])
+def test_a_lost_device_and_a_hang_end_the_engine_and_nothing_else(faulty, pool, name):
+    server, engine = faulty.server, faulty.server.engine_pid
+    expected = post(server, "/attention", forward(1)).body
+    with faulty.busy(pool):
+        culprit = faulty.post(pool, name, gradient(8), "/attention/grad")
+        waiting = faulty.post(pool, "waits", forward(1))
+    problem(culprit.result(), 503, "engine_lost")
+    assert waiting.result().body == expected
+    server.wait_ready()
+    assert not psutil.pid_exists(engine)
+
+
+@pytest.mark.parametrize("limits", [{"queue_limit": 2}, {"queue_bytes": 4096}, {"queue_flops": 30_000}])
+def test_a_full_queue(start_server, pool, tmp_path, limits):
+    """By count, by bytes and by FLOPs; what is inside is answered."""
+    faulty = Faulty(start_server, tmp_path, **limits)
+    with faulty.busy(pool) as gated:
+        second = faulty.post(pool, "second", forward(1, length=1, heads=1))
+        answer = post(faulty.server, "/attention", forward(2, length=30))
+        problem(answer, 429, "queue_full")
+        assert int(answer.headers["retry-after"]) >= 1
+    assert (gated.result().status, second.result().status) == (200, 200)
+
+
+def test_sigterm_under_load_loses_no_answer(start_server, pool, tmp_path):
+    faulty = Faulty(start_server, tmp_path)
+    server, expected = faulty.server, post(faulty.server, "/attention", forward(1)).body
+    with faulty.busy(pool) as gated:
+        waiting = [faulty.post(pool, f"waits-{n}", forward(1)) for n in range(16)]
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for_line(lambda line: line["event"] == "draining")
+        assert server.get("/health/ready")[0] == 503
+        problem(post(server, "/attention", forward(2)), 503, "draining")
+    assert gated.result().status == 200
+    assert {answer.result().body for answer in waiting} == {expected}
+    assert server.wait_exit() == 0
+
+
+def test_a_batch_waits_for_company_as_long_as_it_is_told(start_server, pool):
+    server = start_server(interpret=True, max_queue_delay=1.5)
+    answers = [pool.submit(post, server, "/attention", forward(seed)) for seed in range(3)]
+    assert {answer.result().headers["x-batch-size"] for answer in answers} == {"3"}
+    alone = post(server, "/attention", forward(1))
+    assert float(re.search(r"queue;dur=([\d.]+)", alone.headers["server-timing"])[1]) >= 1490
+    assert alone.headers["x-batch-size"] == "1"
+
+
+def test_after_all_of_it_nothing_is_left_and_the_books_balance(faulty):
+    server = faulty.server
+    wait_for(lambda: faulty.inside() == 0, lambda: "work that never ends")
+    metrics = faulty.metrics()
+    ended = sum(metrics[f'flashpoint_ended_total{{how="{how}"}}'] for how in ("answered", "refused", "cancelled"))
+    assert metrics["flashpoint_accepted_total"] == ended > 50
+    assert metrics["flashpoint_queue_requests"] == metrics["flashpoint_queue_bytes"] == 0
+    for stage in ("decode", "queue", "compute", "encode"):
+        assert metrics[f'flashpoint_stage_seconds_count{{stage="{stage}"}}'] > 50
+    assert metrics["flashpoint_device_memory_bytes"] > 1 << 20
+    below = psutil.Process(server.pid).children(recursive=True)
+    assert [child.pid for child in below if child.status() == psutil.STATUS_ZOMBIE] == []
+    assert len(segments(server.engine_pid)) <= len(segments(server.pid))
