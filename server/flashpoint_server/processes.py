@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import structlog
@@ -41,8 +41,10 @@ class Child:
         arguments: Sequence[str],
         inherited: Sequence[int],
         environment: Mapping[str, str] | None = None,
+        ended: Callable[[int], None] = lambda pid: None,
     ) -> None:
         self.name = name
+        self._ended = ended  # told the pid of each that has ended
         self._environment = {**(environment or {}), **os.environ}  # what the operator set wins
         self.starts = 0
         self._command = [sys.executable, "-m", module, "--parent", str(os.getpid()), *arguments]
@@ -71,6 +73,7 @@ class Child:
             self.starts += 1
             log.info("started", process=self.name, pid=self._process.pid, starts=self.starts)
             code = await self._process.wait()
+            self._ended(self._process.pid)
             if self._stopping:
                 return
             log.error("lost", process=self.name, pid=self._process.pid, exit_code=code)

@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import structlog
+from prometheus_client.multiprocess import mark_process_dead
 
+from flashpoint_server.metrics import DIRECTORY as METRICS_DIRECTORY
 from flashpoint_server.processes import Child, running_engines
 from flashpoint_server.settings import Settings
 
@@ -33,12 +36,15 @@ async def _run(settings: Settings, argv: Sequence[str], listener: socket.socket)
     async with AsyncExitStack() as inside:
         addresses = await inside.enter_async_context(running_engines(settings))
         engines = ",".join(address.hex() for address in addresses)
+        metrics = inside.enter_context(tempfile.TemporaryDirectory(prefix="flashpoint-metrics-"))
         workers = [
             Child(
                 f"worker {n}",
                 "flashpoint_server.worker",
                 ["--listener", str(listener.fileno()), "--engines", engines, "--", *argv],
                 [listener.fileno()],
+                {METRICS_DIRECTORY: metrics},
+                lambda pid: mark_process_dead(pid, metrics),  # type: ignore[no-untyped-call]  # its gauges count no more
             )
             for n in range(settings.workers)
         ]

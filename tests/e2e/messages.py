@@ -3,6 +3,8 @@
 import contextlib
 import http.client
 import json
+import re
+import urllib.request
 from dataclasses import dataclass
 
 import safetensors.torch
@@ -59,6 +61,14 @@ def post(server, path, body, media=SAFETENSORS, **headers):
 
 def reply(response):
     return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+
+
+def read_metrics(server):
+    """The samples of /metrics, by name and labels."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        text = answer.read().decode()
+    return {name: float(value) for name, value in re.findall(r"^([^#\s]+) (\S+)$", text, re.MULTILINE)}
 
 
 def normal(*shape, seed=0, dtype=torch.float32):

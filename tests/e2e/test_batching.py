@@ -5,13 +5,12 @@ import contextlib
 import os
 import re
 import signal
-import urllib.request
 
 import psutil
 import pytest
 import torch
 from conftest import wait_for
-from messages import message, normal, post, problem
+from messages import message, normal, post, problem, read_metrics
 from test_processes import segments, send
 
 PROGRAM = ("-m", "tests.e2e.faulty_server")
@@ -70,13 +69,6 @@ class Faulty:
     def inside(self):
         return self.server.get("/info")[1]["load"]["requests"]
 
-    def metrics(self):
-        """The samples of /metrics, by name and labels."""
-        with urllib.request.urlopen(f"{self.server.url}/metrics", timeout=30) as answer:
-            assert answer.headers["Content-Type"].startswith("text/plain")
-            text = answer.read().decode()
-        return {name: float(value) for name, value in re.findall(r"^([^#\s]+) (\S+)$", text, re.MULTILINE)}
-
 
 @pytest.fixture(scope="module")
 def faulty(start_server, tmp_path_factory):
@@ -94,7 +86,7 @@ def test_eight_mixed_requests_run_in_one_launch_and_each_has_the_bits_it_has_alo
     bodies = [make(seed, length) for seed, length in enumerate((1, 2, 3, 5, 8, 13, 17, 21))]
     alone = [post(faulty.server, path, body) for body in bodies]
     assert {answer.headers["x-batch-size"] for answer in alone} == {"1"}
-    before = faulty.metrics()
+    before = read_metrics(faulty.server)
     with faulty.busy(pool) as gate:
         queued = [faulty.post(pool, f"mate-{n}", body, path) for n, body in enumerate(bodies)]
     together = [answer.result() for answer in queued]
@@ -102,7 +94,7 @@ def test_eight_mixed_requests_run_in_one_launch_and_each_has_the_bits_it_has_alo
     assert {answer.headers["x-batch-size"] for answer in together} == {"8"}
     assert {answer.headers["x-backend"] for answer in together} == {"triton"}
     assert [answer.body for answer in together] == [answer.body for answer in alone]
-    after = faulty.metrics()
+    after = read_metrics(faulty.server)
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
     assert grown["flashpoint_batch_size_count"] == 2.0  # the gate's and this one
     assert grown["flashpoint_batch_size_sum"] == 9.0
@@ -170,14 +162,14 @@ def test_the_culprit_alone_pays(faulty, pool, name, status, code):
         problem(answer, status, code)
     if status == 503:
         assert answer.headers["retry-after"]
-        assert faulty.metrics()["flashpoint_out_of_memory_splits_total"] > 0
+        assert read_metrics(faulty.server)["flashpoint_out_of_memory_splits_total"] > 0
 
 
 def die(faulty, pool, how):
     """Bring the engine down while a launch runs and 32 wait: that launch is refused, and the others are answered."""
     server, engine = faulty.server, faulty.server.engine_pid
     expected = [post(server, "/attention", forward(seed)).body for seed in range(4)]
-    restarts = faulty.metrics()["flashpoint_engine_restarts_total"]
+    restarts = read_metrics(faulty.server)["flashpoint_engine_restarts_total"]
     with faulty.busy(pool) as gate:
         waiting = [faulty.post(pool, f"waits-{n}", forward(n % 4)) for n in range(32)]
         how(engine)
@@ -189,7 +181,7 @@ def die(faulty, pool, how):
     server.wait_ready()
     assert server.engine_pid != engine
     assert not psutil.pid_exists(engine)  # not even as a zombie
-    assert faulty.metrics()["flashpoint_engine_restarts_total"] == restarts + 1
+    assert read_metrics(faulty.server)["flashpoint_engine_restarts_total"] == restarts + 1
 
 
 def test_an_engine_killed_in_the_middle_of_a_batch_with_32_waiting(faulty, pool):
@@ -247,7 +239,7 @@ def test_a_batch_waits_for_company_as_long_as_it_is_told(start_server, pool):
 def test_after_all_of_it_nothing_is_left_and_the_books_balance(faulty):
     server = faulty.server
     wait_for(lambda: faulty.inside() == 0, lambda: "work that never ends")
-    metrics = faulty.metrics()
+    metrics = read_metrics(faulty.server)
     ended = sum(metrics[f'flashpoint_ended_total{{how="{how}"}}'] for how in ("answered", "refused", "cancelled"))
     assert metrics["flashpoint_accepted_total"] == ended > 50
     assert metrics["flashpoint_queue_requests"] == metrics["flashpoint_queue_bytes"] == 0

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from conftest import wait_for
-from messages import SAFETENSORS, message, normal, post, problem
+from messages import SAFETENSORS, message, normal, post, problem, read_metrics
 
 QKV = {name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")}
 SMALL = message(QKV)
@@ -253,6 +253,9 @@ def test_several_workers_on_one_port_survive_each_others_death(start_server):
     wait_for(lambda: len(set(server.children("worker")) - {victim, other}) == 1, lambda: "another worker")
     assert server.engine_pid == engine
     assert not psutil.pid_exists(victim)
+    metrics = read_metrics(server)  # of all workers, the dead one's counts among them
+    assert metrics["flashpoint_accepted_total"] == metrics['flashpoint_ended_total{how="answered"}'] == 9
+    assert metrics["flashpoint_queue_requests"] == 0
     wait_for(lambda: len(segments(engine)) <= 2, lambda: "the engine keeps a dead worker's memory")
     family = [server.engine_pid, *server.children("worker")]
     server.stop()
