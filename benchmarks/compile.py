@@ -1,7 +1,8 @@
-"""Compile the shipped kernels for GPUs that are not here, and write down what the compiler made of them.
+"""Compile every variant of the kernels for GPUs that are not here, and write down what the compiler made of them.
 
-Writes benchmarks/results/compile-sm<arch>.json with versions, commit and date: registers, spilled bytes, shared memory,
-matrix instructions and atomics of each variant. Needs no GPU, and some minutes. docs/kernels.md shows them in a table.
+Writes benchmarks/results/compile-sm<arch>.json with versions, commit and date (`make compile-all`): registers, spilled
+bytes, shared memory, instructions, matrix instructions, atomics. Needs no GPU, and minutes. docs/kernels.md shows them
+in tables. Exits with 1 where a variant is not as it must be (`aot.faults`).
 """
 
 from __future__ import annotations
@@ -13,47 +14,48 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import asdict
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAD_DIMS = ("64", "128", "256")
-# Half types at every level; float32 at the first alone, for its tiles are the same at all. Level 2 with a float mask.
-VARIANTS = [("bfloat16", "0"), ("bfloat16", "1"), ("bfloat16", "2"), ("float32", "0")]
+sys.path.insert(0, str(ROOT / "kernels"))
+os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined
+
+from flashpoint_kernels.triton_backend.aot import compile_all, faults  # noqa: E402
+from flashpoint_kernels.triton_backend.configurations import TABLES  # noqa: E402
+from flashpoint_kernels.triton_backend.shipped import all_of  # noqa: E402
 
 
-def reports(arch: int) -> list[dict[str, object]]:
-    found = []
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    for (dtype, level), dim in product(VARIANTS, HEAD_DIMS):
-        command = [sys.executable, "-m", "flashpoint_kernels.triton_backend.aot", "--arch", str(arch)]
-        command += ["--dtype", dtype, "--level", level, "--head-dim", dim]
-        command += ["--mask", "float32"] if level == "2" else []
-        out = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-        found += [json.loads(line) for line in out.splitlines()]
-        print(f"sm_{arch} {dtype} level {level} D {dim}", flush=True)
-    return found
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="compute capabilities, as 90 for sm_90")
+    parser.add_argument("--arch", type=int, nargs="+", default=list(TABLES), choices=TABLES, help="90 for sm_90")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    wrong = 0
     for arch in asked.arch:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+        reports = []
+        for report in compile_all(all_of(arch), asked.processes):
+            reports.append(asdict(report))
+            for fault in faults(report):
+                wrong += 1
+                print(f"sm_{arch} {report.kernel} {report.dtype} D {report.head_dim} level {report.level}: {fault}")
         result = {
             "device": "none: compiled ahead of time",
             "triton": version("triton"),
             "python": platform.python_version(),
             "commit": commit.stdout.strip() or "unknown",
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "kernels": reports(arch),
+            "kernels": reports,
         }
-        (asked.out / f"compile-sm{arch}.json").write_text(json.dumps(result, indent=1) + "\n")
+        path = asked.out / f"compile-sm{arch}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written: {path}: {len(reports)} variants", flush=True)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

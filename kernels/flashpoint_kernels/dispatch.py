@@ -58,12 +58,17 @@ def _run(problems: Sequence[Problem], backend: str) -> None:
         if problems[0].spec.direction == "forward":
             module.forward(problems)
             return
-        forwards = {} if backend == "reference" else {id(p): forward_of(p) for p in problems if "lse" not in p.tensors}
+        forwards, problems = ([], problems) if backend == "reference" else with_forwards(problems)
         if forwards:
-            module.forward(list(forwards.values()))
-        module.backward(
-            [replace(p, tensors=p.tensors | forwards[id(p)].outputs) if id(p) in forwards else p for p in problems]
-        )
+            module.forward(forwards)
+        module.backward(problems)
+
+
+def with_forwards(problems: Sequence[Problem]) -> tuple[list[Problem], Sequence[Problem]]:
+    """The forwards that gradient problems without `o` and `lse` need, and the problems with the answers' places in."""
+    forwards = {id(p): forward_of(p) for p in problems if "lse" not in p.tensors}
+    whole = [replace(p, tensors=p.tensors | forwards[id(p)].outputs) if id(p) in forwards else p for p in problems]
+    return list(forwards.values()), whole
 
 
 def forward_of(problem: Problem) -> Problem:

@@ -1,82 +1,84 @@
 """The kernels compile for GPUs that are not here: no spills in the fast variants, no atomics, the right instructions.
 
-In processes of their own, without the interpreter. One process an architecture and dtype; all are started before the
-first is waited for.
+In processes of their own, without the interpreter. Here, what stands for all variants; all of them in
+`make compile-all`.
 """
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-MODULE = "flashpoint_kernels.triton_backend.aot"
-BACKWARD = ["delta", "backward_kv", "backward_q"]
+from flashpoint_kernels.triton_backend.aot import Report, faults
+from flashpoint_kernels.triton_backend.config import Chip, table_of, tiles
+from flashpoint_kernels.triton_backend.configurations import SHARED_KIB, TABLES
+from flashpoint_kernels.triton_backend.shipped import Variant, representative
 
-
-def _start(*arguments: str) -> subprocess.Popen[str]:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", MODULE, *arguments]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _reports(process: subprocess.Popen[str]) -> list[dict[str, object]]:
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    return [json.loads(line) for line in out.splitlines()]
+FINE = Report(
+    "forward", 90, "bfloat16", 128, 0, None, "ieee", 128, 64, 8, 3, 255, 0, 227 * 1024, 0, ("wgmma.mma_async",), 0,
+    False, 400,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def fast_variants() -> Iterator[list[dict[str, object]]]:
-    """Level 0, bfloat16, D 64 and 128, sm_80 and sm_90: what serves most requests."""
-    found = []
-    for arch in ("80", "90"):
-        pair = [
-            _start("--arch", arch, "--head-dim", d, "--kernels", "forward", *BACKWARD, "merge") for d in ("64", "128")
-        ]
-        found += [report for process in pair for report in _reports(process)]
-    return found
+def reports() -> list[dict[str, Any]]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "flashpoint_kernels.triton_backend.aot"]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert run.stdout, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-def test_fast_variants_spill_nothing_and_fit(fast_variants: list[dict[str, object]]) -> None:
-    assert len(fast_variants) == 20
-    shared_limit = {80: 163 * 1024, 90: 227 * 1024}
-    for report in fast_variants:
-        assert report["spill_bytes"] == 0, report
-        assert report["registers"] <= 255, report
-        assert report["shared_bytes"] <= shared_limit[report["arch"]], report
+def test_what_stands_for_all_variants_is_without_faults(reports: list[dict[str, Any]]) -> None:
+    """Registers, shared memory, spills, matrix instructions, atomics, copies by descriptor, roles of warps."""
+    assert [tuple(report[name] for name in Variant._fields) for report in reports] == representative()
+    assert {report["arch"] for report in reports} == set(TABLES)
+    assert [report for report in reports if report["faults"]] == []
 
 
-def test_matrix_instructions(fast_variants: list[dict[str, object]]) -> None:
-    for report in fast_variants:
-        if report["kernel"] in ("forward", "backward_kv", "backward_q"):
-            expected = "wgmma.mma_async" if report["arch"] == 90 else "mma.sync"
-            assert report["matrix_instructions"] == [expected], report
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"registers": 256}, "256 registers"),
+        ({"shared_bytes": 227 * 1024 + 1}, "232449 bytes of shared memory"),
+        ({"atomics": 1}, "1 atomics"),
+        ({"spill_bytes": 8}, "8 bytes spilled"),
+        ({"matrix_instructions": ("mma.sync",)}, "no wgmma.mma_async, but mma.sync"),
+        ({"arch": 100}, "no tcgen05.mma, but wgmma.mma_async"),
+        ({"kernel": "backward_q_hopper"}, "no copies by descriptor"),
+        ({"kernel": "forward_hopper", "copies": 4}, "its warps have no roles"),
+    ],
+)
+def test_each_fault_is_found(change: dict[str, Any], fault: str) -> None:
+    assert faults(FINE) == []
+    assert faults(replace(FINE, **change)) == [fault]
+    assert faults(replace(FINE, head_dim=256, spill_bytes=8)) == []  # reported, not a fault
+    assert faults(replace(FINE, block_m=32, matrix_instructions=("mma.sync",))) == []
 
 
-def test_no_atomics_in_any_kernel_with_every_option(fast_variants: list[dict[str, object]]) -> None:
-    kernels = ["forward", *BACKWARD, "backward_mask", "backward_sinks"]
-    every = _start("--arch", "90", "--head-dim", "64", "--level", "2", "--mask", "float32", "--kernels", *kernels)
-    reports = _reports(every)
-    assert [report["kernel"] for report in reports] == kernels
-    for report in [*fast_variants, *reports]:
-        assert report["atomics"] == 0, report
+@given(st.sampled_from([70, 75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121]), st.integers(16, 300))
+def test_a_tile_that_does_not_fit_is_never_chosen(arch: int, shared_kib: int) -> None:
+    """A chip takes a table whose tiles were compiled for its generation and for no more memory than it has, or none."""
+    chip = Chip(arch, shared_kib)
+    if not any(known // 10 == arch // 10 and kib <= shared_kib for known, kib in SHARED_KIB.items()):
+        with pytest.raises(ValueError, match=f"sm_{arch} with {shared_kib} KiB"):
+            table_of(chip)
+        return
+    chosen = table_of(chip)
+    assert SHARED_KIB[chosen] <= shared_kib
+    assert chosen // 10 == arch // 10
+    assert chosen == arch or arch not in SHARED_KIB or SHARED_KIB[arch] > shared_kib
 
 
-def test_the_widest_heads_fit_the_chips_with_the_least_shared_memory() -> None:
-    reports = _reports(_start("--arch", "89", "--head-dim", "256", "--kernels", "forward", *BACKWARD))
-    assert len(reports) == 4
-    for report in reports:
-        assert report["shared_bytes"] <= 99 * 1024, report
-
-
-def test_float32_and_a_padded_head_dimension_compile() -> None:
-    pair = [
-        _start("--arch", "90", "--dtype", "float32", "--head-dim", "64", "--kernels", "forward", *BACKWARD),
-        _start(
-            "--arch", "80", "--dtype", "float16", "--head-dim", "80", "--level", "1", "--kernels", "forward", *BACKWARD
-        ),
-    ]
-    assert [len(_reports(process)) for process in pair] == [4, 4]
+def test_every_problem_has_tiles() -> None:
+    for arch, dtype, level in ((a, d, n) for a in TABLES for d in ("float16", "float32") for n in (0, 1, 2)):
+        for dim in (1, 16, 64, 65, 128, 129, 256):
+            config = tiles(arch, dtype, dim, 1, level)
+            assert config == tiles(arch, dtype, 1, dim, level)
+            assert config.split_keys % config.forward.block_n == 0

@@ -42,6 +42,12 @@ def test_lengths(q_len: int, kv_len: int) -> None:
     check(PLAIN | {"band": "causal", "group": 2}, q_len, kv_len)
 
 
+@pytest.mark.parametrize("scale", [1.0, -0.3, 0.0, 1e-42])
+def test_any_scale(scale: float) -> None:
+    """The fast variant takes the largest score for that of the largest product: not where the scale is not positive."""
+    check(PLAIN | {"band": "causal"}, 20, 70, scale=scale)
+
+
 @pytest.mark.parametrize("dim", [16, 40, 64, 80, 128])
 @pytest.mark.parametrize("dtype", FACTORS["dtype"])
 def test_head_dimensions(dim: int, dtype: str) -> None:

@@ -1,5 +1,5 @@
 """The Triton kernels as a backend: every option, forward and backward, any mix of problems in one grouped launch."""
 
-from flashpoint_kernels.triton_backend.launch import backward, forward
+from flashpoint_kernels.triton_backend.launch import backward, compile_ahead, compiled, forward
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "compile_ahead", "compiled", "forward"]

@@ -1,17 +1,23 @@
 """Compile the kernels for a GPU that is not there, and read what the compiler made of them.
 
-`python -m flashpoint_kernels.triton_backend.aot --arch 90 --dtype bfloat16 --head-dim 128` prints a JSON line a kernel.
-It needs a process without TRITON_INTERPRET, and no GPU: ptxas and cuobjdump come inside triton.
+`python -m flashpoint_kernels.triton_backend.aot` compiles what CI does and prints a JSON line a variant; `--arch 90`
+all that sm_90 can run. It needs a process without TRITON_INTERPRET, and no GPU: ptxas, cuobjdump and nvdisasm come
+inside triton. It exits with 1 where `faults` finds something.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +29,44 @@ from triton.compiler import ASTSource
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
 from flashpoint_kernels.triton_backend.config import padded, tiles
+from flashpoint_kernels.triton_backend.configurations import SHARED_KIB, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
+from flashpoint_kernels.triton_backend.hopper import attention_forward_hopper
 from flashpoint_kernels.triton_backend.launch import _TYPES
+from flashpoint_kernels.triton_backend.shipped import Variant, all_of, representative
 
 KERNELS = {
     "forward": attention_forward,
+    "forward_hopper": attention_forward_hopper,
     "merge": merge_parts,
     "delta": attention_delta,
     "backward_kv": attention_backward_kv,
     "backward_q": attention_backward_q,
+    "backward_q_hopper": attention_backward_q,
     "backward_mask": attention_backward_mask,
     "backward_sinks": attention_backward_sinks,
 }
 _POINTERS = {"table": "*i64", "floats": "*fp32", "items": "*i32", "part_o": "*fp32", "part_lse": "*fp32"}
+MATRIX = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+MMA = re.compile(r"\b(HMMA|HGMMA|UTCHMMA)\b")  # as SASS has them
+_PRODUCTS = ("forward", "forward_hopper", "backward_kv", "backward_q", "backward_q_hopper")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler made of one variant. `spill_bytes` is local memory a thread, 0 where nothing spills."""
+    """What the compiler made of one variant.
+
+    `spill_bytes` is local memory a thread, 0 where nothing spills; `loop` the instructions of the shortest inner loop
+    with a matrix product in it, 0 where there is none; `copies` the copy engine's.
+    """
 
     kernel: str
     arch: int
     dtype: str
     head_dim: int
     level: int
+    mask: str | None
+    precision: str
     block_m: int
     block_n: int
     num_warps: int
@@ -56,21 +76,30 @@ class Report:
     shared_bytes: int
     atomics: int
     matrix_instructions: tuple[str, ...]
+    copies: int
+    specialised: bool
+    loop: int
 
 
-def compile_kernel(
-    kernel: str, arch: int, dtype: str, head_dim: int, level: int = 0, mask: str | None = None
-) -> Report:
-    """Compile one kernel's shipped configuration for sm_`arch` with aligned tensors and Dv = D."""
-    config = tiles(arch, dtype, head_dim, head_dim, level)
-    tile = {"forward": config.forward, "merge": config.forward, "backward_kv": config.backward_kv}.get(
-        kernel, config.backward_q
-    )
+def tile_of(variant: Variant) -> Tile:
+    """The tile that `variant` ships with."""
+    kernel, arch, dtype, dim, level, *_ = variant
+    config = tiles(arch, dtype, dim, dim, level, hopper=kernel.endswith("hopper"))
+    if kernel in ("forward", "forward_hopper", "merge"):
+        return config.forward
+    return config.backward_kv if kernel == "backward_kv" else config.backward_q
+
+
+def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
+    """Compile `variant` with the tile it ships with, or another."""
+    kernel, arch, dtype, dim, level, mask, precision = variant
+    tile = tile or tile_of(variant)
     function = KERNELS[kernel]
     values: dict[str, Any] = {
         "LEVEL": level, "DTYPE": _TYPES[dtype], "MASK_DTYPE": mask and _TYPES[mask], "DMASK_DTYPE": tl.float32,
-        "PRECISION": "ieee", "ALIGNED": True, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
-        "BLOCK_D": padded(head_dim), "BLOCK_DV": padded(head_dim), "EVEN": padded(head_dim) == head_dim,
+        "PRECISION": precision, "ALIGNED": True, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "BLOCK_D": padded(dim), "BLOCK_DV": padded(dim), "EVEN": padded(dim) == dim,
+        "TMA": kernel == "backward_q_hopper",
     }  # fmt: skip
     names = function.arg_names
     constants = {(at,): values[name] for at, name in enumerate(names) if name in values}
@@ -83,19 +112,53 @@ def compile_kernel(
     registers, spill_bytes = _resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     return Report(
-        kernel, arch, dtype, head_dim, level, tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, registers,
-        spill_bytes, compiled.metadata.shared, len(re.findall(r"\b(?:atom|red)\.", ptx)),
+        *variant, tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, registers, spill_bytes,
+        compiled.metadata.shared, len(re.findall(r"\b(?:atom|red)\.", ptx)),
         tuple(sorted(set(re.findall(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", ptx)))),
+        len(re.findall(r"\bcp\.async\.bulk\.tensor", ptx)), "ttg.warp_specialize" in compiled.asm["ttgir"],
+        _loop(compiled.asm["cubin"]),
     )  # fmt: skip
+
+
+def faults(report: Report) -> list[str]:
+    """What a shipped variant must not be: see docs/kernels.md, "What the compiler makes of the kernels"."""
+    half = report.dtype != "float32"
+    found = []
+    if report.registers > 255:
+        found.append(f"{report.registers} registers")
+    if report.shared_bytes > SHARED_KIB[report.arch] * 1024:
+        found.append(f"{report.shared_bytes} bytes of shared memory")
+    if report.atomics:
+        found.append(f"{report.atomics} atomics")
+    if half and report.level == 0 and report.head_dim <= 128 and report.spill_bytes:
+        found.append(f"{report.spill_bytes} bytes spilled")
+    wide = report.block_n if report.kernel == "backward_kv" else report.block_m  # the rows of a product
+    if half and report.kernel in _PRODUCTS and wide >= 64 and MATRIX[report.arch] not in report.matrix_instructions:
+        found.append(f"no {MATRIX[report.arch]}, but {', '.join(report.matrix_instructions) or 'nothing'}")
+    if report.kernel.endswith("hopper") and not report.copies:
+        found.append("no copies by descriptor")
+    if report.kernel == "forward_hopper" and not report.specialised:
+        found.append("its warps have no roles")
+    return found
+
+
+def compile_all(variants: Sequence[Variant], processes: int) -> Iterator[Report]:
+    """Reports in the order of `variants`, from a pool of processes of their own."""
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(compile_variant, variants)
+
+
+def _tool(name: str, flag: str, cubin: bytes) -> str:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([path, flag, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """(registers, local bytes) a thread, as cuobjdump reads them off the binary."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    text = _tool("cuobjdump", "-res-usage", cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     if found is None:
         raise RuntimeError(f"cuobjdump said nothing of resources: {text}")
@@ -103,21 +166,35 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def main() -> None:
+def _loop(cubin: bytes) -> int:
+    """Instructions from the target of a backward branch to it, the least that hold a matrix product."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in _tool("nvdisasm", "-c", cubin).splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*)", line):
+            code.append(found[1])
+    lengths = []
+    for at, instruction in enumerate(code):
+        jump = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction)
+        if jump and (start := labels.get(jump[1], at)) < at and any(MMA.search(i) for i in code[start:at]):
+            lengths.append(at + 1 - start)
+    return min(lengths, default=0)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, default=90)
-    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--level", type=int, default=0, choices=[0, 1, 2])
-    parser.add_argument("--mask", choices=["bool", "float16", "bfloat16", "float32"])
-    parser.add_argument(
-        "--kernels", nargs="+", default=["forward", "delta", "backward_kv", "backward_q"], choices=KERNELS
-    )
+    parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_KIB, help="all that these can run")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
-    for kernel in asked.kernels:
-        report = compile_kernel(kernel, asked.arch, asked.dtype, asked.head_dim, asked.level, asked.mask)
-        print(json.dumps(asdict(report)), flush=True)
+    variants = [v for arch in asked.arch for v in all_of(arch)] if asked.arch else representative()
+    wrong = 0
+    for report in compile_all(variants, asked.processes):
+        print(json.dumps({**asdict(report), "faults": faults(report)}), flush=True)
+        wrong += bool(faults(report))
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

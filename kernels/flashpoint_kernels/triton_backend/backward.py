@@ -16,8 +16,9 @@ import triton.language as tl
 from flashpoint_kernels.bounds import query_range_jit as query_range
 from flashpoint_kernels.triton_backend import table as c
 from flashpoint_kernels.triton_backend.interpret import cast, dot
-from flashpoint_kernels.triton_backend.scores import LOG2E, keep, modify, probabilities
+from flashpoint_kernels.triton_backend.scores import LOG2E, keep, modify, probabilities, visible, visible_to
 from flashpoint_kernels.triton_backend.tiles import (
+    describe,
     key_stretches,
     load_rows,
     load_sequence,
@@ -116,6 +117,7 @@ def attention_backward_kv(
     k_base += kv_head * k_head
     v_base, v_head, v_stride = locate(t, c.V, DTYPE, ALIGNED)
     v_base += kv_head * v_head
+    within = tl.arange(0, BLOCK_M)
     o_n = j0 + tl.arange(0, BLOCK_N)
     k = load_rows(k_base, k_stride, o_n, kv_len, head_dim, BLOCK_D, False, EVEN)  # (N, D)
     v = load_rows(v_base, v_stride, o_n, kv_len, value_dim, BLOCK_DV, False, EVEN)  # (N, Dv)
@@ -127,21 +129,25 @@ def attention_backward_kv(
     lo = lo // BLOCK_M * BLOCK_M
     blocks = tl.where(j0 < kv_len, tl.maximum(tl.cdiv(hi - lo, BLOCK_M), 0), 0)
     q_base, q_head, q_stride = locate(t, c.Q, DTYPE, ALIGNED)
+    q_base += kv_head * group * q_head
     do_base, do_head, do_stride = locate(t, c.DO, DTYPE, ALIGNED)
+    do_base += kv_head * group * do_head
     stats_base, stats_head = locate_vector(t, c.STATS)
+    stats_base += kv_head * group * stats_head
     # One flat loop over the group's heads and their blocks of queries: a nest of loops, or a second body for tiles that
     # need no visibility test, costs more registers than there are.
-    for step in range(0, group * blocks):
-        head = kv_head * group + step // blocks
-        seq = (t, scalars, head, scale, shape)
-        i0 = lo + step % blocks * BLOCK_M
-        o_m = i0 + tl.arange(0, BLOCK_M)
-        q = load_rows(q_base + head * q_head, q_stride, o_m, q_len, head_dim, BLOCK_D, False, EVEN)  # (M, D)
+    nth, i0 = 0, lo
+    for _ in range(0, group * blocks):
+        seq = (t, scalars, kv_head * group + nth, scale, shape)
+        o_m = i0 + within
+        q = load_rows(q_base + nth * q_head, q_stride, o_m, q_len, head_dim, BLOCK_D, False, EVEN)  # (M, D)
         s = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)  # (N, M)
-        s, slope = modify(s, o_m[None, :], o_n[:, None], seq, False, LEVEL, MASK_DTYPE)
-        lse, delta = load_stats(stats_base + head * stats_head, stats_head // 2, o_m, q_len)
-        p = probabilities(s, lse[None, :])
-        do = load_rows(do_base + head * do_head, do_stride, o_m, q_len, value_dim, BLOCK_DV, False, EVEN)  # (M, Dv)
+        s, slope = modify(s, o_m[None, :], o_n[:, None], seq, LEVEL, MASK_DTYPE)
+        lse, delta = load_stats(stats_base + nth * stats_head, stats_head // 2, o_m, q_len)
+        # Not tested: keys beyond the last, whose rows of dk and dv are dropped, and queries, whose lse makes P zero.
+        seen = visible_to(o_n[:, None], i0, within[None, :], shape, LEVEL)
+        p = tl.where(seen, probabilities(s, lse[None, :]), 0.0)
+        do = load_rows(do_base + nth * do_head, do_stride, o_m, q_len, value_dim, BLOCK_DV, False, EVEN)  # (M, Dv)
         dp = dot(v, tl.trans(do), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)  # (N, M)
         if LEVEL == 2:
             z = tl.trans(dropout_factor(i0, j0, seq, BLOCK_M, BLOCK_N))
@@ -151,6 +157,9 @@ def attention_backward_kv(
             dv = dot(cast(p, DTYPE), do, dv, PRECISION)
         ds = softmax_gradient(p, dp, delta[None, :], slope, LEVEL)
         dk = dot(cast(ds, DTYPE), q, dk, PRECISION)
+        i0 += BLOCK_M
+        nth += tl.where(i0 >= hi, 1, 0)
+        i0 = tl.where(i0 >= hi, lo, i0)
 
     kv_rows = tl.load(t + c.KV_ROWS)
     valid = o_n[:, None] < kv_len
@@ -166,20 +175,31 @@ def attention_backward_kv(
 
 @triton.jit
 def gather_keys(
-    dq, q, do, lse, delta, i0, lo, hi, seq, k_base, k_stride, v_base, v_stride, head_dim, value_dim,
+    dq, q, do, lse, delta, i0, lo, hi, seq, k_rows, v_rows, head_dim, value_dim,
     FULL: tl.constexpr, LEVEL: tl.constexpr, DTYPE: tl.constexpr, MASK_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add to dq of a block of queries what keys [lo, hi) give, a tile of BLOCK_N at a time."""
+    """Add to dq of a block of queries what keys [lo, hi) give, a tile of BLOCK_N at a time.
+
+    `k_rows` and `v_rows` are the head's descriptors with TMA, else its (pointer, stride of a row).
+    """
     kv_len = seq[4][1]
     o_m = i0 + tl.arange(0, BLOCK_M)
+    within = tl.arange(0, BLOCK_N)
     for j0 in range(lo, hi, BLOCK_N):
-        o_n = j0 + tl.arange(0, BLOCK_N)
-        k = load_rows(k_base, k_stride, o_n, kv_len, head_dim, BLOCK_D, FULL, EVEN)  # (N, D)
-        v = load_rows(v_base, v_stride, o_n, kv_len, value_dim, BLOCK_DV, FULL, EVEN)  # (N, Dv)
+        o_n = j0 + within
+        if TMA:
+            k = k_rows.load([j0, 0])  # (N, D)
+            v = v_rows.load([j0, 0])  # (N, Dv)
+        else:
+            k = load_rows(k_rows[0], k_rows[1], o_n, kv_len, head_dim, BLOCK_D, FULL, EVEN)
+            v = load_rows(v_rows[0], v_rows[1], o_n, kv_len, value_dim, BLOCK_DV, FULL, EVEN)
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)  # (M, N)
-        s, slope = modify(s, o_m[:, None], o_n[None, :], seq, FULL, LEVEL, MASK_DTYPE)
+        s, slope = modify(s, o_m[:, None], o_n[None, :], seq, LEVEL, MASK_DTYPE)
         p = probabilities(s, lse[:, None])
+        if not FULL:
+            p = tl.where(visible(o_m[:, None], j0, within[None, :], seq[4], LEVEL), p, 0.0)
         dp = dot(do, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)  # (M, N)
         if LEVEL == 2:
             dp = dp * dropout_factor(i0, j0, seq, BLOCK_M, BLOCK_N)
@@ -193,8 +213,12 @@ def attention_backward_q(
     table, floats, items, heads, head_dim, value_dim,
     LEVEL: tl.constexpr, DTYPE: tl.constexpr, MASK_DTYPE: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of queries of one head. Grid: items × `heads`, the largest head count of the launch."""
+    """dq of a block of queries of one head. Grid: items × `heads`, the largest head count of the launch.
+
+    TMA: k and v come through descriptors, see hopper.py.
+    """
     item = items + (tl.program_id(0) // heads) * ITEM
     head = tl.program_id(0) % heads
     row = tl.load(item).to(tl.int64)
@@ -215,6 +239,12 @@ def attention_backward_q(
     k_base += head // group * k_head
     v_base, v_head, v_stride = locate(t, c.V, DTYPE, ALIGNED)
     v_base += head // group * v_head
+    if TMA:
+        k_rows = describe(k_base, seq[4][1], head_dim, k_stride, BLOCK_N, BLOCK_D)
+        v_rows = describe(v_base, seq[4][1], value_dim, v_stride, BLOCK_N, BLOCK_DV)
+    else:
+        k_rows = (k_base, k_stride)
+        v_rows = (v_base, v_stride)
     o_m = i0 + tl.arange(0, BLOCK_M)
     q = load_rows(q_base, q_stride, o_m, q_len, head_dim, BLOCK_D, False, EVEN)  # (M, D)
     do = load_rows(do_base, do_stride, o_m, q_len, value_dim, BLOCK_DV, False, EVEN)  # (M, Dv)
@@ -225,16 +255,16 @@ def attention_backward_q(
     lo, full_lo, full_hi, hi = key_stretches(i0, seq[4], 0, seq[4][1], LEVEL, BLOCK_M, BLOCK_N)
     if LEVEL >= 1:
         dq = gather_keys(
-            dq, q, do, lse, delta, i0, lo, full_lo, seq, k_base, k_stride, v_base, v_stride, head_dim,
-            value_dim, False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
+            dq, q, do, lse, delta, i0, lo, full_lo, seq, k_rows, v_rows, head_dim, value_dim,
+            False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN, TMA,
         )  # fmt: skip
     dq = gather_keys(
-        dq, q, do, lse, delta, i0, full_lo, full_hi, seq, k_base, k_stride, v_base, v_stride, head_dim,
-        value_dim, True, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
+        dq, q, do, lse, delta, i0, full_lo, full_hi, seq, k_rows, v_rows, head_dim, value_dim,
+        True, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN, TMA,
     )  # fmt: skip
     dq = gather_keys(
-        dq, q, do, lse, delta, i0, full_hi, hi, seq, k_base, k_stride, v_base, v_stride, head_dim,
-        value_dim, False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
+        dq, q, do, lse, delta, i0, full_hi, hi, seq, k_rows, v_rows, head_dim, value_dim,
+        False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN, TMA,
     )  # fmt: skip
 
     dq = tl.where(o_m[:, None] < q_len, dq * seq[3], 0.0)

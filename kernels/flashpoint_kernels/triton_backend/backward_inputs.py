@@ -10,7 +10,7 @@ import triton.language as tl
 from flashpoint_kernels.triton_backend import table as c
 from flashpoint_kernels.triton_backend.backward import dropout_factor, load_stats
 from flashpoint_kernels.triton_backend.interpret import cast, dot
-from flashpoint_kernels.triton_backend.scores import LOG2E, modify, probabilities
+from flashpoint_kernels.triton_backend.scores import LOG2E, modify, probabilities, visible
 from flashpoint_kernels.triton_backend.tiles import load_rows, load_sequence, locate, locate_vector
 
 # Columns of a work item: first table row and how many of them (the batch) to sum over, first head and how many heads,
@@ -59,8 +59,9 @@ def attention_backward_mask(
                     k = load_rows(k_base, k_stride, o_n, kv_len, head_dim, BLOCK_D, False, EVEN)  # (N, D)
                     v = load_rows(v_base, v_stride, o_n, kv_len, value_dim, BLOCK_DV, False, EVEN)  # (N, Dv)
                     s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)  # (M, N)
-                    s, _ = modify(s, o_m[:, None], o_n[None, :], seq, False, 2, MASK_DTYPE)
-                    p = probabilities(s, lse[:, None])
+                    s, _ = modify(s, o_m[:, None], o_n[None, :], seq, 2, MASK_DTYPE)
+                    seen = visible(o_m[:, None], j0, tl.arange(0, BLOCK_N)[None, :], seq[4], 2)
+                    p = tl.where(seen, probabilities(s, lse[:, None]), 0.0)
                     dp = dot(do, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)  # (M, N)
                     dp = dp * dropout_factor(i0, j0, seq, BLOCK_M, BLOCK_N)
                     total += p * (dp - delta[:, None])  # the mask comes after the softcap: no slope

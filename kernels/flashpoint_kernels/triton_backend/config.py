@@ -1,69 +1,31 @@
-"""Tile sizes: one table a kind of chip, by dtype and padded head dimension; a function of the problem's own shape.
+"""Which tiles run: a function of the device, and of the dtype, head dimensions, level and path of a problem alone.
 
-Starting points are the tiles of FlashAttention-2 and of Triton's tutorial, made smaller until the compiler spills none
-in the fast variants (tests/kernels/test_compile.py holds that). None has been measured on a GPU.
+The sizes themselves are in configurations.py, one table an architecture. No tile is made to fit at run time: a table is
+taken whole, by a device that has the instructions and the shared memory that its tiles were compiled for.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 import triton
 
+from flashpoint_kernels.triton_backend.configurations import HOPPER, SHARED_KIB, TABLES, Config, Tile
 from flashpoint_kernels.triton_backend.interpret import INTERPRETED
 
-
-@dataclass(frozen=True)
-class Tile:
-    """BLOCK_M queries by BLOCK_N keys, and how the compiler spreads and pipelines them."""
-
-    block_m: int
-    block_n: int
-    num_warps: int = 4
-    num_stages: int = 2
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tiles of each kernel, and how many keys a part of a split problem has (a multiple of forward.block_n)."""
-
-    forward: Tile
-    backward_kv: Tile
-    backward_q: Tile
-    split_keys: int = 1024
-
-
-# By kind of chip (`family`), then by largest padded head dimension.
-_HALF = {
-    80: {
-        64: Config(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
-        128: Config(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(64, 64, 8, 2)),
-        256: Config(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
-    },
-    90: {
-        64: Config(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
-        128: Config(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
-        256: Config(Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)),
-    },
-}
-# Level 1 (window, softcap, sinks) tests both ends of the band, and a softcap's slope is one tile more: less for dK, dV.
-_HALF_BACKWARD_KV_LEVEL_1 = {64: Tile(64, 64, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 32, 8, 1)}
-# Level 2 (every option) holds more of each score: half the tile, on every chip.
-_HALF_EVERY_OPTION = {
-    64: Config(Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
-    128: Config(Tile(64, 64, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
-    256: Config(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-}
-# IEEE float32 uses no matrix instruction: small tiles, operands in registers, on every chip.
-_SINGLE = {
-    64: Config(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
-    128: Config(Tile(32, 32, 8, 1), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
-    256: Config(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-}
 # The interpreter runs tile by tile in Python: few tiles, but M ≠ N, and enough of them to be cut, skipped and split.
 _INTERPRETER = Config(Tile(64, 32), Tile(32, 64), Tile(64, 32), split_keys=64)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What of a device decides its tiles: compute capability (90 for sm_90), and KiB of shared memory a program."""
+
+    arch: int
+    shared_kib: int
 
 
 def padded(dim: int) -> int:
@@ -71,42 +33,62 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def family(arch: int) -> int:
-    """The chips that share a table: 90 where a warp group multiplies from shared memory (sm_90, sm_100), else 80."""
-    return 90 if 90 <= arch < 120 else 80
+def table_of(chip: Chip) -> int:
+    """The architecture whose table `chip` takes: its own, else the one of its generation that uses most of its memory.
+
+    Raises ValueError where no table's tiles are known to fit.
+    """
+    if SHARED_KIB.get(chip.arch, chip.shared_kib + 1) <= chip.shared_kib:
+        return chip.arch
+    fitting = [
+        arch for arch, kib in SHARED_KIB.items() if arch // 10 == chip.arch // 10 and kib <= chip.shared_kib
+    ]  # fmt: skip
+    if not fitting:
+        raise ValueError(
+            f"backend: triton has no tiles for sm_{chip.arch} with {chip.shared_kib} KiB of shared memory; it has them "
+            f"for {', '.join(f'sm_{arch} with {kib}' for arch, kib in SHARED_KIB.items())}"
+        )
+    return max(fitting, key=lambda arch: (SHARED_KIB[arch], arch))
 
 
-def tiles(arch: int, dtype: str, head_dim: int, value_dim: int, level: int) -> Config:
-    """The shipped tiles for a problem on sm_`arch`, before the device's shared memory is looked at."""
-    by_dim = _SINGLE if dtype == "float32" else _HALF_EVERY_OPTION if level == 2 else _HALF[family(arch)]
+def tiles(arch: int, dtype: str, head_dim: int, value_dim: int, level: int, hopper: bool = False) -> Config:
+    """The tiles of a problem in the table of sm_`arch`; `hopper`: those of the path of hopper.py.
+
+    A head dimension that is no power of two tests the columns of what comes through pointers: that takes the registers
+    that level 1 has left.
+    """
     widest = max(padded(head_dim), padded(value_dim))
-    dim = next(d for d in by_dim if widest <= d)
-    if level == 1 and dtype != "float32":
-        return replace(by_dim[dim], backward_kv=_HALF_BACKWARD_KV_LEVEL_1[dim])
-    return by_dim[dim]
+    even = padded(head_dim) == head_dim and padded(value_dim) == value_dim
+    by_dim = TABLES[arch]["float32" if dtype == "float32" else f"level {level if even else max(level, 1)}"]
+    config = by_dim[next(dim for dim in by_dim if widest <= dim)]
+    if not hopper:
+        return config
+    forward, backward_q = HOPPER[next(dim for dim in HOPPER if widest <= dim)]
+    return replace(config, forward=forward, backward_q=backward_q)
 
 
-@lru_cache(maxsize=1024)
-def config_for(device: torch.device, dtype: str, head_dim: int, value_dim: int, level: int) -> Config:
-    """The tiles that run on `device`: the shipped ones, with fewer stages where its shared memory is smaller."""
-    if INTERPRETED:
-        return _INTERPRETER
+@lru_cache(maxsize=64)
+def chip_of(device: torch.device) -> Chip:
+    """What the driver says of a CUDA device."""
     index = torch.cuda.current_device() if device.index is None else device.index
     shared = int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
     major, minor = torch.cuda.get_device_capability(index)
-    width = (padded(head_dim) + padded(value_dim)) * (4 if dtype == "float32" else 2)
-    chosen = tiles(major * 10 + minor, dtype, head_dim, value_dim, level)
+    return Chip(major * 10 + minor, shared // 1024)
 
-    def fit(tile: Tile, fixed: int, streamed: int) -> Tile:
-        """Pipeline fewer blocks until they and the fixed block fit."""
-        stages = tile.num_stages
-        while (fixed + stages * streamed) * width > shared and stages > 1:
-            stages -= 1
-        return Tile(tile.block_m, tile.block_n, tile.num_warps, stages)
 
-    return Config(
-        fit(chosen.forward, chosen.forward.block_m // 2, chosen.forward.block_n),
-        fit(chosen.backward_kv, chosen.backward_kv.block_n, chosen.backward_kv.block_m),
-        fit(chosen.backward_q, chosen.backward_q.block_m, chosen.backward_q.block_n),
-        chosen.split_keys,
-    )
+def config_for(device: torch.device, dtype: str, head_dim: int, value_dim: int, level: int, hopper: bool) -> Config:
+    """The tiles that run on `device`. Raises ValueError for a device that no table is for."""
+    if INTERPRETED:
+        return _INTERPRETER
+    return tiles(table_of(chip_of(device)), dtype, head_dim, value_dim, level, hopper)
+
+
+def takes_hopper(device: torch.device) -> bool:
+    """Whether problems may take the path of hopper.py: asked for by FLASHPOINT_HOPPER=1, and a device that can.
+
+    Off unless asked for: it has not run on a GPU yet. Raises ValueError for a value that is neither 0 nor 1.
+    """
+    asked = os.environ.get("FLASHPOINT_HOPPER") or "0"
+    if asked not in ("0", "1"):
+        raise ValueError(f"FLASHPOINT_HOPPER must be 0 or 1, not {asked!r}")
+    return asked == "1" and (INTERPRETED or chip_of(device).arch == 90)

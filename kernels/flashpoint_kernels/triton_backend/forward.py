@@ -10,7 +10,7 @@ import triton.language as tl
 
 from flashpoint_kernels.triton_backend import table as c
 from flashpoint_kernels.triton_backend.interpret import cast, dot
-from flashpoint_kernels.triton_backend.scores import LN2, LOG2E, keep, modify
+from flashpoint_kernels.triton_backend.scores import LN2, LOG2E, keep, modify, visible
 from flashpoint_kernels.triton_backend.tiles import (
     key_stretches,
     load_rows,
@@ -31,11 +31,15 @@ def finite(m):
 
 
 @triton.jit
-def online_softmax(s, m, denom, acc):
-    """One step of the online softmax (Milakov and Gimelshein 2018): (p, m, denom, acc rescaled to the new maximum)."""
-    m_new = tl.maximum(m, tl.max(s, 1))
+def online_softmax(s, unit, m, denom, acc):
+    """One step of the online softmax (Milakov and Gimelshein 2018): (p, m, denom, acc rescaled to the new maximum).
+
+    The scores in base 2 are s·unit, with unit > 0: inside the exponent the product costs nothing, and the largest score
+    is that of the largest s.
+    """
+    m_new = tl.maximum(m, tl.max(s, 1) * unit)
     shift = finite(m_new)
-    p = tl.exp2(s - shift[:, None])
+    p = tl.exp2(s * unit - shift[:, None])
     shrink = tl.exp2(m - shift)
     return p, m_new, denom * shrink + tl.sum(p, 1), acc * shrink[:, None]
 
@@ -50,12 +54,18 @@ def attend_keys(
     """Fold keys [lo, hi) into (m, denom, acc), a tile of BLOCK_N at a time; lo is a multiple of BLOCK_N."""
     kv_len = seq[4][1]
     o_m = i0 + tl.arange(0, BLOCK_M)
+    within = tl.arange(0, BLOCK_N)
     for j0 in range(lo, hi, BLOCK_N):
-        o_n = j0 + tl.arange(0, BLOCK_N)
+        o_n = j0 + within
         k = load_rows(k_base, k_stride, o_n, kv_len, head_dim, BLOCK_D, FULL, EVEN)  # (N, D)
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)  # (M, N)
-        s, _ = modify(s, o_m[:, None], o_n[None, :], seq, FULL, LEVEL, MASK_DTYPE)
-        p, m, denom, acc = online_softmax(s, m, denom, acc)
+        unit = seq[3] * LOG2E
+        if LEVEL >= 1:
+            s, _ = modify(s, o_m[:, None], o_n[None, :], seq, LEVEL, MASK_DTYPE)
+            unit = 1.0
+        if not FULL:
+            s = tl.where(visible(o_m[:, None], j0, within[None, :], seq[4], LEVEL), s, float("-inf"))
+        p, m, denom, acc = online_softmax(s, unit, m, denom, acc)
         if LEVEL == 2:
             if tl.load(seq[0] + c.DROP_BELOW) > 0:
                 p = tl.where(keep(i0, j0, seq, BLOCK_M, BLOCK_N), p, 0.0)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,17 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from flashpoint_kernels.dispatch import with_forwards
 from flashpoint_kernels.problem import Problem
 from flashpoint_kernels.support import launch_key
 from flashpoint_kernels.triton_backend import table as columns
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
-from flashpoint_kernels.triton_backend.config import Config, config_for, padded
+from flashpoint_kernels.triton_backend.calls import Call, start_compiling
+from flashpoint_kernels.triton_backend.config import config_for, padded, takes_hopper
+from flashpoint_kernels.triton_backend.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
-from flashpoint_kernels.triton_backend.interpret import INTERPRETED
+from flashpoint_kernels.triton_backend.hopper import attention_forward_hopper
 from flashpoint_kernels.triton_backend.schedule import (
     Shape,
     assign_slots,
@@ -44,56 +48,42 @@ _TYPES = {
 
 @dataclass(eq=False)
 class Launch:
-    """Problems that run together: their joint table on the device, the variant's constants, and the tiles."""
+    """Problems that run together: their joint table, the variant's constants, and the tiles."""
 
     problems: list[Problem]
-    shapes: list[Shape]
-    first_row: list[int]
-    table: Tensor
-    floats: Tensor
-    alive: list[Tensor]
-    heads: int
-    kv_heads: int
-    variant: dict[str, Any]
+    tables: list[Table]
+    hopper: bool
     config: Config
 
-    @classmethod
-    def of(cls, problems: list[Problem], tables: list[Table]) -> Launch:
-        spec = problems[0].spec
-        device = problems[0].device
-        ints = np.concatenate([t.ints for t in tables])
-        at = [
-            columns.Q_LEN,
-            columns.Q_ROWS,
-            columns.KV_LEN,
-            columns.KV_ROWS,
-            columns.OFFSET,
-            columns.LEFT,
-            columns.RIGHT,
-        ]
-        block_d, block_dv = padded(spec.head_dim), padded(spec.value_dim)
+    def __post_init__(self) -> None:
+        self.shapes = [shape for t in self.tables for shape in _shapes(t)]
+        self.first_row = np.cumsum([0, *(len(t.ints) for t in self.tables)]).tolist()
+        self.heads = max(p.spec.q_heads for p in self.problems)
+        self.kv_heads = max(p.spec.kv_heads for p in self.problems)
+
+    @cached_property
+    def variant(self) -> dict[str, Any]:
+        spec = self.problems[0].spec
         mask = spec.tensors["attn_mask"].dtype if spec.has("attn_mask") else None
-        return cls(
-            problems=problems,
-            shapes=[Shape(*row) for row in ints[:, [column.value for column in at]].tolist()],
-            first_row=np.cumsum([0, *(len(t.ints) for t in tables)]).tolist(),
-            table=_to(ints, device),
-            floats=_to(np.concatenate([t.floats for t in tables]), device),
-            alive=[tensor for t in tables for tensor in t.alive],
-            heads=max(p.spec.q_heads for p in problems),
-            kv_heads=max(p.spec.kv_heads for p in problems),
-            variant={
-                "LEVEL": spec.level,
-                "DTYPE": _TYPES[spec.dtype],
-                "MASK_DTYPE": mask and _TYPES["float32" if mask == "float64" else mask],
-                "PRECISION": spec.options.precision,
-                "ALIGNED": tables[0].aligned,
-                "BLOCK_D": block_d,
-                "BLOCK_DV": block_dv,
-                "EVEN": (block_d, block_dv) == (spec.head_dim, spec.value_dim),
-            },
-            config=config_for(device, spec.dtype, spec.head_dim, spec.value_dim, spec.level),
-        )
+        block_d, block_dv = padded(spec.head_dim), padded(spec.value_dim)
+        return {
+            "LEVEL": spec.level,
+            "DTYPE": _TYPES[spec.dtype],
+            "MASK_DTYPE": mask and _TYPES["float32" if mask == "float64" else mask],
+            "PRECISION": spec.options.precision if spec.dtype == "float32" else "ieee",
+            "ALIGNED": self.tables[0].aligned,
+            "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
+            "EVEN": (block_d, block_dv) == (spec.head_dim, spec.value_dim),
+        }
+
+    @cached_property
+    def table(self) -> Tensor:
+        return self.send(np.concatenate([t.ints for t in self.tables]))
+
+    @cached_property
+    def floats(self) -> Tensor:
+        return self.send(np.concatenate([t.floats for t in self.tables]))
 
     @property
     def device(self) -> torch.device:
@@ -103,68 +93,149 @@ class Launch:
     def dims(self) -> tuple[int, int]:
         return self.problems[0].spec.head_dim, self.problems[0].spec.value_dim
 
-    def constants(self, *names: str) -> dict[str, Any]:
-        return {name: self.variant[name] for name in names}
+    def send(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def call(
+        self, kernel: Any, items: np.ndarray, heads: int, tile: Tile, args: Callable[[Tensor], tuple[Any, ...]],
+        *names: str, **constants: Any,
+    ) -> Call:  # fmt: skip
+        """One program an item and head; `args` are made from the items on the device, `names` are the variant's."""
+        constants |= {name: self.variant[name] for name in names}
+        return Call(kernel, len(items) * heads, tile, self.device, lambda: args(self.send(items)), constants)
 
 
-def forward(problems: Sequence[Problem]) -> None:
-    """Write `o` and, where asked, `lse` of every problem. All share one launch key."""
-    for launch in _launches(problems, [{} for _ in problems]):
-        config = launch.config
-        items = work_list(launch.shapes, partial(forward_parts, config=config))
-        merges, slots = assign_slots(items)
-        block_m, block_dv = config.forward.block_m, launch.variant["BLOCK_DV"]
-        part_o = torch.empty(slots * launch.heads * block_m * block_dv, dtype=torch.float32, device=launch.device)
-        part_lse = torch.empty(slots * launch.heads * block_m, dtype=torch.float32, device=launch.device)
-        _run(attention_forward, len(items) * launch.heads, config.forward)(
-            launch.table, launch.floats, _to(items, launch.device), part_o, part_lse, launch.heads, *launch.dims,
-            BLOCK_M=block_m, BLOCK_N=config.forward.block_n, **launch.variant,
-        )  # fmt: skip
-        _run(merge_parts, len(merges) * launch.heads, config.forward)(
-            launch.table, _to(merges, launch.device), part_o, part_lse, launch.heads, launch.dims[1],
-            BLOCK_M=block_m, **launch.constants("DTYPE", "ALIGNED", "BLOCK_DV", "EVEN"),
-        )  # fmt: skip
+_ALL = ("LEVEL", "DTYPE", "MASK_DTYPE", "PRECISION", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
+_VALUES = ("DTYPE", "ALIGNED", "BLOCK_DV", "EVEN")
 
 
-def backward(problems: Sequence[Problem]) -> None:
+def forward(problems: Sequence[Problem], config: Config | None = None) -> None:
+    """Write `o` and, where asked, `lse` of every problem. All share one launch key.
+
+    `config`: other tiles than the device's table has, see benchmarks/gpu.py.
+    """
+    for call in _forward_calls(problems, config):
+        call.run()
+
+
+def backward(problems: Sequence[Problem], config: Config | None = None) -> None:
     """Write the gradients asked of every problem, from its `o` and `lse`. All share one launch key."""
-    scratch = []
+    scratch = [_scratch(problem) for problem in problems]
     for problem in problems:
-        n, heads, length = problem.view("lse").shape
-        # Two rows a head, see attention_delta: lse in base 2, and delta.
-        extra = {"stats": torch.empty((n, heads, 2, length), dtype=torch.float32, device=problem.device)}
-        if "dsinks" in problem.outputs:
-            extra["dsinks"] = torch.zeros(problem.spec.q_heads, dtype=torch.float32, device=problem.device)
-        scratch.append(extra)
-    for launch in _launches(problems, scratch):
-        config, variant = launch.config, launch.variant
-        q_items = work_list(launch.shapes, partial(query_parts, tile=config.backward_q))
-        q_list = _to(q_items, launch.device)
-        _run(attention_delta, len(q_items) * launch.heads, config.backward_q)(
-            launch.table, q_list, launch.heads, launch.dims[1], BLOCK_M=config.backward_q.block_m,
-            **launch.constants("DTYPE", "ALIGNED", "BLOCK_DV", "EVEN"),
-        )  # fmt: skip
-        if wanted := _rows_with(launch, "dk", "dv"):
-            kv_items = work_list(launch.shapes, partial(key_parts, tile=config.backward_kv))
-            kv_items = kv_items[np.isin(kv_items[:, 0], wanted)]
-            _run(attention_backward_kv, len(kv_items) * launch.kv_heads, config.backward_kv)(
-                launch.table, launch.floats, _to(kv_items, launch.device), launch.kv_heads, *launch.dims,
-                BLOCK_M=config.backward_kv.block_m, BLOCK_N=config.backward_kv.block_n, **variant,
-            )  # fmt: skip
-        if wanted := _rows_with(launch, "dq"):
-            q_items = q_items[np.isin(q_items[:, 0], wanted)]
-            _run(attention_backward_q, len(q_items) * launch.heads, config.backward_q)(
-                launch.table, launch.floats, _to(q_items, launch.device), launch.heads, *launch.dims,
-                BLOCK_M=config.backward_q.block_m, BLOCK_N=config.backward_q.block_n, **variant,
-            )  # fmt: skip
-        _backward_masks(launch)
-        _backward_sinks(launch)
+        if "dattn_mask" in problem.outputs:
+            problem.outputs["dattn_mask"].zero_()  # where there is no query or no key there is no program
+    for call in _backward_calls(problems, scratch, config):
+        call.run()
     for problem, extra in zip(problems, scratch, strict=True):
         if "dsinks" in extra:
             problem.outputs["dsinks"].copy_(extra["dsinks"])
 
 
-def _backward_masks(launch: Launch) -> None:
+def compiled(problems: Sequence[Problem]) -> bool:
+    """Whether `run(problems, "triton")` would find every kernel compiled by this process. True when interpreting.
+
+    The problems share a direction and a launch key. Nothing is sent to the device.
+    """
+    return all(call.compiled for call in _calls(problems))
+
+
+def compile_ahead(problems: Sequence[Problem]) -> Future[None]:
+    """Compile in a thread what `run(problems, "triton")` needs; done when `compiled(problems)` is true.
+
+    Nothing is launched, and no output is written. What Triton raises, the future raises. Triton's cache on disk
+    (TRITON_CACHE_DIR) is shared: what another process has compiled is loaded from it.
+    """
+    return start_compiling(lambda: _calls(problems))
+
+
+def _calls(problems: Sequence[Problem]) -> Iterator[Call]:
+    if problems[0].spec.direction == "forward":
+        yield from _forward_calls(problems, None)
+        return
+    forwards, whole = with_forwards(problems)
+    yield from _forward_calls(forwards, None)
+    yield from _backward_calls(whole, [_scratch(problem) for problem in whole], None)
+
+
+def _forward_calls(problems: Sequence[Problem], tiles: Config | None) -> Iterator[Call]:
+    for launch in _launches(problems, [{} for _ in problems], tiles):
+        yield from _forward_hopper(launch) if launch.hopper else _forward_pointers(launch)
+
+
+def _forward_pointers(launch: Launch) -> Iterator[Call]:
+    config = launch.config
+    items = work_list(launch.shapes, partial(forward_parts, config=config))
+    merges, slots = assign_slots(items)
+    block_m, block_dv = config.forward.block_m, launch.variant["BLOCK_DV"]
+
+    @cache
+    def parts() -> tuple[Tensor, Tensor]:
+        rows = slots * launch.heads * block_m
+        return tuple(torch.empty(n, dtype=torch.float32, device=launch.device) for n in (rows * block_dv, rows))  # type: ignore[return-value]
+
+    yield launch.call(
+        attention_forward, items, launch.heads, config.forward,
+        lambda items: (launch.table, launch.floats, items, *parts(), launch.heads, *launch.dims),
+        *_ALL, BLOCK_M=block_m, BLOCK_N=config.forward.block_n,
+    )  # fmt: skip
+    yield launch.call(
+        merge_parts, merges, launch.heads, config.forward,
+        lambda merges: (launch.table, merges, *parts(), launch.heads, launch.dims[1]),
+        *_VALUES, BLOCK_M=block_m,
+    )  # fmt: skip
+
+
+def _forward_hopper(launch: Launch) -> Iterator[Call]:
+    tile = launch.config.forward
+    yield launch.call(
+        attention_forward_hopper, work_list(launch.shapes, partial(forward_parts, config=launch.config)),
+        launch.heads, tile, lambda items: (launch.table, launch.floats, items, launch.heads, *launch.dims),
+        "DTYPE", "BLOCK_D", "BLOCK_DV", "EVEN", BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+    )  # fmt: skip
+
+
+def _scratch(problem: Problem) -> dict[str, Tensor]:
+    """Two rows a head, see attention_delta: lse in base 2, and delta. And float32 for dsinks to be summed in."""
+    n, heads, length = problem.view("lse").shape
+    extra = {"stats": torch.empty((n, heads, 2, length), dtype=torch.float32, device=problem.device)}
+    if "dsinks" in problem.outputs:
+        extra["dsinks"] = torch.zeros(problem.spec.q_heads, dtype=torch.float32, device=problem.device)
+    return extra
+
+
+def _backward_calls(
+    problems: Sequence[Problem], scratch: Iterable[dict[str, Tensor]], tiles: Config | None
+) -> Iterator[Call]:
+    for launch in _launches(problems, scratch, tiles):
+        yield from _backward_of(launch)
+        yield from _backward_masks(launch)
+        yield from _backward_sinks(launch)
+
+
+def _backward_of(launch: Launch) -> Iterator[Call]:
+    q_tile, kv_tile = launch.config.backward_q, launch.config.backward_kv
+    q_items = work_list(launch.shapes, partial(query_parts, tile=q_tile))
+    yield launch.call(
+        attention_delta, q_items, launch.heads, q_tile,
+        lambda items: (launch.table, items, launch.heads, launch.dims[1]),
+        *_VALUES, BLOCK_M=q_tile.block_m,
+    )  # fmt: skip
+    kv_items = work_list(launch.shapes, partial(key_parts, tile=kv_tile))
+    kv_items = kv_items[np.isin(kv_items[:, 0], _rows_with(launch, "dk", "dv"))]
+    yield launch.call(
+        attention_backward_kv, kv_items, launch.kv_heads, kv_tile,
+        lambda items: (launch.table, launch.floats, items, launch.kv_heads, *launch.dims),
+        *_ALL, BLOCK_M=kv_tile.block_m, BLOCK_N=kv_tile.block_n,
+    )  # fmt: skip
+    q_items = q_items[np.isin(q_items[:, 0], _rows_with(launch, "dq"))]
+    yield launch.call(
+        attention_backward_q, q_items, launch.heads, q_tile,
+        lambda items: (launch.table, launch.floats, items, launch.heads, *launch.dims),
+        *_ALL, BLOCK_M=q_tile.block_m, BLOCK_N=q_tile.block_n, TMA=launch.hopper,
+    )  # fmt: skip
+
+
+def _backward_masks(launch: Launch) -> Iterator[Call]:
     """dattn_mask of the problems that ask it, a launch for each dtype of theirs (one, but for float64 masks)."""
     tile = launch.config.backward_q
     items: dict[str, list[tuple[int, ...]]] = defaultdict(list)
@@ -172,32 +243,31 @@ def _backward_masks(launch: Launch) -> None:
         if "dattn_mask" not in problem.outputs:
             continue
         spec = problem.spec
-        problem.outputs["dattn_mask"].zero_()  # where there is no query or no key there is no program
         view = problem.view("dattn_mask")
         own = [n if stride else 1 for n, stride in zip(view.shape, view.stride(), strict=True)]
-        if problem.rows:
-            items[spec.tensors["attn_mask"].dtype] += [
-                (first + b, *rest)
-                for b, *rest in mask_parts(own, spec.q_len, spec.kv_len, spec.batch, spec.q_heads, tile)
-            ]
+        items[spec.tensors["attn_mask"].dtype] += [
+            (first + b, *rest) for b, *rest in mask_parts(own, spec.q_len, spec.kv_len, spec.batch, spec.q_heads, tile)
+        ]
     for dtype, listed in items.items():
-        _run(attention_backward_mask, len(listed), tile)(
-            launch.table, launch.floats, _to(np.array(listed, np.int32), launch.device), *launch.dims,
+        yield launch.call(
+            attention_backward_mask, np.array(listed, np.int32), 1, tile,
+            lambda items: (launch.table, launch.floats, items, *launch.dims),
+            *(name for name in _ALL if name != "LEVEL"),
             DMASK_DTYPE=_TYPES[dtype], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            **launch.constants("DTYPE", "MASK_DTYPE", "PRECISION", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN"),
         )  # fmt: skip
 
 
-def _backward_sinks(launch: Launch) -> None:
+def _backward_sinks(launch: Launch) -> Iterator[Call]:
     items = [
         (first, len(problem.rows))
         for problem, first in zip(launch.problems, launch.first_row, strict=False)
         if "dsinks" in problem.outputs
     ]
     tile = launch.config.backward_q
-    _run(attention_backward_sinks, len(items) * launch.heads, tile)(
-        launch.table, _to(np.array(items, np.int32).reshape(-1, 2), launch.device), launch.heads, BLOCK_M=tile.block_m
-    )
+    yield launch.call(
+        attention_backward_sinks, np.array(items, np.int32).reshape(-1, 2), launch.heads, tile,
+        lambda items: (launch.table, items, launch.heads), BLOCK_M=tile.block_m,
+    )  # fmt: skip
 
 
 def _rows_with(launch: Launch, *names: str) -> list[int]:
@@ -210,7 +280,9 @@ def _rows_with(launch: Launch, *names: str) -> list[int]:
     ]
 
 
-def _launches(problems: Sequence[Problem], extras: Iterable[dict[str, Tensor]]) -> Iterator[Launch]:
+def _launches(
+    problems: Sequence[Problem], extras: Iterable[dict[str, Tensor]], tiles: Config | None
+) -> Iterator[Launch]:
     """Problems grouped by the compiled variant that each needs by itself, so that neighbours never change a variant."""
     groups: dict[Any, tuple[list[Problem], list[Table]]] = {}
     for problem, extra in zip(problems, extras, strict=True):
@@ -218,26 +290,30 @@ def _launches(problems: Sequence[Problem], extras: Iterable[dict[str, Tensor]]) 
             problem.clear_outputs()
             continue
         made = Table.of(problem, extra)
-        group = groups.setdefault((launch_key(problem.spec, "triton"), made.aligned), ([], []))
+        variant = launch_key(problem.spec, "triton"), made.aligned, _goes_hopper(problem, made)
+        group = groups.setdefault(variant, ([], []))
         group[0].append(problem)
         group[1].append(made)
-    for members, tables in groups.values():
+    for (_key, _aligned, hopper), (members, tables) in groups.items():
         with torch.cuda.device(members[0].device) if members[0].device.type == "cuda" else contextlib.nullcontext():
-            yield Launch.of(members, tables)
+            yield Launch(members, tables, hopper, tiles or _config(members[0], hopper))
 
 
-def _to(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
+def _goes_hopper(problem: Problem, table: Table) -> bool:
+    """Whether a problem takes the path of hopper.py: what it is by itself decides, never what it is launched with."""
+    spec = problem.spec
+    if spec.level > 0 or spec.dtype == "float32" or not table.describable or not takes_hopper(problem.device):
+        return False
+    config = _config(problem, hopper=True)
+    return not any((forward_parts(shape, config).items[:, 3] >= 0).any() for shape in _shapes(table))
 
 
-def _run(kernel: Any, programs: int, tile: Any) -> Any:
-    """The kernel, ready to be called with its arguments; nothing is launched where there is no program."""
+def _config(problem: Problem, hopper: bool) -> Config:
+    spec = problem.spec
+    return config_for(problem.device, spec.dtype, spec.head_dim, spec.value_dim, spec.level, hopper)
 
-    def call(*args: Any, **constants: Any) -> None:
-        if programs == 0:
-            return
-        # NumPy warns of what a GPU does silently (−inf arithmetic, overflow of garbage that is masked after).
-        with np.errstate(all="ignore") if INTERPRETED else contextlib.nullcontext():
-            kernel[(programs,)](*args, **constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
-    return call
+def _shapes(table: Table) -> list[Shape]:
+    c = columns
+    names = (c.Q_LEN, c.Q_ROWS, c.KV_LEN, c.KV_ROWS, c.OFFSET, c.LEFT, c.RIGHT)
+    return [Shape(*row) for row in table.ints[:, [column.value for column in names]].tolist()]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flashpoint_kernels.bounds import key_range, query_range
-from flashpoint_kernels.triton_backend.config import Config, Tile
+from flashpoint_kernels.triton_backend.configurations import Config, Tile
 
 
 class Shape(NamedTuple):

@@ -31,14 +31,37 @@ def tanh(x):
 
 
 @triton.jit
-def modify(qk, i, j, seq, FULL: tl.constexpr, LEVEL: tl.constexpr, MASK_DTYPE: tl.constexpr):
+def visible(i, j0, n, shape, LEVEL: tl.constexpr):
+    """Whether query i may see key j0 + n, by the band and the number of keys. Level 0 has no left bound.
+
+    The bounds are moved, once a query, to where `n` can be compared as it is: one instruction a score at level 0.
+    """
+    _q_len, kv_len, offset, left, right = shape
+    seen = n <= tl.minimum(i + (offset + right), kv_len - 1) - j0
+    if LEVEL >= 1:
+        seen = seen & (n >= i + (offset - left) - j0)
+    return seen
+
+
+@triton.jit
+def visible_to(j, i0, m, shape, LEVEL: tl.constexpr):
+    """Whether key j may be seen by query i0 + m, by the band alone: `visible` with the bounds moved once a key."""
+    _q_len, _kv_len, offset, left, right = shape
+    seen = m >= j - (offset + right) - i0
+    if LEVEL >= 1:
+        seen = seen & (m <= j - (offset - left) - i0)
+    return seen
+
+
+@triton.jit
+def modify(qk, i, j, seq, LEVEL: tl.constexpr, MASK_DTYPE: tl.constexpr):
     """(s in units of log 2, the softcap's slope ds/ds_raw) for a tile of raw products `qk`, float32.
 
-    `seq` is the sequence and head (tiles.load_sequence). FULL: every query of the tile sees every key of it, so no
-    visibility test is made.
+    `seq` is the sequence and head (tiles.load_sequence). Keys that a boolean mask removes are −inf; the band is
+    `visible`'s.
     """
     t, scalars, head, scale, shape = seq
-    q_len, kv_len, offset, left, right = shape
+    q_len, kv_len, offset, _left, _right = shape
     slope = tl.full([1, 1], 1.0, tl.float32)
     if LEVEL == 0:
         s = qk * (scale * LOG2E)
@@ -64,12 +87,6 @@ def modify(qk, i, j, seq, FULL: tl.constexpr, LEVEL: tl.constexpr, MASK_DTYPE: t
                     s += tl.load(mask, mask=inside, other=0.0).to(tl.float32)
         # A mask of float32's least value is a number, not −inf: it must not become it in base 2.
         s = tl.where(s == float("-inf"), s, tl.maximum(s * LOG2E, LEAST, propagate_nan=tl.PropagateNan.ALL))
-    if not FULL:
-        ahead = j - i - offset
-        visible = (j < kv_len) & (ahead <= right)
-        if LEVEL >= 1:
-            visible = visible & (ahead >= -left)
-        s = tl.where(visible, s, float("-inf"))
     return s, slope
 
 

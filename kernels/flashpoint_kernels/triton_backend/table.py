@@ -45,11 +45,16 @@ _VECTOR_BYTES = 16  # of the widest load
 
 @dataclass(eq=False)
 class Table:
-    """One request's rows. `alive` holds the tensors whose addresses they carry."""
+    """One request's rows. `alive` holds the tensors whose addresses they carry.
+
+    `aligned`: every row of every head starts at a multiple of the widest load. `describable`: and no two rows of a
+    tensor are the same memory, so that the copy engine takes it.
+    """
 
     ints: np.ndarray
     floats: np.ndarray
-    aligned: bool
+    aligned: bool = True
+    describable: bool = True
     alive: list[Tensor] = field(default_factory=list)
 
     @classmethod
@@ -57,7 +62,7 @@ class Table:
         """Rows for `problem`; `extra` are canonical tensors beside its own (scratch such as `lse`, `delta`)."""
         spec = problem.spec
         n = len(problem.rows)
-        table = cls(np.zeros((n, WIDTH.value), np.int64), np.zeros((n, SCALARS.value), np.float32), True)
+        table = cls(np.zeros((n, WIDTH.value), np.int64), np.zeros((n, SCALARS.value), np.float32))
         for name in (*_TENSORS, *_ROW_VECTORS, "attn_mask", "dattn_mask", *_VECTORS):
             if name in extra:
                 table._place(name, extra[name], problem.rows)
@@ -109,10 +114,11 @@ class Table:
                 t.data_ptr() + size * (t.stride(0) * row.batch + t.stride(2) * at)
                 for row, at in zip(rows, start, strict=True)
             ]
-            self._write(_TENSORS[name].value, address, t.stride(1), t.stride(2))
-            strides = (*t.stride()[1:3], t.stride(0) if len(rows) > 1 else 0)
-            bytes_between = [size * s for s, n in zip(strides, (*t.shape[1:3], t.shape[0]), strict=True) if n > 1]
-            self.aligned &= all(n % _VECTOR_BYTES == 0 for n in (t.data_ptr(), *bytes_between))
+            # The stride of a dimension of one is never taken a step of: any that all loads and the copy engine allow.
+            batch, head, row = (s if n > 1 else _VECTOR_BYTES for s, n in zip(t.stride()[:3], t.shape[:3], strict=True))
+            self._write(_TENSORS[name].value, address, head, row)
+            self.aligned &= all(n % _VECTOR_BYTES == 0 for n in (t.data_ptr(), size * batch, size * head, size * row))
+            self.describable &= self.aligned and row > 0
         self.alive.append(t)
 
     def _write(self, column: int, address: list[int], *strides: int) -> None:

@@ -1,0 +1,122 @@
+"""Tile sizes: one table an architecture, by level (`Spec.level`) or float32, then by largest padded head dimension.
+
+None has been timed on a GPU; `make gpu` proposes what a device finds faster. Until then each number has its reason
+in what the compiler makes of it (triton 3.7.1, benchmarks/results/compile-*.json, the tables in docs/kernels.md).
+At level 0: of FlashAttention-2's tiles (Dao 2023; its launch templates) and their neighbours, the one whose inner
+loop issues the fewest instructions a score, among those that spill nothing and fit. At levels 1 and 2: that tile,
+or half of it where the score's options need the registers. Eight warps nearly throughout: so wide heads'
+accumulators stay in registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """BLOCK_M queries by BLOCK_N keys, and how the compiler spreads and pipelines them."""
+
+    block_m: int
+    block_n: int
+    num_warps: int = 8
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiles of each kernel, and how many keys a part of a split problem has (a multiple of forward.block_n).
+
+    1024 is sixteen tiles: as much as hides the cost of starting a program and of merging its part.
+    """
+
+    forward: Tile
+    backward_kv: Tile
+    backward_q: Tile
+    split_keys: int = 1024
+
+
+Table = dict[str, dict[int, Config]]
+
+# KiB of shared memory that a program may have, by architecture (CUDA C++ programming guide, compute capabilities).
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+
+# IEEE float32 uses no matrix instruction, so the architecture hardly matters: operands in registers, small tiles.
+_FLOAT32 = {
+    64: Config(Tile(64, 32), Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
+    128: Config(Tile(32, 32, 8, 1), Tile(32, 32), Tile(32, 32)),
+    256: Config(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+# Every option holds more of each score: half the tile, on every chip.
+_LEVEL_2 = {
+    64: Config(Tile(64, 64, 4), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
+    128: Config(Tile(64, 64), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
+    256: Config(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+}
+
+# mma.sync takes its operands from registers: a 16-bit accumulator of 64 keys by 128 is the most that spills nothing.
+_SM80: Table = {
+    "level 0": {
+        64: Config(Tile(128, 128), Tile(32, 128), Tile(128, 64)),
+        128: Config(Tile(128, 64), Tile(64, 64), Tile(128, 32)),
+        256: Config(Tile(64, 64), Tile(32, 64), Tile(64, 32)),
+    },
+    "level 1": {
+        64: Config(Tile(128, 64), Tile(32, 128), Tile(128, 32)),
+        128: Config(Tile(128, 64), Tile(32, 64), Tile(64, 64)),
+        256: Config(Tile(64, 32), Tile(32, 32, 8, 1), Tile(64, 32)),
+    },
+    "level 2": _LEVEL_2,
+    "float32": _FLOAT32,
+}
+# The same instructions with 99 KiB: the widest heads keep one block less in flight.
+_SM86: Table = {
+    "level 0": {
+        **_SM80["level 0"],
+        256: Config(Tile(64, 32), Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
+    },
+    "level 1": {
+        **_SM80["level 1"],
+        256: Config(Tile(64, 32), Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
+    },
+    "level 2": _LEVEL_2,
+    "float32": _FLOAT32,
+}
+# wgmma multiplies from shared memory: larger tiles, and a block more in flight.
+_SM90: Table = {
+    "level 0": {
+        64: Config(Tile(128, 128, 8, 3), Tile(64, 128), Tile(128, 128)),
+        128: Config(Tile(128, 64, 8, 3), Tile(64, 128), Tile(128, 64)),
+        256: Config(Tile(128, 64), Tile(32, 64), Tile(64, 64)),
+    },
+    "level 1": {
+        64: Config(Tile(128, 64, 8, 3), Tile(64, 64), Tile(128, 64)),
+        128: Config(Tile(128, 64, 8, 3), Tile(32, 64), Tile(128, 64)),
+        256: Config(Tile(64, 64), Tile(32, 32, 8, 1), Tile(64, 32)),
+    },
+    "level 2": _LEVEL_2,
+    "float32": _FLOAT32,
+}
+# tcgen05 keeps accumulators in a memory of their own, and P and dS on their way there in shared memory.
+_SM100: Table = {
+    "level 0": {
+        64: Config(Tile(128, 128), Tile(64, 128), Tile(128, 128)),
+        128: Config(Tile(128, 64, 8, 3), Tile(64, 128), Tile(128, 64)),
+        256: Config(Tile(128, 32), Tile(64, 64, 8, 1), Tile(128, 32, 8, 1)),
+    },
+    "level 1": _SM90["level 1"],
+    "level 2": _LEVEL_2,
+    "float32": _FLOAT32,
+}
+
+# By architecture. sm_120 has sm_86's instructions and memory, not sm_100's.
+TABLES: dict[int, Table] = {80: _SM80, 86: _SM86, 89: _SM86, 90: _SM90, 100: _SM100, 120: _SM86}
+
+# The path of hopper.py: (forward, dQ) of level 0 on sm_90. dK and dV stay with pointers: through descriptors they spill
+# (8 bytes at 64×128). Four warps a role is what the compiler specialises, for the forward alone: what dQ loads before
+# its loop stops it.
+HOPPER = {
+    64: (Tile(128, 128, 4), Tile(128, 128)),
+    128: (Tile(128, 128, 4), Tile(128, 64)),
+    256: (Tile(128, 64, 4), Tile(64, 64)),
+}

@@ -1,0 +1,95 @@
+"""The Hopper path (descriptors, roles for warps) gives the answers of the general one; which problems take it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashpoint_kernels import Options, Problem, triton_backend, verify
+from flashpoint_kernels.triton_backend.launch import _forward_calls
+from tests.conftest import DEVICE
+from tests.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
+
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cuda" and torch.cuda.get_device_capability() != (9, 0), reason="the path of sm_90"
+)
+HALF = PLAIN | {"dtype": "float16"}
+CASES = [
+    (HALF, 70, 90),
+    (HALF | {"dtype": "bfloat16", "band": "causal", "group": 2}, 70, 130),
+    (HALF | {"band": "top_left", "layout": "bshd", "dims": (24, 40), "dlse": True}, 70, 45),
+    (HALF | {"band": "causal", "lengths": True, "dims": (64, 64)}, 66, 99),
+    (HALF | {"band": "causal", "layout": "thd", "dtype": "bfloat16", "group": 2}, 70, 66),
+]
+
+
+@pytest.fixture
+def _asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPOINT_HOPPER", "1")
+
+
+def kernels(tensors: dict[str, torch.Tensor], options: Options) -> list[str]:
+    """The forward kernels that would run for a problem."""
+    problem = Problem.create({n: t for n, t in tensors.items() if n not in ("do", "dlse")}, options)
+    return [call.kernel.__name__ for call in _forward_calls([problem], None) if call.programs]
+
+
+@pytest.mark.usefixtures("_asked")
+@pytest.mark.parametrize(("case", "q_len", "kv_len"), CASES, ids=lambda x: name_of(x) if isinstance(x, dict) else None)
+def test_answers(case: dict[str, Any], q_len: int, kv_len: int) -> None:
+    tensors = tensors_of(case, q_len, kv_len)
+    assert kernels(tensors, options_of(case)) == ["attention_forward_hopper"]
+    found = verify(tensors, options_of(case))
+    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+
+
+@pytest.mark.usefixtures("_asked")
+def test_heads_that_a_sequence_has_not_and_sequences_that_see_nothing() -> None:
+    """In one launch with more heads than its own, each with its bits alone; 0 and −inf where nothing is seen."""
+    g = torch.Generator().manual_seed(3)
+    problems = []
+    for heads, q_len, kv_len in ((1, 70, 40), (4, 33, 70), (2, 40, 0)):
+        tensors = {
+            name: torch.randn((1, heads, n, 16), generator=g).half().to(DEVICE)
+            for name, n in (("q", q_len), ("k", kv_len), ("v", kv_len))
+        }
+        problems.append(Problem.create(tensors, Options(causal=True, return_lse=True)))
+    for problem in problems:
+        problem.outputs["o"].fill_(float("nan"))
+    triton_backend.forward(problems)
+    together = [{name: t.clone() for name, t in problem.outputs.items()} for problem in problems]
+    for problem, answer in zip(problems, together, strict=True):
+        triton_backend.forward([problem])
+        assert all(torch.equal(problem.outputs[name], t) for name, t in answer.items())
+        assert not answer["o"].isnan().any()
+    assert together[2]["o"].abs().max() == 0
+    assert (together[2]["lse"] == float("-inf")).all()
+
+
+@pytest.mark.usefixtures("_asked")
+def test_what_the_copy_engine_cannot_take_goes_through_pointers() -> None:
+    def one(*shape: int) -> torch.Tensor:
+        return torch.randn(shape).half().to(DEVICE)
+
+    fine = {"q": one(1, 2, 70, 16), "k": one(1, 2, 70, 16), "v": one(1, 2, 70, 16)}
+    assert kernels(fine, Options()) == ["attention_forward_hopper"]
+    for tensors, options in (
+        ({**fine, "k": one(1, 2, 70, 20)[..., :16]}, Options()),  # rows 40 bytes apart
+        ({**fine, "k": one(1, 2, 1, 16).expand(1, 2, 70, 16)}, Options()),  # rows that are the same memory
+        (fine, Options(window=(5, 5))),  # level 1
+        (fine, Options(scale=-1.0)),
+        ({name: t.float() for name, t in fine.items()}, Options()),
+    ):
+        assert kernels(tensors, options) == ["attention_forward"]
+    split = {"q": one(1, 2, 5, 16), "k": one(1, 2, 1100, 16), "v": one(1, 2, 1100, 16)}
+    assert kernels(split, Options()) == ["attention_forward", "merge_parts"]
+
+
+def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {name: torch.ones((1, 1, 70, 16), dtype=torch.float16, device=DEVICE) for name in "qkv"}
+    for value, path in (("", "attention_forward"), ("0", "attention_forward"), ("1", "attention_forward_hopper")):
+        monkeypatch.setenv("FLASHPOINT_HOPPER", value)
+        assert kernels(tensors, Options()) == [path]
+    monkeypatch.setenv("FLASHPOINT_HOPPER", "yes")
+    with pytest.raises(ValueError, match="FLASHPOINT_HOPPER must be 0 or 1, not 'yes'"):
+        kernels(tensors, Options())
