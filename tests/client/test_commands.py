@@ -184,7 +184,9 @@ def test_numbers_have_three_digits(value, text):
     assert number(value) == text
 
 
-@pytest.mark.parametrize(("count", "text"), [(None, ""), (512, "512 B"), (1536, "1.5 KiB"), (2 << 30, "2.0 GiB")])
+@pytest.mark.parametrize(
+    ("count", "text"), [(None, ""), (512, "512 B"), (1536, "1.5 KiB"), (1023 << 20, "1,023 MiB"), (2 << 30, "2.0 GiB")]
+)
 def test_sizes_have_their_unit(count, text):
     assert size(count) == text
 

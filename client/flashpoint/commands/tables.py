@@ -105,7 +105,7 @@ def size(count: float | None) -> str:
         return ""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
-            return f"{count:.3g} {unit}"
+            return f"{count:,.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:,.1f} GiB"
 
