@@ -24,12 +24,13 @@ os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined
 
 from flashpoint_kernels.triton_backend.aot import compile_all, faults  # noqa: E402
 from flashpoint_kernels.triton_backend.configurations import TABLES  # noqa: E402
-from flashpoint_kernels.triton_backend.shipped import all_of  # noqa: E402
+from flashpoint_kernels.triton_backend.shipped import DTYPES, all_of  # noqa: E402
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=list(TABLES), choices=TABLES, help="90 for sm_90")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     asked = parser.parse_args()
@@ -38,7 +39,7 @@ def main() -> int:
     wrong = 0
     for arch in asked.arch:
         reports = []
-        for report in compile_all(all_of(arch), asked.processes):
+        for report in compile_all(all_of(arch, asked.dtypes), asked.processes):
             reports.append(asdict(report))
             for fault in faults(report):
                 wrong += 1

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
 from flashpoint_kernels.triton_backend.configurations import TABLES
 
-HALVES = ("bfloat16", "float16")
-# The true head dimension is a run-time value: what is compiled is its power of two, and whether it is one. 32 takes the
-# tiles of 64.
-HEAD_DIMS = (32, 64, 96, 128, 256)
+DTYPES = ("bfloat16", "float16", "float32")
+HEAD_DIMS = (64, 128, 256)  # the columns of every table
+# Of the others: what is compiled is the power of two above, and whether it is one. Without a score's options, a head
+# dimension that is none takes tiles of its own, and 32 takes those of 64.
+OTHER_HEAD_DIMS = (32, 96)
+_PRODUCTS = ("forward", "backward_kv", "backward_q")
 
 
 class Variant(NamedTuple):
@@ -25,26 +28,26 @@ class Variant(NamedTuple):
     precision: str = "ieee"
 
 
-def all_of(arch: int) -> list[Variant]:
-    """What can run on sm_`arch`: 16-bit at every level, float32 in both precisions; with a float mask where one may be.
+def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
+    """What can run on sm_`arch`: every tile of its table, in every dtype that takes it.
 
-    One kind of mask stands for four: a tile of it is loaded and added, whatever its dtype. Likewise aligned tensors for
-    all: others are the same tiles, loaded in narrower pieces.
+    Level 2 has a float32 mask, which stands for four dtypes of them: a tile of it is loaded and added. Aligned tensors
+    stand for all: others come in the same tiles, loaded in narrower pieces.
     """
     found = []
-    for dtype, dim in product((*HALVES, "float32"), HEAD_DIMS):
-        found += [Variant(kernel, arch, dtype, dim) for kernel in ("merge", "delta")]
-        for level, kernel in product((0, 1, 2), ("forward", "backward_kv", "backward_q")):
-            if dtype != "float32" or dim in (64, 128, 256):
+    for dtype in dtypes:
+        for dim in HEAD_DIMS:
+            found += [Variant(kernel, arch, dtype, dim) for kernel in ("merge", "delta")]
+            for level, kernel in product((0, 1, 2), _PRODUCTS):
                 found.append(Variant(kernel, arch, dtype, dim, level, "float32" if level == 2 else None))
+            found.append(Variant("backward_mask", arch, dtype, dim, 2, "float32"))
         if dtype == "float32":
-            found += [
-                Variant(kernel, arch, dtype, dim, precision="tf32")
-                for kernel in ("forward", "backward_kv", "backward_q")
-            ]
-        found.append(Variant("backward_mask", arch, dtype, dim, 2, "float32"))
-        if arch == 90 and dtype in HALVES:
-            found += [Variant(kernel, arch, dtype, dim) for kernel in ("forward_hopper", "backward_q_hopper")]
+            found += [Variant(kernel, arch, dtype, 128, precision="tf32") for kernel in _PRODUCTS]
+        else:
+            found += [Variant(kernel, arch, dtype, dim) for dim, kernel in product(OTHER_HEAD_DIMS, _PRODUCTS)]
+        if arch == 90 and dtype != "float32":
+            dims = (*HEAD_DIMS, *OTHER_HEAD_DIMS)
+            found += [Variant(k, arch, dtype, dim) for k, dim in product(("forward_hopper", "backward_q_hopper"), dims)]
     return [*found, Variant("backward_sinks", arch, "float32", 64, 1)]
 
 
@@ -53,12 +56,12 @@ def representative() -> list[Variant]:
     found = []
     for arch in TABLES:
         dims = (64, 128) if arch in (80, 90) else (128,)
-        for dim, kernel in product(dims, ("forward", "backward_kv", "backward_q")):
+        for dim, kernel in product(dims, _PRODUCTS):
             found.append(Variant(kernel, arch, "bfloat16", dim))
     for dim, kernel in product((64, 128), ("forward_hopper", "backward_q_hopper")):
         found.append(Variant(kernel, 90, "bfloat16", dim))
     for kernel in ("forward", "backward_kv", "backward_q", "backward_mask"):
         found.append(Variant(kernel, 90, "float16", 96, 2, "float32"))
-    found += [Variant(kernel, 86, "bfloat16", 256) for kernel in ("forward", "backward_kv", "backward_q")]
+    found += [Variant(kernel, 86, "bfloat16", 256) for kernel in _PRODUCTS]
     found += [Variant(kernel, 80, "float32", 64) for kernel in ("forward", "backward_kv", "merge", "delta")]
     return [*found, Variant("forward", 80, "float16", 128, 1), Variant("backward_sinks", 80, "float32", 64, 1)]
