@@ -1,8 +1,14 @@
-"""Prove and time the kernels on a real GPU: `make gpu`.
+"""Prove, tune and time the kernels on a real GPU: `make gpu`.
 
-Runs the kernel tests on the device, then times forward and backward against torch SDPA's backends, side by side in one
-process, and writes benchmarks/results/gpu-<device>.json with device, versions, commit and date. Each stage saves what
-it has as it goes. Needs torch, triton, numpy and pytest alone.
+In stages, each in less than nine minutes, each saving what it has as it goes and going on from there when it is started
+again (`--stages sweep`), in benchmarks/results/gpu-<device>.json:
+
+    compile   every variant of this architecture, in 16 processes, and what the compiler made of them
+    tests     the kernel tests on the device, the general path and, on sm_90, the path of hopper.py
+    sweep     other tiles than the table's, each proven against it; what is fastest is proposed as a table
+    timings   forward and backward beside torch's SDPA, FlexAttention, and what else can be imported; ratios and a plot
+
+Needs torch, triton, numpy, pytest and matplotlib alone. Exits with 2 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -10,176 +16,248 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
 import os
-import platform
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "kernels"))
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined
 
 import torch  # noqa: E402
-import triton  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-from flashpoint_kernels import Options, Problem, triton_backend  # noqa: E402
+from benchmarks import gpu_report as report  # noqa: E402
+from flashpoint_kernels import Options, Problem  # noqa: E402
+from flashpoint_kernels.timing import Timing, describe, run_grid  # noqa: E402
+from flashpoint_kernels.timing.clock import clock_of  # noqa: E402
+from flashpoint_kernels.triton_backend import aot, launch  # noqa: E402
+from flashpoint_kernels.triton_backend.calls import Call  # noqa: E402
+from flashpoint_kernels.triton_backend.config import chip_of, config_for, table_of  # noqa: E402
+from flashpoint_kernels.triton_backend.configurations import Config, Tile  # noqa: E402
+from flashpoint_kernels.triton_backend.shipped import all_of  # noqa: E402
 
-SDPA = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-TOKENS, WIDTH = 16384, 2048  # batch·seq and heads·D of the published FlashAttention grid
-
-
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+DEVICE = "cuda"
+STAGE_SECONDS = 500  # of the nine minutes that a stage may take; what it is at then is finished
+PROCESSES = 16
+SWEEP_SEQ = 4096  # the middle of the table's lengths
 
 
-def environment() -> dict[str, Any]:
-    return {
-        "device": torch.cuda.get_device_name(),
-        "capability": torch.cuda.get_device_capability(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
+class Results:
+    """The file of one device: what a stage has found so far, saved at every step."""
+
+    def __init__(self, path: Path, environment: dict[str, Any]) -> None:
+        self.path = path
+        self.found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        if self.found.get("environment", {}).get("commit") != environment["commit"]:
+            self.found = {}  # of other kernels
+        self.found["environment"] = environment
+        self.until = time.monotonic() + STAGE_SECONDS
+
+    def save(self, **found: Any) -> None:
+        self.found |= found
+        self.path.write_text(json.dumps(self.found, indent=1) + "\n")
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self.until
 
 
-def test_kernels() -> dict[str, Any]:
-    """The kernel tests on the device: exit code and pytest's own closing line."""
+def compile_stage(results: Results) -> bool:
+    arch = table_of(chip_of(torch.device(DEVICE)))
+    reports, wrong = [], []
+    for made in aot.compile_all(all_of(arch), PROCESSES):
+        reports.append(asdict(made))
+        wrong += [f"{made.kernel} {made.dtype} D {made.head_dim} level {made.level}: {f}" for f in aot.faults(made)]
+        results.save(compile={"arch": arch, "faults": wrong, "kernels": reports})
+    print(f"compile: {len(reports)} variants for sm_{arch}, {len(wrong)} faults", *wrong, sep="\n  ")
+    return not wrong
+
+
+def tests_stage(results: Results) -> bool:
     files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests/kernels").glob("test_triton_*.py"))
-    env = {**os.environ, "FLASHPOINT_TEST_DEVICE": "cuda", "PYTHONPATH": str(ROOT / "kernels")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    print(run.stdout[-4000:], run.stderr[-2000:], flush=True)
-    return {"exit_code": run.returncode, "summary": run.stdout.strip().splitlines()[-1] if run.stdout.strip() else ""}
+    paths = {"general": "0", **({"hopper": "1"} if chip_of(torch.device(DEVICE)).arch == 90 else {})}
+    found = {}
+    for name, asked in paths.items():
+        env = {**os.environ, "FLASHPOINT_TEST_DEVICE": "cuda", "FLASHPOINT_HOPPER": asked}
+        env["PYTHONPATH"] = str(ROOT / "kernels")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not full", *files]
+        try:
+            run = subprocess.run(
+                command, cwd=ROOT, env=env, capture_output=True, text=True, check=False,
+                timeout=max(results.until - time.monotonic(), 1),
+            )  # fmt: skip
+            print(run.stdout[-4000:], run.stderr[-2000:])
+            found[name] = {"exit_code": run.returncode, "summary": run.stdout.strip().splitlines()[-1:]}
+        except subprocess.TimeoutExpired:
+            found[name] = {"exit_code": 124, "summary": ["the stage's time was over"]}
+        results.save(tests=found)
+    return all(run["exit_code"] == 0 for run in found.values())
 
 
-def standard_flops(batch: int, heads: int, seq: int, dim: int, causal: bool, direction: str) -> float:
-    """What all papers count: forward 4·B·H·S²·D, half when causal; backward 2.5 times that."""
-    return 4 * batch * heads * seq * seq * dim * (0.5 if causal else 1.0) * (2.5 if direction == "backward" else 1.0)
+@dataclass(frozen=True)
+class Trial:
+    """One kernel with one tile (None: the table's) on a causal bfloat16 problem of `shape`, (B, H, S, D)."""
 
+    kernel: str
+    shape: tuple[int, int, int, int]
+    device: str
+    tile: Tile | None = None
 
-def median_ms(call: Callable[[], Any]) -> float:
-    return float(triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median"))
+    @property
+    def config(self) -> Config:
+        return config_for(torch.device(self.device), "bfloat16", self.shape[-1], self.shape[-1], 0, False)
 
-
-def sdpa_calls(
-    backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, causal: bool
-) -> dict[str, Callable[[], Any]]:
-    def forward() -> torch.Tensor:
-        with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    with sdpa_kernel(backend):
-        o = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal)
-    return {"forward": forward, "backward": lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)}
-
-
-def our_calls(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, causal: bool
-) -> dict[str, Callable[[], Any]]:
-    tensors, options = {"q": q, "k": k, "v": v}, Options(causal=causal, return_lse=True)
-
-    def forward() -> Problem:
-        problem = Problem.create(tensors, options)
-        triton_backend.forward([problem])
-        return problem
-
-    saved = forward().outputs
-
-    def backward() -> None:
-        triton_backend.backward([Problem.create({**tensors, **saved, "do": do}, options, "backward")])
-
-    return {"forward": forward, "backward": backward}
-
-
-def time_grid(dtype: torch.dtype, dims: list[int], seqs: list[int]) -> Iterator[dict[str, Any]]:
-    for dim, causal, seq in product(dims, (False, True), seqs):
-        batch, heads = max(TOKENS // seq, 1), WIDTH // dim
-        q, k, v, do = (torch.randn(batch, heads, seq, dim, device="cuda", dtype=dtype) for _ in range(4))
-        makers: dict[str, Callable[[], dict[str, Callable[[], Any]]]] = {
-            "flashpoint": lambda q=q, k=k, v=v, do=do, causal=causal: our_calls(q, k, v, do, causal)
+    def calls(self) -> tuple[list[Call], list[torch.Tensor]]:
+        """The calls of the kernel, and what they write."""
+        device = torch.device(self.device)
+        generator = torch.Generator(device).manual_seed(0)
+        tensors = {
+            name: torch.randn(self.shape, generator=generator, device=device, dtype=torch.bfloat16)
+            for name in ("q", "k", "v", "do")
         }
-        for name, backend in SDPA.items():
-            if name == "math" and seq > 4096:
-                continue  # its scores alone would not fit
-            makers[name] = lambda b=backend, q=q, k=k, v=v, do=do, causal=causal: sdpa_calls(b, q, k, v, do, causal)
-        row: dict[str, Any] = {"dim": dim, "causal": causal, "seq": seq, "batch": batch, "heads": heads}
-        for name, make in makers.items():
-            try:
-                calls = make()
-                for direction, call in calls.items():
-                    torch.cuda.reset_peak_memory_stats()
-                    before = torch.cuda.memory_allocated()
-                    call()
-                    peak = torch.cuda.max_memory_allocated() - before
-                    ms = median_ms(call)
-                    flops = standard_flops(batch, heads, seq, dim, causal, direction)
-                    row[f"{name}_{direction}"] = {"ms": ms, "tflops": flops / ms / 1e9, "peak_bytes": peak}
-            except RuntimeError as error:
-                row[f"{name}_error"] = str(error).splitlines()[0]
-        print(json.dumps(row), flush=True)
-        yield row
+        config = replace(self.config, **{self.kernel: self.tile}) if self.tile else self.config
+        options = Options(causal=True, return_lse=True)
+        forward = Problem.create({name: tensors[name] for name in "qkv"}, options)
+        if self.kernel == "forward":
+            return list(launch._forward_calls([forward], config)), list(forward.outputs.values())
+        launch.forward([forward])  # what the gradients start from is the same for every tile
+        backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
+        calls = list(launch._backward_calls([backward], [launch._scratch(backward)], config))
+        for call in calls:
+            if call.kernel.__name__ == "attention_delta":
+                call.run()
+        mine = [call for call in calls if call.kernel.__name__ == f"attention_{self.kernel}"]
+        return mine, [t for name, t in backward.outputs.items() if (name == "dq") == (self.kernel == "backward_q")]
+
+    def compile(self) -> None:
+        """In a process of its own, into the cache on disk that the sweep then loads from."""
+        for call in self.calls()[0]:
+            call.compile()
+
+    def time(self, repeats: int = 20) -> tuple[float, list[torch.Tensor]]:
+        """(median milliseconds, the answers)."""
+        calls, outputs = self.calls()
+        for call in calls:
+            call.args = cache(call.args)  # made once, outside the time
+
+        def run() -> None:
+            for call in calls:
+                call.run()
+
+        run()
+        return median(clock_of(self.device).time(run, repeats)), outputs
 
 
-def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Geometric mean of each SDPA backend's time over ours, by direction: above 1 where we are faster."""
-    means = {}
-    for name, direction in product(SDPA, ("forward", "backward")):
-        found = [
-            math.log(row[f"{name}_{direction}"]["ms"] / row[f"flashpoint_{direction}"]["ms"])
-            for row in rows
-            if f"{name}_{direction}" in row and f"flashpoint_{direction}" in row
-        ]
-        if found:
-            means[f"{name}_{direction}"] = math.exp(sum(found) / len(found))
-    return means
+def sweep_stage(results: Results) -> bool:
+    trials: list[dict[str, Any]] = results.found.get("sweep", {}).get("trials", [])
+    done = {(t["kernel"], t["head_dim"], t["block_m"], t["block_n"], t["num_warps"], t["num_stages"]) for t in trials}
+    device = f"{DEVICE}:{torch.cuda.current_device()}"
+    for kernel, dim in product(report.SWEEP, report.DIMS):
+        table = Trial(kernel, (report.TOKENS // SWEEP_SEQ, report.WIDTH // dim, SWEEP_SEQ, dim), device)
+        shipped: Tile = getattr(table.config, kernel)
+        asked = [shipped, *(tile for tile in report.candidates(kernel) if tile != shipped)]
+        asked = [tile for tile in asked if (kernel, dim, *asdict(tile).values()) not in done]
+        if not asked or results.late:
+            continue
+        truth = table.time()[1]
+        with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
+            compiling = {pool.submit(Trial.compile, trial): trial for trial in (replace(table, tile=t) for t in asked)}
+            for compiled in as_completed(compiling):
+                trial = compiling[compiled]
+                trials.append(outcome(trial, compiled, truth, trial.tile == shipped))
+                best = report.proposal(trials)
+                results.save(sweep={"trials": trials, "best": best, "proposed": report.configuration(best)})
+                if results.late:
+                    pool.shutdown(cancel_futures=True)
+                    break
+    print("sweep: proposed for configurations.py:", results.found["sweep"]["proposed"], sep="\n")
+    return not any("wrong_by" in trial for trial in trials)
 
 
-def main() -> None:
+def outcome(trial: Trial, compiled: Future[None], truth: list[torch.Tensor], shipped: bool) -> dict[str, Any]:
+    """A row of the sweep: milliseconds, or why there are none."""
+    assert trial.tile is not None
+    row = {"kernel": trial.kernel, "head_dim": trial.shape[-1], **asdict(trial.tile), "shipped": shipped, "ms": None}
+    try:
+        compiled.result()
+        ms, answers = trial.time()
+    except Exception as error:  # it does not fit, or the compiler gives up: another tile may
+        return row | {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+    off = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(answers, truth, strict=True))
+    # A tile changes the order of sums: a few roundings of bfloat16. More, or a NaN, is a miscompilation.
+    return row | ({"ms": ms} if off < 0.02 else {"wrong_by": off})
+
+
+def timings_stage(results: Results) -> bool:
+    rows: list[dict[str, Any]] = results.found.get("timings", {}).get("rows", [])
+    done = {report.key(row) for row in rows}
+    for deterministic in (False, True):
+        cases = [
+            case for case in report.timing_cases()
+            if (not deterministic or (case.backend == "sdpa_flash" and case.direction == "backward"))
+            and report.key({**asdict(case), "deterministic": deterministic}) not in done
+        ]  # fmt: skip
+        torch.use_deterministic_algorithms(deterministic)
+        events = run_grid(cases, DEVICE, Timing(max_seconds=0.3)) if cases else iter(())
+        for event in events:
+            if event["type"] == "device":
+                results.save(peaks=event["environment"]["peaks"])
+            if event["type"] == "row":
+                rows.append({**event["row"], "deterministic": deterministic})
+                found = report.ratios(rows)
+                results.save(timings={"rows": rows, "times_as_fast_as": found, "levels": report.levels(found)})
+                if results.late:
+                    break
+    torch.use_deterministic_algorithms(False)
+    report.plot(rows, results.found["environment"]["device"], results.path.with_suffix(".svg"))
+    print(json.dumps({name: results.found["timings"][name] for name in ("times_as_fast_as", "levels")}, indent=1))
+    return True
+
+
+STAGES: dict[str, Callable[[Results], bool]] = {
+    "compile": compile_stage,
+    "tests": tests_stage,
+    "sweep": sweep_stage,
+    "timings": timings_stage,
+}
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--stages", nargs="+", choices=["tests", "timings"], default=["tests", "timings"])
-    parser.add_argument("--dims", nargs="+", type=int, default=[64, 128])
-    parser.add_argument("--seqs", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     asked = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.exit(2, "no CUDA device here: nothing was tested and nothing was timed\n")
-    result: dict[str, Any] = {"environment": environment()}
-    name = re.sub(r"[^a-z0-9]+", "-", result["environment"]["device"].lower()).strip("-")
-    path = asked.out / f"gpu-{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-    def save() -> None:
-        path.write_text(json.dumps(result, indent=1) + "\n")
-
-    if "tests" in asked.stages:
-        result["tests"] = test_kernels()
-        save()
-    if "timings" in asked.stages:
-        result["rows"] = []
-        for row in time_grid(torch.bfloat16, asked.dims, asked.seqs):
-            result["rows"].append(row)
-            result["faster_than"] = ratios(result["rows"])
-            save()
-        print(json.dumps(result["faster_than"], indent=1))
+        parser.exit(2, "no CUDA device here: nothing was compiled, nothing was tested and nothing was timed\n")
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = describe(DEVICE) | {
+        "commit": commit.stdout.strip() or "unknown",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    asked.out.mkdir(parents=True, exist_ok=True)
+    path = asked.out / f"gpu-{report.file_name(environment['device'])}.json"
+    with tempfile.TemporaryDirectory() as known:
+        # Rows name the version of what they timed, and here the package need not be installed.
+        metadata = Path(known) / "flashpoint-0.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: flashpoint\nVersion: 0+{environment['commit'][:10]}\n")
+        sys.path.append(known)
+        well = [STAGES[name](Results(path, environment)) for name in asked.stages]
     print(f"written: {path}")
-    sys.exit(result.get("tests", {}).get("exit_code", 0))
+    return 0 if all(well) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
