@@ -14,6 +14,7 @@ from flashpoint.shape_schema import Answer, Direction, Number, Request, Shape
 TimedDtype = Literal["float16", "bfloat16", "float32"]
 Preset = Literal["seeds", "h100"]
 State = Literal["queued", "running", "done", "failed", "cancelled"]
+PlotKind = Literal["time", "tflops", "speedup", "memory", "roofline"]  # pictures of a benchmark
 ENDED: tuple[State, ...] = ("done", "failed", "cancelled")
 
 _GRID = ("shapes", "dtypes", "causal", "directions")

@@ -14,14 +14,16 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from flashpoint_kernels.spec import Direction
-from flashpoint_server import openapi, status
+from flashpoint_server import benchmark_routes, openapi, status
 from flashpoint_server.attention import AttentionRoute
+from flashpoint_server.compute import ComputeRoute
 from flashpoint_server.envelope import Envelope
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.processes import ENGINE, running_engines
 from flashpoint_server.refusal import MEDIA_TYPE, STATUS, Refusal, invalid
 from flashpoint_server.service import Service
 from flashpoint_server.settings import Settings
+from flashpoint_server.verify import VerifyRoute
 
 PATHS: dict[str, Direction] = {"/attention": "forward", "/attention/grad": "backward"}
 _CODES = {status: code for code, status in reversed(STATUS.items())}  # a status's first code
@@ -60,7 +62,8 @@ def create_app(
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
     )
     app.state.service = service
-    posts = {path: AttentionRoute(service, direction) for path, direction in PATHS.items()}
+    posts: dict[str, ComputeRoute] = {p: AttentionRoute(service, direction) for p, direction in PATHS.items()}
+    posts["/verify"] = VerifyRoute(service)
     app.add_middleware(Envelope, posts=posts, metrics=service.metrics)
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _framework_error)
@@ -68,6 +71,7 @@ def create_app(
     for path, route in posts.items():  # known to the framework, which answers any other method with 405
         app.router.routes.append(Route(path, route, methods=["POST"]))
     app.include_router(status.router(service))
+    app.include_router(benchmark_routes.router(service))
     openapi.install(app, PATHS)
     return app
 

@@ -28,13 +28,14 @@ class Codec:
 
     async def decode(self, text: bytes) -> tuple[Arrays, dict[str, Any]]:
         """As `jsonwire.decode`. Raises WireError and FieldError."""
-        return await self._run(jsonwire.decode, text)
+        return await self.run(jsonwire.decode, text)
 
     async def encode(self, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any]) -> bytes:
         """As `jsonwire.encode`."""
-        return await self._run(jsonwire.encode, arrays, metadata)
+        return await self.run(jsonwire.encode, arrays, metadata)
 
-    async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function of a module there. Raises what it raises."""
         if self._pool is None:
             self._pool = ProcessPoolExecutor(1, get_context("spawn"), die_with_parent, (os.getpid(),))
         pool = self._pool

@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashpoint.errors import InvalidInputError
+from flashpoint.options import AttentionOptions
+from flashpoint.verify_schema import VerifyRequest
 from flashpoint_kernels import Problem, available_backends, run
 from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.reproducible import CORES, split
 from flashpoint_kernels.spec import INDEX_TENSORS, Options, ProblemError, Row, Spec, TensorInfo, plan
-from flashpoint_server import messages
-from flashpoint_server.messages import DeviceInfo, Submit
+from flashpoint_server import local, messages
+from flashpoint_server.messages import DeviceInfo, Prove, Submit
 from flashpoint_server.refusal import invalid
 
 
@@ -181,6 +184,20 @@ class Device:
             self._streams.stream = torch.cuda.Stream(self.info.name)  # type: ignore[no-untyped-call]
         stream: torch.cuda.Stream = self._streams.stream
         return stream
+
+    def verify(self, asked: Prove, memory: mmap.mmap) -> bytes:
+        """The VerifyReport of what is asked, in JSON. Raises Refusal 422, OutOfMemoryError and DeviceLostError."""
+        with _told_apart():
+            try:
+                if not asked.inputs:
+                    drawn = VerifyRequest.model_validate_json(asked.request)
+                    return local.verify(drawn, self.info.name).model_dump_json().encode()
+                given = {t.name: _in(memory, t) for t in asked.inputs}
+                given = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
+                options = Options(**AttentionOptions.model_validate_json(asked.request).model_dump())
+                return local.judge_given(given, options, self.info.name).model_dump_json().encode()
+            except InvalidInputError as error:
+                raise invalid((problem.field, problem.message) for problem in error.errors) from None
 
     def empty_cache(self) -> None:
         """Give back what nobody uses, before a second try."""

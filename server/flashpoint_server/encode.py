@@ -8,13 +8,13 @@ import numpy as np
 
 from flashpoint import jsonwire, wire
 from flashpoint_server.codec import Codec
-from flashpoint_server.job import Answer, Job
+from flashpoint_server.job import Answer, AttentionJob
 from flashpoint_server.negotiation import Encoding
 
 Part = bytes | memoryview
 
 
-async def encode(job: Job, answer: Answer, encoding: Encoding, codec: Codec) -> list[Part]:
+async def encode(job: AttentionJob, answer: Answer, encoding: Encoding, codec: Codec) -> list[Part]:
     """The parts, in order; in safetensors the tensors' are the memory that they were computed into."""
     places = job.staging.outputs
     views = job.staging.views(places)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from flashpoint_server.benchmarks import Benchmarks
 from flashpoint_server.job import Answer, Job
 from flashpoint_server.messages import (
     Attach,
@@ -33,7 +34,12 @@ from flashpoint_server.messages import (
     Failed,
     FromEngine,
     Hello,
-    Submit,
+    JobDropped,
+    JobEvent,
+    JobOpened,
+    Proven,
+    StopJob,
+    Time,
     ToEngine,
     Unmapped,
 )
@@ -71,11 +77,17 @@ class Engine:
     """
 
     def __init__(
-        self, address: bytes, ready: Callable[[], None], kept: Callable[[list[Sent]], None], metrics: Metrics
+        self,
+        address: bytes,
+        ready: Callable[[], None],
+        kept: Callable[[list[Sent]], None],
+        metrics: Metrics,
+        benchmarks: Benchmarks,
     ) -> None:
         self._ready = ready
         self._kept = kept
         self._metrics = metrics
+        self._benchmarks = benchmarks
         self.state = State.STARTING
         self.device: DeviceInfo | None = None
         self.failure: str | None = None
@@ -110,28 +122,17 @@ class Engine:
         self._sent[number] = sent
         job.staging.slot.mark = False
         job.staging.slot.hold()
-        self.load += job.spec.flops
-        self._send(
-            Submit(
-                id=number,
-                request_id=job.id,
-                direction=job.spec.direction,
-                options=job.spec.options,
-                backend=job.backend,
-                segment=segment.number,
-                inputs=job.staging.described(job.staging.inputs),
-                outputs=job.staging.described(job.staging.outputs),
-                mark=job.staging.slot.mark_at,
-                flops=job.spec.flops,
-                rank=sent.since + job.spec.flops / self.device.speed - job.priority * PRIORITY_SECONDS,
-                deadline=job.deadline,
-            )
-        )
+        self.load += job.flops
+        self._send(job.message(number, sent.since + job.flops / self.device.speed - job.priority * PRIORITY_SECONDS))
 
     def cancel(self, sent: Sent) -> None:
         """Nobody waits for it any more: the engine is told, where it has not answered."""
         if self._sent.get(sent.number) is sent:
             self._send(Cancel(sent.number))
+
+    def tell(self, message: Time | StopJob) -> None:
+        """What concerns its benchmarks."""
+        self._send(message)
 
     def forget_segment(self, number: int) -> None:
         """This process has given the segment back."""
@@ -179,12 +180,14 @@ class Engine:
                         self._ready()
                     case Broken():
                         self.state, self.failure = State.FAILED, message.reason
-                    case Done() | Failed():
+                    case Done() | Failed() | Proven():
                         self._settle(message)
+                    case JobOpened() | JobEvent() | JobDropped():
+                        self._benchmarks.hear(message, self)
                     case Unmapped():
                         self._attached.discard(message.segment)
 
-    def _settle(self, message: Done | Failed) -> None:
+    def _settle(self, message: Done | Failed | Proven) -> None:
         sent = self._sent.pop(message.id)
         self._let_go(sent)
         if sent.future.done():
@@ -194,12 +197,15 @@ class Engine:
         else:
             timings = sent.job.timings
             timings.compute, timings.encode = message.began, message.ended
+            if isinstance(message, Proven):
+                sent.future.set_result(Answer({}, 1, message.report))
+                return
             timings.copy_in, timings.copy_out = message.copy_in, message.copy_out
-            self._metrics.computed(message, sent.job.backend)
+            self._metrics.computed(message)
             sent.future.set_result(Answer(message.metadata, message.batch_size))
 
     def _let_go(self, sent: Sent) -> None:
-        self.load -= sent.job.spec.flops
+        self.load -= sent.job.flops
         sent.job.staging.slot.release()
 
     def _died(self) -> None:
@@ -219,6 +225,7 @@ class Engine:
         except OSError as error:  # its listener went with whoever kept it
             self.state, self.failure = State.FAILED, f"the engine's listener is gone: {error}"
         self._metrics.engine_lost()
+        self._benchmarks.lost(self)
         self._kept(kept)
 
     def _lose(self, code: str, detail: str) -> None:
@@ -241,14 +248,17 @@ class Engine:
 class Engines:
     """All engines of the service. A job goes to the one with the least work before it."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, benchmarks: Benchmarks) -> None:
         self._metrics = metrics
+        self._benchmarks = benchmarks
         self._engines: list[Engine] = []
         self._kept: deque[Sent] = deque()  # what no engine has: it waits for one to be ready again
 
     def connect(self, addresses: Sequence[bytes]) -> None:
         """Reach for the engines at these addresses; `state` says when one is there."""
-        self._engines = [Engine(address, self._resume, self._keep, self._metrics) for address in addresses]
+        self._engines = [
+            Engine(address, self._resume, self._keep, self._metrics, self._benchmarks) for address in addresses
+        ]
         for engine in self._engines:
             engine.connect()
 
@@ -295,6 +305,12 @@ class Engines:
         sent = Sent(job, asyncio.get_running_loop().create_future(), time.monotonic())
         self._send(sent)
         return sent.future
+
+    def time(self, asked: Time) -> None:
+        """Have an engine run a benchmark; what becomes of it is heard by `Benchmarks`. Raises Refusal."""
+        if self.state is not State.READY:
+            raise Refusal("not_ready", f"the engine is {self.state.value}")
+        min(self._ready(), key=self._benchmarks.load_of).tell(asked)
 
     def _send(self, sent: Sent) -> None:
         engine = min(self._ready(), key=lambda engine: engine.load)

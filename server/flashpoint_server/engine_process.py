@@ -36,12 +36,15 @@ def main(kind: type[Device] | None = None) -> int:
     parser.add_argument("--batch-bytes", type=int, required=True)
     parser.add_argument("--max-queue-delay", type=float, required=True)
     parser.add_argument("--hang-timeout", type=float, required=True)
+    parser.add_argument("--benchmark-slice-ms", type=float, required=True)
+    parser.add_argument("--benchmark-keep", type=float, required=True)
     parser.add_argument("--log-format", required=True)
     parser.add_argument("--log-level", required=True)
     asked = parser.parse_args()
     die_with_parent(asked.parent)
     from flashpoint_server.device import Device  # imports torch, which takes seconds
     from flashpoint_server.serving_engine import ServingEngine
+    from flashpoint_server.timing_lane import TimingLane
 
     logs.configure(asked.log_format, asked.log_level)
     listener = socket.socket(fileno=asked.listener)
@@ -54,7 +57,8 @@ def main(kind: type[Device] | None = None) -> int:
         Channel(sock, ToEngine).send(Broken(f"{type(error).__name__}: {error}"))
         return CANNOT_WORK
     budget = Budget(asked.batch_flops, asked.batch_bytes, asked.max_queue_delay)
-    engine = ServingEngine(listener, device, budget, asked.hang_timeout)
+    timing = TimingLane(device.info.name, asked.benchmark_slice_ms, asked.benchmark_keep)
+    engine = ServingEngine(listener, device, budget, timing, asked.hang_timeout)
     log.info("ready", device=device.info.name, title=device.info.title, backends=device.info.backends)
     engine.run()
     return 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 from flashpoint_kernels.spec import Spec
+from flashpoint_server.messages import Prove, Submit
 from flashpoint_server.staging import Staging
 
 
@@ -42,17 +44,23 @@ class Timings:
         }
 
 
-@dataclass(eq=False)
-class Job:
+@dataclass(eq=False, kw_only=True)
+class Job(ABC):
     """What one request asks of an engine. `deadline` is in `time.monotonic` seconds, None for no end."""
 
     id: str
-    spec: Spec
-    backend: str
     staging: Staging
     timings: Timings
     deadline: float | None = None
     priority: int = 0
+
+    @property
+    @abstractmethod
+    def flops(self) -> int: ...
+
+    @abstractmethod
+    def message(self, number: int, rank: float) -> Submit | Prove:
+        """To the engine, which knows the job by `number`."""
 
     def remaining(self) -> float | None:
         """Seconds to the deadline, at least 0; None for no end."""
@@ -63,9 +71,66 @@ class Job:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
 
+@dataclass(eq=False, kw_only=True)
+class AttentionJob(Job):
+    """Attention or its gradients, on `backend`."""
+
+    spec: Spec
+    backend: str
+
+    @property
+    def flops(self) -> int:
+        return self.spec.flops
+
+    def message(self, number: int, rank: float) -> Submit:
+        return Submit(
+            id=number,
+            request_id=self.id,
+            direction=self.spec.direction,
+            options=self.spec.options,
+            backend=self.backend,
+            segment=self.staging.slot.segment.number,
+            inputs=self.staging.described(self.staging.inputs),
+            outputs=self.staging.described(self.staging.outputs),
+            mark=self.staging.slot.mark_at,
+            flops=self.flops,
+            rank=rank,
+            deadline=self.deadline,
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class ProofJob(Job):
+    """A verification: of the tensors that are staged, with `request` their options, or of what `request` draws."""
+
+    request: bytes
+    price: int  # FLOPs
+
+    @property
+    def flops(self) -> int:
+        return self.price
+
+    def message(self, number: int, rank: float) -> Prove:
+        return Prove(
+            id=number,
+            request_id=self.id,
+            request=self.request,
+            segment=self.staging.slot.segment.number,
+            inputs=self.staging.described(self.staging.inputs),
+            mark=self.staging.slot.mark_at,
+            flops=self.flops,
+            rank=rank,
+            deadline=self.deadline,
+        )
+
+
 @dataclass(frozen=True)
 class Answer:
-    """What is not a tensor of an answer: the tensors are written in the job's staging memory."""
+    """What is not a tensor of an answer: the tensors are written in the job's staging memory.
+
+    `report` is the answer of a verification, a VerifyReport in JSON.
+    """
 
     metadata: dict[str, Any]
     batch_size: int
+    report: bytes = b""

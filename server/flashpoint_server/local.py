@@ -11,9 +11,8 @@ import itertools
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +39,32 @@ from flashpoint_kernels import available_backends
 from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.spec import Options, ProblemError
 from flashpoint_kernels.support import SUPPORT
-from flashpoint_kernels.timing import Case, Timing, describe, grid, preset, run_grid
+from flashpoint_kernels.timing import Timing, describe, run_grid
 from flashpoint_kernels.verification import Verification
 from flashpoint_kernels.verification import verify as judge
+from flashpoint_server.cases import cases_of
 from flashpoint_server.drawn import draw
 
 
 def benchmark(request: BenchmarkRequest) -> Iterator[BenchmarkEvent]:
     """Time a grid; the events of a job, as a server streams them. Raises InvalidInputError at the first."""
-    device = _device()
+    return (event for event in slices(request, _device()) if event is not None)
+
+
+def slices(
+    request: BenchmarkRequest, device: str, slice_ms: float = 20.0
+) -> Generator[BenchmarkEvent | None, None, None]:
+    """`benchmark` for a device that has others to serve: at every yield it is idle, after about `slice_ms` of work.
+
+    A single call that takes longer is not split. Closed, it stops. Raises as `benchmark` does.
+    """
     with _fields():
         cases = cases_of(request, device)
         timing = Timing(
-            precision=request.relative_precision, max_seconds=request.max_seconds, warmup_ms=request.warmup_ms
+            precision=request.relative_precision,
+            max_seconds=request.max_seconds,
+            warmup_ms=request.warmup_ms,
+            slice_ms=slice_ms,
         )
     ids = itertools.count(1)
     load = [round(x, 2) for x in os.getloadavg()]  # of what else ran when this began
@@ -71,35 +83,21 @@ def benchmark(request: BenchmarkRequest) -> Iterator[BenchmarkEvent]:
                 elif event["type"] == "row":
                     row = BenchmarkRow.model_validate(event["row"])
                     yield RowEvent(id=next(ids), done=event["done"], total=event["total"], row=row)
-                elif at != (at := (event["done"], event["backend"])):  # not every slice
+                elif at != (at := (event["done"], event["backend"])):
                     yield ProgressEvent(
                         id=next(ids), done=event["done"], total=event["total"], backend=event["backend"]
                     )
+                else:
+                    yield None
     except (RuntimeError, MemoryError) as error:
         yield state("failed", f"{type(error).__name__}: {error}")
         return
     yield state("done")
 
 
-def cases_of(request: BenchmarkRequest, device: str) -> list[Case]:
-    """What a request asks to be timed on `device`. Raises ProblemError."""
-    if request.preset is None:
-        # Those that the smaller preset times are those worth timing there.
-        backends = request.backends or dict.fromkeys(case.backend for case in preset("seeds", device))
-        return grid(
-            [shape.model_dump() for shape in request.shapes],
-            dtypes=request.dtypes, causal=request.causal, directions=request.directions, backends=backends,
-        )  # fmt: skip
-    cases = preset(request.preset, device)
-    if not request.backends:
-        return cases
-    problems = {case.problem: case for case in cases}.values()
-    return [replace(case, backend=backend) for case in problems for backend in request.backends]
-
-
-def verify(request: VerifyRequest) -> VerifyReport:
+def verify(request: VerifyRequest, device: str | None = None) -> VerifyReport:
     """Run a drawn problem on a backend, and judge it. Raises InvalidInputError."""
-    device, start = _device(), time.monotonic()
+    device, start = device or _device(), time.monotonic()
     options = Options(**{name: getattr(request, name) for name in AttentionOptions.model_fields})
     with _fields():
         found = judge(draw(request, device), options)
@@ -112,12 +110,18 @@ def verify(request: VerifyRequest) -> VerifyReport:
 
 def verify_tensors(tensors: Mapping[str, NDArray[Any]], options: AttentionOptions) -> VerifyReport:
     """Judge a caller's own problem: its answers where there are any, else a backend's. Raises InvalidInputError."""
-    device, start = _device(), time.monotonic()
+    device = _device()
     given = {name: _tensor(name, array).to(device) for name, array in tensors.items()}
+    return judge_given(given, Options(**dict(options)), device)
+
+
+def judge_given(given: Mapping[str, Tensor], options: Options, device: str) -> VerifyReport:
+    """`verify_tensors` of tensors that are on `device`."""
+    start = time.monotonic()
     problem = {name: t for name, t in given.items() if name not in ANSWERS}
     answers = {name: t for name, t in given.items() if name in ANSWERS}
     with _fields():
-        found = judge(problem, Options(**dict(options)), answers=answers or None)
+        found = judge(problem, options, answers=answers or None)
     return _report(found, device, start)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -23,9 +23,14 @@ def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direc
         checked = AttentionOptions.model_validate(options)
         return plan(infos, Options(**checked.model_dump()), direction)
     except ValidationError as error:
-        raise invalid((".".join(map(str, e["loc"])), _say(e)) for e in error.errors()) from None
+        raise invalid(field_errors(error)) from None
     except ProblemError as error:
         raise invalid(error.errors) from None
+
+
+def field_errors(error: ValidationError) -> Iterator[tuple[str, str]]:
+    """(field, message) of each thing that a model found wrong."""
+    return ((".".join(map(str, e["loc"])), _say(e)) for e in error.errors())
 
 
 def _say(error: Any) -> str:
@@ -88,6 +93,10 @@ class SafetensorsMessage:
             specs[direction] = make_spec(dict(self.inputs()), wire.decode_options(head.metadata), direction)
         return specs[direction]
 
+    @property
+    def metadata(self) -> dict[str, str]:
+        return self._reading.head.metadata
+
     def inputs(self) -> list[tuple[str, TensorInfo]]:
         """Name, dtype and shape of each tensor, in the order of their bytes."""
         return [(t.name, TensorInfo(t.dtype, t.shape)) for t in self._reading.head.tensors]
@@ -99,11 +108,21 @@ class SafetensorsMessage:
 
 async def read_json(body: Body, codec: Codec) -> tuple[Arrays, dict[str, Any]]:
     """The tensors and options of a JSON message, all of it read. Raises Refusal 400 and 422."""
+    return await decode_json(await read_text(body), codec)
+
+
+async def read_text(body: Body) -> bytes:
+    """All of a body. Raises Refusal as `Body.next` does."""
     text = bytearray()
     while chunk := await body.next():
         text += chunk
+    return bytes(text)
+
+
+async def decode_json(text: bytes, codec: Codec) -> tuple[Arrays, dict[str, Any]]:
+    """The tensors and options of a JSON message. Raises Refusal 400 and 422."""
     try:
-        return await codec.decode(bytes(text))
+        return await codec.decode(text)
     except wire.WireError as error:
         raise Refusal("malformed_body", str(error)) from None
     except jsonwire.FieldError as error:

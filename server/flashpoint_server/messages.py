@@ -63,6 +63,39 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     deadline: float | None
 
 
+class Prove(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: verify, beside what it serves. Where there are `inputs`, `request` is their options, else all of
+    a VerifyRequest, in JSON. All else as in `Submit`."""
+
+    id: int
+    request_id: str
+    request: bytes
+    segment: int
+    inputs: list[Tensor]
+    mark: int
+    flops: int
+    rank: float
+    deadline: float | None
+
+
+class Time(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: time what a BenchmarkRequest (in JSON) asks, as the job of this name, on behalf of `owner`.
+
+    Every HTTP process hears of it by `JobOpened`, and of what becomes of it by `JobEvent`s.
+    """
+
+    job: str
+    owner: str
+    request: bytes
+    created: str
+
+
+class StopJob(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: this job is not wanted any more."""
+
+    job: str
+
+
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """To the engine: nobody waits for this any more. It is answered all the same, once the memory is let go of."""
 
@@ -137,8 +170,40 @@ class Unmapped(msgspec.Struct, frozen=True, tag=True):
     segment: int
 
 
-ToEngine = Attach | Detach | Submit | Cancel
-FromEngine = Hello | Broken | Done | Failed | Unmapped
+class Proven(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: a VerifyReport, in JSON. Times as in `Done`."""
+
+    id: int
+    report: bytes
+    began: float
+    ended: float
+
+
+class JobOpened(msgspec.Struct, frozen=True, tag=True):
+    """From the engine, to all: it has this job. Said again to whoever comes later, with all that has happened since."""
+
+    job: str
+    owner: str
+    request: bytes
+    created: str
+    total: int
+
+
+class JobEvent(msgspec.Struct, frozen=True, tag=True):
+    """From the engine, to all: a BenchmarkEvent of a job, in JSON."""
+
+    job: str
+    event: bytes
+
+
+class JobDropped(msgspec.Struct, frozen=True, tag=True):
+    """From the engine, to all: it ended long ago."""
+
+    job: str
+
+
+ToEngine = Attach | Detach | Submit | Prove | Time | StopJob | Cancel
+FromEngine = Hello | Broken | Done | Failed | Unmapped | Proven | JobOpened | JobEvent | JobDropped
 
 Incoming = TypeVar("Incoming")
 

@@ -87,7 +87,8 @@ class Metrics:
         for name, seconds in stages.items():
             self._stages[name].observe(seconds)
 
-    def computed(self, done: Done, backend: str) -> None:
+    def computed(self, done: Done) -> None:
+        backend = done.metadata["backend"]
         self._memory.set(done.memory)
         if (batch := done.batch) is None:
             return

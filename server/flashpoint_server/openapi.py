@@ -8,7 +8,9 @@ from typing import Any
 from fastapi import FastAPI
 
 from flashpoint import jsonwire, wire
+from flashpoint._proof import ANSWERS
 from flashpoint.options import AttentionOptions
+from flashpoint.verify_schema import VerifyReport, VerifyRequest
 from flashpoint_kernels.spec import BACKWARD_TENSORS, FORWARD_TENSORS, GRADS, Direction
 from flashpoint_server.refusal import MEDIA_TYPE, STATUS
 
@@ -63,6 +65,7 @@ def install(app: FastAPI, paths: dict[str, Direction]) -> None:
             document["components"].setdefault("securitySchemes", {})["bearer"] = {"type": "http", "scheme": "bearer"}
             for path, direction in paths.items():
                 document["paths"][path] = {"post": _operation(direction)}
+            document["paths"]["/verify"] = {"post": _verification()}
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend it
@@ -93,6 +96,17 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
     ):
         properties = {**_tensors(known), "dtype": dtype, **options}
         schemas[name] = {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
+    judged = {name: text for name, text in _tensors(ANSWERS).items() if name not in BACKWARD_TENSORS}
+    schemas["VerifyTensors"] = {
+        "type": "object",
+        "properties": {**_tensors(BACKWARD_TENSORS), **judged, "dtype": dtype, **options},
+        "required": ["q", "k", "v"],
+        "additionalProperties": False,
+    }
+    for model in (VerifyRequest, VerifyReport):
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}", mode="validation")
+        schemas.update(schema.pop("$defs", {}))
+        schemas[model.__name__] = schema
     said = {
         "dtype": {"type": "string"},
         "backend": {"type": "string", "description": "the backend that ran"},
@@ -107,6 +121,25 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
         "type": "object",
         "properties": {**_tensors(GRADS), **said},
         "required": ["dtype", "backend"],
+    }
+
+
+def _verification() -> dict[str, Any]:
+    """The operation of /verify: two kinds of request, one report."""
+    ours = _operation("forward")
+    drawn = {"$ref": "#/components/schemas/VerifyRequest"}
+    given = {"$ref": "#/components/schemas/VerifyTensors"}
+    content = ours["requestBody"]["content"]
+    content[jsonwire.MEDIA_TYPE] = {
+        "schema": {"oneOf": [drawn, given]},
+        "example": {"shape": {"q_len": 64, "head_dim": 32}},
+    }
+    report = {"schema": {"$ref": "#/components/schemas/VerifyReport"}}
+    ours["responses"]["200"] = {"description": "The errors of every tensor", "content": {jsonwire.MEDIA_TYPE: report}}
+    return ours | {
+        "tags": ["proof"],
+        "summary": "How far a backend, or what the caller computed, is from float64",
+        "operationId": "verify",
     }
 
 

@@ -26,7 +26,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between two starts; one that r
 # cores with another busy process an op of 1 ms was seen to take 24 ms, and 0.9 ms with waiting threads asleep.
 ENGINE_VARIABLES = {"OMP_WAIT_POLICY": "passive"}
 ENGINE = "flashpoint_server.engine_process"
-ENGINE_SETTINGS = ("batch_flops", "batch_bytes", "max_queue_delay", "hang_timeout", "log_format", "log_level")
+ENGINE_SETTINGS = (
+    "batch_flops", "batch_bytes", "max_queue_delay", "hang_timeout", "benchmark_slice_ms", "benchmark_keep",
+    "log_format", "log_level",
+)  # fmt: skip
 ENGINE_PATIENCE = 1.0  # seconds that an engine may take to end; when it is stopped, nobody waits for its answers
 STEADY = 30.0  # seconds after which a start counts as a success
 

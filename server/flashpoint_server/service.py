@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flashpoint_server.admission import Admission
+from flashpoint_server.benchmarks import Benchmarks
 from flashpoint_server.codec import Codec
 from flashpoint_server.engine import Engines, State
 from flashpoint_server.keys import Keyring
@@ -25,7 +26,8 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.metrics = Metrics()
-        self.engine = engines = Engines(self.metrics)
+        self.benchmarks = Benchmarks(settings)
+        self.engine = engines = Engines(self.metrics, self.benchmarks)
         self.pool = Pool(settings.staging_bytes, engines.forget_segment)
         self.codec = Codec()
         self.keys = Keyring([key.get_secret_value() for key in settings.api_keys])

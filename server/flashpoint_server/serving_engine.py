@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -50,12 +50,18 @@ from flashpoint_server.messages import (
     Detach,
     Done,
     Failed,
+    FromEngine,
     Hello,
+    Prove,
+    Proven,
+    StopJob,
     Submit,
+    Time,
     ToEngine,
     Unmapped,
 )
 from flashpoint_server.refusal import Refusal, out_of_time
+from flashpoint_server.timing_lane import Said, TimingLane
 from flashpoint_server.waiting import Budget, Waiting
 from flashpoint_server.watchdog import Watchdog
 
@@ -80,9 +86,9 @@ class _Peer:
 class _Entry:
     """A request, from its arrival to its answer. `key` says with which it may share a launch; None: it is cut."""
 
-    submit: Submit
+    submit: Submit | Prove
     peer: _Peer
-    spec: Spec
+    spec: Spec | None  # of a Submit
     key: Hashable | None
     arrived: float
     began: float = 0.0  # in `time.perf_counter` seconds; 0 until it has begun
@@ -102,29 +108,40 @@ class _Entry:
 
     @property
     def nbytes(self) -> int:
-        return self.spec.input_bytes + self.spec.output_bytes
+        return self.spec.input_bytes + self.spec.output_bytes if self.spec is not None else 0
 
     @property
     def placed(self) -> Placed:
-        return Placed(self.submit, self.peer.segments[self.submit.segment])
+        assert isinstance(self.submit, Submit)
+        return Placed(self.submit, self.memory)
+
+    @property
+    def memory(self) -> mmap.mmap:
+        return self.peer.segments[self.submit.segment]
 
     def begin(self) -> None:
         """Say so where the HTTP process sees it, whatever happens to this one."""
-        self.placed.memory[self.submit.mark] = 1
+        self.memory[self.submit.mark] = 1
         self.began = time.perf_counter()
-        log.debug("begin", request_id=self.submit.request_id, backend=self.submit.backend)
+        log.debug("begin", request_id=self.submit.request_id, kind=type(self.submit).__name__)
 
 
 class ServingEngine:
     """See the module. `_lock` guards the queue, the entries and the peers' segments."""
 
-    def __init__(self, listener: socket.socket, device: Device, budget: Budget, hang_timeout: float) -> None:
+    def __init__(
+        self, listener: socket.socket, device: Device, budget: Budget, timing: TimingLane, hang_timeout: float
+    ) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL)
         self._device = device
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._waiting: Waiting[_Entry] = Waiting(budget)
+        self._timing = timing
+        self._peers: list[_Peer] = []
         self._launches = 0
+        self._running = 0  # works of any kind
+        self._alone = False  # a slice of a benchmark runs, and nothing beside it
         self._watchdog = Watchdog(hang_timeout)
         self._lock = threading.RLock()
         self._stopping = self._asleep = False
@@ -175,9 +192,13 @@ class ServingEngine:
             if user != os.getuid():
                 sock.close()
                 return
-            channel: Channel[ToEngine] = Channel(sock, ToEngine)
-            channel.send(Hello(self._device.info))
-            self._selector.register(channel, selectors.EVENT_READ, _Peer(channel))
+            peer = _Peer(Channel(sock, ToEngine))
+            peer.channel.send(Hello(self._device.info))
+            self._selector.register(peer.channel, selectors.EVENT_READ, peer)
+            with self._lock:
+                self._peers.append(peer)
+                for said in self._timing.history():
+                    self._send(peer, said)
 
     def _hear(self, peer: _Peer) -> None:
         try:
@@ -185,8 +206,12 @@ class ServingEngine:
                 message, descriptors = peer.channel.receive()
                 with self._lock:
                     match message:
-                        case Submit():
+                        case Submit() | Prove():
                             self._waiting.put(self._entry(message, peer))
+                        case Time():
+                            self._tell_all(self._timing.open(message))
+                        case StopJob():
+                            self._tell_all(self._timing.stop(message.job))
                         case Cancel():
                             self._cancel(peer, message.id)
                         case Attach():
@@ -201,7 +226,9 @@ class ServingEngine:
             log.exception("peer dropped")
             self._forget(peer)
 
-    def _entry(self, submit: Submit, peer: _Peer) -> _Entry:
+    def _entry(self, submit: Submit | Prove, peer: _Peer) -> _Entry:
+        if isinstance(submit, Prove):
+            return _Entry(submit, peer, None, object(), time.monotonic())
         spec = spec_of(submit)
         key: Hashable | None = None
         if submit.backend == "triton":
@@ -226,8 +253,9 @@ class ServingEngine:
         """The HTTP process is gone: so is all that it asked for."""
         with self._lock:
             self._waiting.remove(lambda entry: entry.peer is peer)
-            if peer.channel.sock.fileno() < 0:
+            if peer not in self._peers:
                 return
+            self._peers.remove(peer)
             self._selector.unregister(peer.channel)
             peer.channel.close()
             for segment in peer.segments.values():
@@ -259,7 +287,12 @@ class ServingEngine:
     def _take(self) -> Work | None:
         """Work that may begin now."""
         with self._lock:
-            while not self._stopping:
+            while not (self._stopping or self._alone):
+                if self._timing.wants(time.monotonic(), others=bool(self._waiting)):
+                    if self._running:
+                        return None  # it is alone as soon as these have ended, for nothing else begins
+                    self._alone = True
+                    return Work(self._slice, brief=False)
                 groups = self._launches < self._device.launches
                 found = self._waiting.take(time.monotonic(), groups=groups)
                 if not found:
@@ -267,6 +300,7 @@ class ServingEngine:
                 batch = [entry for entry in found if self._may_run(entry)]
                 if not batch:
                     continue
+                self._running += 1
                 if batch[0].key is not None:
                     self._launches += 1
                     return Work(partial(self._launch, batch), brief=False)
@@ -294,7 +328,8 @@ class ServingEngine:
                 raise OutOfMemoryError
             if entry.submit.deadline is not None and time.monotonic() >= entry.submit.deadline:
                 raise out_of_time()
-            entry.rows = check(entry.placed)
+            if isinstance(entry.submit, Submit):
+                entry.rows = check(entry.placed)
             entry.begin()
             if entry.key is None:
                 entry.parts.extend(self._device.parts(entry.placed))
@@ -306,7 +341,7 @@ class ServingEngine:
         return True
 
     def _compute(self, entry: _Entry, part: Problem) -> None:
-        backend, failure = entry.submit.backend, None
+        backend, failure = entry.placed.submit.backend, None
         try:
             with self._watchdog.watched():
                 try:
@@ -318,6 +353,7 @@ class ServingEngine:
             failure = error
         del part
         with self._lock:
+            self._running -= 1
             entry.left -= 1
             if failure is not None:
                 self._waiting.remove(lambda other: other is entry)
@@ -327,11 +363,35 @@ class ServingEngine:
 
     def _launch(self, batch: list[_Entry]) -> None:
         try:
-            self._solve(batch, splits=0, tries=2)
+            if isinstance(batch[0].submit, Prove):
+                self._prove(batch[0], batch[0].submit)
+            else:
+                self._solve(batch, splits=0, tries=2)
         finally:
             with self._lock:
                 self._launches -= 1
+                self._running -= 1
                 self._wake()  # it may have to wait for a batch to close now
+
+    def _slice(self) -> None:
+        """A slice of a benchmark: nothing else runs on the device."""
+        try:
+            with self._watchdog.watched():
+                said = self._timing.step()
+            self._tell_all(said)  # before the next slice has something to say
+        finally:
+            with self._lock:
+                self._alone = False
+                self._wake()
+
+    def _prove(self, entry: _Entry, asked: Prove) -> None:
+        try:
+            with self._watchdog.watched():
+                report = self._device.verify(asked, entry.memory)
+        except Exception as error:
+            self._fail([entry], error)
+        else:
+            self._send(entry.peer, Proven(asked.id, report, entry.began, time.perf_counter()))
 
     def _solve(self, batch: list[_Entry], *, splits: int, tries: int) -> None:
         """Compute a batch and answer it; in halves where memory does not suffice, one by one where something fails."""
@@ -374,10 +434,17 @@ class ServingEngine:
 
     # Answering
 
+    def _tell_all(self, said: Sequence[Said]) -> None:
+        with self._lock:
+            for peer in list(self._peers):
+                for one in said:
+                    self._send(peer, one)
+
     def _answer(self, entry: _Entry, size: int = 1, stages: Stages = NO_COPIES, about: Batch | None = None) -> None:
         submit, error = entry.submit, entry.failure
         reply: Done | Failed
         if error is None:
+            submit = entry.placed.submit
             metadata: dict[str, Any] = {"backend": submit.backend}
             if submit.options.dropout_p:
                 metadata["dropout_seed"] = entry.seed
@@ -395,7 +462,7 @@ class ServingEngine:
             reply = Failed(submit.id, "internal_error", "an error of the server, logged by its engine", [])
         self._send(entry.peer, reply)
 
-    def _send(self, peer: _Peer, reply: Done | Failed | Unmapped) -> None:
+    def _send(self, peer: _Peer, reply: FromEngine) -> None:
         """One that is gone is noticed when it is next heard; one that reads nothing for a while is dropped like it."""
         try:
             try:

@@ -12,7 +12,7 @@ from flashpoint import wire
 
 MIB = 1 << 20
 
-RIGHTS = ("attention", "info", "metrics")
+RIGHTS = ("attention", "verify", "benchmark", "info", "metrics")
 _RIGHT = "|".join(RIGHTS)
 _KEY = re.compile(rf"[A-Za-z0-9._~+/-]+=*(:({_RIGHT})(\+({_RIGHT}))*)?")  # a token of RFC 6750, and its rights
 
@@ -46,7 +46,7 @@ class Settings(BaseSettings):
     """HTTP processes on the port; the limits below on what is admitted and staged are each process's own"""
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-    """comma-separated bearer keys, each KEY or KEY:right+right (rights: attention, info, metrics); none: open to all"""
+    """comma-separated bearer keys, each KEY or KEY:right+right; rights: attention, verify, benchmark, info, metrics"""
 
     body_limit: Bytes = 1024 * MIB
     """bytes of a request's body"""
@@ -79,6 +79,20 @@ class Settings(BaseSettings):
     """seconds after which a launch counts as hung: its engine is ended, and another started"""
     staging_bytes: Annotated[int, Field(ge=64 * MIB)] = 4096 * MIB
     """most bytes of memory shared with the engines, where bodies arrive and answers leave; it grows as it is needed"""
+    verify_flops: Annotated[int, Field(ge=1)] = 1 << 40
+    """floating-point operations of a problem to verify, which runs in float64 and in torch's own math, too"""
+    benchmark_cases: Annotated[int, Field(ge=1)] = 512
+    """cases of one benchmark"""
+    benchmark_seconds: Seconds = 1800.0
+    """most seconds that the repeats of a benchmark's cases may take together"""
+    benchmark_call_seconds: Seconds = 2.0
+    """most seconds that one call of a case may take, as far as the device's speed tells: others wait so long at most"""
+    benchmark_slice_ms: Annotated[float, Field(gt=0, le=1000)] = 20.0
+    """milliseconds of a benchmark that run at a time; then whatever else waits runs for four times as long"""
+    benchmark_jobs: Annotated[int, Field(ge=1)] = 8
+    """benchmarks that may be queued or running; one caller may have half of them"""
+    benchmark_keep: Seconds = 3600.0
+    """seconds for which a benchmark can be asked for after its end"""
     default_timeout_ms: Annotated[int, Field(ge=0)] = 0
     """deadline of a request without X-Timeout-Ms, in milliseconds; 0 is none"""
     max_timeout_ms: Annotated[int, Field(ge=1)] = 3_600_000

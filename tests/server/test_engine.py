@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from flashpoint_kernels.spec import Options, TensorInfo, plan
+from flashpoint_server.benchmarks import Benchmarks
 from flashpoint_server.engine import Engine, Engines, State
-from flashpoint_server.job import Job, Timings
+from flashpoint_server.job import AttentionJob, Timings
 from flashpoint_server.memory import Pool
 from flashpoint_server.messages import Submit, Tensor
 from flashpoint_server.metrics import Metrics
@@ -35,7 +36,7 @@ class Bench:
     """Engines in processes of their own, and the pool that this process shares with them."""
 
     def __init__(self):
-        self.engines = Engines(Metrics())
+        self.engines = Engines(Metrics(), Benchmarks(Settings()))
         self.pool = Pool(1 << 30, self.engines.forget_segment)
 
     def job(self, name, length=4, heads=1, **how):
@@ -46,7 +47,7 @@ class Bench:
         data = np.random.default_rng(0).standard_normal(info.shape, np.float32)
         for view in staging.views(staging.inputs).values():
             view[:] = data.reshape(-1).view(np.uint8).data
-        return Job(name, spec, "reference", staging, Timings(0.0), **how)
+        return AttentionJob(id=name, spec=spec, backend="reference", staging=staging, timings=Timings(0.0), **how)
 
     async def answer(self, job):
         """The output of a job; its memory is let go of."""
@@ -116,12 +117,12 @@ def test_a_killed_engine_fails_what_it_had_begun_and_another_does_the_rest():
         async with bench() as b:
             expected = await b.answer(b.job("before"))
             (pid,) = engine_pids()
-            begun = b.job("runs", 2000, heads=3)
-            waiting = [asyncio.create_task(b.answer(job)) for job in (b.job("waits"), b.job("waits too"))]
+            begun, left = b.job("runs", 3000, heads=3), b.job("left by its client")
             lost = b.engines.submit(begun)
-            left = b.job("left by its client")
-            leaving = b.engines.submit(left)
             await until(lambda: begun.staging.slot.mark)
+            leaving = b.engines.submit(left)
+            waiting = [asyncio.create_task(b.answer(job)) for job in (b.job("waits"), b.job("waits too"))]
+            await asyncio.sleep(0)  # they are sent
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(Refusal) as caught:
                 await lost
@@ -132,7 +133,8 @@ def test_a_killed_engine_fails_what_it_had_begun_and_another_does_the_rest():
             left.staging.release()
             with pytest.raises(Refusal, match="starting"):
                 b.engines.submit(b.job("early"))
-            assert all(np.array_equal(answer, expected) for answer in await asyncio.gather(*waiting))
+            answers = await asyncio.gather(*waiting)  # by another engine
+            assert all(np.array_equal(answer, expected) for answer in answers)
             assert engine_pids() != [pid]
             assert np.array_equal(await b.answer(b.job("after")), expected)
             assert b.pool.taken == 1  # of the one that came too early: it is its caller's
@@ -195,8 +197,9 @@ def test_a_device_that_is_not_there_fails_with_a_reason():
 
 
 def test_one_broken_engine_of_several_is_not_the_end():
-    engines = Engines(Metrics())
-    engines._engines = [Engine(name, engines._resume, engines._keep, Metrics()) for name in (b"a", b"b")]
+    metrics, benchmarks = Metrics(), Benchmarks(Settings())
+    engines = Engines(metrics, benchmarks)
+    engines._engines = [Engine(name, engines._resume, engines._keep, metrics, benchmarks) for name in (b"a", b"b")]
     first, second = engines._engines
     first.state, first.failure = State.FAILED, "broken"
     assert (engines.state, engines.failure) == (State.STARTING, None)

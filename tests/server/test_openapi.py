@@ -20,7 +20,10 @@ def document():
 
 
 def test_every_route_is_there(document):
-    assert set(document["paths"]) == {*PATHS, "/info", "/metrics", "/health/live", "/health/ready"}
+    assert set(document["paths"]) == {
+        *PATHS, "/verify", "/info", "/metrics", "/health/live", "/health/ready", "/benchmark", "/benchmark/{id}",
+        "/benchmark/{id}/events", "/benchmark/{id}/plot.{format}",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "tensors"), [("/attention", FORWARD_TENSORS), ("/attention/grad", BACKWARD_TENSORS)])

@@ -5,16 +5,16 @@ Needs matplotlib, the extra `plot`.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 from flashpoint.benchmark_schema import BenchmarkJob
+from flashpoint.benchmark_schema import PlotKind as Kind
 from flashpoint.plots import lines, style
 from flashpoint.plots.errors import histograms
 from flashpoint.plots.roofline import roofline
 from flashpoint.plots.style import Format
 from flashpoint.verify_schema import VerifyReport
 
-Kind = Literal["time", "tflops", "speedup", "memory", "roofline"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _NEEDS = {

@@ -1,0 +1,83 @@
+"""/benchmark: a grid timed beside the traffic, watched as it goes, drawn, and cancelled."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Request, Response
+from fastapi.responses import StreamingResponse
+
+from flashpoint._sse import MEDIA_TYPE as EVENT_STREAM
+from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest, PlotKind
+from flashpoint_server import pictures
+from flashpoint_server.problem_schema import Problem
+from flashpoint_server.refusal import Refusal, invalid
+from flashpoint_server.service import Service
+
+HEARTBEAT_SECONDS = 1.0  # between comments in a stream where nothing happens: a stopping server is noticed
+CANCEL_SECONDS = 5.0  # how long a slice in which nothing can be stopped is waited for
+
+_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in (401, 403, 404, 422)}
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter(prefix="/benchmark", tags=["proof"])
+    benchmarks = service.benchmarks
+    busy: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in (429, 503)}
+
+    @routes.post("", status_code=202, summary="Time a grid", responses=_ERRORS | busy)
+    async def start(request: Request, asked: BenchmarkRequest, response: Response) -> BenchmarkJob:
+        """Timing runs alone on the device, in slices between the requests that are served meanwhile."""
+        service.keys.admit(request.headers, "benchmark")
+        owner = hashlib.sha256(request.headers.get("authorization", "").encode()).hexdigest()
+        opened = await benchmarks.open(service.engine, asked, owner, service.check_ready())
+        response.headers["Location"] = f"/benchmark/{opened.job.id}"
+        return opened.job
+
+    @routes.get("/{id}", summary="State, progress and rows", responses=_ERRORS)
+    async def job(request: Request, id: str) -> BenchmarkJob:
+        service.keys.admit(request.headers, "benchmark")
+        return benchmarks.get(id).job
+
+    @routes.get("/{id}/events", summary="The same as server-sent events", responses=_ERRORS)
+    async def events(request: Request, id: str, last_event_id: Annotated[int, Header(ge=0)] = 0) -> StreamingResponse:
+        """One event for each thing that happens, from the first, or from the one after `Last-Event-ID`, to the end."""
+        service.keys.admit(request.headers, "benchmark")
+        benchmark = benchmarks.get(id)
+
+        async def stream() -> AsyncIterator[bytes]:
+            async for event in benchmark.follow(last_event_id, HEARTBEAT_SECONDS):
+                if event is not None:
+                    yield f"id: {event.id}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n".encode()
+                elif service.draining:
+                    return
+                else:
+                    yield b":\n\n"
+
+        return StreamingResponse(stream(), media_type=EVENT_STREAM, headers={"Cache-Control": "no-store"})
+
+    @routes.delete("/{id}", summary="Cancel", responses=_ERRORS)
+    async def cancel(request: Request, id: str) -> BenchmarkJob:
+        """Stop it at the end of its slice; a benchmark that has ended stays as it is."""
+        service.keys.admit(request.headers, "benchmark")
+        benchmark = benchmarks.get(id)
+        if not benchmark.over:
+            benchmarks.stop(benchmark)
+            await benchmark.ended(CANCEL_SECONDS)
+        return benchmark.job
+
+    @routes.get("/{id}/plot.{format}", summary="A picture of its rows", responses=_ERRORS, response_class=Response)
+    async def plot(request: Request, id: str, format: str, kind: PlotKind = "time") -> Response:
+        service.keys.admit(request.headers, "benchmark")
+        benchmark = benchmarks.get(id)
+        if format not in pictures.MEDIA_TYPES:
+            raise Refusal("not_found", f"there are {' and '.join(pictures.MEDIA_TYPES)}")
+        try:
+            drawn = await service.codec.run(pictures.draw, benchmark.job.model_dump_json(), kind, format)
+        except ValueError as error:
+            raise invalid([("kind", str(error))]) from None
+        return Response(drawn, media_type=pictures.MEDIA_TYPES[format])
+
+    return routes

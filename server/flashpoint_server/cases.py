@@ -1,0 +1,24 @@
+"""The cases that a benchmark's request names; no torch, so that a request is checked and priced before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashpoint.benchmark_schema import BenchmarkRequest
+from flashpoint_kernels.timing import Case, grid, preset
+
+
+def cases_of(request: BenchmarkRequest, device: str) -> list[Case]:
+    """What a request asks to be timed on `device`. Raises ProblemError."""
+    if request.preset is None:
+        # Those that the smaller preset times are those worth timing there.
+        backends = request.backends or dict.fromkeys(case.backend for case in preset("seeds", device))
+        return grid(
+            [shape.model_dump() for shape in request.shapes],
+            dtypes=request.dtypes, causal=request.causal, directions=request.directions, backends=backends,
+        )  # fmt: skip
+    cases = preset(request.preset, device)
+    if not request.backends:
+        return cases
+    problems = {case.problem: case for case in cases}.values()
+    return [replace(case, backend=backend) for case in problems for backend in request.backends]

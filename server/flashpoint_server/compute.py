@@ -1,0 +1,155 @@
+"""What the calls that compute share: from the socket to the engine and back, refused from the head where that decides.
+
+Plain ASGI, for a request is answered before its body has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from flashpoint_kernels.spec import TensorInfo
+from flashpoint_server.admission import Permit
+from flashpoint_server.body import Body, ClientGoneError
+from flashpoint_server.encode import Part
+from flashpoint_server.envelope import send_refusal
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.job import Answer, Job
+from flashpoint_server.refusal import Refusal, invalid, out_of_time
+from flashpoint_server.service import Service
+from flashpoint_server.settings import Settings
+from flashpoint_server.staging import Staging
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One request on its way through a route; `inside` ends what it has begun."""
+
+    exchange: Exchange
+    body: Body
+    receive: Receive
+    send: Send
+    inside: ExitStack
+
+
+class ComputeRoute(ABC):
+    """The ASGI application of a call that an engine answers."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange.of(scope)
+        body = Body(scope, receive, exchange.headers, self.service.settings)
+        try:
+            with ExitStack() as inside:
+                await self.serve(Call(exchange, body, receive, send, inside))
+        except Refusal as refusal:
+            await _refuse(send, exchange, refusal, body)
+        except ClientGoneError:
+            exchange.code = "client_gone"
+        finally:
+            exchange.bytes_in = max(exchange.bytes_in, body.received)
+
+    @abstractmethod
+    async def serve(self, call: Call) -> None:
+        """Answer. Raises Refusal and ClientGoneError before anything of the answer is sent."""
+
+    @contextmanager
+    def admitted(self, exchange: Exchange, nbytes: int) -> Iterator[Permit]:
+        """Inside the limits, and counted until it is over. Raises Refusal 429."""
+        metrics = self.service.metrics
+        with self.service.admission.permit(nbytes) as permit:
+            metrics.accepted()
+            try:
+                yield permit
+            except ClientGoneError:
+                metrics.left("cancelled")
+                raise
+            except BaseException:
+                metrics.left("refused")
+                raise
+            else:
+                metrics.left("answered" if exchange.code is None else "cancelled")
+
+    def stage(
+        self, inputs: list[tuple[str, TensorInfo]], outputs: Mapping[str, TensorInfo], inside: ExitStack
+    ) -> Staging:
+        """The request's memory, until its answer has left. Raises Refusal 429."""
+        staging = Staging.take(self.service.pool, inputs, outputs)
+        inside.callback(staging.release)
+        return staging
+
+    async def run(self, job: Job, call: Call) -> Answer:
+        """The engine's answer, unless the deadline passes or the client goes first: then the job is dropped."""
+        direct = call.body.direct
+        answer = self.service.engine.submit(job)
+
+        def give_up(error: Exception) -> None:
+            if not answer.done():
+                answer.set_exception(error)
+
+        with ExitStack() as inside:
+            if direct is not None:
+                inside.enter_context(direct.watch(lambda: give_up(ClientGoneError())))
+            else:
+                gone = asyncio.ensure_future(call.receive())  # behind the body comes http.disconnect alone
+                gone.add_done_callback(lambda _: give_up(ClientGoneError()))
+                inside.callback(gone.cancel)
+            if (left := job.remaining()) is not None:
+                timer = asyncio.get_running_loop().call_later(left, lambda: give_up(out_of_time()))
+                inside.callback(timer.cancel)
+            return await answer
+
+    async def reply(self, call: Call, fields: list[tuple[bytes, bytes]], parts: list[Part]) -> None:
+        """Answer 200 out of memory that will be reused: when this returns nobody sends from it any more."""
+        exchange, direct, settings = call.exchange, call.body.direct, self.service.settings
+        size = sum(map(len, parts))
+        fields.append((b"content-length", b"%d" % size))
+        if direct is None:  # another server: it promises nothing, and gets a copy
+            await call.send({"type": "http.response.start", "status": 200, "headers": fields})
+            await call.send({"type": "http.response.body", "body": b"".join(parts), "more_body": False})
+            return
+        exchange.status, exchange.bytes_out = 200, size
+        fields.append((b"x-request-id", exchange.request_id.encode()))
+        if not await direct.answer(200, fields, parts, settings.body_timeout + size / settings.body_rate):
+            exchange.code = "answer_timeout"
+
+
+async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: Body) -> None:
+    """Answer, and let a client that is still sending read the answer before the connection closes."""
+    if body.complete:
+        await send_refusal(send, exchange, refusal)
+        return
+    refusal.headers["Connection"] = "close"
+    await send_refusal(send, exchange, refusal, more=True)
+    if refusal.code != "body_timeout":
+        await body.drain()
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def deadline_of(headers: Headers, settings: Settings) -> float | None:
+    """From X-Timeout-Ms, in `time.monotonic` seconds. Raises Refusal 422."""
+    text = headers.get("x-timeout-ms")
+    if text is None:
+        ms = settings.default_timeout_ms
+    elif not (text.isascii() and text.isdecimal() and len(text) < 16 and int(text) > 0):
+        raise invalid([("X-Timeout-Ms", "must be a positive integer of milliseconds")])
+    else:
+        ms = min(int(text), settings.max_timeout_ms)
+    return time.monotonic() + ms / 1000 if ms else None
+
+
+def priority_of(headers: Headers) -> int:
+    """From X-Priority. Raises Refusal 422."""
+    text = headers.get("x-priority", "0")
+    if len(text) != 1 or text not in "0123456789":
+        raise invalid([("X-Priority", "must be an integer from 0 to 9")])
+    return int(text)

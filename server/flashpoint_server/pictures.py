@@ -1,0 +1,14 @@
+"""Pictures of benchmarks, drawn in the process beside the HTTP process: matplotlib takes a second to come."""
+
+from __future__ import annotations
+
+from flashpoint.benchmark_schema import BenchmarkJob, PlotKind
+
+MEDIA_TYPES = {"svg": "image/svg+xml", "png": "image/png"}
+
+
+def draw(job: str, kind: PlotKind, format: str) -> bytes:
+    """A picture of a BenchmarkJob in JSON. Raises ValueError where it has no row to show."""
+    from flashpoint.plots import plot_benchmark
+
+    return plot_benchmark(BenchmarkJob.model_validate_json(job), kind, "png" if format == "png" else "svg")

@@ -1,0 +1,203 @@
+"""/verify and /benchmark of a real server, as the client, the command line and a stranger use them."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import wait_for
+from messages import JSON, SAFETENSORS, message, normal, post, problem
+
+import flashpoint
+from flashpoint.benchmark_schema import BenchmarkJob
+
+SHAPE = {"q_heads": 4, "kv_heads": 2, "q_len": 33, "kv_len": 40, "head_dim": 16}
+GRID = {"shapes": [{"q_heads": 2, "q_len": 64, "head_dim": 16}], "max_seconds": 0.05, "warmup_ms": 1.0}
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with flashpoint.Client(server.url) as client:
+        yield client
+
+
+def grid(server, **asked):
+    return post(server, "/benchmark", json.dumps(GRID | asked).encode(), JSON)
+
+
+@pytest.mark.parametrize("backend", ["torch", "tiled", "reference"])
+def test_a_drawn_problem_is_judged(client, backend):
+    sharp = {"extras": ["sinks"], "dtype": "bfloat16"} if backend != "torch" else {}
+    report = client.verify(shape=SHAPE, causal=True, backend=backend, seed=3, **sharp)
+    assert report.ok, report
+    assert (report.backend, report.seed) == (backend, 3)
+    assert [tensor.name for tensor in report.tensors] == ["o", "lse", "dq", "dk", "dv"]
+    assert all(tensor.max_abs <= tensor.bound for tensor in report.tensors)
+    assert all(sum(decade.count for decade in t.histogram) > 0 for t in report.tensors)
+
+
+def sdpa(q, k, v, do, **how):
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    o = torch.nn.functional.scaled_dot_product_attention(*leaves, **how)
+    return o.detach(), *torch.autograd.grad(o, leaves, do)
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    return {name: normal(1, 2, 48, 16, seed=seed) for seed, name in enumerate(("q", "k", "v", "do"))}
+
+
+def test_the_callers_own_outputs_are_judged_and_torchs_pass(client, tensors):
+    o, dq, dk, dv = sdpa(**tensors, is_causal=True)
+    report = client.verify(**tensors, causal=True, o=o, dq=dq, dk=dk, dv=dv)
+    assert report.ok
+    assert (report.backend, [t.name for t in report.tensors]) == ("given", ["o", "dq", "dk", "dv"])
+
+
+def test_one_element_off_is_found(client, tensors):
+    o, *_ = sdpa(**tensors)
+    o[0, 1, 17, 5] += 1e-2
+    report = client.verify(tensors["q"], tensors["k"], tensors["v"], o=o)
+    (judged,) = report.tensors
+    assert not report.ok
+    assert judged.worst_index == (0, 1, 17, 5)
+    assert judged.max_abs == pytest.approx(1e-2, rel=1e-3)
+    assert judged.worst_value - judged.worst_expected == pytest.approx(1e-2, rel=1e-3)
+
+
+@pytest.mark.parametrize("wrong", ["alignment", "scale"])
+def test_wrong_kernels_are_caught(client, wrong):
+    q, k, v = (normal(1, 2, n, 16, seed=n) for n in (20, 32, 33))
+    k, v = k[:, :, :32], v[:, :, :32]
+    top_left = torch.ones(20, 32, dtype=torch.bool).tril()
+    o = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=top_left if wrong == "alignment" else top_left.new_ones(20, 32).tril(12),
+        scale=1.0 if wrong == "scale" else None,
+    )  # fmt: skip
+    assert not client.verify(q, k, v, causal=True, o=o).ok
+
+
+def test_a_stranger_may_verify_in_either_encoding(server, tensors):
+    q, k, v = (tensors[name] for name in "qkv")
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    binary = post(server, "/verify", message({"q": q, "k": k, "v": v, "o": o}))
+    assert binary.headers["content-type"] == JSON
+    lists = {name: t.tolist() for name, t in {"q": q, "k": k, "v": v, "o": o}.items()}
+    assert post(server, "/verify", json.dumps(lists).encode(), JSON).json["ok"] is binary.json["ok"] is True
+
+
+def test_what_cannot_be_verified_names_the_field(server, tensors):
+    def refused(document, code, status=422):
+        binary = isinstance(document, bytes)
+        body, media = (document, SAFETENSORS) if binary else (json.dumps(document).encode(), JSON)
+        return problem(post(server, "/verify", body, media), status, code)
+
+    assert refused({"shape": {**SHAPE, "kv_heads": 3}}, "invalid_request")["errors"][0]["loc"] == ["shape"]
+    assert refused({"shape": SHAPE, "backend": "triton"}, "invalid_request")["errors"][0]["loc"] == ["backend"]
+    qkv = {name: tensors[name] for name in "qkv"}
+    wrong = refused(message(qkv | {"o": tensors["q"][:, :, :3]}), "invalid_request")
+    assert wrong["errors"][0]["loc"] == ["o"]
+    assert refused(message(qkv | {"p": tensors["q"]}), "invalid_request")["errors"][0]["loc"] == ["p"]
+    big = {"shape": {"batch": 2, "q_heads": 64, "q_len": 8192, "head_dim": 128}}
+    assert "allowed" in refused(big, "work_too_large", 413)["detail"]
+
+
+def test_a_benchmark_is_timed_watched_drawn_and_kept(server, client):
+    run = client.benchmark(**GRID, backends=["naive", "torch"], directions=["forward", "backward"])
+    events = list(run.events())
+    ids = [event.id for event in events]
+    assert ids == sorted(set(ids))
+    assert [e.state for e in events if e.kind == "state"] == ["running", "done"]
+    job = run.job()
+    assert (job.state, job.done, job.total, len(job.rows)) == ("done", 4, 4, 4)
+    assert all(row.ms > 0 and row.ms_p20 <= row.ms <= row.ms_p80 for row in job.rows)
+    assert all(row.speedup_over_naive > 0 for row in job.rows if row.backend == "torch")
+    assert job.environment["torch"]
+    state = BenchmarkJob(id=job.id, created=job.created, request=job.request)
+    for event in events:
+        state = state.after(event)
+    assert state == job  # the events are all there is
+    for kind in ("time", "tflops", "speedup", "memory", "roofline"):
+        status, picture = fetch(server, f"/benchmark/{run.id}/plot.svg?kind={kind}")
+        assert (status, b"<svg" in picture[:2000]) == (200, True), kind
+    status, picture = fetch(server, f"/benchmark/{run.id}/plot.png")
+    assert (status, picture[:4]) == (200, b"\x89PNG")
+    assert fetch(server, f"/benchmark/{run.id}/plot.svg?kind=pie")[0] == 422
+    assert fetch(server, f"/benchmark/{run.id}/plot.gif")[0] == 404
+    assert run.cancel() == job  # it has ended: nothing changes
+
+
+def fetch(server, path, **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("GET", path, headers=headers)
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, body
+
+
+def test_events_go_on_where_a_listener_left_them(server, client):
+    run = client.benchmark(**GRID, backends=["torch", "tiled"])
+    run.wait()
+    _, whole = fetch(server, f"/benchmark/{run.id}/events")
+    ids = re.findall(rb"^id: (\d+)$", whole, re.MULTILINE)
+    middle = ids[len(ids) // 2]
+    _, rest = fetch(server, f"/benchmark/{run.id}/events", **{"Last-Event-ID": middle.decode()})
+    assert re.findall(rb"^id: (\d+)$", rest, re.MULTILINE) == ids[len(ids) // 2 + 1 :]
+    assert whole.endswith(rest)
+
+
+def test_traffic_goes_on_beside_a_benchmark_which_stops_within_a_second(server, client):
+    long = {"shapes": [{"batch": 2, "q_heads": 4, "q_len": 256, "head_dim": 32}], "max_seconds": 600.0}
+    run = client.benchmark(**long, backends=["naive"], relative_precision=1e-9)
+    wait_for(lambda: run.job().state == "running", lambda: "it never began")
+    q = np.ones((1, 2, 16, 8), np.float32)
+    for _ in range(5):
+        assert np.allclose(client.attention(q, q, q), 1.0)
+    assert run.job().state == "running"
+    began = time.monotonic()
+    assert run.cancel().state == "cancelled"
+    assert time.monotonic() - began < 1.0
+    assert [event.state for event in run.events() if event.kind == "state"][-1] == "cancelled"
+
+
+def test_a_job_that_asks_too_much_is_told_the_bound(server):
+    def refused(**asked):
+        return problem(grid(server, **asked), 422, "invalid_request")["detail"]
+
+    assert "over the bound of 2" in refused(shapes=[{"batch": 64, "q_heads": 64, "q_len": 8192, "head_dim": 128}])
+    assert "over the 512 cases" in refused(shapes=GRID["shapes"] * 600)
+    assert "over the 1800 seconds" in refused(shapes=GRID["shapes"] * 10, max_seconds=600.0)
+    assert "is none of" in refused(backends=["mine"])
+    problem(grid(server, shapes=[]), 422, "invalid_request")
+    status, document = server.get("/benchmark/none")
+    assert (status, document["code"]) == (404, "not_found")
+
+
+def test_one_caller_has_half_of_the_jobs_and_dies_with_the_engine_only(start_server):
+    server = start_server(benchmark_jobs=2)
+    first = grid(server, max_seconds=600.0, relative_precision=1e-9, backends=["naive"])
+    assert first.status == 202
+    assert first.headers["location"] == f"/benchmark/{first.json['id']}"
+    problem(grid(server), 429, "queue_full")
+    os.kill(server.engine_pid, signal.SIGKILL)
+    job = wait_for(
+        lambda: (found := server.get(first.headers["location"])[1])["state"] == "failed" and found, lambda: "not failed"
+    )
+    assert job["errors"] == ["the engine died with it"]
+    server.wait_ready()
+    assert grid(server).status == 202
+
+
+def test_rights(start_server):
+    server = start_server(api_keys="a-key:attention,b-key:benchmark+verify")
+    problem(grid(server), 401, "unauthorized")
+    body = json.dumps({"shape": SHAPE}).encode()
+    problem(post(server, "/verify", body, JSON, authorization="Bearer a-key"), 403, "forbidden")
+    assert post(server, "/verify", body, JSON, authorization="Bearer b-key").json["ok"]
+    assert post(server, "/benchmark", json.dumps(GRID).encode(), JSON, authorization="Bearer b-key").status == 202
