@@ -203,7 +203,8 @@ def _slice(name: str, view: Tensor, row: Row) -> Tensor:
     if name == "attn_mask":
         return view[row.batch, :, : row.q_len, : row.kv_len]
     start, length = (row.kv_start, row.kv_len) if name in _KEY_ROWS else (row.q_start, row.q_len)
-    return view[row.batch, :, start : start + length]
+    own = view.select(0, row.batch)
+    return own if length == own.shape[1] else own.narrow(1, start, length)
 
 
 def narrowed(t: Tensor) -> Tensor:

@@ -73,7 +73,6 @@ class AttentionRoute(ComputeRoute):
         if job.late:
             raise out_of_time()
         job.timings.done = time.perf_counter()
-        service.metrics.took(job.timings.stages())
         durations = job.timings.durations()
         exchange.facts.update({f"{name}_ms": ms for name, ms in durations.items()}, batch_size=answer.batch_size)
         said = {
@@ -83,6 +82,7 @@ class AttentionRoute(ComputeRoute):
             "server-timing": ", ".join(f"{name};dur={ms}" for name, ms in durations.items()),
         }
         await self.reply(call, [(name.encode(), value.encode()) for name, value in said.items()], parts)
+        service.metrics.took(job.timings.stages())
 
     def _backend(self, spec: Spec, device: DeviceInfo, wanted: Encoding) -> str:
         """The backend that will run `spec`, once that is known to fit. Raises Refusal 413 and 422."""

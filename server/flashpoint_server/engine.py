@@ -201,8 +201,8 @@ class Engine:
                 sent.future.set_result(Answer({}, 1, message.report))
                 return
             timings.copy_in, timings.copy_out = message.copy_in, message.copy_out
-            self._metrics.computed(message)
             sent.future.set_result(Answer(message.metadata, message.batch_size))
+            asyncio.get_running_loop().call_soon(self._metrics.computed, message)  # behind who waits for the answer
 
     def _let_go(self, sent: Sent) -> None:
         self.load -= sent.job.flops
