@@ -23,6 +23,7 @@ from flashpoint_kernels.spec import BACKENDS
 from flashpoint_kernels.support import FEATURE_FIELDS, SUPPORT
 from flashpoint_kernels.timing.account import ALGORITHMS
 from flashpoint_kernels.timing.sheets import SHEETS
+from flashpoint_server.metrics import Metrics
 from flashpoint_server.refusal import STATUS, Refusal
 from flashpoint_server.settings import Settings
 
@@ -40,16 +41,17 @@ WHEN = {
     "not_acceptable": "`Accept` takes neither encoding",
     "body_timeout": "the body came too slowly",
     "body_too_large": "the body is over its limit, by its length, by its head, or as it streams",
-    "work_too_large": "the work could never fit: the device's memory, the limit of sequences, a JSON answer's limit",
+    "work_too_large": "the work could never fit: the device's memory, the limit of sequences, a JSON answer's limit, "
+    "a verification's",
     "unsupported_media_type": "the body has another type than the two, or a content coding",
     "invalid_request": "well-formed, but not valid: names, shapes, dtypes, values of options and of headers; `errors` "
     "names each field",
-    "queue_full": "as many requests, or as many bytes, are admitted or staged as may be",
+    "queue_full": "as many requests, bytes, FLOPs or benchmarks are inside as may be",
     "internal_error": "our bug, logged with the request's id",
     "not_ready": "the server is starting, or its engine starts again",
     "draining": "the server is shutting down",
     "out_of_memory": "the device ran out of memory for this request",
-    "engine_lost": "the engine died with this request inside; another is started",
+    "engine_lost": "the engine died while this request ran; another is started",
     "deadline_exceeded": "the deadline of `X-Timeout-Ms` passed",
 }
 
@@ -91,6 +93,15 @@ def settings() -> str:
             (f"`--{name.replace('_', '-')}`", f"`FLASHPOINT_{name.upper()}`", f"`{default}`", field.description)
         )
     return table(["flag", "variable", "default", "meaning"], rows)
+
+
+def metrics() -> str:
+    """Every metric that /metrics has, by the name that Prometheus shows."""
+    rows = []
+    for family in Metrics().families():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        rows.append((f"`{name}`", family.type, family.documentation))
+    return table(["metric", "type", "what"], rows)
 
 
 def support() -> str:
@@ -195,6 +206,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "benchmarks": benchmarks,
     "data-sheets": data_sheets,
     "errors": errors,
+    "metrics": metrics,
     "options": options,
     "settings": settings,
     "serving": serving,

@@ -7,9 +7,9 @@ names in PROMETHEUS_MULTIPROC_DIR before it starts them: whoever is scraped answ
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -108,6 +108,10 @@ class Metrics:
         """What is inside: `requests`, `bytes`, `flops`, and the age of the oldest, `oldest_seconds`."""
         for name, value in now.items():
             self._queue[name].set(value)
+
+    def families(self) -> Iterable[Metric]:
+        """What this process counts, as prometheus_client collects it."""
+        return self._registry.collect()
 
     def exposition(self) -> bytes:
         """All of it, in Prometheus' text format."""
