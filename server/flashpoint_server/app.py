@@ -19,6 +19,7 @@ from flashpoint_server.attention import AttentionRoute
 from flashpoint_server.compute import ComputeRoute
 from flashpoint_server.envelope import Envelope
 from flashpoint_server.exchange import Exchange
+from flashpoint_server.page import page
 from flashpoint_server.processes import ENGINE, running_engines
 from flashpoint_server.refusal import MEDIA_TYPE, STATUS, Refusal, invalid
 from flashpoint_server.service import Service
@@ -72,6 +73,7 @@ def create_app(
         app.router.routes.append(Route(path, route, methods=["POST"]))
     app.include_router(status.router(service))
     app.include_router(benchmark_routes.router(service))
+    app.include_router(page.router(service))
     openapi.install(app, PATHS)
     return app
 

@@ -1,0 +1,106 @@
+"""GET / and GET /static/…: the page, rendered once from the schemas. It holds nothing secret: what it shows, it asks of
+the API, with the key that its reader gives it."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Any, get_args
+
+from fastapi import APIRouter, Request, Response
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+
+from flashpoint.benchmark_schema import BenchmarkRequest, PlotKind, Preset, TimedDtype
+from flashpoint.options import Backend, CausalAlignment, Layout, Precision
+from flashpoint.shape_schema import Direction, Dtype, Shape
+from flashpoint.verify_schema import Extra, VerifyRequest
+from flashpoint_server.refusal import Refusal
+from flashpoint_server.service import Service
+
+# The page's own files alone, and plots that its scripts have fetched; no inline script or style, no other host.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Cache-Control": "no-cache",  # asked for again each time, and answered 304: an upgrade is seen at once
+    "Content-Security-Policy": POLICY,
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
+CASES: dict[Preset, str] = {"seeds": "seeds: three small tables", "h100": "h100: FlashAttention’s own grid"}
+PLOTS: dict[PlotKind, str] = {
+    "time": "Time", "tflops": "TFLOP/s", "speedup": "Speed-up", "memory": "Memory", "roofline": "Roofline",
+}  # fmt: skip
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter(include_in_schema=False)
+    page = _File(_render(locked=bool(service.settings.api_keys)), "text/html; charset=utf-8")
+    static = {
+        file.name: _File(file.read_bytes(), TYPES[file.name.rpartition(".")[2]])
+        for file in files(__package__).joinpath("static").iterdir()
+    }
+
+    @routes.get("/")
+    async def index(request: Request) -> Response:
+        return page.answer(request)
+
+    @routes.get("/static/{name}")
+    async def file(name: str, request: Request) -> Response:
+        if name not in static:
+            raise Refusal("not_found", f"there is no {request.url.path}")
+        return static[name].answer(request)
+
+    return routes
+
+
+class _File:
+    """What is served under one address, in memory."""
+
+    def __init__(self, content: bytes, media_type: str) -> None:
+        self._content, self._media_type = content, media_type
+        self._etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+
+    def answer(self, request: Request) -> Response:
+        headers = HEADERS | {"ETag": self._etag}
+        if request.headers.get("if-none-match") == self._etag:
+            return Response(status_code=304, headers=headers)
+        return Response(self._content, headers=headers, media_type=self._media_type)
+
+
+def _render(*, locked: bool) -> bytes:
+    loader = PackageLoader("flashpoint_server.page", "templates")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    text = environment.get_template("index.html").render(
+        locked=locked,
+        version=version("flashpoint"),
+        defaults=_defaults(VerifyRequest) | _defaults(BenchmarkRequest) | _defaults(Shape),
+        dtypes=get_args(Dtype),
+        timed_dtypes=get_args(TimedDtype),
+        directions=get_args(Direction),
+        layouts=get_args(Layout),
+        alignments=get_args(CausalAlignment),
+        precisions=get_args(Precision),
+        backends=get_args(Backend),
+        extras=get_args(Extra),
+        cases=[("", "the grid below"), *CASES.items()],
+        plots=PLOTS,
+    )
+    return text.encode()
+
+
+def _defaults(model: type[BaseModel]) -> dict[str, Any]:
+    """What the API takes for a field that is not sent, as JSON; a request on the page names what differs alone."""
+    fields = model.model_fields.items()
+    return {
+        name: to_jsonable_python(field.default)
+        for name, field in fields
+        if not field.is_required() and field.default_factory is None
+    }

@@ -1,0 +1,129 @@
+// A benchmark: started, watched as its events come, drawn, cancelled. The address names it, so that it outlives a reload.
+
+import { call, events } from "./api.js";
+import { code, curl, keywords, python } from "./code.js";
+import { clear, read, refused, valid } from "./form.js";
+import { plot, plotted } from "./plot.js";
+import { bytes, number, problem as nameOf, tableRow } from "./text.js";
+
+const ENDED = { done: "Done", failed: "Failed", cancelled: "Cancelled" };
+const MARK = "#benchmark=";
+
+const section = document.getElementById("benchmark");
+const form = section.querySelector("form");
+const said = section.querySelector(".said");
+const progress = section.querySelector("progress");
+const result = section.querySelector(".result");
+const body = result.querySelector("tbody");
+const start = form.querySelector("button");
+const cancel = document.getElementById("cancel");
+let id = null; // of the benchmark on screen
+
+// The form as a BenchmarkRequest: a shape for each length.
+function request() {
+  const { lengths, shape, ...rest } = read(form);
+  return lengths ? { shapes: lengths.map((q_len) => ({ ...shape, q_len })), ...rest } : rest;
+}
+
+export const showCode = code("benchmark", () => ({
+  curl: `${curl("benchmark", request())}\n${id ? curl(`benchmark/${id}/events`, undefined, "-sN") : ""}`.trim(),
+  python: python([
+    `run = client.benchmark(${keywords(request())})`,
+    "for event in run.events():",
+    "    print(event)",
+  ]),
+}));
+
+form.addEventListener("input", () => {
+  document.getElementById("grid").disabled = form.elements.preset.value !== "";
+  showCode();
+});
+form.addEventListener("submit", async (event) => {
+  event.preventDefault();
+  if (!valid(form)) return;
+  start.disabled = true;
+  try {
+    const job = await (await call("benchmark", { method: "POST", body: request() })).json();
+    history.replaceState(null, "", MARK + job.id);
+    await watch(job.id);
+  } catch (problem) {
+    ended("Not started.");
+    refused(form, problem);
+  }
+});
+cancel.addEventListener("click", async () => {
+  cancel.disabled = true;
+  try {
+    await call(`benchmark/${id}`, { method: "DELETE" }); // its last event says the rest
+  } catch (problem) {
+    refused(form, problem);
+  }
+});
+section.querySelector(".result .tabs").addEventListener("change", () => plot(id));
+
+// Go on with the benchmark that the address names, if it does.
+export function resume() {
+  if (location.hash.startsWith(MARK)) watch(decodeURIComponent(location.hash.slice(MARK.length)));
+}
+
+async function watch(job) {
+  id = job;
+  clear(form);
+  showCode();
+  body.replaceChildren();
+  plotted.clear();
+  [start.disabled, cancel.hidden, cancel.disabled] = [true, false, false];
+  [result.hidden, progress.hidden] = [true, false];
+  progress.removeAttribute("value");
+  said.dataset.verdict = "";
+  said.textContent = "Queued";
+  try {
+    for await (const event of events(`benchmark/${encodeURIComponent(job)}/events`)) {
+      HAPPENED[event.kind]?.(event);
+      if (event.kind === "state" && event.state in ENDED) break;
+    }
+  } catch (problem) {
+    ended(`Not followed any further: ${problem.message}`, "bad");
+  }
+}
+
+const HAPPENED = {
+  state({ state, error }) {
+    if (state in ENDED) {
+      ended(`${ENDED[state]}${error ? `: ${error}` : ` · ${body.rows.length} rows`}`, state === "failed" ? "bad" : "");
+    } else {
+      said.textContent = state === "running" ? "Running" : "Queued";
+    }
+  },
+  progress({ done, total, backend }) {
+    if (total) [progress.max, progress.value] = [total, done];
+    said.textContent = `${done} of ${total} · ${backend ?? "the device’s peaks"}`;
+  },
+  row({ done, total, row }) {
+    [progress.max, progress.value] = [total, done];
+    body.append(timed(row));
+    result.hidden = false;
+    plot(id);
+  },
+};
+
+function ended(text, verdict = "") {
+  said.textContent = text;
+  said.dataset.verdict = verdict;
+  [start.disabled, cancel.hidden, progress.hidden] = [false, true, true];
+  if (body.rows.length) plot(id, { last: true });
+}
+
+function timed(row) {
+  if (row.skipped !== null) {
+    const line = tableRow(row.backend, [nameOf(row), [`skipped: ${row.skipped}`, "why"]]);
+    line.lastChild.colSpan = 7;
+    return line;
+  }
+  const part = row.roofline_percent;
+  const figures = [
+    number(row.ms), `${number(row.ms_p20)}–${number(row.ms_p80)}`, number(row.tflops), number(row.gb_per_s),
+    part === null ? "–" : `${number(part)} %`, bytes(row.peak_bytes), number(row.speedup_over_naive),
+  ];
+  return tableRow(row.backend, [nameOf(row), ...figures.map((figure) => [figure, "n"])]);
+}

@@ -1,0 +1,63 @@
+// Code that asks what the page asks, as curl and as Python, ready to be copied.
+
+import { base, key } from "./api.js";
+
+const KEY = "FLASHPOINT_KEY"; // the variable that copied code takes the key from: a key is never shown
+
+// `write` gives {curl, python}; call the function that this returns when what it writes has changed.
+export function code(id, write) {
+  const block = document.getElementById(`${id}-code`);
+  const text = block.querySelector("code");
+  const show = () => {
+    text.textContent = write()[block.querySelector("input:checked").value];
+  };
+  block.querySelector("fieldset").addEventListener("change", show);
+  block.querySelector("[data-copy]").addEventListener("click", ({ target }) => copy(target, text));
+  show();
+  return show;
+}
+
+// A curl command; `body` is JSON.
+export function curl(path, body, flags = "-s") {
+  const parts = [`curl ${flags} ${quoted(`${base}/${path}`)}`];
+  if (key.get()) parts.push(`-H "Authorization: Bearer $${KEY}"`);
+  if (body) parts.push("-H 'Content-Type: application/json'", `-d ${quoted(JSON.stringify(body))}`);
+  return parts.join(" \\\n  ");
+}
+
+// A program with a client, whose `lines` are the body of its `with`.
+export function python(lines) {
+  const imports = key.get() ? ["import os", "", "import flashpoint"] : ["import flashpoint"];
+  const secret = key.get() ? `, api_key=os.environ["${KEY}"]` : "";
+  const body = lines.map((line) => `    ${line}`);
+  return [...imports, "", `with flashpoint.Client("${base}"${secret}) as client:`, ...body].join("\n");
+}
+
+// A request as the keywords of a call.
+export function keywords(request) {
+  return Object.entries(request).map(([name, value]) => `${name}=${literal(value)}`).join(", ");
+}
+
+function literal(value) {
+  if (value === null) return "None";
+  if (typeof value === "boolean") return value ? "True" : "False";
+  if (Array.isArray(value)) return `[${value.map(literal).join(", ")}]`;
+  if (typeof value !== "object") return JSON.stringify(value);
+  return `{${Object.entries(value).map(([name, one]) => `"${name}": ${literal(one)}`).join(", ")}}`;
+}
+
+function quoted(text) {
+  return `'${text.replaceAll("'", "'\\''")}'`;
+}
+
+async function copy(button, element) {
+  try {
+    await navigator.clipboard.writeText(element.textContent);
+    button.textContent = "Copied";
+  } catch {
+    // Browsers lend the clipboard to https and to localhost alone: then the reader copies what is selected.
+    getSelection().selectAllChildren(element);
+    button.textContent = "Selected";
+  }
+  setTimeout(() => (button.textContent = "Copy"), 2000);
+}

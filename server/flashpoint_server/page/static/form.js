@@ -1,0 +1,75 @@
+// A form, read as the request that it stands for; and what is wrong with that, said in the form.
+
+// The fields by name, "shape.q_len" as {shape: {q_len}}; without those that are empty, or as the API takes them anyway.
+export function read(form) {
+  const found = {};
+  const defaults = {};
+  for (const field of form.elements) {
+    if (!field.name || field.matches(":disabled")) continue;
+    const value = valueOf(field);
+    if (value === undefined) continue;
+    if (field.dataset.default) defaults[field.name] = field.dataset.default;
+    found[field.name] = Array.isArray(value) ? [...(found[field.name] ?? []), ...value] : value;
+  }
+  const request = {};
+  for (const [name, value] of Object.entries(found)) {
+    if (JSON.stringify(value) === JSON.stringify(JSON.parse(defaults[name] ?? "null"))) continue;
+    const [group, part] = name.split(".");
+    if (part) (request[group] ??= {})[part] = value;
+    else request[group] = value;
+  }
+  return request;
+}
+
+function valueOf(field) {
+  const text = field.value.trim();
+  if (field.type === "checkbox") return field.dataset.list ? (field.checked ? [text] : []) : field.checked;
+  if (text === "") return undefined;
+  if (field.dataset.json !== undefined) return JSON.parse(text);
+  if (field.dataset.list) return text.split(/[\s,]+/).map((word) => (field.dataset.list === "numbers" ? Number(word) : word));
+  return field.type === "number" ? Number(text) : text;
+}
+
+// Whether the browser finds nothing wrong; the first field with something wrong is shown, and said.
+export function valid(form) {
+  clear(form);
+  const wrong = [...form.querySelectorAll(":invalid:not(fieldset)")];
+  for (const field of wrong) mark(field);
+  if (!wrong.length) return true;
+  say(form, wrong.map((field) => `${labelOf(field)}: ${field.validationMessage}`).join("\n"));
+  wrong[0].focus();
+  return false;
+}
+
+// Say what the server found wrong, at the fields that it names.
+export function refused(form, problem) {
+  clear(form);
+  for (const { loc } of problem.errors ?? []) {
+    const path = loc.join(".");
+    const field = [...form.elements].find(({ name }) => name && (path === name || path.endsWith(name.split(".").at(-1))));
+    if (field) mark(field);
+  }
+  say(form, problem.message);
+}
+
+export function clear(form) {
+  for (const field of form.querySelectorAll("[aria-invalid]")) field.removeAttribute("aria-invalid");
+  say(form, "");
+}
+
+// Text in the alert of a form or a panel; none hides it.
+export function say(within, text) {
+  const alert = within.querySelector(".problem");
+  alert.hidden = !text;
+  alert.textContent = text;
+}
+
+function mark(field) {
+  field.setAttribute("aria-invalid", "true");
+  const folded = field.closest("details");
+  if (folded) folded.open = true;
+}
+
+function labelOf(field) {
+  return (field.closest("label") ?? field).firstChild.textContent.trim();
+}

@@ -1,0 +1,58 @@
+// The page: locked until a key is given where the server has keys, then looking every two seconds while it is seen.
+
+import { call, key } from "./api.js";
+import * as benchmark from "./benchmark.js";
+import * as device from "./device.js";
+import { say } from "./form.js";
+import * as traffic from "./traffic.js";
+import * as verify from "./verify.js";
+
+const EVERY_MS = 2000;
+
+const main = document.getElementById("main");
+const door = document.getElementById("key");
+const forget = document.getElementById("forget");
+let timer = null;
+
+function lock() {
+  clearTimeout(timer);
+  timer = null;
+  if (key.get()) say(door, "The key is not known.");
+  key.forget();
+  [main.hidden, door.hidden, forget.hidden] = [true, false, true];
+  door.elements.key.focus();
+}
+
+function open() {
+  [main.hidden, door.hidden, forget.hidden] = [false, true, !key.get()];
+  verify.showCode();
+  benchmark.showCode();
+  benchmark.resume();
+  timer = setTimeout(look, 0);
+}
+
+async function look() {
+  if (!document.hidden) await Promise.all([device.look(), traffic.look()]);
+  if (timer !== null) timer = setTimeout(look, EVERY_MS);
+}
+
+document.addEventListener("locked", lock);
+forget.addEventListener("click", () => {
+  key.forget();
+  lock();
+});
+door.addEventListener("submit", async (event) => {
+  event.preventDefault();
+  say(door, "");
+  key.set(door.elements.key.value.trim());
+  door.reset();
+  try {
+    await call("info");
+  } catch (problem) {
+    if (problem.status === 401) return; // and locked again
+  }
+  open();
+});
+
+if ("locked" in document.body.dataset && !key.get()) lock();
+else open();

@@ -1,0 +1,47 @@
+// Numbers and shapes as text.
+
+const WORDS = { NaN, Infinity, "-Infinity": -Infinity }; // numbers that JSON lacks travel as these
+
+export function number(value, digits = 3) {
+  if (value === null || value === undefined) return "–";
+  const x = typeof value === "string" ? WORDS[value] : value;
+  if (!Number.isFinite(x)) return Number.isNaN(x) ? "NaN" : x > 0 ? "∞" : "−∞";
+  const size = Math.abs(x);
+  if (x !== 0 && (size < 1e-3 || size >= 1e7)) return x.toExponential(digits - 1).replaceAll("-", "−").replace("e+", "e");
+  return x
+    .toLocaleString("en", { maximumSignificantDigits: Math.max(digits, Math.ceil(Math.log10(size + 1))) })
+    .replace("-", "−");
+}
+
+export function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  const power = Math.min(Math.floor(Math.log2(Math.max(value, 1)) / 10), 4);
+  return `${number(value / 1024 ** power)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+}
+
+export function milliseconds(seconds) {
+  return seconds === null ? "–" : number(seconds * 1000);
+}
+
+// "B1 H8/2 S512 D64", as the plots and the command line have it.
+export function problem(row) {
+  const pair = (a, b) => (a === b ? `${a}` : `${a}/${b}`);
+  const sizes = `B${row.batch} H${pair(row.q_heads, row.kv_heads)} S${pair(row.q_len, row.kv_len)}`;
+  return `${sizes} D${pair(row.head_dim, row.value_dim)} ${row.dtype} ${row.direction}${row.causal ? " causal" : ""}`;
+}
+
+// A row of a table: cells are text, or [text, class].
+export function tableRow(head, cells) {
+  const row = document.createElement("tr");
+  const first = document.createElement("th");
+  first.scope = "row";
+  first.textContent = head;
+  row.append(first);
+  for (const cell of cells) {
+    const [text, name] = Array.isArray(cell) ? cell : [cell, ""];
+    const td = row.insertCell();
+    td.textContent = text;
+    td.className = name;
+  }
+  return row;
+}
