@@ -131,10 +131,10 @@ class Trial:
         options = Options(causal=True, return_lse=True)
         forward = Problem.create({name: tensors[name] for name in "qkv"}, options)
         if self.kernel == "forward":
-            return list(launch._forward_calls([forward], config)), list(forward.outputs.values())
+            return list(launch.forward_calls([forward], config)), list(forward.outputs.values())
         launch.forward([forward])  # what the gradients start from is the same for every tile
         backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
-        calls = list(launch._backward_calls([backward], [launch._scratch(backward)], config))
+        calls = list(launch.backward_calls([backward], [launch.scratch_of(backward)], config))
         for call in calls:
             if call.kernel.__name__ == "attention_delta":
                 call.run()

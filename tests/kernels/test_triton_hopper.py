@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, triton_backend, verify
-from flashpoint_kernels.triton_backend.launch import _forward_calls
+from flashpoint_kernels.triton_backend.launch import forward_calls
 from tests.conftest import DEVICE
 from tests.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
 
@@ -31,7 +31,7 @@ def _asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def kernels(tensors: dict[str, torch.Tensor], options: Options) -> list[str]:
     """The forward kernels that would run for a problem."""
     problem = Problem.create({n: t for n, t in tensors.items() if n not in ("do", "dlse")}, options)
-    return [call.kernel.__name__ for call in _forward_calls([problem], None) if call.programs]
+    return [call.kernel.__name__ for call in forward_calls([problem]) if call.programs]
 
 
 @pytest.mark.usefixtures("_asked")

@@ -85,9 +85,10 @@ def tile_of(variant: Variant) -> Tile:
     """The tile that `variant` ships with."""
     kernel, arch, dtype, dim, level, *_ = variant
     config = tiles(arch, dtype, dim, dim, level, hopper=kernel.endswith("hopper"))
-    if kernel in ("forward", "forward_hopper", "merge"):
-        return config.forward
-    return config.backward_kv if kernel == "backward_kv" else config.backward_q
+    tiles_of = {"forward_hopper": "forward", "delta": "backward_q", "backward_q_hopper": "backward_q"}
+    tiles_of |= {"backward_mask": "backward_q", "backward_sinks": "backward_q"}
+    tile: Tile = getattr(config, tiles_of.get(kernel, kernel))
+    return tile
 
 
 def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:

@@ -10,7 +10,7 @@ accumulators stay in registers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class Config:
     backward_kv: Tile
     backward_q: Tile
     split_keys: int = 1024
+
+    @property
+    def merge(self) -> Tile:
+        """A part of a split block of queries and the sum of those before it are two accumulators: twice the warps."""
+        return replace(self.forward, num_warps=2 * self.forward.num_warps)
 
 
 Table = dict[str, dict[int, Config]]
@@ -101,7 +106,7 @@ _SM90: Table = {
 _SM100: Table = {
     "level 0": {
         64: Config(Tile(128, 128), Tile(64, 128), Tile(128, 128)),
-        128: Config(Tile(128, 64, 8, 3), Tile(64, 128), Tile(128, 64)),
+        128: Config(Tile(128, 64, 8, 3), Tile(64, 128), Tile(128, 64, 8, 1)),
         256: Config(Tile(128, 32), Tile(64, 64, 8, 1), Tile(128, 32, 8, 1)),
     },
     "level 1": _SM90["level 1"],

@@ -96,6 +96,9 @@ class Launch:
     def send(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
+    def scratch(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device=self.device)
+
     def call(
         self, kernel: Any, items: np.ndarray, heads: int, tile: Tile, args: Callable[[Tensor], tuple[Any, ...]],
         *names: str, **constants: Any,
@@ -109,22 +112,19 @@ _ALL = ("LEVEL", "DTYPE", "MASK_DTYPE", "PRECISION", "ALIGNED", "BLOCK_D", "BLOC
 _VALUES = ("DTYPE", "ALIGNED", "BLOCK_DV", "EVEN")
 
 
-def forward(problems: Sequence[Problem], config: Config | None = None) -> None:
-    """Write `o` and, where asked, `lse` of every problem. All share one launch key.
-
-    `config`: other tiles than the device's table has, see benchmarks/gpu.py.
-    """
-    for call in _forward_calls(problems, config):
+def forward(problems: Sequence[Problem]) -> None:
+    """Write `o` and, where asked, `lse` of every problem. All share one launch key."""
+    for call in forward_calls(problems):
         call.run()
 
 
-def backward(problems: Sequence[Problem], config: Config | None = None) -> None:
+def backward(problems: Sequence[Problem]) -> None:
     """Write the gradients asked of every problem, from its `o` and `lse`. All share one launch key."""
-    scratch = [_scratch(problem) for problem in problems]
+    scratch = [scratch_of(problem) for problem in problems]
     for problem in problems:
         if "dattn_mask" in problem.outputs:
             problem.outputs["dattn_mask"].zero_()  # where there is no query or no key there is no program
-    for call in _backward_calls(problems, scratch, config):
+    for call in backward_calls(problems, scratch):
         call.run()
     for problem, extra in zip(problems, scratch, strict=True):
         if "dsinks" in extra:
@@ -150,14 +150,15 @@ def compile_ahead(problems: Sequence[Problem]) -> Future[None]:
 
 def _calls(problems: Sequence[Problem]) -> Iterator[Call]:
     if problems[0].spec.direction == "forward":
-        yield from _forward_calls(problems, None)
+        yield from forward_calls(problems)
         return
     forwards, whole = with_forwards(problems)
-    yield from _forward_calls(forwards, None)
-    yield from _backward_calls(whole, [_scratch(problem) for problem in whole], None)
+    yield from forward_calls(forwards)
+    yield from backward_calls(whole, [scratch_of(problem) for problem in whole])
 
 
-def _forward_calls(problems: Sequence[Problem], tiles: Config | None) -> Iterator[Call]:
+def forward_calls(problems: Sequence[Problem], tiles: Config | None = None) -> Iterator[Call]:
+    """What `forward` runs, in order; `tiles` other than the device's table has are for benchmarks/gpu.py to try."""
     for launch in _launches(problems, [{} for _ in problems], tiles):
         yield from _forward_hopper(launch) if launch.hopper else _forward_pointers(launch)
 
@@ -171,7 +172,7 @@ def _forward_pointers(launch: Launch) -> Iterator[Call]:
     @cache
     def parts() -> tuple[Tensor, Tensor]:
         rows = slots * launch.heads * block_m
-        return tuple(torch.empty(n, dtype=torch.float32, device=launch.device) for n in (rows * block_dv, rows))  # type: ignore[return-value]
+        return launch.scratch(rows * block_dv), launch.scratch(rows)
 
     yield launch.call(
         attention_forward, items, launch.heads, config.forward,
@@ -179,7 +180,7 @@ def _forward_pointers(launch: Launch) -> Iterator[Call]:
         *_ALL, BLOCK_M=block_m, BLOCK_N=config.forward.block_n,
     )  # fmt: skip
     yield launch.call(
-        merge_parts, merges, launch.heads, config.forward,
+        merge_parts, merges, launch.heads, config.merge,
         lambda merges: (launch.table, merges, *parts(), launch.heads, launch.dims[1]),
         *_VALUES, BLOCK_M=block_m,
     )  # fmt: skip
@@ -194,7 +195,7 @@ def _forward_hopper(launch: Launch) -> Iterator[Call]:
     )  # fmt: skip
 
 
-def _scratch(problem: Problem) -> dict[str, Tensor]:
+def scratch_of(problem: Problem) -> dict[str, Tensor]:
     """Two rows a head, see attention_delta: lse in base 2, and delta. And float32 for dsinks to be summed in."""
     n, heads, length = problem.view("lse").shape
     extra = {"stats": torch.empty((n, heads, 2, length), dtype=torch.float32, device=problem.device)}
@@ -203,9 +204,10 @@ def _scratch(problem: Problem) -> dict[str, Tensor]:
     return extra
 
 
-def _backward_calls(
-    problems: Sequence[Problem], scratch: Iterable[dict[str, Tensor]], tiles: Config | None
+def backward_calls(
+    problems: Sequence[Problem], scratch: Iterable[dict[str, Tensor]], tiles: Config | None = None
 ) -> Iterator[Call]:
+    """What `backward` runs, in order; `scratch` has each problem's `scratch_of`."""
     for launch in _launches(problems, scratch, tiles):
         yield from _backward_of(launch)
         yield from _backward_masks(launch)
