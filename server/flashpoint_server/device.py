@@ -9,7 +9,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from torch import Tensor
 from flashpoint.errors import InvalidInputError
 from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyRequest
-from flashpoint_kernels import Problem, available_backends, run
+from flashpoint_kernels import Problem, available_backends, run, triton_backend
 from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.reproducible import CORES, split
 from flashpoint_kernels.spec import INDEX_TENSORS, Options, ProblemError, Row, Spec, TensorInfo, plan
@@ -95,6 +97,19 @@ class Device:
                             f"the {backend} backend disagrees with the reference on {self.info.name}: "
                             f"{name} in {dtype} is off by {error:.3g} of its largest value"
                         )
+        if not self.is_cpu:
+            self._warm()
+
+    def _warm(self) -> None:
+        """Compile, all at a time, what most requests will need: 16-bit attention and its gradients without options."""
+        compiling = []
+        for dtype, dim, direction in product((torch.float16, torch.bfloat16), (64, 128), ("forward", "backward")):
+            names = ("q", "k", "v", "do") if direction == "backward" else ("q", "k", "v")
+            tensors = dict.fromkeys(names, torch.zeros(1, 1, 16, dim, dtype=dtype, device=self.info.name))
+            problem = Problem.create(tensors, Options(), "backward" if direction == "backward" else "forward")
+            compiling.append(triton_backend.compile_ahead([problem]))
+        for done in compiling:
+            done.result()
 
     def _errors(self, backend: str, dtype: torch.dtype) -> dict[str, float]:
         """The largest error of each answer, relative to its largest value, on a small causal problem with GQA."""
@@ -133,6 +148,14 @@ class Device:
     def cuts(self, backend: str) -> bool:
         """Whether a request of `backend` is cut into `parts`, which run on several lanes; else it is a launch."""
         return self.is_cpu and backend in ("torch", "tiled")
+
+    def compile(self, job: Placed) -> Future[None] | None:
+        """None where the kernels of a Triton job are compiled; else the end of compiling them, aside."""
+        if self.is_cpu:
+            return None  # interpreted
+        with _told_apart():
+            problem = self._copied(job)
+            return None if triton_backend.compiled([problem]) else triton_backend.compile_ahead([problem])
 
     def parts(self, job: Placed) -> list[Problem]:
         """The problem of a job that this device cuts, in parts that compute in its shared memory."""

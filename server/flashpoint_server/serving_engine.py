@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -137,6 +137,8 @@ class ServingEngine:
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._waiting: Waiting[_Entry] = Waiting(budget)
+        self._compiled: set[Hashable] = set()  # launch keys
+        self._held: dict[Hashable, list[_Entry]] = {}  # until their launch key is compiled
         self._timing = timing
         self._peers: list[_Peer] = []
         self._launches = 0
@@ -207,7 +209,7 @@ class ServingEngine:
                 with self._lock:
                     match message:
                         case Submit() | Prove():
-                            self._waiting.put(self._entry(message, peer))
+                            self._admit(self._entry(message, peer))
                         case Time():
                             self._tell_all(self._timing.open(message))
                         case StopJob():
@@ -237,8 +239,37 @@ class ServingEngine:
             key = object()  # one request after the other: such a backend gains nothing from a common launch
         return _Entry(submit, peer, spec, key, time.monotonic())
 
+    def _admit(self, entry: _Entry) -> None:
+        """Into the queue; what needs a kernel that is not compiled yet waits for that aside, and nothing else does."""
+        key = entry.key
+        if isinstance(entry.submit, Prove) or entry.submit.backend != "triton" or key is None or key in self._compiled:
+            self._waiting.put(entry)
+        elif key in self._held:
+            self._held[key].append(entry)
+        elif entry.submit.segment not in entry.peer.segments or (found := self._device.compile(entry.placed)) is None:
+            self._waiting.put(entry)
+        else:
+            self._held[key] = [entry]
+            found.add_done_callback(lambda _: self._has_compiled(key))
+
+    def _has_compiled(self, key: Hashable) -> None:
+        """Or failed to: then the launch says why."""
+        with self._lock:
+            self._compiled.add(key)
+            for entry in self._held.pop(key):
+                self._waiting.put(entry)
+            self._wake()
+
+    def _remove(self, unwanted: Callable[[_Entry], bool]) -> list[_Entry]:
+        """Take out of the queue, and from beside it, what is `unwanted`."""
+        found = self._waiting.remove(unwanted)
+        for key, held in self._held.items():
+            found += [entry for entry in held if unwanted(entry)]
+            self._held[key] = [entry for entry in held if not unwanted(entry)]
+        return found
+
     def _cancel(self, peer: _Peer, number: int) -> None:
-        for entry in self._waiting.remove(lambda entry: entry.peer is peer and entry.submit.id == number):
+        for entry in self._remove(lambda entry: entry.peer is peer and entry.submit.id == number):
             self._drop_parts(entry, out_of_time())
 
     def _drop_parts(self, entry: _Entry, error: Exception) -> None:
@@ -252,7 +283,7 @@ class ServingEngine:
     def _forget(self, peer: _Peer) -> None:
         """The HTTP process is gone: so is all that it asked for."""
         with self._lock:
-            self._waiting.remove(lambda entry: entry.peer is peer)
+            self._remove(lambda entry: entry.peer is peer)
             if peer not in self._peers:
                 return
             self._peers.remove(peer)

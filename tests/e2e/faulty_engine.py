@@ -8,6 +8,7 @@ hang-…          never ends                                     gone-…  the d
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flashpoint_server import engine_process
@@ -18,14 +19,25 @@ class FaultyDevice(Device):
     def __init__(self, info):
         super().__init__(info)
         self.seen = set()
+        self.compiler = ThreadPoolExecutor(1)
+
+    def compile(self, job):
+        """late-…: the kernels of its launch key are compiled only once the gate .compiled is open."""
+        if not job.submit.request_id.startswith("late-"):
+            return None
+        return self.compiler.submit(self.wait, "compiled")
+
+    @staticmethod
+    def wait(which):
+        while not Path(os.environ["FLASHPOINT_TEST_GATE"]).with_suffix(f".{which}").exists():
+            time.sleep(0.005)
 
     def launch(self, jobs):
         for job in jobs:
             name = job.submit.request_id
             match name.partition("-")[0]:
                 case "gate" | "wait" as which:
-                    while not Path(os.environ["FLASHPOINT_TEST_GATE"]).with_suffix(f".{which}").exists():
-                        time.sleep(0.005)
+                    self.wait(which)
                 case "oom":
                     raise OutOfMemoryError
                 case "once" if name not in self.seen:

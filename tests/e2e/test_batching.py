@@ -165,6 +165,20 @@ def test_the_culprit_alone_pays(faulty, pool, name, status, code):
         assert read_metrics(faulty.server)["flashpoint_out_of_memory_splits_total"] > 0
 
 
+def test_only_those_wait_whose_kernel_is_being_compiled(faulty, pool):
+    narrow = {name: normal(1, 1, 3, 8, seed=seed) for seed, name in enumerate("qkv")}
+    late = message(narrow, backend="triton", window=[1, 1])  # a launch key that nobody else here has
+    held = [faulty.post(pool, f"late-{n}", late) for n in range(2)]
+    with send(faulty.server, late):
+        wait_for(lambda: faulty.inside() == 3, lambda: "it never got in")
+    wait_for(lambda: faulty.inside() == 2, lambda: "it never left")
+    assert post(faulty.server, "/attention", forward(1)).status == 200
+    assert not any(answer.done() for answer in held)
+    faulty.gates.with_suffix(".compiled").touch()
+    assert {answer.result().headers["x-batch-size"] for answer in held} == {"2"}
+    assert post(faulty.server, "/attention", late, x_request_id="late-known").status == 200
+
+
 def die(faulty, pool, how):
     """Bring the engine down while a launch runs and 32 wait: that launch is refused, and the others are answered."""
     server, engine = faulty.server, faulty.server.engine_pid
