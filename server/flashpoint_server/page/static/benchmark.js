@@ -18,6 +18,7 @@ const body = result.querySelector("tbody");
 const start = form.querySelector("button");
 const cancel = document.getElementById("cancel");
 let id = null; // of the benchmark on screen
+let watching = new AbortController(); // of its events
 
 // The form as a BenchmarkRequest: a shape for each length.
 function request() {
@@ -59,6 +60,7 @@ cancel.addEventListener("click", async () => {
     refused(form, problem);
   }
 });
+document.addEventListener("locked", () => watching.abort());
 section.querySelector(".result .tabs").addEventListener("change", () => plot(id));
 
 // Go on with the benchmark that the address names, if it does.
@@ -67,6 +69,8 @@ export function resume() {
 }
 
 async function watch(job) {
+  watching.abort();
+  const { signal } = (watching = new AbortController());
   id = job;
   clear(form);
   showCode();
@@ -78,12 +82,12 @@ async function watch(job) {
   said.dataset.verdict = "";
   said.textContent = "Queued";
   try {
-    for await (const event of events(`benchmark/${encodeURIComponent(job)}/events`)) {
+    for await (const event of events(`benchmark/${encodeURIComponent(job)}/events`, signal)) {
       HAPPENED[event.kind]?.(event);
       if (event.kind === "state" && event.state in ENDED) break;
     }
   } catch (problem) {
-    ended(`Not followed any further: ${problem.message}`, "bad");
+    if (!signal.aborted) ended(`Not followed any further: ${problem.message}`, "bad");
   }
 }
 

@@ -39,7 +39,7 @@ async function look() {
 document.addEventListener("locked", lock);
 forget.addEventListener("click", () => {
   key.forget();
-  lock();
+  document.dispatchEvent(new Event("locked"));
 });
 door.addEventListener("submit", async (event) => {
   event.preventDefault();

@@ -1,0 +1,319 @@
+"""The page in a real browser, Chromium without a window, at a real server."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import httpx
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from messages import message, normal, post
+from playwright.sync_api import expect, sync_playwright
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))), None
+)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs Chromium: `apt-get install chromium-headless-shell`, or another one on the PATH"
+)
+SECONDS = 30_000  # milliseconds that anything may take; nothing takes two seconds on an idle machine
+TENSORS = ["o", "lse", "dq", "dk", "dv"]
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(chromium):
+    """A factory of pages at a server; at the end each has asked that server alone, and no script of it has failed."""
+    opened = []
+
+    def open_at(server, path="/", **how):
+        context = chromium.new_context(reduced_motion="reduce", **{"viewport": {"width": 1280, "height": 900}, **how})
+        context.set_default_timeout(SECONDS)
+        page = context.new_page()
+        complaints, asked = [], []
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda line: complaints.append(line.text) if "Security Policy" in line.text else None)
+        page.on("request", lambda request: asked.append(request.url))
+        opened.append((context, server.url, complaints, asked))
+        page.goto(f"{server.url}{path}")
+        return page
+
+    yield open_at
+    for context, url, complaints, asked in opened:
+        context.close()
+        assert complaints == []
+        assert [one for one in asked if not one.startswith((f"{url}/", "blob:"))] == []
+
+
+@pytest.fixture
+def page(open_page, server):
+    page = open_page(server)
+    expect(page.locator("#health")).to_have_text("Ready", timeout=SECONDS)
+    return page
+
+
+def fill(form, **values):
+    for name, value in values.items():
+        form.locator(f'[name="{name.replace("__", ".")}"]').fill(str(value))
+
+
+def start_benchmark(page, lengths="32, 64", backends="naive, torch", seconds=0.02):
+    form = page.locator("#benchmark form")
+    fill(form, lengths=lengths, shape__q_heads=2, shape__head_dim=16, max_seconds=seconds, backends=backends)
+    form.get_by_role("button", name="Start").click()
+
+
+def said(page, section):
+    return page.locator(f"#{section} .said")
+
+
+def cells(page, section):
+    return [row.locator("th, td").all_inner_texts() for row in page.locator(f"#{section} .result tbody tr").all()]
+
+
+def run_shown_code(page, section, language):
+    """What the code that the page shows prints, as its reader would run it."""
+    page.locator(f"#{section}-code").get_by_label(language).check()
+    code = page.locator(f"#{section}-code code").inner_text()
+    command = [sys.executable, "-c", code] if language == "Python" else ["bash", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
+    start_benchmark(page)
+    expect(said(page, "benchmark")).to_have_text("Done · 4 rows", timeout=SECONDS)
+    job = httpx.get(f"{server.url}/benchmark/{page.url.partition('=')[2]}").json()
+    shown = cells(page, "benchmark")
+    assert [row[0] for row in shown] == [row["backend"] for row in job["rows"]] == ["naive", "torch"] * 2
+    assert [row[1] for row in shown] == [f"B1 H2 S{n} D16 float32 forward" for n in (32, 32, 64, 64)]
+    assert [float(row[2]) for row in shown] == pytest.approx([row["ms"] for row in job["rows"]], rel=5e-3)
+    image = page.locator("#benchmark figure img")
+    for kind in ("Time", "TFLOP/s", "Speed-up", "Memory", "Roofline"):
+        page.get_by_label(kind, exact=True).check()
+        expect(image).to_have_attribute("alt", f"{kind} by backend, as in the table above", timeout=SECONDS)
+        image.evaluate("image => image.decode()")  # fails where it is no picture
+        assert image.evaluate("image => image.naturalWidth") > 300
+    page.reload()  # the address names the benchmark
+    expect(said(page, "benchmark")).to_have_text("Done · 4 rows", timeout=SECONDS)
+    assert cells(page, "benchmark") == shown
+
+
+def test_a_stream_that_breaks_goes_on_behind_its_last_event(page):
+    sent = []
+
+    def break_once(route):
+        sent.append(route.request.headers.get("last-event-id"))
+        if len(sent) > 1:
+            route.continue_()
+            return
+        answer = route.fetch()  # of a benchmark that has ended: all of it
+        route.fulfill(response=answer, body=answer.body()[: answer.body().index(b"event: row")])
+
+    start_benchmark(page)
+    expect(said(page, "benchmark")).to_have_text("Done · 4 rows", timeout=SECONDS)
+    rows = cells(page, "benchmark")
+    page.route("**/events", break_once)
+    page.reload()
+    expect(said(page, "benchmark")).to_have_text("Done · 4 rows", timeout=SECONDS)
+    assert cells(page, "benchmark") == rows
+    assert sent[0] is None
+    assert int(sent[1]) >= 2
+
+
+def test_a_verification_is_judged_and_the_code_on_screen_asks_the_same(page):
+    form = page.locator("#verify form")
+    fill(form, shape__batch=1, shape__q_heads=4, shape__q_len=33, shape__kv_len=40, shape__head_dim=16)
+    form.locator("[name=backend]").select_option("tiled")
+    form.locator("summary").click()
+    fill(form, window="8, -1", softcap=20, seed=3)
+    form.get_by_label("sinks").check()
+    form.get_by_role("button", name="Verify").click()
+    expect(said(page, "verify")).to_contain_text("Right: every tensor is within its bound · tiled on", timeout=SECONDS)
+    shown = cells(page, "verify")
+    assert [row[:2] for row in shown] == [[name, "right"] for name in TENSORS]
+
+    report = json.loads(run_shown_code(page, "verify", "curl"))
+    assert report["ok"]
+    for row, tensor in zip(shown, report["tensors"], strict=True):
+        figures = [float(text.replace("−", "-")) for text in row[2:6]]
+        expected = [tensor["max_abs"], tensor["bound"], tensor["torch"]["max_abs"], tensor["rms"]]
+        assert figures == pytest.approx(expected, rel=6e-3)
+        assert json.loads(row[6]) == tensor["worst_index"]
+    # It was all asked for: what the form holds, and nothing that the API takes anyway.
+    assert json.loads(re.search(r"-d '(.*)'", page.locator("#verify-code code").inner_text() or "{}")[1]) == {
+        "shape": {"q_heads": 4, "kv_heads": 2, "q_len": 33, "kv_len": 40, "head_dim": 16},
+        "backend": "tiled", "causal": True, "window": [8, -1], "softcap": 20, "seed": 3, "extras": ["sinks"],
+    }  # fmt: skip
+    assert run_shown_code(page, "verify", "Python").startswith("right ")
+
+
+def test_what_is_wrong_is_said_at_its_field(page):
+    form = page.locator("#verify form")
+    alert, verify = form.get_by_role("alert"), form.get_by_role("button", name="Verify")
+    queries = form.get_by_label("Queries", exact=True)
+    queries.fill("")
+    verify.click()
+    expect(alert).to_contain_text("Queries:")
+    expect(queries).to_have_attribute("aria-invalid", "true")
+    expect(queries).to_be_focused()
+    fill(form, shape__q_len=8, shape__head_dim=16)
+    form.locator("[name=backend]").select_option("torch")
+    form.locator("summary").click()
+    fill(form, softcap=2)
+    verify.click()
+    expect(alert).to_contain_text("softcap", timeout=SECONDS)  # the server's words
+    expect(form.locator("[name=softcap]")).to_have_attribute("aria-invalid", "true")
+    assert queries.get_attribute("aria-invalid") is None
+
+
+def test_by_keyboard_alone(page):
+    def tab_to(locator, presses=60):
+        for _ in range(presses):
+            if locator.evaluate("element => element === document.activeElement"):
+                return
+            page.keyboard.press("Tab")
+        raise AssertionError(f"{locator} is not reached")
+
+    def focus_is_visible():
+        return page.evaluate("getComputedStyle(document.activeElement).outlineStyle !== 'none'")
+
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    page.keyboard.press("Enter")
+    benchmark = page.locator("#benchmark form")
+    for name, value in {"max_seconds": "60", "lengths": "64", "backends": "torch"}.items():
+        field = benchmark.locator(f"[name={name}]")
+        tab_to(field)
+        assert focus_is_visible()
+        page.keyboard.press("Control+A")
+        page.keyboard.type(value)
+    tab_to(benchmark.get_by_role("button", name="Start"))
+    assert focus_is_visible()
+    page.keyboard.press("Enter")
+    cancel = benchmark.get_by_role("button", name="Cancel")
+    expect(said(page, "benchmark")).to_contain_text("torch", timeout=SECONDS)  # it is being timed
+    tab_to(cancel)
+    page.keyboard.press("Space")
+    expect(said(page, "benchmark")).to_contain_text("Cancelled", timeout=SECONDS)
+    python = page.locator("#benchmark-code").get_by_label("curl")
+    tab_to(python)
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#benchmark-code code")).to_contain_text("client.benchmark(")
+
+
+def test_traffic_is_shown_as_it_is(page, server):
+    body = message({name: normal(4, 8, seed=seed) for seed, name in enumerate("qkv")})
+    for tile in ("rate", "fill", "queue"):
+        expect(page.locator(f"#{tile} .figure")).not_to_be_empty()
+    for _ in range(5):
+        assert post(server, "/attention", body).status == 200
+    expect(page.locator("#latency .figure")).to_have_text(re.compile(r"^[\d.,]+ms$"), timeout=SECONDS)
+    expect(page.locator("#latency .detail")).to_have_text(re.compile(r"^p99 [\d.,]+ ms$"))
+    expect(page.locator("#rate .figure")).to_have_text(re.compile(r"^[\d.]*[1-9]"))
+    expect(page.locator("#fill .detail")).to_contain_text("1 requests a launch")
+    expect(page.locator("#latency polyline")).to_have_attribute("points", re.compile(r"^\S+ \S+"))
+
+
+def test_quantiles_are_those_between_two_samples(page):
+    """100 requests before; then 30 within 1 ms, 60 from 1 to 2 ms, and 10 beyond the last bound."""
+
+    def exposition(*counts):
+        name = 'flashpoint_request_seconds_bucket{le="%s",route="%s"} %s'
+        ours = zip(("0.001", "0.002", "+Inf"), ["/attention"] * 3, counts, strict=True)
+        return "\n".join(name % line for line in (("0.001", "other", "9e9"), *ours))
+
+    script = """async ([before, now]) => {
+        const { parse, quantile } = await import("/static/metrics.js");
+        return [0.3, 0.6, 0.99].map((q) => quantile(q, parse(before), parse(now), "flashpoint_request_seconds"));
+    }"""
+    before, now = exposition(50, 100, 100), exposition(80, 190, 200)
+    assert page.evaluate(script, [before, now]) == pytest.approx([0.001, 0.0015, 0.002])
+    assert page.evaluate(script, [now, now]) == [None, None, None]
+
+
+def test_device_and_options_are_those_of_info(page, server):
+    _, info = server.get("/info")
+    facts = page.locator("#device .facts")
+    expect(facts).to_contain_text(info["device"]["title"])
+    expect(facts).to_contain_text(", ".join(info["backends"]))
+    table = page.locator("#options table")
+    head = table.locator("thead th").all_inner_texts()
+    assert head == ["Option", *info["backends"]]
+    for row in table.locator("tbody tr").all():
+        option, *able = row.locator("th, td").all_inner_texts()
+        expected = [option.replace(" ", "_") in info["options"][backend] for backend in info["backends"]]
+        assert able == ["yes" if can else "no" for can in expected]
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 1280)])
+def test_it_fits_and_is_accessible(open_page, server, scheme, width):
+    page = open_page(server, color_scheme=scheme, viewport={"width": width, "height": 800})
+    page.locator("#verify summary").click()
+    page.locator("#verify form").get_by_role("button", name="Verify").click()
+    start_benchmark(page, lengths="32")
+    expect(said(page, "verify")).to_contain_text("Right", timeout=SECONDS)
+    expect(said(page, "benchmark")).to_contain_text("Done", timeout=SECONDS)
+    expect(page.locator("#benchmark figure img")).to_be_visible(timeout=SECONDS)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", ground))) < 3 * 64) == (scheme == "dark")
+    violations = Axe().run(page).response["violations"]
+    assert [(v["id"], v["impact"], [n["target"] for n in v["nodes"]]) for v in violations] == []
+
+
+def test_with_keys_it_asks_for_one_and_holds_it_back(open_page, start_server):
+    server = start_server(ready=False, api_keys="secret-1,secret-2:info")
+    page = open_page(server)
+    door = page.locator("#key")
+    expect(door.get_by_label("Key")).to_be_focused()
+    assert not page.locator("main").is_visible()
+    for key in ("wrong", "secret-2"):
+        door.get_by_label("Key").fill(key)
+        door.get_by_role("button").click()
+        if key == "wrong":
+            expect(door.get_by_role("alert")).to_have_text("The key is not known.")
+    expect(page.locator("#traffic").get_by_role("alert")).to_contain_text("does not have the right 'metrics'")
+    code = page.locator("#verify-code code")
+    expect(code).to_contain_text('-H "Authorization: Bearer $FLASHPOINT_KEY"')
+    page.locator("#verify-code").get_by_label("Python").check()
+    expect(code).to_contain_text('api_key=os.environ["FLASHPOINT_KEY"]')
+    assert "secret-2" not in page.content()
+    page.reload()  # kept in the tab
+    expect(page.locator("main")).to_be_visible()
+    page.get_by_role("button", name="Forget the key").click()
+    expect(door).to_be_visible()
+    door.get_by_label("Key").fill("secret-1")
+    door.get_by_role("button").click()
+    expect(page.locator("#health")).to_have_text("Ready", timeout=60_000)
+    start_benchmark(page)
+    expect(said(page, "benchmark")).to_have_text("Done · 4 rows", timeout=SECONDS)
+    expect(page.locator("#benchmark figure img")).to_be_visible(timeout=SECONDS)
+
+
+def test_it_is_served_with_a_strict_policy_and_asked_for_again_in_vain(server):
+    found = httpx.get(server.url)
+    assert found.headers["content-type"] == "text/html; charset=utf-8"
+    linked = re.findall(r'(?:href|src)="(static/[^"]+)"', found.text)
+    assert len(linked) == 3
+    for path in ("", *linked):
+        answer = httpx.get(f"{server.url}/{path}")
+        assert answer.status_code == 200
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; ")
+        assert "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        again = httpx.get(f"{server.url}/{path}", headers={"If-None-Match": answer.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+    assert not re.search(r"<style|<script(?![^>]+src=)| style=| on[a-z]+=|https?://", found.text)
+    missing = httpx.get(f"{server.url}/static/nothing.js")
+    assert (missing.status_code, missing.json()["code"]) == (404, "not_found")
+    assert httpx.get(f"{server.url}/static/..%2fpage.py").status_code == 404
