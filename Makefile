@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: install serve test test-full test-kernels-full lint format gpu loadtest clean
+.PHONY: install serve test test-full test-kernels-full lint format compile-all compat gpu loadtest clean
 
 install: $(VENV)/.server
 $(VENV)/bin/python:
@@ -38,6 +38,15 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Every variant of the kernels, for GPUs that are not here, into benchmarks/results/ and the tables of docs/kernels.md.
+compile-all: $(VENV)/.dev
+	$(BIN)/python benchmarks/compile.py
+	$(BIN)/python docs/make_tables.py
+
+# The oldest Triton that is served, and the newest there is.
+compat: $(VENV)/.dev
+	$(BIN)/python benchmarks/compat.py
 
 # On a machine with a GPU. Needs torch, triton, numpy, pytest and matplotlib alone.
 gpu:

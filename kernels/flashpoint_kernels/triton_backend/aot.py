@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
+from flashpoint_kernels.triton_backend.calls import compile_options
 from flashpoint_kernels.triton_backend.config import padded, tiles
 from flashpoint_kernels.triton_backend.configurations import SHARED_KIB, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
@@ -107,9 +108,7 @@ def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
     signature = {name: "constexpr" if name in values else _POINTERS.get(name, "i32") for name in names}
     aligned: dict[Any, Any] = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name in _POINTERS}
     source = ASTSource(function, signature, constants, aligned)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=compile_options(tile))
     registers, spill_bytes = _resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     return Report(

@@ -25,6 +25,11 @@ from flashpoint_kernels.triton_backend.interpret import INTERPRETED
 _ready: set[Hashable] = set()  # variants that this process has compiled, or has run
 
 
+def compile_options(tile: Tile) -> dict[str, Any]:
+    """What Triton is told beside the constants. Fused multiply-adds are asked for: releases differ in their default."""
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+
+
 @dataclass(eq=False)
 class Call:
     """A kernel, its grid, its tile, its compile-time constants, and what makes its arguments once they are needed."""
@@ -68,7 +73,7 @@ class Call:
 
         if self.programs == 0:
             return
-        options = {**self.constants, "num_warps": self.tile.num_warps, "num_stages": self.tile.num_stages}
+        options = {**self.constants, **compile_options(self.tile)}
         contextvars.copy_context().run(inside)  # the caller's own allocator stays what it was
         _ready.add(self.variant)
 

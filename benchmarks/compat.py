@@ -1,0 +1,66 @@
+"""Compile and interpret the kernels with other releases of Triton: the oldest that is served, and the newest there is.
+
+Each is installed in a directory of its own that stands before the environment's packages and is thrown away. With each:
+what stands for all variants compiles, and a smoke test agrees with float64 under the interpreter. Exits with 1 where
+one does not. Spills are said, but are no failure: the tiles are chosen for the release that constraints.txt pins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# What torch 2.11, the oldest torch of pyproject.toml, comes with; its interpreter cannot do with a newer numpy.
+OLDEST = ("triton==3.6.0", "numpy==2.3.5")
+NEWEST = ("triton",)
+SMOKE = ["tests/kernels/test_triton_hopper.py", "tests/kernels/test_triton_options.py"]
+SMOKE += ["-k", "hopper or alone or ragged"]
+
+
+def main() -> int:
+    failed = [asked for asked in (OLDEST, NEWEST) if not works(asked)]
+    print(f"does not work: {failed}" if failed else "both work")
+    return 1 if failed else 0
+
+
+def works(asked: tuple[str, ...]) -> bool:
+    with tempfile.TemporaryDirectory() as directory:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*pip, "--target", directory, *asked], check=True)
+        path = os.pathsep.join([directory, str(ROOT / "kernels")])
+        env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        env |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(Path(directory) / "cache")}
+
+        def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, *arguments]
+            return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+
+        found = run("-c", "import triton; print(triton.__version__, triton.__file__)").stdout.split()
+        print(f"triton {found[0]}", flush=True)
+        assert found[1].startswith(directory), "the environment's own triton would be tested"
+        compiled = run("-m", "flashpoint_kernels.triton_backend.aot")
+        reports = [json.loads(line) for line in compiled.stdout.splitlines()]
+        faults = [
+            (f"sm_{report['arch']} {report['kernel']} {report['dtype']} D {report['head_dim']}", fault)
+            for report in reports
+            for fault in report["faults"]
+        ]
+        print(f"  {len(reports)} variants compiled", *(f"{what}: {fault}" for what, fault in faults), sep="\n    ")
+        if not reports:
+            print(compiled.stderr[-3000:])
+        # NumPy warns of what the oldest release's interpreter does.
+        ignored = ["-W", "ignore:Conversion of an array:DeprecationWarning"]
+        smoke = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *ignored, *SMOKE)
+        print(f"  {smoke.stdout.strip().splitlines()[-1]}", flush=True)
+        if smoke.returncode:
+            print(smoke.stdout[-3000:])
+        return bool(reports) and all("spilled" in fault for _, fault in faults) and smoke.returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
