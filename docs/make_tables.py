@@ -140,10 +140,6 @@ def serving() -> str:
             f"\n{made['device']}, {made['cores']} cores, load average {load} at the start, python {made['python']}, "
             f"torch {made['torch']}, uvicorn {made['uvicorn']}, {made['date'][:10]}, commit {made['commit'][:10]}:\n\n"
         )
-        targets = []
-        for row in result["targets"]:
-            bound = f"at least {row['at_least']}" if "at_least" in row else f"at most {row['at_most']}"
-            targets.append((row["what"], f"{row['value']} {row['unit']}", bound, "yes" if row["met"] else "no"))
         rows = [(name, rate, "MiB/s") for name, rate in result["mib_per_second"].items()]
         rows += [(name, time, "µs") for name, time in result["median_microseconds"].items()]
         rows += [
@@ -151,8 +147,59 @@ def serving() -> str:
             for when, sizes in result["resident_mib"].items()
             for process, size in sizes.items()
         ]
-        text += table(["", "measured", "wanted", "met"], targets) + "\n" + table(["", "median", "unit"], rows)
+        text += targets(result) + "\n" + table(["", "median", "unit"], rows)
     return text
+
+
+def targets(result: dict[str, Any]) -> str:
+    """What was to be reached, and what was."""
+    rows = []
+    for row in result["targets"]:
+        bound = f"at least {row['at_least']}" if "at_least" in row else f"at most {row['at_most']}"
+        rows.append((row["what"], f"{row['value']} {row['unit']}", bound, "yes" if row["met"] else "no"))
+    return table(["", "measured", "wanted", "met"], rows)
+
+
+def throughput() -> str:
+    """The service beside its peers: targets, requests a second of each at each case, and requests of many lengths."""
+    text = ""
+    for path in sorted(RESULTS.glob("throughput-*.json")):
+        result = json.loads(path.read_text())
+        made, cases = result["environment"], result["cases"]
+        versions = {name: made[name] for name in ("python", "torch", "fastapi", "uvicorn")} | made["peers"]
+        counts = [(case["thrown_away"], case["rounds"] + case["thrown_away"]) for case in cases.values()]
+        thrown = ", ".join(f"{count} of {of}" for count, of in counts)
+        text += (
+            f"\n{made['device']}, {made['cores']} cores, load average {made['load_average'][0]} at the start, "
+            f"{', '.join(f'{name} {version}' for name, version in versions.items())}; "
+            f"{made['date'][:10]}, commit {made['commit'][:10]}. Rounds thrown away, by case: {thrown}.\n\n"
+        )
+        rows = [(way, *(_rate(case["ways"][way]) for case in cases.values())) for way in _ways(cases)]
+        many = [
+            (
+                lengths,
+                f"{m['saturated_rps']:.1f}",
+                f"{m['latency_ms_p50']:.0f} / {m['latency_ms_p99']:.0f}",
+                f"{m['latency_p99_over_p50']:.1f}",
+                f"{m['alone_ms_p50']:.0f} / {m['alone_ms_p99']:.0f}",
+                f"{m['alone_p99_over_p50']:.1f}",
+                f"{m['slowdown_p50']:.1f} / {m['slowdown_p99']:.1f}",
+            )
+            for lengths, m in result["mixed"].items()
+        ]
+        head = ("lengths", "saturated, 1/s", "p50 / p99, ms", "ratio", "alone, ms", "ratio", "slowdown, p50 / p99")
+        text += targets(result) + "\n" + table(["requests a second", *cases], rows) + "\n" + table(head, many)
+    return text or "\nnot measured\n"
+
+
+def _ways(cases: dict[str, Any]) -> list[str]:
+    """The fastest at the first case first, those without a figure there last."""
+    ways = next(iter(cases.values()))["ways"]
+    return sorted(ways, key=lambda way: -ways[way]["rps"] if isinstance(ways[way], dict) else 0.0)
+
+
+def _rate(figures: dict[str, float] | str) -> str:
+    return figures if isinstance(figures, str) else number(figures["rps"])
 
 
 def algorithms() -> str:
@@ -211,6 +258,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "serving": serving,
     "support": support,
+    "throughput": throughput,
     "compile-sm80": lambda: compiled(80),
     "compile-sm90": lambda: compiled(90),
 }

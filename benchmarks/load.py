@@ -1,0 +1,140 @@
+"""Load over HTTP/1.1 from one thread, as cheap as it gets in Python, so that two cores are left to what is measured.
+
+Requests are made in advance and sent from the memory they lie in; answers are read into one buffer and thrown away.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+Buffer = bytes | memoryview
+
+_SCRATCH = memoryview(bytearray(256 * 1024))  # a piece of an answer: small enough to stay in a core's cache
+PATIENCE = 120.0  # seconds without any progress that mean a hang
+
+
+class Request(NamedTuple):
+    """A request in pieces, its head first."""
+
+    pieces: tuple[Buffer, ...]
+
+    @classmethod
+    def post(cls, path: str, headers: Mapping[str, str], body: Sequence[Buffer]) -> Request:
+        length = sum(memoryview(piece).nbytes for piece in body)
+        lines = {"Host": "127.0.0.1", "Content-Length": str(length), **headers}
+        text = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items()) + "\r\n"
+        return cls((text.encode(), *body))
+
+
+class Timed(NamedTuple):
+    """Seconds since the load began: when a request was due or sent, and when its answer had come."""
+
+    began: float
+    ended: float
+
+    @property
+    def latency(self) -> float:
+        return self.ended - self.began
+
+
+class _Connection:
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.setblocking(False)
+        self.request = -1  # the number of the request that it carries
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def start(self, number: int, request: Request) -> None:
+        self.request = number
+        self.unsent = [memoryview(piece).cast("B") for piece in request.pieces]
+        self._head = b""
+        self._left = -1  # bytes of the answer's body, once its head is there
+        self.send()
+
+    def send(self) -> None:
+        try:
+            while self.unsent:
+                sent = self._socket.sendmsg(self.unsent)
+                while self.unsent and sent >= len(self.unsent[0]):
+                    sent -= len(self.unsent.pop(0))
+                if sent:
+                    self.unsent[0] = self.unsent[0][sent:]
+        except BlockingIOError:
+            pass
+
+    def receive(self) -> bool:
+        """Take what has come; whether the answer is whole."""
+        while self._left:
+            try:
+                size = self._socket.recv_into(_SCRATCH)
+            except BlockingIOError:
+                return False
+            if not size:
+                raise ConnectionError(f"the peer hung up after {self._head!r}")
+            if self._left > 0:
+                self._left -= size
+                continue
+            self._head += _SCRATCH[:size]
+            head, end, body = self._head.partition(b"\r\n\r\n")
+            if not end:
+                continue
+            if not head.startswith(b"HTTP/1.1 200"):
+                raise RuntimeError(self._head.decode(errors="replace"))
+            headers = dict(line.lower().split(b":", 1) for line in head.split(b"\r\n")[1:])
+            self._left = int(headers[b"content-length"]) - len(body)
+        return True
+
+
+def drive(port: int, requests: Sequence[Request], most: int, due: Sequence[float] | None = None) -> list[Timed]:
+    """Send `requests` in their order, `most` of them in flight, each on a connection that is free; when each was done.
+
+    Without `due` a closed loop: the next is sent when an answer has come. With it an open loop: request i is sent
+    `due[i]` seconds after the start, whatever has come, and its time counts from then, also where the load was late.
+    """
+    timed = [Timed(0.0, 0.0)] * len(requests)
+    waiting = deque(range(len(requests)))
+    free = [_Connection(port) for _ in range(min(most, len(requests)))]
+    busy: list[_Connection] = []
+    began = time.perf_counter()
+    try:
+        while waiting or busy:
+            now = time.perf_counter() - began
+            while waiting and free and (due is None or due[waiting[0]] <= now):
+                number = waiting.popleft()
+                timed[number] = Timed(now if due is None else due[number], 0.0)
+                connection = free.pop()
+                busy.append(connection)
+                connection.start(number, requests[number])
+            rest = due[waiting[0]] - now if due is not None and waiting and free else PATIENCE
+            # select, not epoll, whose timeouts are whole milliseconds.
+            readable, writable, _ = select.select(busy, [c for c in busy if c.unsent], [], max(rest, 0.0))
+            if not readable and not writable and rest == PATIENCE:
+                raise TimeoutError(f"no progress for {PATIENCE} s")
+            for connection in writable:
+                connection.send()
+            for connection in readable:
+                if connection.receive():
+                    number = connection.request
+                    timed[number] = Timed(timed[number].began, time.perf_counter() - began)
+                    busy.remove(connection)
+                    free.append(connection)
+    finally:
+        for connection in (*busy, *free):
+            connection.close()
+    return timed
+
+
+def rate(timed: Sequence[Timed]) -> float:
+    """Requests a second of a closed loop, from its start to the last answer."""
+    return len(timed) / max(one.ended for one in timed)

@@ -1,0 +1,62 @@
+"""200 requests of many lengths, forward and gradient, as they would come from many callers.
+
+Lengths are 16…2048, (1, 8, length, 64) in float32; each second request, by the seed, is a gradient. Three passes: each
+request alone, one after the other; all in a closed loop, which gives the saturated rate; and an open loop at 70% of
+that rate, arrivals by Poisson, where a request's latency counts from its arrival. Slowdown is latency over what the
+same request took alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from forms import LONGEST, Case
+from load import Request, drive, rate
+
+COUNT = 200
+SHORTEST = 16
+LOAD = 0.7  # of the saturated rate
+LENGTHS: dict[str, Callable[[np.random.Generator], Any]] = {
+    "log-uniform": lambda rng: np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST + 1), COUNT)),
+    "uniform": lambda rng: rng.uniform(SHORTEST, LONGEST + 1, COUNT),
+}
+
+
+def cases(lengths: str, seed: int) -> list[Case]:
+    rng = np.random.default_rng(seed)
+    return [
+        Case(int(length), bool(gradient))
+        for length, gradient in zip(LENGTHS[lengths](rng), rng.integers(0, 2, COUNT), strict=True)
+    ]
+
+
+def repetition(port: int, requests: Sequence[Request], connections: int, seed: int) -> dict[str, Any]:
+    """One of each pass: seconds of each request alone and under load, and both rates."""
+    alone = [one.latency for one in drive(port, requests, 1)]
+    saturated = rate(drive(port, requests, connections))
+    arrivals = np.random.default_rng(seed).exponential(1 / (LOAD * saturated), len(requests)).cumsum()
+    # As many connections as requests: none waits for another at the load's end.
+    latency = [one.latency for one in drive(port, requests, len(requests), arrivals.tolist())]
+    return {"alone": alone, "saturated": saturated, "latency": latency}
+
+
+def summary(repetitions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Percentiles of each repetition, their median over the repetitions; milliseconds, and requests a second."""
+    alone = np.median([one["alone"] for one in repetitions], axis=0)
+    rows = []
+    for one in repetitions:
+        latency = np.array(one["latency"])
+        figures = {"saturated_rps": one["saturated"]}
+        for name, values in (
+            ("latency_ms", latency * 1e3),
+            ("alone_ms", np.array(one["alone"]) * 1e3),
+            ("slowdown", latency / alone),
+        ):
+            figures |= {f"{name}_p{p}": float(np.percentile(values, p)) for p in (50, 99)}
+        figures["latency_p99_over_p50"] = figures["latency_ms_p99"] / figures["latency_ms_p50"]
+        figures["alone_p99_over_p50"] = figures["alone_ms_p99"] / figures["alone_ms_p50"]
+        rows.append(figures)
+    return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}

@@ -1,0 +1,73 @@
+"""The operator in a process, with no HTTP: what a service can be no faster than.
+
+A line of JSON in, {"way", "shape", "gradient", "calls"}; the seconds that the calls took out. Ways: `run` is what the
+engine runs, `sdpa` torch's own operator; on one core, on all for each call, or on all with calls side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from op import attend
+
+from flashpoint_kernels import Options, Problem, run
+from flashpoint_kernels.reproducible import split
+
+CORES = os.cpu_count() or 1
+POOL = ThreadPoolExecutor(CORES)
+
+
+def problem(tensors: dict[str, torch.Tensor]) -> Problem:
+    return Problem.create(tensors, Options(), "backward" if "do" in tensors else "forward")
+
+
+def run_on_one(tensors: dict[str, torch.Tensor]) -> None:
+    """As a lane of the engine does it: the parts of the call, one after the other."""
+    for part in split(problem(tensors)):
+        run([part], "torch")
+
+
+def run_on_all(tensors: dict[str, torch.Tensor]) -> None:
+    run([problem(tensors)], "torch")
+
+
+def one_by_one(call: Callable[[dict[str, torch.Tensor]], object]) -> Callable[..., None]:
+    def calls(tensors: dict[str, torch.Tensor], count: int) -> None:
+        for _ in range(count):
+            call(tensors)
+
+    return calls
+
+
+def side_by_side(tensors: dict[str, torch.Tensor], count: int) -> None:
+    for _ in POOL.map(lambda _: run_on_one(tensors), range(count)):
+        pass
+
+
+# Each with the threads of torch that it is given: `run` sets its own.
+WAYS = {
+    "run_one": (one_by_one(run_on_one), 1),
+    "run_all": (one_by_one(run_on_all), 1),
+    "run_side_by_side": (side_by_side, 1),
+    "sdpa_one": (one_by_one(attend), 1),
+    "sdpa_all": (one_by_one(attend), CORES),
+}
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        asked = json.loads(line)
+        names = ("q", "k", "v", "do") if asked["gradient"] else ("q", "k", "v")
+        generator = torch.Generator().manual_seed(0)
+        given = {name: torch.rand(asked["shape"], generator=generator) for name in names}
+        calls, threads = WAYS[asked["way"]]
+        torch.set_num_threads(threads)
+        began = time.perf_counter()
+        calls(given, asked["calls"])
+        print(time.perf_counter() - began, flush=True)

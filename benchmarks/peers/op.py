@@ -1,0 +1,61 @@
+"""The operator that every peer runs, torch's own, and the plainest form that its tensors can take on the wire.
+
+Raw form: a little-endian uint32 with the length of a JSON list of [name, shape], that list, and the float32 tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+GRADS = ("dq", "dk", "dv")
+BATCH = 8  # the most requests of a batch, and the seconds it may wait for them, of the peers that batch
+BATCH_SECONDS = 0.001
+
+
+def attend(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`o` from q, k and v (B,H,S,D), or the gradients where `do` is there as well."""
+    q, k, v = (tensors[name] for name in "qkv")
+    if "do" not in tensors:
+        with torch.inference_mode():
+            return {"o": scaled_dot_product_attention(q, k, v)}
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    o = scaled_dot_product_attention(q, k, v)
+    return dict(zip(GRADS, torch.autograd.grad(o, (q, k, v), tensors["do"]), strict=True))
+
+
+def attend_all(requests: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The answers of a batch: requests of one shape and direction are one call."""
+    answers: list[dict[str, Tensor]] = [{}] * len(requests)
+    groups: dict[object, list[int]] = {}
+    for i, tensors in enumerate(requests):
+        groups.setdefault((tensors["q"].shape, "do" in tensors), []).append(i)
+    for members in groups.values():
+        first = requests[members[0]]
+        whole = attend({name: torch.cat([requests[i][name] for i in members]) for name in first})
+        parts = {name: t.split(first["q"].shape[0]) for name, t in whole.items()}
+        for place, i in enumerate(members):
+            answers[i] = {name: split[place] for name, split in parts.items()}
+    return answers
+
+
+def unpack(body: bytearray) -> dict[str, Tensor]:
+    (length,) = struct.unpack_from("<I", body)
+    tensors, offset = {}, 4 + length
+    for name, shape in json.loads(body[4:offset]):
+        count = math.prod(shape)
+        tensors[name] = torch.frombuffer(body, dtype=torch.float32, count=count, offset=offset).view(shape)
+        offset += 4 * count
+    return tensors
+
+
+def pack(tensors: Mapping[str, Tensor]) -> bytes:
+    whole = {name: t.contiguous() for name, t in tensors.items()}
+    head = json.dumps([[name, list(t.shape)] for name, t in whole.items()]).encode()
+    return b"".join([struct.pack("<I", len(head)), head, *(t.numpy().data for t in whole.values())])

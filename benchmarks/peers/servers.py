@@ -1,0 +1,179 @@
+"""The peers: what each needs, how it is started, where and in which form it takes the tensors.
+
+Each runs its operator with one thread of torch, the fastest for small calls and right where calls come side by side;
+FastAPI also with a thread a core, which large calls one after the other are faster with. Those that have to be
+installed get an environment of their own, made by `install`, outside the repository.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+from forms import LISTS, OIP_BINARY, OIP_JSON, RAW, SAFETENSORS, Case, Form
+from serving import MALLOC, START_SECONDS
+
+HERE = Path(__file__).resolve().parent
+CONSTRAINTS = HERE.parent.parent / "constraints.txt"
+ENVIRONMENTS = Path(tempfile.gettempdir()) / "flashpoint-peers"
+PYTRITON_SYSTEM = "/usr/bin/python3"
+ENDING_SECONDS = 15.0
+FIRST_CALL = Case(16, False)
+
+
+class Peer(NamedTuple):
+    """`command` is of Python, or of a script of its environment; PORT and PORT1… in it and in `variables` are ports."""
+
+    name: str
+    command: str
+    form: Form = RAW
+    path: Callable[[Case], str] = lambda case: "/attn"
+    packages: tuple[str, ...] = ()  # the first is what it is; without any, it runs in our own environment
+    environment: str = ""
+    variables: dict[str, str] = {}  # noqa: RUF012
+    python: str = sys.executable  # that its environment is made with
+
+
+CORES = os.cpu_count() or 1
+PEERS = (
+    Peer("bare asyncio protocol", "python bare_protocol.py PORT"),
+    Peer("bare ASGI", "python bare_asgi.py PORT"),
+    Peer("FastAPI, inline", "python fastapi_safetensors.py PORT inline 1", SAFETENSORS),
+    Peer("FastAPI, inline, a thread a core", f"python fastapi_safetensors.py PORT inline {CORES}", SAFETENSORS),
+    Peer("FastAPI, thread pool", "python fastapi_safetensors.py PORT pool 1", SAFETENSORS),
+    Peer("FastAPI, JSON lists", "python fastapi_json.py PORT", LISTS),
+    Peer("LitServe", "python litserve_app.py PORT", packages=("litserve==0.2.19",), environment="litserve"),
+    Peer(
+        "BentoML",
+        "bentoml serve bento_service:Attention --host 127.0.0.1 --port PORT",
+        path=lambda case: "/raw/attn",
+        packages=("bentoml==1.4.39",),
+        environment="bentoml",
+    ),
+    Peer("Ray Serve", "python ray_app.py PORT", packages=("ray[serve]==2.60.0",), environment="ray"),
+    Peer(
+        "NVIDIA Triton server",
+        "python triton_app.py PORT PORT1",
+        OIP_BINARY,
+        lambda case: f"/v2/models/attn{'_grad' if case.gradient else ''}/infer",
+        ("nvidia-pytriton==0.7.0",),
+        "pytriton",
+        # Its Python stub is of an early 3.11 and takes no later standard library: a distribution's 3.11.2 works, 3.11.7
+        # does not.
+        python=PYTRITON_SYSTEM,
+    ),
+    Peer(
+        "MLServer",
+        "mlserver start mlserver_model",
+        OIP_JSON,
+        lambda case: "/v2/models/attn/infer",
+        ("mlserver==1.7.1", "uvloop==0.21.0"),  # it fails to start with later ones of uvloop
+        "mlserver",
+        {
+            "MLSERVER_HOST": "127.0.0.1",
+            "MLSERVER_HTTP_PORT": "PORT",
+            "MLSERVER_GRPC_PORT": "PORT1",
+            "MLSERVER_METRICS_PORT": "PORT2",
+        },
+    ),
+)
+INSTALLABLE = tuple(peer.environment for peer in PEERS if peer.packages)
+
+
+def install(peer: Peer) -> None:
+    """Make the peer's environment, unless it is there. Raises CalledProcessError where pip fails."""
+    home = ENVIRONMENTS / peer.environment
+    made = home / "made"
+    wanted = "\n".join((peer.python, *peer.packages))
+    if made.exists() and made.read_text() == wanted:
+        return
+    torch = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
+    print(f"installing {peer.name} in {home}", flush=True)
+    subprocess.run([peer.python, "-m", "venv", "--clear", str(home)], check=True)
+    pip = [str(home / "bin/python"), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+    subprocess.run([*pip, torch, "numpy", *peer.packages], check=True)
+    made.write_text(wanted)
+
+
+def installed_version(peer: Peer) -> str:
+    """The version of the peer's own package, in its environment."""
+    package = peer.packages[0].partition("==")[0].partition("[")[0]
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    command = [str(ENVIRONMENTS / peer.environment / "bin/python"), "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@contextlib.contextmanager
+def started(peer: Peer) -> Iterator[int]:
+    """The port of a peer that answers. Raises RuntimeError, with its log, where it does not start."""
+    programs = ENVIRONMENTS / peer.environment / "bin" if peer.packages else Path(sys.executable).parent
+    ports = free_ports(3)
+
+    def filled(text: str) -> str:
+        for number in (2, 1):
+            text = text.replace(f"PORT{number}", str(ports[number]))
+        return text.replace("PORT", str(ports[0]))
+
+    variables = {name: filled(value) for name, value in peer.variables.items()}
+    variables |= {"PYTHONPATH": str(HERE), "PATH": f"{programs}:{os.environ['PATH']}", **MALLOC}
+    program, *rest = (filled(word) for word in peer.command.split())
+    with tempfile.TemporaryFile() as log:
+        child = subprocess.Popen(
+            [str(programs / program), *rest], cwd=HERE, env={**os.environ, **variables}, stdout=log, stderr=log
+        )
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not answers(peer, ports[0]):
+                if child.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    raise RuntimeError(f"{peer.name} did not start: {log.read().decode(errors='replace')[-3000:]}")
+                time.sleep(0.1)  # between two looks
+            yield ports[0]
+        finally:
+            end(child)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now: most peers cannot say which they took."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [s.getsockname()[1] for s in sockets]
+
+
+def answers(peer: Peer, port: int) -> bool:
+    try:
+        return ask(port, peer.path(FIRST_CALL), peer.form, FIRST_CALL)[0] == 200
+    except OSError:
+        return False
+
+
+def ask(port: int, path: str, form: Form, case: Case) -> tuple[int, http.client.HTTPMessage, bytes]:
+    """Status, headers and body of one call."""
+    headers, body = form.write(case)
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=START_SECONDS)) as connection:
+        connection.request("POST", path, b"".join(body), dict(headers))
+        response = connection.getresponse()
+        return response.status, response.headers, response.read()
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """End a peer with all that it has started: several leave workers behind."""
+    family = []
+    if child.poll() is None:
+        family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
+        child.terminate()
+    _, left = psutil.wait_procs(family, timeout=ENDING_SECONDS)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    child.wait()

@@ -1,0 +1,298 @@
+"""Time the service beside its peers in one run, with the same operator, malloc settings and load.
+
+`python benchmarks/throughput.py --with all` (in `.venv`, with the `dev` extra). Eight connections in a closed loop,
+forward and gradient at (1,8,128,64) and (1,8,1024,64), float32; see peers/servers.py for who runs, load.py for the
+load, mixed.py for requests of many lengths. Each round times every way in turn, for most of a second, in an order that
+turns. Where the operator in a process, timed at both ends of a round, deviates from its median, somebody else used the
+machine, and the round is thrown away. Medians of the rest, ratios within a round, go to
+benchmarks/results/throughput-<cpu>.json. Takes ten minutes, and as much again where environments have to be made first.
+Exits with 1 where a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mixed
+import numpy as np
+from forms import SAFETENSORS, Case, Form
+from load import drive
+from peers.servers import HERE, INSTALLABLE, PEERS, ask, install, installed_version, started
+from serving import ROOT, environment, environment_of_the_engine, process, service, target
+
+from client import cpu
+
+CONNECTIONS = 8
+CASES = tuple(Case(length, gradient) for length in (128, 1024) for gradient in (False, True))
+OURS = "flashpoint"
+STEADY = "op, all cores"  # timed at both ends of a round
+IN_PROCESS = {
+    "op, one core": "run_one",
+    STEADY: "run_all",
+    "op, all cores, calls side by side": "run_side_by_side",
+    "torch's op, one core": "sdpa_one",
+    "torch's op, all cores": "sdpa_all",
+}
+ALL_CORES = tuple(name for name in IN_PROCESS if "all cores" in name)
+PLAIN = ("FastAPI, inline", "FastAPI, inline, a thread a core", "FastAPI, thread pool")
+# What the service is to be times the fastest of others; at 128, and at 1024.
+WANTED: dict[int, tuple[tuple[float, str, tuple[str, ...]], ...]] = {
+    128: (
+        (1.1, "bare ASGI", ("bare ASGI",)),
+        (1.8, "NVIDIA Triton server", ("NVIDIA Triton server",)),
+        (1.8, "BentoML", ("BentoML",)),
+        (4.0, "LitServe", ("LitServe",)),
+        (5.0, "Ray Serve", ("Ray Serve",)),
+        (30.0, "MLServer", ("MLServer",)),
+        (80.0, "FastAPI, JSON lists", ("FastAPI, JSON lists",)),
+    ),
+    1024: ((0.8, "the op on all cores", ALL_CORES), (1.1, "the best plain FastAPI", PLAIN)),
+}
+TAIL = 5.0  # p99 over p50 of mixed requests, at most
+# A call that takes longer, alone, is not timed in rounds: eight connections would hold each for many seconds.
+SLOWEST = 1.0
+# Of an answer's largest value, against float64; float32 reaches a tenth of it, and a wrong operator is off by far more.
+BOUND = 1e-3
+
+Calls = Callable[[Case, int], float]
+
+
+class Rounds:
+    """The rates of each way in each round of a case, requests a second; `steady` at the ends of each round."""
+
+    def __init__(self) -> None:
+        self._rates: list[dict[str, float]] = []
+        self._steady: list[tuple[float, ...]] = []
+
+    def add(self, rates: dict[str, float], steady: Sequence[float]) -> None:
+        self._rates.append({STEADY: statistics.mean(steady), **rates})
+        self._steady.append(tuple(steady))
+
+    def clean(self, deviation: float) -> list[dict[str, float]]:
+        return [rates for rates, kept in zip(self._rates, undisturbed(self._steady, deviation), strict=True) if kept]
+
+    def __len__(self) -> int:
+        return len(self._rates)
+
+
+def undisturbed(steady: Sequence[Sequence[float]], deviation: float) -> list[bool]:
+    """Of each round, whether all its rates of the operator lie within `deviation` of their median over all rounds."""
+    median = statistics.median(rate for rates in steady for rate in rates)
+    return [all(abs(rate / median - 1) <= deviation for rate in rates) for rates in steady]
+
+
+def over_http(port: int, path: Callable[[Case], str], form: Form) -> Calls:
+    """A way through a server. Raises RuntimeError where its answers, to the shorter cases, are wrong."""
+    for case in CASES[:2]:
+        status, headers, body = ask(port, path(case), form, case)
+        if status != 200:
+            raise RuntimeError(f"{path(case)}: {status} {body[:2000].decode(errors='replace')}")
+        answers, truth = form.read(headers, body), case.truth()
+        for name, right in truth.items():
+            error = np.abs(answers[name] - right).max() / np.abs(right).max()
+            if not error <= BOUND:
+                raise RuntimeError(f"{path(case)}: {name} of {case.name} is off by {error:.1e} of its largest value")
+    requests = {case: form.request(path(case), case) for case in CASES}
+
+    def calls(case: Case, count: int) -> float:
+        return max(one.ended for one in drive(port, [requests[case]] * count, CONNECTIONS))
+
+    return calls
+
+
+def in_process(child: subprocess.Popen[str], way: str) -> Calls:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    to, out = child.stdin, child.stdout
+
+    def calls(case: Case, count: int) -> float:
+        asked = {"way": way, "shape": case.shape, "gradient": case.gradient, "calls": count}
+        to.write(json.dumps(asked) + "\n")
+        to.flush()
+        return float(out.readline())
+
+    return calls
+
+
+class Running(NamedTuple):
+    port: int  # of the service
+    ways: dict[str, Calls]
+    versions: dict[str, str]
+
+
+@contextlib.contextmanager
+def running(wanted: Sequence[str]) -> Iterator[Running]:
+    """Every way that can be timed: the service, its peers, and the operator in processes."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, str(HERE / "in_process.py")]
+    ways, versions = {}, {}
+    with contextlib.ExitStack() as stack:
+        _, port, _ = stack.enter_context(service())
+        path = {False: "/attention", True: "/attention/grad"}
+        ways[OURS] = over_http(port, lambda case: path[case.gradient], SAFETENSORS)
+        for peer in PEERS:
+            if peer.packages and peer.environment not in wanted:
+                continue
+            ways[peer.name] = over_http(stack.enter_context(started(peer)), peer.path, peer.form)
+            if peer.packages:
+                versions[peer.name] = installed_version(peer)
+        torch = stack.enter_context(process(command, **pipes))
+        with environment_of_the_engine():
+            kernels = stack.enter_context(process(command, **pipes))
+        for name, way in IN_PROCESS.items():
+            ways[name] = in_process(torch if way.startswith("sdpa") else kernels, way)
+        yield Running(port, ways, versions)
+
+
+def counts(ways: dict[str, Calls], seconds: float) -> dict[Case, dict[str, int]]:
+    """Calls of each way in a round, a multiple of the connections; 0 of one that is too slow. Warms everything up."""
+    found: dict[Case, dict[str, int]] = {}
+    for case in CASES:
+        found[case] = {}
+        for name, calls in ways.items():
+            if calls(case, 1) > SLOWEST:
+                found[case][name] = 0
+                continue
+            rate = 2 * CONNECTIONS / calls(case, 2 * CONNECTIONS)
+            found[case][name] = CONNECTIONS * math.ceil(rate * seconds / CONNECTIONS)
+    return found
+
+
+def timed_rounds(ways: dict[str, Calls], rounds: int, seconds: float) -> dict[Case, Rounds]:
+    planned = counts(ways, seconds)
+    measured = {case: Rounds() for case in CASES}
+    for number in range(rounds):
+        for case, rows in measured.items():
+            names = [name for name, count in planned[case].items() if count and name != STEADY]
+            turn = number * len(names) // rounds
+            steady = [planned[case][STEADY] / ways[STEADY](case, planned[case][STEADY])]
+            order = names[turn:] + names[:turn]
+            rates = {name: planned[case][name] / ways[name](case, planned[case][name]) for name in order}
+            steady.append(planned[case][STEADY] / ways[STEADY](case, planned[case][STEADY]))
+            rows.add(rates, steady)
+            print(f"round {number + 1} of {rounds}, {case.name}: ours {rates[OURS]:.1f}/s, op {steady}", flush=True)
+    return measured
+
+
+def timed_mixed(at: Running, lengths: str, repetitions: int, deviation: float) -> dict[str, Any]:
+    """Requests of many lengths, see mixed.py; as many `repetitions` as were undisturbed."""
+    chosen = mixed.cases(lengths, seed=0)
+    requests = [SAFETENSORS.request("/attention/grad" if case.gradient else "/attention", case) for case in chosen]
+    done, steady = [], []
+
+    def operator() -> float:
+        return CONNECTIONS / at.ways[STEADY](CASES[-1], CONNECTIONS)
+
+    for number in range(repetitions):
+        before = operator()
+        done.append(mixed.repetition(at.port, requests, CONNECTIONS, seed=number + 1))
+        steady.append((before, operator()))
+        print(f"mixed, {lengths}, {number + 1} of {repetitions}: {mixed.summary(done[-1:])}", flush=True)
+    kept = [one for one, clean in zip(done, undisturbed(steady, deviation), strict=True) if clean]
+    if not kept:
+        raise RuntimeError(f"no repetition of mixed requests, {lengths}, was undisturbed")
+    return {"repetitions": len(kept), "thrown_away": len(done) - len(kept), **mixed.summary(kept)}
+
+
+def medians(rounds: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Requests a second of each way, and how far ours were of it in the same round."""
+    table = {}
+    for name in rounds[0]:
+        rates = [one[name] for one in rounds]
+        ratios = [one[OURS] / one[name] for one in rounds]
+        table[name] = {
+            "rps": round(statistics.median(rates), 2),
+            "least": round(min(rates), 2),
+            "most": round(max(rates), 2),
+            "ours_over_it": round(statistics.median(ratios), 3),
+        }
+    return table
+
+
+def targets(tables: dict[Case, dict[str, dict[str, float]]], tails: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = []
+    for case, table in tables.items():
+        for least, what, among in WANTED[case.length]:
+            present = [name for name in among if name in table]
+            if present:
+                fastest = max(present, key=lambda name: table[name]["rps"])
+                label = f"{case.name}: over {what}" + (f" ({fastest})" if len(among) > 1 else "")
+                rows.append(target(label, table[fastest]["ours_over_it"], "times", least=least))
+    for lengths, figures in tails.items():
+        label = f"mixed, {lengths} lengths: p99 / p50 at {mixed.LOAD:.0%} of the saturated rate"
+        rows.append(target(label, figures["latency_p99_over_p50"], "times", most=TAIL))
+    return rows
+
+
+def print_table(result: dict[str, Any]) -> None:
+    for case, figures in result["cases"].items():
+        print(f"\n{case}: {figures['rounds']} rounds, {figures['thrown_away']} thrown away")
+        for name, row in figures["ways"].items():
+            said = f"{row['rps']:>10.1f}/s {row['ours_over_it']:>8.2f}" if isinstance(row, dict) else row
+            print(f"  {name:<36} {said}")
+    for lengths, figures in result["mixed"].items():
+        print(f"\nmixed, {lengths}: {figures}")
+    for row in result["targets"]:
+        bound = f"at least {row['at_least']}" if "at_least" in row else f"at most {row['at_most']}"
+        print(f"{row['what']:<75} {row['value']:>8} {bound:<14} {'met' if row['met'] else 'MISSED'}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--with", dest="peers", nargs="*", default=[], choices=["all", *INSTALLABLE], metavar="NAME",
+                        help=f"peers to install and time: all, {', '.join(INSTALLABLE)}")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--rounds", type=int, default=7, help="of each case")
+    parser.add_argument("--seconds", type=float, default=0.6, help="of each way in a round")
+    parser.add_argument("--repetitions", type=int, default=3, help="of mixed requests")
+    parser.add_argument("--deviation", type=float, default=0.15, help="of the operator that a clean round may have")
+    asked = parser.parse_args()
+    wanted = INSTALLABLE if "all" in asked.peers else asked.peers
+    for peer in PEERS:
+        if peer.environment in wanted:
+            install(peer)
+    made = environment()
+    with running(wanted) as at:
+        measured = timed_rounds(at.ways, asked.rounds, asked.seconds)
+        tails = {name: timed_mixed(at, name, asked.repetitions, asked.deviation) for name in mixed.LENGTHS}
+    clean = {case: rounds.clean(asked.deviation) for case, rounds in measured.items()}
+    if empty := [case.name for case, rounds in clean.items() if not rounds]:
+        raise RuntimeError(f"no clean round of {', '.join(empty)}: the machine was busy")
+    tables = {case: medians(rounds) for case, rounds in clean.items()}
+    absent = {peer.name: "not installed" for peer in PEERS if peer.name not in at.ways}
+    slow = dict.fromkeys(at.ways, f"not measured: a call takes over {SLOWEST:g} s")
+    result = {
+        "environment": made | {"peers": at.versions},
+        "connections": CONNECTIONS,
+        "cases": {
+            case.name: {
+                "rounds": len(clean[case]),
+                "thrown_away": len(measured[case]) - len(clean[case]),
+                "ways": slow | absent | table,
+            }
+            for case, table in tables.items()
+        },
+        "mixed": tails,
+        "targets": targets(tables, tails),
+    }
+    print_table(result)
+    name = re.sub(r"[^a-z0-9]+", "-", cpu().lower()).strip("-")
+    path = asked.out / f"throughput-{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    print(f"written: {path}")
+    return 0 if all(row["met"] for row in result["targets"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
