@@ -102,6 +102,7 @@ def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
         expect(image).to_have_attribute("alt", f"{kind} by backend, as in the table above", timeout=SECONDS)
         image.evaluate("image => image.decode()")  # fails where it is no picture
         assert image.evaluate("image => image.naturalWidth") > 300
+    assert image.get_attribute("src").startswith("blob:")  # fetched, with the key where there is one
     page.reload()  # the address names the benchmark
     expect(said(page, "benchmark")).to_have_text("Done · 4 rows", timeout=SECONDS)
     assert cells(page, "benchmark") == shown
@@ -148,6 +149,9 @@ def test_a_verification_is_judged_and_the_code_on_screen_asks_the_same(page):
         expected = [tensor["max_abs"], tensor["bound"], tensor["torch"]["max_abs"], tensor["rms"]]
         assert figures == pytest.approx(expected, rel=6e-3)
         assert json.loads(row[6]) == tensor["worst_index"]
+    assert page.locator("#verify .decades figcaption").all_inner_texts() == TENSORS
+    bars = [figure.locator("rect").count() for figure in page.locator("#verify .decades figure").all()]
+    assert bars == [len(tensor["histogram"]) for tensor in report["tensors"]]
     # It was all asked for: what the form holds, and nothing that the API takes anyway.
     assert json.loads(re.search(r"-d '(.*)'", page.locator("#verify-code code").inner_text() or "{}")[1]) == {
         "shape": {"q_heads": 4, "kv_heads": 2, "q_len": 33, "kv_len": 40, "head_dim": 16},
@@ -219,7 +223,7 @@ def test_traffic_is_shown_as_it_is(page, server):
     expect(page.locator("#latency .figure")).to_have_text(re.compile(r"^[\d.,]+ms$"), timeout=SECONDS)
     expect(page.locator("#latency .detail")).to_have_text(re.compile(r"^p99 [\d.,]+ ms$"))
     expect(page.locator("#rate .figure")).to_have_text(re.compile(r"^[\d.]*[1-9]"))
-    expect(page.locator("#fill .detail")).to_contain_text("1 requests a launch")
+    expect(page.locator("#fill .detail")).to_contain_text("requests a launch: 1")
     expect(page.locator("#latency polyline")).to_have_attribute("points", re.compile(r"^\S+ \S+"))
 
 
@@ -283,9 +287,9 @@ def test_with_keys_it_asks_for_one_and_holds_it_back(open_page, start_server):
             expect(door.get_by_role("alert")).to_have_text("The key is not known.")
     expect(page.locator("#traffic").get_by_role("alert")).to_contain_text("does not have the right 'metrics'")
     code = page.locator("#verify-code code")
-    expect(code).to_contain_text('-H "Authorization: Bearer $FLASHPOINT_KEY"')
+    expect(code).to_contain_text('-H "Authorization: Bearer $FLASHPOINT_API_KEY"')
     page.locator("#verify-code").get_by_label("Python").check()
-    expect(code).to_contain_text('api_key=os.environ["FLASHPOINT_KEY"]')
+    expect(code).to_contain_text('api_key=os.environ["FLASHPOINT_API_KEY"]')
     assert "secret-2" not in page.content()
     page.reload()  # kept in the tab
     expect(page.locator("main")).to_be_visible()
@@ -295,8 +299,9 @@ def test_with_keys_it_asks_for_one_and_holds_it_back(open_page, start_server):
     door.get_by_role("button").click()
     expect(page.locator("#health")).to_have_text("Ready", timeout=60_000)
     start_benchmark(page)
-    expect(said(page, "benchmark")).to_have_text("Done · 4 rows", timeout=SECONDS)
-    expect(page.locator("#benchmark figure img")).to_be_visible(timeout=SECONDS)
+    expect(said(page, "benchmark")).to_contain_text("of 4", timeout=SECONDS)  # its events come, which need the key
+    page.get_by_role("button", name="Cancel").click()
+    expect(said(page, "benchmark")).to_contain_text("Cancelled", timeout=SECONDS)
 
 
 def test_it_is_served_with_a_strict_policy_and_asked_for_again_in_vain(server):

@@ -2,7 +2,7 @@
 
 import { base, key } from "./api.js";
 
-const KEY = "FLASHPOINT_KEY"; // the variable that copied code takes the key from: a key is never shown
+const KEY = "FLASHPOINT_API_KEY"; // where copied code, as the command line, takes the key from: it is never shown
 
 // `write` gives {curl, python}; call the function that this returns when what it writes has changed.
 export function code(id, write) {

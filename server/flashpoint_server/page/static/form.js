@@ -45,8 +45,8 @@ export function valid(form) {
 export function refused(form, problem) {
   clear(form);
   for (const { loc } of problem.errors ?? []) {
-    const path = loc.join(".");
-    const field = [...form.elements].find(({ name }) => name && (path === name || path.endsWith(name.split(".").at(-1))));
+    const path = loc.join(".").split(".");
+    const field = [...form.elements].find(({ name }) => name && path.includes(name.split(".").at(-1)));
     if (field) mark(field);
   }
   say(form, problem.message);

@@ -41,7 +41,7 @@ function show(before, now, seconds) {
   const received = seconds ? growth(before, now, "flashpoint_received_bytes_total") / seconds : 0;
   tile("rate", rate, number(rate), "", `${bytes(received)}/s received`);
   tile("latency", p99, milliseconds(p50), "ms", `p99 ${milliseconds(p99)} ms`);
-  tile("fill", fill, fill === null ? "–" : number(fill * 100, 2), "%", `${number(size)} requests a launch`);
+  tile("fill", fill, fill === null ? "–" : number(fill * 100, 2), "%", `requests a launch: ${number(size)}`);
   tile("queue", inside, number(inside), "", `oldest ${milliseconds(oldest)} ms`);
 }
 

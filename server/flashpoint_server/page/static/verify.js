@@ -2,6 +2,7 @@
 
 import { call } from "./api.js";
 import { code, curl, keywords, python } from "./code.js";
+import { decades } from "./decades.js";
 import { clear, read, refused, valid } from "./form.js";
 import { number, tableRow } from "./text.js";
 
@@ -45,7 +46,9 @@ function show(report) {
   say(`${verdict} · ${report.backend} on ${report.device} · ${number(report.seconds)} s`, report.ok ? "good" : "bad");
   result.querySelector("tbody").replaceChildren(...report.tensors.map(judged));
   const rules = [...new Set(report.tensors.map(({ rule }) => rule))];
-  result.querySelector(".rule").textContent = `Bound: ${rules.join("; ")}`;
+  const { figures, words } = decades(report.tensors);
+  result.querySelector(".decades").replaceChildren(...figures);
+  result.querySelector(".rule").textContent = `Bound: ${rules.join("; ")}. ${words}.`;
   result.hidden = false;
 }
 
