@@ -8,15 +8,13 @@ import sys
 
 import httpx
 import pytest
+import torch
 from axe_playwright_python.sync_playwright import Axe
-from messages import message, normal, post
+from messages import JSON, message, normal, post
 from playwright.sync_api import expect, sync_playwright
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))), None
-)
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="needs Chromium: `apt-get install chromium-headless-shell`, or another one on the PATH"
 )
 SECONDS = 30_000  # milliseconds that anything may take; nothing takes two seconds on an idle machine
 TENSORS = ["o", "lse", "dq", "dk", "dv"]
@@ -24,6 +22,8 @@ TENSORS = ["o", "lse", "dq", "dk", "dv"]
 
 @pytest.fixture(scope="module")
 def chromium():
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium: `apt-get install chromium-headless-shell`, or another one on the PATH")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM)
         yield browser
@@ -158,6 +158,26 @@ def test_a_verification_is_judged_and_the_code_on_screen_asks_the_same(page):
         "backend": "tiled", "causal": True, "window": [8, -1], "softcap": 20, "seed": 3, "extras": ["sinks"],
     }  # fmt: skip
     assert run_shown_code(page, "verify", "Python").startswith("right ")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator("#verify-code").get_by_role("button", name="Copy").click()
+    expect(page.locator("#verify-code").get_by_role("button")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == page.locator("#verify-code code").inner_text()
+
+
+def test_a_wrong_element_is_shown_where_it_is(page, server):
+    """The page takes only problems that the server solves itself: it is given the real report of another's answer."""
+    q, k, v = (normal(1, 2, 48, 16, seed=seed) for seed in range(3))
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    o[0, 1, 17, 5] += 1e-2
+    report = post(server, "/verify", message({"q": q, "k": k, "v": v, "o": o}), accept=JSON)
+    assert not report.json["ok"]
+    page.route("**/verify", lambda route: route.fulfill(body=report.body, content_type=JSON))
+    page.locator("#verify form").get_by_role("button", name="Verify").click()
+    expect(said(page, "verify")).to_contain_text("Wrong: beyond its bound: o · given on")
+    ((name, verdict, error, *_, at, there, truth),) = cells(page, "verify")
+    assert (name, verdict, error, at) == ("o", "wrong", "0.01", "[0, 1, 17, 5]")
+    there, truth = (float(text.replace("−", "-")) for text in (there, truth))
+    assert there - truth == pytest.approx(1e-2, rel=1e-3)
 
 
 def test_what_is_wrong_is_said_at_its_field(page):

@@ -42,7 +42,7 @@ function say(text, verdict = "") {
 
 function show(report) {
   const wrong = report.tensors.filter(({ ok }) => !ok).map(({ name }) => name);
-  const verdict = report.ok ? "Right: every tensor is within its bound" : `Wrong: ${wrong.join(", ")} out of bounds`;
+  const verdict = report.ok ? "Right: every tensor is within its bound" : `Wrong: beyond its bound: ${wrong.join(", ")}`;
   say(`${verdict} · ${report.backend} on ${report.device} · ${number(report.seconds)} s`, report.ok ? "good" : "bad");
   result.querySelector("tbody").replaceChildren(...report.tensors.map(judged));
   const rules = [...new Set(report.tensors.map(({ rule }) => rule))];
