@@ -12,6 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from flashpoint_kernels.spec import BACKENDS
 from flashpoint_kernels.support import FEATURE_FIELDS, SUPPORT
 from flashpoint_kernels.timing.account import ALGORITHMS
 from flashpoint_kernels.timing.sheets import SHEETS
+from flashpoint_kernels.triton_backend.configurations import TABLES as TILES
 from flashpoint_server.metrics import Metrics
 from flashpoint_server.refusal import STATUS, Refusal
 from flashpoint_server.settings import Settings
@@ -115,18 +117,23 @@ def support() -> str:
 
 
 def compiled(arch: int) -> str:
-    """Tile, then registers / spilled bytes a thread / KiB of shared memory, a row a variant, a column a kernel."""
+    """A row a variant, a column a kernel; float32 in IEEE precision, at level 0. `benchmarks/results/` has all."""
     result = json.loads((RESULTS / f"compile-sm{arch}.json").read_text())
-    kernels = {(k["dtype"], k["level"], k["head_dim"], k["kernel"]): k for k in result["kernels"]}
-    variants = sorted({key[:2] for key in kernels})
+    kernels = {(k["dtype"], k["level"], k["head_dim"], k["kernel"]): k for k in result["kernels"]
+               if k["precision"] == "ieee"}  # fmt: skip
     names = ("forward", "backward_kv", "backward_q")
-    rows = []
-    for (dtype, level), dim in product(variants, sorted({key[2] for key in kernels})):
-        cells = [_variant(kernels[dtype, level, dim, name]) for name in names]
-        instruction = ", ".join(kernels[dtype, level, dim, "forward"]["matrix_instructions"]) or "none"
-        rows.append((dtype, level, dim, *cells, instruction))
-    made = f"sm_{arch}, triton {result['triton']}, {result['date'][:10]}, commit {result['commit'][:10]}:\n\n"
-    return "\n" + made + table(["dtype", "level", "D", *(f"`{name}`" for name in names), "instruction"], rows)
+    variants = [("bfloat16", level, str(level), names) for level in (0, 1, 2)] + [("float32", 0, "0", names)]
+    if ("bfloat16", 0, 64, "forward_hopper") in kernels:
+        variants.insert(1, ("bfloat16", 0, "0, Hopper", ("forward_hopper", "backward_kv", "backward_q_hopper")))
+    rows = [
+        (dtype, shown, dim, *(_variant(kernels[dtype, level, dim, kernel]) for kernel in of))
+        for (dtype, level, shown, of), dim in product(variants, (64, 128, 256))
+        if (dtype, level, dim, "forward") in kernels
+    ]
+    instructions = sorted({i for k in result["kernels"] for i in k["matrix_instructions"]})
+    made = f"triton {result['triton']}, {result['date'][:10]}, commit {result['commit'][:10]}"
+    said = f"\nsm_{arch}, {', '.join(f'`{i}`' for i in instructions)}; {len(result['kernels'])} variants; {made}:\n\n"
+    return said + table(["dtype", "level", "D", *(f"`{name}`" for name in names)], rows)
 
 
 def serving() -> str:
@@ -186,6 +193,7 @@ def throughput() -> str:
                 f"{m['slowdown_p50']:.1f} / {m['slowdown_p99']:.1f}",
             )
             for lengths, m in result["mixed"].items()
+            if m["repetitions"]
         ]
         head = ("lengths", "saturated, 1/s", "p50 / p99, ms", "ratio", "alone, ms", "ratio", "slowdown, p50 / p99")
         text += targets(result) + "\n" + table(["requests a second", *cases], rows) + "\n" + table(head, many)
@@ -245,7 +253,8 @@ def benchmarks() -> str:
 
 def _variant(kernel: dict[str, Any]) -> str:
     tile = f"{kernel['block_m']}×{kernel['block_n']}, {kernel['num_warps']} warps"
-    return f"{tile}: {kernel['registers']} / {kernel['spill_bytes']} / {kernel['shared_bytes'] / 1024:.0f}"
+    loop = f" / {kernel['loop']}" if kernel["loop"] else ""
+    return f"{tile}: {kernel['registers']} / {kernel['spill_bytes']} / {kernel['shared_bytes'] / 1024:.0f}{loop}"
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -259,8 +268,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving": serving,
     "support": support,
     "throughput": throughput,
-    "compile-sm80": lambda: compiled(80),
-    "compile-sm90": lambda: compiled(90),
+    **{f"compile-sm{arch}": partial(compiled, arch) for arch in TILES},
 }
 
 

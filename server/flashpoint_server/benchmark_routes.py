@@ -8,10 +8,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import ValidationError
 
 from flashpoint._sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest, PlotKind
 from flashpoint_server import pictures
+from flashpoint_server.body import Body
+from flashpoint_server.message import field_errors, read_text
 from flashpoint_server.problem_schema import Problem
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.service import Service
@@ -19,19 +22,30 @@ from flashpoint_server.service import Service
 HEARTBEAT_SECONDS = 1.0  # between comments in a stream where nothing happens: a stopping server is noticed
 CANCEL_SECONDS = 5.0  # how long a slice in which nothing can be stopped is waited for
 
+REQUEST_LIMIT = 1 << 16  # bytes; hundreds of shapes
+_SCHEMA = {"$ref": "#/components/schemas/BenchmarkRequest"}
+_ASKED = {"requestBody": {"required": True, "content": {"application/json": {"schema": _SCHEMA}}}}
 _ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in (401, 403, 404, 422)}
 
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter(prefix="/benchmark", tags=["proof"])
     benchmarks = service.benchmarks
-    busy: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in (429, 503)}
+    busy: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in (408, 413, 429, 503)}
 
-    @routes.post("", status_code=202, summary="Time a grid", responses=_ERRORS | busy)
-    async def start(request: Request, asked: BenchmarkRequest, response: Response) -> BenchmarkJob:
+    @routes.post("", status_code=202, summary="Time a grid", responses=_ERRORS | busy, openapi_extra=_ASKED)
+    async def start(request: Request, response: Response) -> BenchmarkJob:
         """Timing runs alone on the device, in slices between the requests that are served meanwhile."""
-        service.keys.admit(request.headers, "benchmark")
-        owner = hashlib.sha256(request.headers.get("authorization", "").encode()).hexdigest()
+        service.keys.admit(request.headers, "benchmark")  # before its body is read
+        body = Body(request.scope, request.receive, request.headers, service.settings)
+        body.limit = REQUEST_LIMIT
+        body.check_length(body.length)
+        try:
+            asked = BenchmarkRequest.model_validate_json(await read_text(body))
+        except ValidationError as error:
+            raise invalid(field_errors(error)) from None
+        key = request.headers.get("authorization", "") if service.settings.api_keys else ""
+        owner = hashlib.sha256(key.encode()).hexdigest()
         opened = await benchmarks.open(service.engine, asked, owner, service.check_ready())
         response.headers["Location"] = f"/benchmark/{opened.job.id}"
         return opened.job
@@ -39,13 +53,13 @@ def router(service: Service) -> APIRouter:
     @routes.get("/{id}", summary="State, progress and rows", responses=_ERRORS)
     async def job(request: Request, id: str) -> BenchmarkJob:
         service.keys.admit(request.headers, "benchmark")
-        return benchmarks.get(id).job
+        return (await benchmarks.get(id)).job
 
     @routes.get("/{id}/events", summary="The same as server-sent events", responses=_ERRORS)
     async def events(request: Request, id: str, last_event_id: Annotated[int, Header(ge=0)] = 0) -> StreamingResponse:
         """One event for each thing that happens, from the first, or from the one after `Last-Event-ID`, to the end."""
         service.keys.admit(request.headers, "benchmark")
-        benchmark = benchmarks.get(id)
+        benchmark = await benchmarks.get(id)
 
         async def stream() -> AsyncIterator[bytes]:
             async for event in benchmark.follow(last_event_id, HEARTBEAT_SECONDS):
@@ -62,7 +76,7 @@ def router(service: Service) -> APIRouter:
     async def cancel(request: Request, id: str) -> BenchmarkJob:
         """Stop it at the end of its slice; a benchmark that has ended stays as it is."""
         service.keys.admit(request.headers, "benchmark")
-        benchmark = benchmarks.get(id)
+        benchmark = await benchmarks.get(id)
         if not benchmark.over:
             benchmarks.stop(benchmark)
             await benchmark.ended(CANCEL_SECONDS)
@@ -71,7 +85,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/{id}/plot.{format}", summary="A picture of its rows", responses=_ERRORS, response_class=Response)
     async def plot(request: Request, id: str, format: str, kind: PlotKind = "time") -> Response:
         service.keys.admit(request.headers, "benchmark")
-        benchmark = benchmarks.get(id)
+        benchmark = await benchmarks.get(id)
         if format not in pictures.MEDIA_TYPES:
             raise Refusal("not_found", f"there are {' and '.join(pictures.MEDIA_TYPES)}")
         try:

@@ -123,7 +123,7 @@ class Engine:
         job.staging.slot.mark = False
         job.staging.slot.hold()
         self.load += job.flops
-        self._send(job.message(number, sent.since + job.flops / self.device.speed - job.priority * PRIORITY_SECONDS))
+        self._send(job.message(number, sent.since + job.seconds(self.device.speed) - job.priority * PRIORITY_SECONDS))
 
     def cancel(self, sent: Sent) -> None:
         """Nobody waits for it any more: the engine is told, where it has not answered."""
@@ -160,7 +160,8 @@ class Engine:
             return  # it is gone: the end of file says so, and `_hear` sees to it
         except OSError as error:  # too many descriptors on their way, or no memory: begin anew
             log.error("channel failed", error=str(error))
-            self._died()
+            # The engine closes its end, too, once nothing computes in our memory any more: `_hear` goes on from there.
+            self._channel.sock.shutdown(socket.SHUT_WR)
             return
         loop.remove_writer(self._channel)
 
@@ -306,11 +307,11 @@ class Engines:
         self._send(sent)
         return sent.future
 
-    def time(self, asked: Time) -> None:
-        """Have an engine run a benchmark; what becomes of it is heard by `Benchmarks`. Raises Refusal."""
+    def for_benchmark(self) -> Engine:
+        """The engine with the fewest benchmarks. Raises Refusal."""
         if self.state is not State.READY:
             raise Refusal("not_ready", f"the engine is {self.state.value}")
-        min(self._ready(), key=self._benchmarks.load_of).tell(asked)
+        return min(self._ready(), key=self._benchmarks.load_of)
 
     def _send(self, sent: Sent) -> None:
         engine = min(self._ready(), key=lambda engine: engine.load)

@@ -17,7 +17,7 @@ import structlog
 
 from flashpoint_server import logs
 from flashpoint_server.messages import Broken, Channel, ToEngine
-from flashpoint_server.parent import CANNOT_WORK, die_with_parent
+from flashpoint_server.parent import CANNOT_WORK, die_with_parent, raise_descriptor_limit
 from flashpoint_server.waiting import Budget
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def main(kind: type[Device] | None = None) -> int:
     parser.add_argument("--log-level", required=True)
     asked = parser.parse_args()
     die_with_parent(asked.parent)
+    raise_descriptor_limit()
     from flashpoint_server.device import Device  # imports torch, which takes seconds
     from flashpoint_server.serving_engine import ServingEngine
     from flashpoint_server.timing_lane import TimingLane

@@ -8,9 +8,14 @@ wake-up. Who has found work that takes a while, or leaves work behind, first pas
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
+
+import structlog
+
+log = structlog.stdlib.get_logger("flashpoint.engine")
 
 
 class Work(NamedTuple):
@@ -38,6 +43,13 @@ class Lanes:
             other.join()
 
     def _lane(self) -> None:
+        try:
+            self._work()
+        except BaseException:  # a bug of ours: a process with one thread less would not be noticed, one that ends is
+            log.critical("lane failed", exc_info=True)
+            os._exit(1)
+
+    def _work(self) -> None:
         while (work := self._next()) is not None:
             work.run()
             while (more := self._more()) is not None:

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from flashpoint import jsonwire, wire
 from flashpoint._proof import ANSWERS
+from flashpoint.benchmark_schema import BenchmarkRequest
 from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyReport, VerifyRequest
 from flashpoint_kernels.spec import BACKWARD_TENSORS, FORWARD_TENSORS, GRADS, Direction
@@ -103,7 +104,7 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
         "required": ["q", "k", "v"],
         "additionalProperties": False,
     }
-    for model in (VerifyRequest, VerifyReport):
+    for model in (VerifyRequest, VerifyReport, BenchmarkRequest):
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}", mode="validation")
         schemas.update(schema.pop("$defs", {}))
         schemas[model.__name__] = schema

@@ -1,13 +1,21 @@
-"""A child's tie to the process that started it."""
+"""What a process asks of the system when it starts: to end with its parent, and descriptors enough."""
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 
 CANNOT_WORK = 78  # EX_CONFIG: the exit code that says that starting again will not help
 
 _PR_SET_PDEATHSIG = 1
+
+
+def raise_descriptor_limit() -> None:
+    """Allow as many descriptors as the system does: a segment of shared memory takes one or two, a connection one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def die_with_parent(parent: int) -> None:

@@ -47,6 +47,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
+        if self.cycle.response_complete:
+            return  # nobody will ask for more of it
         self.flow.pause_reading()  # one piece at a time: what a route receives directly must come unparsed
 
     def connection_lost(self, exc: Exception | None) -> None:

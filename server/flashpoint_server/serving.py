@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from flashpoint_server import supervisor
 from flashpoint_server.app import create_app
 from flashpoint_server.engine import State
+from flashpoint_server.parent import raise_descriptor_limit
 from flashpoint_server.protocol import HttpProtocol
 from flashpoint_server.service import Service
 from flashpoint_server.settings import Settings
@@ -92,6 +93,7 @@ def listen(settings: Settings) -> socket.socket:
 
 def serve_on(listener: socket.socket, app: FastAPI) -> int:
     """Serve an application of `create_app` on a listening socket, in this process; as `run`."""
+    raise_descriptor_limit()
     service: Service = app.state.service
     config = uvicorn.Config(
         app,

@@ -52,6 +52,7 @@ from flashpoint_server.messages import (
     Failed,
     FromEngine,
     Hello,
+    JobEvent,
     Prove,
     Proven,
     StopJob,
@@ -70,6 +71,9 @@ log = structlog.stdlib.get_logger("flashpoint.engine")
 PEER_PATIENCE = 5.0  # seconds that all others wait for an HTTP process that does not read its answers
 # Work of a millisecond or so: while it runs nobody need listen, and waking another thread would cost it a tenth.
 BRIEF = 1 << 26  # FLOPs
+BRIEF_ROWS = 8  # sequences: each costs up to half a millisecond beside its FLOPs
+BRIEF_BYTES = 1 << 24
+HOLD_SECONDS = 0.05  # that others are held back for a benchmark's slice, while something still runs
 # A thread that wants Python back after its op waits that long for one that computes in Python; 5 ms is the default.
 SWITCH_INTERVAL = 0.0005  # seconds
 
@@ -80,6 +84,7 @@ class _Peer:
 
     channel: Channel[ToEngine]
     segments: dict[int, mmap.mmap] = field(default_factory=dict)
+    running: int = 0  # works that compute in them
 
 
 @dataclass(eq=False)
@@ -144,6 +149,7 @@ class ServingEngine:
         self._launches = 0
         self._running = 0  # works of any kind
         self._alone = False  # a slice of a benchmark runs, and nothing beside it
+        self._holding: float | None = None  # since when nothing begins, so that a slice may
         self._watchdog = Watchdog(hang_timeout)
         self._lock = threading.RLock()
         self._stopping = self._asleep = False
@@ -171,9 +177,17 @@ class ServingEngine:
                 if (work := self._take()) is not None:
                     return work
                 self._asleep = True  # in this very step: who leaves work behind from now on wakes us
-                closes = self._waiting.closes() if self._launches < self._device.launches else None
-                timeout = None if closes is None else max(closes - time.monotonic(), 0)
+                until = self._next_look()
+                timeout = None if until is None else max(until - time.monotonic(), 0)
         return None
+
+    def _next_look(self) -> float | None:
+        """When there may be work though nobody says so, in `time.monotonic` seconds."""
+        if self._alone:
+            return None
+        if self._holding is not None:
+            return self._holding + HOLD_SECONDS
+        return self._waiting.closes() if self._launches < self._device.launches else None
 
     def _hear_all(self, timeout: float | None) -> None:
         ready = self._selector.select(timeout)
@@ -288,6 +302,11 @@ class ServingEngine:
                 return
             self._peers.remove(peer)
             self._selector.unregister(peer.channel)
+            self._let_go(peer)
+
+    def _let_go(self, peer: _Peer) -> None:
+        """Of one that is forgotten, once nothing runs in its memory: that is what closing the channel tells it."""
+        if peer not in self._peers and not peer.running:
             peer.channel.close()
             for segment in peer.segments.values():
                 self._unmap(segment)
@@ -319,11 +338,18 @@ class ServingEngine:
         """Work that may begin now."""
         with self._lock:
             while not (self._stopping or self._alone):
-                if self._timing.wants(time.monotonic(), others=bool(self._waiting)):
-                    if self._running:
+                now = time.monotonic()
+                if self._timing.wants(now, others=bool(self._waiting)):
+                    if not self._running:
+                        self._holding = None
+                        self._alone = True
+                        self._timing.begin()
+                        return Work(self._slice, brief=False)
+                    self._holding = now if self._holding is None else self._holding
+                    if now < self._holding + HOLD_SECONDS:
                         return None  # it is alone as soon as these have ended, for nothing else begins
-                    self._alone = True
-                    return Work(self._slice, brief=False)
+                    self._timing.postpone(now)  # what runs takes long: nobody waits for that to end
+                self._holding = None
                 groups = self._launches < self._device.launches
                 found = self._waiting.take(time.monotonic(), groups=groups)
                 if not found:
@@ -332,6 +358,8 @@ class ServingEngine:
                 if not batch:
                     continue
                 self._running += 1
+                for entry in batch:
+                    entry.peer.running += 1
                 if batch[0].key is not None:
                     self._launches += 1
                     return Work(partial(self._launch, batch), brief=False)
@@ -340,7 +368,8 @@ class ServingEngine:
                 if entry.parts:
                     self._waiting.put(entry)
                     self._wake()
-                brief = not self._waiting and entry.flops <= BRIEF
+                small = entry.flops <= BRIEF and len(entry.rows) <= BRIEF_ROWS and entry.nbytes <= BRIEF_BYTES
+                brief = small and not self._waiting
                 return Work(partial(self._compute, entry, part), brief)
             return None
 
@@ -385,12 +414,14 @@ class ServingEngine:
         del part
         with self._lock:
             self._running -= 1
+            entry.peer.running -= 1
             entry.left -= 1
             if failure is not None:
                 self._waiting.remove(lambda other: other is entry)
                 self._drop_parts(entry, failure)
             elif not entry.left:
                 self._answer(entry, about=self._about([entry]))
+            self._let_go(entry.peer)
 
     def _launch(self, batch: list[_Entry]) -> None:
         try:
@@ -402,18 +433,25 @@ class ServingEngine:
             with self._lock:
                 self._launches -= 1
                 self._running -= 1
+                for entry in batch:
+                    entry.peer.running -= 1
+                    self._let_go(entry.peer)
                 self._wake()  # it may have to wait for a batch to close now
 
     def _slice(self) -> None:
         """A slice of a benchmark: nothing else runs on the device."""
         try:
             with self._watchdog.watched():
-                said = self._timing.step()
-            self._tell_all(said)  # before the next slice has something to say
+                self._timing.step()
         finally:
             with self._lock:
+                said = self._timing.conclude()
+                self._tell_all(said)
                 self._alone = False
                 self._wake()
+        if any(isinstance(one, JobEvent) and b"CUDA error" in one.event for one in said):
+            log.critical("device lost", by="a benchmark")
+            os._exit(1)
 
     def _prove(self, entry: _Entry, asked: Prove) -> None:
         try:
@@ -455,8 +493,8 @@ class ServingEngine:
                 about = None
 
     def _about(self, batch: list[_Entry], splits: int = 0) -> Batch:
-        flops = sum(entry.flops for entry in batch)
-        return Batch(flops, _padding(batch), self._waiting.budget.fill(batch), splits)
+        flops = sum(pairs * cost for pairs, cost in map(_pairs, batch))
+        return Batch(int(min(flops, 1e18)), _padding(batch), self._waiting.budget.fill(batch), splits)
 
     def _fail(self, batch: list[_Entry], error: Exception) -> None:
         for entry in batch:
@@ -510,12 +548,20 @@ class ServingEngine:
             return
 
 
+def _pairs(entry: _Entry) -> tuple[int, float]:
+    """(query, key) pairs of its sequences, and the FLOPs of each."""
+    spec = entry.spec
+    assert spec is not None
+    priced = spec.q_len * spec.kv_len * (1 if spec.ragged else spec.batch)  # those that its FLOPs count
+    return sum(row.q_len * row.kv_len for row in entry.rows), spec.flops / max(priced, 1)
+
+
 def _padding(batch: list[_Entry]) -> int:
     """FLOPs that the batch would have cost more, had all its sequences been padded to the longest of them."""
     longest_q = max((row.q_len for entry in batch for row in entry.rows), default=0)
     longest_k = max((row.kv_len for entry in batch for row in entry.rows), default=0)
-    more = 0
+    more = 0.0
     for entry in batch:
-        pairs = sum(row.q_len * row.kv_len for row in entry.rows)
-        more += (len(entry.rows) * longest_q * longest_k - pairs) * (entry.flops // max(pairs, 1))
-    return more
+        pairs, cost = _pairs(entry)
+        more += (len(entry.rows) * longest_q * longest_k - pairs) * cost
+    return int(min(more, 1e18))

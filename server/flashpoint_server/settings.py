@@ -79,7 +79,7 @@ class Settings(BaseSettings):
     """seconds after which a launch counts as hung: its engine is ended, and another started"""
     staging_bytes: Annotated[int, Field(ge=64 * MIB)] = 4096 * MIB
     """most bytes of memory shared with the engines, where bodies arrive and answers leave; it grows as it is needed"""
-    verify_flops: Annotated[int, Field(ge=1)] = 1 << 40
+    verify_flops: Annotated[int, Field(ge=1)] = 1 << 38
     """floating-point operations of a problem to verify, which runs in float64 and in torch's own math, too"""
     benchmark_cases: Annotated[int, Field(ge=1)] = 512
     """cases of one benchmark"""

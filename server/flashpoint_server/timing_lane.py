@@ -9,16 +9,14 @@ most, and nobody waits for it longer than a slice. Whose benchmarks have run the
 from __future__ import annotations
 
 import datetime
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
 
-from flashpoint.benchmark_schema import BenchmarkEvent, BenchmarkRequest, State, StateEvent
+from flashpoint.benchmark_schema import ENDED, BenchmarkEvent, BenchmarkRequest, State, StateEvent
 from flashpoint_kernels.reproducible import CORES
 from flashpoint_server import local
 from flashpoint_server.cases import cases_of
@@ -41,9 +39,10 @@ class _Job:
 
 
 class TimingLane:
-    """The jobs of one device. Its owner calls `step` while nothing else runs there, and `stop` at any time.
+    """The jobs of one device. A slice is `begin`, `step`, while nothing else runs there, and `conclude`.
 
-    Both give what is to be said to everybody. `keep` is for how many seconds a job that has ended is kept.
+    All calls but `step` are made under one lock, its owner's. What they give is to be said to everybody. `keep` is for
+    how many seconds a job that has ended is kept.
     """
 
     def __init__(self, device: str, slice_ms: float, keep: float) -> None:
@@ -52,8 +51,8 @@ class TimingLane:
         self._keep = keep
         self._jobs: dict[str, _Job] = {}
         self._running: _Job | None = None
-        self._in_slice = False
-        self._lock = threading.Lock()
+        self._in_slice: _Job | None = None
+        self._outcome: BenchmarkEvent | Exception | None = None
         self._used: defaultdict[str, float] = defaultdict(float)  # seconds, by owner
         self._others_until = 0.0
 
@@ -79,40 +78,49 @@ class TimingLane:
 
     def stop(self, name: str) -> list[Said]:
         """Cancel a job, at the end of its slice where one runs; nothing, where it has ended."""
-        with self._lock:
-            job = self._jobs.get(name)
-            if job is None or job.ended is not None:
-                return []
-            job.unwanted = True
-            return [] if self._in_slice and job is self._running else self._end(job, "cancelled")
+        job = self._jobs.get(name)
+        if job is None or job.ended is not None:
+            return []
+        job.unwanted = True
+        return [] if job is self._in_slice else self._end(job, "cancelled")
 
-    def step(self) -> list[Said]:
-        """Run one slice of the job whose turn it is, to its end."""
-        with self._lock:
-            job = self._running = self._running or self._next()
-            self._in_slice = True
-        began, event, failure = time.monotonic(), None, None
-        before = torch.get_num_threads()
+    def postpone(self, now: float) -> None:
+        """The device could not be had alone: others first."""
+        self._others_until = now + OTHERS_SHARE * self._slice_ms / 1000
+
+    def begin(self) -> None:
+        """Choose whose slice comes next; `wants` has said that there is one."""
+        self._in_slice = self._running = self._running or self._next()
+        self._outcome = None
+
+    def step(self) -> None:
+        """Run the slice. The one call that needs no lock, and that takes time."""
+        job = self._in_slice
+        assert job is not None
+        began, before = time.monotonic(), torch.get_num_threads()
         torch.set_num_threads(CORES)
         try:
-            event = next(job.events)
-        except StopIteration:
-            self._running, job.ended = None, time.monotonic()
+            self._outcome = next(job.events)
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-        torch.set_num_threads(before)
-        took = time.monotonic() - began
-        with self._lock:
-            self._in_slice = False
+            self._outcome = error
+        finally:
+            torch.set_num_threads(before)
+            took = time.monotonic() - began
             self._used[job.asked.owner] += took
             self._others_until = time.monotonic() + OTHERS_SHARE * took
-            if job.ended is not None:
-                return []
-            if failure is not None:
-                return self._end(job, "failed", failure)
-            if job.unwanted:
-                return self._end(job, "cancelled")
-            return [] if event is None else [self._say(job, event)]
+
+    def conclude(self) -> list[Said]:
+        """What is to be said after a slice."""
+        job, outcome, self._in_slice = self._in_slice, self._outcome, None
+        assert job is not None
+        if isinstance(outcome, Exception):
+            return self._end(job, "failed", f"{type(outcome).__name__}: {outcome}")
+        said: list[Said] = [] if outcome is None else [self._say(job, outcome)]
+        if isinstance(outcome, StateEvent) and outcome.state in ENDED:
+            self._close(job)
+        elif job.unwanted:
+            said += self._end(job, "cancelled")
+        return said
 
     def _next(self) -> _Job:
         return min(
@@ -120,12 +128,15 @@ class TimingLane:
         )
 
     def _end(self, job: _Job, state: State, error: str | None = None) -> list[Said]:
-        if job is self._running:
-            self._running = None
-        with closing(job.events):
-            job.ended = time.monotonic()
+        self._close(job)
         at = datetime.datetime.now(datetime.UTC)
         return [self._say(job, StateEvent(id=job.last + 1, state=state, at=at, error=error))]
+
+    def _close(self, job: _Job) -> None:
+        if job is self._running:
+            self._running = None
+        job.events.close()
+        job.ended = time.monotonic()
 
     def _say(self, job: _Job, event: BenchmarkEvent) -> JobEvent:
         job.last = event.id

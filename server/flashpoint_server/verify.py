@@ -33,6 +33,7 @@ from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.staging import Staging
 
 _PROBLEM = tuple(name for name in BACKWARD_TENSORS if name not in ANSWERS)
+IN_FLOAT64 = 8  # times a problem's own bytes: drawn, answered and differentiated in 8 bytes where it has 2 or 4
 DRAWN_LIMIT = 1 << 16  # bytes of a request whose tensors the server draws; the longest has some hundred
 
 
@@ -107,11 +108,16 @@ class VerifyRoute(ComputeRoute):
         return options.model_dump_json().encode(), self._price(spec, device)
 
     def _price(self, spec: Spec, device: DeviceInfo) -> int:
-        """FLOPs of the problem itself. Raises Refusal 413."""
-        check_size(spec, device.memory, self.service.settings.sequence_limit)
-        if spec.flops > (most := self.service.settings.verify_flops):
-            raise Refusal("work_too_large", f"to verify this takes {spec.flops:.3g} FLOPs, over the {most:.3g} allowed")
-        return spec.flops
+        """FLOPs of the problem itself. Raises Refusal 413.
+
+        A score costs about as much as 64 columns do, however few there are, and everything is there in float64, too.
+        """
+        check_size(spec, device.memory // IN_FLOAT64, self.service.settings.sequence_limit)
+        columns = spec.head_dim + spec.value_dim
+        price = min(spec.flops * max(64, columns) // columns, 1 << 62)
+        if price > (most := self.service.settings.verify_flops):
+            raise Refusal("work_too_large", f"to verify this takes {price:.3g} FLOPs, over the {most:.3g} allowed")
+        return price
 
 
 def _drawn(text: bytes) -> VerifyRequest | None:

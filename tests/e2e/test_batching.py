@@ -132,6 +132,14 @@ def test_who_leaves_a_running_batch_costs_its_mates_nothing(faulty, pool):
     assert {answer.result().headers["x-batch-size"] for answer in (shared, *mates)} == {"4"}
 
 
+def test_sequences_that_meet_nobody_are_answered(faulty):
+    """Packed so that no query has a key: no pair, and padding that would be astronomical."""
+    q = torch.zeros(16384, 1, 64, dtype=torch.float16)
+    ends = {"cu_seqlens_q": torch.tensor([0, 16384, 16384]), "cu_seqlens_k": torch.tensor([0, 0, 16384])}
+    answer = post(faulty.server, "/attention", message({"q": q, "k": q, "v": q, **ends}, layout="thd", backend="torch"))
+    assert not answer.tensors["o"].any()
+
+
 def test_poison_harms_nobody_else(faulty, pool):
     poison = {name: torch.full((1, 2, 5, 16), float("nan")) for name in "qkv"}
     expected = [post(faulty.server, "/attention", forward(seed)).body for seed in range(3)]

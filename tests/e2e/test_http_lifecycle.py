@@ -100,6 +100,19 @@ def test_a_client_that_leaves_the_queue_is_not_computed(pair, background):
     assert not was_begun(pair, "left")
 
 
+def test_a_body_that_nobody_reads_leaves_its_connection_usable(server):
+    """Answered 404 before its body has come; the rest of it is thrown away, and the next request is answered."""
+    with contextlib.closing(socket.create_connection(("127.0.0.1", server.port), timeout=30)) as connection:
+        connection.sendall(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n" + bytes(1000))
+        first = http.client.HTTPResponse(connection)
+        first.begin()
+        assert (first.status, len(first.read()) > 0) == (404, True)
+        connection.sendall(bytes(3_999_000) + b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        second = http.client.HTTPResponse(connection)
+        second.begin()
+        assert second.status == 200
+
+
 def test_a_deadline_that_passes_while_the_body_comes_is_504(server):
     with contextlib.closing(socket.create_connection(("127.0.0.1", server.port), timeout=30)) as connection:
         connection.sendall(

@@ -103,7 +103,7 @@ def test_what_cannot_be_verified_names_the_field(server, tensors):
     wrong = refused(message(qkv | {"o": tensors["q"][:, :, :3]}), "invalid_request")
     assert wrong["errors"][0]["loc"] == ["o"]
     assert refused(message(qkv | {"p": tensors["q"]}), "invalid_request")["errors"][0]["loc"] == ["p"]
-    big = {"shape": {"batch": 2, "q_heads": 64, "q_len": 8192, "head_dim": 128}}
+    big = {"shape": {"q_heads": 16, "q_len": 8192, "head_dim": 64}}
     assert "allowed" in refused(big, "work_too_large", 413)["detail"]
 
 
@@ -170,11 +170,14 @@ def test_a_job_that_asks_too_much_is_told_the_bound(server):
     def refused(**asked):
         return problem(grid(server, **asked), 422, "invalid_request")["detail"]
 
-    assert "over the bound of 2" in refused(shapes=[{"batch": 64, "q_heads": 64, "q_len": 8192, "head_dim": 128}])
+    assert "over the bound of 2" in refused(shapes=[{"q_heads": 64, "q_len": 16384, "head_dim": 64}])
     assert "over the 512 cases" in refused(shapes=GRID["shapes"] * 600)
     assert "over the 1800 seconds" in refused(shapes=GRID["shapes"] * 10, max_seconds=600.0)
     assert "is none of" in refused(backends=["mine"])
+    assert "twice" in refused(backends=["torch"] * 1000)
+    assert "left to benchmarks" in refused(shapes=[{"q_len": 1 << 27, "kv_len": 1, "head_dim": 64}])
     problem(grid(server, shapes=[]), 422, "invalid_request")
+    problem(post(server, "/benchmark", b" " * (1 << 17), JSON), 413, "body_too_large")
     status, document = server.get("/benchmark/none")
     assert (status, document["code"]) == (404, "not_found")
 

@@ -11,6 +11,7 @@ const EVERY_MS = 2000;
 
 const main = document.getElementById("main");
 const door = document.getElementById("key");
+const parts = document.querySelector("nav");
 const forget = document.getElementById("forget");
 let timer = null;
 
@@ -19,12 +20,12 @@ function lock() {
   timer = null;
   if (key.get()) say(door, "The key is not known.");
   key.forget();
-  [main.hidden, door.hidden, forget.hidden] = [true, false, true];
+  [main.hidden, parts.hidden, door.hidden] = [true, true, false];
   door.elements.key.focus();
 }
 
 function open() {
-  [main.hidden, door.hidden, forget.hidden] = [false, true, !key.get()];
+  [main.hidden, parts.hidden, door.hidden, forget.hidden] = [false, false, true, !key.get()];
   verify.showCode();
   benchmark.showCode();
   benchmark.resume();
@@ -32,8 +33,9 @@ function open() {
 }
 
 async function look() {
+  const mine = timer; // another, if it was locked and opened again meanwhile
   if (!document.hidden) await Promise.all([device.look(), traffic.look()]);
-  if (timer !== null) timer = setTimeout(look, EVERY_MS);
+  if (timer === mine) timer = setTimeout(look, EVERY_MS);
 }
 
 document.addEventListener("locked", lock);
