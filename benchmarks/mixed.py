@@ -44,7 +44,12 @@ def repetition(port: int, requests: Sequence[Request], connections: int, seed: i
 
 
 def summary(repetitions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Percentiles of each repetition, their median over the repetitions; milliseconds, and requests a second."""
+    """Percentiles of each repetition, their median over the repetitions; milliseconds, and requests a second.
+
+    Empty without repetitions.
+    """
+    if not repetitions:
+        return {}
     alone = np.median([one["alone"] for one in repetitions], axis=0)
     rows = []
     for one in repetitions:

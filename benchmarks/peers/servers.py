@@ -28,11 +28,14 @@ CONSTRAINTS = HERE.parent.parent / "constraints.txt"
 ENVIRONMENTS = Path(tempfile.gettempdir()) / "flashpoint-peers"
 PYTRITON_SYSTEM = "/usr/bin/python3"
 ENDING_SECONDS = 15.0
-FIRST_CALL = Case(16, False)
+FIRST_CALLS = (Case(16, False), Case(16, True))  # one starts its two models one after the other
 
 
 class Peer(NamedTuple):
-    """`command` is of Python, or of a script of its environment; PORT and PORT1… in it and in `variables` are ports."""
+    """`command` is of Python, or of a script of its environment.
+
+    In it and in `variables` PORT, PORT1 and PORT2 are ports, and HERE is this directory.
+    """
 
     name: str
     command: str
@@ -46,24 +49,24 @@ class Peer(NamedTuple):
 
 CORES = os.cpu_count() or 1
 PEERS = (
-    Peer("bare asyncio protocol", "python bare_protocol.py PORT"),
-    Peer("bare ASGI", "python bare_asgi.py PORT"),
-    Peer("FastAPI, inline", "python fastapi_safetensors.py PORT inline 1", SAFETENSORS),
-    Peer("FastAPI, inline, a thread a core", f"python fastapi_safetensors.py PORT inline {CORES}", SAFETENSORS),
-    Peer("FastAPI, thread pool", "python fastapi_safetensors.py PORT pool 1", SAFETENSORS),
-    Peer("FastAPI, JSON lists", "python fastapi_json.py PORT", LISTS),
-    Peer("LitServe", "python litserve_app.py PORT", packages=("litserve==0.2.19",), environment="litserve"),
+    Peer("bare asyncio protocol", "python HERE/bare_protocol.py PORT"),
+    Peer("bare ASGI", "python HERE/bare_asgi.py PORT"),
+    Peer("FastAPI, inline", "python HERE/fastapi_safetensors.py PORT inline 1", SAFETENSORS),
+    Peer("FastAPI, inline, a thread a core", f"python HERE/fastapi_safetensors.py PORT inline {CORES}", SAFETENSORS),
+    Peer("FastAPI, thread pool", "python HERE/fastapi_safetensors.py PORT pool 1", SAFETENSORS),
+    Peer("FastAPI, JSON lists", "python HERE/fastapi_json.py PORT", LISTS),
+    Peer("LitServe", "python HERE/litserve_app.py PORT", packages=("litserve==0.2.19",), environment="litserve"),
     Peer(
         "BentoML",
-        "bentoml serve bento_service:Attention --host 127.0.0.1 --port PORT",
+        "bentoml serve bento_service:Attention --working-dir HERE --host 127.0.0.1 --port PORT",
         path=lambda case: "/raw/attn",
         packages=("bentoml==1.4.39",),
         environment="bentoml",
     ),
-    Peer("Ray Serve", "python ray_app.py PORT", packages=("ray[serve]==2.60.0",), environment="ray"),
+    Peer("Ray Serve", "python HERE/ray_app.py PORT", packages=("ray[serve]==2.60.0",), environment="ray"),
     Peer(
         "NVIDIA Triton server",
-        "python triton_app.py PORT PORT1",
+        "python HERE/triton_app.py PORT PORT1",
         OIP_BINARY,
         lambda case: f"/v2/models/attn{'_grad' if case.gradient else ''}/infer",
         ("nvidia-pytriton==0.7.0",),
@@ -74,7 +77,7 @@ PEERS = (
     ),
     Peer(
         "MLServer",
-        "mlserver start mlserver_model",
+        "mlserver start HERE/mlserver_model",
         OIP_JSON,
         lambda case: "/v2/models/attn/infer",
         ("mlserver==1.7.1", "uvloop==0.21.0"),  # it fails to start with later ones of uvloop
@@ -122,14 +125,15 @@ def started(peer: Peer) -> Iterator[int]:
     def filled(text: str) -> str:
         for number in (2, 1):
             text = text.replace(f"PORT{number}", str(ports[number]))
-        return text.replace("PORT", str(ports[0]))
+        return text.replace("PORT", str(ports[0])).replace("HERE", str(HERE))
 
     variables = {name: filled(value) for name, value in peer.variables.items()}
     variables |= {"PYTHONPATH": str(HERE), "PATH": f"{programs}:{os.environ['PATH']}", **MALLOC}
     program, *rest = (filled(word) for word in peer.command.split())
-    with tempfile.TemporaryFile() as log:
+    # Some write files to where they are started.
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory() as place:
         child = subprocess.Popen(
-            [str(programs / program), *rest], cwd=HERE, env={**os.environ, **variables}, stdout=log, stderr=log
+            [str(programs / program), *rest], cwd=place, env={**os.environ, **variables}, stdout=log, stderr=log
         )
         try:
             deadline = time.monotonic() + START_SECONDS
@@ -152,7 +156,7 @@ def free_ports(count: int) -> list[int]:
 
 def answers(peer: Peer, port: int) -> bool:
     try:
-        return ask(port, peer.path(FIRST_CALL), peer.form, FIRST_CALL)[0] == 200
+        return all(ask(port, peer.path(case), peer.form, case)[0] == 200 for case in FIRST_CALLS)
     except OSError:
         return False
 
