@@ -1,25 +1,27 @@
 """The kernels compile for GPUs that are not here: no spills in the fast variants, no atomics, the right instructions.
 
 In processes of their own, without the interpreter. Here, what stands for all variants; all of them in
-`make compile-all`.
+`make compile-all`, whose findings in benchmarks/results/ are of the tiles that ship.
 """
 
 import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashpoint_kernels.triton_backend.aot import Report, faults
+from flashpoint_kernels.triton_backend.aot import Report, faults, tile_of
 from flashpoint_kernels.triton_backend.config import Chip, table_of, tiles
 from flashpoint_kernels.triton_backend.configurations import SHARED_KIB, TABLES
-from flashpoint_kernels.triton_backend.shipped import Variant, representative
+from flashpoint_kernels.triton_backend.shipped import Variant, all_of, representative
 
+RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 FINE = Report(
     "forward", 90, "bfloat16", 128, 0, None, "ieee", 128, 64, 8, 3, 255, 0, 227 * 1024, 0, ("wgmma.mma_async",), 0,
     False, 400,
@@ -74,6 +76,25 @@ def test_a_tile_that_does_not_fit_is_never_chosen(arch: int, shared_kib: int) ->
     assert SHARED_KIB[chosen] <= shared_kib
     assert chosen // 10 == arch // 10
     assert chosen == arch or arch not in SHARED_KIB or SHARED_KIB[arch] > shared_kib
+
+
+@pytest.mark.parametrize("arch", TABLES)
+def test_the_findings_are_of_the_tiles_that_ship_and_all_fit(arch: int) -> None:
+    found = json.loads((RESULTS / f"compile-sm{arch}.json").read_text())["kernels"]
+    names = [field.name for field in fields(Report)]
+    reports = [Report(**{name: kernel[name] for name in names}) for kernel in found]
+    variants = [Variant(*(getattr(report, name) for name in Variant._fields)) for report in reports]
+    # The sinks' gradient is float32 whatever the dtype.
+    dtypes = list(dict.fromkeys(variant.dtype for variant in variants if variant.kernel != "backward_sinks"))
+    assert "bfloat16" in dtypes  # float16 takes its tiles, and float32's are the same on every chip
+    assert variants == all_of(arch, dtypes), "run make compile-all"
+    for report, variant in zip(reports, variants, strict=True):
+        tile = tile_of(variant)
+        shipped = (tile.block_m, tile.block_n, tile.num_warps, tile.num_stages)
+        found_with = (report.block_m, report.block_n, report.num_warps, report.num_stages)
+        assert shipped == found_with, f"{variant}: run make compile-all"
+        assert report.shared_bytes <= SHARED_KIB[arch] * 1024
+        assert faults(replace(report, matrix_instructions=tuple(report.matrix_instructions))) == []
 
 
 def test_every_problem_has_tiles() -> None:

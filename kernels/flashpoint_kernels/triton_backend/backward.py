@@ -60,9 +60,9 @@ def attention_delta(
     do_base += head * do_head
     o = load_rows(o_base, o_stride, o_m, q_len, value_dim, BLOCK_DV, False, EVEN).to(tl.float32)
     do = load_rows(do_base, do_stride, o_m, q_len, value_dim, BLOCK_DV, False, EVEN).to(tl.float32)
-    has_dlse = tl.load(t + c.DLSE) != 0
+    dlse_rows = tl.where(tl.load(t + c.DLSE) != 0, q_len, 0)
     dlse_base, dlse_head = locate_vector(t, c.DLSE)
-    dlse = tl.load(dlse_base + head * dlse_head + o_m, mask=has_dlse & (o_m < q_len), other=0.0)
+    dlse = tl.load(dlse_base + head * dlse_head + o_m, mask=o_m < dlse_rows, other=0.0)
     lse_base, lse_head = locate_vector(t, c.LSE)
     lse = tl.load(lse_base + head * lse_head + o_m, mask=o_m < q_len, other=0.0)
     stats_base, stats_head = locate_vector(t, c.STATS)

@@ -160,9 +160,9 @@ def store_answer(
     o_base, o_head, o_stride = locate(t, c.O, DTYPE, ALIGNED)
     o_base += head * o_head
     store_rows(o_base, o_stride, o_m, q_rows, value_dim, cast(o, DTYPE), BLOCK_DV, EVEN)
-    wanted = tl.load(t + c.LSE) != 0
+    wanted_rows = tl.where(tl.load(t + c.LSE) != 0, q_rows, 0)
     lse_base, lse_head = locate_vector(t, c.LSE)
-    tl.store(lse_base + head * lse_head + o_m, lse, mask=wanted & (o_m < q_rows))
+    tl.store(lse_base + head * lse_head + o_m, lse, mask=o_m < wanted_rows)
 
 
 # Columns of a merge item: table row, first query, first scratch slot, number of parts.
