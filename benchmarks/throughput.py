@@ -5,7 +5,7 @@ forward and gradient at (1,8,128,64) and (1,8,1024,64), float32; see peers/serve
 load, mixed.py for requests of many lengths. Each round times every way in turn, for most of a second, in an order that
 turns. Where the operator in a process, timed at both ends of a round, deviates from its median, somebody else used the
 machine, and the round is thrown away. Medians of the rest, ratios within a round, go to
-benchmarks/results/throughput-<cpu>.json. Takes ten minutes, and as much again where environments have to be made first.
+benchmarks/results/throughput-<cpu>.json. Takes twelve minutes, and as much again where environments have to be made first.
 Exits with 1 where a target is missed, or every round of a case was thrown away.
 """
 
@@ -122,6 +122,8 @@ def in_process(child: subprocess.Popen[str], way: str) -> Calls:
         to.flush()
         return float(out.readline())
 
+    for case in CASES:  # a first call imports, and makes pools
+        calls(case, 1)
     return calls
 
 
@@ -156,7 +158,7 @@ def running(wanted: Sequence[str]) -> Iterator[Running]:
 
 
 def counts(ways: dict[str, Calls], seconds: float) -> dict[Case, dict[str, int]]:
-    """Calls of each way in a round, a multiple of the connections; 0 of one that is too slow. Warms everything up."""
+    """Calls of each way in a round, a multiple of the connections; 0 of one that is too slow."""
     found: dict[Case, dict[str, int]] = {}
     for case in CASES:
         found[case] = {}
@@ -252,7 +254,7 @@ def main() -> int:
     parser.add_argument("--with", dest="peers", nargs="*", default=[], choices=["all", *INSTALLABLE], metavar="NAME",
                         help=f"peers to install and time: all, {', '.join(INSTALLABLE)}")  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--rounds", type=int, default=7, help="of each case")
+    parser.add_argument("--rounds", type=int, default=6, help="of each case")
     parser.add_argument("--seconds", type=float, default=0.6, help="of each way in a round")
     parser.add_argument("--repetitions", type=int, default=3, help="of mixed requests")
     parser.add_argument("--deviation", type=float, default=0.15, help="of the operator that a clean round may have")
