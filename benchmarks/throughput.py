@@ -5,8 +5,8 @@ forward and gradient at (1,8,128,64) and (1,8,1024,64), float32; see peers/serve
 load, mixed.py for requests of many lengths. Each round times every way in turn, for most of a second, in an order that
 turns. Where the operator in a process, timed at both ends of a round, deviates from its median, somebody else used the
 machine, and the round is thrown away. Medians of the rest, ratios within a round, go to
-benchmarks/results/throughput-<cpu>.json. Takes twelve minutes, and as much again where environments have to be made first.
-Exits with 1 where a target is missed, or every round of a case was thrown away.
+benchmarks/results/throughput-<cpu>.json. Takes twelve minutes, and as much again where environments have to be made
+first. Exits with 1 where a target is missed, or every round of a case was thrown away.
 """
 
 from __future__ import annotations
