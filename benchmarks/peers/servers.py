@@ -97,7 +97,7 @@ def install(peer: Peer) -> None:
     """Make the peer's environment, unless it is there. Raises CalledProcessError where pip fails."""
     home = ENVIRONMENTS / peer.environment
     made = home / "made"
-    wanted = "\n".join((peer.python, *peer.packages))
+    wanted = "\n".join((os.path.realpath(peer.python), *peer.packages))  # one interpreter has many names
     if made.exists() and made.read_text() == wanted:
         return
     torch = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
