@@ -20,8 +20,9 @@ $(VENV)/.dev: $(VENV)/.server
 serve: $(VENV)/.server
 	$(BIN)/flashpoint serve --port $(PORT)
 
+# Two files at a time: half of them wait for processes that they have started.
 test: $(VENV)/.dev
-	$(PYTEST) -m "not gpu and not full" --cov --cov-report=term
+	$(PYTEST) -n 2 --dist loadfile -m "not gpu and not full" --cov --cov-report=term
 
 test-full: $(VENV)/.dev
 	$(PYTEST) -m "not gpu"
