@@ -25,17 +25,21 @@ from flashpoint_kernels.spec import Row
 # second thread costs a third at 18 MiFLOP, a fifth at 32 and 50, and saves a tenth at 72, two fifths at 128.
 FLOPS_PER_THREAD = 1 << 25
 
+# Some milliseconds: views and calls of torch cost a tenth of that. Parts of FLOPS_PER_THREAD made a gradient at
+# (1,8,128,64) take 7.2 ms where one part takes 4.6 (2 cores, busy with other work).
+FLOPS_PER_PART = 1 << 27
+
 CORES = os.cpu_count() or 1
 _ALIGNMENT = 64  # bytes: a cache line, an AVX-512 register, and what torch's allocator gives
 
 
 def split(problem: Problem) -> list[Problem]:
-    """A problem of the CPU as parts that may run at the same time, in any order: one for each FLOPS_PER_THREAD of work.
+    """A problem of the CPU as parts that may run at the same time, in any order: one for each FLOPS_PER_PART of work.
 
     At most one for each key/value head; one, where heads cannot be told apart or it is a part already.
     """
     heads = problem.spec.kv_heads
-    parts = min(problem.flops // FLOPS_PER_THREAD, heads)
+    parts = min(problem.flops // FLOPS_PER_PART, heads)
     if parts < 2 or problem.cut_of or not _can_be_cut(problem):
         return [problem]
     edges = [part * heads // parts for part in range(parts + 1)]

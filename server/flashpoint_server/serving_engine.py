@@ -69,8 +69,8 @@ from flashpoint_server.watchdog import Watchdog
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 PEER_PATIENCE = 5.0  # seconds that all others wait for an HTTP process that does not read its answers
-# Work of a millisecond or so: while it runs nobody need listen, and waking another thread would cost it a tenth.
-BRIEF = 1 << 26  # FLOPs
+# Work of some milliseconds, where nothing else waits: nobody need listen, and to wake another thread costs a tenth.
+BRIEF = 3 << 26  # FLOPs; one part
 BRIEF_ROWS = 8  # sequences: each costs up to half a millisecond beside its FLOPs
 BRIEF_BYTES = 1 << 24
 HOLD_SECONDS = 0.05  # that others are held back for a benchmark's slice, while something still runs

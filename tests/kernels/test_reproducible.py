@@ -76,10 +76,10 @@ def test_bits_do_not_depend_on_the_callers_thread_count() -> None:
 @pytest.mark.parametrize("options", [{}, {"causal": True, "layout": "bshd"}])
 def test_bits_of_a_request_cut_by_heads_are_those_of_the_whole(backend: str, options: dict[str, object]) -> None:
     """On two heads a key/value head, in both layouts, with a mask of each head's own where the backend takes one."""
-    t = qkv(2, 4, 300, 280, 32, kv_heads=2)
+    t = qkv(2, 4, 600, 560, 32, kv_heads=2)
     if options.get("layout") == "bshd":
         t = {name: x.transpose(1, 2).contiguous() for name, x in t.items()}
-    t["attn_mask"] = torch.randn(2, 4, 300, 280, generator=torch.Generator().manual_seed(1))
+    t["attn_mask"] = torch.randn(2, 4, 600, 560, generator=torch.Generator().manual_seed(1))
     inputs = {name: x for name, x in t.items() if name != "do"}
     whole = Problem.create(inputs, Options(**options, return_lse=True))  # type: ignore[arg-type]
     parts = split(whole)
@@ -102,8 +102,8 @@ def test_bits_of_a_request_cut_by_heads_are_those_of_the_whole(backend: str, opt
 
 
 def test_what_is_summed_over_heads_is_not_cut() -> None:
-    t = qkv(1, 4, 400, 400, 32)
-    mask, sinks = torch.zeros(1, 1, 400, 400), torch.zeros(4)
+    t = qkv(1, 4, 800, 800, 32)
+    mask, sinks = torch.zeros(1, 1, 800, 800), torch.zeros(4)
     assert len(split(Problem.create(t, Options(), "backward"))) == 4
     for more, grads in (({"attn_mask": mask}, "dattn_mask"), ({"sinks": sinks}, "dsinks")):
         problem = Problem.create(t | more, Options(grads=("dq", grads)), "backward")
