@@ -10,7 +10,6 @@ small one waits for a part of a large one at most. Everything else is a launch, 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import selectors
 import signal
@@ -19,29 +18,25 @@ import struct
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import structlog
 
 from flashpoint_kernels import Problem
-from flashpoint_kernels.spec import Row, Spec
 from flashpoint_kernels.support import launch_key
 from flashpoint_server.device import (
     NO_COPIES,
     Device,
     DeviceLostError,
     OutOfMemoryError,
-    Placed,
     Stages,
     check,
     spec_of,
 )
+from flashpoint_server.entry import Entry, Peer, account
 from flashpoint_server.lanes import Lanes, Work
-from flashpoint_server.memory import LARGEST
 from flashpoint_server.messages import (
     Attach,
     Batch,
@@ -78,59 +73,6 @@ HOLD_SECONDS = 0.05  # that others are held back for a benchmark's slice, while 
 SWITCH_INTERVAL = 0.0005  # seconds
 
 
-@dataclass(eq=False)
-class _Peer:
-    """An HTTP process: its channel, and the segments of its memory that are mapped here."""
-
-    channel: Channel[ToEngine]
-    segments: dict[int, mmap.mmap] = field(default_factory=dict)
-    running: int = 0  # works that compute in them
-
-
-@dataclass(eq=False)
-class _Entry:
-    """A request, from its arrival to its answer. `key` says with which it may share a launch; None: it is cut."""
-
-    submit: Submit | Prove
-    peer: _Peer
-    spec: Spec | None  # of a Submit
-    key: Hashable | None
-    arrived: float
-    began: float = 0.0  # in `time.perf_counter` seconds; 0 until it has begun
-    rows: tuple[Row, ...] = ()
-    seed: int | None = None
-    parts: deque[Problem] = field(default_factory=deque)  # that nobody has taken
-    left: int = 0  # parts that have not ended
-    failure: Exception | None = None
-
-    @property
-    def rank(self) -> float:
-        return self.submit.rank
-
-    @property
-    def flops(self) -> int:
-        return self.submit.flops
-
-    @property
-    def nbytes(self) -> int:
-        return self.spec.input_bytes + self.spec.output_bytes if self.spec is not None else 0
-
-    @property
-    def placed(self) -> Placed:
-        assert isinstance(self.submit, Submit)
-        return Placed(self.submit, self.memory)
-
-    @property
-    def memory(self) -> mmap.mmap:
-        return self.peer.segments[self.submit.segment]
-
-    def begin(self) -> None:
-        """Say so where the HTTP process sees it, whatever happens to this one."""
-        self.memory[self.submit.mark] = 1
-        self.began = time.perf_counter()
-        log.debug("begin", request_id=self.submit.request_id, kind=type(self.submit).__name__)
-
-
 class ServingEngine:
     """See the module. `_lock` guards the queue, the entries and the peers' segments."""
 
@@ -141,11 +83,11 @@ class ServingEngine:
         self._device = device
         self._listener = listener
         self._selector = selectors.DefaultSelector()
-        self._waiting: Waiting[_Entry] = Waiting(budget)
+        self._waiting: Waiting[Entry] = Waiting(budget)
         self._compiled: set[Hashable] = set()  # launch keys
-        self._held: dict[Hashable, list[_Entry]] = {}  # until their launch key is compiled
+        self._held: dict[Hashable, list[Entry]] = {}  # until their launch key is compiled
         self._timing = timing
-        self._peers: list[_Peer] = []
+        self._peers: list[Peer] = []
         self._launches = 0
         self._running = 0  # works of any kind
         self._alone = False  # a slice of a benchmark runs, and nothing beside it
@@ -208,7 +150,7 @@ class ServingEngine:
             if user != os.getuid():
                 sock.close()
                 return
-            peer = _Peer(Channel(sock, ToEngine))
+            peer = Peer(Channel(sock, ToEngine))
             peer.channel.send(Hello(self._device.info))
             self._selector.register(peer.channel, selectors.EVENT_READ, peer)
             with self._lock:
@@ -216,7 +158,7 @@ class ServingEngine:
                 for said in self._timing.history():
                     self._send(peer, said)
 
-    def _hear(self, peer: _Peer) -> None:
+    def _hear(self, peer: Peer) -> None:
         try:
             while True:
                 message, descriptors = peer.channel.receive()
@@ -233,7 +175,7 @@ class ServingEngine:
                         case Attach():
                             self._attach(peer, message, descriptors[0])
                         case Detach() if message.segment in peer.segments:
-                            self._unmap(peer.segments.pop(message.segment))
+                            peer.detach(message.segment, self._device)
         except BlockingIOError:
             return
         except EOFError:
@@ -242,18 +184,18 @@ class ServingEngine:
             log.exception("peer dropped")
             self._forget(peer)
 
-    def _entry(self, submit: Submit | Prove, peer: _Peer) -> _Entry:
+    def _entry(self, submit: Submit | Prove, peer: Peer) -> Entry:
         if isinstance(submit, Prove):
-            return _Entry(submit, peer, None, object(), time.monotonic())
+            return Entry(submit, peer, None, object(), time.monotonic())
         spec = spec_of(submit)
         key: Hashable | None = None
         if submit.backend == "triton":
             key = launch_key(spec, "triton")
         elif not self._device.cuts(submit.backend):
             key = object()  # one request after the other: such a backend gains nothing from a common launch
-        return _Entry(submit, peer, spec, key, time.monotonic())
+        return Entry(submit, peer, spec, key, time.monotonic())
 
-    def _admit(self, entry: _Entry) -> None:
+    def _admit(self, entry: Entry) -> None:
         """Into the queue; what needs a kernel that is not compiled yet waits for that aside, and nothing else does."""
         key = entry.key
         if isinstance(entry.submit, Prove) or entry.submit.backend != "triton" or key is None or key in self._compiled:
@@ -274,7 +216,7 @@ class ServingEngine:
                 self._waiting.put(entry)
             self._wake()
 
-    def _remove(self, unwanted: Callable[[_Entry], bool]) -> list[_Entry]:
+    def _remove(self, unwanted: Callable[[Entry], bool]) -> list[Entry]:
         """Take out of the queue, and from beside it, what is `unwanted`."""
         found = self._waiting.remove(unwanted)
         for key, held in self._held.items():
@@ -282,11 +224,11 @@ class ServingEngine:
             self._held[key] = [entry for entry in held if not unwanted(entry)]
         return found
 
-    def _cancel(self, peer: _Peer, number: int) -> None:
+    def _cancel(self, peer: Peer, number: int) -> None:
         for entry in self._remove(lambda entry: entry.peer is peer and entry.submit.id == number):
             self._drop_parts(entry, out_of_time())
 
-    def _drop_parts(self, entry: _Entry, error: Exception) -> None:
+    def _drop_parts(self, entry: Entry, error: Exception) -> None:
         """Nobody takes the rest of it; it is answered when the parts that run have ended, at once where none does."""
         entry.failure = entry.failure or error
         entry.left -= len(entry.parts)
@@ -294,7 +236,7 @@ class ServingEngine:
         if not entry.left:
             self._answer(entry)
 
-    def _forget(self, peer: _Peer) -> None:
+    def _forget(self, peer: Peer) -> None:
         """The HTTP process is gone: so is all that it asked for."""
         with self._lock:
             self._remove(lambda entry: entry.peer is peer)
@@ -304,33 +246,17 @@ class ServingEngine:
             self._selector.unregister(peer.channel)
             self._let_go(peer)
 
-    def _let_go(self, peer: _Peer) -> None:
+    def _let_go(self, peer: Peer) -> None:
         """Of one that is forgotten, once nothing runs in its memory: that is what closing the channel tells it."""
         if peer not in self._peers and not peer.running:
-            peer.channel.close()
-            for segment in peer.segments.values():
-                self._unmap(segment)
+            peer.close(self._device)
 
-    def _attach(self, peer: _Peer, message: Attach, descriptor: int) -> None:
+    def _attach(self, peer: Peer, message: Attach, descriptor: int) -> None:
         try:
-            peer.segments[message.segment] = self._map(descriptor, message.size)
+            peer.attach(message.segment, descriptor, message.size, self._device)
         except (OSError, MemoryError, RuntimeError) as error:  # no address space, or none that can be pinned
             log.error("segment not mapped", size=message.size, error=str(error))
             self._send(peer, Unmapped(message.segment))
-
-    def _map(self, descriptor: int, size: int) -> mmap.mmap:
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if size <= LARGEST else 0)  # its pages are there: no faults later
-        with os.fdopen(descriptor, "rb+") as file:
-            if os.fstat(descriptor).st_size < size:
-                raise ValueError(f"a segment of {os.fstat(descriptor).st_size} bytes is not one of {size}")
-            memory = mmap.mmap(file.fileno(), size, flags=flags)
-        self._device.pin(memory)
-        return memory
-
-    def _unmap(self, memory: mmap.mmap) -> None:
-        self._device.unpin(memory)
-        with contextlib.suppress(BufferError):  # a tensor that is still held keeps the mapping until it is dropped
-            memory.close()
 
     # Working
 
@@ -379,7 +305,7 @@ class ServingEngine:
             self._asleep = False
             self._waker.send(b"\0")
 
-    def _may_run(self, entry: _Entry) -> bool:
+    def _may_run(self, entry: Entry) -> bool:
         """Whether it is to run now; if not, it is answered. What is cut, and has not begun, begins here."""
         if entry.began:
             return True
@@ -400,7 +326,7 @@ class ServingEngine:
             return False
         return True
 
-    def _compute(self, entry: _Entry, part: Problem) -> None:
+    def _compute(self, entry: Entry, part: Problem) -> None:
         backend, failure = entry.placed.submit.backend, None
         try:
             with self._watchdog.watched():
@@ -420,10 +346,10 @@ class ServingEngine:
                 self._waiting.remove(lambda other: other is entry)
                 self._drop_parts(entry, failure)
             elif not entry.left:
-                self._answer(entry, about=self._about([entry]))
+                self._answer(entry, about=account([entry], self._waiting.budget, 0))
             self._let_go(entry.peer)
 
-    def _launch(self, batch: list[_Entry]) -> None:
+    def _launch(self, batch: list[Entry]) -> None:
         try:
             if isinstance(batch[0].submit, Prove):
                 self._prove(batch[0], batch[0].submit)
@@ -453,7 +379,7 @@ class ServingEngine:
             log.critical("device lost", by="a benchmark")
             os._exit(1)
 
-    def _prove(self, entry: _Entry, asked: Prove) -> None:
+    def _prove(self, entry: Entry, asked: Prove) -> None:
         try:
             with self._watchdog.watched():
                 report = self._device.verify(asked, entry.memory)
@@ -462,7 +388,7 @@ class ServingEngine:
         else:
             self._send(entry.peer, Proven(asked.id, report, entry.began, time.perf_counter()))
 
-    def _solve(self, batch: list[_Entry], *, splits: int, tries: int) -> None:
+    def _solve(self, batch: list[Entry], *, splits: int, tries: int) -> None:
         """Compute a batch and answer it; in halves where memory does not suffice, one by one where something fails."""
         try:
             with self._watchdog.watched():
@@ -486,17 +412,13 @@ class ServingEngine:
                 for entry in batch:
                     self._solve([entry], splits=splits, tries=tries)
         else:
-            about: Batch | None = self._about(batch, splits)
+            about: Batch | None = account(batch, self._waiting.budget, splits)
             for entry, seed in zip(batch, seeds, strict=True):
                 entry.seed = seed
                 self._answer(entry, len(batch), stages, about)
                 about = None
 
-    def _about(self, batch: list[_Entry], splits: int = 0) -> Batch:
-        flops = sum(pairs * cost for pairs, cost in map(_pairs, batch))
-        return Batch(int(min(flops, 1e18)), _padding(batch), self._waiting.budget.fill(batch), splits)
-
-    def _fail(self, batch: list[_Entry], error: Exception) -> None:
+    def _fail(self, batch: list[Entry], error: Exception) -> None:
         for entry in batch:
             entry.failure = error
             self._answer(entry)
@@ -509,7 +431,7 @@ class ServingEngine:
                 for one in said:
                     self._send(peer, one)
 
-    def _answer(self, entry: _Entry, size: int = 1, stages: Stages = NO_COPIES, about: Batch | None = None) -> None:
+    def _answer(self, entry: Entry, size: int = 1, stages: Stages = NO_COPIES, about: Batch | None = None) -> None:
         submit, error = entry.submit, entry.failure
         reply: Done | Failed
         if error is None:
@@ -531,7 +453,7 @@ class ServingEngine:
             reply = Failed(submit.id, "internal_error", "an error of the server, logged by its engine", [])
         self._send(entry.peer, reply)
 
-    def _send(self, peer: _Peer, reply: FromEngine) -> None:
+    def _send(self, peer: Peer, reply: FromEngine) -> None:
         """One that is gone is noticed when it is next heard; one that reads nothing for a while is dropped like it."""
         try:
             try:
@@ -546,22 +468,3 @@ class ServingEngine:
             self._forget(peer)
         except (OSError, ValueError):  # ValueError: its socket was closed by then
             return
-
-
-def _pairs(entry: _Entry) -> tuple[int, float]:
-    """(query, key) pairs of its sequences, and the FLOPs of each."""
-    spec = entry.spec
-    assert spec is not None
-    priced = spec.q_len * spec.kv_len * (1 if spec.ragged else spec.batch)  # those that its FLOPs count
-    return sum(row.q_len * row.kv_len for row in entry.rows), spec.flops / max(priced, 1)
-
-
-def _padding(batch: list[_Entry]) -> int:
-    """FLOPs that the batch would have cost more, had all its sequences been padded to the longest of them."""
-    longest_q = max((row.q_len for entry in batch for row in entry.rows), default=0)
-    longest_k = max((row.kv_len for entry in batch for row in entry.rows), default=0)
-    more = 0.0
-    for entry in batch:
-        pairs, cost = _pairs(entry)
-        more += (len(entry.rows) * longest_q * longest_k - pairs) * cost
-    return int(min(more, 1e18))
