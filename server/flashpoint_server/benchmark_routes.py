@@ -10,11 +10,13 @@ from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
 
+from flashpoint import jsonwire, strictjson
 from flashpoint._sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest, PlotKind
 from flashpoint_server import pictures
 from flashpoint_server.body import Body
 from flashpoint_server.message import field_errors, read_text
+from flashpoint_server.negotiation import request_encoding
 from flashpoint_server.problem_schema import Problem
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.service import Service
@@ -31,19 +33,25 @@ _ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for statu
 def router(service: Service) -> APIRouter:
     routes = APIRouter(prefix="/benchmark", tags=["proof"])
     benchmarks = service.benchmarks
-    busy: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in (408, 413, 429, 503)}
+    busy: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in (400, 408, 413, 415, 429, 503)}
 
     @routes.post("", status_code=202, summary="Time a grid", responses=_ERRORS | busy, openapi_extra=_ASKED)
     async def start(request: Request, response: Response) -> BenchmarkJob:
         """Timing runs alone on the device, in slices between the requests that are served meanwhile."""
         service.keys.admit(request.headers, "benchmark")  # before its body is read
+        if not request_encoding(request.headers).is_json:
+            raise Refusal("unsupported_media_type", f"a benchmark is asked for in {jsonwire.MEDIA_TYPE}")
         body = Body(request.scope, request.receive, request.headers, service.settings)
         body.limit = REQUEST_LIMIT
         body.check_length(body.length)
+        text = await read_text(body)
         try:
-            asked = BenchmarkRequest.model_validate_json(await read_text(body))
+            strictjson.loads(text)
+            asked = BenchmarkRequest.model_validate_json(text)
         except ValidationError as error:
             raise invalid(field_errors(error)) from None
+        except ValueError as error:
+            raise Refusal("malformed_body", f"the body is not JSON: {error}") from None
         key = request.headers.get("authorization", "") if service.settings.api_keys else ""
         owner = hashlib.sha256(key.encode()).hexdigest()
         opened = await benchmarks.open(service.engine, asked, owner, service.check_ready())

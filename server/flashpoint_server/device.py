@@ -25,6 +25,7 @@ from flashpoint_kernels import Problem, available_backends, run, triton_backend
 from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.reproducible import CORES, split
 from flashpoint_kernels.spec import INDEX_TENSORS, Options, ProblemError, Row, Spec, TensorInfo, plan
+from flashpoint_kernels.timing.environment import device_name
 from flashpoint_server import local, messages
 from flashpoint_server.messages import DeviceInfo, Prove, Submit
 from flashpoint_server.refusal import invalid
@@ -71,8 +72,7 @@ class Device:
         torch.set_num_threads(1)  # what takes more says so itself: see flashpoint_kernels.reproducible
         name = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
         if not name.startswith("cuda"):
-            title = torch.backends.cpu.get_cpu_capability()
-            return cls(DeviceInfo("cpu", title, _ram(), available_backends("cpu"), _speed("cpu") * CORES))
+            return cls(DeviceInfo("cpu", device_name("cpu"), _ram(), available_backends("cpu"), _speed("cpu") * CORES))
         if not torch.cuda.is_available():
             raise RuntimeError(f"device {asked} is asked for, and torch finds no CUDA device")
         properties = torch.cuda.get_device_properties(name)

@@ -30,11 +30,13 @@ def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direc
 
 def field_errors(error: ValidationError) -> Iterator[tuple[str, str]]:
     """(field, message) of each thing that a model found wrong."""
-    return ((".".join(map(str, e["loc"])), _say(e)) for e in error.errors())
+    return ((".".join(map(str, e["loc"])) or "request", _say(e)) for e in error.errors())
 
 
 def _say(error: Any) -> str:
-    return "unknown option or tensor" if error["type"] == "extra_forbidden" else str(error["msg"])
+    if error["type"] == "extra_forbidden":
+        return "unknown option or tensor"
+    return str(error["msg"]).removeprefix("Value error, ")
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,12 @@ def test_a_job_that_asks_too_much_is_told_the_bound(server):
     assert "is none of" in refused(backends=["mine"])
     assert "twice" in refused(backends=["torch"] * 1000)
     assert "left to benchmarks" in refused(shapes=[{"q_len": 1 << 27, "kv_len": 1, "head_dim": 64}])
-    problem(grid(server, shapes=[]), 422, "invalid_request")
+    document = problem(grid(server, shapes=[]), 422, "invalid_request")
+    assert document["errors"] == [{"loc": ["request"], "msg": "name a preset, or shapes to time"}]
+    assert problem(grid(server, shape=1), 422, "invalid_request")["errors"][0]["loc"] == ["shape"]
+    problem(post(server, "/benchmark", b'{"shapes": 3', JSON), 400, "malformed_body")
+    problem(post(server, "/benchmark", b"{}", "text/plain"), 415, "unsupported_media_type")
+    problem(post(server, "/benchmark", b"{}", SAFETENSORS), 415, "unsupported_media_type")
     problem(post(server, "/benchmark", b" " * (1 << 17), JSON), 413, "body_too_large")
     status, document = server.get("/benchmark/none")
     assert (status, document["code"]) == (404, "not_found")
