@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
+from types import ModuleType
 
 import torch
 
 from flashpoint_kernels.problem import Problem
 from flashpoint_kernels.reproducible import split, spread
-from flashpoint_kernels.spec import FORWARD_TENSORS, ProblemError, plan
+from flashpoint_kernels.spec import ProblemError
 from flashpoint_kernels.support import launch_key, unsupported
 
 # A backend is a module with `forward(problems)` and `backward(problems)`, imported when it is first used.
 _MODULES = {"triton": "triton_backend", "torch": "torch_fused", "tiled": "tiled", "reference": "reference"}
+_OWN_FORWARD = ("torch", "reference")  # whose `backward` makes `o` and `lse` where they are not given
 
 # Triton reads it when kernels are defined, so what it was at import is what holds.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -46,22 +48,36 @@ def run(problems: Sequence[Problem], backend: str) -> None:
     if errors := [e for p in problems for e in unsupported(backend, p.spec)]:
         raise ProblemError(dict.fromkeys(errors))
     if problems[0].device.type == "cpu" and backend in ("torch", "tiled"):
-        spread([partial(_run, [part], backend) for problem in problems for part in split(problem)])
+        spread([partial(run_part, part, backend) for problem in problems for part in split(problem)])
     else:
         _run(problems, backend)
 
 
+def run_part(part: Problem, backend: str) -> None:
+    """Run what `reproducible.split` has made of a problem that its backend can do, in the calling thread."""
+    _run([part], backend)
+
+
 def _run(problems: Sequence[Problem], backend: str) -> None:
-    module = import_module(f"flashpoint_kernels.{_MODULES[backend]}")
-    # Autocast would turn the float32 products inside a backend into half ones.
-    with torch.no_grad(), torch.autocast(problems[0].device.type, enabled=False):
-        if problems[0].spec.direction == "forward":
-            module.forward(problems)
-            return
-        forwards, problems = ([], problems) if backend == "reference" else with_forwards(problems)
+    kind = problems[0].device.type
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            _run(problems, backend)
+    elif torch.is_autocast_enabled(kind):  # it would turn the float32 products inside a backend into half ones
+        with torch.autocast(kind, enabled=False):
+            _run(problems, backend)
+    elif problems[0].spec.direction == "forward":
+        _module(backend).forward(problems)
+    else:
+        forwards, problems = ([], problems) if backend in _OWN_FORWARD else with_forwards(problems)
         if forwards:
-            module.forward(forwards)
-        module.backward(problems)
+            _module(backend).forward(forwards)
+        _module(backend).backward(problems)
+
+
+@cache
+def _module(backend: str) -> ModuleType:
+    return import_module(f"flashpoint_kernels.{_MODULES[backend]}")
 
 
 def with_forwards(problems: Sequence[Problem]) -> tuple[list[Problem], Sequence[Problem]]:
@@ -74,10 +90,9 @@ def with_forwards(problems: Sequence[Problem]) -> tuple[list[Problem], Sequence[
 def forward_of(problem: Problem) -> Problem:
     """The forward problem of a gradient problem, with room for its `o` and `lse`."""
     spec = problem.spec
-    infos = {name: info for name, info in spec.tensors.items() if name in FORWARD_TENSORS}
     return replace(
         problem,
-        spec=plan(infos, replace(spec.options, return_lse=True), "forward"),
-        tensors={name: problem.tensors[name] for name in infos},
+        spec=spec.forward,
+        tensors={name: problem.tensors[name] for name in spec.forward.tensors},
         outputs={name: problem.empty_like_output(name) for name in ("o", "lse")},
     )

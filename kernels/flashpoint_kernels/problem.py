@@ -129,16 +129,21 @@ class Problem:
         shape = (*self.tensors["q"].shape[:-1], spec.value_dim)
         return torch.empty(shape, dtype=DTYPES[spec.dtype], device=self.device)
 
-    def sequences(self) -> Iterator[tuple[Row, dict[str, Tensor]]]:
-        """Each sequence with views of its own valid rows: q (Hq,sq,D), k (Hk,sk,D), lse (Hq,sq), mask (Hq,sq,sk)…
+    def batches(self) -> Iterator[tuple[Row, dict[str, Tensor]]]:
+        """Each sequence as a batch of one, with views of its own valid rows: q (1,Hq,sq,D), mask (1,Hq,sq,sk)…
 
-        Inputs and outputs alike, by name; `sinks` (Hq,) and `alibi_slopes` (Hq,). Padding is not in the views: a
+        Inputs and outputs alike, by name; `sinks` (Hq,) and `alibi_slopes` (1,Hq). Padding is not in the views: a
         backend that writes through them first calls `clear_outputs`.
         """
-        views = {name: self.canonical(name, t) for name, t in {**self.tensors, **self.outputs}.items()
-                 if name not in INDEX_TENSORS and name not in ("dattn_mask", "dsinks")}  # fmt: skip
+        views = {name: self.canonical(name, t) for named in (self.tensors, self.outputs) for name, t in named.items()
+                 if name not in _NOT_OF_ROWS}  # fmt: skip
         for row in self.rows:
-            yield row, {name: _slice(name, view, row) for name, view in views.items()}
+            yield row, {name: _own(name, view, row) for name, view in views.items()}
+
+    def sequences(self) -> Iterator[tuple[Row, dict[str, Tensor]]]:
+        """As `batches`, without the dimension of the batch: q (Hq,sq,D), lse (Hq,sq), alibi_slopes (Hq,)…"""
+        for row, x in self.batches():
+            yield row, {name: t if name == "sinks" else t[0] for name, t in x.items()}
 
     @property
     def flops(self) -> int:
@@ -193,18 +198,19 @@ def _one_head(t: Tensor, rank: int) -> Tensor:
 
 
 _KEY_ROWS = {"k", "v", "dk", "dv"}
+_NOT_OF_ROWS = {*INDEX_TENSORS, "dattn_mask", "dsinks"}
 
 
-def _slice(name: str, view: Tensor, row: Row) -> Tensor:
+def _own(name: str, view: Tensor, row: Row) -> Tensor:
     if name == "sinks":
         return view
+    own = view if view.shape[0] == 1 else view.narrow(0, row.index if name == "alibi_slopes" else row.batch, 1)
     if name == "alibi_slopes":
-        return view[row.index]
+        return own
     if name == "attn_mask":
-        return view[row.batch, :, : row.q_len, : row.kv_len]
+        return own[:, :, : row.q_len, : row.kv_len]
     start, length = (row.kv_start, row.kv_len) if name in _KEY_ROWS else (row.q_start, row.q_len)
-    own = view.select(0, row.batch)
-    return own if length == own.shape[1] else own.narrow(1, start, length)
+    return own if length == own.shape[2] else own.narrow(2, start, length)
 
 
 def narrowed(t: Tensor) -> Tensor:

@@ -93,5 +93,6 @@ def threads(problem: Problem, row: Row) -> Iterator[None]:
 
 def aligned(t: Tensor, dtype: torch.dtype) -> Tensor:
     """`t` in `dtype`, contiguous and at an aligned address: itself where it is all that already, else a copy."""
-    t = t.to(dtype).contiguous()
+    if t.dtype != dtype or not t.is_contiguous():
+        t = t.to(dtype).contiguous()
     return t if t.data_ptr() % _ALIGNMENT == 0 else t.clone(memory_format=torch.contiguous_format)

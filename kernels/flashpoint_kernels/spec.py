@@ -12,7 +12,7 @@ import itertools
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, cast
 
@@ -253,6 +253,12 @@ class Spec:
         if self.ragged:
             return (self.q_heads, self.q_len)
         return {4: (self.batch, self.q_heads, self.q_len), 3: (self.batch, self.q_len), 2: (self.q_len,)}[self.rank]
+
+    @cached_property
+    def forward(self) -> Spec:
+        """Of a gradient problem, the forward that gives its `o` and `lse`."""
+        infos = {name: info for name, info in self.tensors.items() if name in FORWARD_TENSORS}
+        return plan(infos, replace(self.options, return_lse=True), "forward")
 
     @property
     def has_forward(self) -> bool:

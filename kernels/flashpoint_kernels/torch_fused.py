@@ -31,41 +31,45 @@ def forward(problems: Sequence[Problem]) -> None:
         problem.clear_outputs()
         for row, x in _with_work(problem):
             with threads(problem, row):
-                call = Call.of(problem, row, x)
-                o, lse = call.forward_cuda() if problem.device.type == "cuda" else call.forward_cpu()
-                if call.dead is not None:
-                    o, lse = o.masked_fill(call.dead[..., None], 0.0), lse.masked_fill(call.dead, -INF)
-                for name, answer in (("o", o), ("lse", lse)):
-                    if name in x:
-                        x[name].copy_(answer[0])
+                o, lse = Call.of(problem, row, x).forward()
+                x["o"].copy_(o)
+                if "lse" in x:
+                    x["lse"].copy_(lse)
 
 
 def backward(problems: Sequence[Problem]) -> None:
+    """Runs the forward itself where `o` and `lse` are not given."""
     for problem in problems:
         problem.clear_outputs()
         for row, x in _with_work(problem):
-            with threads(problem, row), _deterministic(problem):
+            with threads(problem, row):
                 call = Call.of(problem, row, x)
-                do, o = (aligned(x[name], call.q.dtype)[None] for name in ("do", "o"))
+                o, lse = (x["o"], x["lse"]) if "lse" in x else call.forward()
+                # As the forward's answer is rounded, so that a caller who brings it gets the same bits.
+                o = aligned(o.to(x["q"].dtype), call.q.dtype)
                 # +∞ in place of the −∞ of a masked row makes its probabilities exp(s − lse) = 0.
-                lse = aligned(x["lse"], torch.float32)[None]
-                lse = torch.where(lse == -INF, INF, lse)
-                backward_of = call.backward_cuda if problem.device.type == "cuda" else call.backward_cpu
-                for name, grad in zip(("dq", "dk", "dv"), backward_of(do, o, lse), strict=True):
+                lse = aligned(lse, torch.float32)
+                lse = lse.masked_fill(lse == -INF, INF)
+                do = aligned(x["do"], call.q.dtype)
+                if problem.device.type == "cuda":
+                    with _deterministic(problem.spec.options.deterministic):
+                        grads = call.backward_cuda(do, o, lse)
+                else:
+                    grads = call.backward_cpu(do, o, lse)
+                for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
                     if name in x:
-                        x[name].copy_(grad[0])
+                        x[name].copy_(grad)
 
 
 def _with_work(problem: Problem) -> Iterator[tuple[Row, dict[str, Tensor]]]:
     """The sequences with a query and a key: the operators divide by zero without, and the answer is written already."""
-    return ((row, x) for row, x in problem.sequences() if row.q_len and row.kv_len)
+    return ((row, x) for row, x in problem.batches() if row.q_len and row.kv_len)
 
 
 @contextmanager
-def _deterministic(problem: Problem) -> Iterator[None]:
+def _deterministic(wanted: bool) -> Iterator[None]:
     """torch's CUDA backwards add with atomics unless the process asks for determinism; its CPU one never does."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    wanted = problem.spec.options.deterministic and problem.device.type == "cuda"
     torch.use_deterministic_algorithms(wanted or before[0], warn_only=before[1] and not wanted)
     try:
         yield
@@ -73,7 +77,7 @@ def _deterministic(problem: Problem) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """One sequence as the operators take it: q (1,Hq,sq,D), k and v (1,Hk,sk,D), an additive mask or none.
 
@@ -93,7 +97,7 @@ class Call:
         spec = problem.spec
         # The CPU operators' half arithmetic was seen to miss the test rule (float16 dv at 512 × 512): float32 keeps it.
         dtype = x["q"].dtype if problem.device.type == "cuda" else torch.float32
-        q, k, v = (aligned(x[name], dtype)[None] for name in ("q", "k", "v"))
+        q, k, v = aligned(x["q"], dtype), aligned(x["k"], dtype), aligned(x["v"], dtype)
         offset = spec.offset(row.q_len, row.kv_len)
         causal = spec.options.causal and offset < row.kv_len - 1  # else the first query sees every key already
         bias = None
@@ -110,6 +114,13 @@ class Call:
             causal = False
         dead = None if bias is None else (bias == -INF).all(-1)
         return cls(q, k, v, bias, dead, causal, spec.scale)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """o (1,Hq,sq,D) and lse (1,Hq,sq)."""
+        o, lse = self.forward_cuda() if self.q.is_cuda else self.forward_cpu()
+        if self.dead is not None:
+            o, lse = o.masked_fill(self.dead[..., None], 0.0), lse.masked_fill(self.dead, -INF)
+        return o, lse
 
     def forward_cpu(self) -> tuple[Tensor, Tensor]:
         o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(

@@ -22,6 +22,7 @@ from flashpoint.errors import InvalidInputError
 from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyRequest
 from flashpoint_kernels import Problem, available_backends, run, triton_backend
+from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.reproducible import CORES, split
 from flashpoint_kernels.spec import INDEX_TENSORS, Options, ProblemError, Row, Spec, TensorInfo, plan
@@ -40,9 +41,10 @@ class DeviceLostError(Exception):
 
 
 class Placed(NamedTuple):
-    """A job, and the segment of shared memory that its tensors lie in."""
+    """A job, what it asks for, and the segment of shared memory that its tensors lie in."""
 
     submit: Submit
+    spec: Spec
     memory: mmap.mmap
 
 
@@ -158,13 +160,13 @@ class Device:
             return None if triton_backend.compiled([problem]) else triton_backend.compile_ahead([problem])
 
     def parts(self, job: Placed) -> list[Problem]:
-        """The problem of a job that this device cuts, in parts that compute in its shared memory."""
+        """A job that this device cuts, in parts, which compute in its shared memory. Raises Refusal 422."""
         return split(_in_place(job))
 
     def run(self, part: Problem, backend: str) -> None:
         """Compute a part. Raises OutOfMemoryError."""
         with _told_apart():
-            run([part], backend)
+            run_part(part, backend)
 
     def launch(self, jobs: Sequence[Placed]) -> tuple[list[int | None], Stages]:
         """Compute jobs of one launch key from and into their memory; the seed of each, and what the copies took.
@@ -199,7 +201,7 @@ class Device:
         tensors = {
             name: t if name in INDEX_TENSORS else t.to(self.info.name, non_blocking=True) for name, t in given.items()
         }
-        return Problem.create(tensors, job.submit.options, job.submit.direction)
+        return Problem.create(tensors, job.spec.options, job.spec.direction, spec=job.spec)
 
     def _stream(self) -> torch.cuda.Stream:
         """The lane's own."""
@@ -239,20 +241,25 @@ def check(job: Placed) -> tuple[Row, ...]:
     """The sequences of a job. Raises Refusal 422 where the values of index tensors do not fit: a head cannot tell."""
     index = {t.name: _in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
     try:
-        return spec_of(job.submit).rows(index)
+        return job.spec.rows(index)
     except ProblemError as error:
         raise invalid(error.errors) from None
 
 
 def spec_of(submit: Submit) -> Spec:
-    return plan({t.name: TensorInfo(t.dtype, t.shape) for t in submit.inputs}, submit.options, submit.direction)
+    infos = {t.name: TensorInfo(t.dtype, t.shape) for t in submit.inputs}
+    return plan(infos, messages.read_options(submit.options), submit.direction)
 
 
 def _in_place(job: Placed) -> Problem:
-    submit, memory = job
+    """Raises Refusal 422, as `check` does."""
+    submit, spec, memory = job
     given = {t.name: _in(memory, t) for t in submit.inputs}
     wanted = {t.name: _in(memory, t) for t in submit.outputs}
-    return Problem.create(given, submit.options, submit.direction, spec=spec_of(submit), outputs=wanted)
+    try:
+        return Problem.create(given, spec.options, spec.direction, spec=spec, outputs=wanted)
+    except ProblemError as error:
+        raise invalid(error.errors) from None
 
 
 _STATM = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)  # kept: to open it anew costs each answer 0.1 ms

@@ -86,7 +86,8 @@ class Entry:
     @property
     def placed(self) -> Placed:
         assert isinstance(self.submit, Submit)
-        return Placed(self.submit, self.memory)
+        assert self.spec is not None
+        return Placed(self.submit, self.spec, self.memory)
 
     @property
     def memory(self) -> mmap.mmap:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashpoint_kernels.spec import Spec
-from flashpoint_server.messages import Prove, Submit
+from flashpoint_server.messages import Prove, Submit, pack_options
 from flashpoint_server.staging import Staging
 
 SEQUENCE_SECONDS = 2e-4  # of each sequence, beside its FLOPs: 0.14 ms on the CPU's torch backend, 0.5 on tiled
@@ -96,7 +96,7 @@ class AttentionJob(Job):
             id=number,
             request_id=self.id,
             direction=self.spec.direction,
-            options=self.spec.options,
+            options=pack_options(self.spec.options),
             backend=self.backend,
             segment=self.staging.slot.segment.number,
             inputs=self.staging.described(self.staging.inputs),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from array import array
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -52,7 +53,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     id: int
     request_id: str
     direction: Direction
-    options: Options
+    options: msgspec.Raw  # Options, which are the same again and again: see `read_options`
     backend: str
     segment: int
     inputs: list[Tensor]
@@ -208,6 +209,19 @@ FromEngine = Hello | Broken | Done | Failed | Unmapped | Proven | JobOpened | Jo
 Incoming = TypeVar("Incoming")
 
 _encode = msgspec.msgpack.Encoder().encode
+
+
+def pack_options(options: Options) -> msgspec.Raw:
+    return msgspec.Raw(_encode(options))
+
+
+def read_options(packed: msgspec.Raw) -> Options:
+    return _read_options(bytes(packed))
+
+
+@lru_cache(1024)  # to decode them is to check them, which takes as long as all else of a message
+def _read_options(packed: bytes) -> Options:
+    return msgspec.msgpack.decode(packed, type=Options)
 
 
 class Channel(Generic[Incoming]):

@@ -314,12 +314,12 @@ class ServingEngine:
                 raise OutOfMemoryError
             if entry.submit.deadline is not None and time.monotonic() >= entry.submit.deadline:
                 raise out_of_time()
-            if isinstance(entry.submit, Submit):
-                entry.rows = check(entry.placed)
             entry.begin()
             if entry.key is None:
                 entry.parts.extend(self._device.parts(entry.placed))
-                entry.left, entry.seed = len(entry.parts), entry.parts[0].seed
+                entry.left, entry.rows, entry.seed = len(entry.parts), entry.parts[0].rows, entry.parts[0].seed
+            elif isinstance(entry.submit, Submit):
+                entry.rows = check(entry.placed)
         except Exception as error:
             entry.failure = error
             self._answer(entry)
@@ -435,9 +435,9 @@ class ServingEngine:
         submit, error = entry.submit, entry.failure
         reply: Done | Failed
         if error is None:
-            submit = entry.placed.submit
-            metadata: dict[str, Any] = {"backend": submit.backend}
-            if submit.options.dropout_p:
+            placed = entry.placed
+            metadata: dict[str, Any] = {"backend": placed.submit.backend}
+            if placed.spec.options.dropout_p:
                 metadata["dropout_seed"] = entry.seed
             memory = self._device.memory()
             reply = Done(submit.id, metadata, entry.began, time.perf_counter(), size, *stages, memory, about)

@@ -8,8 +8,8 @@ import torch
 
 from flashpoint_kernels import tiled
 from flashpoint_kernels.spec import Options
-from flashpoint_server.device import NO_COPIES, Device, Placed, check
-from flashpoint_server.messages import Submit, Tensor
+from flashpoint_server.device import NO_COPIES, Device, Placed, check, spec_of
+from flashpoint_server.messages import Submit, Tensor, pack_options
 from flashpoint_server.refusal import Refusal
 
 
@@ -30,7 +30,9 @@ def submit(inputs, outputs, **options):
     for name, shape in outputs.items():
         made.append(Tensor(name, "float32", shape, at))
         at += 4 * int(np.prod(shape))
-    return Placed(Submit(0, "an-id", "forward", Options(**options), "tiled", 0, placed, made, 0, 0, 0.0, None), memory)
+    packed = pack_options(Options(**options))
+    job = Submit(0, "an-id", "forward", packed, "tiled", 0, placed, made, 0, 0, 0.0, None)
+    return Placed(job, spec_of(job), memory)
 
 
 def test_answers_are_written_where_they_are_wanted(device):

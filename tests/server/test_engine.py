@@ -16,7 +16,7 @@ from flashpoint_server.benchmarks import Benchmarks
 from flashpoint_server.engine import Engine, Engines, State
 from flashpoint_server.job import AttentionJob, Timings
 from flashpoint_server.memory import Pool
-from flashpoint_server.messages import Submit, Tensor
+from flashpoint_server.messages import Submit, Tensor, pack_options
 from flashpoint_server.metrics import Metrics
 from flashpoint_server.processes import Child, running_engines
 from flashpoint_server.refusal import Refusal
@@ -150,9 +150,9 @@ def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
                 deaf.connect(address)
                 tensors = [Tensor(name, "float32", (1, 1), 0) for name in "qkv"]
-                late = Submit(
-                    0, "deaf", "forward", Options(), "reference", 7, tensors, [], 0, 0, 0.0, 0.0
-                )  # so: at once
+                options = pack_options(Options())
+                # so: at once
+                late = Submit(0, "deaf", "forward", options, "reference", 7, tensors, [], 0, 0, 0.0, 0.0)
                 message = msgspec.msgpack.encode(late)
                 deaf.settimeout(PATIENCE)
 
