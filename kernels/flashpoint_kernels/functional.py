@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from flashpoint_kernels.dispatch import available_backends, run
-from flashpoint_kernels.problem import Problem
-from flashpoint_kernels.spec import Direction, Options, ProblemError
-from flashpoint_kernels.support import choose_backend
-
-_DIFFERENTIABLE = ("q", "k", "v", "attn_mask", "sinks")
+from flashpoint_kernels import ops
+from flashpoint_kernels.spec import Options, ProblemError
 
 
 def attention(
@@ -89,15 +82,9 @@ def attention(
         scale=scale, softcap=softcap, dropout_p=dropout_p, dropout_seed=dropout_seed, precision=precision,
         return_lse=return_lse, deterministic=deterministic, backend=backend,
     )  # fmt: skip
-    given = {name: t for name, t in tensors.items() if t is not None}
-    if torch.is_grad_enabled():
-        if "alibi_slopes" in given and given["alibi_slopes"].requires_grad:
-            raise ProblemError([("alibi_slopes", "has no gradient: pass slopes that do not require one")])
-        if any(given[name].requires_grad for name in _DIFFERENTIABLE if name in given):
-            o, lse = _Attention.apply(options, tuple(given), *given.values())  # type: ignore[no-untyped-call]
-            return (o, lse) if return_lse else o
-    problem = _solve(given, options, "forward")
-    return (problem.outputs["o"], problem.outputs["lse"]) if return_lse else problem.outputs["o"]
+    _check_tensors(tensors)
+    o, lse = ops.attention(tensors, options)
+    return (o, lse) if return_lse else o
 
 
 def attention_backward(
@@ -154,52 +141,12 @@ def attention_backward(
         scale=scale, softcap=softcap, dropout_p=dropout_p, dropout_seed=dropout_seed, precision=precision,
         grads=grads, deterministic=deterministic, backend=backend,  # type: ignore[arg-type]
     )  # fmt: skip
-    problem = _solve({name: t for name, t in tensors.items() if t is not None}, options, "backward")
-    return tuple(problem.outputs[name] for name in options.grads)
+    _check_tensors(tensors)
+    return tuple(ops.attention_backward(tensors, options))
 
 
-def _solve(tensors: Mapping[str, Tensor], options: Options, direction: Direction) -> Problem:
-    problem = Problem.create(tensors, options, direction)
-    run([problem], choose_backend(problem.spec, available_backends(str(problem.device))))
-    return problem
-
-
-class _Attention(torch.autograd.Function):
-    """Forward keeps the inputs, o and lse; backward recomputes the probabilities from them."""
-
-    @staticmethod
-    def forward(ctx: Any, options: Options, names: tuple[str, ...], *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        problem = _solve(dict(zip(names, inputs, strict=True)), replace(options, return_lse=True), "forward")
-        o, lse = problem.outputs["o"], problem.outputs["lse"]
-        ctx.save_for_backward(*inputs, o, lse)
-        ctx.names = names
-        ctx.options = replace(options, return_lse=False, dropout_seed=problem.seed)
-        return o, lse
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, o, lse = ctx.saved_tensors
-        tensors = dict(zip(ctx.names, inputs, strict=True))
-        tensors |= {"o": o, "lse": lse, "do": torch.zeros_like(o) if do is None else do}
-        if dlse is not None:
-            tensors["dlse"] = dlse
-        asked = {f"d{name}" for name, needed in zip(ctx.names, ctx.needs_input_grad[2:], strict=True) if needed}
-        grads = tuple(f"d{name}" for name in _DIFFERENTIABLE if f"d{name}" in asked)
-        with torch.no_grad():
-            answers = _solve(tensors, replace(ctx.options, grads=grads), "backward").outputs
-        if torch.is_grad_enabled():  # create_graph: the gradients depend on the inputs, and must not seem not to
-            answers = {name: _FirstOrder.apply(t, *inputs) for name, t in answers.items()}  # type: ignore[no-untyped-call]
-        return None, None, *(answers.get(f"d{name}") for name in ctx.names)
-
-
-class _FirstOrder(torch.autograd.Function):
-    """A gradient as it is, known to depend on the inputs; its own derivative is not there, and says so."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
-        raise RuntimeError("second-order gradients of attention are not available")
+def _check_tensors(tensors: Mapping[str, Tensor | None]) -> None:
+    """The dispatcher's own words for what is not a tensor are about its schema."""
+    for name, t in tensors.items():
+        if t is not None and not isinstance(t, Tensor):
+            raise ProblemError([(name, f"must be a torch tensor, not {type(t).__name__}")])

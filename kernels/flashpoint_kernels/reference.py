@@ -89,7 +89,8 @@ def _gradients(
     own = _of_queries(inputs, queries)
     names = [_LEAVES[name] for name in problem.outputs]
     leaves = [own[name].detach().requires_grad_() for name in names]
-    with torch.enable_grad():
+    # An operator of torch's runs below autograd (ops.py), which is told apart from no_grad: here it has to record.
+    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
         answers = attend(problem, row, own | dict(zip(names, leaves, strict=True)), queries)
     rows = slice(queries.start, queries.stop)
     do = x["do"][:, rows].to(dtype)

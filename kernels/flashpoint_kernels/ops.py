@@ -1,0 +1,177 @@
+"""The library's two operators in torch's dispatcher: `flashpoint::attention` and `flashpoint::attention_backward`.
+
+They make attention an operation of torch's own: `torch.compile` and `torch.export` see one node, whose answers have
+shapes that are known without running it (the fake kernels), and autograd knows its gradient, which is the other
+operator. The way in is functional.py: it checks what the dispatcher would coerce.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashpoint_kernels.dispatch import available_backends, run
+from flashpoint_kernels.problem import Problem, tensor_info
+from flashpoint_kernels.spec import FORWARD_TENSORS, Direction, Options, ProblemError, plan
+from flashpoint_kernels.support import choose_backend
+
+# Options travel as one string, the Python literal of those that are not the default, and not as an argument each: for a
+# call that wants a gradient torch takes time by the square of the number of arguments. A call at (1,1,4,8) on one CPU
+# core, the library's own part of it 115 µs: 330 µs with 22 arguments, 230 with these.
+_OPTIONS: dict[str, Callable[[Any], Any]] = {
+    "layout": str, "causal": bool, "causal_alignment": str, "window": lambda pair: (int(pair[0]), int(pair[1])),
+    "scale": float, "softcap": float, "dropout_p": float, "precision": str, "deterministic": bool, "backend": str,
+}  # fmt: skip
+_DEFAULTS = Options()
+_GIVEN = ("do", "o", "lse", "dlse")
+
+_library = torch.library.Library("flashpoint", "DEF")  # type: ignore[no-untyped-call]
+_tensors = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in (*FORWARD_TENSORS, "dropout_seed"))
+_given = "Tensor do, Tensor? o, Tensor? lse, Tensor? dlse"
+for _schema in (
+    f"attention({_tensors}, str options) -> (Tensor o, Tensor lse)",
+    f"attention_backward({_tensors}, {_given}, str options, str[] grads) -> Tensor[]",
+):
+    _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
+
+
+def attention(tensors: Mapping[str, Tensor | None], options: Options) -> tuple[Tensor, Tensor]:
+    """(o, lse) by the operator. The seed of a dropout that has none is drawn from torch's generator, each time anew."""
+    inputs = [tensors[name] for name in FORWARD_TENSORS]
+    drawn = options.dropout_p and options.dropout_seed is None
+    seed = torch.randint(1 << 53, (), device="cpu") if drawn else _seed(options)
+    o, lse = torch.ops.flashpoint.attention.default(*inputs, seed, literal(options))
+    return o, lse
+
+
+def attention_backward(tensors: Mapping[str, Tensor | None], options: Options) -> list[Tensor]:
+    """The gradients that `options.grads` names, by the operator."""
+    inputs, given = [tensors[name] for name in FORWARD_TENSORS], [tensors[name] for name in _GIVEN]
+    answers: list[Tensor] = torch.ops.flashpoint.attention_backward.default(
+        *inputs, _seed(options), *given, literal(options), options.grads
+    )
+    return answers
+
+
+def literal(options: Options) -> str:
+    """The options that are not the default, but for the seed, which is a tensor: "{'causal': True}"."""
+    given = [
+        f"'{name}': {kind(value)!r}"
+        for name, kind in _OPTIONS.items()
+        if (value := getattr(options, name)) != getattr(_DEFAULTS, name)
+    ]
+    return "{" + ", ".join(given) + "}"
+
+
+def _seed(options: Options) -> Tensor | None:
+    """The seed as the operators take it: below 2⁶⁴, in the bits of an int64 on the CPU, so that one may be drawn."""
+    seed = options.dropout_seed
+    if seed is None:
+        return None
+    return torch.tensor(seed if seed < 1 << 63 else seed - (1 << 64), dtype=torch.int64, device="cpu")
+
+
+@lru_cache(1024)
+def _options_of(text: str, grads: tuple[str, ...] | None) -> Options:
+    given = ast.literal_eval(text)
+    return Options(**given, return_lse=True) if grads is None else Options(**given, grads=grads)
+
+
+def _named(names: Sequence[str], values: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    return {name: t for name, t in zip(names, values, strict=True) if t is not None}
+
+
+def _forward_request(*arguments: Any) -> tuple[dict[str, Tensor], Options, Tensor | None]:
+    *inputs, seed, text = arguments
+    return _named(FORWARD_TENSORS, inputs), _options_of(text, None), seed
+
+
+def _backward_request(*arguments: Any) -> tuple[dict[str, Tensor], Options, Tensor | None]:
+    *inputs, text, grads = arguments
+    seed = inputs.pop(len(FORWARD_TENSORS))
+    return _named((*FORWARD_TENSORS, *_GIVEN), inputs), _options_of(text, tuple(grads)), seed
+
+
+def _solve(
+    tensors: dict[str, Tensor], options: Options, seed: Tensor | None, direction: Direction
+) -> dict[str, Tensor]:
+    if seed is not None:
+        options = replace(options, dropout_seed=int(seed) & (1 << 64) - 1)
+    problem = Problem.create(tensors, options, direction)
+    run([problem], choose_backend(problem.spec, available_backends(str(problem.device))))
+    return problem.outputs
+
+
+def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    answers = _solve(*_forward_request(*arguments), "forward")
+    return answers["o"], answers["lse"]
+
+
+def _attention_backward(*arguments: Any) -> list[Tensor]:
+    answers = _solve(*_backward_request(*arguments), "backward")
+    return [answers[name] for name in arguments[-1]]
+
+
+def _check_known(tensors: dict[str, Tensor], options: Options, seed: Tensor | None, direction: Direction) -> None:
+    """Refuse at once what is wrong by its sizes, where they are numbers; symbols are checked when it runs."""
+    if all(isinstance(n, int) for t in tensors.values() for n in t.shape):
+        if seed is not None:
+            options = replace(options, dropout_seed=0)  # there is one; its value is not known here
+        plan({name: tensor_info(name, t) for name, t in tensors.items()}, options, direction)
+
+
+def _fake_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    tensors, options, seed = _forward_request(*arguments)
+    _check_known(tensors, options, seed, "forward")
+    q, v = tensors["q"], tensors["v"]
+    lse_shape: Sequence[int] = q.shape[:-1]
+    if options.layout == "thd":
+        lse_shape = (q.shape[1], q.shape[0])
+    elif q.ndim == 4 and options.layout == "bshd":
+        lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def _fake_attention_backward(*arguments: Any) -> list[Tensor]:
+    tensors, options, seed = _backward_request(*arguments)
+    _check_known(tensors, options, seed, "backward")
+    return [tensors[name[1:]].new_empty(tensors[name[1:]].shape) for name in options.grads]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """A forward keeps its inputs, o and lse: the backward recomputes the probabilities from them."""
+    if ctx.needs_input_grad[FORWARD_TENSORS.index("alibi_slopes")]:
+        raise ProblemError([("alibi_slopes", "has no gradient: pass slopes that do not require one")])
+    ctx.set_materialize_grads(False)
+    *tensors, ctx.options = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, o, lse = ctx.saved_tensors
+    needed = [name for name, yes in zip(FORWARD_TENSORS, ctx.needs_input_grad, strict=False) if yes]
+    grads = [f"d{name}" for name in needed]
+    do = torch.zeros_like(o) if do is None else do
+    answers = torch.ops.flashpoint.attention_backward.default(*inputs, do, o, lse, dlse, ctx.options, grads)
+    found = dict(zip(needed, answers, strict=True))
+    return *(found.get(name) for name in FORWARD_TENSORS), None, None
+
+
+def _refuse_second_order(ctx: Any, *_: Any) -> None:
+    raise RuntimeError("second-order gradients of attention are not available")
+
+
+for _name, _kernel, _fake in (
+    ("attention", _attention, _fake_attention),
+    ("attention_backward", _attention_backward, _fake_attention_backward),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"flashpoint::{_name}", _fake, lib=_library)
+torch.library.register_autograd("flashpoint::attention", _differentiate, setup_context=_save, lib=_library)
+torch.library.register_autograd("flashpoint::attention_backward", _refuse_second_order, lib=_library)

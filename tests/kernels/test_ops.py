@@ -1,0 +1,214 @@
+"""The operators in torch: opcheck, and `torch.compile(fullgraph=True)` with every option, forward and backward."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flashpoint_kernels import Options, ProblemError, attention, attention_backward
+from flashpoint_kernels.ops import literal
+from flashpoint_kernels.spec import FORWARD_TENSORS
+from tests.conftest import DEVICE
+from tests.kernels.solving import normal, qkv
+
+FORWARD = torch.ops.flashpoint.attention.default
+BACKWARD = torch.ops.flashpoint.attention_backward.default
+DIFFERENTIABLE = ("q", "k", "v", "attn_mask", "sinks")
+
+
+def inputs(*shape: int, layout: str = "bhsd", **how: Any) -> dict[str, Tensor]:
+    """q, k and v; strided views in layout bshd, as a projection gives them."""
+    t = {name: x for name, x in qkv(*(shape or (2, 4, 5, 7, 8)), kv_heads=2, **how).items() if name != "do"}
+    return {name: x.transpose(1, 2) for name, x in t.items()} if layout == "bshd" else t
+
+
+def index(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def packed() -> dict[str, Tensor]:
+    """Three sequences, one of them with no key."""
+    t = {"q": normal(9, 4, 8), "k": normal(11, 2, 8, seed=1), "v": normal(11, 2, 8, seed=2)}
+    return t | {"cu_seqlens_q": index(0, 4, 6, 9), "cu_seqlens_k": index(0, 4, 4, 11, dtype=torch.int32)}
+
+
+# Every option and every tensor of the contract, alone or with what it needs.
+CASES: dict[str, tuple[Callable[[], dict[str, Tensor]], dict[str, Any]]] = {
+    "plain": (inputs, {}),
+    "bshd": (lambda: inputs(layout="bshd"), {"layout": "bshd", "causal": True}),
+    "thd": (packed, {"layout": "thd", "causal": True, "window": (2, -1)}),
+    "one head": (lambda: {name: x[:, 0] for name, x in inputs().items()}, {"causal": True}),
+    "one matrix": (lambda: {name: x[0, 0] for name, x in inputs().items()}, {}),
+    "top left": (inputs, {"causal": True, "causal_alignment": "top_left"}),
+    "window": (inputs, {"window": [1, 2], "scale": 0.3}),
+    "softcap": (lambda: inputs(value_dim=12), {"softcap": 2.0, "deterministic": False}),
+    "dropout": (inputs, {"dropout_p": 0.4, "dropout_seed": (1 << 64) - 3}),
+    "float mask": (lambda: inputs() | {"attn_mask": normal(4, 1, 7)}, {}),
+    "bool mask": (lambda: inputs() | {"attn_mask": normal(5, 7) > 0}, {}),
+    "sinks": (lambda: inputs() | {"sinks": normal(4)}, {"window": (0, 0)}),
+    "alibi": (lambda: inputs() | {"alibi_slopes": normal(2, 4).abs()}, {}),
+    "lengths": (lambda: inputs() | {"q_lengths": index(5, 2), "kv_lengths": index(0, 6)}, {"causal": True}),
+    "no key": (lambda: inputs(2, 4, 5, 0, 8), {}),
+    "tf32": (inputs, {"precision": "tf32", "backend": "tiled"}),
+    "bfloat16": (lambda: inputs(dtype=torch.bfloat16), {"causal": True}),
+    "float64": (lambda: inputs(dtype=torch.float64), {"backend": "reference"}),
+    "triton": (lambda: inputs(1, 2, 3, 3, 8), {"backend": "triton", "causal": True}),
+}
+OPTION_NAMES = {name for _, options in CASES.values() for name in options}
+
+
+def leaves(case: str) -> dict[str, Tensor]:
+    tensors = CASES[case][0]()
+    return {n: x.detach().requires_grad_() if n in DIFFERENTIABLE and x.is_floating_point() else x
+            for n, x in tensors.items()}  # fmt: skip
+
+
+def arguments(case: str) -> list[Any]:
+    """As the operators take them."""
+    tensors, options = leaves(case), CASES[case][1]
+    seed = options.get("dropout_seed")
+    seed = None if seed is None else torch.tensor(seed - (1 << 64))
+    return [*(tensors.get(name) for name in FORWARD_TENSORS), seed, literal(Options(**options))]
+
+
+def test_the_cases_have_every_option_and_tensor() -> None:
+    # What is returned is always both answers and all gradients.
+    assert {f.name for f in fields(Options)} - OPTION_NAMES == {"return_lse", "grads"}
+    assert {name for make, _ in CASES.values() for name in make()} == set(FORWARD_TENSORS)
+
+
+# The interpreter takes 15 s for what opcheck repeats; which backend runs is nothing that the dispatcher sees.
+@pytest.mark.parametrize("case", [case for case in CASES if case != "triton"])
+def test_opcheck(case: str) -> None:
+    """Schema, autograd's registration, the fake kernels' shapes and strides, and both traced with symbolic sizes."""
+    given = arguments(case)
+    torch.library.opcheck(FORWARD, given)
+    given = [x.detach() if isinstance(x, Tensor) else x for x in given]
+    o, lse = FORWARD(*given)
+    grads = [f"d{name}" for name, x in leaves(case).items() if x.requires_grad]
+    dlse = torch.ones_like(lse)
+    torch.library.opcheck(BACKWARD, [*given[:-1], normal(*o.shape).to(o.dtype), o, lse, dlse, given[-1], grads])
+
+
+def test_opcheck_without_the_forwards_answers() -> None:
+    given = [x.detach() if isinstance(x, Tensor) else x for x in arguments("plain")]
+    torch.library.opcheck(BACKWARD, [*given[:-1], normal(2, 4, 5, 8), None, None, None, given[-1], ["dv", "dq"]])
+
+
+def test_options_of_numpy_travel() -> None:
+    t = inputs()
+    plain = attention(**t, window=(1, 2), scale=0.25)
+    assert torch.equal(attention(**t, window=[np.int32(1), np.int64(2)], scale=np.float64(0.25)), plain)  # type: ignore[list-item]
+
+
+def loss_and_gradients(call: Callable[..., Any], tensors: dict[str, Tensor]) -> list[Tensor]:
+    wanted = [x for x in tensors.values() if x.requires_grad]
+    answers = call(tensors)
+    return [*answers, *torch.autograd.grad([x.double().cos().sum() for x in answers], wanted)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_whole_it_gives_the_same_bits(case: str) -> None:
+    """Of o, lse and every gradient; aot_eager runs what was traced without making code of its own of it."""
+    torch.compiler.reset()
+
+    def call(tensors: dict[str, Tensor]) -> Any:
+        return attention(**tensors, **CASES[case][1], return_lse=True)
+
+    tensors = leaves(case)
+    expected = loss_and_gradients(call, tensors)
+    found = loss_and_gradients(torch.compile(call, fullgraph=True, backend="aot_eager"), tensors)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_one_compiled_program_takes_any_length() -> None:
+    torch.compiler.reset()
+    programs = []
+
+    def counting(graph: torch.fx.GraphModule, _: Any) -> Any:
+        programs.append(graph)
+        return graph
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attention(q, k, v, causal=True)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counting)
+    for lengths in ((5, 7), (9, 12), (33, 70)):
+        tensors = [x.detach() for x in inputs(2, 4, *lengths, 8).values()]
+        assert torch.equal(compiled(*tensors), call(*tensors))
+    assert len(programs) == 1
+
+
+def test_attention_backward_compiles_whole() -> None:
+    torch.compiler.reset()
+    t = qkv(2, 4, 5, 7, 8, kv_heads=2)
+    compiled = torch.compile(attention_backward, fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(**t, causal=True), attention_backward(**t, causal=True), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_seed_is_drawn_by_each_run_of_a_compiled_program() -> None:
+    torch.compiler.reset()
+    t = inputs()
+    compiled = torch.compile(lambda: attention(**t, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+    torch.manual_seed(3)
+    first, second = compiled(), compiled()
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    assert torch.equal(attention(**t, dropout_p=0.5), first)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_inductor() -> None:
+    """A model around it, made into code: its own products round as they like, attention's bits go through."""
+    torch.compiler.reset()
+    tensors = leaves("sinks")
+
+    def call(tensors: dict[str, Tensor]) -> Any:
+        q = tensors["q"].sin()
+        return (attention(**tensors | {"q": q}, causal=True).square(),)
+
+    expected = loss_and_gradients(call, tensors)
+    found = loss_and_gradients(torch.compile(call, fullgraph=True), tensors)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_wrong_by_its_sizes_is_refused_when_it_is_traced() -> None:
+    t = inputs() | {"attn_mask": normal(3, 3)}
+    with pytest.raises(RuntimeError, match="attn_mask: shape"):  # Dynamo's, with ours in its words
+        torch.compile(lambda: attention(**t), fullgraph=True, backend="aot_eager")()
+
+
+def test_what_depends_on_values_is_refused_when_it_runs() -> None:
+    t = inputs() | {"kv_lengths": index(3, 8)}
+    with pytest.raises(ProblemError, match="kv_lengths: must lie between 0 and 7"):
+        torch.compile(lambda: attention(**t), fullgraph=True, backend="aot_eager")()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"causal": 1}, "causal: must be a bool"),
+        ({"window": 3}, "window: must be two integers"),
+        ({"dropout_p": 0.1, "dropout_seed": -4}, "dropout_seed: must be an integer"),
+        ({"scale": float("nan")}, "scale: must be a number"),
+    ],
+)
+def test_options_are_checked_before_the_dispatcher_coerces_them(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProblemError, match=message):
+        attention(**inputs(), **wrong)
+
+
+def test_a_gradient_with_dropout_and_no_seed_is_refused() -> None:
+    with pytest.raises(ProblemError, match="dropout_seed: a gradient with dropout needs the forward's seed"):
+        attention_backward(**qkv(2, 4, 5, 7, 8), dropout_p=0.5)
