@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from flashpoint_kernels.spec import ITEMSIZE, Spec
 from flashpoint_server.refusal import Refusal
@@ -13,13 +11,19 @@ from flashpoint_server.settings import Settings
 
 
 class Permit:
-    """One request inside: the bytes of its tensors, its FLOPs, and when it came, in `time.monotonic` seconds."""
+    """One request inside, as a context: the bytes of its tensors, its FLOPs, and when it came (`time.monotonic`)."""
 
     def __init__(self, admission: Admission, nbytes: int) -> None:
         self._admission = admission
         self.nbytes = nbytes
         self.flops = 0
         self.since = time.monotonic()
+
+    def __enter__(self) -> Permit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._admission.leave(self)
 
     def price(self, flops: int) -> None:
         """Once it is known what the request asks. Raises Refusal 429."""
@@ -47,8 +51,7 @@ class Admission:
         """Age of the request that has been inside for the longest; 0 where none is."""
         return max((time.monotonic() - permit.since for permit in self._inside), default=0.0)
 
-    @contextmanager
-    def permit(self, nbytes: int) -> Iterator[Permit]:
+    def permit(self, nbytes: int) -> Permit:
         """Room for a request with so many bytes of tensors. Raises Refusal 429."""
         if self.requests >= self._requests_limit:
             raise Refusal("queue_full", f"{self.requests} requests are being served, as many as the server admits")
@@ -60,12 +63,12 @@ class Admission:
         permit = Permit(self, nbytes)
         self._inside[permit] = None
         self.bytes += nbytes
-        try:
-            yield permit
-        finally:
-            del self._inside[permit]
-            self.bytes -= nbytes
-            self.flops -= permit.flops
+        return permit
+
+    def leave(self, permit: Permit) -> None:
+        del self._inside[permit]
+        self.bytes -= permit.nbytes
+        self.flops -= permit.flops
 
     def add_flops(self, flops: int) -> None:
         if self.requests > 1 and self.flops + flops > self._flops_limit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
 
@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flashpoint_kernels.spec import Direction
 from flashpoint_server import benchmark_routes, openapi, status
@@ -54,7 +55,7 @@ def create_app(
             inside.push_async_callback(_ended, asyncio.ensure_future(service.watch_queue()))
             yield
 
-    app = FastAPI(
+    app = Application(
         title="Flashpoint",
         summary="Flash attention as an endpoint",
         version=version("flashpoint"),
@@ -65,7 +66,8 @@ def create_app(
     app.state.service = service
     posts: dict[str, ComputeRoute] = {p: AttentionRoute(service, direction) for p, direction in PATHS.items()}
     posts["/verify"] = VerifyRoute(service)
-    app.add_middleware(Envelope, posts=posts, metrics=service.metrics)
+    app.add_middleware(Envelope, paths=posts.keys(), metrics=service.metrics)
+    app.posts = {path: Envelope(route, posts.keys(), service.metrics) for path, route in posts.items()}
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -76,6 +78,16 @@ def create_app(
     app.include_router(page.router(service))
     openapi.install(app, PATHS)
     return app
+
+
+class Application(FastAPI):
+    """What is POSTed to a path of `posts` is reached without the framework's layers, a tenth of a small call's time."""
+
+    posts: Mapping[str, ASGIApp]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        post = self.posts.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        await (post or super().__call__)(scope, receive, send)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -34,13 +34,13 @@ class AttentionRoute(ComputeRoute):
         wanted = answer_encoding(headers, given)
         body.deadline = deadline = deadline_of(headers, settings)
         priority = priority_of(headers)
-        device = inside.enter_context(service.work())
+        device = self.begin(inside)
         if given.is_json:
             body.limit = settings.json_limit
         body.check_length(body.length)
 
         if given.is_json:
-            permit = inside.enter_context(self.admitted(exchange, body.length or body.limit))
+            permit = self.admit(call, body.length or body.limit)
             arrays, options = await read_json(body, service.codec)
             inputs = [(name, TensorInfo(array.dtype.name, array.shape)) for name, array in arrays.items()]
             spec = make_spec(dict(inputs), options, self._direction)
@@ -53,7 +53,7 @@ class AttentionRoute(ComputeRoute):
             message = await SafetensorsMessage.begin(body, settings.head_limit)
             spec = message.spec(self._direction)
             backend = self._backend(spec, device, wanted)
-            permit = inside.enter_context(self.admitted(exchange, spec.input_bytes + spec.output_bytes))
+            permit = self.admit(call, spec.input_bytes + spec.output_bytes)
             permit.price(spec.flops)
             staging = self.stage(message.inputs(), spec.outputs, inside)
             await message.receive(body, staging.views(staging.inputs).values())

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from flashpoint_server.places import Places
@@ -31,7 +30,7 @@ class Body:
     server of ours (protocol.py).
     """
 
-    def __init__(self, scope: Scope, receive: Receive, headers: Headers, settings: Settings) -> None:
+    def __init__(self, scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings) -> None:
         self._receive = receive
         self.direct: Direct | None = scope.get("extensions", {}).get(EXTENSION, {}).get("direct")
         self._draining: Direct | None = None
@@ -58,12 +57,18 @@ class Body:
         """The next chunk; empty when the body is at its end. Raises Refusal (408, 413, 504) and ClientGoneError."""
         if self.complete:
             return b""
+        if self.direct is not None and (chunk := self.direct.early()):
+            self.complete = self.direct.ended
+            return self._took(chunk)
         end = self._patience(time.monotonic())
         try:
             async with asyncio.timeout(end - time.monotonic()):
                 chunk = await self._chunk()
         except TimeoutError:
             raise self._too_late(end) from None
+        return self._took(chunk)
+
+    def _took(self, chunk: bytes) -> bytes:
         self._received += len(chunk)
         self.check_length(self._received)
         return chunk
@@ -102,18 +107,35 @@ class Body:
     async def _receive_directly(self, direct: Direct, places: Places) -> None:
         before = self._received - places.filled_bytes
         received = direct.receive(places)
-        self._draining, last = direct, time.monotonic()
+        self._draining, began = direct, time.monotonic()
+        loop = asyncio.get_running_loop()
+        over: asyncio.Future[None] = loop.create_future()  # received, or given up
+        timer: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            nonlocal timer
+            self._received = before + places.filled_bytes
+            due = self._patience(max(began, places.filled_last))
+            if (left := due - time.monotonic()) > 0:
+                timer = loop.call_later(left, look)
+            elif not over.done():
+                over.set_exception(self._too_late(due))
+
+        def end(_: object) -> None:
+            if not over.done():
+                over.set_result(None)
+
+        received.add_done_callback(end)
+        look()
         try:
-            while not received.done():
-                await asyncio.wait({received}, timeout=max(self._patience(last) - time.monotonic(), 0))
-                self._received, last = before + places.filled_bytes, max(last, places.filled_last)
-                if not received.done() and time.monotonic() >= (end := self._patience(last)):
-                    raise self._too_late(end)
+            await over
             received.result()
             self._received, self.complete = before + places.filled_bytes, True
         except ConnectionError:
             raise ClientGoneError from None
         finally:
+            if timer is not None:
+                timer.cancel()
             if not received.done():
                 places.discard()  # at once: the memory is another request's when this returns
 

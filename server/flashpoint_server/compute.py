@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from flashpoint_kernels.spec import TensorInfo
@@ -22,6 +21,7 @@ from flashpoint_server.encode import Part
 from flashpoint_server.envelope import send_refusal
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.job import Answer, Job
+from flashpoint_server.messages import DeviceInfo
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.service import Service
 from flashpoint_server.settings import Settings
@@ -47,7 +47,7 @@ class ComputeRoute(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange.of(scope)
-        body = Body(scope, receive, exchange.headers, self.service.settings)
+        body = self.body(scope, receive, exchange)
         try:
             with ExitStack() as inside:
                 await self.serve(Call(exchange, body, receive, send, inside))
@@ -58,26 +58,33 @@ class ComputeRoute(ABC):
         finally:
             exchange.bytes_in = max(exchange.bytes_in, body.received)
 
+    def body(self, scope: Scope, receive: Receive, exchange: Exchange) -> Body:
+        return Body(scope, receive, exchange.headers, self.service.settings)
+
     @abstractmethod
     async def serve(self, call: Call) -> None:
         """Answer. Raises Refusal and ClientGoneError before anything of the answer is sent."""
 
-    @contextmanager
-    def admitted(self, exchange: Exchange, nbytes: int) -> Iterator[Permit]:
+    def begin(self, inside: ExitStack) -> DeviceInfo:
+        """The device, and the service waits for this request before it stops. Raises Refusal 503."""
+        device = self.service.begin()
+        inside.callback(self.service.end)
+        return device
+
+    def admit(self, call: Call, nbytes: int) -> Permit:
         """Inside the limits, and counted until it is over. Raises Refusal 429."""
+        permit = call.inside.enter_context(self.service.admission.permit(nbytes))
         metrics = self.service.metrics
-        with self.service.admission.permit(nbytes) as permit:
-            metrics.accepted()
-            try:
-                yield permit
-            except ClientGoneError:
-                metrics.left("cancelled")
-                raise
-            except BaseException:
-                metrics.left("refused")
-                raise
+        metrics.accepted()
+
+        def left(kind: type[BaseException] | None, *_: object) -> None:
+            if kind is not None:
+                metrics.left("cancelled" if issubclass(kind, ClientGoneError) else "refused")
             else:
-                metrics.left("answered" if exchange.code is None else "cancelled")
+                metrics.left("answered" if call.exchange.code is None else "cancelled")
+
+        call.inside.push(left)
+        return permit
 
     def stage(
         self, inputs: list[tuple[str, TensorInfo]], outputs: Mapping[str, TensorInfo], inside: ExitStack
@@ -96,17 +103,23 @@ class ComputeRoute(ABC):
             if not answer.done():
                 answer.set_exception(error)
 
-        with ExitStack() as inside:
-            if direct is not None:
-                inside.enter_context(direct.watch(lambda: give_up(ClientGoneError())))
-            else:
-                gone = asyncio.ensure_future(call.receive())  # behind the body comes http.disconnect alone
-                gone.add_done_callback(lambda _: give_up(ClientGoneError()))
-                inside.callback(gone.cancel)
-            if (left := job.remaining()) is not None:
-                timer = asyncio.get_running_loop().call_later(left, lambda: give_up(out_of_time()))
-                inside.callback(timer.cancel)
+        gone = timer = None
+        if direct is not None:
+            direct.watch(lambda: give_up(ClientGoneError()))
+        else:
+            gone = asyncio.ensure_future(call.receive())  # behind the body comes http.disconnect alone
+            gone.add_done_callback(lambda _: give_up(ClientGoneError()))
+        if (left := job.remaining()) is not None:
+            timer = asyncio.get_running_loop().call_later(left, lambda: give_up(out_of_time()))
+        try:
             return await answer
+        finally:
+            if direct is not None:
+                direct.unwatch()
+            if gone is not None:
+                gone.cancel()
+            if timer is not None:
+                timer.cancel()
 
     async def reply(self, call: Call, fields: list[tuple[bytes, bytes]], parts: list[Part]) -> None:
         """Answer 200 out of memory that will be reused: when this returns nobody sends from it any more."""
@@ -135,7 +148,7 @@ async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: Body) 
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def deadline_of(headers: Headers, settings: Settings) -> float | None:
+def deadline_of(headers: Mapping[str, str], settings: Settings) -> float | None:
     """From X-Timeout-Ms, in `time.monotonic` seconds. Raises Refusal 422."""
     text = headers.get("x-timeout-ms")
     if text is None:
@@ -147,7 +160,7 @@ def deadline_of(headers: Headers, settings: Settings) -> float | None:
     return time.monotonic() + ms / 1000 if ms else None
 
 
-def priority_of(headers: Headers) -> int:
+def priority_of(headers: Mapping[str, str]) -> int:
     """From X-Priority. Raises Refusal 422."""
     text = headers.get("x-priority", "0")
     if len(text) != 1 or text not in "0123456789":

@@ -148,22 +148,23 @@ class Engine:
     def _flush(self) -> None:
         if self._channel is None:
             return
-        loop = asyncio.get_running_loop()
         try:
             while self._unsent:
                 self._channel.send(*self._unsent[0])
                 self._unsent.popleft()
         except BlockingIOError:
-            loop.add_writer(self._channel, self._flush)
-            return
+            asyncio.get_running_loop().add_writer(self._channel, self._writable)
         except (BrokenPipeError, ConnectionError):
-            return  # it is gone: the end of file says so, and `_hear` sees to it
+            pass  # it is gone: the end of file says so, and `_hear` sees to it
         except OSError as error:  # too many descriptors on their way, or no memory: begin anew
             log.error("channel failed", error=str(error))
             # The engine closes its end, too, once nothing computes in our memory any more: `_hear` goes on from there.
             self._channel.sock.shutdown(socket.SHUT_WR)
-            return
-        loop.remove_writer(self._channel)
+
+    def _writable(self) -> None:
+        assert self._channel is not None
+        asyncio.get_running_loop().remove_writer(self._channel)
+        self._flush()
 
     def _hear(self) -> None:
         assert self._channel is not None
@@ -300,8 +301,7 @@ class Engines:
 
         The job is dropped when the future is cancelled, or set to something else by its caller. Raises Refusal.
         """
-        if self.state is not State.READY:
-            raise Refusal("not_ready", f"the engine is {self.state.value}")
+        self._check_ready()
         job.timings.queue = time.perf_counter()
         sent = Sent(job, asyncio.get_running_loop().create_future(), time.monotonic())
         self._send(sent)
@@ -309,9 +309,12 @@ class Engines:
 
     def for_benchmark(self) -> Engine:
         """The engine with the fewest benchmarks. Raises Refusal."""
-        if self.state is not State.READY:
-            raise Refusal("not_ready", f"the engine is {self.state.value}")
+        self._check_ready()
         return min(self._ready(), key=self._benchmarks.load_of)
+
+    def _check_ready(self) -> None:
+        if next(self._ready(), None) is None:
+            raise Refusal("not_ready", f"the engine is {self.state.value}")
 
     def _send(self, sent: Sent) -> None:
         engine = min(self._ready(), key=lambda engine: engine.load)

@@ -17,7 +17,7 @@ import structlog
 
 from flashpoint_server import logs
 from flashpoint_server.messages import Broken, Channel, ToEngine
-from flashpoint_server.parent import CANNOT_WORK, die_with_parent, raise_descriptor_limit
+from flashpoint_server.parent import CANNOT_WORK, die_with_parent, keep_what_is_there, raise_descriptor_limit
 from flashpoint_server.waiting import Budget
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def main(kind: type[Device] | None = None) -> int:
     budget = Budget(asked.batch_flops, asked.batch_bytes, asked.max_queue_delay)
     timing = TimingLane(device.info.name, asked.benchmark_slice_ms, asked.benchmark_keep)
     engine = ServingEngine(listener, device, budget, timing, asked.hang_timeout)
+    keep_what_is_there()
     log.info("ready", device=device.info.name, title=device.info.title, backends=device.info.backends)
     engine.run()
     return 0

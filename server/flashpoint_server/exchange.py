@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
+import secrets
 import time
-import uuid
-from collections.abc import MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, cast
-
-from starlette.datastructures import Headers
 
 _KEY = "flashpoint.exchange"
 # What may be echoed into headers and logs; anything else is replaced by an id of ours.
@@ -22,7 +20,7 @@ class Exchange:
 
     method: str
     path: str
-    headers: Headers
+    headers: Mapping[str, str]
     request_id: str
     arrived: float = field(default_factory=time.perf_counter)
     status: int | None = None
@@ -34,12 +32,21 @@ class Exchange:
     @classmethod
     def open(cls, scope: MutableMapping[str, Any]) -> Exchange:
         """Begin the exchange of an ASGI scope, where `Exchange.of` finds it again."""
-        headers = Headers(scope=scope)
+        headers = combined(scope["headers"])
         asked = headers.get("x-request-id", "")
-        request_id = asked if _SANE_ID.fullmatch(asked) else uuid.uuid4().hex
+        request_id = asked if _SANE_ID.fullmatch(asked) else secrets.token_hex(16)
         exchange = scope[_KEY] = cls(scope["method"], scope["path"], headers, request_id)
         return exchange
 
     @staticmethod
     def of(scope: MutableMapping[str, Any]) -> Exchange:
         return cast(Exchange, scope[_KEY])
+
+
+def combined(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Header fields by their lower-case names, those of one name as one list (RFC 9110, §5.3)."""
+    fields: dict[str, str] = {}
+    for name, value in raw:
+        key, text = name.decode("latin-1"), value.decode("latin-1")
+        fields[key] = f"{fields[key]}, {text}" if key in fields else text
+    return fields

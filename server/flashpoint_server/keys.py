@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
-
-from starlette.datastructures import Headers
+from collections.abc import Mapping, Sequence
 
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import RIGHTS
@@ -21,7 +19,7 @@ class Keyring:
             key, _, rights = entry.partition(":")
             self._keys.append((_digest(key), frozenset(rights.split("+") if rights else RIGHTS)))
 
-    def admit(self, headers: Headers, right: str) -> None:
+    def admit(self, headers: Mapping[str, str], right: str) -> None:
         """Raises Refusal: 401 without a known key, 403 where the key lacks `right`."""
         if not self._keys:
             return

@@ -83,9 +83,10 @@ class Metrics:
         self._ended[how].inc()
 
     def took(self, stages: Mapping[str, float]) -> None:
-        """Seconds by stage, of an answered request."""
+        """Seconds by stage, of an answered request; a stage that it did not have is not counted."""
         for name, seconds in stages.items():
-            self._stages[name].observe(seconds)
+            if seconds:
+                self._stages[name].observe(seconds)
 
     def computed(self, done: Done) -> None:
         backend = done.metadata["backend"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from starlette.datastructures import Headers
 
 from flashpoint import jsonwire, wire
 from flashpoint_server.refusal import Refusal
@@ -24,7 +23,7 @@ class Encoding:
         return self.media_type == jsonwire.MEDIA_TYPE
 
 
-def request_encoding(headers: Headers) -> Encoding:
+def request_encoding(headers: Mapping[str, str]) -> Encoding:
     """From Content-Type. Raises Refusal 415."""
     given = headers.get("content-type", "").partition(";")[0].strip().lower()
     if given not in (*SERVED, OCTETS):
@@ -38,9 +37,9 @@ def request_encoding(headers: Headers) -> Encoding:
     return Encoding(wire.MEDIA_TYPE if given == OCTETS else given)
 
 
-def answer_encoding(headers: Headers, request: Encoding) -> Encoding:
+def answer_encoding(headers: Mapping[str, str], request: Encoding) -> Encoding:
     """From Accept (RFC 9110, §12.5.1); the request's own where the client does not mind. Raises Refusal 406."""
-    ranges = _ranges(",".join(headers.getlist("accept")))
+    ranges = _ranges(headers.get("accept", ""))
     if not ranges:
         return request
     other = next(media for media in SERVED if media != request.media_type)

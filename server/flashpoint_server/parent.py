@@ -1,6 +1,7 @@
-"""What a process asks of the system when it starts: to end with its parent, and descriptors enough."""
+"""What a process asks of the system, and of Python, when it starts."""
 
 import ctypes
+import gc
 import os
 import resource
 import signal
@@ -9,6 +10,15 @@ import sys
 CANNOT_WORK = 78  # EX_CONFIG: the exit code that says that starting again will not help
 
 _PR_SET_PDEATHSIG = 1
+
+
+def keep_what_is_there() -> None:
+    """Tell the garbage collector that what this process has made before it serves will stay.
+
+    Else it looks through all of that, some hundred thousand objects of the libraries, again and again: a third of the
+    time that an HTTP process spends on a small call.
+    """
+    gc.freeze()
 
 
 def raise_descriptor_limit() -> None:

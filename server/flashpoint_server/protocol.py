@@ -12,8 +12,7 @@ States of a connection: parsing (`_Parsing`) → receiving (`_Receiver`) → par
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -73,8 +72,7 @@ class Direct:
         """
         http, cycle = self._http, self._cycle
         self._received = received = http.loop.create_future()
-        early, cycle.body = cycle.body, bytearray()  # came behind the head, and is parsed already
-        places.copy(memoryview(early))
+        places.copy(memoryview(self.early()))  # came behind the head, and is parsed already
         if places.full:
             received.set_result(None)
         elif cycle.disconnected or http.transport.is_closing():
@@ -91,18 +89,26 @@ class Direct:
         if self._received is not None:
             await asyncio.wait({self._received})
 
-    @contextmanager
-    def watch(self, gone: Callable[[], None]) -> Iterator[None]:
-        """Inside, once the body has come, `gone` is called when the client disconnects; at once where it has."""
+    def early(self) -> bytes:
+        """What has come of the body by now, and nobody has received."""
+        early, self._cycle.body = self._cycle.body, bytearray()
+        return bytes(early)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the body has come to its end."""
+        return not self._cycle.more_body
+
+    def watch(self, gone: Callable[[], None]) -> None:
+        """Once the body has come, call `gone` when the client disconnects, at once where it has; until `unwatch`."""
         http = self._http
         if self._cycle.disconnected:
             gone()
         http.watcher = gone
         http.flow.resume_reading()  # else nobody would see it go
-        try:
-            yield
-        finally:
-            http.watcher = None
+
+    def unwatch(self) -> None:
+        self._http.watcher = None
 
     async def answer(self, status: int, headers: list[tuple[bytes, bytes]], parts: list[Part], seconds: float) -> bool:
         """Send the whole answer in one write; whether the client took it within `seconds`.

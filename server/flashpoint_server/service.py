@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from flashpoint_server.admission import Admission
 from flashpoint_server.benchmarks import Benchmarks
 from flashpoint_server.codec import Codec
-from flashpoint_server.engine import Engines, State
+from flashpoint_server.engine import Engines
 from flashpoint_server.keys import Keyring
 from flashpoint_server.memory import Pool
 from flashpoint_server.messages import DeviceInfo
@@ -41,22 +39,21 @@ class Service:
         """The device, where new work is taken. Raises Refusal 503."""
         if self.draining:
             raise Refusal("draining", "the server is shutting down")
-        if self.engine.state is not State.READY or self.engine.device is None:
+        if (device := self.engine.device) is None:
             raise Refusal("not_ready", f"the engine is {self.engine.state.value}")
-        return self.engine.device
+        return device
 
-    @contextmanager
-    def work(self) -> Iterator[DeviceInfo]:
-        """A request for compute, from its head to the last byte of its answer. Raises Refusal 503."""
+    def begin(self) -> DeviceInfo:
+        """A request for compute has come; `end` when the last byte of its answer has left. Raises Refusal 503."""
         device = self.check_ready()
         self._working += 1
         self._idle.clear()
-        try:
-            yield device
-        finally:
-            self._working -= 1
-            if not self._working:
-                self._idle.set()
+        return device
+
+    def end(self) -> None:
+        self._working -= 1
+        if not self._working:
+            self._idle.set()
 
     async def watch_queue(self) -> None:
         """Keep the metrics of what is inside up to date, until cancelled."""

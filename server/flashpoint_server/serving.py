@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from flashpoint_server import supervisor
 from flashpoint_server.app import create_app
 from flashpoint_server.engine import State
-from flashpoint_server.parent import raise_descriptor_limit
+from flashpoint_server.parent import keep_what_is_there, raise_descriptor_limit
 from flashpoint_server.protocol import HttpProtocol
 from flashpoint_server.service import Service
 from flashpoint_server.settings import Settings
@@ -40,6 +40,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        keep_what_is_there()
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
             log.info("listening", host=host, port=port, url=f"http://{f'[{host}]' if ':' in host else host}:{port}")

@@ -46,7 +46,7 @@ class VerifyRoute(ComputeRoute):
         given = request_encoding(headers)
         body.deadline = deadline = deadline_of(headers, service.settings)
         priority = priority_of(headers)
-        device = call.inside.enter_context(service.work())
+        device = self.begin(call.inside)
         if given.is_json:
             body.limit = service.settings.json_limit
         body.check_length(body.length)
@@ -68,14 +68,14 @@ class VerifyRoute(ComputeRoute):
         message = await SafetensorsMessage.begin(call.body, self.service.settings.head_limit)
         inputs = message.inputs()
         options, price = self._check(dict(inputs), wire.decode_options(message.metadata), device)
-        permit = call.inside.enter_context(self.admitted(call.exchange, sum(info.nbytes for _, info in inputs)))
+        permit = self.admit(call, sum(info.nbytes for _, info in inputs))
         permit.price(price)
         staging = self.stage(inputs, {}, call.inside)
         await message.receive(call.body, staging.views(staging.inputs).values())
         return options, price, staging
 
     async def _json(self, call: Call, device: DeviceInfo) -> tuple[bytes, int, Staging]:
-        permit = call.inside.enter_context(self.admitted(call.exchange, call.body.length or call.body.limit))
+        permit = self.admit(call, call.body.length or call.body.limit)
         text, arrays = await read_text(call.body), Arrays()
         if (drawn := _drawn(text)) is not None:
             request, price = drawn.model_dump_json().encode(), self._price(_spec_of(drawn), device)

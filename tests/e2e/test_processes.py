@@ -246,6 +246,8 @@ def test_several_workers_on_one_port_survive_each_others_death(start_server):
     wait_for(lambda: len(server.children("worker")) == 2, lambda: "two workers")
     engine, (victim, other) = server.engine_pid, server.children("worker")
     expected = post(server, "/attention", SMALL).body
+    answered = 'flashpoint_ended_total{how="answered"}'  # of all workers, the dead one's counts among them
+    wait_for(lambda: read_metrics(server).get(answered) == 1, lambda: "the first answer is not counted")
     os.kill(victim, signal.SIGKILL)
     server.wait_for_line(lambda line: line["event"] == "lost" and line["pid"] == victim)
     for _ in range(8):
@@ -253,7 +255,6 @@ def test_several_workers_on_one_port_survive_each_others_death(start_server):
     wait_for(lambda: len(set(server.children("worker")) - {victim, other}) == 1, lambda: "another worker")
     assert server.engine_pid == engine
     assert not psutil.pid_exists(victim)
-    answered = 'flashpoint_ended_total{how="answered"}'  # of all workers, the dead one's counts among them
     wait_for(lambda: read_metrics(server)[answered] == 9, lambda: "answers are not counted")
     assert read_metrics(server)["flashpoint_accepted_total"] == 9
     wait_for(lambda: read_metrics(server)["flashpoint_queue_requests"] == 0, lambda: "requests that never leave")

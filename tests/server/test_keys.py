@@ -1,6 +1,5 @@
 import pytest
 from pydantic import ValidationError
-from starlette.datastructures import Headers
 
 from flashpoint_server.keys import Keyring
 from flashpoint_server.refusal import Refusal
@@ -9,7 +8,7 @@ from flashpoint_server.settings import Settings
 
 def status(keyring, authorization, right="attention"):
     try:
-        keyring.admit(Headers({} if authorization is None else {"authorization": authorization}), right)
+        keyring.admit({} if authorization is None else {"authorization": authorization}, right)
     except Refusal as refusal:
         return refusal.status
     return 200
