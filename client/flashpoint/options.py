@@ -59,7 +59,7 @@ class AttentionOptions(BaseModel):
     precision: Precision = Field("ieee", description="float32 matrix products: ieee or tf32")
     return_lse: bool = Field(False, description="also answer lse, the natural log of the softmax's denominator")
     grads: Annotated[tuple[Grad, ...], Field(strict=False, min_length=1), AfterValidator(_named_once)] = Field(
-        ("dq", "dk", "dv"), description="which gradients to answer"
+        ("dq", "dk", "dv"), description="which gradients to answer", json_schema_extra={"uniqueItems": True}
     )
     deterministic: bool = Field(True, description="gradients bitwise equal from run to run")
     backend: Backend = Field("auto", description="a backend asked for by name is never substituted")

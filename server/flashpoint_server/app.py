@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flashpoint_kernels.spec import Direction
@@ -112,7 +112,15 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     code = _CODES.get(error.status_code, "internal_error")
     what = f"{request.method} {request.url.path}"
     detail = {404: f"there is no {request.url.path}", 405: f"{what} is not served"}.get(error.status_code, error.detail)
-    return _response(request, Refusal(code, detail, headers=error.headers))
+    headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
+    return _response(request, Refusal(code, detail, headers=headers))
+
+
+def _allowed(request: Request) -> str:
+    """Every method of an address. The framework would name those of one route, where several share the address."""
+    routes = request.app.router.routes
+    asked = {method: {**request.scope, "method": method} for method in ("GET", "HEAD", "POST", "DELETE")}
+    return ", ".join(m for m, scope in asked.items() if any(r.matches(scope)[0] is Match.FULL for r in routes))
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

@@ -6,18 +6,18 @@ import hashlib
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Header, Path, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
 
 from flashpoint import jsonwire, strictjson
 from flashpoint._sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest, PlotKind
-from flashpoint_server import pictures
+from flashpoint_server import openapi_examples, pictures
 from flashpoint_server.body import Body
 from flashpoint_server.message import field_errors, read_text
 from flashpoint_server.negotiation import request_encoding
-from flashpoint_server.problem_schema import Problem
+from flashpoint_server.problem_schema import problems
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.service import Service
 
@@ -26,16 +26,24 @@ CANCEL_SECONDS = 5.0  # how long a slice in which nothing can be stopped is wait
 
 REQUEST_LIMIT = 1 << 16  # bytes; hundreds of shapes
 _SCHEMA = {"$ref": "#/components/schemas/BenchmarkRequest"}
-_ASKED = {"requestBody": {"required": True, "content": {"application/json": {"schema": _SCHEMA}}}}
-_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in (401, 403, 404, 422)}
+_CONTENT = {jsonwire.MEDIA_TYPE: {"schema": _SCHEMA, "examples": openapi_examples.BENCHMARK}}
+_ASKED = {"requestBody": {"required": True, "content": _CONTENT}}
+Format = Annotated[
+    str, Path(json_schema_extra={"enum": [*pictures.MEDIA_TYPES]})
+]  # any other is a 404, as no such address
+_ERRORS = problems(401, 403, 404, 422)
+
+
+def _answers(description: str, *media_types: str) -> dict[int | str, dict[str, Any]]:
+    return {200: {"description": description, "content": {media: {} for media in media_types}}}
 
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter(prefix="/benchmark", tags=["proof"])
     benchmarks = service.benchmarks
-    busy: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in (400, 408, 413, 415, 429, 503)}
+    refused = problems(400, 401, 403, 408, 413, 415, 422, 429, 503)
 
-    @routes.post("", status_code=202, summary="Time a grid", responses=_ERRORS | busy, openapi_extra=_ASKED)
+    @routes.post("", status_code=202, summary="Time a grid", responses=refused, openapi_extra=_ASKED)
     async def start(request: Request, response: Response) -> BenchmarkJob:
         """Timing runs alone on the device, in slices between the requests that are served meanwhile."""
         service.keys.admit(request.headers, "benchmark")  # before its body is read
@@ -63,7 +71,11 @@ def router(service: Service) -> APIRouter:
         service.keys.admit(request.headers, "benchmark")
         return (await benchmarks.get(id)).job
 
-    @routes.get("/{id}/events", summary="The same as server-sent events", responses=_ERRORS)
+    told = _answers("one event for each thing that happens", EVENT_STREAM) | _ERRORS
+
+    @routes.get(
+        "/{id}/events", summary="The same as server-sent events", responses=told, response_class=StreamingResponse
+    )
     async def events(request: Request, id: str, last_event_id: Annotated[int, Header(ge=0)] = 0) -> StreamingResponse:
         """One event for each thing that happens, from the first, or from the one after `Last-Event-ID`, to the end."""
         service.keys.admit(request.headers, "benchmark")
@@ -90,16 +102,18 @@ def router(service: Service) -> APIRouter:
             await benchmark.ended(CANCEL_SECONDS)
         return benchmark.job
 
-    @routes.get("/{id}/plot.{format}", summary="A picture of its rows", responses=_ERRORS, response_class=Response)
-    async def plot(request: Request, id: str, format: str, kind: PlotKind = "time") -> Response:
+    drawn = _answers("the picture", *pictures.MEDIA_TYPES.values()) | _ERRORS
+
+    @routes.get("/{id}/plot.{format}", summary="A picture of its rows", responses=drawn, response_class=Response)
+    async def plot(request: Request, id: str, format: Format, kind: PlotKind = "time") -> Response:
         service.keys.admit(request.headers, "benchmark")
         benchmark = await benchmarks.get(id)
         if format not in pictures.MEDIA_TYPES:
             raise Refusal("not_found", f"there are {' and '.join(pictures.MEDIA_TYPES)}")
         try:
-            drawn = await service.codec.run(pictures.draw, benchmark.job.model_dump_json(), kind, format)
+            picture = await service.codec.run(pictures.draw, benchmark.job.model_dump_json(), kind, format)
         except ValueError as error:
             raise invalid([("kind", str(error))]) from None
-        return Response(drawn, media_type=pictures.MEDIA_TYPES[format])
+        return Response(picture, media_type=pictures.MEDIA_TYPES[format])
 
     return routes

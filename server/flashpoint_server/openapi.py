@@ -1,11 +1,11 @@
-"""The two calls in OpenAPI: both encodings, every option, the errors, and an example that can be pasted."""
+"""What FastAPI cannot see of the service: the calls that are plain ASGI, in both encodings, with their errors."""
 
 from __future__ import annotations
 
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 
 from flashpoint import jsonwire, wire
 from flashpoint._proof import ANSWERS
@@ -13,7 +13,9 @@ from flashpoint.benchmark_schema import BenchmarkRequest
 from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyReport, VerifyRequest
 from flashpoint_kernels.spec import BACKWARD_TENSORS, FORWARD_TENSORS, GRADS, Direction
-from flashpoint_server.refusal import MEDIA_TYPE, STATUS
+from flashpoint_server import openapi_examples as examples
+from flashpoint_server.problem_schema import Problem, problems
+from flashpoint_server.refusal import STATUS
 
 _TENSORS = {
     "q": "(B,Hq,Sq,D) in layout bhsd, (B,Sq,Hq,D) in bshd, (Tq,Hq,D) in thd; also (B,S,D) and (S,D), as one head",
@@ -42,20 +44,14 @@ _HEADERS = {
     "X-Batch-Size": "requests that ran in the same launch",
     "Server-Timing": "decode, queue, compute and encode in milliseconds",
 }
-_EXAMPLE = {
-    "q": [[1.0, 0.0], [0.0, 1.0]],
-    "k": [[1.0, 0.0], [0.0, 1.0]],
-    "v": [[1.0, 2.0], [3.0, 4.0]],
-    "causal": True,
-}
 _SUMMARY = {"forward": "Attention", "backward": "Gradients of attention"}
+_ERRORS = sorted({status for code, status in STATUS.items() if code not in ("not_found", "method_not_allowed")})
+_LONGEST = 10**15 - 1  # what 15 digits say
+_KEYS: list[dict[str, list[str]]] = [{}, {"bearer": []}]  # a key where the server has keys
 
 
 def install(app: FastAPI, paths: dict[str, Direction]) -> None:
-    """Make `app.openapi` describe `paths` too, which are plain ASGI and so unknown to FastAPI.
-
-    The schema of `Problem` is there already: other routes name it.
-    """
+    """Make `app.openapi` describe `paths` and /verify too, and what the other routes refer to."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -67,75 +63,84 @@ def install(app: FastAPI, paths: dict[str, Direction]) -> None:
             for path, direction in paths.items():
                 document["paths"][path] = {"post": _operation(direction)}
             document["paths"]["/verify"] = {"post": _verification()}
+            for operation in (each for path in document["paths"].values() for each in path.values()):
+                if "401" in operation["responses"]:
+                    operation["security"] = _KEYS
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend it
 
 
 def _add_schemas(schemas: dict[str, Any]) -> None:
-    number = {"oneOf": [{"type": "number"}, {"type": "boolean"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
-    schemas["JsonTensor"] = {
-        "description": "Nested lists, row-major, or the flat form, which empty tensors need.",
-        "oneOf": [
-            {"type": "array", "items": {}},
-            {
-                "type": "object",
-                "properties": {
-                    "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-                    "data": {"type": "array", "items": number},
-                },
-                "required": ["shape", "data"],
-                "additionalProperties": False,
-            },
-        ],
-    }
+    number = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+    integer = {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}
+    for kind, element in (("Tensor", number), ("Booleans", {"type": "boolean"}), ("Integers", integer)):
+        rows = {"$ref": f"#/components/schemas/{kind}Rows"}
+        schemas[f"{kind}Rows"] = {"type": "array", "items": {"anyOf": [element, rows]}}
+        schemas[f"Json{kind}"] = _json_tensor(element, rows)
     options = AttentionOptions.model_json_schema()["properties"]
     dtype = {"enum": list(jsonwire.DTYPES), "default": "float32", "description": "of q, k, v, do and o"}
-    for name, known, needed in (
-        ("AttentionRequest", FORWARD_TENSORS, ["q", "k", "v"]),
-        ("AttentionGradRequest", BACKWARD_TENSORS, ["q", "k", "v", "do"]),
-    ):
-        properties = {**_tensors(known), "dtype": dtype, **options}
-        schemas[name] = {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
-    judged = {name: text for name, text in _tensors(ANSWERS).items() if name not in BACKWARD_TENSORS}
-    schemas["VerifyTensors"] = {
-        "type": "object",
-        "properties": {**_tensors(BACKWARD_TENSORS), **judged, "dtype": dtype, **options},
-        "required": ["q", "k", "v"],
-        "additionalProperties": False,
-    }
-    for model in (VerifyRequest, VerifyReport, BenchmarkRequest):
+
+    def request(names: tuple[str, ...], needed: list[str]) -> dict[str, Any]:
+        properties = {**_tensors(names), "dtype": dtype, **options}
+        return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
+
+    schemas["AttentionRequest"] = request(FORWARD_TENSORS, ["q", "k", "v"])
+    schemas["AttentionGradRequest"] = request(BACKWARD_TENSORS, ["q", "k", "v", "do"])
+    judged = tuple(name for name in ANSWERS if name not in BACKWARD_TENSORS)
+    schemas["VerifyTensors"] = request((*BACKWARD_TENSORS, *judged), ["q", "k", "v"])
+    models: tuple[type[BaseModel], ...] = (VerifyRequest, VerifyReport, BenchmarkRequest, Problem)
+    for model in models:
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}", mode="validation")
         schemas.update(schema.pop("$defs", {}))
         schemas[model.__name__] = schema
-    said = {
-        "dtype": {"type": "string"},
-        "backend": {"type": "string", "description": "the backend that ran"},
-        "dropout_seed": {"type": "integer", "description": "where dropout ran"},
+
+    def answer(names: tuple[str, ...], needed: list[str]) -> dict[str, Any]:
+        said = {
+            "dtype": {"enum": list(jsonwire.DTYPES), "description": "of the tensors that have their input's"},
+            "backend": {"type": "string", "description": "the backend that ran"},
+            "dropout_seed": {"type": "integer", "description": "where dropout ran"},
+        }
+        properties = {**_tensors(names), **said}
+        needed = [*needed, "dtype", "backend"]
+        return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
+
+    schemas["AttentionAnswer"] = answer(("o", "lse"), ["o"])
+    schemas["AttentionGradAnswer"] = answer(GRADS, [])
+
+
+def _json_tensor(element: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+    size = {"type": "integer", "minimum": 0}
+    flat = {
+        "shape": {"type": "array", "items": size, "maxItems": wire.RANK_LIMIT},
+        "data": {"type": "array", "items": element},
     }
-    schemas["AttentionAnswer"] = {
-        "type": "object",
-        "properties": {**_tensors(("o", "lse")), **said},
-        "required": ["o", "dtype", "backend"],
+    return {
+        "description": "Nested lists, row-major, or the flat form, which empty tensors need.",
+        "anyOf": [rows, {"type": "object", "properties": flat, "required": [*flat], "additionalProperties": False}],
     }
-    schemas["AttentionGradAnswer"] = {
-        "type": "object",
-        "properties": {**_tensors(GRADS), **said},
-        "required": ["dtype", "backend"],
-    }
+
+
+def _tensors(names: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in names:
+        kinds = ["JsonIntegers"] if name in jsonwire.INDEX else ["JsonTensor"]
+        if name == "attn_mask":
+            kinds.append("JsonBooleans")
+        references = [{"$ref": f"#/components/schemas/{kind}"} for kind in kinds]
+        one: dict[str, Any] = references[0] if len(references) == 1 else {"anyOf": references}
+        found[name] = {**one, "description": _TENSORS[name]}
+    return found
 
 
 def _verification() -> dict[str, Any]:
     """The operation of /verify: two kinds of request, one report."""
     ours = _operation("forward")
-    drawn = {"$ref": "#/components/schemas/VerifyRequest"}
-    given = {"$ref": "#/components/schemas/VerifyTensors"}
+    kinds = [{"$ref": f"#/components/schemas/{name}"} for name in ("VerifyRequest", "VerifyTensors")]
     content = ours["requestBody"]["content"]
-    content[jsonwire.MEDIA_TYPE] = {
-        "schema": {"oneOf": [drawn, given]},
-        "example": {"shape": {"q_len": 64, "head_dim": 32}},
-    }
+    content[jsonwire.MEDIA_TYPE] = {"schema": {"oneOf": kinds}, "examples": examples.VERIFY}
     report = {"schema": {"$ref": "#/components/schemas/VerifyReport"}}
+    del ours["responses"]["406"]  # its answer is JSON, whatever Accept says
     ours["responses"]["200"] = {"description": "The errors of every tensor", "content": {jsonwire.MEDIA_TYPE: report}}
     return ours | {
         "tags": ["proof"],
@@ -144,13 +149,8 @@ def _verification() -> dict[str, Any]:
     }
 
 
-def _tensors(names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: {"$ref": "#/components/schemas/JsonTensor", "description": _TENSORS[name]} for name in names}
-
-
 def _operation(direction: Direction) -> dict[str, Any]:
     name = "Attention" if direction == "forward" else "AttentionGrad"
-    example = _EXAMPLE if direction == "forward" else {**_EXAMPLE, "do": [[1.0, 1.0], [1.0, 1.0]]}
     binary = {
         "schema": {
             "type": "string",
@@ -158,44 +158,41 @@ def _operation(direction: Direction) -> dict[str, Any]:
             "description": "a safetensors file: the tensors by name, each option in `__metadata__` as JSON",
         }
     }
-    errors: dict[int, list[str]] = {}
-    for code, status in STATUS.items():
-        if code not in ("not_found", "method_not_allowed"):
-            errors.setdefault(status, []).append(code)
+    asked = {
+        "schema": {"$ref": f"#/components/schemas/{name}Request"},
+        "examples": examples.FORWARD if direction == "forward" else examples.BACKWARD,
+    }
+    answered = {"schema": {"$ref": f"#/components/schemas/{name}Answer"}}
     return {
         "tags": ["attention"],
         "summary": _SUMMARY[direction],
         "operationId": "attention" if direction == "forward" else "attention_grad",
-        "security": [{}, {"bearer": []}],
         "parameters": [
-            _header("X-Timeout-Ms", {"type": "integer", "minimum": 1}, "deadline, in milliseconds"),
+            _header(
+                "X-Timeout-Ms", {"type": "integer", "minimum": 1, "maximum": 10**15 - 1}, "deadline, in milliseconds"
+            ),
             _header("X-Priority", {"type": "integer", "minimum": 0, "maximum": 9, "default": 0}, "higher runs sooner"),
-            _header("X-Request-Id", {"type": "string", "maxLength": 128}, "echoed, and found in the log"),
+            _header(
+                "X-Request-Id",
+                {"type": "string"},
+                "echoed, and found in the log: up to 128 letters, digits and `._:/+=@~-`; anything else is replaced",
+            ),
         ],
         "requestBody": {
             "required": True,
-            "content": {
-                jsonwire.MEDIA_TYPE: {"schema": {"$ref": f"#/components/schemas/{name}Request"}, "example": example},
-                wire.MEDIA_TYPE: binary,
-                "application/octet-stream": binary,
-            },
+            "content": {jsonwire.MEDIA_TYPE: asked, wire.MEDIA_TYPE: binary, "application/octet-stream": binary},
         },
         "responses": {
             "200": {
                 "description": "The answer, in the encoding that Accept asks for, else in the request's",
                 "headers": {h: {"schema": {"type": "string"}, "description": text} for h, text in _HEADERS.items()},
                 "content": {
-                    jsonwire.MEDIA_TYPE: {"schema": {"$ref": f"#/components/schemas/{name}Answer"}},
+                    jsonwire.MEDIA_TYPE: answered,
                     wire.MEDIA_TYPE: binary,
+                    "application/octet-stream": binary,
                 },
             },
-            **{
-                str(status): {
-                    "description": f"{HTTPStatus(status).phrase}: {', '.join(codes)}",
-                    "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-                }
-                for status, codes in sorted(errors.items())
-            },
+            **{str(status): response for status, response in problems(*_ERRORS).items()},
         },
     }
 

@@ -13,10 +13,8 @@ from pydantic import BaseModel, Field
 from flashpoint_kernels.spec import MAX_HEAD_DIM
 from flashpoint_kernels.support import SUPPORT
 from flashpoint_server.metrics import MEDIA_TYPE
-from flashpoint_server.problem_schema import Problem
+from flashpoint_server.problem_schema import problems
 from flashpoint_server.service import Service
-
-Responses = dict[int | str, dict[str, Any]]
 
 
 class Health(BaseModel):
@@ -44,20 +42,18 @@ class Info(BaseModel):
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter(tags=["status"])
-    not_ready: Responses = {503: {"model": Problem, "description": "starting, failed or stopping"}}
-    locked: Responses = {401: {"model": Problem}, 403: {"model": Problem}}
 
     @routes.get("/health/live", summary="Whether the process answers")
     async def live() -> Health:
         return Health(status="ok")
 
-    @routes.get("/health/ready", summary="Whether new work is taken", responses=not_ready)
+    @routes.get("/health/ready", summary="Whether new work is taken", responses=problems(503))
     async def ready() -> Health:
         """Ready once every backend has agreed with the float64 reference on this device; not while shutting down."""
         service.check_ready()
         return Health(status="ok")
 
-    @routes.get("/info", summary="Versions, device, backends, limits, options", responses=locked)
+    @routes.get("/info", summary="Versions, device, backends, limits, options", responses=problems(401, 403))
     async def info(request: Request) -> Info:
         service.keys.admit(request.headers, "info")
         device, settings = service.engine.device, service.settings
@@ -85,7 +81,11 @@ def router(service: Service) -> APIRouter:
             },
         )
 
-    @routes.get("/metrics", summary="Prometheus metrics", responses=locked, response_class=Response)
+    text: dict[int | str, dict[str, Any]] = {
+        200: {"description": "Prometheus' text format", "content": {"text/plain": {}}}
+    }
+
+    @routes.get("/metrics", summary="Prometheus metrics", responses=text | problems(401, 403), response_class=Response)
     async def metrics(request: Request) -> Response:
         service.keys.admit(request.headers, "metrics")
         service.report_queue()

@@ -33,7 +33,8 @@ def test_a_call_names_every_tensor_option_and_error(document, path, tensors):
     assert set(content) == {"application/json", "application/vnd.safetensors", "application/octet-stream"}
     schema = document["components"]["schemas"][content["application/json"]["schema"]["$ref"].rpartition("/")[2]]
     assert set(schema["properties"]) == {"dtype", *tensors, *AttentionOptions.model_fields}
-    assert set(schema["required"]) <= set(content["application/json"]["example"])
+    for example in content["application/json"]["examples"].values():
+        assert set(schema["required"]) <= set(example["value"]) <= set(schema["properties"])
     statuses = {str(status) for code, status in STATUS.items() if code not in ("not_found", "method_not_allowed")}
     assert set(operation["responses"]) == {"200", *statuses}
     for status in statuses:
@@ -56,3 +57,13 @@ def test_every_reference_leads_somewhere(document):
         node = document
         for part in reference.removeprefix("#/").split("/"):
             node = node[part]
+
+
+def test_every_error_of_every_route_is_a_problem(document):
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    errors = [(s, r) for operation in operations for s, r in operation["responses"].items() if s >= "400"]
+    assert {int(status) for status, _ in errors} == set(STATUS.values()) - {405}  # an operation has its method
+    for status, response in errors:
+        assert set(response["content"]) == {"application/problem+json"}
+        assert all(code in response["description"] for code, s in STATUS.items() if s == int(status))
+    assert all("security" in operation for operation in operations if "401" in operation["responses"])
