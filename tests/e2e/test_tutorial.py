@@ -1,0 +1,100 @@
+"""docs/tutorial.md, followed as a reader would: block after block, the Python in one session, each with its output."""
+
+import contextlib
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_readme import BLOCK, same
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/tutorial.md"
+STEP = re.compile(rf"^```(sh|python)\n{BLOCK}```\n\n```(text|json)\n{BLOCK}```$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """(language, code, kind of output, output) of each block."""
+    text = PAGE.read_text()
+    found = STEP.findall(text)
+    assert len(found) == len(re.findall(r"^```(?:sh|python)$", text, re.MULTILINE)), "a block has no output"
+    return found
+
+
+def test_every_step_prints_what_the_page_says(start_server, steps):
+    server = start_server()  # its own: the last step counts what the others did
+    session = {}
+    for language, code, kind, output in steps:
+        if language == "python":
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(code.replace("http://localhost:8000", server.url), session)
+            found = printed.getvalue()
+        else:
+            code = code.replace("localhost:8000", f"127.0.0.1:{server.port}")
+            ran = subprocess.run(["bash", "-e"], input=code, capture_output=True, text=True, timeout=60, check=False)
+            assert ran.returncode == 0, ran.stderr
+            found = ran.stdout
+        if kind == "json":
+            assert same(json.loads(found), json.loads(output)), code
+        else:
+            assert found == output, code
+
+
+MISTAKES = """\
+client.attention(q, k, v, casual=True)
+client.attention(q, k, v, layout="hsbd")
+client.attention_grad(do, q, k, v, return_lse=True)
+client.attention(q, k, v, timeout="1s")
+report.tensors[0].max_error
+"""
+LIBRARY = """\
+import numpy as np
+from numpy.typing import NDArray
+
+import flashpoint
+from flashpoint import BenchmarkJob, Meta, VerifyReport
+
+Array = NDArray[np.float32]
+
+
+class Layer:
+    def __init__(self, client: flashpoint.Client, options: flashpoint.AttentionOptions) -> None:
+        self.client, self.options = client, options
+
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Meta]:
+        o: Array
+        meta: Meta
+        o, meta = self.client.attention(q, k, v, causal=self.options.causal, with_meta=True)
+        return o, meta
+
+
+async def judged(client: flashpoint.AsyncClient) -> VerifyReport:
+    return await client.verify(shape=flashpoint.Shape(q_len=4, head_dim=8), dtype="float16")
+
+
+def timed(client: flashpoint.Client) -> BenchmarkJob:
+    run = client.benchmark(shapes=[flashpoint.Shape(q_len=4, head_dim=8)])
+    for event in run.events():
+        print(event.id, event.kind)
+    return run.wait()
+"""
+
+
+def test_strictly_typed_users_see_no_error_but_their_own(steps, tmp_path):
+    """mypy --strict as a user has it: the page's Python passes, and a library on the client; what is wrong does not.
+
+    Without the block that needs torch, whose types take mypy longer than all else.
+    """
+    code = "".join(code for language, code, _, _ in steps if language == "python" and "import torch" not in code)
+    (tmp_path / "program.py").write_text(code + MISTAKES)
+    (tmp_path / "library.py").write_text(LIBRARY)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "/dev/null", "program.py", "library.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    first = code.count("\n") + 1
+    expected = [("program.py", first + number) for number in range(MISTAKES.count("\n"))]
+    errors = re.findall(r"^(.+?):(\d+): error", ran.stdout, re.MULTILINE)
+    assert [(file, int(line)) for file, line in errors] == expected, ran.stdout + ran.stderr
