@@ -1,0 +1,205 @@
+"""deploy/prometheus and deploy/grafana: promtool accepts them, the alerts fire when they should, and a real Prometheus
+that scrapes a real server under load has an answer to every expression of the dashboard."""
+
+import itertools
+import json
+import re
+import shutil
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from conftest import wait_for
+from messages import message, normal, post
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+PROMETHEUS = DEPLOY / "prometheus"
+DASHBOARD = json.loads((DEPLOY / "grafana/flashpoint.json").read_text())
+SCRAPE = "500ms"
+WINDOW = "10s"  # what Grafana would put for $__rate_interval, by the same rule: four scrapes and more
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("promtool") is None or shutil.which("prometheus") is None,
+    reason="there is no Prometheus here (Debian: apt-get install prometheus)",
+)
+
+
+def expressions():
+    """(title of the panel, expression as Grafana would send it) of every target."""
+    for panel in DASHBOARD["panels"]:
+        for target in panel.get("targets", []):
+            expression = target["expr"]
+            for name, value in {"$__rate_interval": WINDOW, "$__range": "1m", "$instance": ".*"}.items():
+                expression = expression.replace(name, value)
+            assert "$" not in expression, expression
+            yield panel["title"], expression
+
+
+@pytest.mark.parametrize("command", ["check config prometheus.yml", "check rules alerts.yaml"])
+def test_promtool_accepts_what_is_deployed(command):
+    ran = subprocess.run(["promtool", *command.split()], cwd=PROMETHEUS, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_the_alerts_fire_when_they_should_and_at_no_other_time():
+    tests = yaml.safe_load((PROMETHEUS / "alerts_test.yaml").read_text())["tests"]
+    asked = {test["alertname"]: bool(test.get("exp_alerts")) for group in tests for test in group["alert_rule_test"]}
+    rules = yaml.safe_load((PROMETHEUS / "alerts.yaml").read_text())["groups"][0]["rules"]
+    assert set(asked) == {rule["alert"] for rule in rules}
+    command = ["promtool", "test", "rules", "alerts_test.yaml"]
+    ran = subprocess.run(command, cwd=PROMETHEUS, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+class Prometheus:
+    """A process of its own that scrapes `server`, by the configuration that is deployed but for where and how often."""
+
+    def __init__(self, server, folder):
+        config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+        config["global"] = dict.fromkeys(config["global"], SCRAPE)
+        config["rule_files"] = [str(PROMETHEUS / name) for name in config["rule_files"]]
+        (scrape,) = config["scrape_configs"]
+        scrape["static_configs"] = [{"targets": [f"127.0.0.1:{server.port}"]}]
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self.log = (folder / "log").open("w+")
+        self.process = subprocess.Popen(
+            [
+                "prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
+                f"--web.listen-address={self.url.removeprefix('http://')}",
+            ],
+            stderr=self.log,
+        )  # fmt: skip
+
+    def get(self, path, **parameters):
+        try:
+            answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters)
+        except httpx.TransportError:  # it is starting
+            assert self.process.poll() is None, Path(self.log.name).read_text()
+            return None
+        assert answer.json()["status"] == "success", answer.text
+        return answer.json()["data"]
+
+    def numbers(self, expression):
+        """The values that `expression` has now, but for NaN."""
+        data = self.get("query", query=expression)
+        return [float(s["value"][1]) for s in data["result"] if s["value"][1] != "NaN"] if data else []
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(30)
+        self.log.close()
+
+
+@pytest.fixture(scope="module")
+def loaded(start_server):
+    """A server that is asked all kinds of things, until the module ends."""
+    server = start_server(interpret=True, max_queue_delay=0.02)
+    small = {name: normal(1, 2, 5, 8, seed=seed) for seed, name in enumerate("qkv")}
+    longer = {name: normal(1, 2, 9, 8, seed=seed) for seed, name in enumerate("qkv")}
+    given = message({**small, "do": small["q"]})
+    over = threading.Event()
+
+    def ask(kind):
+        while not over.is_set():
+            kind()
+
+    def launches():
+        post(server, "/attention", message(small, backend="triton"))
+
+    def longer_launches():
+        post(server, "/attention", message(longer, backend="triton"))
+
+    def others():
+        assert post(server, "/attention/grad", given).status == 200
+        assert post(server, "/verify", given).status == 200
+        assert post(server, "/attention", message(small, casual=True)).status == 422
+
+    threads = [threading.Thread(target=ask, args=(kind,)) for kind in (launches, longer_launches, others)]
+    for thread in threads:
+        thread.start()
+    yield server
+    over.set()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def prometheus(loaded, tmp_path_factory):
+    prometheus = Prometheus(loaded, tmp_path_factory.mktemp("prometheus"))
+    yield prometheus
+    prometheus.stop()
+
+
+def test_every_panel_of_the_dashboard_has_something_to_show(prometheus):
+    asked = list(expressions())
+    assert len(asked) > 20
+    missing = {expression: title for title, expression in asked}
+
+    def all_there():
+        for expression in list(missing):
+            if prometheus.numbers(expression):
+                del missing[expression]
+        return not missing
+
+    wait_for(all_there, lambda: f"empty: {missing}")
+
+
+def test_the_panels_show_what_was_asked(prometheus):
+    by_title = {}
+    for title, expression in expressions():
+        by_title.setdefault(title, []).append(expression)
+    (routes,) = by_title["By route"]
+
+    def labels(expression):
+        data = prometheus.get("query", query=expression)
+        return {value for series in data["result"] for value in series["metric"].values()} if data else set()
+
+    wait_for(lambda: {"/attention", "/attention/grad", "/verify", "other"} <= labels(routes), lambda: labels(routes))
+    (why,) = by_title["Why not answered"]
+    wait_for(lambda: "invalid_request" in labels(why), lambda: labels(why))
+    (share,) = by_title["Not answered"]
+    wait_for(lambda: [n for n in prometheus.numbers(share) if 0 < n < 1], lambda: prometheus.numbers(share))
+    (speed, last) = by_title["Speed by backend"]
+    assert all(n > 0 for n in prometheus.numbers(speed) + prometheus.numbers(last))
+    stages = labels(by_title["Where it goes"][0])
+    assert stages == {"decode", "queue", "copy_in", "compute", "copy_out", "encode"}
+
+
+def test_the_alerts_are_evaluated_and_all_is_well(prometheus):
+    def evaluated():
+        groups = (prometheus.get("rules") or {"groups": []})["groups"]
+        rules = [rule for group in groups for rule in group["rules"]]
+        return rules if rules and all(rule["health"] != "unknown" for rule in rules) else None
+
+    rules = wait_for(evaluated, lambda: prometheus.get("rules"))
+    assert {rule["health"] for rule in rules} == {"ok"}, rules
+    assert {rule["name"] for rule in rules if rule["state"] == "firing"} == set()
+    named = set(itertools.chain(*(re.findall(r"flashpoint_\w+", rule["query"]) for rule in rules)))
+    exported = set(prometheus.get("label/__name__/values"))
+    assert named <= exported, named - exported
+
+
+def test_every_variable_and_panel_of_the_dashboard_is_whole(prometheus):
+    """What Grafana needs to draw it: a place for each panel, a data source that the reader picks."""
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for panel in panels
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(set(cells)) == len(cells), "two panels overlap"
+    assert max(x for x, _ in cells) < 24
+    variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
+    assert set(variables) == {"datasource", "instance"}
+    metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variables["instance"]["definition"]).groups()
+    wait_for(lambda: prometheus.get(f"label/{label}/values", **{"match[]": metric}), lambda: metric)
+    assert all(t["datasource"]["uid"] == "${datasource}" for panel in panels for t in panel.get("targets", []))
