@@ -1,0 +1,80 @@
+"""The smallest complete forward kernel, in one piece: the place to start. docs/algorithm.md leads up to it.
+
+Complete: o and the log-sum-exp; float16, bfloat16 and float32; any lengths, any head dimension up to 256; causal from
+the bottom right; a query that sees no key gives o = 0 and lse = −inf. One program takes BLOCK queries of one head and
+walks the keys BLOCK at a time (FlashAttention-2, Dao 2023, Algorithm 1). The real kernels add a table of sequences in
+place of one shape, every option, tiles chosen for each architecture, and the backward.
+
+Notation: i queries, j keys, d columns; s scores (BLOCK, BLOCK) and p their exponentials; of a row, m is the running
+maximum, l the running denominator and acc the running numerator.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashpoint_kernels.triton_backend.config import chip_of, padded
+from flashpoint_kernels.triton_backend.interpret import INTERPRETED, cast, dot
+
+
+@triton.jit
+def nano_forward(
+    q, k, v, o, lse, q_len, kv_len, dim, scale, CAUSAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    i, d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
+    head = tl.program_id(0).to(tl.int64)  # offsets may be beyond 2³¹
+    own, rows = (head * q_len + i)[:, None] * dim + d, (i[:, None] < q_len) & (d < dim)
+    b_q = tl.load(q + own, rows, 0.0)
+    m = tl.full([BLOCK], float("-inf"), tl.float32)
+    l, acc = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, D], tl.float32)  # noqa: E741
+    offset = kv_len - q_len
+    end = tl.minimum(kv_len, (tl.program_id(1) + 1) * BLOCK + offset) if CAUSAL else kv_len
+    for j0 in range(0, end, BLOCK):
+        j = j0 + tl.arange(0, BLOCK)
+        at, keys = (head * kv_len + j)[:, None] * dim + d, (j[:, None] < kv_len) & (d < dim)
+        s = dot(b_q, tl.trans(tl.load(k + at, keys, 0.0)), tl.zeros([BLOCK, BLOCK], tl.float32), "ieee") * scale
+        seen = (j < kv_len) & ((j <= i[:, None] + offset) | (not CAUSAL))
+        s = tl.where(seen, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet: −inf − −inf is NaN
+        p, shrink = tl.exp(s - shift[:, None]), tl.exp(m - shift)
+        m, l = m_new, l * shrink + tl.sum(p, 1)  # noqa: E741
+        acc = dot(cast(p, v.dtype.element_ty), tl.load(v + at, keys, 0.0), acc * shrink[:, None], "ieee")
+    l = tl.where(l == 0.0, 1.0, l)  # noqa: E741  # nothing seen: m is −inf, so o = 0 and lse = −inf
+    tl.store(o + own, cast(acc / l[:, None], o.dtype.element_ty), rows)
+    tl.store(lse + head * q_len + i, m + tl.log(l), i < q_len)
+
+
+def tile_rows(shared_kib: int, head_dim: int, itemsize: int) -> int:
+    """Queries and keys of a tile, 16 to 128, for a device with `shared_kib` KiB of shared memory a program.
+
+    The largest power of two of which eight tiles BLOCK × D fit: q, and k and v twice, for the next are under way while
+    these are multiplied, are five; three are left for p, and for what more would cost in registers.
+    """
+    fitting = shared_kib * 1024 // (8 * padded(head_dim) * itemsize)
+    return min(128, 1 << max(16, fitting).bit_length() - 1)
+
+
+def nano_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """(o, lse) of softmax(q·kᵀ/√D)·v, by the one kernel above; forward alone, as many key/value heads as query heads.
+
+    q is (…, Sq, D), k and v (…, Sk, D), of one dtype on one CUDA device (any under TRITON_INTERPRET=1); causal: query i
+    sees key j only if j <= i + Sk − Sq. o has q's shape and dtype, lse is (…, Sq) float32. Raises ValueError.
+    """
+    if k.shape != v.shape or (*q.shape[:-2], q.shape[-1]) != (*k.shape[:-2], k.shape[-1]) or q.shape[-1] > 256:
+        raise ValueError(
+            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must be (…, Sq, D) and twice (…, Sk, D)"
+        )
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or {k.dtype, v.dtype} != {q.dtype}:
+        raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: one of float16, bfloat16, float32")
+    (*heads, q_len, dim), kv_len = q.shape, k.shape[-2]
+    o, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(q.shape[:-1], device=q.device)
+    rows = tile_rows(48 if INTERPRETED else chip_of(q.device).shared_kib, dim, q.itemsize)  # 48: what every GPU has
+    nano_forward[math.prod(heads), triton.cdiv(q_len, rows)](
+        q.contiguous(), k.contiguous(), v.contiguous(), o, lse, q_len, kv_len, dim, dim**-0.5, causal, rows,
+        padded(dim), num_warps=8, num_stages=2,
+    )  # fmt: skip
+    return o, lse

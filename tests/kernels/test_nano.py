@@ -1,0 +1,97 @@
+"""The smallest kernel: right by the rules of the real ones, and compiled for GPUs that are not here."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashpoint_kernels import Options, attention, verify
+from flashpoint_kernels.nano import nano_attention, nano_forward, tile_rows
+from flashpoint_kernels.triton_backend.config import padded
+from flashpoint_kernels.triton_backend.configurations import SHARED_KIB
+from tests.kernels.solving import normal, qkv
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def test_it_is_at_most_thirty_lines() -> None:
+    assert len(inspect.getsource(nano_forward.fn).splitlines()) <= 30
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "dim"), [(1, 1, 16), (3, 3, 1), (113, 203, 59), (130, 130, 64), (17, 5, 256)]
+)
+def test_against_float64_by_the_rule_of_all_kernels(
+    q_len: int, kv_len: int, dim: int, causal: bool, dtype: torch.dtype
+) -> None:
+    t = {name: x for name, x in qkv(1, 2, q_len, kv_len, dim, dtype=dtype).items() if name != "do"}
+    o, lse = nano_attention(**t, causal=causal)
+    found = verify(t, Options(causal=causal), answers={"o": o, "lse": lse})
+    assert found.ok, found
+
+
+def test_a_query_that_sees_no_key_is_zero() -> None:
+    q, k = normal(2, 5, 16), normal(2, 3, 16)
+    o, lse = nano_attention(q, k, k, causal=True)
+    expected = attention(q, k, k, causal=True, return_lse=True, backend="reference")
+    assert torch.equal(lse.isneginf(), expected[1].isneginf())
+    assert lse[:, :2].isneginf().all()
+    assert not o[:, :2].any()
+    o, lse = nano_attention(q, k[:, :0], k[:, :0])
+    assert not o.any()
+    assert lse.isneginf().all()
+
+
+def test_strided_inputs_and_no_queries() -> None:
+    x = normal(2, 9, 3, 16)
+    q, k, v = (t.transpose(0, 1) for t in x.unbind(2))
+    o, _ = nano_attention(q, k, v)
+    torch.testing.assert_close(o, attention(q[None], k[None], v[None])[0], rtol=1e-5, atol=1e-6)
+    assert nano_attention(q[:, :0], k, v)[0].shape == (9, 0, 16)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "message"),
+    [
+        (normal(2, 4, 16), normal(2, 5, 16), "twice"),
+        (normal(3, 4, 16), normal(3, 4, 16), "twice"),
+        (normal(2, 4, 8), normal(2, 4, 8), "twice"),
+        (normal(2, 4, 16), normal(2, 4, 16).double(), "float64"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(k: torch.Tensor, v: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        nano_attention(normal(2, 4, 16), k, v)
+
+
+@given(st.integers(16, 512), st.integers(1, 256), st.sampled_from([2, 4]))
+def test_a_tile_uses_the_shared_memory_that_there_is(shared_kib: int, head_dim: int, itemsize: int) -> None:
+    rows = tile_rows(shared_kib, head_dim, itemsize)
+    tile = rows * padded(head_dim) * itemsize
+    assert rows in (16, 32, 64, 128)
+    assert rows == 16 or 8 * tile <= shared_kib * 1024
+    assert rows == 128 or 16 * tile > shared_kib * 1024
+
+
+def test_compiled_for_two_generations() -> None:
+    """It fits the device's shared memory and registers, and its products are the matrix unit's."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.nano_compiled"]
+    root = Path(__file__).parents[2]
+    run = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=300, check=True)
+    found = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {report["arch"] for report in found} == {80, 90}
+    for report in found:
+        assert report["shared_bytes"] <= SHARED_KIB[report["arch"]] * 1024, report
+        assert report["registers"] <= 255, report
+        if report["dtype"] != "float32":  # whose IEEE products have no matrix instruction
+            assert report["matrix"] == [{80: "mma.sync", 90: "wgmma.mma_async"}[report["arch"]]], report
