@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: install serve test test-full test-kernels-full lint format compile-all compat gpu loadtest clean
+.PHONY: install serve test test-full test-kserve test-kernels-full lint format compile-all compat gpu gpu-serve loadtest clean
 
 install: $(VENV)/.server
 $(VENV)/bin/python:
@@ -26,6 +26,10 @@ test: $(VENV)/.dev
 
 test-full: $(VENV)/.dev
 	$(PYTEST) -m "not gpu"
+
+# KServe's own client, installed into an environment that goes with the test.
+test-kserve: $(VENV)/.dev
+	$(PYTEST) tests/oip/test_oip_kserve.py
 
 test-kernels-full: $(VENV)/.dev
 	$(PYTEST) -m "not gpu" tests/kernels
@@ -52,6 +56,10 @@ compat: $(VENV)/.dev
 # On a machine with a GPU. Needs torch, triton, numpy, pytest and matplotlib alone.
 gpu:
 	$(PYTHON) benchmarks/gpu.py --out benchmarks/results
+
+# The whole service on a GPU: its batches, its faults and its speed.
+gpu-serve: $(VENV)/.dev
+	$(BIN)/python benchmarks/gpu_serve.py
 
 loadtest: $(VENV)/.dev
 	$(BIN)/python loadtests/run.py

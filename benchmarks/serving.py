@@ -1,9 +1,10 @@
 """Time the service over a socket beside the ceilings of its kind, in one run: `python benchmarks/serving.py`.
 
-The service is `flashpoint serve` with its defaults on the CPU; the ceilings are bare uvicorn (peers/bare_uvicorn.py)
-and the operator in a process without HTTP. All have the same malloc settings. Load comes over one connection of
-`http.client`, read with `readinto`. Each round times every way in turn; the medians, and what they were to reach, go
-to benchmarks/results/serving-<cpu>.json and a table. Takes under two minutes. Exits with 1 where a target is missed.
+The service is `flashpoint serve` with its defaults, on the CPU or on `--device cuda`; the ceilings are bare uvicorn
+(peers/bare_uvicorn.py) and the operator in a process without HTTP. All have the same malloc settings. Load comes over
+one connection of `http.client`, read with `readinto`. Each round times every way in turn; the medians, and what they
+were to reach, go to benchmarks/results/serving-<device>.json and a table. Takes under two minutes. Exits with 1 where a
+target is missed.
 """
 
 from __future__ import annotations
@@ -40,16 +41,23 @@ SMALL = (1, 8, 128, 64)  # q, k and v of the call whose latency is measured
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(1024 * MIB)}
 START_SECONDS = 60.0
 
-# The operator as the engine runs it, alone in a process: a line with a count in, the seconds of each call out.
+# The operator as the engine runs it, alone in a process, to a GPU and back where there is one: a line with a count in,
+# the seconds of each call out.
 OPERATOR = """
 import json, sys, time, torch
-from flashpoint_kernels import Options, Problem, run
-shape = json.loads(sys.argv[1])
-tensors = {name: torch.rand(shape) for name in "qkv"}
+from flashpoint_kernels import Options, Problem, available_backends, run
+shape, device = json.loads(sys.argv[1]), sys.argv[2]
+backend, pinned = available_backends(device)[0], device != "cpu"
+tensors = {name: torch.rand(shape, pin_memory=pinned) for name in "qkv"}
+answer = torch.empty(shape, pin_memory=pinned)
 def call():
     start = time.perf_counter()
-    run([Problem.create(tensors, Options())], "torch")
+    problem = Problem.create({name: t.to(device, non_blocking=True) for name, t in tensors.items()}, Options())
+    run([problem], backend)
+    if pinned:
+        answer.copy_(problem.outputs["o"])
     return time.perf_counter() - start
+call()
 for line in sys.stdin:
     print(json.dumps([call() for _ in range(int(line))]), flush=True)
 """
@@ -112,11 +120,11 @@ def process(command: list[str], **pipes: Any) -> Iterator[subprocess.Popen[str]]
 
 
 @contextlib.contextmanager
-def service() -> Iterator[tuple[subprocess.Popen[str], int, float]]:
+def service(device: str = "cpu") -> Iterator[tuple[subprocess.Popen[str], int, float]]:
     """`flashpoint serve`: its process, its port, and the seconds from its start until it was ready."""
     with tempfile.TemporaryFile() as log:
         began = time.perf_counter()
-        command = [sys.executable, "-m", "flashpoint_server.cli", "--port", "0", "--device", "cpu"]
+        command = [sys.executable, "-m", "flashpoint_server.cli", "--port", "0", "--device", device]
         with process(command, stderr=log) as child:
             port = until(lambda: listening(log.fileno()), child)
             until(lambda: ready(port), child)
@@ -181,14 +189,14 @@ def large_bodies(ours: Connection, bare: Connection, rounds: int, measured: Meas
                 measured.add(name, seconds)
 
 
-def small_calls(ours: Connection, bare: Connection, rounds: int, calls: int, measured: Measured) -> None:
+def small_calls(ours: Connection, bare: Connection, device: str, rounds: int, calls: int, measured: Measured) -> None:
     """One call after the other at `SMALL`, beside bare uvicorn with the same bytes, and the operator alone."""
     t = np.random.default_rng(0).random(SMALL, np.float32)
     body = message({"q": t, "k": t, "v": t})
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with contextlib.ExitStack() as inside:
         inside.enter_context(environment_of_the_engine())
-        operator = inside.enter_context(process([sys.executable, "-c", OPERATOR, json.dumps(SMALL)], **pipes))
+        operator = inside.enter_context(process([sys.executable, "-c", OPERATOR, json.dumps(SMALL), device], **pipes))
         assert operator.stdin is not None
         assert operator.stdout is not None
         for counts in range(rounds + 1):
@@ -241,10 +249,15 @@ def memory(ours: Connection, child: subprocess.Popen[str], early: int, late: int
     return found
 
 
-def environment() -> dict[str, Any]:
+def environment(device: str = "cpu") -> dict[str, Any]:
+    name = cpu()
+    if device != "cpu":
+        from flashpoint_kernels.timing.environment import device_name  # imports torch
+
+        name = device_name(device)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
-        "device": cpu(),
+        "device": name,
         "cores": os.cpu_count(),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "python": sys.version.split()[0],
@@ -293,30 +306,31 @@ def print_table(result: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--device", default="cpu", help="of the service and of the operator")
     parser.add_argument("--rounds", type=int, default=15, help="of each comparison")
     parser.add_argument("--calls", type=int, default=60, help="small calls of each way in a round")
     parser.add_argument("--starts", type=int, default=3, help="of the service, to time them")
     parser.add_argument("--requests", type=int, default=10_000, help="before memory is looked at, and after a tenth")
     asked = parser.parse_args()
-    result = {"environment": environment(), "rounds": asked.rounds, "calls": asked.calls}
+    result = {"environment": environment(asked.device), "rounds": asked.rounds, "calls": asked.calls}
     measured = Measured()
     for _ in range(asked.starts - 1):
-        with service() as (_, _, seconds):
+        with service(asked.device) as (_, _, seconds):
             measured.add("start", seconds)
     bare_command = [sys.executable, str(ROOT / "benchmarks/peers/bare_uvicorn.py")]
-    with process(bare_command, stdout=subprocess.PIPE) as peer, service() as (child, port, seconds):
+    with process(bare_command, stdout=subprocess.PIPE) as peer, service(asked.device) as (child, port, seconds):
         measured.add("start", seconds)
         assert peer.stdout is not None
         with (
             contextlib.closing(Connection(port)) as ours,
             contextlib.closing(Connection(int(peer.stdout.readline()))) as bare,
         ):
-            small_calls(ours, bare, asked.rounds, asked.calls, measured)
+            small_calls(ours, bare, asked.device, asked.rounds, asked.calls, measured)
             kept = memory(ours, child, asked.requests // 10, asked.requests)
             large_bodies(ours, bare, asked.rounds, measured)
     result |= report(measured, kept, asked.requests)
     print_table(result)
-    name = re.sub(r"[^a-z0-9]+", "-", cpu().lower()).strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", result["environment"]["device"].lower()).strip("-")
     path = asked.out / f"serving-{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

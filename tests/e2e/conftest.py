@@ -13,6 +13,8 @@ import time
 import psutil
 import pytest
 
+from tests.conftest import DEVICE
+
 START_SECONDS = 60  # importing torch takes 3 s on an idle machine
 
 
@@ -96,10 +98,17 @@ def wait_for(found, otherwise, stop=lambda: False):
 
 
 def serve(*, ready=True, interpret=False, program=("-m", "flashpoint_server.cli"), environment=(), **settings):
-    """Start a server with `settings` as flags; under Triton's interpreter with `interpret`, with more `environment`."""
+    """Start a server with `settings` as flags; under Triton's interpreter with `interpret`, with more `environment`.
+
+    On a GPU (`make gpu-serve`) there is nothing to interpret.
+    """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("FLASHPOINT_", "TRITON_INTERPRET"))}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {"port": 0, "device": "cpu", **settings}.items()]
-    variables = {**inherited, **({"TRITON_INTERPRET": "1"} if interpret else {}), **dict(environment)}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {"port": 0, "device": DEVICE, **settings}.items()]
+    variables = {
+        **inherited,
+        **({"TRITON_INTERPRET": "1"} if interpret and DEVICE == "cpu" else {}),
+        **dict(environment),
+    }
     server = ServerProcess([sys.executable, *program, *flags], variables)
     return server.wait_ready() if ready else server
 

@@ -107,11 +107,11 @@ def test_who_leaves_or_is_late_is_not_in_the_batch_and_its_mates_are(faulty, poo
     with faulty.busy(pool):
         mates = [faulty.post(pool, f"stays-{n}", forward(1)) for n in range(3)]
         late = faulty.post(pool, "late", forward(1), x_timeout_ms=50)
+        problem(late.result(), 504, "deadline_exceeded")
         before = faulty.inside()
         with send(faulty.server, forward(1)):
             wait_for(lambda: faulty.inside() == before + 1, lambda: "it never got in")
         wait_for(lambda: faulty.inside() == before, lambda: "it never left")
-        problem(late.result(), 504, "deadline_exceeded")
     for mate in mates:
         assert (mate.result().body, mate.result().headers["x-batch-size"]) == (expected, "3")
 
