@@ -130,6 +130,13 @@ class Options:
         if errors:
             raise ProblemError(errors)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # they are looked up with each request, and thirteen fields take a while
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
     @classmethod
     def names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in fields(cls))
@@ -287,6 +294,15 @@ class Spec:
     @cached_property
     def output_bytes(self) -> int:
         return sum(info.nbytes for info in self.outputs.values())
+
+    @cached_property
+    def footprint(self) -> int:
+        """The least bytes that it needs: its inputs and answers, for no backend holds more than some tiles beside.
+
+        A dimension of 0 counts as 1, so that an empty tensor cannot hide what the others would cost.
+        """
+        tensors = [*self.tensors.values(), *self.outputs.values()]
+        return sum(math.prod(max(n, 1) for n in t.shape) * ITEMSIZE[t.dtype] for t in tensors)
 
     def rows(self, index: Mapping[str, Sequence[int]]) -> tuple[Row, ...]:
         """The table of sequences, from the values of the index tensors (`q_lengths`, `kv_lengths`, `cu_seqlens_*`).

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 
-from flashpoint_kernels.spec import ITEMSIZE, Spec
+from flashpoint_kernels.spec import Spec
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
 
@@ -82,14 +81,5 @@ def check_size(spec: Spec, memory: int, sequence_limit: int) -> None:
     """Refuse (413) what could never run on a device with `memory` bytes, as far as the head tells."""
     if spec.batch > sequence_limit:
         raise Refusal("work_too_large", f"{spec.batch} sequences are over the limit of {sequence_limit}")
-    if (needed := footprint(spec)) > memory:
-        raise Refusal("work_too_large", f"this needs at least {needed} bytes where the device has {memory}")
-
-
-def footprint(spec: Spec) -> int:
-    """The least bytes that the work needs: its inputs and answers, for no backend holds more than some tiles beside.
-
-    A dimension of 0 counts as 1, so that an empty tensor cannot hide what the others would cost.
-    """
-    tensors = [*spec.tensors.values(), *spec.outputs.values()]
-    return sum(math.prod(max(n, 1) for n in t.shape) * ITEMSIZE[t.dtype] for t in tensors)
+    if spec.footprint > memory:
+        raise Refusal("work_too_large", f"this needs at least {spec.footprint} bytes where the device has {memory}")

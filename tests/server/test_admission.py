@@ -1,7 +1,7 @@
 import pytest
 
 from flashpoint_kernels.spec import Options, TensorInfo, plan
-from flashpoint_server.admission import Admission, check_size, footprint
+from flashpoint_server.admission import Admission, check_size
 from flashpoint_server.refusal import STATUS, Refusal
 from flashpoint_server.settings import Settings
 
@@ -49,7 +49,7 @@ def test_alone_a_request_of_any_size_is_let_in():
 def test_the_least_memory_of_a_request():
     s = spec((1, 2, 10, 8), (1, 2, 20, 8), (1, 2, 20, 4))
     tensors = 4 * (2 * 10 * 8 + 2 * 20 * 8 + 2 * 20 * 4 + 2 * 10 * 4)
-    assert footprint(s) == tensors
+    assert s.footprint == tensors
 
 
 def test_an_empty_tensor_hides_no_cost():
