@@ -365,10 +365,12 @@ def test_expect_100_continue_is_answered_before_the_body_is_sent(strict, key, st
 def test_the_documentation_is_served(server):
     assert "/openapi.json" in httpx.get(f"{server.url}/docs").text
     document = httpx.get(f"{server.url}/openapi.json").json()
-    example = document["paths"]["/attention"]["post"]["requestBody"]["content"][JSON]["example"]
+    example = document["paths"]["/attention"]["post"]["requestBody"]["content"][JSON]["examples"]["causal"]["value"]
     answer = post(server, "/attention", json.dumps(example).encode(), JSON)
     assert answer.status == 200
     assert answer.json["o"][0] == [1.0, 2.0]  # the first query sees the first key alone
-    example = document["paths"]["/attention/grad"]["post"]["requestBody"]["content"][JSON]["example"]
+    example = document["paths"]["/attention/grad"]["post"]["requestBody"]["content"][JSON]["examples"]["causal"][
+        "value"
+    ]
     answer = post(server, "/attention/grad", json.dumps(example).encode(), JSON, x_priority=9)
     assert set(answer.json) == {"dq", "dk", "dv", "dtype", "backend"}
