@@ -70,17 +70,30 @@ def decode(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
 
 
 def _array(name: str, value: Any, dtype: str) -> NDArray[Any]:
-    shape, flat = _flat(name, value)
+    shape, flat = elements(name, value)
+    if name == "attn_mask" and set(map(type, flat)) == {bool}:
+        target: np.dtype[Any] = np.dtype(np.bool_)
+    elif name in INDEX:
+        target = np.dtype(np.int64)
+    else:
+        target = DTYPES[dtype] if name in SHARED_DTYPE else DTYPES["float32"]
+    return array(name, flat, target).reshape(shape)
+
+
+def array(name: str, flat: list[Any], target: np.dtype[Any]) -> NDArray[Any]:
+    """A tensor's elements in `target`. Raises FieldError where one is not of that kind, or beyond it."""
     kinds = set(map(type, flat))
-    if kinds == {bool} and name == "attn_mask":
-        return np.array(flat, np.bool_).reshape(shape)
-    if name in INDEX:
+    if target.kind == "b":
+        if not kinds <= {bool}:
+            raise FieldError(name, "must hold booleans alone")
+        return np.array(flat, target)
+    if target.kind in "iu":
         if not kinds <= {int}:
             raise FieldError(name, "must hold integers alone")
         try:
-            return np.array(flat, np.int64).reshape(shape)
+            return np.array(flat, target)
         except OverflowError:
-            raise FieldError(name, "holds an integer beyond 64 bits") from None
+            raise FieldError(name, f"holds an integer beyond {8 * target.itemsize} bits") from None
     if not kinds <= {int, float, str}:
         raise FieldError(name, "must hold numbers alone" + (", or booleans alone" if name == "attn_mask" else ""))
     if str in kinds:
@@ -91,20 +104,19 @@ def _array(name: str, value: Any, dtype: str) -> NDArray[Any]:
         flat = [_WORDS[x] if isinstance(x, str) else x for x in flat]
     else:
         numbers = flat
-    target = DTYPES[dtype] if name in SHARED_DTYPE else DTYPES["float32"]
     try:
         # A number that overflows became an infinity that nobody wrote.
         with np.errstate(over="ignore"):
             finite = np.isfinite(np.array(numbers, np.float64).astype(target)).all()
-            array: NDArray[Any] = np.array(flat, np.float64).astype(target).reshape(shape)
+            found: NDArray[Any] = np.array(flat, np.float64).astype(target)
     except OverflowError:
         finite = np.False_
     if not finite:
         raise FieldError(name, f"holds a number beyond {target.name}")
-    return array
+    return found
 
 
-def _flat(name: str, value: Any) -> tuple[tuple[int, ...], list[Any]]:
+def elements(name: str, value: Any) -> tuple[tuple[int, ...], list[Any]]:
     """The shape and the elements, row-major, of nested lists or of {"shape": …, "data": …}."""
     if isinstance(value, dict):
         if value.keys() != {"shape", "data"}:
@@ -144,7 +156,7 @@ def encode(tensors: Mapping[str, NDArray[Any]], fields: Mapping[str, Any]) -> by
 
 
 def _lists(array: NDArray[Any]) -> Any:
-    flat = _elements(array)
+    flat = listed(array)
     if array.size == 0:
         return {"shape": list(array.shape), "data": []}
     for size in reversed(array.shape[1:]):
@@ -152,10 +164,11 @@ def _lists(array: NDArray[Any]) -> Any:
     return flat
 
 
-def _elements(array: NDArray[Any]) -> list[Any]:
+def listed(array: NDArray[Any]) -> list[Any]:
+    """The elements, row-major: numbers, words for what is not finite, booleans."""
     if array.dtype.kind in "biu":
-        elements: list[Any] = array.ravel().tolist()
-        return elements
+        whole: list[Any] = array.ravel().tolist()
+        return whole
     if array.dtype != np.float64:
         # As text and back: 0.1, where the float32's own value is 0.10000000149011612.
         numbers = [float(x) for x in array.astype(np.float32).ravel().astype(str).tolist()]

@@ -20,9 +20,13 @@ from flashpoint_server.attention import AttentionRoute
 from flashpoint_server.compute import ComputeRoute
 from flashpoint_server.envelope import Envelope
 from flashpoint_server.exchange import Exchange
+from flashpoint_server.oip import routes as oip
+from flashpoint_server.oip.errors import written
+from flashpoint_server.oip.infer import InferRoute
+from flashpoint_server.oip.models import MODELS
 from flashpoint_server.page import page
 from flashpoint_server.processes import ENGINE, running_engines
-from flashpoint_server.refusal import MEDIA_TYPE, STATUS, Refusal, invalid
+from flashpoint_server.refusal import STATUS, Refusal, invalid
 from flashpoint_server.service import Service
 from flashpoint_server.settings import Settings
 from flashpoint_server.verify import VerifyRoute
@@ -66,6 +70,8 @@ def create_app(
     app.state.service = service
     posts: dict[str, ComputeRoute] = {p: AttentionRoute(service, direction) for p, direction in PATHS.items()}
     posts["/verify"] = VerifyRoute(service)
+    for model in MODELS.values():
+        posts |= dict.fromkeys(oip.infer_paths(model), InferRoute(service, model))
     app.add_middleware(Envelope, paths=posts.keys(), metrics=service.metrics)
     app.posts = {path: Envelope(route, posts.keys(), service.metrics) for path, route in posts.items()}
     app.add_exception_handler(Refusal, _refused)
@@ -75,6 +81,7 @@ def create_app(
         app.router.routes.append(Route(path, route, methods=["POST"]))
     app.include_router(status.router(service))
     app.include_router(benchmark_routes.router(service))
+    app.include_router(oip.router(service))
     app.include_router(page.router(service))
     openapi.install(app, PATHS)
     return app
@@ -99,7 +106,8 @@ async def _ended(task: asyncio.Task[None]) -> None:
 def _response(request: Request, refusal: Refusal) -> Response:
     exchange = Exchange.of(request.scope)
     exchange.code = refusal.code
-    return Response(refusal.body(exchange.request_id), refusal.status, refusal.headers, MEDIA_TYPE)
+    media_type, body = written(refusal, exchange)
+    return Response(body, refusal.status, refusal.headers, media_type)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

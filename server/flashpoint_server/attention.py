@@ -10,13 +10,14 @@ from flashpoint_kernels.spec import Direction, ProblemError, Spec, TensorInfo
 from flashpoint_kernels.support import choose_backend
 from flashpoint_server.admission import check_size
 from flashpoint_server.compute import Call, ComputeRoute, deadline_of, priority_of
-from flashpoint_server.encode import encode
-from flashpoint_server.job import AttentionJob, Timings
+from flashpoint_server.encode import Part, encode
+from flashpoint_server.job import Answer, AttentionJob, Timings
 from flashpoint_server.message import SafetensorsMessage, make_spec, read_json
 from flashpoint_server.messages import DeviceInfo
-from flashpoint_server.negotiation import Encoding, answer_encoding, request_encoding
+from flashpoint_server.negotiation import answer_encoding, request_encoding
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.service import Service
+from flashpoint_server.staging import Staging
 
 
 class AttentionRoute(ComputeRoute):
@@ -28,11 +29,11 @@ class AttentionRoute(ComputeRoute):
 
     async def serve(self, call: Call) -> None:
         service, settings, headers = self.service, self.service.settings, call.exchange.headers
-        exchange, body, inside = call.exchange, call.body, call.inside
+        body, inside = call.body, call.inside
         service.keys.admit(headers, "attention")
         given = request_encoding(headers)
         wanted = answer_encoding(headers, given)
-        body.deadline = deadline = deadline_of(headers, settings)
+        body.deadline = deadline_of(headers, settings)
         priority = priority_of(headers)
         device = self.begin(inside)
         if given.is_json:
@@ -44,7 +45,7 @@ class AttentionRoute(ComputeRoute):
             arrays, options = await read_json(body, service.codec)
             inputs = [(name, TensorInfo(array.dtype.name, array.shape)) for name, array in arrays.items()]
             spec = make_spec(dict(inputs), options, self._direction)
-            backend = self._backend(spec, device, wanted)
+            backend = self._backend(spec, device, spec.output_bytes if wanted.is_json else 0)
             permit.price(spec.flops)
             staging = self.stage(inputs, spec.outputs, inside)
             for name, view in staging.views(staging.inputs).items():
@@ -52,47 +53,61 @@ class AttentionRoute(ComputeRoute):
         else:
             message = await SafetensorsMessage.begin(body, settings.head_limit)
             spec = message.spec(self._direction)
-            backend = self._backend(spec, device, wanted)
+            backend = self._backend(spec, device, spec.output_bytes if wanted.is_json else 0)
             permit = self.admit(call, spec.input_bytes + spec.output_bytes)
             permit.price(spec.flops)
             staging = self.stage(message.inputs(), spec.outputs, inside)
             await message.receive(body, staging.views(staging.inputs).values())
-        exchange.facts.update(backend=backend, shapes={name: list(p.shape) for name, p in staging.inputs.items()})
+        job, answer = await self.solve(call, spec, backend, staging, priority)
+        parts = await encode(job, answer, wanted, service.codec)
+        await self.finish(call, job, answer, {"content-type": wanted.media_type}, parts)
 
+    async def solve(
+        self, call: Call, spec: Spec, backend: str, staging: Staging, priority: int
+    ) -> tuple[AttentionJob, Answer]:
+        """Have what is staged computed. Raises Refusal and ClientGoneError."""
+        exchange = call.exchange
+        exchange.facts.update(backend=backend, shapes={name: list(p.shape) for name, p in staging.inputs.items()})
         job = AttentionJob(
             id=exchange.request_id,
             spec=spec,
             backend=backend,
             staging=staging,
             timings=Timings(exchange.arrived),
-            deadline=deadline,
+            deadline=call.body.deadline,
             priority=priority,
         )
-        answer = await self.run(job, call)
-        parts = await encode(job, answer, wanted, service.codec)
+        return job, await self.run(job, call)
+
+    async def finish(
+        self, call: Call, job: AttentionJob, answer: Answer, fields: dict[str, str], parts: list[Part]
+    ) -> None:
+        """Send what was computed, encoded as `parts`, which `fields` describe. Raises Refusal 504."""
         if job.late:
             raise out_of_time()
         job.timings.done = time.perf_counter()
         durations = job.timings.durations()
-        exchange.facts.update({f"{name}_ms": ms for name, ms in durations.items()}, batch_size=answer.batch_size)
+        call.exchange.facts.update({f"{name}_ms": ms for name, ms in durations.items()}, batch_size=answer.batch_size)
         said = {
-            "content-type": wanted.media_type,
+            **fields,
             "x-backend": job.backend,
             "x-batch-size": str(answer.batch_size),
             "server-timing": ", ".join(f"{name};dur={ms}" for name, ms in durations.items()),
         }
         await self.reply(call, [(name.encode(), value.encode()) for name, value in said.items()], parts)
-        service.metrics.took(job.timings.stages())
+        self.service.metrics.took(job.timings.stages())
 
-    def _backend(self, spec: Spec, device: DeviceInfo, wanted: Encoding) -> str:
-        """The backend that will run `spec`, once that is known to fit. Raises Refusal 413 and 422."""
+    def _backend(self, spec: Spec, device: DeviceInfo, as_json: int) -> str:
+        """The backend that will run `spec`, once that is known to fit, `as_json` bytes of its answer in numbers.
+
+        Raises Refusal 413 and 422.
+        """
         try:
             backend = choose_backend(spec, device.backends)
         except ProblemError as error:
             raise invalid(error.errors) from None
         settings = self.service.settings
         check_size(spec, device.memory, settings.sequence_limit)
-        if wanted.is_json and spec.output_bytes > settings.json_limit:
-            limit = settings.json_limit
-            raise Refusal("work_too_large", f"an answer of {spec.output_bytes} bytes is over JSON's limit of {limit}")
+        if as_json > (limit := settings.json_limit):
+            raise Refusal("work_too_large", f"an answer of {as_json} bytes is over JSON's limit of {limit}")
         return backend

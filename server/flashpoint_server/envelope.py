@@ -11,7 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.metrics import Metrics
-from flashpoint_server.refusal import MEDIA_TYPE, Refusal
+from flashpoint_server.oip.errors import written
+from flashpoint_server.refusal import Refusal
 
 log = structlog.stdlib.get_logger("flashpoint.http")
 
@@ -58,10 +59,10 @@ class Envelope:
 
 
 async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more: bool = False) -> None:
-    """Answer with the problem document; with `more`, the caller still has to send a last, empty message."""
+    """Answer with the refusal; with `more`, the caller still has to send a last, empty message."""
     exchange.code = refusal.code
-    body = refusal.body(exchange.request_id)
-    headers = {"content-type": MEDIA_TYPE, "content-length": str(len(body)), **refusal.headers}
+    media_type, body = written(refusal, exchange)
+    headers = {"content-type": media_type, "content-length": str(len(body)), **refusal.headers}
     start = {
         "type": "http.response.start",
         "status": refusal.status,

@@ -15,6 +15,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.messages import Done
+from flashpoint_server.oip.statistics import Statistics
 
 MEDIA_TYPE = CONTENT_TYPE_LATEST
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
@@ -66,6 +67,7 @@ class Metrics:
             "flops": gauge("queue_flops", "FLOPs of those", "livesum"),
             "oldest_seconds": gauge("queue_oldest_seconds", "Age of the oldest of those", "livemax"),
         }
+        self.models = Statistics(registry)
 
     def ended(self, exchange: Exchange, route: str, seconds: float) -> None:
         """A request is over, answered or not."""
@@ -115,9 +117,13 @@ class Metrics:
         return self._registry.collect()
 
     def exposition(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """What all HTTP processes count, in Prometheus' text format."""
+        return generate_latest(self.everywhere())
+
+    def everywhere(self) -> CollectorRegistry:
+        """What all HTTP processes count."""
         registry = self._registry
         if DIRECTORY in os.environ:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        return generate_latest(registry)
+        return registry

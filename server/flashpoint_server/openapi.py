@@ -14,6 +14,7 @@ from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyReport, VerifyRequest
 from flashpoint_kernels.spec import BACKWARD_TENSORS, FORWARD_TENSORS, GRADS, Direction
 from flashpoint_server import openapi_examples as examples
+from flashpoint_server.oip import schema as oip
 from flashpoint_server.problem_schema import Problem, problems
 from flashpoint_server.refusal import STATUS
 
@@ -63,6 +64,7 @@ def install(app: FastAPI, paths: dict[str, Direction]) -> None:
             for path, direction in paths.items():
                 document["paths"][path] = {"post": _operation(direction)}
             document["paths"]["/verify"] = {"post": _verification()}
+            oip.add(document)
             for operation in (each for path in document["paths"].values() for each in path.values()):
                 if "401" in operation["responses"]:
                     operation["security"] = _KEYS

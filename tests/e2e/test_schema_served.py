@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 HERE = Path(__file__).parent
-OPERATIONS = 12  # of the document; fewer would mean that some are no longer seen
+OPERATIONS = 23  # of the document; fewer would mean that some are no longer seen
 SCHEMATHESIS = Path(sys.executable).parent / "schemathesis"
 
 
@@ -43,7 +43,16 @@ def test_schemathesis_finds_nothing(bounded, tmp_path):
     assert not [line for line in bounded.lines if line.get("event") == "failed"]
 
 
-@pytest.mark.parametrize("path", ["/attention", "/attention/grad", "/verify", "/benchmark"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/attention",
+        "/attention/grad",
+        "/verify",
+        "/benchmark",
+        *(f"/v2/models/{model}/infer" for model in ("attention", "attention_grad")),
+    ],
+)
 def test_every_example_is_answered(bounded, path):
     """As /docs has it, to be sent with one click."""
     document = httpx.get(f"{bounded.url}/openapi.json").json()

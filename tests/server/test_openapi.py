@@ -23,6 +23,9 @@ def test_every_route_is_there(document):
     assert set(document["paths"]) == {
         *PATHS, "/verify", "/info", "/metrics", "/health/live", "/health/ready", "/benchmark", "/benchmark/{id}",
         "/benchmark/{id}/events", "/benchmark/{id}/plot.{format}",
+        "/v2", "/v2/health/live", "/v2/health/ready", "/v2/repository/index", "/v2/models/stats", "/v2/models/{name}",
+        *(f"/v2/models/{{name}}/{what}" for what in ("ready", "config", "stats")),
+        *(f"/v2/models/{name}/infer" for name in ("attention", "attention_grad")),
     }  # fmt: skip
 
 
@@ -59,11 +62,12 @@ def test_every_reference_leads_somewhere(document):
             node = node[part]
 
 
-def test_every_error_of_every_route_is_a_problem(document):
-    operations = [operation for path in document["paths"].values() for operation in path.values()]
-    errors = [(s, r) for operation in operations for s, r in operation["responses"].items() if s >= "400"]
-    assert {int(status) for status, _ in errors} == set(STATUS.values()) - {405}  # an operation has its method
-    for status, response in errors:
-        assert set(response["content"]) == {"application/problem+json"}
+def test_every_error_of_every_route_is_a_problem_or_the_protocols(document):
+    operations = [(path, operation) for path, item in document["paths"].items() for operation in item.values()]
+    errors = [(p, s, r) for p, operation in operations for s, r in operation["responses"].items() if s >= "400"]
+    assert {int(status) for _, status, _ in errors} == set(STATUS.values()) - {405}  # an operation has its method
+    for path, status, response in errors:
+        media = "application/json" if path.startswith("/v2") else "application/problem+json"
+        assert set(response["content"]) == {media}
         assert all(code in response["description"] for code, s in STATUS.items() if s == int(status))
-    assert all("security" in operation for operation in operations if "401" in operation["responses"])
+    assert all("security" in operation for _, operation in operations if "401" in operation["responses"])

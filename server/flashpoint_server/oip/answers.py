@@ -1,0 +1,93 @@
+"""An infer answer: its JSON, and behind it the tensors, from the memory that they were computed into."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashpoint import jsonwire
+from flashpoint_server.codec import Codec
+from flashpoint_server.encode import Part
+from flashpoint_server.job import Answer, AttentionJob
+from flashpoint_server.memory import ALIGNMENT
+from flashpoint_server.negotiation import OCTETS
+from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
+from flashpoint_server.oip.head import Wanted
+from flashpoint_server.oip.inflated import WINDOW_BITS
+
+# Floating-point numbers hardly compress, whatever the effort: this is the least.
+_LEVEL = 1
+
+
+class _Output(NamedTuple):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int | None  # bytes behind the JSON; None where the numbers are in it
+
+
+async def encode(
+    model: str, version: str, identity: str, wanted: Sequence[Wanted], job: AttentionJob, answer: Answer, codec: Codec
+) -> tuple[list[Part], dict[str, str]]:
+    """The parts, in order, and the header fields that say what they are."""
+    places = job.staging.outputs
+    views = job.staging.views(places)
+    outputs = tuple(
+        _Output(name, places[name].dtype, places[name].shape, places[name].size if binary else None)
+        for name, binary in wanted
+    )
+    about = (model, version, identity, tuple(answer.metadata.items()))
+    if numbers := {o.name: _array(o, views[o.name]) for o in outputs if o.size is None}:
+        head = await codec.run(_head_with, about, outputs, numbers)
+    else:  # kept where it has no id, which is another each time: a model's answers are of few shapes
+        head = _head_with(about, outputs, {}) if identity else _head(about, outputs)
+    parts: list[Part] = [head, *(views[o.name] for o in outputs if o.size)]
+    if len(numbers) == len(outputs):
+        return parts, {"content-type": jsonwire.MEDIA_TYPE}
+    return parts, {"content-type": OCTETS, "inference-header-content-length": str(len(head))}
+
+
+def _array(output: _Output, view: memoryview) -> NDArray[Any]:
+    return np.frombuffer(view, numpy_dtype(output.dtype)).reshape(output.shape)
+
+
+_About = tuple[str, str, str, tuple[tuple[str, Any], ...]]
+
+
+@lru_cache(256)
+def _head(about: _About, outputs: tuple[_Output, ...]) -> bytes:
+    return _head_with(about, outputs, {})
+
+
+def _head_with(about: _About, outputs: tuple[_Output, ...], numbers: Mapping[str, NDArray[Any]]) -> bytes:
+    """Padded with spaces, so that tensors behind it are aligned for whoever reads it all into one buffer."""
+    model, version, identity, metadata = about
+    listed = []
+    for output in outputs:
+        entry: dict[str, Any] = {"name": output.name, "datatype": DATATYPE_OF[output.dtype], "shape": output.shape}
+        if output.size is None:
+            listed.append({**entry, "data": jsonwire.listed(numbers[output.name])})
+        else:
+            listed.append({**entry, "parameters": {"binary_data_size": output.size}})
+    document = {"model_name": model, "model_version": version, "parameters": dict(metadata), "outputs": listed}
+    if identity:
+        document["id"] = identity
+    text = json.dumps(document, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % ALIGNMENT)
+
+
+async def compressed(parts: list[Part], coding: str) -> list[Part]:
+    """The same in `coding`, gzip or deflate; aside, for it takes its time."""
+
+    def deflate() -> bytes:
+        deflated = zlib.compressobj(_LEVEL, wbits=WINDOW_BITS[coding])
+        return b"".join([*(deflated.compress(part) for part in parts), deflated.flush()])
+
+    return [await asyncio.to_thread(deflate)]

@@ -1,0 +1,208 @@
+"""The JSON of an infer request, which comes before the bytes of its tensors.
+
+    {"id": "…",
+     "parameters": {"causal": true, "window_left": 128},
+     "inputs": [{"name": "q", "shape": [8, 64], "datatype": "FP16", "parameters": {"binary_data_size": 1024}}, …],
+     "outputs": [{"name": "o", "parameters": {"binary_data": true}}]}
+
+It says all that a safetensors head says, in other words; a tensor may also be there in numbers, under `data`. What is
+wrong with it is a WireError (it is no such JSON) or a FieldError (it is, but something in it is not what it must be).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from flashpoint import jsonwire, strictjson
+from flashpoint.jsonwire import FieldError
+from flashpoint.wire import ITEMSIZE, RANK_LIMIT, TENSOR_LIMIT, WireError
+from flashpoint_kernels.spec import GRADS, Direction, Spec, TensorInfo
+from flashpoint_server.message import make_spec
+from flashpoint_server.oip.datatypes import DTYPE_OF, numpy_dtype
+from flashpoint_server.refusal import invalid
+
+ANSWERS: dict[Direction, tuple[str, ...]] = {"forward": ("o", "lse"), "backward": GRADS}
+PRIORITY_LEVELS = 10  # 1 is the highest, as in Triton; ours are 9 to 0
+_KEYS = {"id", "model_name", "model_version", "parameters", "inputs", "outputs"}
+_SIZE_LIMIT = (1 << 63) - 1
+
+
+class Input(NamedTuple):
+    """`array` is there where the tensor is given in numbers; else `size` bytes follow."""
+
+    name: str
+    info: TensorInfo
+    array: NDArray[Any] | None
+    size: int
+
+
+class Wanted(NamedTuple):
+    """An output of the answer, and whether its bytes follow the answer's JSON."""
+
+    name: str
+    binary: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """`outputs` are those asked for, empty where none is named. `timeout` is in microseconds, 0 for none; `priority` is
+    ours, 0 to 9."""
+
+    id: str
+    inputs: tuple[Input, ...]
+    outputs: tuple[Wanted, ...]
+    options: dict[str, Any]
+    binary: bool
+    timeout: int
+    priority: int
+    specs: dict[Direction, Spec] = field(default_factory=dict)  # that it was found to ask for
+
+    @property
+    def data_size(self) -> int:
+        """Bytes that follow."""
+        return sum(given.size for given in self.inputs)
+
+    def spec(self, direction: Direction) -> Spec:
+        """What is asked. An output that is asked for counts as the option that makes it. Raises Refusal 422."""
+        if direction not in self.specs:
+            known = ANSWERS[direction]
+            if unknown := [output.name for output in self.outputs if output.name not in known]:
+                raise invalid([("outputs", f"{unknown[0]!r} is none of {', '.join(known)}")])
+            names = [output.name for output in self.outputs]
+            implied: dict[str, Any] = {}
+            if names:
+                implied = {"return_lse": "lse" in names} if direction == "forward" else {"grads": names}
+            infos = {given.name: given.info for given in self.inputs}
+            spec = make_spec(infos, implied | self.options, direction)
+            if missing := [name for name in names if name not in spec.outputs]:
+                raise invalid([("outputs", f"{missing[0]!r} is asked for, and the parameters leave it out")])
+            self.specs[direction] = spec
+        return self.specs[direction]
+
+    def wanted(self, spec: Spec) -> tuple[Wanted, ...]:
+        """The outputs of the answer, in its order."""
+        return self.outputs or tuple(Wanted(name, self.binary) for name in spec.outputs)
+
+
+def parse(text: bytes) -> Head:
+    """Raises WireError and FieldError."""
+    try:
+        message = strictjson.loads(text, words=True)
+    except ValueError as error:
+        raise WireError(f"the request is not JSON: {error}") from None
+    message = _object("the request", message, _KEYS)
+    said = _parameters("parameters", message)
+    binary = _flag("binary_data_output", said.pop("binary_data_output", False))
+    timeout = _count("timeout", said.pop("timeout", 0), _SIZE_LIMIT)
+    level = _count("priority", said.pop("priority", 0), PRIORITY_LEVELS)
+    inputs = tuple(_input(entry) for entry in _list("inputs", message.get("inputs")))
+    outputs = tuple(_output(entry, binary) for entry in _list("outputs", message.get("outputs", [])))
+    for what, names in (("inputs", [i.name for i in inputs]), ("outputs", [o.name for o in outputs])):
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise FieldError(what, f"{twice[0]!r} is named twice")
+    for key in ("id", "model_name", "model_version"):
+        if not isinstance(message.get(key, ""), str):
+            raise WireError(f"{key} must be a string")
+    priority = PRIORITY_LEVELS - level if level else 0
+    return Head(message.get("id", ""), inputs, outputs, _options(said), binary, timeout, priority)
+
+
+def _options(said: dict[str, Any]) -> dict[str, Any]:
+    """Parameters as options. A parameter holds one value: what is a list among the options goes by other names here."""
+    for name, value in said.items():
+        if not isinstance(value, str | int | float):
+            raise FieldError(name, "must be a string, a number, true or false")
+    if "window_left" in said or "window_right" in said:
+        said["window"] = [said.pop("window_left", -1), said.pop("window_right", -1)]
+    if "grads" in said:
+        said["grads"] = [name.strip() for name in str(said["grads"]).split(",")]
+    return said
+
+
+def _input(entry: Any) -> Input:
+    entry = _object("an input", entry, {"name", "shape", "datatype", "parameters", "data"})
+    name, shape, datatype = entry.get("name"), entry.get("shape"), entry.get("datatype")
+    if not isinstance(name, str):
+        raise WireError("an input has no name")
+    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= _SIZE_LIMIT for n in shape):
+        raise FieldError(name, "shape must be a list of sizes")
+    if len(shape) > RANK_LIMIT:
+        raise FieldError(name, f"has {len(shape)} dimensions, over the limit of {RANK_LIMIT}")
+    if not isinstance(datatype, str) or datatype not in DTYPE_OF:
+        raise FieldError(name, f"datatype {datatype!r} is none of {', '.join(DTYPE_OF)}")
+    dtype = DTYPE_OF[datatype]
+    # A 0 among the sizes must not hide a product that array libraries cannot hold.
+    if math.prod(max(n, 1) for n in shape) * ITEMSIZE[dtype] > _SIZE_LIMIT:
+        raise FieldError(name, "has a shape that overflows")
+    info = TensorInfo(dtype, tuple(shape))
+    parameters = _parameters(name, entry, {"binary_data_size"})
+    if ("data" in entry) == ("binary_data_size" in parameters):
+        raise WireError(f"{name!r} must have either data or a binary_data_size")
+    if "data" in entry:
+        return Input(name, info, _numbers(name, info, entry["data"]), 0)
+    size, due = parameters["binary_data_size"], math.prod(shape) * ITEMSIZE[dtype]
+    if type(size) is not int or size != due:
+        raise WireError(f"{name!r} has a binary_data_size of {size!r} where {datatype} of its shape has {due}")
+    return Input(name, info, None, size)
+
+
+def _numbers(name: str, info: TensorInfo, data: Any) -> NDArray[Any]:
+    """A tensor's numbers, flat or nested."""
+    if not isinstance(data, list):
+        raise FieldError(name, "data must be a list")
+    nested, flat = jsonwire.elements(name, data)
+    if nested not in (info.shape, (math.prod(info.shape),)):
+        raise FieldError(name, f"data of shape {list(nested)} is not of its shape {list(info.shape)}")
+    return jsonwire.array(name, flat, numpy_dtype(info.dtype)).reshape(info.shape)
+
+
+def _output(entry: Any, binary: bool) -> Wanted:
+    entry = _object("an output", entry, {"name", "parameters"})
+    name = entry.get("name")
+    if not isinstance(name, str):
+        raise WireError("an output has no name")
+    parameters = _parameters(name, entry, {"binary_data"})
+    return Wanted(name, _flag("binary_data", parameters.get("binary_data", binary)))
+
+
+def _object(what: str, value: Any, known: Iterable[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise WireError(f"{what} must be a JSON object")
+    if unknown := [key for key in value if key not in known]:
+        raise WireError(f"{what} has {unknown[0]!r}, which is not known")
+    return value
+
+
+def _list(what: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise WireError(f"{what} must be a list")
+    if len(value) > TENSOR_LIMIT:
+        raise WireError(f"{len(value)} {what} are over the limit of {TENSOR_LIMIT}")
+    return value
+
+
+def _parameters(owner: str, entry: dict[str, Any], known: Iterable[str] | None = None) -> dict[str, Any]:
+    """A copy. Those of the request itself are `known` to whoever reads options."""
+    parameters = entry.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise WireError(f"parameters of {owner!r} must be a JSON object")
+    if known is not None and (unknown := [key for key in parameters if key not in known]):
+        raise FieldError(owner, f"parameter {unknown[0]!r} is not known")
+    return dict(parameters)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise FieldError(name, "must be true or false")
+    return value
+
+
+def _count(name: str, value: Any, most: int) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise FieldError(name, f"must be an integer from 0 to {most}")
+    return value

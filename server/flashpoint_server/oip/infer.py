@@ -1,0 +1,128 @@
+"""POST /v2/models/{model}/infer."""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+
+import numpy as np
+from starlette.types import Receive, Scope, Send
+
+from flashpoint import wire
+from flashpoint.jsonwire import FieldError
+from flashpoint_server.attention import AttentionRoute
+from flashpoint_server.body import Body
+from flashpoint_server.compute import Call, deadline_of, priority_of
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.message import read_text
+from flashpoint_server.oip.answers import compressed, encode
+from flashpoint_server.oip.head import Head, parse
+from flashpoint_server.oip.inflated import WINDOW_BITS, InflatedBody
+from flashpoint_server.oip.models import VERSION, Model
+from flashpoint_server.refusal import Refusal, invalid
+from flashpoint_server.service import Service
+
+HEAD_LENGTH = "inference-header-content-length"
+
+# A model sends the same few heads again and again. A long one is read anew, in another process: its numbers take time.
+_SHORT = 4096  # bytes
+_parse_again = lru_cache(256)(parse)
+
+
+class InferRoute(AttentionRoute):
+    """The ASGI application of one model: binary tensors arrive and leave as /attention's do."""
+
+    def __init__(self, service: Service, model: Model) -> None:
+        super().__init__(service, model.direction)
+        self._model = model
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange.of(scope)
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            success = exchange.status == 200 and exchange.code is None
+            self.service.metrics.models.ended(self._model.name, success, time.perf_counter() - exchange.arrived)
+
+    def body(self, scope: Scope, receive: Receive, exchange: Exchange) -> Body:
+        coding = exchange.headers.get("content-encoding", "")
+        if coding in WINDOW_BITS:
+            return InflatedBody(scope, receive, exchange.headers, self.service.settings, coding)
+        return super().body(scope, receive, exchange)
+
+    async def serve(self, call: Call) -> None:
+        service, settings, headers = self.service, self.service.settings, call.exchange.headers
+        body = call.body
+        service.keys.admit(headers, "attention")
+        if (coding := headers.get("content-encoding", "identity")) not in ("identity", *WINDOW_BITS):
+            raise Refusal("unsupported_media_type", f"a body in content coding {coding} is not taken")
+        body.deadline = deadline_of(headers, settings)
+        priority = priority_of(headers)
+        device = self.begin(call.inside)
+
+        size = _head_size(headers.get(HEAD_LENGTH), settings.head_limit)
+        if size is None:
+            body.limit = settings.json_limit
+        body.check_length(body.length)
+        permit = None
+        if size is None and (body.length is None or body.length > _SHORT):
+            permit = self.admit(call, body.length or body.limit)
+        text, rest = (await read_text(body), b"") if size is None else await _read(body, size)
+        head = await self._parsed(text)
+        if size is not None and body.length is not None and body.length != size + head.data_size:
+            due = size + head.data_size
+            raise Refusal("malformed_body", f"the body has {body.length} bytes where its head says {due}")
+        body.check_length(len(text) + head.data_size)
+        if head.timeout:
+            seconds = min(head.timeout / 1e6, settings.max_timeout_ms / 1e3)
+            body.deadline = min(body.deadline or float("inf"), time.monotonic() + seconds)
+
+        spec = head.spec(self._direction)
+        wanted = head.wanted(spec)
+        backend = self._backend(spec, device, sum(spec.outputs[name].nbytes for name, binary in wanted if not binary))
+        permit = permit or self.admit(call, spec.input_bytes + spec.output_bytes)
+        permit.price(spec.flops)
+        staging = self.stage([(given.name, given.info) for given in head.inputs], spec.outputs, call.inside)
+        views = staging.views(staging.inputs)
+        for given in head.inputs:
+            if given.array is not None:
+                views[given.name][:] = np.ascontiguousarray(given.array).reshape(-1).view(np.uint8).data
+        await body.into([views[given.name] for given in head.inputs if given.array is None], rest)
+
+        job, answer = await self.solve(call, spec, backend, staging, max(priority, head.priority))
+        parts, fields = await encode(self._model.name, VERSION, head.id, wanted, job, answer, service.codec)
+        if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:  # exactly: see docs/oip.md
+            parts, fields["content-encoding"] = await compressed(parts, coding), coding
+        await self.finish(call, job, answer, fields, parts)
+        service.metrics.models.computed(self._model.name, answer.batch_size, job.timings.stages())
+
+    async def _parsed(self, text: bytes) -> Head:
+        try:
+            return _parse_again(text) if len(text) <= _SHORT else await self.service.codec.run(parse, text)
+        except wire.WireError as error:
+            raise Refusal("malformed_body", str(error)) from None
+        except FieldError as error:
+            raise invalid([(error.field, error.message)]) from None
+
+
+def _head_size(said: str | None, limit: int) -> int | None:
+    """Bytes of JSON before the tensors, by its header; None where all is JSON. Raises Refusal 400."""
+    if said is None:
+        return None
+    if not (said.isascii() and said.isdecimal() and len(said) < 16):
+        raise Refusal("malformed_body", "Inference-Header-Content-Length must be a number of bytes")
+    if not int(said):
+        raise Refusal("malformed_body", "a raw request has one input, and attention takes three at least")
+    if int(said) > limit:
+        raise Refusal("malformed_body", f"a head of {said} bytes is over the limit of {limit}")
+    return int(said)
+
+
+async def _read(body: Body, size: int) -> tuple[bytes, bytes]:
+    """The first `size` bytes, and what came with them. Raises Refusal."""
+    start = bytearray()
+    while len(start) < size:
+        if not (chunk := await body.next()):
+            raise Refusal("malformed_body", f"the body ends after {len(start)} bytes, within the head")
+        start += chunk
+    return bytes(start[:size]), bytes(memoryview(start)[size:])

@@ -1,0 +1,131 @@
+"""What there is under /v2 beside inference: health, metadata, configuration, statistics, an index of the models."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+
+from flashpoint_server.oip import models
+from flashpoint_server.oip.models import MODELS, VERSION, Model, ModelMetadata, ServerMetadata
+from flashpoint_server.oip.schema import TAG, errors
+from flashpoint_server.oip.statistics import model_stats
+from flashpoint_server.refusal import Refusal
+from flashpoint_server.service import Service
+
+# The framework is not told of it: what is not among the models is 404, as the protocol has it, not an invalid value.
+_NAMED = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"enum": [*MODELS]}}]}
+EXTENSIONS = ["binary_tensor_data", "model_configuration", "parameters", "schedule_policy", "statistics"]
+
+
+class Live(BaseModel):
+    live: bool
+
+
+class Ready(BaseModel):
+    ready: bool
+
+
+class ModelReady(BaseModel):
+    name: str
+    ready: bool
+
+
+class IndexEntry(BaseModel):
+    name: str
+    version: str
+    state: str
+    reason: str
+
+
+def infer_paths(model: Model) -> list[str]:
+    return [f"/v2/models/{model.name}/infer", f"/v2/models/{model.name}/versions/{VERSION}/infer"]
+
+
+def router(service: Service) -> APIRouter:
+    locked, known, not_ready = errors(401, 403), errors(404), errors(503)
+    routes = APIRouter(prefix="/v2", tags=[TAG])
+
+    @routes.get("/health/live", summary="Whether the process answers")
+    async def live() -> Live:
+        return Live(live=True)
+
+    @routes.get("/health/ready", summary="Whether new work is taken", responses=not_ready)
+    async def ready() -> Ready:
+        service.check_ready()
+        return Ready(ready=True)
+
+    @routes.get("", summary="The server, and what of the protocol's extensions it has", responses=locked)
+    async def server(request: Request) -> ServerMetadata:
+        service.keys.admit(request.headers, "info")
+        return ServerMetadata(name="flashpoint", version=version("flashpoint"), extensions=EXTENSIONS)
+
+    @routes.post("/repository/index", summary="The models", responses=locked)
+    async def index(request: Request) -> list[IndexEntry]:
+        service.keys.admit(request.headers, "info")
+        state, reason = "READY", ""
+        try:
+            service.check_ready()
+        except Refusal as refusal:
+            state, reason = "UNAVAILABLE", refusal.detail
+        return [IndexEntry(name=name, version=VERSION, state=state, reason=reason) for name in MODELS]
+
+    @routes.get("/models/stats", summary="What the models have served", responses=locked)
+    async def all_stats(request: Request) -> dict[str, Any]:
+        service.keys.admit(request.headers, "metrics")
+        return stats(*MODELS.values())
+
+    @routes.get("/models/{name}/versions/{version}/ready", include_in_schema=False)
+    @routes.get(
+        "/models/{name}/ready",
+        summary="Whether a model takes new work",
+        responses=known | not_ready,
+        openapi_extra=_NAMED,
+    )
+    async def model_ready(request: Request) -> ModelReady:
+        model = _model(request)
+        service.check_ready()
+        return ModelReady(name=model.name, ready=True)
+
+    @routes.get("/models/{name}/versions/{version}/config", include_in_schema=False)
+    @routes.get(
+        "/models/{name}/config",
+        summary="A model's configuration, as Triton has it",
+        responses=locked | known,
+        openapi_extra=_NAMED,
+    )
+    async def config(request: Request) -> dict[str, Any]:
+        service.keys.admit(request.headers, "info")
+        return models.configuration(_model(request), service.settings.max_queue_delay)
+
+    @routes.get("/models/{name}/versions/{version}/stats", include_in_schema=False)
+    @routes.get(
+        "/models/{name}/stats", summary="What a model has served", responses=locked | known, openapi_extra=_NAMED
+    )
+    async def model_statistics(request: Request) -> dict[str, Any]:
+        service.keys.admit(request.headers, "metrics")
+        return stats(_model(request))
+
+    @routes.get("/models/{name}/versions/{version}", include_in_schema=False)
+    @routes.get("/models/{name}", summary="A model's tensors", responses=locked | known, openapi_extra=_NAMED)
+    async def metadata(request: Request) -> ModelMetadata:
+        service.keys.admit(request.headers, "info")
+        return models.metadata(_model(request))
+
+    def stats(*asked: Model) -> dict[str, Any]:
+        counted = list(service.metrics.everywhere().collect())
+        return {"model_stats": [model_stats(model.name, VERSION, counted) for model in asked]}
+
+    return routes
+
+
+def _model(request: Request) -> Model:
+    """The one that the path names, a version of it too at times. Raises Refusal 404."""
+    name = request.path_params["name"]
+    if name not in MODELS:
+        raise Refusal("not_found", f"there is no model {name!r}; there are {', '.join(MODELS)}")
+    if (version := request.path_params.get("version", VERSION)) != VERSION:
+        raise Refusal("not_found", f"model {name!r} has no version {version!r}, but {VERSION}")
+    return MODELS[name]

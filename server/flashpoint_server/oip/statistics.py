@@ -1,0 +1,99 @@
+"""What a model has served: counted among the metrics, for all HTTP processes, and told as Triton's `model_stats`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
+
+# Triton's stages of a launch, and ours.
+_STAGES = {"compute_input": "copy_in", "compute_infer": "compute", "compute_output": "copy_out"}
+
+
+class Statistics:
+    """The counters of all models. Times are in seconds."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, help_: str, *labels: str) -> Counter:
+            return Counter(f"flashpoint_model_{name}", help_, ("model", *labels), registry=registry)
+
+        self._requests = counter("requests", "Infer requests under /v2, by how they ended: success, fail", "how")
+        self._seconds = counter("request_seconds", "From their heads to their ends", "how")
+        self._queue = counter("queue_seconds", "In the queue, of those that succeeded")
+        self._batched = counter("batched_requests", "Those that succeeded, by the requests in their launch", "size")
+        self._stages = counter("stage_seconds", "Stages of those launches", "size", "stage")
+        self._last = Gauge(
+            "flashpoint_model_last_seconds",
+            "When the last one succeeded, in Unix time",
+            ("model",),
+            registry=registry,
+            multiprocess_mode="max",
+        )
+
+    def ended(self, model: str, success: bool, seconds: float) -> None:
+        """A request is over."""
+        how = "success" if success else "fail"
+        self._requests.labels(model, how).inc()
+        self._seconds.labels(model, how).inc(seconds)
+        if success:
+            self._last.labels(model).set(time.time())
+
+    def computed(self, model: str, batch_size: int, stages: Mapping[str, float]) -> None:
+        """Beside that, of one that succeeded: the requests in its launch, and seconds by stage."""
+        self._queue.labels(model).inc(stages["queue"])
+        self._batched.labels(model, str(batch_size)).inc()
+        for stage in _STAGES.values():
+            self._stages.labels(model, str(batch_size), stage).inc(stages[stage])
+
+
+def model_stats(model: str, version: str, metrics: Iterable[Metric]) -> dict[str, Any]:
+    """One model's entry of `model_stats`, from the metrics of all processes. Times are in nanoseconds there."""
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for metric in metrics:
+        for sample in metric.samples:
+            if sample.name.startswith("flashpoint_model_") and sample.labels["model"] == model:
+                labels = tuple(sample.labels[name] for name in ("how", "size", "stage") if name in sample.labels)
+                name = sample.name.removeprefix("flashpoint_model_").removesuffix("_total")
+                found.setdefault(name, {})[labels] = sample.value
+
+    def of(name: str, *labels: str) -> float:
+        return found.get(name, {}).get(labels, 0.0)
+
+    def duration(count: float, seconds: float) -> dict[str, int]:
+        return {"count": int(count), "ns": round(seconds * 1e9)}
+
+    sizes = {
+        size: int(of("batched_requests", str(size)))
+        for size in sorted(int(s) for (s,) in found.get("batched_requests", {}))
+    }
+    launches = {size: -(-count // size) for size, count in sizes.items()}  # a launch serves as many as its size
+    batches = [
+        {
+            "batch_size": size,
+            **{name: duration(count, of("stage_seconds", str(size), stage) / size) for name, stage in _STAGES.items()},
+        }
+        for size, count in launches.items()
+    ]
+    succeeded = of("requests", "success")
+    return {
+        "name": model,
+        "version": version,
+        "last_inference": int(of("last_seconds") * 1000),
+        "inference_count": int(succeeded),
+        "execution_count": sum(launches.values()),
+        "inference_stats": {
+            "success": duration(succeeded, of("request_seconds", "success")),
+            "fail": duration(of("requests", "fail"), of("request_seconds", "fail")),
+            "queue": duration(succeeded, of("queue_seconds")),
+            **{
+                name: duration(succeeded, sum(of("stage_seconds", str(size), stage) for size in sizes))
+                for name, stage in _STAGES.items()
+            },
+            "cache_hit": duration(0, 0),
+            "cache_miss": duration(0, 0),
+        },
+        "batch_stats": batches,
+        "memory_usage": [],
+    }
