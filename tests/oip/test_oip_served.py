@@ -1,0 +1,161 @@
+"""/v2 as part of our server: the same bits, keys, limits and counts as its other calls."""
+
+import gzip
+import socket
+import zlib
+
+import pytest
+import torch
+from oip_message import LENGTH, call, infer, raw, request, wanted
+from oip_problem import GRAD, problem
+
+from tests.e2e.conftest import serve
+from tests.e2e.messages import message
+
+MIB = 1 << 20
+SMALL = problem()
+PATH = "/v2/models/attention/infer"
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Small limits, keys, and two HTTP processes on the port."""
+    server = serve(
+        workers=2,
+        api_keys="all,asks:attention,looks:info+metrics",
+        body_limit=MIB,
+        json_limit=65536,
+        head_limit=4096,
+        max_timeout_ms=60_000,
+    )
+    yield server
+    server.stop()
+
+
+KEY = {"authorization": "Bearer all"}
+
+
+@pytest.mark.parametrize(("path", "model", "names"), [("", "attention", "qkv"), ("/grad", "attention_grad", GRAD)])
+def test_an_answer_is_bit_for_bit_that_of_the_other_encoding(server, path, model, names):
+    tensors = problem(names=names)
+    body = message(tensors, causal=True, window=[7, -1])
+    ours = call(server.url, "POST", "/attention" + path, body, content_type="application/vnd.safetensors", **KEY)
+    assert ours.status == 200, ours.body
+    asked = {"causal": True, "window_left": 7, "binary_data_output": True}
+    theirs = infer(server.url, model, tensors, parameters=asked, headers=KEY)
+    data = b"".join(raw(t) for t in theirs.tensors.values())
+    assert ours.body.endswith(data)
+    assert theirs.headers["x-backend"] == theirs.head["parameters"]["backend"] == ours.headers["x-backend"]
+    assert theirs.headers["server-timing"].startswith("decode;dur=")
+
+
+def test_a_key_is_needed_and_its_right(server):
+    for headers, status in (({}, 401), ({"authorization": "Bearer looks"}, 403)):
+        refused = infer(server.url, "attention", SMALL, headers=headers)
+        assert refused.status == status
+        assert "key" in refused.error
+    for path, right in (("", "looks"), ("/models/attention", "looks"), ("/models/attention/stats", "looks")):
+        assert call(server.url, "GET", "/v2" + path).status == 401
+        assert call(server.url, "GET", "/v2" + path, authorization="Bearer asks").status == 403
+        assert call(server.url, "GET", "/v2" + path, authorization=f"Bearer {right}").status == 200
+    assert infer(server.url, "attention", SMALL, headers={"authorization": "Bearer asks"}).status == 200
+    for path in ("/health/live", "/health/ready", "/models/attention/ready"):
+        assert call(server.url, "GET", "/v2" + path).status == 200
+
+
+LARGE = {name: torch.zeros(1, 1, 512, 256) for name in "qkv"}  # 1.5 MiB
+WIDE = {name: torch.zeros(1, 1, 64, 256) for name in "qkv"}  # 64 KiB of answer, and a little
+
+
+def bomb(coding):
+    """A head and tensors that fit, and what follows them does not."""
+    head, _ = request(LARGE)
+    packed = zlib.compressobj(9, wbits=31 if coding == "gzip" else 15)
+    return packed.compress(head + bytes(8 * MIB)) + packed.flush(), {LENGTH: len(head), "content-encoding": coding}
+
+
+TOO_LARGE = {
+    "by its length": lambda: (bytes(2 * MIB), {LENGTH: 100}),
+    "by its head": lambda: (lambda head: (iter([head]), {LENGTH: len(head)}))(request(LARGE)[0]),
+    "in numbers": lambda: (b" " * 70_000 + b"{}", {}),
+    "in numbers, chunked": lambda: (iter([b" " * 40_000] * 2), {}),
+    "as gzip inflates": lambda: bomb("gzip"),
+    "as deflate inflates": lambda: bomb("deflate"),
+    "in numbers, as it inflates": lambda: (gzip.compress(bytes(8 * MIB)), {"content-encoding": "gzip"}),
+}
+
+
+@pytest.mark.parametrize("how", TOO_LARGE)
+def test_a_body_over_the_limit_is_413(server, how):
+    body, headers = TOO_LARGE[how]()
+    reply = call(server.url, "POST", PATH, body, **KEY, **headers)
+    assert reply.status == 413, reply.body
+    assert "limit" in reply.error
+    assert infer(server.url, "attention", SMALL, headers=KEY).status == 200
+
+
+def test_an_answer_in_numbers_has_a_limit_and_one_in_bytes_has_not(server):
+    wide = {**WIDE, "q": torch.zeros(1, 1, 65, 256)}
+    assert infer(server.url, "attention", wide, headers=KEY).status == 413
+    asked = [wanted("o", binary_data=True), wanted("lse", binary_data=False)]
+    assert infer(server.url, "attention", wide, headers=KEY, outputs=asked).status == 200
+
+
+def test_a_head_before_bytes_has_its_limit(server):
+    reply = infer(server.url, "attention", SMALL, headers=KEY, id="x" * 4096)
+    assert reply.status == 400
+    assert "4096" in reply.error
+
+
+def test_a_request_is_refused_from_its_head(server):
+    """Nothing behind the head is sent, and the answer comes all the same."""
+    head, data = request(SMALL, parameters={"casual": True})
+    fields = {LENGTH: len(head), "content-length": len(head + data), "host": "there", **KEY}
+    text = f"POST {PATH} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+        sock.sendall(text.encode() + b"\r\n" + head)
+        got = b""
+        while b"casual" not in got:
+            piece = sock.recv(65536)
+            assert piece, got
+            got += piece
+    assert got.startswith(b"HTTP/1.1 422 ")
+
+
+@pytest.mark.parametrize(("ms", "us"), [(60_000, 1), (1, 60_000_000)])
+def test_the_sooner_deadline_counts(server, ms, us):
+    tensors = {name: torch.zeros(1, 1, 300, 64) for name in "qkv"}
+    asked = {"timeout": us, "backend": "reference", "binary_data_output": True}
+    late = infer(server.url, "attention", tensors, headers={**KEY, "x-timeout-ms": ms}, parameters=asked)
+    assert late.status == 504
+    assert "deadline" in late.error
+
+
+def test_the_headers_of_the_other_calls_are_checked_here_too(server):
+    bad = infer(server.url, "attention", SMALL, headers={**KEY, "x-priority": 12}, parameters={"priority": 1})
+    assert bad.status == 422
+    assert "X-Priority" in bad.error
+
+
+def test_statistics_are_those_of_all_http_processes(server):
+    def count():
+        (stats,) = call(server.url, "GET", "/v2/models/attention/stats", **KEY).head["model_stats"]
+        return stats["inference_stats"]["success"]["count"]
+
+    before = count()
+    for _ in range(12):  # on a connection each, which one of the two takes
+        assert infer(server.url, "attention", SMALL, headers=KEY).status == 200
+    assert {count() for _ in range(8)} == {before + 12}
+    metrics = call(server.url, "GET", "/metrics", **KEY).body.decode()
+    assert f'flashpoint_model_requests_total{{how="success",model="attention"}} {before + 12}.0' in metrics
+
+
+def test_each_request_has_its_log_line(server):
+    found = infer(server.url, "attention", SMALL, headers={**KEY, "x-request-id": "one-of-v2"})
+    assert found.headers["x-request-id"] == "one-of-v2"
+    line = server.wait_for_line(lambda line: line.get("request_id") == "one-of-v2")
+    assert line["route"] == PATH
+    assert line["status"] == 200
+    assert line["backend"] == "torch"
+    assert line["shapes"] == {name: [1, 2, 24, 16] for name in "qkv"}
+    assert not [line for line in server.lines if line["event"] == "failed"]
