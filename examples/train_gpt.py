@@ -1,0 +1,150 @@
+"""A small GPT of characters, trained several ways from one seed: the loss goes down the same curve.
+
+    .venv/bin/python examples/train_gpt.py                           # our attention beside torch's own
+    make serve                                                       # in another terminal; then also over HTTP:
+    .venv/bin/python examples/train_gpt.py --attention local sdpa served --url http://localhost:8000
+
+`local` is flashpoint_kernels.attention, `sdpa` is torch's scaled_dot_product_attention, and `served` sends every
+attention to a Flashpoint server, forward and backward; all else runs here, on the CPU. --plot is where the curves are
+drawn. The text is a part of the Python Language Reference, see data/README.md.
+"""
+
+import argparse
+import functools
+import json
+import subprocess
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+import flashpoint
+import flashpoint.torch
+from flashpoint_kernels import attention
+from flashpoint_kernels.modules import Block
+from flashpoint_kernels.timing.environment import describe
+
+TEXT = Path(__file__).parent / "data" / "python-reference.txt"
+WAYS = ("local", "sdpa", "served")
+
+
+class Gpt(nn.Module):
+    """Characters (B, S) of int64 to the logits (B, S, vocabulary) of the character that follows each."""
+
+    def __init__(
+        self, vocabulary: int, *, context: int, dim: int, heads: int, kv_heads: int, layers: int,
+        attention: Callable[..., Any],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.character = nn.Embedding(vocabulary, dim)
+        self.position = nn.Embedding(context, dim)
+        self.blocks = nn.Sequential(*(Block(dim, heads, kv_heads, attention=attention) for _ in range(layers)))
+        self.norm = nn.LayerNorm(dim, bias=False)
+        self.logits = nn.Linear(dim, vocabulary, bias=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.character(text) + self.position.weight[: text.shape[1]]
+        logits: Tensor = self.logits(self.norm(self.blocks(x)))
+        return logits
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout_p: float, **_: Any) -> Tensor:
+    """torch's own, as a `Block` asks for it: layout (B, S, H, D), grouped heads, no window."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    o = scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=causal, enable_gqa=True)
+    return o.transpose(1, 2)
+
+
+def way(name: str, client: flashpoint.Client, backend: str = "tiled") -> Callable[..., Any]:
+    """The attention that `name` stands for. By default our own tiles: `auto` on a CPU is the operator that sdpa is."""
+    if name == "served":
+        return functools.partial(flashpoint.torch.attention, client=client, backend=backend)
+    return functools.partial(attention, backend=backend) if name == "local" else sdpa
+
+
+def train(
+    attention: Callable[..., Any], *, seed: int = 0, steps: int = 300, batch: int = 8, context: int = 64,
+    dim: int = 64, heads: int = 4, kv_heads: int = 2, layers: int = 2, rate: float = 3e-3,
+) -> list[float]:  # fmt: skip
+    """The loss, in nats a character, before each of `steps` steps of AdamW; the weights and batches are the seed's."""
+    text = TEXT.read_text(encoding="utf-8")
+    alphabet = {character: n for n, character in enumerate(sorted(set(text)))}
+    codes = torch.tensor([alphabet[character] for character in text])
+    torch.manual_seed(seed)
+    model = Gpt(
+        len(alphabet), context=context, dim=dim, heads=heads, kv_heads=kv_heads, layers=layers, attention=attention
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    losses = []
+    for _ in range(steps):
+        starts = torch.randint(len(codes) - context, (batch, 1))
+        sample = codes[starts + torch.arange(context + 1)]
+        loss = cross_entropy(model(sample[:, :-1]).flatten(0, 1), sample[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def draw(curves: dict[str, list[float]], path: str) -> None:
+    """The curves above; below, how far each is from the first, by decades."""
+    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained")
+    first, *others = curves
+    # Each later curve is thinner than the one it covers.
+    styles = {"local": ("#d55e00", "-", 6.0), "sdpa": ("#000000", "-", 2.5), "served": ("#56b4e9", "--", 1.5)}
+    for name, losses in curves.items():
+        colour, line, width = styles[name]
+        above.plot(losses, color=colour, linestyle=line, linewidth=width, label=name)
+    for name in others:
+        apart = [abs(a - b) for a, b in zip(curves[name], curves[first], strict=True)]
+        below.plot(apart, color=styles[name][0], linewidth=1.2, label=f"{name} from {first}")
+    above.set(title="A small GPT trained from one seed", ylabel="loss, nats a character")
+    below.set(xlabel="step", ylabel="difference of loss")
+    below.set_yscale("symlog", linthresh=1e-7)  # below float32's last place of such a loss: 0 has its place too
+    for axes in (above, below) if others else (above,):
+        axes.grid(color="#dcdcdc", linewidth=0.6)
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def environment() -> dict[str, Any]:
+    """Device and versions, the commit of this clone, and the date."""
+    command = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(command, cwd=TEXT.parent, capture_output=True, text=True, check=False).stdout.strip()
+    return {**describe("cpu"), "commit": commit or "unknown", "date": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a small GPT with attention computed in several ways")
+    parser.add_argument("--attention", nargs="+", choices=WAYS, default=["local", "sdpa"], help="default: local sdpa")
+    parser.add_argument("--url", default="http://localhost:8000", help="the server of `served` (default: %(default)s)")
+    parser.add_argument("--backend", default="tiled", help="of local and served (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", default="train-gpt.png", help="the picture (default: %(default)s)")
+    parser.add_argument("--json", help="the curves and the environment as JSON")
+    given = parser.parse_args()
+    curves = {}
+    with flashpoint.Client(given.url) as client:
+        for name in dict.fromkeys(given.attention):
+            curves[name] = train(way(name, client, given.backend), seed=given.seed, steps=given.steps)
+            print(f"{name:>6}: loss {curves[name][0]:.4f} at first, {curves[name][-1]:.4f} at step {given.steps}")
+    first, *others = curves
+    for name in others:
+        apart = max(abs(a - b) for a, b in zip(curves[name], curves[first], strict=True))
+        print(f"{name} is at most {apart:.1e} from {first}")
+    draw(curves, given.plot)
+    if given.json:
+        found = {"environment": environment(), "seed": given.seed, "backend": given.backend, "curves": curves}
+        Path(given.json).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The example trains: local, torch's own and served attention go down one curve."""
+
+import functools
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashpoint
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+TINY = {"seed": 3, "steps": 12, "batch": 4, "context": 32, "dim": 32, "layers": 2}
+
+# By how much two curves may differ. Float32 attention, forward and backward, is within 2e-6 of the exact one up to 512
+# rows and a head dimension of 32 (`verify`'s rule), so two of them are within ε = 4e-6 of each other. A step gains g·u,
+# for the gradient g and the step u that AdamW makes of it; where g is off by εg, to first order the gain is off by ε of
+# itself, so that after any number of steps the loss is off by ε of what was gained, and by ε of itself from the
+# forward: together ε of the loss that training began with.
+EPSILON = 4e-6
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("train_gpt_example", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def curves(example, server):
+    with flashpoint.Client(server.url) as client:
+        return {name: example.train(example.way(name, client), **TINY) for name in example.WAYS}
+
+
+def apart(a, b):
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def test_the_three_curves_coincide(curves):
+    bound = EPSILON * curves["sdpa"][0]
+    assert apart(curves["local"], curves["sdpa"]) <= bound
+    assert apart(curves["served"], curves["sdpa"]) <= bound
+    assert apart(curves["served"], curves["local"]) <= bound
+
+
+def test_it_learns(curves):
+    """From the entropy of a guess, a little under that of 96 characters, towards the text."""
+    for losses in curves.values():
+        assert 4.4 < losses[0] < 4.9
+        assert losses[-1] < losses[0] - 0.5
+
+
+def test_our_kernels_go_down_it_too(example):
+    """Triton's, under the interpreter: two steps, so that both a forward and what a backward made of it are in."""
+    triton = functools.partial(example.attention, backend="triton")
+    small = TINY | {"steps": 2, "batch": 1, "layers": 1}
+    expected = example.train(example.sdpa, **small)
+    assert apart(example.train(triton, **small), expected) <= EPSILON * expected[0]
+
+
+@pytest.mark.parametrize("wrong", [{"scale": 1.01 / 8**0.5}, {"causal_alignment": "top_left", "window": (30, 0)}])
+def test_the_bound_finds_attention_that_is_a_little_wrong(example, curves, wrong):
+    """A scale that is a hundredth off; the farthest key of the last query left out."""
+
+    def call(*args, window, **options):
+        return example.attention(*args, **options | wrong)
+
+    found = example.train(call, **TINY)
+    assert apart(found, curves["sdpa"]) > EPSILON * curves["sdpa"][0]
+
+
+def test_the_same_seed_gives_the_same_curve(example, curves):
+    local = functools.partial(example.attention, backend="tiled")
+    assert example.train(local, **TINY) == curves["local"]
+    assert example.train(local, **TINY | {"seed": 4}) != curves["local"]
+
+
+def test_the_example_prints_and_draws(server, tmp_path):
+    picture, record = tmp_path / "curves.png", tmp_path / "curves.json"
+    command = [sys.executable, "-W", "error", EXAMPLE, "--attention", "local", "sdpa", "served", "--steps", "3"]
+    flags = ["--url", server.url, "--plot", picture, "--json", record]
+    printed = subprocess.run([*command, *flags], capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"^ *(\w+): loss", printed, re.M) == ["local", "sdpa", "served"]
+    assert float(re.search(r"served is at most (\S+) from local", printed)[1]) < 2e-5
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert record.stat().st_size
+    assert torch.__version__ in record.read_text()
