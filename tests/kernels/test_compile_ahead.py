@@ -1,6 +1,6 @@
 """What is not compiled yet is known, and compiled aside, by Triton's own path up to the launch, for an absent GPU.
 
-In a process without the interpreter. Triton's driver is what there is no GPU for: here it says that there is an sm_90.
+In processes without the interpreter that pretend to have an sm_90 (`triton_backend.ahead`).
 """
 
 import os
@@ -13,18 +13,11 @@ import torch
 from flashpoint_kernels import Options, Problem, triton_backend
 
 SCRIPT = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
-
-class Driver:
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device: 0)
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-
-triton.runtime.driver.set_active(Driver())
+import torch
 from flashpoint_kernels import Options, Problem, triton_backend
-from flashpoint_kernels.triton_backend import config
-config.chip_of = lambda device: config.Chip(90, 227)
+from flashpoint_kernels.triton_backend import ahead
+
+ahead.pretend(90)
 
 def problem(direction, **options):
     shapes = {"q": (1, 2, 9, 16), "k": (1, 1, 2000, 16), "v": (1, 1, 2000, 16), "do": (1, 2, 9, 16)}
@@ -53,16 +46,42 @@ def test_interpreted_kernels_are_always_compiled() -> None:
 
 
 def test_a_variant_is_compiled_ahead_into_the_cache_that_processes_share(tmp_path: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "FLASHPOINT_HOPPER": "1"}
-    made = []
-    for _ in range(2):
-        run = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stderr
-        made.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")})
+    made = [compiled(tmp_path, "-c", SCRIPT, FLASHPOINT_HOPPER="1") for _ in range(2)]
     kernels = {path.stem for path in made[0]}
     # Nine queries of 2000 keys are split, and so go through pointers, their gradient's forward too.
     assert kernels == {
         "attention_forward", "merge_parts", "attention_delta", "attention_backward_kv", "attention_backward_q",
     }  # fmt: skip
     assert made[0] == made[1], "the second process compiled again"
+
+
+def test_what_an_image_has_compiled_a_server_on_that_gpu_does_not_compile_again(tmp_path: Path) -> None:
+    """By the same key: problems of other lengths, batches and head counts, as a server proves and warms itself with."""
+    module = "flashpoint_kernels.triton_backend.ahead"
+    asked = ("--arch", "90", "--dtypes", "bfloat16", "--head-dims", "64", "--levels", "0")
+    before = compiled(tmp_path, "-m", module, *asked)
+    assert {path.stem for path in before} >= {"attention_forward", "attention_backward_kv", "attention_backward_q"}
+    assert compiled(tmp_path, "-c", WARM) == before
+
+
+WARM = """
+import torch
+from flashpoint_kernels import Options, Problem, triton_backend
+from flashpoint_kernels.triton_backend import ahead
+
+ahead.pretend(90)
+for batch, heads, length in ((1, 1, 16), (2, 4, 333), (3, 8, 4096)):
+    q = torch.zeros(batch, heads, length, 64, dtype=torch.bfloat16)
+    for names, direction in (("qkv", "forward"), (("q", "k", "v", "do"), "backward")):
+        problem = Problem.create(dict.fromkeys(names, q), Options(causal=length > 16), direction)
+        triton_backend.compile_ahead([problem]).result()
+"""
+
+
+def compiled(cache: Path, *arguments: str, **variables: str) -> dict[Path, int]:
+    """What is in `cache` after such a process: each kernel's file, and when it was written."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(cache), **variables}
+    run = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return {path: path.stat().st_mtime_ns for path in cache.rglob("*.cubin")}

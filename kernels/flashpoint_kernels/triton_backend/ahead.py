@@ -1,0 +1,97 @@
+"""Fill Triton's cache for GPUs that are not there: `python -m flashpoint_kernels.triton_backend.ahead --arch 90`.
+
+What a container image brings along, so that its first request compiles nothing: 16-bit and float32 attention and its
+gradients at D 64 and 128, plain, with a window, and with a mask. Kernels are compiled by the path that runs them, up to
+the launch, so that what is looked up later has the very key of what was stored. Triton's driver is what there is no GPU
+for; one that says what it is asked stands in for it. Goes to TRITON_CACHE_DIR; needs no TRITON_INTERPRET about it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.spec import Direction, Options
+from flashpoint_kernels.triton_backend import config
+from flashpoint_kernels.triton_backend.configurations import SHARED_KIB
+from flashpoint_kernels.triton_backend.launch import compile_ahead
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
+class Wanted(NamedTuple):
+    """A launch to be ready for on sm_`arch`; `level` as in `Spec.level`."""
+
+    arch: int
+    dtype: str
+    head_dim: int
+    level: int
+    direction: Direction
+
+    def problem(self) -> Problem:
+        """One whose keys are many enough to be split, which takes one kernel more."""
+        shapes = {"q": (1, 1, 16, self.head_dim), "k": (1, 1, 4096, self.head_dim)}
+        shapes |= {"v": shapes["k"]} | ({"do": shapes["q"]} if self.direction == "backward" else {})
+        tensors = {name: torch.zeros(shape, dtype=DTYPES[self.dtype]) for name, shape in shapes.items()}
+        if self.level == 2:
+            tensors["attn_mask"] = torch.ones(16, 4096, dtype=torch.bool)
+        return Problem.create(tensors, Options(window=(1024, 0) if self.level == 1 else (-1, -1)), self.direction)
+
+
+class _Driver:
+    """Says what Triton asks of a driver up to the launch."""
+
+    def __init__(self, arch: int) -> None:
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+def pretend(arch: int) -> None:
+    """From now on there is an sm_`arch` in this process, as far as compiling for it goes. It cannot be taken back."""
+    config.stand_in = config.Chip(arch, SHARED_KIB[arch])
+    triton.runtime.driver.set_active(_Driver(arch))
+
+
+def fill(one: Wanted) -> Wanted:
+    """In a process of its own. Raises what Triton raises."""
+    pretend(one.arch)
+    compile_ahead([one.problem()]).result()
+    return one
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_KIB, default=list(SHARED_KIB))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--levels", type=int, nargs="+", choices=(0, 1, 2), default=[0, 1, 2])
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    asked = parser.parse_args()
+    with ProcessPoolExecutor(asked.processes, mp_context=get_context("spawn")) as pool:
+        wanted = product(asked.arch, asked.dtypes, asked.head_dims, asked.levels, DIRECTIONS)
+        for done in pool.map(fill, (Wanted(*one) for one in wanted)):
+            print(*done, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
