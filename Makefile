@@ -61,8 +61,9 @@ gpu:
 gpu-serve: $(VENV)/.dev
 	$(BIN)/python benchmarks/gpu_serve.py
 
+# A server of its own under load, in under four minutes. LOAD="--record" keeps the result for docs/loadtests.md.
 loadtest: $(VENV)/.dev
-	$(BIN)/python loadtests/run.py
+	$(BIN)/python loadtests/run.py $(LOAD)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

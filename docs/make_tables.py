@@ -200,6 +200,28 @@ def throughput() -> str:
     return text or "\nnot measured\n"
 
 
+def load() -> str:
+    """What the load test asked, and what it counted at each step, for each machine, with its curve."""
+    text = ""
+    for path in sorted(RESULTS.glob("load-*.json")):
+        result = json.loads(path.read_text())
+        made = result["environment"]
+        text += (
+            f"\n{made['device']}, {made['cores']} cores, load average {made['load_average'][0]:.2f} at the start, "
+            f"python {made['python']}, torch {made['torch']}, locust {made['locust']}, {made['date'][:10]}, "
+            f"commit {made['commit'][:10]}: a capacity of {result['capacity']} calls a second.\n\n"
+            f"![Latency against the offered rate](images/{path.stem}.svg)\n\n"
+        )
+        said = ((v["question"], v["found"], v["wanted"], "yes" if v["met"] else "no") for v in result["verdicts"])
+        head = ("offered", "answered", "p50_ms", "p95_ms", "p99_ms", "calls", "errors", "generator_busy", "why")
+        rows = (
+            (f"{step['scenario']}: {step['step']}", *("" if step[name] is None else step[name] for name in head))
+            for step in result["steps"]
+        )
+        text += table(["question", "found", "wanted", "met"], said) + "\n" + table(["step", *head], rows)
+    return text or "\nnot measured\n"
+
+
 def _ways(cases: dict[str, Any]) -> list[str]:
     """The fastest at the first case first, those without a figure there last."""
     ways = next(iter(cases.values()))["ways"]
@@ -262,6 +284,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "benchmarks": benchmarks,
     "data-sheets": data_sheets,
     "errors": errors,
+    "load": load,
     "metrics": metrics,
     "options": options,
     "settings": settings,

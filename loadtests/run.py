@@ -1,88 +1,77 @@
-"""`make loadtest`: a server of its own on a free port, locust against it for 30 seconds, the summary.
+"""`make loadtest`: a server of its own, a question after the other, and a report in loadtests/out.
 
-Exits with 0 when every answer was right, 1 when one was not or none came, 2 when the server did not start or stop.
+Exits with 0 when everything is as it must be, 1 when it is not, 2 when the server did not get ready. Takes under four
+minutes on two cores; run it on a machine that does nothing else.
 """
 
+from __future__ import annotations
+
 import argparse
-import json
-import os
-import subprocess
+import logging
+import re
+import shutil
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import flashpoint
+import locust  # noqa: F401  # first: it makes the standard library's sockets gevent's
+import report
+from rich.console import Console
+from rich.table import Table
+from scenarios import LOADS, SCENARIOS, Bounds, Report
 
-HERE = Path(__file__).parent
-BIN = Path(sys.executable).parent
-START = 60.0  # seconds for the server to be ready, a cold import of torch included
-STOP = 30.0
+from server import Server, ServerError
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+
+logging.getLogger("locust").setLevel(logging.ERROR)  # it warns of many callers at once, which is what is wanted
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[*SCENARIOS], default=[*SCENARIOS], help="default: all of them")
+    parser.add_argument("--scale", type=float, default=1.0, help="of every step's seconds; default: %(default)s")
+    parser.add_argument(
+        "--loads", nargs="+", type=float, default=LOADS, help="parts of the capacity; default: %(default)s"
+    )
+    parser.add_argument("--most-errors", type=float, default=0.0, help="part of the calls; default: %(default)s")
+    parser.add_argument("--most-p99-ms", type=float, default=500.0, help="up to 70%% load; default: %(default)s")
+    parser.add_argument("--least-throughput", type=float, default=20.0, help="calls a second; default: %(default)s")
+    parser.add_argument("--out", type=Path, default=HERE / "out", help="default: %(default)s")
+    parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/results and docs/images")
+    return parser.parse_args()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Load a server of its own and check every answer.")
-    parser.add_argument("--seconds", type=int, default=30, help="default: %(default)s")
-    parser.add_argument("--users", type=int, default=8, help="callers, each at a fixed rate; default: %(default)s")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "log") as url:
-        locust = subprocess.run(
-            [
-                BIN / "locust", "--locustfile", HERE / "locustfile.py", "--host", url, "--headless", "--only-summary",
-                "--users", str(arguments.users), "--spawn-rate", str(arguments.users),
-                "--run-time", f"{arguments.seconds}s", "--stop-timeout", "10",
-            ],
-            check=False,
-        )  # fmt: skip
-    return 1 if locust.returncode else 0
-
-
-@contextmanager
-def serving(log: Path) -> Iterator[str]:
-    """A `flashpoint serve` of its own, ready; its address. Its log is shown when it does not start or end well."""
-    with log.open("w") as stream:
-        server = subprocess.Popen(
-            [BIN / "flashpoint", "serve", "--host", "127.0.0.1", "--port", "0"],
-            env={**os.environ, "FLASHPOINT_LOG_FORMAT": "json"},
-            stderr=stream,
-        )
+    asked = arguments()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    bounds = Bounds(
+        asked.most_errors, asked.most_p99_ms, asked.least_throughput, loads=tuple(asked.loads), scale=asked.scale
+    )
+    console, made, found = Console(), report.environment(), Report()
     try:
-        url = wait_until_ready(server, log)
-        yield url
+        server = Server(asked.out)
+    except ServerError as error:
+        console.print(f"{error}\nthe server did not get ready", markup=False)
+        return 2
+    try:
+        server.warm()
+        for name in dict.fromkeys(["capacity", *asked.only]):  # the others are parts of it
+            console.print(f"[bold]{name}[/bold]: {(SCENARIOS[name].__doc__ or '').splitlines()[0]}")
+            SCENARIOS[name](found, server, bounds)
     finally:
-        server.terminate()
-        try:
-            code = server.wait(STOP)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            code = server.wait()
-        if code != 0:
-            print(log.read_text(), f"the server ended with {code}", sep="\n", file=sys.stderr)
-            sys.exit(2)
-
-
-def wait_until_ready(server: subprocess.Popen[bytes], log: Path) -> str:
-    """The address that the server's log names, once it is ready there."""
-    deadline = time.monotonic() + START
-    while time.monotonic() < deadline and server.poll() is None:
-        if (url := listening(log)) is not None:
-            with flashpoint.Client(url) as client:
-                if client.ready():
-                    return url
-        time.sleep(0.05)
-    print(log.read_text(), "the server did not get ready", sep="\n", file=sys.stderr)
-    sys.exit(2)
-
-
-def listening(log: Path) -> str | None:
-    for line in log.read_text().splitlines():
-        if line.startswith("{") and line.endswith("}"):  # the last line may be half written
-            entry = json.loads(line)
-            if entry.get("event") == "listening":
-                return str(entry["url"])
-    return None
+        server.stop()
+    report.write(found, made, asked.out)
+    table = Table("question", "found", "wanted", "met")
+    for verdict in found.verdicts:
+        table.add_row(verdict.question, verdict.found, verdict.wanted, "yes" if verdict.met else "[red]no[/red]")
+    console.print(table)
+    console.print(f"{asked.out}/report.html", soft_wrap=True)
+    if asked.record:
+        device = re.sub(r"[^a-z0-9]+", "-", made["device"].lower()).strip("-")
+        shutil.copy(asked.out / "result.json", ROOT / "benchmarks" / "results" / f"load-{device}.json")
+        shutil.copy(asked.out / "latency.svg", ROOT / "docs" / "images" / f"load-{device}.svg")
+    return 0 if all(verdict.met for verdict in found.verdicts) else 1
 
 
 if __name__ == "__main__":

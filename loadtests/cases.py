@@ -1,0 +1,117 @@
+"""What is asked: the bytes of each request, made before the load, and its answer by the definition in float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashpoint import jsonwire, wire
+
+Array = NDArray[Any]
+
+BOUND = 5e-6  # of the largest value: float32 against float64 at these lengths
+MIXED_LENGTHS = (8, 17, 40, 64, 100, 129, 200, 256, 333, 512)  # a few long ones among many short, few of a tile's size
+DECODE_KEYS = 2048
+
+
+class WrongAnswerError(Exception):
+    """An answer came, and it is not attention."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request, and the tensors that are the answer to it."""
+
+    path: str
+    media_type: str
+    body: bytes
+    expected: Mapping[str, Array]
+
+    def check(self, content: bytes) -> None:
+        """Raises WrongAnswerError where `content`, the body of the answer, is not the right one."""
+        found = read(content, self.media_type)
+        for name, right in self.expected.items():
+            if name not in found or found[name].shape != right.shape:
+                raise WrongAnswerError(f"{name} is missing, or of another shape")
+            error = np.abs(found[name] - right).max() / np.abs(right).max()
+            if not error <= BOUND:
+                raise WrongAnswerError(f"{name} is wrong by {error:.1e} of its largest value")
+
+
+def make(
+    q_len: int, kv_len: int, dim: int, *, heads: int = 8, kv_heads: int = 8, causal: bool = True, grad: bool = False,
+    media_type: str = wire.MEDIA_TYPE, seed: int = 0,
+) -> Case:  # fmt: skip
+    """A request for q (1,heads,q_len,dim) and k and v (1,kv_heads,kv_len,dim), drawn from `seed`, in float32."""
+    rng = np.random.default_rng((seed, q_len, kv_len))
+    shapes = {"q": (heads, q_len), "k": (kv_heads, kv_len), "v": (kv_heads, kv_len)}
+    if grad:
+        shapes["do"] = shapes["q"]
+    tensors = {n: rng.standard_normal((1, *shape, dim)).astype(np.float32) for n, shape in shapes.items()}
+    expected = truth(tensors, causal=causal)
+    path = "/attention/grad" if grad else "/attention"
+    return Case(path, media_type, write(tensors, {"causal": causal}, media_type), expected)
+
+
+def truth(tensors: Mapping[str, Array], *, causal: bool) -> dict[str, Array]:
+    """`o`, or with `do` the gradients, in float64."""
+    q, k, v = (tensors[name].astype(np.float64) for name in "qkv")
+    group = q.shape[1] // k.shape[1]
+    keys, values = k.repeat(group, 1), v.repeat(group, 1)
+    scale = q.shape[-1] ** -0.5
+    s = scale * q @ keys.swapaxes(-1, -2)
+    if causal:  # the last query sees the last key
+        s = np.where(np.tri(*s.shape[-2:], s.shape[-1] - s.shape[-2], dtype=bool), s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    o = p @ values
+    if "do" not in tensors:
+        return {"o": o}
+    do = tensors["do"].astype(np.float64)
+    ds = scale * p * (do @ values.swapaxes(-1, -2) - (do * o).sum(-1, keepdims=True))
+
+    def shared(grad: Array) -> Array:
+        return grad.reshape(1, k.shape[1], group, *grad.shape[2:]).sum(2)
+
+    return {"dq": ds @ keys, "dk": shared(ds.swapaxes(-1, -2) @ q), "dv": shared(p.swapaxes(-1, -2) @ do)}
+
+
+def write(tensors: Mapping[str, Array], options: Mapping[str, Any], media_type: str) -> bytes:
+    if media_type == jsonwire.MEDIA_TYPE:
+        return jsonwire.encode(tensors, options)
+    head: dict[str, Any] = {"__metadata__": {name: json.dumps(value) for name, value in options.items()}}
+    end = 0
+    for name, array in tensors.items():
+        head[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [end, end + array.nbytes]}
+        end += array.nbytes
+    text = json.dumps(head).encode()
+    return len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in tensors.values())
+
+
+def read(content: bytes, media_type: str) -> dict[str, Array]:
+    try:
+        if media_type == jsonwire.MEDIA_TYPE:
+            return jsonwire.decode(content)[0]
+        size = wire.head_size(content[:8])
+        head = wire.parse_head(content[:size])
+        if len(content) != head.size + head.data_size:
+            raise WrongAnswerError(f"{len(content)} bytes of {head.size + head.data_size} came")
+    except wire.WireError as error:
+        raise WrongAnswerError(str(error)) from None
+    data = memoryview(content)[size:]
+    return {t.name: np.frombuffer(data[t.start : t.stop], np.float32).reshape(t.shape) for t in head.tensors}
+
+
+# By kind of caller.
+CASES: dict[str, list[Case]] = {
+    "forward": [make(128, 128, 64, causal=causal) for causal in (True, False)],
+    "gradient": [make(128, 128, 64, heads=4, kv_heads=4, causal=causal, grad=True) for causal in (True, False)],
+    "mixed": [make(n, n, 64, heads=4, kv_heads=2, grad=n % 2 == 0) for n in MIXED_LENGTHS],
+    "decode": [make(1, DECODE_KEYS, 64, kv_heads=2, seed=seed) for seed in range(3)],
+    "json": [make(16, 16, 16, heads=2, kv_heads=2, media_type=jsonwire.MEDIA_TYPE)],
+}

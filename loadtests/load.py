@@ -1,0 +1,133 @@
+"""Load from this process: as many callers as are wanted, at the rate that is wanted, and what became of their calls."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import gevent
+import numpy as np
+from locust.env import Environment
+from locust.html import get_html_report
+from locust.stats import stats_history
+from locustfile import KINDS
+
+PERIOD = 1.0  # seconds between the calls of a caller that keeps a rate: what takes longer counts as a failure
+SETTLE = 2.5 * PERIOD  # seconds that are not counted: until every caller has connected, and has its place in the period
+WARM = 0.5  # the same where callers do not wait
+
+
+@dataclass(frozen=True)
+class Call:
+    began: float  # `time.time` seconds
+    ms: float
+    error: str | None
+
+
+@dataclass
+class Step:
+    """What a scenario counted for a while. `offered` is a rate in calls a second; none in a closed loop."""
+
+    scenario: str
+    name: str
+    callers: int
+    offered: float | None
+    began: float = 0.0  # `time.time` seconds
+    seconds: float = 0.0
+    busy: float = 0.0  # part of that time for which this process computed: near 1 it is the bound, not the server
+    calls: list[Call] = field(default_factory=list)  # that began in that time; there once the load is over
+
+    @property
+    def rate(self) -> float:
+        """Right answers a second."""
+        return sum(call.error is None for call in self.calls) / self.seconds if self.seconds else 0.0
+
+    @property
+    def errors(self) -> Counter[str]:
+        return Counter(call.error for call in self.calls if call.error is not None)
+
+    @property
+    def error_rate(self) -> float:
+        return self.errors.total() / len(self.calls) if self.calls else 1.0  # nothing answered is no success
+
+    def percentile(self, part: float) -> float:
+        """Of the milliseconds of the right answers; infinite where there is none."""
+        times = [call.ms for call in self.calls if call.error is None]
+        return float(np.percentile(times, part)) if times else float("inf")
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "scenario": self.scenario,
+            "step": self.name,
+            "callers": self.callers,
+            "offered": self.offered and round(self.offered, 1),
+            "answered": round(self.rate, 1),
+            "p50_ms": round(self.percentile(50), 1),
+            "p95_ms": round(self.percentile(95), 1),
+            "p99_ms": round(self.percentile(99), 1),
+            "calls": len(self.calls),
+            "errors": self.errors.total(),
+            "generator_busy": round(self.busy, 2),
+            "why": "; ".join(f"{count}× {what}" for what, count in self.errors.most_common(3)),
+        }
+
+
+class Load:
+    """Callers of one kind against `host`. Steps follow each other at once, and have their calls when `with` is over."""
+
+    def __init__(self, scenario: str, kind: str, host: str) -> None:
+        self._scenario, self._kind = scenario, kind
+        self._options = Namespace(calls_per_second=0.0)
+        self.environment = Environment(
+            user_classes=[KINDS[kind]], host=host, parsed_options=self._options, stop_timeout=2 * PERIOD
+        )
+        self._runner = self.environment.create_local_runner()
+        self._calls: list[Call] = []
+        self._steps: list[Step] = []
+        self.environment.events.request.add_listener(self._heard)
+
+    def __enter__(self) -> Load:
+        self._history = gevent.spawn(stats_history, self._runner)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.quit()  # once what is under way has been answered
+        self._history.kill()
+        for step in self._steps:
+            step.calls = [call for call in self._calls if 0 <= call.began - step.began < step.seconds]
+
+    def closed(self, callers: int, seconds: float) -> Step:
+        """`callers` that call again as soon as they are answered."""
+        self._options.calls_per_second = 0.0
+        return self._run(Step(self._scenario, f"{self._kind}, {callers} callers", callers, None), seconds)
+
+    def open(self, rate: float, seconds: float, name: str) -> Step:
+        """`rate` calls a second, whatever becomes of them."""
+        callers = max(1, round(rate * PERIOD))
+        self._options.calls_per_second = 1 / PERIOD
+        return self._run(Step(self._scenario, name, callers, callers / PERIOD), seconds)
+
+    def count(self, step: Step, during: Callable[[], None]) -> Step:
+        """Count what begins until `during` returns."""
+        step.began, began, computed = time.time(), time.perf_counter(), time.process_time()
+        during()
+        step.seconds = time.perf_counter() - began
+        step.busy = (time.process_time() - computed) / step.seconds
+        self._steps.append(step)
+        return step
+
+    def html(self) -> str:
+        """locust's own report."""
+        return get_html_report(self.environment, show_download_link=False)
+
+    def _run(self, step: Step, seconds: float) -> Step:
+        self._runner.start(step.callers, spawn_rate=max(step.callers, 1))
+        gevent.sleep(SETTLE if step.offered else WARM)
+        return self.count(step, lambda: gevent.sleep(seconds))
+
+    def _heard(self, start_time: float, response_time: float, exception: Any = None, **_: Any) -> None:
+        self._calls.append(Call(start_time, response_time, None if exception is None else str(exception)))

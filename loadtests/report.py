@@ -1,0 +1,110 @@
+"""What was found, for people and for programs: a page, a plot, a table, and locust's own reports beside them."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import html
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from scenarios import Report, Step
+
+mpl.use("svg")
+
+STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em}
+table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .7em;border-bottom:1px solid #ccc;text-align:left}
+.no{color:#b00020;font-weight:600}svg{max-width:100%;height:auto}"""
+
+
+def environment() -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    models = [x.partition(":")[2].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
+    return {
+        "device": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("flashpoint", "torch", "uvicorn", "locust")},
+        "load_average": os.getloadavg(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip(),
+    }
+
+
+def document(report: Report, made: dict[str, Any]) -> dict[str, Any]:
+    """All of it, as JSON has it. `made` is the environment as it was before the load."""
+    return {
+        "environment": made,
+        "capacity": round(report.capacity, 1),
+        "verdicts": [asdict(verdict) for verdict in report.verdicts],
+        "steps": [step.row() for step in report.steps],
+    }
+
+
+def write(report: Report, made: dict[str, Any], folder: Path) -> None:
+    """report.html, latency.svg, steps.csv, result.json, and a page of locust's for each scenario."""
+    found = document(report, made)
+    (folder / "result.json").write_text(json.dumps(found, indent=1) + "\n")
+    with (folder / "steps.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(found["steps"][0]))
+        writer.writeheader()
+        writer.writerows(found["steps"])
+    for scenario, page in report.pages.items():
+        (folder / f"{scenario}.html").write_text(page)
+    curve = [step for step in report.steps if step.scenario == "saturation"]
+    if curve:
+        plot(curve, report.capacity, folder / "latency.svg")
+    picture = (folder / "latency.svg").read_text().partition("<svg")[2] if curve else ""
+    (folder / "report.html").write_text(_page(found, list(report.pages), picture))
+
+
+def plot(curve: Sequence[Step], capacity: float, path: Path) -> None:
+    """Latency against the rate that is offered, whatever becomes of it."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    offered = [step.offered or 0.0 for step in curve]
+    for part, colour in ((50, "#4c78a8"), (95, "#f58518"), (99, "#e45756")):
+        axes.plot(offered, [step.percentile(part) for step in curve], "o-", color=colour, label=f"p{part}")
+    axes.axvline(capacity, color="#888888", linestyle=":", label="capacity")
+    axes.set(xlabel="calls offered a second", ylabel="milliseconds to the answer", yscale="log", xlim=(0, None))
+    axes.set_title("Latency against the offered rate, a mix of calls in an open loop")
+    axes.grid(visible=True, which="both", alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _page(found: dict[str, Any], scenarios: Iterable[str], picture: str) -> str:
+    made = found["environment"]
+    verdicts = [
+        (v["question"], v["found"], v["wanted"], "yes" if v["met"] else '<span class="no">no</span>')
+        for v in ({k: html.escape(str(x)) if k != "met" else x for k, x in row.items()} for row in found["verdicts"])
+    ]
+    steps = [[html.escape("" if x is None else str(x)) for x in row.values()] for row in found["steps"]]
+    links = ", ".join(f'<a href="{name}.html">{name}</a>' for name in scenarios)
+    where = f"{html.escape(made['device'])}, {made['cores']} cores, load average {made['load_average'][0]:.2f} before"
+    what = f"torch {made['torch']}, {made['date']}, commit {made['commit'][:10]}"
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Load test of Flashpoint</title>'
+        f"<style>{STYLE}</style><h1>Load test of Flashpoint</h1>"
+        f"<p>{where}; {what}. Capacity: {found['capacity']} calls a second.</p>"
+        + _table(("question", "found", "wanted", "met"), verdicts)
+        + (f"<svg{picture}" if picture else "")
+        + _table(list(found["steps"][0]), steps)
+        + f"<p>locust's own reports: {links}. The same in "
+        + '<a href="steps.csv">CSV</a> and <a href="result.json">JSON</a>.</p></html>'
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{lines}</table>"

@@ -1,0 +1,84 @@
+"""`make loadtest`, a few seconds of it, so that it cannot rot: its callers check answers, and its report is whole."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LOADTESTS = Path(__file__).resolve().parents[2] / "loadtests"
+KINDS = ("forward", "gradient", "mixed", "decode", "json", "mix")
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The process, and the folder with what it wrote. Bounds of time are left to those who measure."""
+    out = tmp_path_factory.mktemp("loadtest")
+    command = [
+        sys.executable, LOADTESTS / "run.py", "--only", "saturation", "drain", "--scale", "0.1", "--loads", "0.2",
+        "--out", out, "--most-p99-ms", "1000", "--most-errors", "0.05", "--least-throughput", "1",
+    ]  # fmt: skip
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.stderr == ""
+    return ran, out
+
+
+def test_every_kind_of_caller_gets_right_answers(ran):
+    _, out = ran
+    steps = json.loads((out / "result.json").read_text())["steps"]
+    capacity = [step for step in steps if step["scenario"] == "capacity"]
+    assert {step["step"].partition(",")[0] for step in capacity} == set(KINDS)
+    assert all(step["calls"] > 0 and step["errors"] == 0 for step in capacity), capacity
+    assert not [step for step in steps if "wrong" in step["why"]]
+
+
+def test_the_server_drains_under_load(ran):
+    _, out = ran
+    verdicts = json.loads((out / "result.json").read_text())["verdicts"]
+    found = {verdict["question"]: verdict for verdict in verdicts}
+    for question in ("Who asked before SIGTERM, and was answered?", "Did it end well?"):
+        assert found[question]["met"], found[question]
+
+
+def test_the_report_is_whole_and_the_exit_code_follows_it(ran):
+    process, out = ran
+    found = json.loads((out / "result.json").read_text())
+    assert process.returncode == (0 if all(verdict["met"] for verdict in found["verdicts"]) else 1), process.stdout
+    assert len(list(csv.DictReader((out / "steps.csv").read_text().splitlines()))) == len(found["steps"])
+    page = (out / "report.html").read_text()
+    assert page.count("<svg") == 1
+    assert all(step["step"] in page for step in found["steps"])
+    assert (out / "latency.svg").read_text().lstrip().startswith("<?xml")
+    assert all("Locust" in (out / f"{name}.html").read_text() for name in ("capacity", "saturation", "drain"))
+    assert found["environment"]["commit"]
+
+
+WRONG = """
+import sys
+import numpy as np
+from cases import CASES, WrongAnswerError, write
+
+for kind, cases in CASES.items():
+    for case in cases:
+        right = {name: value.astype(np.float32) for name, value in case.expected.items()}
+        case.check(write(right, {}, case.media_type))
+        name, value = next(iter(right.items()))
+        off = value.copy()
+        off.flat[-1] += 1e-4 * np.abs(off).max()
+        whole = write(right, {}, case.media_type)
+        others = [write({**right, name: other}, {}, case.media_type) for other in (off, value[..., :-1])]
+        for wrong in [*others, whole[:-5], b""]:
+            try:
+                case.check(wrong)
+            except WrongAnswerError:
+                continue
+            sys.exit(f"{kind}: a wrong answer was taken for right")
+"""
+
+
+def test_a_wrong_answer_is_seen():
+    """A caller that took any answer for right would find no fault in any server."""
+    ran = subprocess.run([sys.executable, "-c", WRONG], cwd=LOADTESTS, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
