@@ -20,6 +20,7 @@ from flashpoint_server.attention import AttentionRoute
 from flashpoint_server.compute import ComputeRoute
 from flashpoint_server.envelope import Envelope
 from flashpoint_server.exchange import Exchange
+from flashpoint_server.oip import memory_routes
 from flashpoint_server.oip import routes as oip
 from flashpoint_server.oip.errors import written
 from flashpoint_server.oip.infer import InferRoute
@@ -82,6 +83,7 @@ def create_app(
     app.include_router(status.router(service))
     app.include_router(benchmark_routes.router(service))
     app.include_router(oip.router(service))
+    app.include_router(memory_routes.router(service))
     app.include_router(page.router(service))
     openapi.install(app, PATHS)
     return app

@@ -22,10 +22,13 @@ from flashpoint_server.envelope import send_refusal
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.job import Answer, Job
 from flashpoint_server.messages import DeviceInfo
+from flashpoint_server.oip.regions import Region
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.service import Service
 from flashpoint_server.settings import Settings
 from flashpoint_server.staging import Staging
+
+_NOTHING: Mapping[str, tuple[Region, int]] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +90,14 @@ class ComputeRoute(ABC):
         return permit
 
     def stage(
-        self, inputs: list[tuple[str, TensorInfo]], outputs: Mapping[str, TensorInfo], inside: ExitStack
+        self,
+        inputs: list[tuple[str, TensorInfo]],
+        outputs: Mapping[str, TensorInfo],
+        inside: ExitStack,
+        elsewhere: Mapping[str, tuple[Region, int]] = _NOTHING,
     ) -> Staging:
         """The request's memory, until its answer has left. Raises Refusal 429."""
-        staging = Staging.take(self.service.pool, inputs, outputs)
+        staging = Staging.take(self.service.pool, inputs, outputs, elsewhere)
         inside.callback(staging.release)
         return staging
 

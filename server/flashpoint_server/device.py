@@ -8,7 +8,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import product
@@ -41,11 +41,11 @@ class DeviceLostError(Exception):
 
 
 class Placed(NamedTuple):
-    """A job, what it asks for, and the segment of shared memory that its tensors lie in."""
+    """A job, what it asks for, and the segments of shared memory that its tensors lie in."""
 
     submit: Submit
     spec: Spec
-    memory: mmap.mmap
+    memory: Mapping[int, mmap.mmap]
 
 
 class Stages(NamedTuple):
@@ -210,7 +210,7 @@ class Device:
         stream: torch.cuda.Stream = self._streams.stream
         return stream
 
-    def verify(self, asked: Prove, memory: mmap.mmap) -> bytes:
+    def verify(self, asked: Prove, memory: Mapping[int, mmap.mmap]) -> bytes:
         """The VerifyReport of what is asked, in JSON. Raises Refusal 422, OutOfMemoryError and DeviceLostError."""
         with _told_apart():
             try:
@@ -265,8 +265,9 @@ def _in_place(job: Placed) -> Problem:
 _STATM = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)  # kept: to open it anew costs each answer 0.1 ms
 
 
-def _in(memory: mmap.mmap, t: messages.Tensor) -> Tensor:
+def _in(segments: Mapping[int, mmap.mmap], t: messages.Tensor) -> Tensor:
     """The tensor, in shared memory."""
+    memory = segments[t.segment]
     dtype = DTYPES[t.dtype]
     count = math.prod(t.shape)
     if not count:

@@ -114,14 +114,14 @@ class Engine:
         """Send a job to an engine that is ready."""
         assert self.device is not None
         job = sent.job
-        segment = job.staging.slot.segment
-        if segment.number not in self._attached:
-            self._attached.add(segment.number)
-            self._send(Attach(segment.number, segment.mapped), (segment.fd,))
+        for segment in job.staging.segments:
+            if segment.number not in self._attached:
+                self._attached.add(segment.number)
+                self._send(Attach(segment.number, segment.mapped), (segment.fd,))
         number = sent.number = next(self._numbers)
         self._sent[number] = sent
         job.staging.slot.mark = False
-        job.staging.slot.hold()
+        job.staging.hold()
         self.load += job.flops
         self._send(job.message(number, sent.since + job.seconds(self.device.speed) - job.priority * PRIORITY_SECONDS))
 
@@ -208,7 +208,7 @@ class Engine:
 
     def _let_go(self, sent: Sent) -> None:
         self.load -= sent.job.flops
-        sent.job.staging.slot.release()
+        sent.job.staging.release()
 
     def _died(self) -> None:
         if self.state is State.FAILED:

@@ -87,15 +87,18 @@ class Entry:
     def placed(self) -> Placed:
         assert isinstance(self.submit, Submit)
         assert self.spec is not None
-        return Placed(self.submit, self.spec, self.memory)
+        return Placed(self.submit, self.spec, self.peer.segments)
 
     @property
-    def memory(self) -> mmap.mmap:
-        return self.peer.segments[self.submit.segment]
+    def mapped(self) -> bool:
+        """Whether all of its memory is."""
+        submit, segments = self.submit, self.peer.segments
+        tensors = [*submit.inputs, *submit.outputs] if isinstance(submit, Submit) else submit.inputs
+        return submit.segment in segments and all(t.segment in segments for t in tensors)
 
     def begin(self) -> None:
         """Say so where the HTTP process sees it, whatever happens to this one."""
-        self.memory[self.submit.mark] = 1
+        self.peer.segments[self.submit.segment][self.submit.mark] = 1
         self.began = time.perf_counter()
         log.debug("begin", request_id=self.submit.request_id, kind=type(self.submit).__name__)
 

@@ -34,10 +34,10 @@ class Segment:
     `size` bytes of slots, and behind them, to the end of what is `mapped`, a page of marks: a byte a slot.
     """
 
-    _numbers = count()
+    numbers = count()
 
     def __init__(self, size: int, *, touch: bool) -> None:
-        self.number = next(self._numbers)
+        self.number = next(self.numbers)
         self.size = size
         self.mapped = size + mmap.PAGESIZE
         self.fd = os.memfd_create("flashpoint-staging", os.MFD_CLOEXEC)

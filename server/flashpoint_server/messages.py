@@ -27,6 +27,7 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
+    segment: int
     offset: int
 
 
@@ -46,7 +47,7 @@ class Detach(msgspec.Struct, frozen=True, tag=True):
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """To the engine: compute. `rank` and `deadline` are in `time.monotonic` seconds, which all processes share.
 
-    Where `mark` says, in the segment, the engine writes a 1 before it begins: what it has not begun when it dies is
+    Where `mark` says, in `segment`, the engine writes a 1 before it begins: what it has not begun when it dies is
     another's to do.
     """
 

@@ -12,6 +12,7 @@ from flashpoint_server.keys import Keyring
 from flashpoint_server.memory import Pool
 from flashpoint_server.messages import DeviceInfo
 from flashpoint_server.metrics import Metrics
+from flashpoint_server.oip.regions import Regions
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
 
@@ -27,6 +28,7 @@ class Service:
         self.benchmarks = Benchmarks(settings)
         self.engine = engines = Engines(self.metrics, self.benchmarks)
         self.pool = Pool(settings.staging_bytes, engines.forget_segment)
+        self.regions = Regions(settings.shared_memory_bytes, engines.forget_segment)
         self.codec = Codec()
         self.keys = Keyring([key.get_secret_value() for key in settings.api_keys])
         self.admission = Admission(settings)
@@ -81,3 +83,4 @@ class Service:
         self.engine.close()
         self.codec.close()
         self.pool.close()
+        self.regions.close()

@@ -202,7 +202,7 @@ class ServingEngine:
             self._waiting.put(entry)
         elif key in self._held:
             self._held[key].append(entry)
-        elif entry.submit.segment not in entry.peer.segments or (found := self._device.compile(entry.placed)) is None:
+        elif not entry.mapped or (found := self._device.compile(entry.placed)) is None:
             self._waiting.put(entry)
         else:
             self._held[key] = [entry]
@@ -254,7 +254,8 @@ class ServingEngine:
     def _attach(self, peer: Peer, message: Attach, descriptor: int) -> None:
         try:
             peer.attach(message.segment, descriptor, message.size, self._device)
-        except (OSError, MemoryError, RuntimeError) as error:  # no address space, or none that can be pinned
+        except (OSError, MemoryError, RuntimeError, ValueError) as error:
+            # No address space, or none that can be pinned; a caller's own segment that has become shorter.
             log.error("segment not mapped", size=message.size, error=str(error))
             self._send(peer, Unmapped(message.segment))
 
@@ -310,7 +311,7 @@ class ServingEngine:
         if entry.began:
             return True
         try:
-            if entry.submit.segment not in entry.peer.segments:
+            if not entry.mapped:
                 raise OutOfMemoryError
             if entry.submit.deadline is not None and time.monotonic() >= entry.submit.deadline:
                 raise out_of_time()
@@ -382,7 +383,7 @@ class ServingEngine:
     def _prove(self, entry: Entry, asked: Prove) -> None:
         try:
             with self._watchdog.watched():
-                report = self._device.verify(asked, entry.memory)
+                report = self._device.verify(asked, entry.peer.segments)
         except Exception as error:
             self._fail([entry], error)
         else:

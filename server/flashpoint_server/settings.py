@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from flashpoint import wire
@@ -79,6 +79,8 @@ class Settings(BaseSettings):
     """seconds after which a launch counts as hung: its engine is ended, and another started"""
     staging_bytes: Annotated[int, Field(ge=64 * MIB)] = 4096 * MIB
     """most bytes of memory shared with the engines, where bodies arrive and answers leave; it grows as it is needed"""
+    shared_memory_bytes: Annotated[int, Field(ge=0)] = 0
+    """most bytes of shared memory that callers on this host may register (docs/oip.md); 0: off. Needs one worker"""
     verify_flops: Annotated[int, Field(ge=1)] = 1 << 38
     """floating-point operations of a problem to verify, which runs in float64 and in torch's own math, too"""
     benchmark_cases: Annotated[int, Field(ge=1)] = 512
@@ -111,6 +113,13 @@ class Settings(BaseSettings):
         if isinstance(value, str):
             return tuple(part for part in (piece.strip() for piece in value.split(",")) if part)
         return value
+
+    @field_validator("shared_memory_bytes")
+    @classmethod
+    def _one_process_knows_the_regions(cls, limit: int, info: ValidationInfo) -> int:
+        if limit and info.data.get("workers", 1) > 1:
+            raise ValueError("needs one worker: a region is registered with one HTTP process")
+        return limit
 
     @field_validator("api_keys")
     @classmethod

@@ -24,15 +24,15 @@ def submit(inputs, outputs, **options):
     placed, at = [], 0
     for name, array in inputs.items():
         memory[at : at + array.nbytes] = array.tobytes()
-        placed.append(Tensor(name, array.dtype.name, array.shape, at))
+        placed.append(Tensor(name, array.dtype.name, array.shape, 0, at))
         at += -(-array.nbytes // 64) * 64
     made = []
     for name, shape in outputs.items():
-        made.append(Tensor(name, "float32", shape, at))
+        made.append(Tensor(name, "float32", shape, 0, at))
         at += 4 * int(np.prod(shape))
     packed = pack_options(Options(**options))
     job = Submit(0, "an-id", "forward", packed, "tiled", 0, placed, made, 0, 0, 0.0, None)
-    return Placed(job, spec_of(job), memory)
+    return Placed(job, spec_of(job), {0: memory})
 
 
 def test_answers_are_written_where_they_are_wanted(device):
@@ -40,7 +40,7 @@ def test_answers_are_written_where_they_are_wanted(device):
     job = submit({"q": q, "k": q, "v": q}, {"o": q.shape, "lse": q.shape[:3]}, return_lse=True)
     assert device.launch([job]) == ([None], NO_COPIES)
     o, lse = (
-        np.frombuffer(job.memory, np.float32, int(np.prod(t.shape)), t.offset).reshape(t.shape)
+        np.frombuffer(job.memory[0], np.float32, int(np.prod(t.shape)), t.offset).reshape(t.shape)
         for t in job.submit.outputs
     )
     scores = torch.from_numpy(q @ q.swapaxes(-1, -2)).double() / 8**0.5
@@ -55,7 +55,7 @@ def test_every_byte_of_a_bool_but_0_is_true(device):
     job = submit({"q": q, "k": np.zeros_like(v), "v": v, "attn_mask": mask}, {"o": (1, 8)})
     device.launch([job])
     (o,) = job.submit.outputs
-    np.testing.assert_allclose(np.frombuffer(job.memory, np.float32, 8, o.offset), v[1:].mean(0), rtol=1e-6)
+    np.testing.assert_allclose(np.frombuffer(job.memory[0], np.float32, 8, o.offset), v[1:].mean(0), rtol=1e-6)
 
 
 def test_every_backend_of_this_device_is_proven(device):

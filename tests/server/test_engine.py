@@ -149,7 +149,7 @@ def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
         async with running_engines(Settings(device="cpu", log_level="error")) as (address,):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
                 deaf.connect(address)
-                tensors = [Tensor(name, "float32", (1, 1), 0) for name in "qkv"]
+                tensors = [Tensor(name, "float32", (1, 1), 7, 0) for name in "qkv"]
                 options = pack_options(Options())
                 # so: at once
                 late = Submit(0, "deaf", "forward", options, "reference", 7, tensors, [], 0, 0, 0.0, 0.0)

@@ -21,6 +21,7 @@ from flashpoint_server.negotiation import OCTETS
 from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
 from flashpoint_server.oip.head import Wanted
 from flashpoint_server.oip.inflated import WINDOW_BITS
+from flashpoint_server.oip.regions import Shared
 
 # Floating-point numbers hardly compress, whatever the effort: this is the least.
 _LEVEL = 1
@@ -31,6 +32,7 @@ class _Output(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     size: int | None  # bytes behind the JSON; None where the numbers are in it
+    shared: Shared | None
 
 
 async def encode(
@@ -40,16 +42,17 @@ async def encode(
     places = job.staging.outputs
     views = job.staging.views(places)
     outputs = tuple(
-        _Output(name, places[name].dtype, places[name].shape, places[name].size if binary else None)
-        for name, binary in wanted
+        _Output(name, places[name].dtype, places[name].shape, places[name].size if binary else None, shared)
+        for name, binary, shared in wanted
     )
     about = (model, version, identity, tuple(answer.metadata.items()))
-    if numbers := {o.name: _array(o, views[o.name]) for o in outputs if o.size is None}:
+    if numbers := {o.name: _array(o, views[o.name]) for o in outputs if o.size is None and not o.shared}:
         head = await codec.run(_head_with, about, outputs, numbers)
     else:  # kept where it has no id, which is another each time: a model's answers are of few shapes
         head = _head_with(about, outputs, {}) if identity else _head(about, outputs)
-    parts: list[Part] = [head, *(views[o.name] for o in outputs if o.size)]
-    if len(numbers) == len(outputs):
+    behind = [o for o in outputs if o.size is not None and not o.shared]
+    parts: list[Part] = [head, *(views[o.name] for o in behind if o.size)]
+    if not behind:
         return parts, {"content-type": jsonwire.MEDIA_TYPE}
     return parts, {"content-type": OCTETS, "inference-header-content-length": str(len(head))}
 
@@ -72,7 +75,12 @@ def _head_with(about: _About, outputs: tuple[_Output, ...], numbers: Mapping[str
     listed = []
     for output in outputs:
         entry: dict[str, Any] = {"name": output.name, "datatype": DATATYPE_OF[output.dtype], "shape": output.shape}
-        if output.size is None:
+        if output.shared is not None:
+            region = {"shared_memory_region": output.shared.region, "shared_memory_byte_size": output.shared.size}
+            if output.shared.offset:
+                region["shared_memory_offset"] = output.shared.offset
+            listed.append({**entry, "parameters": region})
+        elif output.size is None:
             listed.append({**entry, "data": jsonwire.listed(numbers[output.name])})
         else:
             listed.append({**entry, "parameters": {"binary_data_size": output.size}})

@@ -24,28 +24,32 @@ from flashpoint.wire import ITEMSIZE, RANK_LIMIT, TENSOR_LIMIT, WireError
 from flashpoint_kernels.spec import GRADS, Direction, Spec, TensorInfo
 from flashpoint_server.message import make_spec
 from flashpoint_server.oip.datatypes import DTYPE_OF, numpy_dtype
+from flashpoint_server.oip.regions import Shared
 from flashpoint_server.refusal import invalid
 
 ANSWERS: dict[Direction, tuple[str, ...]] = {"forward": ("o", "lse"), "backward": GRADS}
 PRIORITY_LEVELS = 10  # 1 is the highest, as in Triton; ours are 9 to 0
 _KEYS = {"id", "model_name", "model_version", "parameters", "inputs", "outputs"}
+_SHARED = {"shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"}
 _SIZE_LIMIT = (1 << 63) - 1
 
 
 class Input(NamedTuple):
-    """`array` is there where the tensor is given in numbers; else `size` bytes follow."""
+    """A tensor in numbers (`array`) or in shared memory (`shared`); else `size` bytes follow."""
 
     name: str
     info: TensorInfo
-    array: NDArray[Any] | None
-    size: int
+    array: NDArray[Any] | None = None
+    shared: Shared | None = None
+    size: int = 0
 
 
 class Wanted(NamedTuple):
-    """An output of the answer, and whether its bytes follow the answer's JSON."""
+    """An output of the answer, and whether its bytes follow the answer's JSON, or go to `shared` memory."""
 
     name: str
     binary: bool
+    shared: Shared | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,15 +144,18 @@ def _input(entry: Any) -> Input:
     if math.prod(max(n, 1) for n in shape) * ITEMSIZE[dtype] > _SIZE_LIMIT:
         raise FieldError(name, "has a shape that overflows")
     info = TensorInfo(dtype, tuple(shape))
-    parameters = _parameters(name, entry, {"binary_data_size"})
-    if ("data" in entry) == ("binary_data_size" in parameters):
-        raise WireError(f"{name!r} must have either data or a binary_data_size")
+    parameters = _parameters(name, entry, {"binary_data_size", *_SHARED})
+    shared = _shared(name, parameters)
+    if ("data" in entry) + ("binary_data_size" in parameters) + (shared is not None) != 1:
+        raise WireError(f"{name!r} must have either data or a binary_data_size, or lie in shared memory")
+    if shared is not None:
+        return Input(name, info, shared=shared)
     if "data" in entry:
-        return Input(name, info, _numbers(name, info, entry["data"]), 0)
+        return Input(name, info, _numbers(name, info, entry["data"]))
     size, due = parameters["binary_data_size"], math.prod(shape) * ITEMSIZE[dtype]
     if type(size) is not int or size != due:
         raise WireError(f"{name!r} has a binary_data_size of {size!r} where {datatype} of its shape has {due}")
-    return Input(name, info, None, size)
+    return Input(name, info, size=size)
 
 
 def _numbers(name: str, info: TensorInfo, data: Any) -> NDArray[Any]:
@@ -166,8 +173,21 @@ def _output(entry: Any, binary: bool) -> Wanted:
     name = entry.get("name")
     if not isinstance(name, str):
         raise WireError("an output has no name")
-    parameters = _parameters(name, entry, {"binary_data"})
-    return Wanted(name, _flag("binary_data", parameters.get("binary_data", binary)))
+    parameters = _parameters(name, entry, {"binary_data", *_SHARED})
+    return Wanted(name, _flag("binary_data", parameters.get("binary_data", binary)), _shared(name, parameters))
+
+
+def _shared(name: str, parameters: dict[str, Any]) -> Shared | None:
+    if not parameters.keys() & _SHARED:
+        return None
+    region = parameters.get("shared_memory_region")
+    if not isinstance(region, str) or "shared_memory_byte_size" not in parameters:
+        raise FieldError(name, "in shared memory has a shared_memory_region and a shared_memory_byte_size")
+    offset, size = (
+        _count(f"{name}.shared_memory_{what}", parameters.get(f"shared_memory_{what}", 0), _SIZE_LIMIT)
+        for what in ("offset", "byte_size")
+    )
+    return Shared(region, offset, size)
 
 
 def _object(what: str, value: Any, known: Iterable[str]) -> dict[str, Any]:

@@ -10,15 +10,17 @@ from starlette.types import Receive, Scope, Send
 
 from flashpoint import wire
 from flashpoint.jsonwire import FieldError
+from flashpoint_kernels.spec import INDEX_TENSORS, Spec
 from flashpoint_server.attention import AttentionRoute
 from flashpoint_server.body import Body
 from flashpoint_server.compute import Call, deadline_of, priority_of
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.message import read_text
 from flashpoint_server.oip.answers import compressed, encode
-from flashpoint_server.oip.head import Head, parse
+from flashpoint_server.oip.head import Head, Input, Wanted, parse
 from flashpoint_server.oip.inflated import WINDOW_BITS, InflatedBody
 from flashpoint_server.oip.models import VERSION, Model
+from flashpoint_server.oip.regions import Region, check_apart
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.service import Service
 
@@ -79,15 +81,20 @@ class InferRoute(AttentionRoute):
 
         spec = head.spec(self._direction)
         wanted = head.wanted(spec)
-        backend = self._backend(spec, device, sum(spec.outputs[name].nbytes for name, binary in wanted if not binary))
+        in_numbers = sum(spec.outputs[o.name].nbytes for o in wanted if not (o.binary or o.shared))
+        backend = self._backend(spec, device, in_numbers)
         permit = permit or self.admit(call, spec.input_bytes + spec.output_bytes)
         permit.price(spec.flops)
-        staging = self.stage([(given.name, given.info) for given in head.inputs], spec.outputs, call.inside)
+        elsewhere = self._elsewhere(head.inputs, wanted, spec)
+        inputs = [(given.name, given.info) for given in head.inputs]
+        staging = self.stage(inputs, spec.outputs, call.inside, elsewhere)
         views = staging.views(staging.inputs)
         for given in head.inputs:
             if given.array is not None:
                 views[given.name][:] = np.ascontiguousarray(given.array).reshape(-1).view(np.uint8).data
-        await body.into([views[given.name] for given in head.inputs if given.array is None], rest)
+            elif given.shared is not None and given.name in views:
+                views[given.name][:] = service.regions.read(given.name, given.info, given.shared)
+        await body.into([views[i.name] for i in head.inputs if i.array is None and i.shared is None], rest)
 
         job, answer = await self.solve(call, spec, backend, staging, max(priority, head.priority))
         parts, fields = await encode(self._model.name, VERSION, head.id, wanted, job, answer, service.codec)
@@ -95,6 +102,17 @@ class InferRoute(AttentionRoute):
             parts, fields["content-encoding"] = await compressed(parts, coding), coding
         await self.finish(call, job, answer, fields, parts)
         service.metrics.models.computed(self._model.name, answer.batch_size, job.timings.stages())
+
+    def _elsewhere(
+        self, inputs: tuple[Input, ...], wanted: tuple[Wanted, ...], spec: Spec
+    ) -> dict[str, tuple[Region, int]]:
+        """The tensors in shared memory, but for those whose values are checked: they are read once. Raises Refusal."""
+        locate = self.service.regions.locate
+        given = {i.name: locate(i.name, i.info, i.shared) for i in inputs if i.shared and i.name not in INDEX_TENSORS}
+        asked = {o.name: locate(o.name, spec.outputs[o.name], o.shared) for o in wanted if o.shared}
+        if asked:
+            check_apart(given, asked, {**spec.tensors, **spec.outputs})
+        return given | asked
 
     async def _parsed(self, text: bytes) -> Head:
         try:

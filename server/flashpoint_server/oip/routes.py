@@ -48,6 +48,8 @@ def router(service: Service) -> APIRouter:
     locked, known, not_ready = errors(401, 403), errors(404), errors(503)
     routes = APIRouter(prefix="/v2", tags=[TAG])
 
+    extensions = [*EXTENSIONS, *(["system_shared_memory"] if service.regions.limit else [])]
+
     @routes.get("/health/live", summary="Whether the process answers")
     async def live() -> Live:
         return Live(live=True)
@@ -60,7 +62,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("", summary="The server, and what of the protocol's extensions it has", responses=locked)
     async def server(request: Request) -> ServerMetadata:
         service.keys.admit(request.headers, "info")
-        return ServerMetadata(name="flashpoint", version=version("flashpoint"), extensions=EXTENSIONS)
+        return ServerMetadata(name="flashpoint", version=version("flashpoint"), extensions=extensions)
 
     @routes.post("/repository/index", summary="The models", responses=locked)
     async def index(request: Request) -> list[IndexEntry]:

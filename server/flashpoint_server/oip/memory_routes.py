@@ -1,0 +1,99 @@
+"""/v2/systemsharedmemory: callers on this host register memory of theirs, see regions.py."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flashpoint import strictjson
+from flashpoint_server.body import Body
+from flashpoint_server.message import field_errors, read_text
+from flashpoint_server.oip.regions import Region
+from flashpoint_server.oip.schema import TAG, errors
+from flashpoint_server.refusal import Refusal, invalid
+from flashpoint_server.service import Service
+
+REQUEST_LIMIT = 4096  # bytes; a key has 255 at most
+
+
+class Registration(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    key: str = Field(description="of the POSIX shared memory object")
+    offset: int = Field(0, ge=0, description="where the region begins in it")
+    byte_size: int = Field(gt=0)
+
+
+class RegionStatus(BaseModel):
+    """`key` is always empty: whoever knows it could open the object."""
+
+    name: str
+    key: str = ""
+    offset: int
+    byte_size: int
+
+
+class Nothing(BaseModel):
+    """`{}`"""
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter(prefix="/v2/systemsharedmemory", tags=[TAG], include_in_schema=service.regions.limit > 0)
+    schema = {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": Registration.model_json_schema()}}}
+    }
+
+    def admit(request: Request) -> None:
+        service.keys.admit(request.headers, "attention")
+        if not service.regions.limit:
+            raise Refusal("not_found", "shared memory is off on this server: see --shared-memory-bytes")
+
+    @routes.get("/status", summary="All regions", responses=errors(401, 403))
+    async def all_status(request: Request) -> list[RegionStatus]:
+        admit(request)
+        return [_status(region) for region in service.regions.all()]
+
+    @routes.get("/region/{name}/status", summary="One region", responses=errors(401, 403, 404, 422))
+    async def status(request: Request, name: str) -> list[RegionStatus]:
+        admit(request)
+        return [_status(service.regions.find(name))]
+
+    @routes.post(
+        "/region/{name}/register",
+        summary="Register one",
+        responses=errors(400, 401, 403, 413, 422),
+        openapi_extra=schema,
+    )
+    async def register(request: Request, name: str) -> Nothing:
+        admit(request)
+        body = Body(request.scope, request.receive, request.headers, service.settings)
+        body.limit = REQUEST_LIMIT
+        body.check_length(body.length)
+        text = await read_text(body)
+        try:
+            strictjson.loads(text)
+            asked = Registration.model_validate_json(text)
+        except ValidationError as error:
+            raise invalid(field_errors(error)) from None
+        except ValueError as error:
+            raise Refusal("malformed_body", f"the body is not JSON: {error}") from None
+        service.regions.register(name, asked.key, asked.offset, asked.byte_size)
+        return Nothing()
+
+    @routes.post("/region/{name}/unregister", summary="Unregister one", responses=errors(401, 403, 404, 422))
+    async def unregister(request: Request, name: str) -> Nothing:
+        admit(request)
+        service.regions.unregister(name)
+        return Nothing()
+
+    @routes.post("/unregister", summary="Unregister all", responses=errors(401, 403))
+    async def unregister_all(request: Request) -> Nothing:
+        admit(request)
+        service.regions.close()
+        return Nothing()
+
+    return routes
+
+
+def _status(region: Region) -> RegionStatus:
+    return RegionStatus(name=region.name, offset=region.offset, byte_size=region.size)

@@ -1,0 +1,247 @@
+"""Tensors that never move: system shared memory, driven by tritonclient's own utilities, and by what is wrong."""
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import pytest
+import torch
+from oip_message import LENGTH, NAMES, call, infer, raw, request, wanted
+from oip_problem import GRAD, B, D, H, S, near, problem, truth
+from pydantic import ValidationError
+
+from flashpoint_server import Settings
+from tests.e2e.conftest import serve
+
+MIB = 1 << 20
+PATH = "/v2/models/attention/infer"
+PROGRAM = Path(__file__).parent / "clients" / "triton_shared_memory.py"
+NBYTES = B * H * S * D * 4
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = serve(shared_memory_bytes=MIB)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def memory(server):
+    """An object of 64 KiB: its bytes, and its key, which no answer and no line of the log may repeat."""
+    key = "flashpoint-test-" + secrets.token_hex(8)
+    block = shared_memory.SharedMemory(key, create=True, size=1 << 16)
+    try:
+        yield block, key
+    finally:
+        call(server.url, "POST", "/v2/systemsharedmemory/unregister", b"")
+        with contextlib.suppress(BufferError):
+            block.close()
+        block.unlink()
+    assert not [line for line in server.lines if key in json.dumps(line)]
+
+
+def register(server, name, key, offset=0, byte_size=1 << 16):
+    body = json.dumps({"key": "/" + key, "offset": offset, "byte_size": byte_size}).encode()
+    return call(server.url, "POST", f"/v2/systemsharedmemory/region/{name}/register", body)
+
+
+def lying(name, t, region, offset):
+    """An input in shared memory."""
+    place = {"shared_memory_region": region, "shared_memory_byte_size": t.numel() * t.element_size()}
+    return {"name": name, "shape": list(t.shape), "datatype": NAMES[t.dtype],
+            "parameters": {**place, "shared_memory_offset": offset}}  # fmt: skip
+
+
+def place(region, size, offset=0):
+    return {"shared_memory_region": region, "shared_memory_byte_size": size, "shared_memory_offset": offset}
+
+
+def ask(server, inputs, outputs=None, parameters=None, data=b"", model="attention"):
+    document = {"inputs": inputs, "parameters": parameters or {}, **({"outputs": outputs} if outputs else {})}
+    head = json.dumps(document).encode()
+    headers = {LENGTH: len(head)} if data else {}
+    return call(server.url, "POST", f"/v2/models/{model}/infer", head + data, **headers)
+
+
+def test_tritonclients_own_utilities(server):
+    done = subprocess.run([sys.executable, PROGRAM, server.url.removeprefix("http://")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["extension"]
+    assert report["error"] <= 2e-6
+    assert report["gradient_error"] <= 4e-6
+    assert [region["name"] for region in report["registered"]] == ["inputs", "outputs"]
+    assert {region["byte_size"] for region in report["registered"]} == {report["input_size"], report["output_size"]}
+    assert report["unregistered"] == []
+    assert "outputs" in report["refused"]
+
+
+@pytest.mark.parametrize("start", [0, 3, 4, 64])
+def test_inputs_and_outputs_of_several_regions_and_of_the_body(server, memory, start):
+    """q and k in shared memory at any alignment, v behind the head, o in shared memory, lse in numbers."""
+    block, key = memory
+    tensors = problem()
+    assert register(server, "low", key, 0, 1 << 15).status == 200
+    assert register(server, "high", key, 1 << 15, 1 << 15).status == 200
+    block.buf[start : start + NBYTES] = raw(tensors["q"])
+    block.buf[(1 << 15) + start : (1 << 15) + start + NBYTES] = raw(tensors["k"])
+    inputs = [lying("q", tensors["q"], "low", start), lying("k", tensors["k"], "high", start)]
+    v = {"name": "v", "shape": [B, H, S, D], "datatype": "FP32", "parameters": {"binary_data_size": NBYTES}}
+    at = 3 * NBYTES
+    outputs = [wanted("lse"), wanted("o", **place("low", NBYTES, at))]
+    reply = ask(server, [*inputs, v], outputs, {"causal": True}, raw(tensors["v"]))
+    assert reply.status == 200, reply.body
+    lse, o = reply.head["outputs"]
+    assert o["parameters"] == place("low", NBYTES, at)
+    assert "data" not in o
+    expected = truth(tensors, causal=True)
+    near(
+        torch.frombuffer(bytearray(block.buf[at : at + NBYTES]), dtype=torch.float32).view(B, H, S, D),
+        expected["o"],
+        2e-6,
+    )
+    near(torch.tensor(lse["data"]).view(lse["shape"]), expected["lse"], 2e-6)
+    plain = infer(server.url, "attention", tensors, parameters={"causal": True, "binary_data_output": True})
+    assert raw(plain.tensors["o"]) == bytes(block.buf[at : at + NBYTES])
+    assert bytes(block.buf[at + NBYTES : 1 << 15]) == bytes((1 << 15) - at - NBYTES)
+
+
+def test_gradients_and_index_tensors(server, memory):
+    block, key = memory
+    assert register(server, "all", key).status == 200
+    tensors = {**problem(names=GRAD), "kv_lengths": torch.tensor([S - 5], dtype=torch.int32)}
+    at, inputs = 0, []
+    for name, t in tensors.items():
+        block.buf[at : at + len(raw(t))] = raw(t)
+        inputs.append(lying(name, t, "all", at))
+        at += len(raw(t))
+    outputs = [wanted(name, **place("all", NBYTES, (5 + i) * NBYTES)) for i, name in enumerate(("dq", "dk", "dv"))]
+    assert ask(server, inputs, outputs, model="attention_grad").status == 200
+    plain = infer(server.url, "attention_grad", tensors, parameters={"binary_data_output": True})
+    for i, t in enumerate(plain.tensors.values()):
+        assert raw(t) == bytes(block.buf[(5 + i) * NBYTES : (6 + i) * NBYTES])
+
+
+def test_a_region_may_go_while_it_is_used_and_come_again(server, memory):
+    block, key = memory
+    tensors = problem()
+    for name, t in tensors.items():
+        block.buf["qkv".index(name) * NBYTES :][:NBYTES] = raw(t)
+    inputs = [lying(name, t, "again", "qkv".index(name) * NBYTES) for name, t in tensors.items()]
+    output = [wanted("o", **place("again", NBYTES, 4 * NBYTES))]
+    for _ in range(3):
+        assert register(server, "again", key).status == 200
+        block.buf[4 * NBYTES :][:NBYTES] = bytes(NBYTES)
+        assert ask(server, inputs, output).status == 200
+        found = torch.frombuffer(bytearray(block.buf[4 * NBYTES : 5 * NBYTES]), dtype=torch.float32)
+        near(found.view(B, H, S, D), truth(tensors)["o"], 2e-6)
+        assert call(server.url, "POST", "/v2/systemsharedmemory/region/again/unregister", b"").status == 200
+        refused = ask(server, inputs, output)
+        assert refused.status == 422
+        assert "no region 'again'" in refused.error
+    engine = server.engine_pid
+    mapped = Path(f"/proc/{engine}/maps").read_text()
+    assert key not in mapped, "an engine keeps what is unregistered"
+    assert server.engine_pid == engine
+
+
+WRONG = {
+    "another region": ({"shared_memory_region": "none"}, "none"),
+    "beyond the region": ({"shared_memory_offset": (1 << 16) - 8}, "not in the region"),
+    "a negative offset": ({"shared_memory_offset": -64}, "shared_memory_offset"),
+    "an offset that overflows": ({"shared_memory_offset": (1 << 63) - 1}, "not in the region"),
+    "too few bytes": ({"shared_memory_byte_size": 8}, "do not fit"),
+    "no size": ({"shared_memory_byte_size": None}, "shared_memory_byte_size"),
+    "no region": ({"shared_memory_region": None}, "shared_memory_region"),
+    "over an input": ({"shared_memory_offset": NBYTES}, "lies over"),
+    "not aligned": ({"shared_memory_offset": 4 * NBYTES + 2}, "multiple of 4"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_place_that_is_wrong_is_refused(server, memory, name):
+    _, key = memory
+    assert register(server, "all", key).status == 200
+    tensors = problem()
+    inputs = [lying(n, t, "all", i * NBYTES) for i, (n, t) in enumerate(tensors.items())]
+    changes, said = WRONG[name]
+    parameters = {k: v for k, v in {**place("all", NBYTES, 4 * NBYTES), **changes}.items() if v is not None}
+    reply = ask(server, inputs, [wanted("o", **parameters)])
+    assert reply.status == 422, reply.body
+    assert said in reply.error
+    assert ask(server, inputs, [wanted("o", **place("all", NBYTES, 4 * NBYTES))]).status == 200
+
+
+def test_an_object_that_became_shorter_is_seen(server, memory):
+    _, key = memory
+    assert register(server, "short", key).status == 200
+    os.truncate(f"/dev/shm/{key}", 4096)
+    reply = ask(server, [lying(n, t, "short", 0) for n, t in problem().items()])
+    assert reply.status == 422
+    assert "not as long" in reply.error
+    assert infer(server.url, "attention", problem()).status == 200
+
+
+def test_what_may_not_be_registered(server, memory):
+    _, key = memory
+    for other in ("nothing-has-this", "../../etc/passwd", "", ".", "..", "a" * 300, "a\0b"):
+        reply = register(server, "bad", other)
+        assert reply.status == 422, (other, reply.body)
+        assert not other or other == "." or other not in reply.error
+    assert register(server, "bad", key, 0, (1 << 16) + 1).status == 422
+    assert register(server, "bad", key, 1 << 16, 1).status == 422
+    assert register(server, "bad", key, -1, 1).status == 422
+    assert register(server, "bad", key, 0, 0).status == 422
+    assert register(server, "bad", key, 0, 2 * MIB).status == 413
+    assert register(server, "bad", key, 0, "1").status == 422
+    link = Path("/dev/shm") / (key + "-link")
+    link.symlink_to("/etc/hostname")
+    try:
+        assert register(server, "bad", link.name, 0, 1).status == 422
+    finally:
+        link.unlink()
+    assert register(server, "good", key).status == 200
+    assert register(server, "good", key).status == 422  # as it is named already
+    path = "/v2/systemsharedmemory/region/good/register"
+    assert call(server.url, "POST", path, b"{").status == 400
+    assert call(server.url, "POST", path, b'{"key": "' + b"x" * 5000 + b'"}').status == 413
+    listed = call(server.url, "GET", "/v2/systemsharedmemory/status").head
+    assert listed == [{"name": "good", "key": "", "offset": 0, "byte_size": 1 << 16}]
+    assert call(server.url, "GET", "/v2/systemsharedmemory/region/good/status").head == listed
+    assert call(server.url, "GET", "/v2/systemsharedmemory/region/bad/status").status == 404
+    assert call(server.url, "POST", "/v2/systemsharedmemory/region/bad/unregister", b"").status == 404
+
+
+def test_what_is_registered_is_bounded(server, memory):
+    _, key = memory
+    size = 1 << 16
+    names = [f"region-{i}" for i in range(MIB // size)]
+    assert {register(server, name, key).status for name in names} == {200}
+    assert register(server, "one-more", key, 0, 1).status == 413
+    assert call(server.url, "POST", f"/v2/systemsharedmemory/region/{names[0]}/unregister", b"").status == 200
+    assert register(server, "one-more", key, 0, 1).status == 200
+    assert call(server.url, "POST", "/v2/systemsharedmemory/unregister", b"").status == 200
+    assert call(server.url, "GET", "/v2/systemsharedmemory/status").head == []
+
+
+def test_it_needs_one_http_process():
+    with pytest.raises(ValidationError, match="one HTTP process"):
+        Settings(workers=2, shared_memory_bytes=1)
+
+
+def test_it_is_off_where_nobody_asked_for_it(url):
+    for method, path in (("GET", "/status"), ("POST", "/unregister"), ("POST", "/region/a/register")):
+        reply = call(url, method, "/v2/systemsharedmemory" + path, b"{}" if method == "POST" else None)
+        assert reply.status == 404
+        assert "off" in reply.error
+    head, data = request(problem(), outputs=[wanted("o", **place("a", NBYTES))])
+    reply = call(url, "POST", PATH, head + data, **{LENGTH: len(head)})
+    assert reply.status == 422
+    assert "off" in reply.error
+    assert "system_shared_memory" not in call(url, "GET", "/v2").head["extensions"]
