@@ -93,7 +93,7 @@ def train(
 
 
 def draw(curves: dict[str, list[float]], path: str) -> None:
-    """The curves above; below, how far each is from the first, by decades."""
+    """The curves above; below, how far each is from the first."""
     figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained")
     first, *others = curves
     # Each later curve is thinner than the one it covers.
@@ -103,13 +103,14 @@ def draw(curves: dict[str, list[float]], path: str) -> None:
         above.plot(losses, color=colour, linestyle=line, linewidth=width, label=name)
     for name in others:
         apart = [abs(a - b) for a, b in zip(curves[name], curves[first], strict=True)]
-        below.plot(apart, color=styles[name][0], linewidth=1.2, label=f"{name} from {first}")
-    above.set(title="A small GPT trained from one seed", ylabel="loss, nats a character")
+        below.plot(apart, ".", color=styles[name][0], markersize=4, label=f"{name} from {first}")
+    above.set(ylabel="loss, nats a character")
     below.set(xlabel="step", ylabel="difference of loss")
-    below.set_yscale("symlog", linthresh=1e-7)  # below float32's last place of such a loss: 0 has its place too
+    below.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     for axes in (above, below) if others else (above,):
         axes.grid(color="#dcdcdc", linewidth=0.6)
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0)
+    figure.suptitle("A small GPT trained from one seed", x=0.01, ha="left")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

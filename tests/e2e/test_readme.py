@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/http.md", "docs/oip.md", "docs/sdk.md", "docs/kernels.md", "docs/timing.md")
+PAGES = (
+    "README.md",
+    "docs/http.md",
+    "docs/oip.md",
+    "docs/sdk.md",
+    "docs/kernels.md",
+    "docs/timing.md",
+    "docs/torch.md",
+)
 BLOCK = r"((?:(?!```).*\n)*)"
 EXAMPLE = re.compile(rf"^```(sh|python)\n{BLOCK}```\n\n```(text|json)\n{BLOCK}```$", re.MULTILINE)
 END = "<end of the example>"

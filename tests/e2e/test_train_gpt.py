@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import torch
 
 import flashpoint
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "train_gpt.py"
 TINY = {"seed": 3, "steps": 12, "batch": 4, "context": 32, "dim": 32, "layers": 2}
 
 # By how much two curves may differ. Float32 attention, forward and backward, is within 2e-6 of the exact one up to 512
@@ -90,3 +92,14 @@ def test_the_example_prints_and_draws(server, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert record.stat().st_size
     assert torch.__version__ in record.read_text()
+
+
+def test_the_page_says_what_was_measured():
+    found = json.loads((ROOT / "benchmarks" / "results" / "train-gpt.json").read_text())
+    curves = found["curves"]
+    page = " ".join((ROOT / "docs" / "torch.md").read_text().split())
+    worst = float(re.search(r"was at most (\S+) from ours in 300 steps", page)[1])
+    assert worst == float(f"{apart(curves['local'], curves['sdpa']):.1e}")
+    assert [len(losses) for losses in curves.values()] == [300] * 3
+    assert curves["served"] == curves["local"]  # "the same to the bit"
+    assert found["backend"] == "tiled"
