@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from argparse import Namespace
 from collections import Counter
@@ -23,6 +24,7 @@ WARM = 0.5  # the same where callers do not wait
 
 @dataclass(frozen=True)
 class Call:
+    id: str  # as the server's log has it
     began: float  # `time.time` seconds
     ms: float
     error: str | None
@@ -57,7 +59,11 @@ class Step:
     def percentile(self, part: float) -> float:
         """Of the milliseconds of the right answers; infinite where there is none."""
         times = [call.ms for call in self.calls if call.error is None]
-        return float(np.percentile(times, part)) if times else float("inf")
+        return float(np.percentile(times, part)) if times else math.inf
+
+    def _shown(self, part: float) -> float | None:
+        """That percentile, as far as there is one."""
+        return round(ms, 1) if math.isfinite(ms := self.percentile(part)) else None
 
     def row(self) -> dict[str, Any]:
         return {
@@ -66,9 +72,7 @@ class Step:
             "callers": self.callers,
             "offered": self.offered and round(self.offered, 1),
             "answered": round(self.rate, 1),
-            "p50_ms": round(self.percentile(50), 1),
-            "p95_ms": round(self.percentile(95), 1),
-            "p99_ms": round(self.percentile(99), 1),
+            **{f"p{part}_ms": self._shown(part) for part in (50, 95, 99)},
             "calls": len(self.calls),
             "errors": self.errors.total(),
             "generator_busy": round(self.busy, 2),
@@ -129,5 +133,8 @@ class Load:
         gevent.sleep(SETTLE if step.offered else WARM)
         return self.count(step, lambda: gevent.sleep(seconds))
 
-    def _heard(self, start_time: float, response_time: float, exception: Any = None, **_: Any) -> None:
-        self._calls.append(Call(start_time, response_time, None if exception is None else str(exception)))
+    def _heard(
+        self, start_time: float, response_time: float, context: dict[str, str], exception: Any = None, **_: Any
+    ) -> None:
+        error = None if exception is None else str(exception)
+        self._calls.append(Call(context["id"], start_time, response_time, error))

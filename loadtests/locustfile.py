@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import random
+import secrets
 from argparse import ArgumentParser
 
 import gevent
@@ -52,14 +53,15 @@ class Caller(FastHttpUser):
     def call(self) -> None:
         kind = random.choice(self.kinds)
         case = random.choice(CASES[kind])
-        headers = {"Content-Type": case.media_type}
+        id = secrets.token_hex(8)
+        headers = {"Content-Type": case.media_type, "X-Request-Id": id}
         most = (
             1000 / self.pace if self.pace else math.inf
         )  # who is not answered when the next call is due is so too late
         if self.pace:
             headers["X-Timeout-Ms"] = str(int(most))
         with self.client.post(
-            case.path, data=case.body, headers=headers, name=kind, catch_response=True
+            case.path, data=case.body, headers=headers, name=kind, context={"id": id}, catch_response=True
         ) as answer:  # its time has been taken here
             if answer.status_code != 200:
                 answer.failure(refusal(answer))

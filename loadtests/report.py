@@ -71,7 +71,7 @@ def plot(curve: Sequence[Step], capacity: float, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    offered = [step.offered or 0.0 for step in curve]
+    offered = [step.offered or 0.0 for step in curve]  # where nothing was answered, matplotlib leaves a gap
     for part, colour in ((50, "#4c78a8"), (95, "#f58518"), (99, "#e45756")):
         axes.plot(offered, [step.percentile(part) for step in curve], "o-", color=colour, label=f"p{part}")
     axes.axvline(capacity, color="#888888", linestyle=":", label="capacity")

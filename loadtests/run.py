@@ -25,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 
 logging.getLogger("locust").setLevel(logging.ERROR)  # it warns of many callers at once, which is what is wanted
+logging.getLogger("locust.runners").setLevel(logging.CRITICAL)  # and calls it an error to stop one that had not begun
 
 
 def arguments() -> argparse.Namespace:

@@ -136,10 +136,11 @@ def drain(report: Report, server: Server, bounds: Bounds) -> None:
         ending = load.count(Step("drain", "a second, SIGTERM, the end", before.callers, before.offered), end)
         report.pages["drain"] = load.html()
     report.steps += [before, ending]
-    asked = [call.error for call in ending.calls if call.began < told]
-    lost = [error for error in asked if error is not None and not error.startswith(REFUSED)]
-    found = f"{len(asked) - len(lost)} of {len(asked)}{': ' if lost else ''}{'; '.join(sorted(set(lost)))}"
-    report.judge("Who asked before SIGTERM, and was answered?", found, "all", bool(asked) and not lost)
+    asked = [call for call in ending.calls if call.began < told]
+    cut = [call.id for call in asked if call.error is not None and not call.error.startswith(REFUSED)]
+    lost = server.read().intersection(cut)
+    found = f"{len(asked) - len(cut)} of {len(asked)}; {len(lost)} of the others had been read"
+    report.judge("Who asked before SIGTERM, and was answered?", found, "all that were read", bool(asked) and not lost)
     wrong = [e for e in ending.errors if not e.startswith((*REFUSED, "no answer"))]
     report.judge("Who asked later, and got half an answer?", "; ".join(wrong) or "nobody", "nobody", not wrong)
     report.judge("Did it end well?", f"exit code {code}", "0", code == 0)

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -72,9 +74,13 @@ class Server:
         raise ServerError(self._log.read_text())
 
     def _listening(self) -> str | None:
+        return next((str(entry["url"]) for entry in self._entries() if entry["event"] == "listening"), None)
+
+    def read(self) -> set[str]:
+        """The ids of the requests that it has begun to read."""
+        return {entry["request_id"] for entry in self._entries() if entry["event"] == "request"}
+
+    def _entries(self) -> Iterator[dict[str, Any]]:
         for line in self._log.read_text().splitlines():
             if line.startswith("{") and line.endswith("}"):  # the last line may be half written
-                entry = json.loads(line)
-                if entry.get("event") == "listening":
-                    return str(entry["url"])
-        return None
+                yield json.loads(line)
