@@ -87,6 +87,7 @@ def compile_stage(results: Results) -> bool:
 
 def tests_stage(results: Results) -> bool:
     files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests/kernels").glob("test_triton_*.py"))
+    files.append("tests/kernels/test_nano.py")
     paths = {"general": "0", **({"hopper": "1"} if chip_of(torch.device(DEVICE)).arch == 90 else {})}
     found = {}
     for name, asked in paths.items():

@@ -147,6 +147,18 @@ def test_one_compiled_program_takes_any_length() -> None:
     assert len(programs) == 1
 
 
+def test_an_exported_program_holds_one_node_for_attention() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return attention(q, k, v, causal=True, softcap=3.0)
+
+    tensors = tuple(inputs().values())
+    program = torch.export.export(Model(), tensors)
+    nodes = [node for node in program.graph.nodes if node.target == FORWARD]
+    assert [node.args[-1] for node in nodes] == ["{'causal': True, 'softcap': 3.0}"]
+    assert torch.equal(program.module()(*tensors), Model()(*tensors))
+
+
 def test_attention_backward_compiles_whole() -> None:
     torch.compiler.reset()
     t = qkv(2, 4, 5, 7, 8, kv_heads=2)
