@@ -6,6 +6,7 @@ import os
 import secrets
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import shared_memory
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from oip_problem import GRAD, B, D, H, S, near, problem, truth
 from pydantic import ValidationError
 
 from flashpoint_server import Settings
-from tests.e2e.conftest import serve
+from tests.e2e.conftest import serve, wait_for
 
 MIB = 1 << 20
 PATH = "/v2/models/attention/infer"
@@ -26,7 +27,7 @@ NBYTES = B * H * S * D * 4
 
 @pytest.fixture(scope="module")
 def server():
-    server = serve(shared_memory_bytes=MIB)
+    server = serve(shared_memory_bytes=MIB, log_level="debug")
     yield server
     server.stop()
 
@@ -62,10 +63,10 @@ def place(region, size, offset=0):
     return {"shared_memory_region": region, "shared_memory_byte_size": size, "shared_memory_offset": offset}
 
 
-def ask(server, inputs, outputs=None, parameters=None, data=b"", model="attention"):
+def ask(server, inputs, outputs=None, parameters=None, data=b"", model="attention", headers=None):
     document = {"inputs": inputs, "parameters": parameters or {}, **({"outputs": outputs} if outputs else {})}
     head = json.dumps(document).encode()
-    headers = {LENGTH: len(head)} if data else {}
+    headers = {**(headers or {}), **({LENGTH: len(head)} if data else {})}
     return call(server.url, "POST", f"/v2/models/{model}/infer", head + data, **headers)
 
 
@@ -145,10 +146,28 @@ def test_a_region_may_go_while_it_is_used_and_come_again(server, memory):
         refused = ask(server, inputs, output)
         assert refused.status == 422
         assert "no region 'again'" in refused.error
-    engine = server.engine_pid
-    mapped = Path(f"/proc/{engine}/maps").read_text()
-    assert key not in mapped, "an engine keeps what is unregistered"
-    assert server.engine_pid == engine
+    wait_for(lambda: key not in Path(f"/proc/{server.engine_pid}/maps").read_text(), lambda: "still mapped")
+
+
+def test_a_request_that_runs_keeps_its_region(server, memory):
+    """It is unregistered meanwhile, and the answer is there all the same; then the engine lets go of it."""
+    block, key = memory
+    assert register(server, "held", key).status == 200
+    shape, nbytes = (4096, 1), 1 << 14  # small, and long in float64
+    q, k, v = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    for i, t in enumerate((q, k, v)):
+        block.buf[i * nbytes :][:nbytes] = raw(t)
+    inputs = [lying(name, t, "held", i * nbytes) for i, (name, t) in enumerate(zip("qkv", (q, k, v), strict=True))]
+    output = [wanted("o", **place("held", nbytes, 3 * nbytes))]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, server, inputs, output, {"backend": "reference"}, headers={"x-request-id": "holds"})
+        server.wait_for_line(lambda line: line["event"] == "begin" and line["request_id"] == "holds")
+        assert call(server.url, "POST", "/v2/systemsharedmemory/region/held/unregister", b"").status == 200
+        assert not asked.done()
+        assert asked.result().status == 200
+    found = torch.frombuffer(bytearray(block.buf[3 * nbytes :]), dtype=torch.float32).view(shape)
+    near(found, (q.double() @ k.double().T).softmax(-1) @ v.double(), 2e-6)
+    wait_for(lambda: key not in Path(f"/proc/{server.engine_pid}/maps").read_text(), lambda: "still mapped")
 
 
 WRONG = {
