@@ -1,40 +1,67 @@
-# Flashpoint on a GPU host:
+# Flashpoint in a container (docs/docker.md):
 #   docker build -t flashpoint . && docker run --gpus all -p 8000:8000 flashpoint
-# The driver must be new enough for CUDA 13 (580 or later).
-FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04
+#   docker build -t flashpoint:cpu --build-arg DEVICE=cpu . && docker run -p 8000:8000 flashpoint:cpu
+ARG DEVICE=gpu
 
+# The driver must be new enough for CUDA 13 (580 or later).
+FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04 AS base-gpu
+# Torch of the release that constraints.txt names, which brings the CUDA libraries it was built with; and the
+# architectures that kernels are compiled for while the image is built.
+ENV TORCH_INDEX=https://pypi.org/simple \
+    ARCHITECTURES="80 86 89 90 100"
 # Triton compiles its driver module with gcc against Python's headers when a kernel first runs.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
-RUN useradd --create-home --uid 10001 flashpoint \
-    && install --directory --owner flashpoint /opt/flashpoint /var/cache/triton
-USER flashpoint
+FROM debian:12.12-slim AS base-cpu
+ENV TORCH_INDEX=https://download.pytorch.org/whl/cpu \
+    ARCHITECTURES=""
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+FROM base-${DEVICE} AS build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1
 WORKDIR /opt/flashpoint
-
-ENV PATH=/opt/flashpoint/venv/bin:$PATH \
-    PYTHONUNBUFFERED=1 \
-    PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    PIP_NO_CACHE_DIR=1 \
-    TRITON_CACHE_DIR=/var/cache/triton \
-    FLASHPOINT_HOST=0.0.0.0 \
-    FLASHPOINT_PORT=8000
-
-# torch first, in a layer of its own: it is gigabytes, and changes seldom. The release that constraints.txt names, which
-# brings the CUDA libraries it was built with.
+# torch first, in a layer of its own: it is gigabytes, and changes seldom.
 COPY constraints.txt ./
 RUN python3 -m venv venv \
-    && pip install -c constraints.txt torch triton
-
+    && venv/bin/pip install -c constraints.txt --index-url "$TORCH_INDEX" torch \
+    && venv/bin/pip install -c constraints.txt triton
 COPY pyproject.toml README.md LICENSE ./
 COPY client client
 COPY kernels kernels
 COPY server server
-RUN pip install -c constraints.txt ".[server]"
+RUN venv/bin/pip install -c constraints.txt ".[server]"
+# hadolint ignore=SC2086
+RUN mkdir compiled \
+    && if [ -n "$ARCHITECTURES" ]; then \
+        TRITON_CACHE_DIR=/opt/flashpoint/compiled venv/bin/python -m flashpoint_kernels.triton_backend.ahead --arch $ARCHITECTURES; \
+    fi
 
+FROM base-${DEVICE} AS service
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="Flashpoint" \
+      org.opencontainers.image.description="Flash attention as an endpoint" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.revision="$REVISION"
+RUN useradd --create-home --uid 10001 flashpoint \
+    && install --directory --owner 10001 /var/cache/triton
+COPY --from=build /opt/flashpoint/venv /opt/flashpoint/venv
+COPY --from=build /opt/flashpoint/compiled /opt/flashpoint/compiled
+COPY deploy/docker/entrypoint.sh /usr/local/bin/flashpoint-entrypoint
+ENV PATH=/opt/flashpoint/venv/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    TRITON_CACHE_DIR=/var/cache/triton \
+    FLASHPOINT_HOST=0.0.0.0 \
+    FLASHPOINT_PORT=8000
+USER 10001
+WORKDIR /home/flashpoint
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s \
     CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f\"http://127.0.0.1:{os.environ['FLASHPOINT_PORT']}/health/live\", timeout=4)"]
-
+ENTRYPOINT ["flashpoint-entrypoint"]
 CMD ["flashpoint", "serve"]

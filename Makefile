@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: install serve test test-full test-kserve test-kernels-full lint format compile-all compat gpu gpu-serve loadtest clean
+.PHONY: install serve test test-full test-kserve test-kernels-full lint format compile-all compat gpu gpu-serve docker-steps loadtest clean
 
 install: $(VENV)/.server
 $(VENV)/bin/python:
@@ -56,6 +56,10 @@ compat: $(VENV)/.dev
 # On a machine with a GPU. Needs torch, triton, numpy, pytest and matplotlib alone.
 gpu:
 	$(PYTHON) benchmarks/gpu.py --out benchmarks/results
+
+# The Dockerfile's steps, in clean roots and without Docker. As root, where debootstrap is installed.
+docker-steps: $(VENV)/.dev
+	$(BIN)/python tests/docker/steps.py
 
 # The whole service on a GPU: its batches, its faults and its speed.
 gpu-serve: $(VENV)/.dev

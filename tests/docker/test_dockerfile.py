@@ -1,28 +1,34 @@
-"""What can be known of the image without building it."""
+"""What can be known of the image without building it. `make docker-steps` runs its steps (steps.py)."""
 
 import ast
 import fnmatch
 import json
 import re
 import shlex
+import shutil
+import stat
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import yaml
+
+from tests.docker.steps import ROOT, instructions
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+INSTRUCTIONS = instructions((ROOT / "Dockerfile").read_text())
 
 
-def instructions():
-    """(word, rest) of each instruction, continued lines joined, comments dropped."""
-    text = "\n".join(line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#"))
-    return [tuple(line.split(maxsplit=1)) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
-
-
-INSTRUCTIONS = instructions()
-
-
-def every(word):
-    return [rest for name, rest in INSTRUCTIONS if name == word]
+def every(word, stage=None):
+    """What follows `word`, everywhere or in one stage."""
+    found, now = [], None
+    for name, rest in INSTRUCTIONS:
+        if name == "FROM":
+            now = rest.partition(" AS ")[2]
+        if name == word and stage in (None, now):
+            found.append(rest)
+    return found
 
 
 def ignored(path):
@@ -35,27 +41,38 @@ def ignored(path):
     return out
 
 
-def test_the_base_is_a_cuda_runtime_of_an_exact_release():
-    (base,) = every("FROM")
-    assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-runtime-ubuntu\d\d\.\d\d", base)
+def test_the_linter_finds_nothing():
+    hadolint = shutil.which("hadolint", path=Path(sys.executable).parent)
+    run = subprocess.run([hadolint, "Dockerfile"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (0, "")
+
+
+def test_the_bases_are_of_exact_releases():
+    bases = [rest.partition(" AS ")[0] for rest in every("FROM") if not rest.startswith("base-")]
+    cuda, debian = bases
+    assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-runtime-ubuntu\d\d\.\d\d", cuda)
+    assert re.fullmatch(r"debian:\d+\.\d+-slim", debian)
+    assert every("ARG")[0] == "DEVICE=gpu"
 
 
 def test_torch_is_pinned_and_in_a_layer_before_the_code():
-    (install,) = [rest for rest in every("RUN") if "torch triton" in rest]
-    assert "pip install -c constraints.txt torch triton" in install
-    assert INSTRUCTIONS.index(("RUN", install)) < INSTRUCTIONS.index(("COPY", "kernels kernels"))
+    (install,) = [rest for rest in every("RUN", "build") if "torch" in rest and "ahead" not in rest]
+    assert '-c constraints.txt --index-url "$TORCH_INDEX" torch' in install
+    build = INSTRUCTIONS[INSTRUCTIONS.index(("FROM", "base-${DEVICE} AS build")) :]
+    assert build.index(("RUN", install)) < build.index(("COPY", "kernels kernels"))
     pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
     assert {"torch", "triton"} <= pinned
 
 
 def test_all_that_is_copied_exists_and_is_sent_to_the_builder():
-    sources = [source for copy in every("COPY") for source in shlex.split(copy)[:-1]]
+    sources = [source for copy in every("COPY") if "--from" not in copy for source in shlex.split(copy)[:-1]]
     assert {"client", "kernels", "server", "pyproject.toml", "constraints.txt"} <= set(sources)
     for source in sources:
         assert (ROOT / source).exists(), source
         assert not ignored(source), source
     assert ignored("tests")
     assert ignored(".git")
+    assert (ROOT / "deploy/docker/entrypoint.sh").stat().st_mode & stat.S_IXOTH
 
 
 def test_what_the_build_reads_is_copied_before_it():
@@ -73,15 +90,38 @@ def test_the_extras_that_it_installs_exist():
 
 
 def test_it_runs_as_a_user_of_its_own_with_what_triton_needs():
-    words = [word for word, _ in INSTRUCTIONS]
-    (user,) = every("USER")
-    assert user not in ("root", "0")
-    assert words.index("USER") < words.index("COPY")
-    assert {"gcc", "python3-dev"} <= set(" ".join(every("RUN")).split())
-    cache = re.search(r"TRITON_CACHE_DIR=(\S+)", every("ENV")[0]).group(1)
-    (made,) = [run for run in every("RUN") if "useradd" in run]
-    assert f"--owner {user}" in made
-    assert cache in made
+    (user,) = every("USER", "service")
+    assert user.isdecimal()
+    assert int(user) >= 1000
+    assert {"gcc", "python3-dev"} <= set(" ".join(every("RUN", "base-gpu")).split())
+    (made,) = every("RUN", "service")
+    cache = re.search(r"TRITON_CACHE_DIR=(\S+)", " ".join(every("ENV", "service"))).group(1)
+    assert f"--owner {user} {cache}" in made
+    assert f"--uid {user}" in made
+
+
+def test_kernels_are_compiled_into_what_the_entry_point_links():
+    (compiled,) = [rest for rest in every("RUN", "build") if "ahead" in rest]
+    assert "TRITON_CACHE_DIR=/opt/flashpoint/compiled" in compiled
+    assert 'ARCHITECTURES="80 86 89 90 100"' in every("ENV", "base-gpu")[0]
+    assert "--from=build /opt/flashpoint/compiled /opt/flashpoint/compiled" in every("COPY", "service")
+    assert "/opt/flashpoint/compiled/." in (ROOT / "deploy/docker/entrypoint.sh").read_text()
+
+
+def test_the_entry_point_links_what_is_compiled_and_runs_the_command(tmp_path):
+    """What is there already is kept, and a link is not in the way of the next start. With paths of the test's own."""
+    compiled, cache = tmp_path / "compiled", tmp_path / "cache"
+    (compiled / "key").mkdir(parents=True)
+    (compiled / "key" / "kernel.cubin").write_text("the image's")
+    (cache / "own").mkdir(parents=True)
+    (cache / "own" / "kernel.cubin").write_text("compiled here")
+    script = (ROOT / "deploy/docker/entrypoint.sh").read_text().replace("/opt/flashpoint/compiled", str(compiled))
+    for _ in range(2):
+        command = ["/bin/sh", "-c", script, "entrypoint", "echo", "served"]
+        run = subprocess.run(command, env={"TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True, check=True)
+        assert (run.stdout, run.stderr) == ("served\n", "")
+    assert (cache / "key" / "kernel.cubin").read_text() == "the image's"
+    assert (cache / "own" / "kernel.cubin").read_text() == "compiled here"
 
 
 def test_the_health_check_asks_the_port_that_is_served():
@@ -90,9 +130,38 @@ def test_the_health_check_asks_the_port_that_is_served():
     assert command[:2] == ["python", "-c"]
     ast.parse(command[2])
     assert "/health/live" in command[2]
-    environment = every("ENV")[0]
+    (environment,) = every("ENV", "service")
     (port,) = every("EXPOSE")
     assert f"FLASHPOINT_PORT={port}" in environment
     assert "FLASHPOINT_HOST=0.0.0.0" in environment
     assert json.loads(every("CMD")[0]) == ["flashpoint", "serve"]
     assert "flashpoint" in PROJECT["scripts"]
+
+
+def test_labels_are_those_of_the_project():
+    (labels,) = every("LABEL")
+    assert f'licenses="{PROJECT["license"]}"' in labels
+
+
+class Compose(yaml.SafeLoader):
+    """YAML with compose's own tag."""
+
+
+Compose.add_constructor("!reset", lambda loader, node: None)
+
+
+def test_compose_names_what_is_there():
+    compose = yaml.load((ROOT / "compose.yaml").read_text(), Compose)["services"]
+    assert set(compose) == {"flashpoint", "prometheus", "grafana"}
+    for service in compose.values():
+        assert re.search(r":(v?\d+\.\d+\.\d+|\$\{DEVICE:-gpu\})$", service["image"])
+        for volume in service.get("volumes", []):
+            assert (ROOT / volume.partition(":")[0]).exists(), volume
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+    flashpoint = compose["flashpoint"]
+    assert flashpoint["read_only"] is True
+    assert any(mount.startswith("/var/cache/triton:exec") for mount in flashpoint["tmpfs"])
+    cpu = yaml.load((ROOT / "deploy/docker/cpu.yaml").read_text(), Compose)["services"]
+    assert cpu == {"flashpoint": {"deploy": None}}
+    source = yaml.safe_load((ROOT / "deploy/grafana/provisioning/datasources/flashpoint.yaml").read_text())
+    assert source["datasources"][0]["url"] == "http://flashpoint:9090"
