@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,15 @@ TINY = {"seed": 3, "steps": 12, "batch": 4, "context": 32, "dim": 32, "layers": 
 # itself, so that after any number of steps the loss is off by ε of what was gained, and by ε of itself from the
 # forward: together ε of the loss that training began with.
 EPSILON = 4e-6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """For sizes this small a second one only waits, and where other tests run beside it, long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +96,8 @@ def test_the_example_prints_and_draws(server, tmp_path):
     picture, record = tmp_path / "curves.png", tmp_path / "curves.json"
     command = [sys.executable, "-W", "error", EXAMPLE, "--attention", "local", "sdpa", "served", "--steps", "3"]
     flags = ["--url", server.url, "--plot", picture, "--json", record]
-    printed = subprocess.run([*command, *flags], capture_output=True, text=True, check=True).stdout
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    printed = subprocess.run([*command, *flags], env=environment, capture_output=True, text=True, check=True).stdout
     assert re.findall(r"^ *(\w+): loss", printed, re.M) == ["local", "sdpa", "served"]
     assert float(re.search(r"served is at most (\S+) from local", printed)[1]) < 2e-5
     assert picture.read_bytes().startswith(b"\x89PNG")
