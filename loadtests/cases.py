@@ -23,18 +23,26 @@ class WrongAnswerError(Exception):
     """An answer came, and it is not attention."""
 
 
+SAFETENSORS, JSON, OIP = (
+    wire.MEDIA_TYPE,
+    jsonwire.MEDIA_TYPE,
+    "application/octet-stream",
+)  # forms, by their types
+
+
 @dataclass(frozen=True)
 class Case:
     """One request, and the tensors that are the answer to it."""
 
     path: str
-    media_type: str
+    form: str
+    headers: Mapping[str, str]
     body: bytes
     expected: Mapping[str, Array]
 
     def check(self, content: bytes) -> None:
         """Raises WrongAnswerError where `content`, the body of the answer, is not the right one."""
-        found = read(content, self.media_type)
+        found = read(content, self.form)
         for name, right in self.expected.items():
             if name not in found or found[name].shape != right.shape:
                 raise WrongAnswerError(f"{name} is missing, or of another shape")
@@ -45,7 +53,7 @@ class Case:
 
 def make(
     q_len: int, kv_len: int, dim: int, *, heads: int = 8, kv_heads: int = 8, causal: bool = True, grad: bool = False,
-    media_type: str = wire.MEDIA_TYPE, seed: int = 0,
+    form: str = SAFETENSORS, seed: int = 0,
 ) -> Case:  # fmt: skip
     """A request for q (1,heads,q_len,dim) and k and v (1,kv_heads,kv_len,dim), drawn from `seed`, in float32."""
     rng = np.random.default_rng((seed, q_len, kv_len))
@@ -54,8 +62,13 @@ def make(
         shapes["do"] = shapes["q"]
     tensors = {n: rng.standard_normal((1, *shape, dim)).astype(np.float32) for n, shape in shapes.items()}
     expected = truth(tensors, causal=causal)
+    headers = {"Content-Type": form}
+    if form == OIP:
+        path = f"/v2/models/attention{'_grad' if grad else ''}/infer"
+        head, data = oip(tensors, {"causal": causal, "binary_data_output": True}, "inputs")
+        return Case(path, form, {**headers, "Inference-Header-Content-Length": str(len(head))}, head + data, expected)
     path = "/attention/grad" if grad else "/attention"
-    return Case(path, media_type, write(tensors, {"causal": causal}, media_type), expected)
+    return Case(path, form, headers, write(tensors, {"causal": causal}, form), expected)
 
 
 def truth(tensors: Mapping[str, Array], *, causal: bool) -> dict[str, Array]:
@@ -81,8 +94,9 @@ def truth(tensors: Mapping[str, Array], *, causal: bool) -> dict[str, Array]:
     return {"dq": ds @ keys, "dk": shared(ds.swapaxes(-1, -2) @ q), "dv": shared(p.swapaxes(-1, -2) @ do)}
 
 
-def write(tensors: Mapping[str, Array], options: Mapping[str, Any], media_type: str) -> bytes:
-    if media_type == jsonwire.MEDIA_TYPE:
+def write(tensors: Mapping[str, Array], options: Mapping[str, Any], form: str) -> bytes:
+    """A message in JSON, or in safetensors."""
+    if form == JSON:
         return jsonwire.encode(tensors, options)
     head: dict[str, Any] = {"__metadata__": {name: json.dumps(value) for name, value in options.items()}}
     end = 0
@@ -93,18 +107,43 @@ def write(tensors: Mapping[str, Array], options: Mapping[str, Any], media_type: 
     return len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in tensors.values())
 
 
-def read(content: bytes, media_type: str) -> dict[str, Array]:
+def oip(tensors: Mapping[str, Array], options: Mapping[str, Any], role: str) -> tuple[bytes, bytes]:
+    """A message of the Open Inference Protocol, its head and its bytes; `role` is inputs or outputs."""
+    heads = [
+        {"name": n, "shape": t.shape, "datatype": "FP32", "parameters": {"binary_data_size": t.nbytes}}
+        for n, t in tensors.items()
+    ]
+    return json.dumps({role: heads, "parameters": options}).encode(), b"".join(t.tobytes() for t in tensors.values())
+
+
+def read(content: bytes, form: str) -> dict[str, Array]:
+    """The tensors of an answer. Raises WrongAnswerError."""
     try:
-        if media_type == jsonwire.MEDIA_TYPE:
+        if form == JSON:
             return jsonwire.decode(content)[0]
+        if form == OIP:
+            return _read_oip(content)
         size = wire.head_size(content[:8])
         head = wire.parse_head(content[:size])
         if len(content) != head.size + head.data_size:
             raise WrongAnswerError(f"{len(content)} bytes of {head.size + head.data_size} came")
-    except wire.WireError as error:
+    except ValueError as error:  # wire's own error is one
         raise WrongAnswerError(str(error)) from None
     data = memoryview(content)[size:]
     return {t.name: np.frombuffer(data[t.start : t.stop], np.float32).reshape(t.shape) for t in head.tensors}
+
+
+def _read_oip(content: bytes) -> dict[str, Array]:
+    """Its bytes end the answer; between them and the head may be spaces. Raises ValueError."""
+    head, end = json.JSONDecoder().raw_decode(content[:4096].decode("latin-1"))
+    found, start = {}, len(content) - sum(each["parameters"]["binary_data_size"] for each in head["outputs"])
+    if start < end:
+        raise ValueError(f"{end - start} bytes are missing")
+    for each in head["outputs"]:
+        size = each["parameters"]["binary_data_size"]
+        found[each["name"]] = np.frombuffer(content[start : start + size], np.float32).reshape(each["shape"])
+        start += size
+    return found
 
 
 # By kind of caller.
@@ -113,5 +152,6 @@ CASES: dict[str, list[Case]] = {
     "gradient": [make(128, 128, 64, heads=4, kv_heads=4, causal=causal, grad=True) for causal in (True, False)],
     "mixed": [make(n, n, 64, heads=4, kv_heads=2, grad=n % 2 == 0) for n in MIXED_LENGTHS],
     "decode": [make(1, DECODE_KEYS, 64, kv_heads=2, seed=seed) for seed in range(3)],
-    "json": [make(16, 16, 16, heads=2, kv_heads=2, media_type=jsonwire.MEDIA_TYPE)],
+    "json": [make(16, 16, 16, heads=2, kv_heads=2, form=JSON)],
+    "oip": [make(128, 128, 64, grad=grad, form=OIP) for grad in (False, True)],
 }

@@ -54,7 +54,7 @@ class Caller(FastHttpUser):
         kind = random.choice(self.kinds)
         case = random.choice(CASES[kind])
         id = secrets.token_hex(8)
-        headers = {"Content-Type": case.media_type, "X-Request-Id": id}
+        headers = {**case.headers, "X-Request-Id": id}
         most = (
             1000 / self.pace if self.pace else math.inf
         )  # who is not answered when the next call is due is so too late
@@ -75,11 +75,11 @@ class Caller(FastHttpUser):
 
 
 def refusal(answer) -> str:
-    """What it says: a problem's code, or why nothing came."""
+    """What it says: a problem's code, the words of /v2, or why nothing came."""
     if not answer.status_code:
         return f"no answer: {type(answer.error).__name__}"
-    code = answer.json().get("code") if answer.content else None
-    return f"{answer.status_code} {code}"
+    said = answer.json() if answer.content else {}
+    return f"{answer.status_code} {said.get('code', said.get('error'))}"
 
 
 class Forward(Caller):
@@ -106,12 +106,18 @@ class Json(Caller):
     kinds = ("json",)
 
 
+class Oip(Caller):
+    """Forward and gradient by the Open Inference Protocol, tensors as bytes."""
+
+    kinds = ("oip",)
+
+
 class Mix(Caller):
     """All of these at once, forwards most."""
 
-    kinds = ("forward",) * 4 + ("gradient",) * 2 + ("mixed",) * 2 + ("decode", "json")
+    kinds = ("forward",) * 4 + ("gradient",) * 2 + ("mixed",) * 2 + ("decode", "json", "oip")
 
 
 KINDS: dict[str, type[Caller]] = {
-    "forward": Forward, "gradient": Gradient, "mixed": Mixed, "decode": Decode, "json": Json, "mix": Mix,
+    "forward": Forward, "gradient": Gradient, "mixed": Mixed, "decode": Decode, "json": Json, "oip": Oip, "mix": Mix,
 }  # fmt: skip

@@ -45,7 +45,7 @@ class Server:
     def warm(self) -> None:
         """Ask each request once: what a first call has to start is not what the load is to show."""
         for case in (case for kind in CASES.values() for case in kind):
-            answer = httpx.post(self.url + case.path, content=case.body, headers={"Content-Type": case.media_type})
+            answer = httpx.post(self.url + case.path, content=case.body, headers=case.headers)
             answer.raise_for_status()
             case.check(answer.content)
 
