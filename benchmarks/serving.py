@@ -77,9 +77,11 @@ class Connection:
         self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         self._buffer = memoryview(bytearray(BIG + MIB))
 
-    def post(self, path: str, body: bytes) -> Call:
+    def post(self, path: str, body: bytes, **fields: str) -> Call:
+        """Of a safetensors message, unless the header `fields` say something else."""
+        fields = {name.replace("_", "-"): value for name, value in fields.items()} or {"Content-Type": wire.MEDIA_TYPE}
         began = time.perf_counter()
-        self._http.request("POST", path, body, {"Content-Type": wire.MEDIA_TYPE})
+        self._http.request("POST", path, body, fields)
         response = self._http.getresponse()
         answered = time.perf_counter()
         length = int(response.headers["Content-Length"])
