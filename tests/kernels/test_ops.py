@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from flashpoint_kernels import Options, ProblemError, attention, attention_backward
 from flashpoint_kernels.ops import literal
@@ -176,6 +177,27 @@ def test_a_seed_is_drawn_by_each_run_of_a_compiled_program() -> None:
     assert not torch.equal(first, second)
     torch.manual_seed(3)
     assert torch.equal(attention(**t, dropout_p=0.5), first)
+
+
+def test_checkpointing_runs_the_forward_again_with_the_seed_that_it_drew() -> None:
+    t = leaves("plain")
+
+    def gradient(around: Callable[..., Any]) -> Tensor:
+        torch.manual_seed(3)
+        o = around(lambda: attention(**t, dropout_p=0.5))
+        return torch.autograd.grad(o.square().sum(), t["q"])[0]
+
+    again = gradient(lambda call: checkpoint(call, use_reentrant=False))
+    assert torch.equal(again, gradient(lambda call: call()))
+
+
+def test_without_autograd_or_without_data() -> None:
+    t = inputs()
+    expected = attention(**t, causal=True)
+    with torch.inference_mode():
+        assert torch.equal(attention(**t, causal=True), expected)
+    o, lse = attention(**{name: x.to("meta") for name, x in t.items()}, return_lse=True)
+    assert (o.shape, lse.shape, o.device.type) == ((2, 4, 5, 8), (2, 4, 5), "meta")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
