@@ -136,10 +136,10 @@ def compiled(arch: int) -> str:
     return said + table(["dtype", "level", "D", *(f"`{name}`" for name in names)], rows)
 
 
-def serving() -> str:
+def serving(what: str) -> str:
     """What the service was to reach, what it reached, and from what; a table of each for each machine."""
     text = ""
-    for path in sorted(RESULTS.glob("serving-*.json")):
+    for path in sorted(RESULTS.glob(f"{what}-*.json")):
         result = json.loads(path.read_text())
         made = result["environment"]
         load = made["load_average"][0]
@@ -147,11 +147,11 @@ def serving() -> str:
             f"\n{made['device']}, {made['cores']} cores, load average {load} at the start, python {made['python']}, "
             f"torch {made['torch']}, uvicorn {made['uvicorn']}, {made['date'][:10]}, commit {made['commit'][:10]}:\n\n"
         )
-        rows = [(name, rate, "MiB/s") for name, rate in result["mib_per_second"].items()]
+        rows = [(name, rate, "MiB/s") for name, rate in result.get("mib_per_second", {}).items()]
         rows += [(name, time, "µs") for name, time in result["median_microseconds"].items()]
         rows += [
             (f"resident, {process} process, {when}", size, "MiB")
-            for when, sizes in result["resident_mib"].items()
+            for when, sizes in result.get("resident_mib", {}).items()
             for process, size in sizes.items()
         ]
         text += targets(result) + "\n" + table(["", "median", "unit"], rows)
@@ -288,7 +288,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     "options": options,
     "settings": settings,
-    "serving": serving,
+    **{what: partial(serving, what) for what in ("protocol", "serving")},
     "support": support,
     "throughput": throughput,
     **{f"compile-sm{arch}": partial(compiled, arch) for arch in TILES},
