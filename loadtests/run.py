@@ -57,7 +57,7 @@ def main() -> int:
         return 2
     try:
         server.warm()
-        for name in dict.fromkeys(["capacity", *asked.only]):  # the others are parts of it
+        for name in (name for name in SCENARIOS if name in ("capacity", *asked.only)):  # the others are parts of it
             console.print(f"[bold]{name}[/bold]: {(SCENARIOS[name].__doc__ or '').splitlines()[0]}")
             SCENARIOS[name](found, server, bounds)
     finally:
