@@ -53,6 +53,8 @@ class Reply:
             size = output.get("parameters", {}).get("binary_data_size")
             if size is None:
                 numbers = torch.tensor([float(x) for x in output["data"]], dtype=torch.float64)
+            elif not size:
+                numbers = torch.empty(0)
             else:
                 numbers = torch.frombuffer(bytearray(self.body[start : start + size]), dtype=dtype)
                 start += size

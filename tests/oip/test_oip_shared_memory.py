@@ -247,6 +247,7 @@ def test_what_is_registered_is_bounded(server, memory):
     assert register(server, "one-more", key, 0, 1).status == 200
     assert call(server.url, "POST", "/v2/systemsharedmemory/unregister", b"").status == 200
     assert call(server.url, "GET", "/v2/systemsharedmemory/status").head == []
+    assert [register(server, f"tiny-{i}", key, 0, 1).status for i in range(257)] == [200] * 256 + [413]
 
 
 def test_it_needs_one_http_process():

@@ -3,8 +3,11 @@
 A JSON head names tensors and parameters, and comes before their bytes, as safetensors' head does: it is read into the
 same shapes and options, and from there on a request is one of /attention's or /attention/grad's.
 
-    models.py      which models there are, and what describes them        routes.py   all that is not inference
-    head.py        an infer request's JSON                                infer.py    inference
-    answers.py     an infer answer's JSON and parts                       inflated.py bodies that come compressed
-    statistics.py  what was served, as Triton counts it                   errors.py   {"error": …}
+    infer.py, head.py, answers.py   inference: its route, a request's JSON, an answer's JSON and parts
+    inflated.py                     bodies that come compressed
+    models.py, datatypes.py         which models there are, and what describes them
+    routes.py, schema.py            all that is not inference; inference in OpenAPI
+    statistics.py                   what was served, as Triton counts it
+    regions.py, memory_routes.py    tensors in callers' own shared memory
+    errors.py                       {"error": …}
 """

@@ -126,12 +126,13 @@ def _answer() -> dict[str, Any]:
         "datatype": {"enum": list(DATATYPE_OF.values())},
         "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
         "data": {"$ref": "#/components/schemas/TensorRows"},
+        "parameters": {"type": "object", "description": "where it is instead: behind this JSON, or in shared memory"},
     }
     return _object(
         {
             **{name: {"type": "string"} for name in ("id", "model_name", "model_version")},
             "parameters": {"type": "object"},
-            "outputs": _list(_object(output, *output)),
+            "outputs": _list(_object(output, "name", "datatype", "shape")),
         },
         "model_name",
         "model_version",
