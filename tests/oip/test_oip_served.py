@@ -150,6 +150,19 @@ def test_statistics_are_those_of_all_http_processes(server):
     assert f'flashpoint_model_requests_total{{how="success",model="attention"}} {before + 12}.0' in metrics
 
 
+def test_shared_memory_is_off_where_nobody_asked_for_it(server):
+    for method, path in (("GET", "/status"), ("POST", "/unregister"), ("POST", "/region/a/register")):
+        body = b"{}" if method == "POST" else None
+        reply = call(server.url, method, "/v2/systemsharedmemory" + path, body, **KEY)
+        assert reply.status == 404
+        assert "off" in reply.error
+    place = {"shared_memory_region": "a", "shared_memory_byte_size": MIB}
+    reply = infer(server.url, "attention", SMALL, headers=KEY, outputs=[wanted("o", **place)])
+    assert reply.status == 422
+    assert "off" in reply.error
+    assert "system_shared_memory" not in call(server.url, "GET", "/v2", **KEY).head["extensions"]
+
+
 def test_each_request_has_its_log_line(server):
     found = infer(server.url, "attention", SMALL, headers={**KEY, "x-request-id": "one-of-v2"})
     assert found.headers["x-request-id"] == "one-of-v2"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oip_message import LENGTH, NAMES, call, infer, raw, request, wanted
+from oip_message import LENGTH, NAMES, call, infer, raw, wanted
 from oip_problem import GRAD, B, D, H, S, near, problem, truth
 from pydantic import ValidationError
 
@@ -253,15 +253,3 @@ def test_what_is_registered_is_bounded(server, memory):
 def test_it_needs_one_http_process():
     with pytest.raises(ValidationError, match="one HTTP process"):
         Settings(workers=2, shared_memory_bytes=1)
-
-
-def test_it_is_off_where_nobody_asked_for_it(url):
-    for method, path in (("GET", "/status"), ("POST", "/unregister"), ("POST", "/region/a/register")):
-        reply = call(url, method, "/v2/systemsharedmemory" + path, b"{}" if method == "POST" else None)
-        assert reply.status == 404
-        assert "off" in reply.error
-    head, data = request(problem(), outputs=[wanted("o", **place("a", NBYTES))])
-    reply = call(url, "POST", PATH, head + data, **{LENGTH: len(head)})
-    assert reply.status == 422
-    assert "off" in reply.error
-    assert "system_shared_memory" not in call(url, "GET", "/v2").head["extensions"]
