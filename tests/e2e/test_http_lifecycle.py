@@ -82,6 +82,14 @@ def test_a_deadline_that_passes_in_the_queue_or_in_the_compute_is_504(pair, back
     assert not was_begun(pair, "waits-late")
 
 
+def refused_by_protocol(server):
+    """Whether /v2 takes no work, and says so in its own way."""
+    asked = [server.get(path) for path in ("/v2/health/ready", "/v2/models/attention/ready")]
+    answer = post(server, "/v2/models/attention/infer", b"{}", None)
+    asked.append((answer.status, answer.json))
+    return all(status == 503 and list(document) == ["error"] for status, document in asked)
+
+
 def test_a_client_that_leaves_the_queue_is_not_computed(pair, background):
     long = begin(pair, background, "stays")
     with contextlib.closing(socket.create_connection(("127.0.0.1", pair.port), timeout=30)) as connection:
@@ -145,6 +153,7 @@ def test_a_server_lives_before_it_is_ready_and_may_be_stopped_then(start_server)
     assert server.get("/health/live") == (200, {"status": "ok"})
     status, document = server.get("/health/ready")
     assert (status, document["code"]) == (503, "not_ready")
+    assert refused_by_protocol(server)
     answer = post(server, "/attention", GOOD)
     problem(answer, 503, "not_ready")
     assert answer.headers["retry-after"]
@@ -162,6 +171,7 @@ def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(start_server
     server.wait_for_line(lambda line: line["event"] == "draining")
     status, document = server.get("/health/ready")
     assert (status, document["code"]) == (503, "draining")
+    assert refused_by_protocol(server)
     assert server.get("/health/live")[0] == 200
     answer = post(server, "/attention", GOOD)
     problem(answer, 503, "draining")
