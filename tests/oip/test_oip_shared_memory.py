@@ -149,25 +149,43 @@ def test_a_region_may_go_while_it_is_used_and_come_again(server, memory):
     wait_for(lambda: key not in Path(f"/proc/{server.engine_pid}/maps").read_text(), lambda: "still mapped")
 
 
-def test_a_request_that_runs_keeps_its_region(server, memory):
-    """It is unregistered meanwhile, and the answer is there all the same; then the engine lets go of it."""
+@contextlib.contextmanager
+def running(server, memory, name):
+    """A request that has begun in a region of that name, small, and long in float64: its reply, and what is right."""
     block, key = memory
-    assert register(server, "held", key).status == 200
-    shape, nbytes = (4096, 1), 1 << 14  # small, and long in float64
+    assert register(server, name, key).status == 200
+    shape, nbytes = (4096, 1), 1 << 14
     q, k, v = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
     for i, t in enumerate((q, k, v)):
         block.buf[i * nbytes :][:nbytes] = raw(t)
-    inputs = [lying(name, t, "held", i * nbytes) for i, (name, t) in enumerate(zip("qkv", (q, k, v), strict=True))]
-    output = [wanted("o", **place("held", nbytes, 3 * nbytes))]
+    inputs = [lying(n, t, name, i * nbytes) for i, (n, t) in enumerate(zip("qkv", (q, k, v), strict=True))]
+    output = [wanted("o", **place(name, nbytes, 3 * nbytes))]
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask, server, inputs, output, {"backend": "reference"}, headers={"x-request-id": "holds"})
-        server.wait_for_line(lambda line: line["event"] == "begin" and line["request_id"] == "holds")
+        asked = pool.submit(ask, server, inputs, output, {"backend": "reference"}, headers={"x-request-id": name})
+        server.wait_for_line(lambda line: line["event"] == "begin" and line["request_id"] == name)
+        yield asked, (q.double() @ k.double().T).softmax(-1) @ v.double()
+
+
+def test_a_request_that_runs_keeps_its_region(server, memory):
+    """It is unregistered meanwhile, and the answer is there all the same; then the engine lets go of it."""
+    block, key = memory
+    with running(server, memory, "held") as (asked, expected):
         assert call(server.url, "POST", "/v2/systemsharedmemory/region/held/unregister", b"").status == 200
         assert not asked.done()
         assert asked.result().status == 200
-    found = torch.frombuffer(bytearray(block.buf[3 * nbytes :]), dtype=torch.float32).view(shape)
-    near(found, (q.double() @ k.double().T).softmax(-1) @ v.double(), 2e-6)
+    found = torch.frombuffer(bytearray(block.buf[3 << 14 :]), dtype=torch.float32).view(expected.shape)
+    near(found, expected, 2e-6)
     wait_for(lambda: key not in Path(f"/proc/{server.engine_pid}/maps").read_text(), lambda: "still mapped")
+
+
+def test_a_caller_that_takes_its_memory_back_costs_an_engine_and_no_more(server, memory):
+    before = server.engine_pid
+    with running(server, memory, "taken") as (asked, _):
+        os.truncate(f"/dev/shm/{memory[1]}", 4096)
+        assert asked.result().status == 503
+    server.wait_ready()
+    assert server.engine_pid != before
+    assert infer(server.url, "attention", problem()).status == 200
 
 
 WRONG = {
