@@ -33,7 +33,6 @@ from flashpoint_server.device import (
     OutOfMemoryError,
     Stages,
     check,
-    spec_of,
 )
 from flashpoint_server.entry import Entry, Peer, account
 from flashpoint_server.lanes import Lanes, Work
@@ -187,13 +186,13 @@ class ServingEngine:
     def _entry(self, submit: Submit | Prove, peer: Peer) -> Entry:
         if isinstance(submit, Prove):
             return Entry(submit, peer, None, object(), time.monotonic())
-        spec = spec_of(submit)
+        asked = peer.asked(submit)
         key: Hashable | None = None
         if submit.backend == "triton":
-            key = launch_key(spec, "triton")
+            key = launch_key(asked.spec, "triton")
         elif not self._device.cuts(submit.backend):
             key = object()  # one request after the other: such a backend gains nothing from a common launch
-        return Entry(submit, peer, spec, key, time.monotonic())
+        return Entry(submit, peer, asked, key, time.monotonic())
 
     def _admit(self, entry: Entry) -> None:
         """Into the queue; what needs a kernel that is not compiled yet waits for that aside, and nothing else does."""
@@ -317,7 +316,7 @@ class ServingEngine:
                 raise out_of_time()
             entry.begin()
             if entry.key is None:
-                entry.parts.extend(self._device.parts(entry.placed))
+                entry.parts.extend(entry.problem(self._device))
                 entry.left, entry.rows, entry.seed = len(entry.parts), entry.parts[0].rows, entry.parts[0].seed
             elif isinstance(entry.submit, Submit):
                 entry.rows = check(entry.placed)
