@@ -11,16 +11,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import structlog
-
 from flashpoint_kernels import Problem
 from flashpoint_kernels.spec import INDEX_TENSORS, Row, Spec
 from flashpoint_server.device import Device, Placed, spec_of
 from flashpoint_server.memory import LARGEST
 from flashpoint_server.messages import Batch, Channel, Prove, Submit, ToEngine
 from flashpoint_server.waiting import Budget
-
-log = structlog.stdlib.get_logger("flashpoint.engine")
 
 KEPT = 256  # of a peer; some KiB each
 _MOST = 1e18  # FLOPs that a message can say, far beyond any device
@@ -36,6 +32,7 @@ class Asked:
 
     spec: Spec
     parts: list[Problem] = field(default_factory=list)
+    alone: Batch | None = None  # what it amounts to by itself
 
     @cached_property
     def by_value(self) -> bool:
@@ -142,11 +139,19 @@ class Entry:
             self.asked.parts = device.parts(self.placed)
         return self.asked.parts
 
+    def alone(self, budget: Budget) -> Batch:
+        """What it amounts to by itself."""
+        assert self.asked is not None
+        if self.asked.by_value:
+            return account([self], budget, 0)
+        if self.asked.alone is None:
+            self.asked.alone = account([self], budget, 0)
+        return self.asked.alone
+
     def begin(self) -> None:
         """Say so where the HTTP process sees it, whatever happens to this one."""
         self.peer.segments[self.submit.segment][self.submit.mark] = 1
         self.began = time.perf_counter()
-        log.debug("begin", request_id=self.submit.request_id, kind=type(self.submit).__name__)
 
     def pairs(self) -> tuple[int, float]:
         """(query, key) pairs of its sequences, and the FLOPs of each."""

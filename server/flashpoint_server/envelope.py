@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Mapping
+from functools import cached_property
 from typing import Any
 
 import structlog
@@ -24,6 +25,11 @@ class Envelope:
         self.app = app
         self._paths = paths
         self._metrics = metrics
+
+    @cached_property
+    def _log(self) -> Any:
+        """`log`, as it is configured when the first request comes: it looks that up each time."""
+        return log.bind()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,7 +61,7 @@ class Envelope:
         finally:
             seconds = time.perf_counter() - exchange.arrived
             self._metrics.ended(exchange, exchange.path if exchange.path in self._paths else "other", seconds)
-            _log_line(exchange, seconds)
+            self._log.info("request", **_said(exchange, seconds))
 
 
 async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more: bool = False) -> None:
@@ -72,8 +78,9 @@ async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-def _log_line(exchange: Exchange, seconds: float) -> None:
-    fields: MutableMapping[str, Any] = {
+def _said(exchange: Exchange, seconds: float) -> Mapping[str, Any]:
+    """Its log line."""
+    fields: dict[str, Any] = {
         "request_id": exchange.request_id,
         "method": exchange.method,
         "route": exchange.path,
@@ -85,4 +92,4 @@ def _log_line(exchange: Exchange, seconds: float) -> None:
     }
     if exchange.code:
         fields["code"] = exchange.code
-    log.info("request", **fields)
+    return fields

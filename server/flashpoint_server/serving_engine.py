@@ -79,6 +79,7 @@ class ServingEngine:
         self, listener: socket.socket, device: Device, budget: Budget, timing: TimingLane, hang_timeout: float
     ) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL)
+        self._log = log.bind()  # as it is configured by now: what `log` itself is asked for is looked up each time
         self._device = device
         self._listener = listener
         self._selector = selectors.DefaultSelector()
@@ -315,6 +316,7 @@ class ServingEngine:
             if entry.submit.deadline is not None and time.monotonic() >= entry.submit.deadline:
                 raise out_of_time()
             entry.begin()
+            self._log.debug("begin", request_id=entry.submit.request_id, kind=type(entry.submit).__name__)
             if entry.key is None:
                 entry.parts.extend(entry.problem(self._device))
                 entry.left, entry.rows, entry.seed = len(entry.parts), entry.parts[0].rows, entry.parts[0].seed
@@ -346,7 +348,7 @@ class ServingEngine:
                 self._waiting.remove(lambda other: other is entry)
                 self._drop_parts(entry, failure)
             elif not entry.left:
-                self._answer(entry, about=account([entry], self._waiting.budget, 0))
+                self._answer(entry, about=entry.alone(self._waiting.budget))
             self._let_go(entry.peer)
 
     def _launch(self, batch: list[Entry]) -> None:
