@@ -19,6 +19,7 @@ import httpx
 from flashpoint import wire
 from flashpoint._calls import Answer, Call
 from flashpoint._readers import Document, Message, Reader
+from flashpoint._tracing import trace_headers
 from flashpoint.errors import (
     ConnectionFailedError,
     DeadlineExceededError,
@@ -88,7 +89,7 @@ class Exchange:
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         """The next attempt."""
         left = self.remaining()
-        headers = {**self.call.headers, "Content-Length": str(self.call.size)}
+        headers = {**trace_headers(), **self.call.headers, "Content-Length": str(self.call.size)}
         if left is not None:
             headers["X-Timeout-Ms"] = str(max(1, int(left * 1000)))
         request = http.build_request(self.call.method, self.call.path, headers=headers, timeout=left)

@@ -73,8 +73,9 @@ def create_app(
     posts["/verify"] = VerifyRoute(service)
     for model in MODELS.values():
         posts |= dict.fromkeys(oip.infer_paths(model), InferRoute(service, model))
-    app.add_middleware(Envelope, paths=posts.keys(), metrics=service.metrics)
-    app.posts = {path: Envelope(route, posts.keys(), service.metrics) for path, route in posts.items()}
+    told = (posts.keys(), service.metrics, service.traces)
+    app.add_middleware(Envelope, *told)
+    app.posts = {path: Envelope(route, *told) for path, route in posts.items()}
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(RequestValidationError, _invalid)

@@ -11,6 +11,7 @@ from flashpoint_kernels.support import choose_backend
 from flashpoint_server.admission import check_size
 from flashpoint_server.compute import Call, ComputeRoute, deadline_of, priority_of
 from flashpoint_server.encode import Part, encode
+from flashpoint_server.exchange import Way
 from flashpoint_server.job import Answer, AttentionJob, Timings
 from flashpoint_server.message import SafetensorsMessage, make_spec, read_json
 from flashpoint_server.messages import DeviceInfo
@@ -88,6 +89,7 @@ class AttentionRoute(ComputeRoute):
         job.timings.done = time.perf_counter()
         durations = job.timings.durations()
         call.exchange.facts.update({f"{name}_ms": ms for name, ms in durations.items()}, batch_size=answer.batch_size)
+        call.exchange.way = Way(job.backend, answer.batch_size, answer.launch, job.timings)
         said = {
             **fields,
             "x-backend": job.backend,

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -45,6 +46,9 @@ from flashpoint_server.messages import (
 )
 from flashpoint_server.metrics import Metrics
 from flashpoint_server.refusal import Refusal
+
+if TYPE_CHECKING:
+    from flashpoint_server.traces import Traces
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
@@ -83,11 +87,13 @@ class Engine:
         kept: Callable[[list[Sent]], None],
         metrics: Metrics,
         benchmarks: Benchmarks,
+        traces: Traces | None,
     ) -> None:
         self._ready = ready
         self._kept = kept
         self._metrics = metrics
         self._benchmarks = benchmarks
+        self._traces = traces
         self.state = State.STARTING
         self.device: DeviceInfo | None = None
         self.failure: str | None = None
@@ -192,6 +198,8 @@ class Engine:
     def _settle(self, message: Done | Failed | Proven) -> None:
         sent = self._sent.pop(message.id)
         self._let_go(sent)
+        if isinstance(message, Done):
+            asyncio.get_running_loop().call_soon(self._computed, message)  # behind who waits for the answer
         if sent.future.done():
             return
         if isinstance(message, Failed):
@@ -200,11 +208,15 @@ class Engine:
             timings = sent.job.timings
             timings.compute, timings.encode = message.began, message.ended
             if isinstance(message, Proven):
-                sent.future.set_result(Answer({}, 1, message.report))
+                sent.future.set_result(Answer({}, 1, report=message.report))
                 return
             timings.copy_in, timings.copy_out = message.copy_in, message.copy_out
-            sent.future.set_result(Answer(message.metadata, message.batch_size))
-            asyncio.get_running_loop().call_soon(self._metrics.computed, message)  # behind who waits for the answer
+            sent.future.set_result(Answer(message.metadata, message.batch_size, message.launch))
+
+    def _computed(self, done: Done) -> None:
+        self._metrics.computed(done)
+        if self._traces is not None:
+            self._traces.launch(done)
 
     def _let_go(self, sent: Sent) -> None:
         self.load -= sent.job.flops
@@ -250,16 +262,18 @@ class Engine:
 class Engines:
     """All engines of the service. A job goes to the one with the least work before it."""
 
-    def __init__(self, metrics: Metrics, benchmarks: Benchmarks) -> None:
+    def __init__(self, metrics: Metrics, benchmarks: Benchmarks, traces: Traces | None = None) -> None:
         self._metrics = metrics
         self._benchmarks = benchmarks
+        self._traces = traces
         self._engines: list[Engine] = []
         self._kept: deque[Sent] = deque()  # what no engine has: it waits for one to be ready again
 
     def connect(self, addresses: Sequence[bytes]) -> None:
         """Reach for the engines at these addresses; `state` says when one is there."""
         self._engines = [
-            Engine(address, self._resume, self._keep, self._metrics, self._benchmarks) for address in addresses
+            Engine(address, self._resume, self._keep, self._metrics, self._benchmarks, self._traces)
+            for address in addresses
         ]
         for engine in self._engines:
             engine.connect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,16 +15,20 @@ from flashpoint_server.metrics import Metrics
 from flashpoint_server.oip.errors import written
 from flashpoint_server.refusal import Refusal
 
+if TYPE_CHECKING:
+    from flashpoint_server.traces import Traces
+
 log = structlog.stdlib.get_logger("flashpoint.http")
 
 
 class Envelope:
-    """ASGI middleware, the outermost of ours; requests to `paths` are counted by their path."""
+    """ASGI middleware, the outermost of ours; requests to `paths` are counted by their path, and traced."""
 
-    def __init__(self, app: ASGIApp, paths: Collection[str], metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, paths: Collection[str], metrics: Metrics, traces: Traces | None) -> None:
         self.app = app
         self._paths = paths
         self._metrics = metrics
+        self._traces = traces
 
     @cached_property
     def _log(self) -> Any:
@@ -60,7 +64,10 @@ class Envelope:
             await send_refusal(stamped_send, exchange, refusal)
         finally:
             seconds = time.perf_counter() - exchange.arrived
-            self._metrics.ended(exchange, exchange.path if exchange.path in self._paths else "other", seconds)
+            known = exchange.path in self._paths
+            self._metrics.ended(exchange, exchange.path if known else "other", seconds)
+            if known and self._traces is not None:
+                self._traces.request(exchange, exchange.path)
             self._log.info("request", **_said(exchange, seconds))
 
 

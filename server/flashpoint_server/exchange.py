@@ -7,11 +7,23 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+if TYPE_CHECKING:
+    from flashpoint_server.job import Timings
 
 _KEY = "flashpoint.exchange"
 # What may be echoed into headers and logs; anything else is replaced by an id of ours.
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")
+
+
+class Way(NamedTuple):
+    """How it was computed."""
+
+    backend: str
+    batch_size: int
+    launch: int
+    timings: Timings
 
 
 @dataclass(eq=False)
@@ -27,6 +39,7 @@ class Exchange:
     code: str | None = None
     bytes_in: int = 0
     bytes_out: int = 0
+    way: Way | None = None  # once it is computed
     facts: dict[str, Any] = field(default_factory=dict)  # what the route adds to the log line
 
     @classmethod

@@ -11,6 +11,7 @@ from flashpoint_kernels.spec import Spec
 from flashpoint_server.messages import Prove, Submit, pack_options
 from flashpoint_server.staging import Staging
 
+PARTS = ("decode", "queue", "compute", "encode")  # of a request's way
 SEQUENCE_SECONDS = 2e-4  # of each sequence, beside its FLOPs: 0.14 ms on the CPU's torch backend, 0.5 on tiled
 
 
@@ -37,13 +38,14 @@ class Timings:
             "encode": self.done - self.encode,
         }
 
+    def spans(self) -> dict[str, tuple[float, float]]:
+        """When each of these parts began and ended, in `time.perf_counter` seconds."""
+        marks = (self.decode, self.queue, self.compute, self.encode, self.done)
+        return {name: (marks[i], marks[i + 1]) for i, name in enumerate(PARTS)}
+
     def durations(self) -> dict[str, float]:
         """Milliseconds of what a caller is told of: decode, queue, compute with its copies, encode."""
-        marks = (self.decode, self.queue, self.compute, self.encode, self.done)
-        return {
-            name: round((marks[i + 1] - marks[i]) * 1000, 3)
-            for i, name in enumerate(("decode", "queue", "compute", "encode"))
-        }
+        return {name: round((end - began) * 1000, 3) for name, (began, end) in self.spans().items()}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -140,9 +142,10 @@ class ProofJob(Job):
 class Answer:
     """What is not a tensor of an answer: the tensors are written in the job's staging memory.
 
-    `report` is the answer of a verification, a VerifyReport in JSON.
+    `launch` numbers the launch it was computed in. `report` is the answer of a verification, a VerifyReport in JSON.
     """
 
     metadata: dict[str, Any]
     batch_size: int
+    launch: int = 0
     report: bytes = b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from flashpoint_server.admission import Admission
 from flashpoint_server.benchmarks import Benchmarks
@@ -16,6 +17,9 @@ from flashpoint_server.oip.regions import Regions
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
 
+if TYPE_CHECKING:
+    from flashpoint_server.traces import Traces
+
 QUEUE_SECONDS = 1.0  # between two looks; a process that is scraped looks then, too
 
 
@@ -26,7 +30,12 @@ class Service:
         self.settings = settings
         self.metrics = Metrics()
         self.benchmarks = Benchmarks(settings)
-        self.engine = engines = Engines(self.metrics, self.benchmarks)
+        self.traces: Traces | None = None
+        if settings.otlp_endpoint:
+            from flashpoint_server.traces import Traces  # of an extra
+
+            self.traces = Traces(settings.otlp_endpoint)
+        self.engine = engines = Engines(self.metrics, self.benchmarks, self.traces)
         self.pool = Pool(settings.staging_bytes, engines.forget_segment)
         self.regions = Regions(settings.shared_memory_bytes, engines.forget_segment)
         self.codec = Codec()
@@ -83,4 +92,6 @@ class Service:
         self.engine.close()
         self.codec.close()
         self.pool.close()
+        if self.traces is not None:
+            self.traces.close()
         self.regions.close()

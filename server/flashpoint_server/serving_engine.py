@@ -10,7 +10,9 @@ small one waits for a part of a large one at most. Everything else is a launch, 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -90,6 +92,7 @@ class ServingEngine:
         self._peers: list[Peer] = []
         self._launches = 0
         self._running = 0  # works of any kind
+        self._numbers = itertools.count(1 + secrets.randbits(62))  # of launches; who traces them takes them for unique
         self._alone = False  # a slice of a benchmark runs, and nothing beside it
         self._holding: float | None = None  # since when nothing begins, so that a slice may
         self._watchdog = Watchdog(hang_timeout)
@@ -348,7 +351,7 @@ class ServingEngine:
                 self._waiting.remove(lambda other: other is entry)
                 self._drop_parts(entry, failure)
             elif not entry.left:
-                self._answer(entry, about=entry.alone(self._waiting.budget))
+                self._answer(entry, about=entry.alone(self._waiting.budget), number=next(self._numbers))
             self._let_go(entry.peer)
 
     def _launch(self, batch: list[Entry]) -> None:
@@ -415,9 +418,10 @@ class ServingEngine:
                     self._solve([entry], splits=splits, tries=tries)
         else:
             about: Batch | None = account(batch, self._waiting.budget, splits)
+            number = next(self._numbers)
             for entry, seed in zip(batch, seeds, strict=True):
                 entry.seed = seed
-                self._answer(entry, len(batch), stages, about)
+                self._answer(entry, len(batch), stages, about, number)
                 about = None
 
     def _fail(self, batch: list[Entry], error: Exception) -> None:
@@ -433,7 +437,7 @@ class ServingEngine:
                 for one in said:
                     self._send(peer, one)
 
-    def _answer(self, entry: Entry, size: int = 1, stages: Stages = NO_COPIES, about: Batch | None = None) -> None:
+    def _answer(self, entry: Entry, size: int = 1, stages: Stages = NO_COPIES, about: Batch | None = None, number: int = 0) -> None:
         submit, error = entry.submit, entry.failure
         reply: Done | Failed
         if error is None:
@@ -442,7 +446,7 @@ class ServingEngine:
             if placed.spec.options.dropout_p:
                 metadata["dropout_seed"] = entry.seed
             memory = self._device.memory()
-            reply = Done(submit.id, metadata, entry.began, time.perf_counter(), size, *stages, memory, about)
+            reply = Done(submit.id, metadata, entry.began, time.perf_counter(), size, *stages, memory, number, about)
         elif isinstance(error, Refusal):
             reply = Failed(submit.id, error.code, error.detail, list(error.errors))
         elif isinstance(error, OutOfMemoryError):

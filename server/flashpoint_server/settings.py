@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
@@ -102,6 +103,8 @@ class Settings(BaseSettings):
     shutdown_timeout: Seconds = 30.0
     """seconds that admitted work may take after SIGTERM"""
 
+    otlp_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
+    """where spans go, by OTLP over HTTP, such as http://localhost:4318/v1/traces; needs the extra `otel`"""
     log_format: Literal["json", "console"] = "json"
     """one JSON object a line, or columns for a person"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -120,6 +123,13 @@ class Settings(BaseSettings):
         if limit and info.data.get("workers", 1) > 1:
             raise ValueError("needs one worker: a region is registered with one HTTP process")
         return limit
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _with_its_extra(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and find_spec("opentelemetry.exporter") is None:
+            raise ValueError("needs the extra: pip install 'flashpoint[otel]'")
+        return endpoint
 
     @field_validator("api_keys")
     @classmethod
