@@ -145,8 +145,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """From the engine: the outputs are written. `began` and `ended` are in `time.perf_counter` seconds.
 
     `copy_in` and `copy_out` are seconds of that, to and from a GPU. `memory` is what the engine holds of the device's,
-    in bytes. `launch` numbers the launch, among all of all engines; `batch` tells of all that ran in it, to the first of
-    them alone.
+    in bytes. `launch` numbers the launch, among all of all engines; `batch` tells of all that ran in it, to the first
+    of them alone.
     """
 
     id: int

@@ -437,7 +437,9 @@ class ServingEngine:
                 for one in said:
                     self._send(peer, one)
 
-    def _answer(self, entry: Entry, size: int = 1, stages: Stages = NO_COPIES, about: Batch | None = None, number: int = 0) -> None:
+    def _answer(
+        self, entry: Entry, size: int = 1, stages: Stages = NO_COPIES, about: Batch | None = None, number: int = 0
+    ) -> None:
         submit, error = entry.submit, entry.failure
         reply: Done | Failed
         if error is None:

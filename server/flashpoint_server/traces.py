@@ -40,7 +40,7 @@ class Traces:
         self._epoch = time.time_ns() - time.perf_counter_ns()  # the clock that all times are taken by is the host's
 
     def close(self) -> None:
-        self._processor.shutdown()
+        self._processor.shutdown()  # type: ignore[no-untyped-call]
 
     def request(self, exchange: Exchange, route: str) -> None:
         """It is over. Not told of where its caller traces and did not choose this one (`traceparent`)."""
