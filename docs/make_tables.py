@@ -162,7 +162,7 @@ def targets(result: dict[str, Any]) -> str:
     """What was to be reached, and what was."""
     rows = []
     for row in result["targets"]:
-        bound = f"at least {row['at_least']}" if "at_least" in row else f"at most {row['at_most']}"
+        bound = f"at least {row['at_least']:.4g}" if "at_least" in row else f"at most {row['at_most']:.4g}"
         rows.append((row["what"], f"{row['value']} {row['unit']}", bound, "yes" if row["met"] else "no"))
     return table(["", "measured", "wanted", "met"], rows)
 
@@ -232,6 +232,23 @@ def _rate(figures: dict[str, float] | str) -> str:
     return figures if isinstance(figures, str) else number(figures["rps"])
 
 
+def beside() -> str:
+    """A benchmark beside traffic: what was to hold, requests' latencies, and each row's milliseconds."""
+    text = ""
+    for path in sorted(RESULTS.glob("beside-*.json")):
+        result = json.loads(path.read_text())
+        made, latency = result["environment"], result["latency_ms"]
+        text += (
+            f"\n{made['device']}, {made['cores']} cores, load average {made['load_average'][0]} at the start, "
+            f"{made['date'][:10]}, commit {made['commit'][:10]}; {result['requests_a_second']:g} requests a second, "
+            f"p50 / p99 {latency['alone']['p50']} / {latency['alone']['p99']} ms alone, {latency['beside']['p50']} / "
+            f"{latency['beside']['p99']} ms beside a benchmark:\n\n"
+        )
+        rows = [(r["backend"], r["q_len"], number(r["alone_ms"]), number(r["beside_ms"])) for r in result["rows"]]
+        text += targets(result) + "\n" + table(["backend", "length", "alone, ms", "beside traffic, ms"], rows)
+    return text or "\nnot measured\n"
+
+
 def algorithms() -> str:
     """What each algorithm does, and how much of it."""
     rows = []
@@ -291,6 +308,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{what: partial(serving, what) for what in ("protocol", "serving")},
     "support": support,
     "throughput": throughput,
+    "beside": beside,
     **{f"compile-sm{arch}": partial(compiled, arch) for arch in TILES},
 }
 

@@ -129,7 +129,8 @@ class Load:
         return get_html_report(self.environment, show_download_link=False)
 
     def _run(self, step: Step, seconds: float) -> Step:
-        self._runner.start(step.callers, spawn_rate=max(step.callers, 1))
+        # Within a second: also from many callers down to a few, who would else go on for as long as locust takes.
+        self._runner.start(step.callers, spawn_rate=max(step.callers, self._runner.user_count, 1))
         gevent.sleep(SETTLE if step.offered else WARM)
         return self.count(step, lambda: gevent.sleep(seconds))
 
