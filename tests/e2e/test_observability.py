@@ -78,10 +78,13 @@ class Prometheus:
         )  # fmt: skip
 
     def get(self, path, **parameters):
+        """The answer's data; None while it starts."""
         try:
             answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters)
-        except httpx.TransportError:  # it is starting
+        except httpx.TransportError:  # it does not listen yet
             assert self.process.poll() is None, Path(self.log.name).read_text()
+            return None
+        if answer.status_code == 503:  # it listens, and reads what it has stored
             return None
         assert answer.json()["status"] == "success", answer.text
         return answer.json()["data"]
