@@ -87,7 +87,7 @@ class Engine:
         kept: Callable[[list[Sent]], None],
         metrics: Metrics,
         benchmarks: Benchmarks,
-        traces: Traces | None,
+        traces: Traces | None = None,
     ) -> None:
         self._ready = ready
         self._kept = kept
