@@ -5,18 +5,19 @@ ARG DEVICE=gpu
 
 # The driver must be new enough for CUDA 13 (580 or later).
 FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04 AS base-gpu
-# Torch of the release that constraints.txt names, which brings the CUDA libraries it was built with; and the
-# architectures that kernels are compiled for while the image is built.
-ENV TORCH_INDEX=https://pypi.org/simple \
-    ARCHITECTURES="80 86 89 90 100"
+# Torch of the release that constraints.txt names, from pip's own index, brings the CUDA libraries it was built with.
+ENV TORCH_INDEX=""
+# What kernels are compiled for while the image is built.
+ENV ARCHITECTURES="80 86 89 90 100"
 # Triton compiles its driver module with gcc against Python's headers when a kernel first runs.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
 FROM debian:12.12-slim AS base-cpu
-ENV TORCH_INDEX=https://download.pytorch.org/whl/cpu \
-    ARCHITECTURES=""
+# Torch's own index has builds for the CPU alone, without CUDA's libraries.
+ENV TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ENV ARCHITECTURES=""
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
@@ -28,7 +29,7 @@ WORKDIR /opt/flashpoint
 # torch first, in a layer of its own: it is gigabytes, and changes seldom.
 COPY constraints.txt ./
 RUN python3 -m venv venv \
-    && venv/bin/pip install -c constraints.txt --index-url "$TORCH_INDEX" torch \
+    && venv/bin/pip install -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
     && venv/bin/pip install -c constraints.txt triton
 COPY pyproject.toml README.md LICENSE ./
 COPY client client
