@@ -8,14 +8,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import ValidationError
 
-from flashpoint import jsonwire, strictjson
+from flashpoint import jsonwire
 from flashpoint._sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest, PlotKind
 from flashpoint_server import openapi_examples, pictures
 from flashpoint_server.body import Body
-from flashpoint_server.message import field_errors, read_text
+from flashpoint_server.message import read_model
 from flashpoint_server.negotiation import request_encoding
 from flashpoint_server.problem_schema import problems
 from flashpoint_server.refusal import Refusal, invalid
@@ -50,16 +49,7 @@ def router(service: Service) -> APIRouter:
         if not request_encoding(request.headers).is_json:
             raise Refusal("unsupported_media_type", f"a benchmark is asked for in {jsonwire.MEDIA_TYPE}")
         body = Body(request.scope, request.receive, request.headers, service.settings)
-        body.limit = REQUEST_LIMIT
-        body.check_length(body.length)
-        text = await read_text(body)
-        try:
-            strictjson.loads(text)
-            asked = BenchmarkRequest.model_validate_json(text)
-        except ValidationError as error:
-            raise invalid(field_errors(error)) from None
-        except ValueError as error:
-            raise Refusal("malformed_body", f"the body is not JSON: {error}") from None
+        asked = await read_model(body, BenchmarkRequest, REQUEST_LIMIT)
         key = request.headers.get("authorization", "") if service.settings.api_keys else ""
         owner = hashlib.sha256(key.encode()).hexdigest()
         opened = await benchmarks.open(service.engine, asked, owner, service.check_ready())

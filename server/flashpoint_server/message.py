@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from flashpoint import jsonwire, wire
+from flashpoint import jsonwire, strictjson, wire
 from flashpoint.options import AttentionOptions
 from flashpoint_kernels.spec import Direction, Options, ProblemError, Spec, TensorInfo, plan
 from flashpoint_server.body import Body
 from flashpoint_server.codec import Arrays, Codec
 from flashpoint_server.refusal import Refusal, invalid
+
+M = TypeVar("M", bound=BaseModel)
 
 
 def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direction: Direction) -> Spec:
@@ -119,6 +121,20 @@ async def read_text(body: Body) -> bytes:
     while chunk := await body.next():
         text += chunk
     return bytes(text)
+
+
+async def read_model(body: Body, model: type[M], limit: int) -> M:
+    """What a body of JSON says, of at most `limit` bytes. Raises Refusal 400, 422, and as `Body.next` does."""
+    body.limit = limit
+    body.check_length(body.length)
+    text = await read_text(body)
+    try:
+        strictjson.loads(text)
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        raise invalid(field_errors(error)) from None
+    except ValueError as error:
+        raise Refusal("malformed_body", f"the body is not JSON: {error}") from None
 
 
 async def decode_json(text: bytes, codec: Codec) -> tuple[Arrays, dict[str, Any]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from flashpoint import strictjson
 from flashpoint_server.body import Body
-from flashpoint_server.message import field_errors, read_text
+from flashpoint_server.message import read_model
 from flashpoint_server.oip.regions import Region
 from flashpoint_server.oip.schema import TAG, errors
-from flashpoint_server.refusal import Refusal, invalid
+from flashpoint_server.refusal import Refusal
 from flashpoint_server.service import Service
 
 REQUEST_LIMIT = 4096  # bytes; a key has 255 at most
@@ -67,16 +66,7 @@ def router(service: Service) -> APIRouter:
     async def register(request: Request, name: str) -> Nothing:
         admit(request)
         body = Body(request.scope, request.receive, request.headers, service.settings)
-        body.limit = REQUEST_LIMIT
-        body.check_length(body.length)
-        text = await read_text(body)
-        try:
-            strictjson.loads(text)
-            asked = Registration.model_validate_json(text)
-        except ValidationError as error:
-            raise invalid(field_errors(error)) from None
-        except ValueError as error:
-            raise Refusal("malformed_body", f"the body is not JSON: {error}") from None
+        asked = await read_model(body, Registration, REQUEST_LIMIT)
         service.regions.register(name, asked.key, asked.offset, asked.byte_size)
         return Nothing()
 
