@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from argparse import Namespace
@@ -20,6 +21,9 @@ from locustfile import KINDS
 PERIOD = 1.0  # seconds between the calls of a caller that keeps a rate: what takes longer counts as a failure
 SETTLE = 2.5 * PERIOD  # seconds that are not counted: until every caller has connected, and has its place in the period
 WARM = 0.5  # the same where callers do not wait
+
+logging.getLogger("locust").setLevel(logging.ERROR)  # it warns of many callers at once, which is what is wanted
+logging.getLogger("locust.runners").setLevel(logging.CRITICAL)  # and calls it an error to stop one that had not begun
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import html
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -37,6 +38,11 @@ def environment() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit.stdout.strip(),
     }
+
+
+def file_name(made: dict[str, Any]) -> str:
+    """The device, as a part of a result's name."""
+    return re.sub(r"[^a-z0-9]+", "-", made["device"].lower()).strip("-")
 
 
 def document(report: Report, made: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,6 @@ minutes on two cores; run it on a machine that does nothing else.
 from __future__ import annotations
 
 import argparse
-import logging
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -23,9 +21,6 @@ from server import Server, ServerError
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-
-logging.getLogger("locust").setLevel(logging.ERROR)  # it warns of many callers at once, which is what is wanted
-logging.getLogger("locust.runners").setLevel(logging.CRITICAL)  # and calls it an error to stop one that had not begun
 
 
 def arguments() -> argparse.Namespace:
@@ -69,7 +64,7 @@ def main() -> int:
     console.print(table)
     console.print(f"{asked.out}/report.html", soft_wrap=True)
     if asked.record:
-        device = re.sub(r"[^a-z0-9]+", "-", made["device"].lower()).strip("-")
+        device = report.file_name(made)
         shutil.copy(asked.out / "result.json", ROOT / "benchmarks" / "results" / f"load-{device}.json")
         shutil.copy(asked.out / "latency.svg", ROOT / "docs" / "images" / f"load-{device}.svg")
     return 0 if all(verdict.met for verdict in found.verdicts) else 1

@@ -51,8 +51,12 @@ class Server:
 
     def memory(self) -> int:
         """Resident bytes of all its processes; what they share counts in each."""
+        return sum(process.memory_info().rss for process in self.processes())
+
+    def processes(self) -> list[psutil.Process]:
+        """All of its own, the one that speaks HTTP first."""
         own = psutil.Process(self._process.pid)
-        return sum(process.memory_info().rss for process in [own, *own.children(recursive=True)])
+        return [own, *own.children(recursive=True)]
 
     def stop(self) -> int:
         """Its exit code, after SIGTERM."""

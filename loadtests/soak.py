@@ -1,0 +1,158 @@
+"""`make soak MINUTES=60`: mixed load at 70% of the capacity, and whether the service stays as it is.
+
+After each window of load the callers leave, and what its processes hold is counted: resident memory, descriptors,
+threads, shared memory. What must hold: every answer right, or refused as the documentation says; all of these, and the
+latency, in the last third as in the first. Exits with 0 where it does, 1 where not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import locust  # noqa: F401  # first: it makes the standard library's sockets gevent's
+import report
+from load import Load
+from scenarios import REFUSED, SOAK_LOAD, Verdict
+
+from server import Server
+
+HERE = Path(__file__).resolve().parent
+CALLERS = 8  # of the closed loop that finds the capacity
+WARM_WINDOWS = 1  # in which slots of every size are made, and libraries fill their caches
+MIB = 1 << 20
+# What the last third may have more than the first: in proportion, and by itself.
+# Shared memory grows to what the most requests at a time ever needed, a segment of 4 MiB and two descriptors at a time.
+SLACK = {
+    "resident_mib": (1.1, 16.0),
+    "private_mib": (1.05, 8.0),
+    "shared_mib": (1.25, 8.0),
+    "descriptors": (1.25, 4.0),
+    "threads": (1.0, 0.0),
+}
+LATENCY = (1.5, 5.0)  # of the median, in milliseconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0, help="of load; default: %(default)s")
+    parser.add_argument("--window", type=float, default=30.0, help="seconds between two counts; default: %(default)s")
+    parser.add_argument("--out", type=Path, default=HERE / "out", help="default: %(default)s")
+    parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/results and docs/images")
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    made, server = report.environment(), Server(asked.out)
+    windows: list[dict[str, Any]] = []
+    found: dict[str, Any] = {"environment": made, "windows": windows}
+    try:
+        server.warm()
+        with Load("soak", "mix", server.url) as load:
+            step = load.closed(CALLERS, min(asked.window, 10.0))
+        found["capacity"] = round(step.rate, 1)
+        rate = found["offered"] = round(SOAK_LOAD * step.rate, 1)
+        count = max(round(asked.minutes * 60 / asked.window), 3) + WARM_WINDOWS
+        began = time.monotonic()
+        for number in range(count):
+            with Load("soak", "mix", server.url) as load:
+                step = load.open(rate, asked.window, f"window {number}")
+            windows.append({"minutes": round((time.monotonic() - began) / 60, 2), **step.row(), **held(server)})
+            windows[-1]["errors_by_kind"] = dict(Counter(step.errors))
+            (asked.out / "soak.json").write_text(json.dumps(found, indent=1) + "\n")  # whatever happens later
+        verdicts = [*judged(windows[WARM_WINDOWS:]), ended(server.stop())]
+    finally:
+        server.stop()
+    found["verdicts"] = [asdict(verdict) for verdict in verdicts]
+    (asked.out / "soak.json").write_text(json.dumps(found, indent=1) + "\n")
+    plot(found, asked.out / "soak.svg")
+    for verdict in found["verdicts"]:
+        print(f"{'yes' if verdict['met'] else 'NO '}  {verdict['question']}  {verdict['found']} ({verdict['wanted']})")
+    if asked.record:
+        name = report.file_name(made)
+        shutil.copy(asked.out / "soak.json", HERE.parent / "benchmarks" / "results" / f"soak-{name}.json")
+        shutil.copy(asked.out / "soak.svg", HERE.parent / "docs" / "images" / f"soak-{name}.svg")
+    return 0 if all(verdict["met"] for verdict in found["verdicts"]) else 1
+
+
+def held(server: Server) -> dict[str, float]:
+    """What its processes hold, together, between two loads; connections that callers have left open are not counted."""
+    processes = server.processes()
+    infos = [process.memory_info() for process in processes]
+    mapped = {
+        region.path + region.addr: region.size
+        for region in processes[0].memory_maps(grouped=False)
+        if "flashpoint-staging" in region.path
+    }
+    return {
+        "processes": len(processes),
+        "resident_mib": round(sum(info.rss for info in infos) / MIB, 1),
+        "private_mib": round(sum(info.rss - info.shared for info in infos) / MIB, 1),
+        "shared_mib": round(sum(mapped.values()) / MIB, 1),
+        "descriptors": sum(p.num_fds() - len(p.net_connections("tcp")) for p in processes),
+        "threads": sum(process.num_threads() for process in processes),
+    }
+
+
+def judged(windows: Sequence[dict[str, Any]]) -> list[Verdict]:
+    """The last third of the windows against the first."""
+    third = max(len(windows) // 3, 1)
+    broken = [what for w in windows for what in w["errors_by_kind"] if not what.startswith(REFUSED)]
+    refused = sum(w["errors"] for w in windows)
+    calls = sum(w["calls"] for w in windows)
+    verdicts = [
+        Verdict("Is every answer right, or a refusal?", "; ".join(sorted(set(broken))[:3]) or "every one",
+                "right answers, 429, 503, 504", not broken),
+        Verdict("How many calls were refused or late?", f"{refused} of {calls}", "at most 1%", refused <= calls / 100),
+    ]  # fmt: skip
+
+    def compare(name: str, most: Callable[[float], float]) -> None:
+        first, last = (statistics.median(w[name] for w in part) for part in (windows[:third], windows[-third:]))
+        bound = most(first)
+        verdicts.append(
+            Verdict(f"Flat: {name}", f"{first:g} in the first third, {last:g} in the last", f"at most {bound:.1f}",
+                    last <= bound)
+        )  # fmt: skip
+
+    for name, (times, more) in SLACK.items():
+        compare(name, lambda first, times=times, more=more: first * times + more)
+    compare("p50_ms", lambda first: first * LATENCY[0] + LATENCY[1])
+    return verdicts
+
+
+def ended(code: int) -> Verdict:
+    return Verdict("Did it end well?", f"exit code {code}", "0", code == 0)
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """What it held, and how soon it answered, against the time."""
+    from matplotlib import pyplot as plt
+
+    windows = found["windows"]
+    minutes = [w["minutes"] for w in windows]
+    rows = (("resident_mib", "resident, MiB"), ("private_mib", "private, MiB"), ("shared_mib", "shared, MiB"),
+            ("descriptors", "descriptors"), ("threads", "threads"))  # fmt: skip
+    figure, axes = plt.subplots(len(rows) + 1, 1, figsize=(7, 10), sharex=True, layout="constrained")
+    for axis, (name, label) in zip(axes, rows, strict=False):
+        axis.plot(minutes, [w[name] for w in windows], color="#4c78a8")
+        axis.set(ylabel=label, ylim=(0, 1.25 * max(w[name] for w in windows)))
+    for part, colour in ((50, "#4c78a8"), (95, "#f58518"), (99, "#e45756")):
+        axes[-1].plot(minutes, [w[f"p{part}_ms"] or float("nan") for w in windows], color=colour, label=f"p{part}")
+    axes[-1].set(ylabel="milliseconds", yscale="log", xlabel="minutes of load")
+    axes[-1].legend(frameon=False, ncols=3)
+    axes[0].set_title(f"A mix of calls at {found['offered']:g} a second, 70% of the capacity")
+    for axis in axes:
+        axis.grid(visible=True, alpha=0.25)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
