@@ -53,6 +53,8 @@ class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours
         self.headers = dict(headers or {})
         if code in _RETRY_AFTER:
             self.headers["Retry-After"] = str(_RETRY_AFTER[code])
+        if code == "draining":  # a balancer sends the next connection to a server that stays
+            self.headers["Connection"] = "close"
 
     def document(self, request_id: str) -> dict[str, Any]:
         """The problem document: `type` is about:blank, so `title` is the status's own phrase, and `code` is ours."""

@@ -1,0 +1,1 @@
+from tests.e2e.conftest import start_server  # noqa: F401
