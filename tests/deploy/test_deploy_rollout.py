@@ -1,5 +1,6 @@
-"""A rolling update as Kubernetes does it, with two real servers, and a balancer of connections in the place of a Service:
-the new pod is ready, the old one leaves the Service, and gets SIGTERM. No call is lost."""
+"""A rolling update as Kubernetes does it: two real servers, and a balancer of connections in the place of a Service.
+
+The new pod is ready, the old one leaves the Service and gets SIGTERM, and no call is lost."""
 
 import asyncio
 import contextlib
