@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 from flashpoint_kernels.problem import Problem
-from flashpoint_kernels.reproducible import split, spread
+from flashpoint_kernels.reproducible import split, spread, with_all_threads
 from flashpoint_kernels.spec import ProblemError
 from flashpoint_kernels.support import launch_key, unsupported
 
@@ -38,8 +38,9 @@ def run(problems: Sequence[Problem], backend: str) -> None:
     """Run `problems`, which share one direction and one `support.launch_key`, on `backend`, into their outputs.
 
     A gradient without `o` and `lse` first runs the same backend's forward. On the CPU `torch` and `tiled` run on all
-    cores, cut as `reproducible.split` says; such a part may also be run by itself. Raises ProblemError for what the
-    backend cannot do, and ValueError for problems that do not belong in one launch.
+    cores: one problem with torch's own threads where its bits keep, else cut as `reproducible.split` says; such a part
+    may also be run by itself. Raises ProblemError for what the backend cannot do, and ValueError for problems that do
+    not belong in one launch.
     """
     if not problems:
         return
@@ -48,7 +49,10 @@ def run(problems: Sequence[Problem], backend: str) -> None:
     if errors := [e for p in problems for e in unsupported(backend, p.spec)]:
         raise ProblemError(dict.fromkeys(errors))
     if problems[0].device.type == "cpu" and backend in ("torch", "tiled"):
-        spread([partial(run_part, part, backend) for problem in problems for part in split(problem)])
+        if backend == "torch" and len(problems) == 1 and (whole := with_all_threads(problems[0])).threads:
+            run_part(whole, backend)
+        else:
+            spread([partial(run_part, part, backend) for problem in problems for part in split(problem)])
     else:
         _run(problems, backend)
 

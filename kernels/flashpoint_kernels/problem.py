@@ -11,6 +11,7 @@ Views share the user's memory; a broadcast dimension of the mask has stride 0.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -60,6 +61,7 @@ class Problem:
     tensors: dict[str, Tensor]
     outputs: dict[str, Tensor] = field(default_factory=dict)
     cut_of: int = 0  # key/value heads of the request that this is a part of, see `heads`; 0 for a whole one
+    threads: int = 0  # that it may have beyond `reproducible.thread_count`, for they do not change its bits; 0: none
 
     @classmethod
     def create(
@@ -129,16 +131,22 @@ class Problem:
         shape = (*self.tensors["q"].shape[:-1], spec.value_dim)
         return torch.empty(shape, dtype=DTYPES[spec.dtype], device=self.device)
 
-    def batches(self) -> Iterator[tuple[Row, dict[str, Tensor]]]:
+    def batches(self, most: int = 1) -> Iterator[tuple[Row, dict[str, Tensor]]]:
         """Each sequence as a batch of one, with views of its own valid rows: q (1,Hq,sq,D), mask (1,Hq,sq,sk)…
 
         Inputs and outputs alike, by name; `sinks` (Hq,) and `alibi_slopes` (1,Hq). Padding is not in the views: a
-        backend that writes through them first calls `clear_outputs`.
+        backend that writes through them first calls `clear_outputs`. Up to `most` neighbours of equal lengths come as
+        one batch of a padded layout, with the first one's row: q (n,Hq,sq,D).
         """
         views = {name: self.canonical(name, t) for named in (self.tensors, self.outputs) for name, t in named.items()
                  if name not in _NOT_OF_ROWS}  # fmt: skip
-        for row in self.rows:
-            yield row, {name: _own(name, view, row) for name, view in views.items()}
+        for row, count in [(row, 1) for row in self.rows] if most == 1 or self.spec.ragged else self._alike(most):
+            yield row, {name: _own(name, view, row, count) for name, view in views.items()}
+
+    def _alike(self, most: int) -> Iterator[tuple[Row, int]]:
+        for _, same in itertools.groupby(self.rows, lambda row: (row.q_len, row.kv_len)):
+            while some := tuple(itertools.islice(same, most)):
+                yield some[0], len(some)
 
     def sequences(self) -> Iterator[tuple[Row, dict[str, Tensor]]]:
         """As `batches`, without the dimension of the batch: q (Hq,sq,D), lse (Hq,sq), alibi_slopes (Hq,)…"""
@@ -201,10 +209,10 @@ _KEY_ROWS = {"k", "v", "dk", "dv"}
 _NOT_OF_ROWS = {*INDEX_TENSORS, "dattn_mask", "dsinks"}
 
 
-def _own(name: str, view: Tensor, row: Row) -> Tensor:
+def _own(name: str, view: Tensor, row: Row, count: int) -> Tensor:
     if name == "sinks":
         return view
-    own = view if view.shape[0] == 1 else view.narrow(0, row.index if name == "alibi_slopes" else row.batch, 1)
+    own = view if view.shape[0] == 1 else view.narrow(0, row.index if name == "alibi_slopes" else row.batch, count)
     if name == "alibi_slopes":
         return own
     if name == "attn_mask":

@@ -4,8 +4,9 @@ On the CPU `_scaled_dot_product_flash_attention_for_cpu`, on CUDA torch's FlashA
 and its memory-efficient kernel for the rest; each with its own backward from the saved `o` and `lse`. These operators
 are private to torch: a test guards their signatures, and the gpu tests prove the CUDA half of this file on a device.
 
-One sequence at a time, as a batch of one: their bits change with the batch. What they leave out is put right here: they
-know the diagonal from the top left alone, have no answer (or crash) without keys, and give `lse` 0 for a masked row.
+Sequences share a call where its bits do not change with the batch (`reproducible.neighbours`), else each is a batch of
+one. What the operators leave out is put right here: they know the diagonal from the top left alone, have no answer (or
+crash) without keys, and give `lse` 0 for a masked row.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashpoint_kernels.problem import Problem, narrowed
-from flashpoint_kernels.reproducible import aligned, threads
+from flashpoint_kernels.reproducible import aligned, aligned_heads, neighbours, threads
 from flashpoint_kernels.spec import Row
 
 INF = float("inf")
@@ -46,11 +47,11 @@ def backward(problems: Sequence[Problem]) -> None:
                 call = Call.of(problem, row, x)
                 o, lse = (x["o"], x["lse"]) if "lse" in x else call.forward()
                 # As the forward's answer is rounded, so that a caller who brings it gets the same bits.
-                o = aligned(o.to(x["q"].dtype), call.q.dtype)
+                o = aligned_heads(o.to(x["q"].dtype), call.q.dtype)
                 # +∞ in place of the −∞ of a masked row makes its probabilities exp(s − lse) = 0.
                 lse = aligned(lse, torch.float32)
                 lse = lse.masked_fill(lse == -INF, INF)
-                do = aligned(x["do"], call.q.dtype)
+                do = aligned_heads(x["do"], call.q.dtype)
                 if problem.device.type == "cuda":
                     with _deterministic(problem.spec.options.deterministic):
                         grads = call.backward_cuda(do, o, lse)
@@ -63,7 +64,7 @@ def backward(problems: Sequence[Problem]) -> None:
 
 def _with_work(problem: Problem) -> Iterator[tuple[Row, dict[str, Tensor]]]:
     """The sequences with a query and a key: the operators divide by zero without, and the answer is written already."""
-    return ((row, x) for row, x in problem.batches() if row.q_len and row.kv_len)
+    return ((row, x) for row, x in problem.batches(neighbours(problem)) if row.q_len and row.kv_len)
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def _deterministic(wanted: bool) -> Iterator[None]:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One sequence as the operators take it: q (1,Hq,sq,D), k and v (1,Hk,sk,D), an additive mask or none.
+    """Sequences of equal lengths as the operators take them: q (n,Hq,sq,D), k and v (n,Hk,sk,D), a mask to add or none.
 
     `causal` is the operators' own, from the top left; `dead` marks the queries that may see no key.
     """
@@ -97,7 +98,7 @@ class Call:
         spec = problem.spec
         # The CPU operators' half arithmetic was seen to miss the test rule (float16 dv at 512 × 512): float32 keeps it.
         dtype = x["q"].dtype if problem.device.type == "cuda" else torch.float32
-        q, k, v = aligned(x["q"], dtype), aligned(x["k"], dtype), aligned(x["v"], dtype)
+        q, k, v = (aligned_heads(x[name], dtype) for name in "qkv")
         offset = spec.offset(row.q_len, row.kv_len)
         causal = spec.options.causal and offset < row.kv_len - 1  # else the first query sees every key already
         bias = None
@@ -116,7 +117,7 @@ class Call:
         return cls(q, k, v, bias, dead, causal, spec.scale)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """o (1,Hq,sq,D) and lse (1,Hq,sq)."""
+        """o (n,Hq,sq,D) and lse (n,Hq,sq)."""
         o, lse = self.forward_cuda() if self.q.is_cuda else self.forward_cpu()
         if self.dead is not None:
             o, lse = o.masked_fill(self.dead[..., None], 0.0), lse.masked_fill(self.dead, -INF)

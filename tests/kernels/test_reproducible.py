@@ -4,9 +4,20 @@ import contextlib
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flashpoint_kernels import Options, Problem, run
-from flashpoint_kernels.reproducible import CORES, FLOPS_PER_THREAD, aligned, split, thread_count, threads
+from flashpoint_kernels.dispatch import run_part
+from flashpoint_kernels.reproducible import (
+    CORES,
+    FLOPS_PER_THREAD,
+    aligned,
+    split,
+    thread_count,
+    threads,
+    with_all_threads,
+)
 from flashpoint_kernels.spec import Row
 from tests.kernels.solving import backward, forward, qkv
 
@@ -142,3 +153,46 @@ def test_aligned_copies_only_what_it_must() -> None:
         assert copy.data_ptr() % 64 == 0
         assert copy.data_ptr() != other.data_ptr()
         assert torch.equal(copy, other.float())
+
+
+@given(
+    batch=st.integers(1, 5), kv_heads=st.integers(1, 4), group=st.integers(1, 2), q_len=st.integers(1, 600),
+    kv_len=st.integers(1, 600), dim=st.sampled_from([16, 24, 48, 64, 128]), causal=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]), layout=st.sampled_from(["bhsd", "bshd"]),
+    lengths=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_bits_are_the_same_with_neighbours_in_the_call_and_with_all_threads(
+    batch: int, kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, causal: bool,
+    dtype: torch.dtype, layout: str, lengths: bool,
+) -> None:  # fmt: skip
+    """Sequences of equal lengths share a call of torch's operators; here each runs by itself, with one thread, too."""
+    t = qkv(batch, group * kv_heads, q_len, kv_len, dim, kv_heads=kv_heads, dtype=dtype, seed=batch)
+    if layout == "bshd":
+        t = {name: x.transpose(1, 2).contiguous() for name, x in t.items()}
+    padding = {"kv_lengths": torch.tensor([kv_len - (kv_len > 3 and b % 3 == 2) for b in range(batch)])}
+    options: dict[str, object] = {"causal": causal, "layout": layout}
+    found = answers("torch", t | (padding if lengths else {}), **options)
+    for b in range(batch):
+        own = {name: x[b : b + 1] for name, x in t.items()}
+        given_own = {name: x[b : b + 1] for name, x in padding.items()} if lengths else {}
+        alone = Problem.create({n: own[n] for n in "qkv"} | given_own, Options(**options, return_lse=True))  # type: ignore[arg-type]
+        run_part(alone, "torch")
+        gradient = Problem.create(own | alone.outputs | given_own, Options(**options), "backward")  # type: ignore[arg-type]
+        run_part(gradient, "torch")
+        for name, x in (alone.outputs | gradient.outputs).items():
+            assert torch.equal(found[name][b : b + 1], x), (b, name)
+
+
+def test_a_problem_has_all_threads_only_where_they_cannot_change_its_bits() -> None:
+    def threads_of(t: dict[str, torch.Tensor], direction: str = "forward") -> int:
+        given = t if direction == "backward" else {name: x for name, x in t.items() if name != "do"}
+        return with_all_threads(Problem.create(given, Options(), direction)).threads  # type: ignore[arg-type]
+
+    assert threads_of(qkv(1, 2, 16, 40, 32)) == torch.get_num_threads()
+    assert threads_of(qkv(1, 1, 512, 40, 32)) == torch.get_num_threads()
+    assert threads_of(qkv(1, 2, 512, 40, 32), "backward") == torch.get_num_threads()
+    assert threads_of(qkv(1, 1, 512, 40, 32), "backward") == 0  # one task, whose products BLAS would share out
+    assert threads_of(qkv(1, 2, 15, 40, 32)) == 0
+    assert threads_of(qkv(1, 2, 16, 40, 24)) == 0
+    assert threads_of(qkv(0, 2, 16, 40, 32)) == 0
