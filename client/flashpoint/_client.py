@@ -80,8 +80,9 @@ class Client(_Settings[httpx.Client]):
     """A client of the service at `url`, such as `http://localhost:8000`. Thread-safe; connections are kept and reused.
 
     `api_key` is sent as a bearer key. `timeout` is in seconds for a whole call, retries included, and is told to the
-    server; None is no end. `retries` is how often a call is sent again when there was no connection, or the server was
-    full (429) or not ready (503): after its `Retry-After`, else after a delay that doubles.
+    server; None is no end. `retries` is how often a call is sent again when there was no connection, or it broke (a 500
+    or 502 of a proxy's own, too), or the server was full (429) or not ready (503): after its `Retry-After`, else after
+    a delay that doubles.
 
     `transport` replaces the client's own, which is used where the environment names no proxy. Another than the client's
     own holds the timeout over each of its waits: a server that falls silent within its answer may overrun it.

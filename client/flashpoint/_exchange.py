@@ -35,6 +35,9 @@ LONGEST_DELAY = 10.0
 # A part goes out in pieces that a socket's buffer takes whole: httpx copies each, and again what did not fit.
 PIECE = 256 * 1024
 
+_PROBLEM = "application/problem+json"  # every error of Flashpoint itself
+# Without that it is another's: a proxy's whose server died. Nginx says 502, Ray Serve 500.
+_BROKEN_BEHIND = (500, 502)
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 _BROKEN = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
 
@@ -134,6 +137,8 @@ class Exchange:
     def answer(self) -> Any:
         """The call's result, all of the answer having been fed. Raises the error that the answer is."""
         found = self._reader.finish()
+        if self._status in _BROKEN_BEHIND and self._headers.get("content-type", "").partition(";")[0] != _PROBLEM:
+            raise ConnectionFailedError(f"the connection broke behind a proxy, which answered {self._status}")
         if self._status != self.call.success:
             retry_after = _retry_after(self._headers)
             raise from_problem(self._status, found, request_id=self._request_id, retry_after=retry_after)

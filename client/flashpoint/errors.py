@@ -8,7 +8,7 @@ FlashpointError
 ├── OverloadedError           429, 503: worth trying again, after `retry_after` seconds
 ├── DeadlineExceededError     504, and the client's own timeout                        (also a TimeoutError)
 ├── ServerError               500 and every other 5xx
-├── ConnectionFailedError     no answer: no connection, or one that broke              (also a ConnectionError)
+├── ConnectionFailedError     no answer: no connection, or one that broke, also behind a proxy  (also a ConnectionError)
 └── ProtocolError             an answer that is not what the contract says
 """
 
@@ -87,7 +87,7 @@ class ServerError(FlashpointError):
 
 
 class ConnectionFailedError(FlashpointError, ConnectionError):
-    """There was no connection to the server, or it broke, at every retry."""
+    """There was no connection to the server, or it broke, here or behind a proxy, at every retry."""
 
 
 class ProtocolError(FlashpointError):

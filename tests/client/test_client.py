@@ -206,6 +206,15 @@ def test_a_broken_connection_is_made_again(scripted, connect, quick):
     assert len(scripted.requests) == 3
 
 
+@pytest.mark.parametrize("status", [500, 502])
+def test_a_connection_that_broke_behind_a_proxy_is_made_again(scripted, connect, quick, status):
+    scripted.script.extend([lambda h: h.answer(status, b"Internal Server Error", "text/plain; charset=utf-8")] * 3)
+    assert np.array_equal(connect(scripted.url).attention(Q, Q, Q), Q)
+    scripted.script.append(lambda h: h.answer(status, b"<html>", "text/html"))
+    with pytest.raises(flashpoint.ConnectionFailedError, match=str(status)):
+        connect(scripted.url, retries=0).attention(Q, Q, Q)
+
+
 def test_no_server_is_a_connection_error_after_the_retries(connect, quick):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
