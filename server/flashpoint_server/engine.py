@@ -131,6 +131,11 @@ class Engine:
         self.load += job.flops
         self._send(job.message(number, sent.since + job.seconds(self.device.speed) - job.priority * PRIORITY_SECONDS))
 
+    @property
+    def unbegun(self) -> Iterator[Sent]:
+        """What it has been sent and has not begun with."""
+        return (sent for sent in self._sent.values() if not sent.job.staging.slot.mark)
+
     def cancel(self, sent: Sent) -> None:
         """Nobody waits for it any more: the engine is told, where it has not answered."""
         if self._sent.get(sent.number) is sent:
@@ -229,7 +234,7 @@ class Engine:
             return
         log.error("engine lost", jobs=len(self._sent))
         self.state = State.STARTING
-        kept = [sent for sent in self._sent.values() if not sent.job.staging.slot.mark]
+        kept = list(self.unbegun)
         for sent in kept:
             del self._sent[sent.number]
             self._let_go(sent)
@@ -306,6 +311,12 @@ class Engines:
     def device(self) -> DeviceInfo | None:
         """What a job may count on, whichever engine it goes to: all are of one kind."""
         return next((engine.device for engine in self._ready()), None)
+
+    @property
+    def waiting_seconds(self) -> float:
+        """For how long that has waited which no engine has begun with, the job that has waited longest; else 0."""
+        unbegun = itertools.chain(self._kept, *(engine.unbegun for engine in self._engines))
+        return max((time.monotonic() - sent.since for sent in unbegun), default=0.0)
 
     def _ready(self) -> Iterator[Engine]:
         return (engine for engine in self._engines if engine.state is State.READY)
