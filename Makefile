@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: install serve test test-full test-kserve test-kernels-full lint format compile-all compat gpu gpu-serve docker-steps loadtest clean
+.PHONY: install serve test test-full test-kserve test-kernels-full lint format compile-all compat gpu gpu-serve docker-steps charts loadtest clean
 
 install: $(VENV)/.server
 $(VENV)/bin/python:
@@ -60,6 +60,10 @@ gpu:
 # The Dockerfile's steps, in clean roots and without Docker. As root, where debootstrap is installed.
 docker-steps: $(VENV)/.dev
 	$(BIN)/python tests/docker/steps.py
+
+# The Helm chart with each file of deploy/helm/examples, rendered by Helm and held against Kubernetes' schemas.
+charts: $(VENV)/.dev
+	$(BIN)/python tests/deploy/charts.py
 
 # The whole service on a GPU: its batches, its faults and its speed.
 gpu-serve: $(VENV)/.dev

@@ -1,7 +1,8 @@
 """Fill the tables of the documentation from the code and from what was measured, so that neither drifts from the other.
 
-`python docs/make_tables.py` writes them between their marks, `<!-- table: NAME -->` and `<!-- end -->`; with `--check`
-it writes nothing and exits with 1 where a page is not as it would write it (`make lint`).
+`python docs/make_tables.py` writes them between their marks, `<!-- table: NAME -->` and `<!-- end -->`, and the
+settings of the Helm chart into its schema; with `--check` it writes nothing and exits with 1 where a page is not as it would
+write it (`make lint`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,18 @@ from flashpoint_server.settings import Settings
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
+CHART_SCHEMA = DOCS.parent / "deploy/helm/flashpoint/values.schema.json"
+# What the chart decides itself, files that it does not mount, and shared memory, which ends with a pod.
+NOT_OF_THE_CHART = {
+    "port",
+    "device",
+    "api_keys",
+    "api_keys_file",
+    "tls_cert",
+    "tls_key",
+    "tls_client_ca",
+    "shared_memory_bytes",
+}
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 WHEN = {
@@ -318,14 +331,25 @@ def filled(text: str) -> str:
     return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
 
 
+def with_settings(text: str) -> str:
+    """The schema of the chart's values, with the server's settings as they are now."""
+    schema = json.loads(text)
+    schema["properties"]["settings"]["properties"] = {
+        name: {key: value for key, value in field.items() if key not in ("title", "default")}
+        for name, field in Settings.model_json_schema()["properties"].items()
+        if name not in NOT_OF_THE_CHART
+    }
+    return json.dumps(schema, indent=2) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page has drifted")
     check = parser.parse_args().check
     drifted = []
-    for page in sorted(DOCS.glob("*.md")):
+    for page in [*sorted(DOCS.glob("*.md")), CHART_SCHEMA]:
         before = page.read_text(encoding="utf-8")
-        after = filled(before)
+        after = with_settings(before) if page == CHART_SCHEMA else filled(before)
         if after != before:
             drifted.append(page.name)
             if not check:

@@ -1,0 +1,45 @@
+{{- define "flashpoint.fullname" -}}
+{{- if contains .Chart.Name .Release.Name -}}
+{{- .Release.Name | trunc 53 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 53 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "flashpoint.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "flashpoint.labels" -}}
+{{ include "flashpoint.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- /* A number as the server reads it: Helm has all numbers as floats, and would write 4294967296 as 4.294967296e+09. */ -}}
+{{- define "flashpoint.value" -}}
+{{- if and (kindIs "float64" .) (eq . (floor .)) -}}{{ int64 . }}{{- else -}}{{ . }}{{- end -}}
+{{- end -}}
+
+{{- /* What supervisor and engines may take to end beyond shutdown_timeout: 15 s for a worker, 1 s for an engine. */ -}}
+{{- define "flashpoint.graceSeconds" -}}
+{{- add .Values.preStopSeconds (ceil .Values.settings.shutdown_timeout) 20 -}}
+{{- end -}}
+
+{{- define "flashpoint.memory" -}}
+{{- $staging := mul .Values.settings.workers (int64 (ceil (divf .Values.settings.staging_bytes 1048576))) -}}
+{{- add $staging .Values.memory.processesMiB -}}Mi
+{{- end -}}
+
+{{- define "flashpoint.device" -}}
+{{- $count := int .Values.gpu.count -}}
+{{- if eq $count 0 -}}cpu{{- else if eq $count 1 -}}cuda{{- else -}}all{{- end -}}
+{{- end -}}
+
+{{- define "flashpoint.replicaBounds" -}}
+{{- if lt (int .Values.autoscaling.maxReplicas) (int .Values.autoscaling.minReplicas) -}}
+{{- fail "autoscaling.maxReplicas: less than autoscaling.minReplicas" -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,238 @@
+"""The Helm chart, rendered by Helm itself: what comes out is valid, fits the server and the image, and bad values are
+refused. `make charts` writes deploy/helm/validated.txt anew."""
+
+import copy
+import itertools
+import json
+import re
+import shutil
+import subprocess
+
+import jsonschema
+import pytest
+import yaml
+
+from flashpoint_server import processes, supervisor
+from flashpoint_server.metrics import Metrics
+from flashpoint_server.settings import Settings
+
+charts = pytest.importorskip("charts", reason="helm-python-sdk has no build for this platform")
+from charts import CHART, DEPLOY, EXAMPLES, NEWEST, VALIDATED, render, report, validate  # noqa: E402
+
+ROOT = DEPLOY.parent
+EVERYTHING = EXAMPLES["everything"]
+KEDA = {"autoscaling": EXAMPLES["keda"]["autoscaling"]}
+
+
+def of_kind(manifests, kind):
+    (one,) = [m for m in manifests if m["kind"] == kind and not m["metadata"]["name"].endswith("-dashboard")]
+    return one
+
+
+def pod(values=None):
+    return of_kind(render(values), "Deployment")["spec"]["template"]["spec"]
+
+
+def container(values=None):
+    return pod(values)["containers"][0]
+
+
+def exported():
+    """Every name that /metrics has samples of."""
+    suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+    return {family.name + suffix for family in Metrics().families() for suffix in suffixes[family.type]}
+
+
+def test_what_helm_renders_is_what_was_validated():
+    assert VALIDATED.read_text() == report(), "run make charts"
+
+
+def test_a_misspelt_field_would_be_seen():
+    for manifest in render(EVERYTHING) + render(KEDA):
+        for place in {"metadata", "spec"} & manifest.keys():
+            wrong = copy.deepcopy(manifest)
+            wrong[place]["mispelt"] = 1
+            with pytest.raises(jsonschema.ValidationError, match="mispelt"):
+                validate(wrong, NEWEST)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"settings": {"queue_limt": 3}}, "queue_limt"),
+        ({"settings": {"queue_limit": 0}}, "/settings/queue_limit"),
+        ({"settings": {"shutdown_timeout": 0}}, "/settings/shutdown_timeout"),
+        ({"settings": {"log_format": "xml"}}, "/settings/log_format"),
+        ({"settings": {"workers": None}}, "workers"),
+        ({"settings": {"port": 9000}}, "port"),
+        ({"settings": {"device": "cuda"}}, "device"),
+        ({"settings": {"api_keys": "SECRET"}}, "api_keys"),
+        ({"replica": 3}, "replica"),
+        ({"replicas": 0}, "/replicas"),
+        ({"gpu": {"count": "one"}}, "/gpu/count"),
+        ({"image": {"repository": ""}}, "/image/repository"),
+        ({"preStopSeconds": -1}, "/preStopSeconds"),
+        ({"rollingUpdate": {"maxUnavailable": 0, "maxSurge": "0%"}}, "/rollingUpdate"),
+        ({"autoscaling": {"kind": "cpu"}}, "/autoscaling/kind"),
+        ({"autoscaling": {"kind": "keda"}}, "/autoscaling/prometheusAddress"),
+        ({"autoscaling": {"kind": "hpa", "queueBytes": 0, "queueSeconds": 0}}, "/autoscaling"),
+        ({"autoscaling": {"kind": "hpa", "minReplicas": 5, "maxReplicas": 4}}, "autoscaling.maxReplicas"),
+        ({"settings": {"otlp_endpoint": "http://collector:4318"}}, "networkPolicy.egress"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_values_that_cannot_work_are_refused_by_name(values, said):
+    with pytest.raises(charts.helm_python.HelmError, match=re.escape(said)):
+        render(values)
+
+
+@pytest.mark.parametrize(("shutdown", "pre_stop"), [*itertools.product([0.5, 30, 90.5, 86400], [0, 10, 300])])
+def test_a_pod_may_drain_for_as_long_as_its_server_does(shutdown, pre_stop):
+    spec = pod({"settings": {"shutdown_timeout": shutdown}, "preStopSeconds": pre_stop})
+    hook = spec["containers"][0].get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
+    assert hook == ["sleep", str(pre_stop)]
+    longest = shutdown + supervisor._WORKER_MARGIN + processes.ENGINE_PATIENCE
+    assert spec["terminationGracePeriodSeconds"] > pre_stop + longest
+
+
+@pytest.mark.parametrize(("workers", "staging"), [(1, 4 << 30), (4, 8 << 30), (3, (64 << 20) + 1)])
+def test_a_pods_memory_has_room_for_all_the_staging(workers, staging):
+    values = {"settings": {"workers": workers, "staging_bytes": staging}, "memory": {"processesMiB": 2048}}
+    resources = container(values)["resources"]
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+    memory = int(resources["limits"]["memory"].removesuffix("Mi")) << 20
+    assert workers * staging + (2048 << 20) <= memory < workers * (staging + (1 << 20)) + (2048 << 20)
+
+
+@pytest.mark.parametrize("name", ["defaults", *EXAMPLES])
+def test_the_server_reads_the_settings_as_they_were_given(name, monkeypatch):
+    values = EXAMPLES.get(name, {})
+    variables = of_kind(render(values), "ConfigMap")["data"]
+    for variable, value in variables.items():
+        assert variable.removeprefix("FLASHPOINT_").lower() in Settings.model_fields
+        monkeypatch.setenv(variable, value)
+    settings = Settings(_cli_parse_args=[])
+    given = {**yaml.safe_load((CHART / "values.yaml").read_text())["settings"], **values.get("settings", {})}
+    assert {name: getattr(settings, name) for name in given} == given
+    assert (settings.port, settings.device) == (
+        8000,
+        {0: "cpu", 1: "cuda"}.get(values.get("gpu", {}).get("count", 0), "all"),
+    )
+
+
+def test_the_settings_that_the_chart_says_are_the_servers_own_defaults():
+    said = yaml.safe_load((CHART / "values.yaml").read_text())["settings"]
+    assert said.pop("host") == "0.0.0.0"
+    assert said == {name: Settings.model_fields[name].default for name in said}
+
+
+def test_it_runs_as_the_image_is_made():
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    (user,) = re.findall(r"^USER (\d+)$", dockerfile, re.MULTILINE)
+    (port,) = re.findall(r"^EXPOSE (\d+)$", dockerfile, re.MULTILINE)
+    (cache,) = re.findall(r"TRITON_CACHE_DIR=(/var\S+)", dockerfile)
+    spec = pod()
+    assert {spec["securityContext"][key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {int(user)}
+    one = spec["containers"][0]
+    assert one["ports"][0] == {"name": "http", "containerPort": int(port)}
+    assert one["securityContext"]["readOnlyRootFilesystem"] is True
+    assert {mount["mountPath"] for mount in one["volumeMounts"]} == {"/tmp", cache}
+    assert "command" not in one  # the image's entry point links the kernels that it has compiled
+    assert spec["enableServiceLinks"] is False
+    assert spec["automountServiceAccountToken"] is False
+
+
+def test_a_gpu_is_asked_for_and_tolerated():
+    assert "tolerations" not in pod()
+    spec = pod({"gpu": {"count": 2}})
+    assert spec["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert spec["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+
+
+def test_keys_come_from_a_secret_and_prometheus_has_its_own():
+    manifests = render(EXAMPLES["keys"])
+    assert not [manifest for manifest in manifests if manifest["kind"] == "Secret"]
+    (key,) = of_kind(manifests, "Deployment")["spec"]["template"]["spec"]["containers"][0]["env"]
+    source = {"name": "flashpoint-keys", "key": "api-keys"}
+    assert key == {"name": "FLASHPOINT_API_KEYS", "valueFrom": {"secretKeyRef": source}}
+    (endpoint,) = of_kind(manifests, "ServiceMonitor")["spec"]["endpoints"]
+    credentials = {"name": "flashpoint-keys", "key": "metrics-key"}
+    assert endpoint["authorization"] == {"type": "Bearer", "credentials": credentials}
+
+
+@pytest.mark.parametrize("release", ["flashpoint", "prod", "a-flashpoint-of-another-name", "x" * 53])
+def test_its_parts_find_each_other(release):
+    manifests = render(EVERYTHING, release)
+    deployment, service = of_kind(manifests, "Deployment"), of_kind(manifests, "Service")
+    labels = deployment["spec"]["template"]["metadata"]["labels"].items()
+    selectors = [
+        deployment["spec"]["selector"]["matchLabels"],
+        service["spec"]["selector"],
+        of_kind(manifests, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
+        of_kind(manifests, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"],
+    ]
+    assert all(selector.items() <= labels for selector in selectors)
+    monitor = of_kind(manifests, "ServiceMonitor")["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert service["metadata"]["labels"][monitor["jobLabel"]] == "flashpoint"  # the job that FlashpointDown knows
+    assert (
+        of_kind(manifests, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]["name"]
+        == deployment["metadata"]["name"]
+    )
+    assert "replicas" not in deployment["spec"]
+    assert all(len(manifest["metadata"]["name"]) <= 63 for manifest in manifests)
+    for place in ("podAnnotations", "podLabels"):
+        field = place.removeprefix("pod").lower()
+        assert EVERYTHING[place].items() <= deployment["spec"]["template"]["metadata"][field].items()
+
+
+def test_what_scales_it_is_exported():
+    hpa = of_kind(render(EXAMPLES["hpa"]), "HorizontalPodAutoscaler")
+    asked = {metric["pods"]["metric"]["name"] for metric in hpa["spec"]["metrics"]}
+    triggers = of_kind(render(KEDA), "ScaledObject")["spec"]["triggers"]
+    assert asked == {
+        name for trigger in triggers for name in re.findall(r"flashpoint_\w+", trigger["metadata"]["query"])
+    }
+    assert asked <= exported()
+    (rule,) = yaml.safe_load((DEPLOY / "helm/prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    (pattern,) = re.findall(r'__name__=~"([^"]+)"', rule["seriesQuery"])
+    assert {name for name in exported() if re.fullmatch(pattern, name)} == asked
+
+
+def test_alerts_and_dashboard_are_those_of_this_repository():
+    manifests = render(EVERYTHING)
+    rules = of_kind(manifests, "PrometheusRule")["spec"]
+    assert rules == yaml.safe_load((DEPLOY / "prometheus/alerts.yaml").read_text())
+    named = set(re.findall(r"flashpoint_\w+", json.dumps([r["expr"] for g in rules["groups"] for r in g["rules"]])))
+    assert named <= exported()
+    (dashboard,) = [manifest for manifest in manifests if manifest["metadata"]["name"].endswith("-dashboard")]
+    assert json.loads(dashboard["data"]["flashpoint.json"]) == json.loads(
+        (DEPLOY / "grafana/flashpoint.json").read_text()
+    )
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool here (Debian: prometheus)")
+def test_prometheus_can_read_what_keda_asks_it(tmp_path):
+    triggers = of_kind(render(KEDA), "ScaledObject")["spec"]["triggers"]
+    rules = [{"record": f"asked{n}", "expr": trigger["metadata"]["query"]} for n, trigger in enumerate(triggers)]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "keda", "rules": rules}]}))
+    ran = subprocess.run(["promtool", "check", "rules", "rules.yaml"], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_a_package_of_the_chart_has_all_that_the_folder_has(tmp_path):
+    """The alerts and the dashboard are links out of the folder, which a package must not have."""
+    packed = charts.helm_python.package(CHART, destination=tmp_path)
+    charts.helm_python.expand(tmp_path, packed)
+    assert not [path for path in (tmp_path / "flashpoint").rglob("*") if path.is_symlink()]
+    assert render(EVERYTHING, folder=tmp_path / "flashpoint") == render(EVERYTHING)
+
+
+def test_the_probes_ask_what_the_server_answers(server):
+    one = container()
+    paths = {name: one[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+    (endpoint,) = of_kind(render(EVERYTHING), "ServiceMonitor")["spec"]["endpoints"]
+    assert server.get(paths["livenessProbe"]) == (200, {"status": "ok"})
+    assert server.get(paths["readinessProbe"]) == (200, {"status": "ok"})
+    assert paths["startupProbe"] == paths["readinessProbe"]
+    assert endpoint["path"] == "/metrics"
