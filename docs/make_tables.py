@@ -1,8 +1,8 @@
 """Fill the tables of the documentation from the code and from what was measured, so that neither drifts from the other.
 
 `python docs/make_tables.py` writes them between their marks, `<!-- table: NAME -->` and `<!-- end -->`, and the
-settings of the Helm chart into its schema; with `--check` it writes nothing and exits with 1 where a page is not as it would
-write it (`make lint`).
+settings of the Helm chart into its schema; with `--check` it writes nothing and exits with 1 where a page is not as it
+would write it (`make lint`).
 """
 
 from __future__ import annotations
