@@ -101,7 +101,7 @@ def router(service: Service) -> APIRouter:
         if format not in pictures.MEDIA_TYPES:
             raise Refusal("not_found", f"there are {' and '.join(pictures.MEDIA_TYPES)}")
         try:
-            picture = await service.codec.run(pictures.draw, benchmark.job.model_dump_json(), kind, format)
+            picture = await service.codec.run(None, pictures.draw, benchmark.job.model_dump_json(), kind, format)
         except ValueError as error:
             raise invalid([("kind", str(error))]) from None
         return Response(picture, media_type=pictures.MEDIA_TYPES[format])

@@ -58,6 +58,9 @@ class ComputeRoute(ABC):
             await _refuse(send, exchange, refusal, body)
         except ClientGoneError:
             exchange.code = "client_gone"
+        except MemoryError:
+            said = Refusal("out_of_memory", "the HTTP process ran out of memory for this request")
+            await _refuse(send, exchange, said, body)
         finally:
             exchange.bytes_in = max(exchange.bytes_in, body.received)
 

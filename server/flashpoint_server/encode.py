@@ -25,7 +25,7 @@ async def encode(job: AttentionJob, answer: Answer, encoding: Encoding, codec: C
             )
             for name, place in places.items()
         }
-        return [await codec.encode(arrays, {"dtype": job.spec.dtype, **answer.metadata})]
+        return [await codec.encode(arrays, {"dtype": job.spec.dtype, **answer.metadata}, job.deadline)]
     tensors = tuple((name, place.dtype, place.shape) for name, place in places.items())
     return [_head(tensors, tuple(answer.metadata.items())), *(view for view in views.values() if len(view))]
 

@@ -25,7 +25,7 @@ GROWTH = 1 << 22  # what the pool grows by at least, as several slots of a small
 
 
 class PoolFullError(Exception):
-    """The pool is as large as it may be, and too much of it is taken."""
+    """The pool is as large as it may be, or as the system lets it be, and too much of it is taken."""
 
 
 class Segment:
@@ -138,7 +138,10 @@ class Pool:
             self._trim()
         if self._size + size > self.limit:
             raise PoolFullError(f"{self._size} of {self.limit} bytes of staging memory are in use")
-        segment = Segment(size, touch=touch)
+        try:
+            segment = Segment(size, touch=touch)
+        except OSError as error:  # no descriptor, no memory, or no address space
+            raise PoolFullError(f"the system has no {size} bytes of staging memory left: {error}") from None
         self.segments[segment.number] = segment
         self._size += size
         return segment

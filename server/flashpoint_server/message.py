@@ -111,8 +111,8 @@ class SafetensorsMessage:
 
 
 async def read_json(body: Body, codec: Codec) -> tuple[Arrays, dict[str, Any]]:
-    """The tensors and options of a JSON message, all of it read. Raises Refusal 400 and 422."""
-    return await decode_json(await read_text(body), codec)
+    """The tensors and options of a JSON message, all of it read. Raises Refusal."""
+    return await decode_json(await read_text(body), codec, body.deadline)
 
 
 async def read_text(body: Body) -> bytes:
@@ -137,10 +137,10 @@ async def read_model(body: Body, model: type[M], limit: int) -> M:
         raise Refusal("malformed_body", f"the body is not JSON: {error}") from None
 
 
-async def decode_json(text: bytes, codec: Codec) -> tuple[Arrays, dict[str, Any]]:
-    """The tensors and options of a JSON message. Raises Refusal 400 and 422."""
+async def decode_json(text: bytes, codec: Codec, deadline: float | None) -> tuple[Arrays, dict[str, Any]]:
+    """The tensors and options of a JSON message. Raises Refusal 400, 422, 503 and 504."""
     try:
-        return await codec.decode(text)
+        return await codec.decode(text, deadline)
     except wire.WireError as error:
         raise Refusal("malformed_body", str(error)) from None
     except jsonwire.FieldError as error:

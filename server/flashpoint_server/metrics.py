@@ -66,6 +66,7 @@ class Metrics:
             "bytes": gauge("queue_bytes", "Bytes of the tensors of those", "livesum"),
             "flops": gauge("queue_flops", "FLOPs of those", "livesum"),
             "oldest_seconds": gauge("queue_oldest_seconds", "Age of the oldest of those", "livemax"),
+            "staging_slots": gauge("staging_slots", "Slots of staging memory that requests hold", "livesum"),
         }
         self.models = Statistics(registry)
 
@@ -108,7 +109,7 @@ class Metrics:
         self._restarts.inc()
 
     def queue(self, **now: float) -> None:
-        """What is inside: `requests`, `bytes`, `flops`, and the age of the oldest, `oldest_seconds`."""
+        """What is inside, and `oldest_seconds`, the age of the oldest of that."""
         for name, value in now.items():
             self._queue[name].set(value)
 

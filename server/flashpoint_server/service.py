@@ -75,7 +75,11 @@ class Service:
     def report_queue(self) -> None:
         inside = self.admission
         self.metrics.queue(
-            requests=inside.requests, bytes=inside.bytes, flops=inside.flops, oldest_seconds=inside.oldest_seconds
+            requests=inside.requests,
+            bytes=inside.bytes,
+            flops=inside.flops,
+            oldest_seconds=inside.oldest_seconds,
+            staging_slots=self.pool.taken,
         )
 
     async def drain(self) -> bool:

@@ -10,6 +10,7 @@ small one waits for a part of a large one at most. Everything else is a launch, 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import secrets
@@ -176,7 +177,7 @@ class ServingEngine:
                         case Cancel():
                             self._cancel(peer, message.id)
                         case Attach():
-                            self._attach(peer, message, descriptors[0])
+                            self._attach(peer, message, descriptors)
                         case Detach() if message.segment in peer.segments:
                             peer.detach(message.segment, self._device)
         except BlockingIOError:
@@ -254,9 +255,11 @@ class ServingEngine:
         if peer not in self._peers and not peer.running:
             peer.close(self._device)
 
-    def _attach(self, peer: Peer, message: Attach, descriptor: int) -> None:
+    def _attach(self, peer: Peer, message: Attach, descriptors: Sequence[int]) -> None:
         try:
-            peer.attach(message.segment, descriptor, message.size, self._device)
+            if not descriptors:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            peer.attach(message.segment, descriptors[0], message.size, self._device)
         except (OSError, MemoryError, RuntimeError, ValueError) as error:
             # No address space, or none that can be pinned; a caller's own segment that has become shorter.
             log.error("segment not mapped", size=message.size, error=str(error))

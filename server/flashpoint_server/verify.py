@@ -80,7 +80,7 @@ class VerifyRoute(ComputeRoute):
         if (drawn := _drawn(text)) is not None:
             request, price = drawn.model_dump_json().encode(), self._price(_spec_of(drawn), device)
         else:
-            arrays, said = await decode_json(text, self.service.codec)
+            arrays, said = await decode_json(text, self.service.codec, call.body.deadline)
             infos = {name: TensorInfo(array.dtype.name, array.shape) for name, array in arrays.items()}
             request, price = self._check(infos, said, device)
         permit.price(price)

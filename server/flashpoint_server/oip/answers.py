@@ -47,7 +47,7 @@ async def encode(
     )
     about = (model, version, identity, tuple(answer.metadata.items()))
     if numbers := {o.name: _array(o, views[o.name]) for o in outputs if o.size is None and not o.shared}:
-        head = await codec.run(_head_with, about, outputs, numbers)
+        head = await codec.run(job.deadline, _head_with, about, outputs, numbers)
     else:  # kept where it has no id, which is another each time: a model's answers are of few shapes
         head = _head_with(about, outputs, {}) if identity else _head(about, outputs)
     behind = [o for o in outputs if o.size is not None and not o.shared]

@@ -70,7 +70,7 @@ class InferRoute(AttentionRoute):
         if size is None and (body.length is None or body.length > _SHORT):
             permit = self.admit(call, body.length or body.limit)
         text, rest = (await read_text(body), b"") if size is None else await _read(body, size)
-        head = await self._parsed(text)
+        head = await self._parsed(text, body.deadline)
         if size is not None and body.length is not None and body.length != size + head.data_size:
             due = size + head.data_size
             raise Refusal("malformed_body", f"the body has {body.length} bytes where its head says {due}")
@@ -114,9 +114,9 @@ class InferRoute(AttentionRoute):
             check_apart(given, asked, {**spec.tensors, **spec.outputs})
         return given | asked
 
-    async def _parsed(self, text: bytes) -> Head:
+    async def _parsed(self, text: bytes, deadline: float | None) -> Head:
         try:
-            return _parse_again(text) if len(text) <= _SHORT else await self.service.codec.run(parse, text)
+            return _parse_again(text) if len(text) <= _SHORT else await self.service.codec.run(deadline, parse, text)
         except wire.WireError as error:
             raise Refusal("malformed_body", str(error)) from None
         except FieldError as error:
