@@ -1,1 +1,1 @@
-from tests.e2e.conftest import server, start_server  # noqa: F401
+from tests.e2e.conftest import start_server  # noqa: F401

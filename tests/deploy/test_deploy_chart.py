@@ -226,13 +226,3 @@ def test_a_package_of_the_chart_has_all_that_the_folder_has(tmp_path):
     charts.helm_python.expand(tmp_path, packed)
     assert not [path for path in (tmp_path / "flashpoint").rglob("*") if path.is_symlink()]
     assert render(EVERYTHING, folder=tmp_path / "flashpoint") == render(EVERYTHING)
-
-
-def test_the_probes_ask_what_the_server_answers(server):
-    one = container()
-    paths = {name: one[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
-    (endpoint,) = of_kind(render(EVERYTHING), "ServiceMonitor")["spec"]["endpoints"]
-    assert server.get(paths["livenessProbe"]) == (200, {"status": "ok"})
-    assert server.get(paths["readinessProbe"]) == (200, {"status": "ok"})
-    assert paths["startupProbe"] == paths["readinessProbe"]
-    assert endpoint["path"] == "/metrics"

@@ -1,6 +1,8 @@
-"""A rolling update as Kubernetes does it: two real servers, and a balancer of connections in the place of a Service.
+"""What Kubernetes asks of a pod, asked of real servers: the probes, and a rolling update in which no call is lost.
 
-The new pod is ready, the old one leaves the Service and gets SIGTERM, and no call is lost."""
+In the update a balancer of connections has a Service's place: the new pod is ready, the old one leaves the Service, and
+gets SIGTERM.
+"""
 
 import asyncio
 import contextlib
@@ -9,8 +11,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import numpy as np
 import pytest
+import yaml
 
 import flashpoint
 from flashpoint_server.settings import Settings
@@ -72,8 +76,13 @@ def service_to():
         yield lambda target: services.enter_context(contextlib.closing(Service(target)))
 
 
-def test_no_call_is_lost_when_a_pod_is_replaced(start_server, service_to):
-    new = start_server(ready=False)
+@pytest.fixture(scope="module")
+def new(start_server):
+    """The pod that stays; perhaps not ready yet."""
+    return start_server(ready=False)
+
+
+def test_no_call_is_lost_when_a_pod_is_replaced(start_server, new, service_to):
     old = start_server(log_level="debug")
     service = service_to(old.port)
     rng = np.random.default_rng(0)
@@ -116,3 +125,19 @@ def test_no_call_is_lost_when_a_pod_is_replaced(start_server, service_to):
     assert any(line["event"] == "request" and line["route"] == "/attention" for line in new.lines)
     first = answers[0][0]
     assert all(np.array_equal(answer, first) for given in answers for answer in given)
+
+
+def test_probes_and_prometheus_ask_what_the_server_answers(new):
+    charts = pytest.importorskip("charts", reason="helm-python-sdk has no build for this platform")
+    new.wait_ready()
+    rendered = charts.render(charts.EXAMPLES["everything"])
+    (chart,) = [m["spec"]["template"]["spec"]["containers"][0] for m in rendered if m["kind"] == "Deployment"]
+    kserve = yaml.safe_load((charts.DEPLOY / "kserve/inferenceservice.yaml").read_text())["spec"]["predictor"]
+    for container in (chart, *kserve["containers"]):
+        paths = [container[f"{probe}Probe"]["httpGet"]["path"] for probe in ("startup", "readiness", "liveness")]
+        assert [path.rpartition("/")[2] for path in paths] == ["ready", "ready", "live"]
+        assert [new.get(path)[0] for path in paths] == [200, 200, 200]
+    (monitor,) = [m for m in rendered if m["kind"] == "ServiceMonitor"]
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert httpx.get(f"{new.url}{endpoint['path']}").text.startswith("# HELP flashpoint_")
+    assert new.get("/v2/models/attention")[1]["name"] == "attention"  # what KServe's PROTOCOL v2 says of it
