@@ -27,6 +27,10 @@ FLOAT32 = ("lse", "dlse", "sinks", "alibi_slopes", "dattn_mask", "dsinks")
 INDEX = ("q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k")
 TENSORS = frozenset({*SHARED_DTYPE, *FLOAT32, *INDEX, "attn_mask"})
 
+# Lists and objects within one another, of a field that is no tensor; the contract's own have one. What is deep could be
+# read, and then not handed from the process that reads it to the one that asked.
+FIELD_DEPTH = 8
+
 DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -66,7 +70,19 @@ def decode(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise FieldError("dtype", f"must be one of {', '.join(DTYPES)}")
     tensors = {name: _array(name, message.pop(name), dtype) for name in sorted(TENSORS & message.keys())}
+    for name, value in message.items():
+        if _deeper(value, FIELD_DEPTH):
+            raise FieldError(name, f"has more than {FIELD_DEPTH} lists or objects within one another")
     return tensors, message
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether more than so many lists and objects lie within one another."""
+    inner = [value]
+    for _ in range(levels + 1):
+        inner = [x for x in inner if isinstance(x, list | dict)]
+        inner = [x for outer in inner for x in (outer.values() if isinstance(outer, dict) else outer)]
+    return bool(inner)
 
 
 def _array(name: str, value: Any, dtype: str) -> NDArray[Any]:
@@ -126,10 +142,10 @@ def elements(name: str, value: Any) -> tuple[tuple[int, ...], list[Any]]:
             raise FieldError(name, "shape must be a list of sizes")
         if len(shape) > RANK_LIMIT:
             raise FieldError(name, f"has more than {RANK_LIMIT} dimensions")
+        if math.prod(max(n, 1) for n in shape) >= 1 << 60:  # before it is said: Python spells no integer of any length
+            raise FieldError(name, "has a shape that overflows")
         if not isinstance(data, list) or len(data) != math.prod(shape):
             raise FieldError(name, f"data must be a list of {math.prod(shape)} elements")
-        if math.prod(max(n, 1) for n in shape) >= 1 << 60:
-            raise FieldError(name, "has a shape that overflows")
         return tuple(shape), data
     if not isinstance(value, list):
         raise FieldError(name, "must be nested lists, or an object of shape and data")
@@ -146,7 +162,8 @@ def elements(name: str, value: Any) -> tuple[tuple[int, ...], list[Any]]:
 
 
 def encode(tensors: Mapping[str, NDArray[Any]], fields: Mapping[str, Any]) -> bytes:
-    """A message of `tensors` as nested lists (an empty one as shape and data), and `fields` beside them.
+    """A message of `tensors` as nested lists (shape and data where it is empty or has no dimension), and
+    `fields` beside them.
 
     Numbers are the shortest that read back as the same float32 (float64 where the tensor is), so decoding a message
     with its `dtype` among `fields` gives the same bits.
@@ -157,8 +174,8 @@ def encode(tensors: Mapping[str, NDArray[Any]], fields: Mapping[str, Any]) -> by
 
 def _lists(array: NDArray[Any]) -> Any:
     flat = listed(array)
-    if array.size == 0:
-        return {"shape": list(array.shape), "data": []}
+    if array.size == 0 or array.ndim == 0:
+        return {"shape": list(array.shape), "data": flat}
     for size in reversed(array.shape[1:]):
         flat = [flat[i : i + size] for i in range(0, len(flat), size)]
     return flat

@@ -32,7 +32,7 @@ def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direc
 
 def field_errors(error: ValidationError) -> Iterator[tuple[str, str]]:
     """(field, message) of each thing that a model found wrong."""
-    return ((".".join(map(str, e["loc"])) or "request", _say(e)) for e in error.errors())
+    return ((".".join(map(str, e["loc"])), _say(e)) for e in error.errors())
 
 
 def _say(error: Any) -> str:

@@ -75,8 +75,8 @@ class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours
 
 
 def invalid(errors: Iterable[tuple[str, str]]) -> Refusal:
-    """422, naming each field that is wrong, as far as a person would read."""
-    listed = tuple(islice(errors, MOST_ERRORS))
+    """422, naming each field that is wrong, as far as a person would read; what has no name is the request's."""
+    listed = tuple((field or "request", message) for field, message in islice(errors, MOST_ERRORS))
     return Refusal("invalid_request", "; ".join(f"{field}: {message}" for field, message in listed), errors=listed)
 
 

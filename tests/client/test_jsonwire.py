@@ -108,6 +108,26 @@ def test_tensors_round_trip_bit_for_bit(pair):
     assert read[~nan].tobytes() == array[~nan].tobytes()
 
 
+def test_one_number_keeps_its_shape():
+    tensors, _ = decode(b'{"attn_mask": {"shape": [], "data": [0.5]}}')
+    assert tensors["attn_mask"].shape == ()
+    assert json.loads(encode(tensors, {})) == {"attn_mask": {"shape": [], "data": [0.5]}}
+
+
+def test_sizes_that_python_does_not_spell_are_a_field_error():
+    size = b"9" * 4000
+    with pytest.raises(FieldError, match="overflows"):
+        decode(b'{"q": {"shape": [%s, %s], "data": []}}' % (size, size))
+
+
+def test_lists_of_lists_are_refused_before_they_are_too_deep_to_be_handed_on():
+    deep = b"[" * 900 + b"]" * 900
+    with pytest.raises(FieldError, match="window"):
+        decode(b'{"q": [[1]], "window": %s}' % deep)
+    with pytest.raises(FieldError, match="causal"):
+        decode(b'{"causal": %s1%s}' % (b'{"a": ' * 900, b"}" * 900))
+
+
 @given(st.binary(max_size=200))
 def test_random_bytes_raise_nothing_else(body):
     for text in (body, b'{"q": ' + body + b"}"):

@@ -131,6 +131,9 @@ INVALID_JSON = {
     "dtype": ({"dtype": "float8"}, "dtype"),
     "flat data of another size": ({"q": {"shape": [2, 2], "data": [1]}}, "q"),
     "unknown": ({"mask": [1]}, "mask"),
+    "sizes that Python does not spell": ({"q": {"shape": [10**4000 - 1, 10**4000 - 1], "data": []}}, "q"),
+    "lists within lists": ({"window": json.loads("[" * 900 + "]" * 900)}, "window"),
+    "no name": ({"": 1}, "request"),
 }
 INVALID_HEADERS = {"x_timeout_ms": ["0", "-1", "1.5", "soon", "9" * 30], "x_priority": ["10", "-1", "high", ""]}
 
