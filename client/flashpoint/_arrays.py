@@ -70,6 +70,23 @@ def _pack_torch(name: str, tensor: torch.Tensor) -> Packed:
     return Packed(dtype, tuple(tensor.shape), flat.numpy().data)
 
 
+def to_numpy(name: str, value: Any) -> NDArray[Any]:
+    """`value` as numpy has it, by `pack`'s rules: itself, or a view of a torch tensor's memory on the CPU."""
+    if isinstance(value, np.ndarray) and value.dtype.isnative and value.dtype.name in ITEMSIZE:
+        return value
+    dtype, shape, data = pack(name, value)
+    return np.asarray(data).view(_numpy_dtype(dtype)).reshape(shape)
+
+
+def to_like(array: NDArray[Any], like: Array) -> Any:
+    """`array` as it is where `like` is numpy's, otherwise as a torch tensor on its device."""
+    if isinstance(like, np.ndarray):
+        return array
+    packed = pack("answer", array)
+    spec = TensorSpec("answer", packed.dtype, packed.shape, 0, packed.data.nbytes)
+    return _unpack(np.asarray(packed.data), spec, like)
+
+
 def unpack(buffer: NDArray[np.uint8], specs: Mapping[str, TensorSpec], like: Array) -> dict[str, Any]:
     """The tensors that lie in `buffer` as views of it: numpy where `like` is, otherwise torch on its device."""
     return {name: _unpack(buffer[spec.start : spec.stop], spec, like) for name, spec in specs.items()}
@@ -79,7 +96,11 @@ def _unpack(data: NDArray[np.uint8], spec: TensorSpec, like: Array) -> Any:
     if spec.start % ITEMSIZE[spec.dtype]:
         data = data.copy()  # behind a tensor of smaller elements: not aligned to its own
     if isinstance(like, np.ndarray):
-        return data.view(_BFLOAT16 if spec.dtype == "bfloat16" else np.dtype(spec.dtype)).reshape(spec.shape)
+        return data.view(_numpy_dtype(spec.dtype)).reshape(spec.shape)
     import torch
 
     return torch.from_numpy(data).view(getattr(torch, spec.dtype)).reshape(spec.shape).to(like.device)
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    return _BFLOAT16 if name == "bfloat16" else np.dtype(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import socket
 import time
 from selectors import EVENT_READ, EVENT_WRITE
 from typing import Any, Generic
@@ -23,10 +24,17 @@ def readable(wait: Wait) -> bool:
         return bool(selector.select(0))
 
 
-def run(steps: Steps[T], deadline: float | None, late: type[httpx.TimeoutException]) -> T:
-    """What `steps` return, before `deadline` (of `time.monotonic`), else raises `late`."""
+def run(
+    steps: Steps[T], deadline: float | None, late: type[httpx.TimeoutException], stop: socket.socket | None = None
+) -> T:
+    """What `steps` return, before `deadline` (of `time.monotonic`), else raises `late`.
+
+    Raises ReadError once `stop` can be read, which is how another thread ends it.
+    """
     try:
         with _Selector() as selector:
+            if stop is not None:
+                selector.register(stop, EVENT_READ)
             watched = wait = next(steps)
             selector.register(*wait)
             while True:
@@ -37,6 +45,8 @@ def run(steps: Steps[T], deadline: float | None, late: type[httpx.TimeoutExcepti
                 left = None if deadline is None else deadline - time.monotonic()
                 if (left is not None and left <= 0) or not (ready := selector.select(left)):
                     raise late(_LATE)
+                if stop is not None and any(key.fileobj is stop for key, _ in ready):
+                    raise httpx.ReadError("the call was stopped")
                 wait = steps.send(ready[0][1])
     except StopIteration as end:
         value: T = end.value

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import random
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
@@ -63,10 +64,11 @@ class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 
 class Exchange:
-    """One `Call`, until it is answered, its deadline passes, or `retries` retries are spent."""
+    """One `Call`, until it is answered, its deadline passes, `stop` can be read, or `retries` retries are spent."""
 
-    def __init__(self, call: Call, *, timeout: float | None, retries: int) -> None:
+    def __init__(self, call: Call, *, timeout: float | None, retries: int, stop: socket.socket | None = None) -> None:
         self.call = call
+        self._stop = stop
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._retries = retries
         self._failures = 0
@@ -96,7 +98,8 @@ class Exchange:
         if left is not None:
             headers["X-Timeout-Ms"] = str(max(1, int(left * 1000)))
         request = http.build_request(self.call.method, self.call.path, headers=headers, timeout=left)
-        request.extensions |= {"parts": self.call.body, "deadline": self._deadline}  # for our own transport
+        # For our own transport:
+        request.extensions |= {"parts": self.call.body, "deadline": self._deadline, "stop": self._stop}
         request.stream = Body(self)  # for any other
         self._timeouts = request.extensions["timeout"]
         return request

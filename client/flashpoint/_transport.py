@@ -1,7 +1,8 @@
 """httpx transports that carry tensors at a socket's speed, for `Client` and for `AsyncClient`.
 
 A request has its body in the extension `parts`, memoryviews that are sent whole, and its `deadline` (of
-`time.monotonic`, or None), which holds for all of its waits. A response's extension `read_into`, `(memoryview, least)
+`time.monotonic`, or None), which holds for all of its waits; where it has a socket `stop`, the blocking transport ends
+it with ReadError once that can be read. A response's extension `read_into`, `(memoryview, least)
 -> int`, reads the body into a buffer, `least` bytes or more, fewer only at the body's end; its `stream` can only be
 closed. No proxies: httpx has those.
 """
@@ -81,14 +82,16 @@ class _Origin:
 class _Body(httpx.SyncByteStream):
     """The body of an answer, and its connection, which goes back when the body is closed."""
 
-    def __init__(self, origin: _Origin, connection: Connection, reply: Reply, deadline: float | None) -> None:
+    def __init__(self, origin: _Origin, connection: Connection, reply: Reply, request: httpx.Request) -> None:
         self._origin = origin
         self._connection = connection
         self._reply = reply
-        self._deadline = deadline
+        self._deadline = request.extensions["deadline"]
+        self._stop = request.extensions.get("stop")
 
     def read_into(self, view: memoryview, least: int) -> int:
-        return run(self._connection.read_into(self._reply, view, least), self._deadline, httpx.ReadTimeout)
+        steps = self._connection.read_into(self._reply, view, least)
+        return run(steps, self._deadline, httpx.ReadTimeout, self._stop)
 
     def close(self) -> None:
         self._origin.give(self._connection, self._reply)
@@ -101,19 +104,19 @@ class Transport(httpx.BaseTransport):
         self._origin = _Origin(url)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        deadline = request.extensions["deadline"]
-        connection = self._origin.take() or self._connect(deadline)
+        deadline, stop = request.extensions["deadline"], request.extensions.get("stop")
+        connection = self._origin.take() or self._connect(deadline, stop)
         try:
-            reply = run(connection.exchange(request), deadline, httpx.ReadTimeout)
+            reply = run(connection.exchange(request), deadline, httpx.ReadTimeout, stop)
         except BaseException:
             connection.close()
             raise
-        body = _Body(self._origin, connection, reply, deadline)
+        body = _Body(self._origin, connection, reply, request)
         return httpx.Response(
             reply.status, headers=reply.headers, stream=body, extensions={"read_into": body.read_into}
         )
 
-    def _connect(self, deadline: float | None) -> Connection:
+    def _connect(self, deadline: float | None, stop: socket.socket | None) -> Connection:
         to = self._origin
         failure: Exception = httpx.ConnectError("the host has no address")
         try:
@@ -123,7 +126,7 @@ class Transport(httpx.BaseTransport):
         for family, kind, protocol, _, address in addresses:
             connection = Connection(family, kind, protocol)
             try:
-                run(connection.open(address, to.tls, to.host), deadline, httpx.ConnectTimeout)
+                run(connection.open(address, to.tls, to.host), deadline, httpx.ConnectTimeout, stop)
                 return connection
             except httpx.ConnectError as error:
                 connection.close()

@@ -4,18 +4,20 @@
     o.square().mean().backward()
 
 The backward sends what the forward had, with its `o` and `lse`, so the server keeps nothing between the two and does
-not run the forward again.
+not run the forward again. With a list of clients, all their servers share each of the two (`flashpoint.sharded`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from flashpoint._calls import Forward
+from flashpoint import sharded
 from flashpoint._client import Client
 from flashpoint.errors import invalid
 from flashpoint.meta import Meta
@@ -25,11 +27,14 @@ _INPUTS = ("q", "k", "v", "attn_mask", "sinks")
 _GRADS = ("dq", "dk", "dv", "dattn_mask", "dsinks")
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client, **keywords: Unpack[Forward]) -> Any:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Client], **keywords: Unpack[sharded.ShardedForward]
+) -> Any:
     """`client.attention`, with gradients for q, k, v, a float `attn_mask` and `sinks`, through o and lse.
 
     The same shapes, keywords, answers and errors; `timeout` and `priority` hold for the backward's call too. With
     dropout, the backward uses the seed of the forward, whoever picked it. A second derivative raises RuntimeError.
+    A list of clients is `sharded.attention` of them, with its keywords, answers and errors.
     """
     tensors = {"q": q, "k": k, "v": v, "attn_mask": keywords.get("attn_mask"), "sinks": keywords.get("sinks")}
     for name, value in {**tensors, **keywords}.items():
@@ -40,7 +45,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client, **keywords: Un
         if value is None:
             raise invalid(name, "must be a torch tensor")
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
-        return client.attention(q, k, v, **keywords)
+        return _method(client, "attention")(q, k, v, **keywords)
     others: dict[str, Any] = dict(keywords)
     return_lse, with_meta = others.pop("return_lse", False), others.pop("with_meta", False)
     o, lse, meta = _RemoteAttention.apply(client, others, *inputs)  # type: ignore[no-untyped-call]
@@ -48,19 +53,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client, **keywords: Un
     return (result, meta) if with_meta else result
 
 
+def _method(client: Client | Sequence[Client], name: str) -> Any:
+    return partial(getattr(sharded, name), client) if isinstance(client, Sequence) else getattr(client, name)
+
+
 class _RemoteAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, client: Client, keywords: dict[str, Any], *inputs: Tensor | None
-    ) -> tuple[Tensor, Tensor, Meta]:
+        ctx: FunctionCtx, client: Client | Sequence[Client], keywords: dict[str, Any], *inputs: Tensor | None
+    ) -> tuple[Tensor, Tensor, Meta | list[sharded.Part]]:
         q, k, v, *_ = inputs
         assert q is not None and k is not None and v is not None  # noqa: PT018  # `attention` has looked
-        (o, lse), meta = client.attention(q, k, v, **keywords, return_lse=True, with_meta=True)
+        (o, lse), meta = _method(client, "attention")(q, k, v, **keywords, return_lse=True, with_meta=True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, o, lse)  # type: ignore[arg-type]  # None is taken
         saved = {name for name, t in zip(_INPUTS, inputs, strict=True) if t is not None}
         others = {name: value for name, value in keywords.items() if name not in saved and name != "request_id"}
-        if meta.seed is not None:
+        if isinstance(meta, Meta) and meta.seed is not None:  # dropout is not sharded
             others["dropout_seed"] = meta.seed
         ctx.client, ctx.keywords = client, others  # type: ignore[attr-defined]
         return o, lse, meta
@@ -70,7 +79,7 @@ class _RemoteAttention(torch.autograd.Function):
         *inputs, o, lse = ctx.saved_tensors
         named = {name: t for name, t in zip(_INPUTS, inputs, strict=True) if t is not None}
         wanted = [name for name, needed in zip(_GRADS, ctx.needs_input_grad[2:], strict=True) if needed]
-        found = ctx.client.attention_grad(
+        found = _method(ctx.client, "attention_grad")(
             torch.zeros_like(o) if do is None else do,
             **named,
             o=o,

@@ -1,0 +1,200 @@
+"""What each shard is asked, and how their answers become one, exactly: no I/O, steps that yield what to ask.
+
+With lse_s and o_s of the shards that a query's keys are in (FlashAttention's own rescaling, between servers:
+Flash-Decoding, Dao et al. 2023),
+
+    lse = log Σ exp(lse_s)        o = Σ exp(lse_s − lse) · o_s
+
+and a sink is one more term of the first sum. Given the whole problem's o and lse, each shard's own part of the
+gradients is right as it is (FlashAttention-2, Algorithm 2: P = exp(S − lse), dS = P ∘ (dP − rowsum(do ∘ o) + dlse)): dq
+adds up over the shards of a query, dk and dv over those of a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from flashpoint import _calls
+from flashpoint._shards.plan import Plan, Shard
+from flashpoint._shards.problem import Numbers, Problem
+from flashpoint.errors import invalid
+
+_OF_QUERIES = ("q", "o", "do", "lse", "dlse")
+_FORWARD = ("q", "k", "v", "attn_mask")
+_BACKWARD = (*_FORWARD, "do", "dlse")
+# What a shard has in its own way, or its servers need not know.
+_OWN = {"layout", "causal", "causal_alignment", "window", "dropout_p", "dropout_seed", "return_lse", "grads"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What one server is asked about a shard. `call` makes it, so that tensors are copied when they are sent."""
+
+    shard: Shard
+    tensors: dict[str, Numbers]
+    options: dict[str, Any]
+
+    @property
+    def path(self) -> str:
+        return "/attention/grad" if "do" in self.tensors else "/attention"
+
+    def call(self, sending: dict[str, Any]) -> _calls.Call:
+        tensors = {name: t.swapaxes(1, 2) if self._turned(name) else t for name, t in self.tensors.items()}
+        q, k, v = (tensors.pop(name) for name in "qkv")
+        keywords = {**tensors, **self.options, **sending, "with_meta": True}
+        if "do" in keywords:
+            return _calls.backward(keywords.pop("do"), q, k, v, keywords)
+        return _calls.forward(q, k, v, keywords)
+
+    def answers(self, found: Any) -> list[Numbers]:
+        """The tensors of an answer, as views (B,H,S,D)."""
+        names = self.options.get("grads", ("o", "lse"))
+        return [t.swapaxes(1, 2) if self._turned(n) else t for n, t in zip(names, found, strict=True)]
+
+    def _turned(self, name: str) -> bool:
+        return self.options["layout"] == "bshd" and name in ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+
+
+Steps: TypeAlias = Generator[list[Question], list[list[Numbers]], dict[str, Numbers]]
+
+
+def forward(problem: Problem, plan: Plan) -> Steps:
+    """Steps to {"o", "lse"} in the problem's dtype and in float32, laid out as the caller's."""
+    questions = [_question(problem, shard, _FORWARD, {"return_lse": True}) for shard in plan.shards]
+    answers = yield questions
+    q, v = problem.tensors["q"], problem.tensors["v"]
+    lse = np.full(q.shape[:3], -np.inf, np.float64)
+    parts = []
+    for shard, (o, lse_s) in zip(plan.shards, answers, strict=True):
+        at = (shard.rows.batch, slice(None), shard.queries)
+        lse_s = lse_s.astype(np.float64) + _row_bias(problem, shard)
+        parts.append((at, o, lse_s))
+        with np.errstate(invalid="ignore"):  # infinities of the caller's
+            lse[at] = np.logaddexp(lse[at], lse_s)
+    if "sinks" in problem.tensors:
+        sinks = problem.tensors["sinks"].astype(np.float64)[:, None]
+        for rows in problem.rows:
+            at = (rows.batch, slice(None), slice(rows.q_start, rows.q_start + rows.band.q_len))
+            lse[at] = np.logaddexp(lse[at], sinks)
+    whole = np.zeros((*problem.shapes["q"][:-1], v.shape[-1]), problem.sum_dtype)
+    view = problem.view(whole)
+    for at, o, lse_s in parts:
+        total = lse[at]
+        with np.errstate(invalid="ignore", over="ignore"):
+            weight = np.exp(lse_s - np.where(np.isneginf(total), 0.0, total)).astype(problem.sum_dtype)
+            view[at] += weight[..., None] * o.astype(problem.sum_dtype)
+    return {"o": whole.astype(q.dtype, copy=False), "lse": lse.astype(np.float32).reshape(problem.lse_shape)}
+
+
+def backward(problem: Problem, plan: Plan) -> Steps:
+    """Steps to the gradients that the options' `grads` name, laid out as the caller's tensors."""
+    wanted = problem.options.grads
+    needs_whole = plan.merged or "sinks" in problem.tensors
+    if needs_whole and problem.on_reference:
+        cause = next((name for name in ("sinks", "alibi_slopes") if name in problem.tensors), "parts")
+        raise invalid(cause, "the reference backend's gradients take no lse of a whole: not sharded there")
+    sums: dict[str, Numbers] = {
+        name: np.zeros(problem.shapes[name[1:]], np.float64 if name == "dsinks" else problem.sum_dtype)
+        for name in wanted
+    }
+    names: tuple[str, ...] = _BACKWARD
+    if "lse" not in problem.tensors and needs_whole:
+        found = yield from forward(problem, plan)
+        lse = found["lse"].reshape(problem.tensors["q"].shape[:3])
+        problem = replace(problem, tensors={**problem.tensors, "o": problem.view(found["o"]), "lse": lse})
+    if "lse" in problem.tensors:
+        names = (*names, "o", "lse")
+    if "dsinks" in wanted:
+        _add_dsinks(problem, sums["dsinks"])
+    asked = [name for name in wanted if name != "dsinks"]
+    questions = [_question(problem, shard, names, {"grads": asked}) for shard in plan.shards if asked]
+    answers = yield questions
+    for question, answer in zip(questions, answers, strict=True):
+        for name, part in zip(asked, answer, strict=True):
+            whole = sums[name]
+            view = whole.reshape(problem.tensors["attn_mask"].shape) if name == "dattn_mask" else problem.view(whole)
+            at = _at(problem, question.shard, name[1:])
+            view[at] += _summed_to(part, view[at].shape)
+    return sums
+
+
+def _question(problem: Problem, shard: Shard, names: tuple[str, ...], more: dict[str, Any]) -> Question:
+    tensors = {name: problem.tensors[name][_at(problem, shard, name)] for name in names if name in problem.tensors}
+    options = problem.options.model_dump(exclude=_OWN, exclude_defaults=True)
+    options |= shard.rows.band.options(shard.piece) | more
+    options["layout"] = "bhsd" if problem.options.layout == "bhsd" else "bshd"  # as the rows lie in memory
+    if "alibi_slopes" in problem.tensors:
+        if shard.piece.aligned:
+            slopes = _slopes(problem, shard)
+            tensors["alibi_slopes"] = slopes if len(slopes) > 1 else slopes[0]
+        else:
+            tensors["attn_mask"] = _with_columns(tensors.get("attn_mask"), _column_bias(problem, shard))
+            if "lse" in tensors:
+                tensors["lse"] = (tensors["lse"] - _row_bias(problem, shard)).astype(np.float32)
+    return Question(shard, tensors, options)
+
+
+def _at(problem: Problem, shard: Shard, name: str) -> tuple[slice, ...]:
+    """Where in the view of a tensor the shard's part of it is."""
+    rows, every = shard.rows, slice(None)
+    if name == "attn_mask":
+        of_mask = zip(problem.tensors[name].shape, (rows.batch, every, shard.queries, shard.keys), strict=True)
+        return tuple(every if size == 1 else at for size, at in of_mask)
+    return rows.batch, every, shard.queries if name in _OF_QUERIES else shard.keys
+
+
+# ALiBi counts from the diagonal of the whole, which a piece that is not aligned has not. But all its keys are on one
+# side of that, so −slope·|i + offset − j| is a part for each key and one for each query. The first goes along as a mask
+# of one row. The second moves a row's scores alike: o stays as it is, and lse moves by as much.
+
+
+def _slopes(problem: Problem, shard: Shard) -> Numbers:
+    slopes = problem.tensors["alibi_slopes"]
+    return slopes if len(slopes) == 1 else slopes[shard.rows.sequences]
+
+
+def _column_bias(problem: Problem, shard: Shard) -> Numbers:
+    """(B or 1,Hq,1,keys): 0 at the key that is nearest to the diagonal."""
+    keys = np.arange(shard.piece.shape[1])
+    distance = keys[-1] - keys if shard.piece.below else keys
+    bias: Numbers = -_slopes(problem, shard).astype(np.float64)[:, :, None, None] * distance
+    return bias.astype(problem.sum_dtype)
+
+
+def _row_bias(problem: Problem, shard: Shard) -> Any:
+    """(B or 1,Hq,queries): what `_column_bias` leaves out; 0 where the server does it all."""
+    if "alibi_slopes" not in problem.tensors or shard.piece.aligned:
+        return 0.0
+    n, m = shard.piece.shape
+    at = np.arange(n) + shard.piece.offset
+    distance = at - (m - 1) if shard.piece.below else -at
+    return -_slopes(problem, shard).astype(np.float64)[:, :, None] * distance
+
+
+def _with_columns(mask: Numbers | None, columns: Numbers) -> Numbers:
+    if mask is None:
+        return columns
+    return np.where(mask, columns, -np.inf).astype(columns.dtype) if mask.dtype == np.bool_ else mask + columns
+
+
+def _add_dsinks(problem: Problem, dsinks: Numbers) -> None:
+    """dsinks = Σ exp(sink − lse) · (dlse − do·o) over the queries that are in a sequence."""
+    t = problem.tensors
+    for rows in problem.rows:
+        at = (rows.batch, slice(None), slice(rows.q_start, rows.q_start + rows.band.q_len))
+        do, o = (t[name][at].astype(problem.sum_dtype) for name in ("do", "o"))
+        seen = -np.einsum("bhsd,bhsd->bhs", do, o, dtype=np.float64)
+        if "dlse" in t:
+            seen += t["dlse"][at]
+        weight = np.exp(t["sinks"].astype(np.float64)[:, None] - t["lse"][at])
+        dsinks += (weight * seen).sum(axis=(0, 2))
+
+
+def _summed_to(part: Numbers, shape: tuple[int, ...]) -> Numbers:
+    """Over the axes that `part` has longer than `shape`."""
+    axes = tuple(i for i, (a, b) in enumerate(zip(part.shape, shape, strict=True)) if a != b)
+    return part.sum(axis=axes, keepdims=True) if axes else part

@@ -1,0 +1,91 @@
+"""Which shards a problem has: how often its queries and its keys are cut, and what of its tensors each shard is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from flashpoint._shards.cut import UNBOUNDED, Band, Piece
+from flashpoint._shards.problem import Problem, Rows
+from flashpoint.errors import invalid
+
+# Of two ways to cut, the one that sends less is better, unless its largest piece is longer than the other's by this.
+UNEVEN = 1.2
+MOST_PARTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One piece, as slices of the problem's views; `pairs` of queries and keys over all heads and sequences."""
+
+    rows: Rows
+    piece: Piece
+    pairs: int
+    queries: slice
+    keys: slice
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`shards` in the order in which they are merged. `merged`: whether a query is in more than one of them."""
+
+    shards: tuple[Shard, ...]
+    merged: bool
+
+
+def plan(problem: Problem, servers: int, parts: tuple[int, int] | None) -> Plan:
+    """As many parts as servers, or `parts` (of the queries, of the keys) of every sequence."""
+    if parts is not None and not (
+        len(parts) == 2 and all(type(part) is int and 1 <= part <= MOST_PARTS for part in parts)
+    ):
+        raise invalid("parts", f"must be two integers from 1 to {MOST_PARTS}: parts of the queries, and of the keys")
+    heads = problem.tensors["q"].shape[1], problem.tensors["k"].shape[1]
+    slopes = "alibi_slopes" in problem.tensors
+    works = [_pairs(rows) for rows in problem.rows]
+    shards: list[Shard] = []
+    merged = False
+    for rows, work in zip(problem.rows, works, strict=True):
+        # A sequence among others is cut by what it has of their work, so a short one not at all.
+        share = max(1, round(servers * work / max(1, sum(works))))
+        ways = [parts] if parts is not None else list(_ways(share, whole_keys=problem.on_reference))
+        pieces = _best(rows.band, ways, heads, slopes)
+        shards += (_shard(rows, piece, heads[0]) for piece in pieces)
+        merged |= _overlap(piece.queries for piece in pieces)
+    return Plan(tuple(shards), merged)
+
+
+def _ways(parts: int, *, whole_keys: bool) -> Iterator[tuple[int, int]]:
+    """Ways to cut queries and keys into `parts` in all, those that merge least first."""
+    for keys in range(1, parts + 1):
+        if parts % keys == 0 and (keys == 1 or not whole_keys):
+            yield parts // keys, keys
+
+
+def _best(band: Band, ways: Sequence[tuple[int, int]], heads: tuple[int, int], slopes: bool) -> list[Piece]:
+    straight = slopes or (band.right == 0 and band.left == UNBOUNDED)
+    cut = [band.pieces(*way, straight=straight) for way in ways]
+    longest = [max((band.pairs(piece) for piece in pieces), default=0) for pieces in cut]
+
+    def sent(pieces: list[Piece]) -> int:
+        return sum(n * heads[0] + m * heads[1] for n, m in (piece.shape for piece in pieces))
+
+    even = [pieces for pieces, most in zip(cut, longest, strict=True) if most <= UNEVEN * min(longest)]
+    return min(even, key=sent)
+
+
+def _pairs(rows: Rows) -> int:
+    band = rows.band
+    return band.pairs(Piece((0, band.q_len), (0, band.kv_len), band.offset))
+
+
+def _shard(rows: Rows, piece: Piece, q_heads: int) -> Shard:
+    def moved(start: int, part: tuple[int, int]) -> slice:
+        return slice(start + part[0], start + part[1])
+
+    pairs = rows.band.pairs(piece) * q_heads * (rows.batch.stop - rows.batch.start)
+    return Shard(rows, piece, pairs, moved(rows.q_start, piece.queries), moved(rows.kv_start, piece.keys))
+
+
+def _overlap(ranges: Iterable[tuple[int, int]]) -> bool:
+    return any(a[1] > b[0] for a, b in pairwise(sorted(ranges)))

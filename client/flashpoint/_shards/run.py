@@ -1,0 +1,98 @@
+"""The two ways to have questions answered, threads and asyncio: they differ in how they wait, and in nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import socket
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from flashpoint._client import AsyncClient, Client
+from flashpoint._exchange import Exchange
+from flashpoint._shards.work import RETRIED, Item, Work
+
+
+def run(work: Work, clients: Sequence[Client], sending: dict[str, Any]) -> None:
+    """Until every question of `work` is answered: a thread a client. The first error ends all, and is raised."""
+    theirs, ours = socket.socketpair()  # what can be read ends the calls of all threads
+    turn = threading.Condition()
+    stopped = threading.Event()
+
+    def serve(server: int) -> None:
+        while True:
+            with turn:
+                while (item := None if work.over else work.take(server)) is None:
+                    if work.over or stopped.is_set():
+                        return
+                    turn.wait(work.timeout())
+            try:
+                answer = clients[server]._run(_exchange(work, item, sending, theirs))
+            except RETRIED as error:
+                with turn:
+                    if stopped.is_set():
+                        return
+                    rest = work.failed(server, item, error)
+                    turn.notify_all()
+                    turn.wait_for(stopped.is_set, rest)
+            else:
+                with turn:
+                    work.done(server, item, answer)
+
+    with theirs, ours, ThreadPoolExecutor(len(clients), "flashpoint-shard") as pool:
+        try:
+            # The caller's trace goes along.
+            threads = [pool.submit(contextvars.copy_context().run, serve, i) for i in range(len(clients))]
+            ended, _ = wait(threads, return_when=FIRST_COMPLETED)
+            _raise_unless_over(work, ended)
+        finally:
+            with turn:
+                stopped.set()
+                turn.notify_all()
+            ours.send(b"\0")
+
+
+async def run_async(work: Work, clients: Sequence[AsyncClient], sending: dict[str, Any]) -> None:
+    """`run`, with a task a client. Cancelled, it cancels all."""
+    changed = asyncio.Event()
+
+    async def serve(server: int) -> None:
+        while not work.over:
+            item = work.take(server)
+            if item is None:
+                changed.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), work.timeout())
+                continue
+            try:
+                answer = await clients[server]._run(_exchange(work, item, sending))
+            except RETRIED as error:
+                rest = work.failed(server, item, error)
+                changed.set()
+                await asyncio.sleep(rest)
+            else:
+                work.done(server, item, answer)
+
+    tasks = [asyncio.create_task(serve(i)) for i in range(len(clients))]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        _raise_unless_over(work, ended)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _exchange(work: Work, item: Item, sending: dict[str, Any], stop: socket.socket | None = None) -> Exchange:
+    """One attempt, not retried at the same server."""
+    return Exchange(item.question.call(sending), timeout=work.timeout(), retries=0, stop=stop)
+
+
+def _raise_unless_over(work: Work, ended: Iterable[Future[None] | asyncio.Task[None]]) -> None:
+    """Who ends first has seen that all is done, or has met the error that ends all."""
+    for one in ended:
+        if not work.over:
+            one.result()

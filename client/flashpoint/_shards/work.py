@@ -1,0 +1,86 @@
+"""Questions handed to servers: who asks what next, and what becomes of a question that a server failed. No I/O.
+
+A server is given the longest question that nobody has, one at a time, so that faster servers answer more. A question
+whose server was full, stopping, or gone goes to another; a server that failed rests before it is given the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashpoint._exchange import backoff
+from flashpoint._shards.merge import Question
+from flashpoint.errors import ConnectionFailedError, DeadlineExceededError, OverloadedError
+
+RETRIED = (OverloadedError, ConnectionFailedError)
+
+
+@dataclass
+class Item:
+    """A question, the servers that failed it since all had, and at last what one answered."""
+
+    question: Question
+    failed: set[int] = field(default_factory=set)
+    failures: int = 0
+    server: int = -1
+    answer: Any = None
+
+
+class Work:
+    """One round of questions over `servers` servers, before `deadline` (of `time.monotonic`, or None).
+
+    A question may fail `retries` times at every server.
+    """
+
+    def __init__(self, questions: Sequence[Question], servers: int, retries: int, deadline: float | None) -> None:
+        self.items = [Item(question) for question in questions]
+        self._open = len(self.items)
+        self._waiting = sorted(self.items, key=lambda item: -item.question.shard.pairs)
+        self._servers = servers
+        self._most = (retries + 1) * servers
+        self._in_a_row = [0] * servers
+        self._deadline = deadline
+        self._last: Exception | None = None
+
+    @property
+    def over(self) -> bool:
+        return not self._open
+
+    def take(self, server: int) -> Item | None:
+        """What `server` is to ask now; None where there is nothing for it."""
+        for item in self._waiting:
+            if server not in item.failed:
+                self._waiting.remove(item)
+                return item
+        return None
+
+    def timeout(self) -> float | None:
+        """Seconds that are left for an attempt. Raises DeadlineExceededError."""
+        if self._deadline is None:
+            return None
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceededError("the timeout passed before every shard was answered") from self._last
+        return left
+
+    def done(self, server: int, item: Item, answer: Any) -> None:
+        item.server, item.answer = server, answer
+        self._in_a_row[server] = 0
+        self._open -= 1
+
+    def failed(self, server: int, item: Item, error: OverloadedError | ConnectionFailedError) -> float:
+        """Seconds that `server` is to rest, at most to the deadline. Raises `error` where the question has failed as often as it may."""
+        item.failures += 1
+        self._last = error
+        if item.failures >= self._most:
+            raise error
+        item.failed.add(server)
+        if len(item.failed) == self._servers:
+            item.failed.clear()
+        self._waiting.insert(0, item)
+        rest = max(backoff(self._in_a_row[server]), error.retry_after or 0.0)
+        self._in_a_row[server] += 1
+        return rest if self._deadline is None else min(rest, max(0.0, self._deadline - time.monotonic()))

@@ -1,0 +1,200 @@
+"""What becomes of a shard whose server is full, gone, silent or wrong, and of the others then."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections import deque
+
+import numpy as np
+import pytest
+from raw_server import until_closed
+from scripted_server import ScriptedServer, message
+
+import flashpoint
+from flashpoint import sharded
+from flashpoint.wire import head_size, parse_head
+
+Q, K, V = np.random.default_rng(0).standard_normal((3, 1, 2, 12, 4), dtype=np.float32)
+
+
+def solved(q, k, v):
+    """o and lse of attention with no options."""
+    s = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    lse = np.logaddexp.reduce(s, axis=-1)
+    return np.exp(s - lse[..., None]) @ v, lse
+
+
+def solve(handler):
+    """Answer as the service would."""
+    head = parse_head(handler.body[: head_size(handler.body[:8])])
+    data = np.frombuffer(handler.body, np.uint8)[head.size :]
+    q, k, v = (data[t.start : t.stop].view(np.float32).reshape(t.shape) for t in head.tensors)
+    o, lse = solved(q, k, v)
+    handler.answer(body=message({"o": o, "lse": lse}))
+
+
+@pytest.fixture
+def servers():
+    """Three servers that solve whatever comes, unless their script begins with something else."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for _ in range(3):
+            server = stack.enter_context(ScriptedServer())
+            server.script = deque([solve] * 100)
+            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(server.shutdown)
+            found.append(server)
+        yield found
+
+
+@pytest.fixture(params=["threads", "asyncio"])
+def attention(request):
+    """`attention(urls, **keywords)` of Q, K and V, with either kind of client."""
+
+    def in_threads(urls, retries=4, **keywords):
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(flashpoint.Client(url, retries=retries)) for url in urls]
+            return sharded.attention(clients, Q, K, V, **keywords)
+
+    async def in_asyncio(urls, retries=4, **keywords):
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(flashpoint.AsyncClient(url, retries=retries)) for url in urls]
+            return await sharded.async_attention(clients, Q, K, V, **keywords)
+
+    if request.param == "threads":
+        return in_threads
+    return lambda urls, **keywords: asyncio.run(in_asyncio(urls, **keywords))
+
+
+def busy(handler):
+    handler.problem(503, Retry_After="30")
+
+
+def full(handler):
+    handler.problem(429, Retry_After="30")
+
+
+def gone(handler):
+    handler.vanish()
+
+
+@pytest.fixture
+def nobody():
+    """A URL where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and no listen: connections are refused
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("parts", [(1, 3), (3, 1), (2, 4)])
+def test_the_parts_are_merged_to_the_whole(attention, servers, parts):
+    (o, lse), found = attention([s.url for s in servers], parts=parts, return_lse=True, with_meta=True)
+    expected = solved(Q, K, V)
+    np.testing.assert_allclose(o, expected[0], rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(lse, expected[1], rtol=2e-6, atol=2e-6)
+    assert len(found) == parts[0] * parts[1]
+    assert sum(part.pairs for part in found) == 2 * 12 * 12
+    assert sum(len(server.requests) for server in servers) == len(found)
+
+
+@pytest.mark.parametrize("failing", [busy, full, gone])
+def test_a_failed_shard_goes_to_another_server(attention, servers, failing):
+    servers[0].script = deque([failing] * 100)
+    begun = time.monotonic()
+    o, parts = attention([s.url for s in servers], parts=(1, 3), with_meta=True)
+    assert time.monotonic() - begun < 20  # nobody waits for the server that asks for 30 s
+    np.testing.assert_allclose(o, solved(Q, K, V)[0], rtol=2e-6, atol=2e-6)
+    assert servers[0].requests
+    assert servers[0].url not in {part.url for part in parts}
+    assert sum(part.meta.retries for part in parts) >= 1
+
+
+def test_a_server_that_is_not_there_is_done_without(attention, servers, nobody):
+    o, parts = attention([nobody, servers[0].url], parts=(2, 2), with_meta=True)
+    np.testing.assert_allclose(o, solved(Q, K, V)[0], rtol=2e-6, atol=2e-6)
+    assert {part.url for part in parts} == {servers[0].url}
+
+
+def test_a_server_that_was_full_for_a_moment_is_asked_again(attention, servers):
+    servers[0].script.appendleft(lambda handler: handler.problem(503, Retry_After="0"))
+    o = attention([servers[0].url], parts=(1, 2))
+    np.testing.assert_allclose(o, solved(Q, K, V)[0], rtol=2e-6, atol=2e-6)
+    assert len(servers[0].requests) == 3
+
+
+def test_there_is_an_error_and_no_part_of_an_answer_when_all_fail(attention, servers, nobody):
+    for server in servers[:2]:
+        server.script = deque([lambda handler: handler.problem(503, "draining", Retry_After="0")] * 100)
+    with pytest.raises(flashpoint.OverloadedError, match="draining"):
+        attention([s.url for s in servers[:2]], parts=(1, 1), retries=1)
+    assert sum(len(server.requests) for server in servers[:2]) == 4  # twice at each
+    with pytest.raises(flashpoint.ConnectionFailedError):
+        attention([nobody, nobody], retries=0)
+
+
+def silent(raw):
+    """A server that takes everything and says nothing, and counts the connections that were opened and closed."""
+    return raw(until_closed)
+
+
+def wait_for(found):
+    deadline = time.monotonic() + 20
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(422, flashpoint.InvalidInputError), (500, flashpoint.ServerError), (413, flashpoint.TooLargeError)],
+)
+def test_an_error_that_no_other_server_mends_ends_all(attention, servers, raw, status, error):
+    quiet = silent(raw)
+
+    def refuse(handler):
+        wait_for(lambda: quiet.opened == 1)
+        handler.problem(status)
+
+    servers[0].script = deque([refuse])
+    begun = time.monotonic()
+    with pytest.raises(error):
+        attention([quiet.url, servers[0].url], parts=(1, 2))
+    assert time.monotonic() - begun < 20  # of the client's 60
+    wait_for(lambda: quiet.closed == 1)
+
+
+def test_the_deadline_holds_for_all(attention, servers, raw):
+    quiet = silent(raw)
+    with pytest.raises(flashpoint.DeadlineExceededError):
+        attention([servers[0].url, quiet.url], parts=(1, 4), timeout=0.3)
+    wait_for(lambda: quiet.closed == quiet.opened == 1)
+
+
+def test_the_deadline_ends_a_rest_too(attention, servers):
+    servers[0].script = deque([busy] * 100)
+    begun = time.monotonic()
+    with pytest.raises(flashpoint.DeadlineExceededError) as info:
+        attention([servers[0].url], timeout=0.3)
+    assert time.monotonic() - begun < 20
+    assert isinstance(info.value.__cause__, flashpoint.OverloadedError)
+
+
+def test_cancelling_it_cancels_every_shard(raw):
+    quiet = [silent(raw) for _ in range(3)]
+
+    async def run():
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(flashpoint.AsyncClient(server.url)) for server in quiet]
+            call = asyncio.create_task(sharded.async_attention(clients, Q, K, V))
+            await asyncio.to_thread(wait_for, lambda: all(server.opened for server in quiet))
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await asyncio.to_thread(wait_for, lambda: all(server.closed for server in quiet))
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
