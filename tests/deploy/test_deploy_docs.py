@@ -1,0 +1,43 @@
+"""docs/kubernetes.md: what it shows is valid, and what it names is there."""
+
+import json
+import re
+
+import pytest
+import yaml
+
+charts = pytest.importorskip("charts", reason="helm-python-sdk has no build for this platform")
+
+PAGE = (charts.DEPLOY.parent / "docs/kubernetes.md").read_text()
+BLOCKS = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
+
+
+def test_the_yaml_on_the_page_is_valid():
+    assert len(BLOCKS) == 4
+    for block in BLOCKS:
+        manifests = [block] if "apiVersion" in block else charts.render(block)
+        for manifest in manifests:
+            charts.validate(manifest, charts.NEWEST)
+
+
+def test_the_ingress_reaches_the_service():
+    (ingress,) = [block for block in BLOCKS if block.get("kind") == "Ingress"]
+    (service,) = [manifest for manifest in charts.render() if manifest["kind"] == "Service"]
+    (rule,) = ingress["spec"]["rules"]
+    (path,) = rule["http"]["paths"]
+    backend = path["backend"]["service"]
+    assert backend["name"] == service["metadata"]["name"]
+    assert backend["port"]["name"] in {port["name"] for port in service["spec"]["ports"]}
+
+
+def test_the_values_and_the_files_that_it_names_are_there():
+    schema = json.loads((charts.CHART / "values.schema.json").read_text())["properties"]
+    sections = "|".join(name for name in schema if schema[name].get("properties"))
+    named = re.findall(rf"`({sections})\.(\w+)", PAGE)
+    assert len(named) > 10
+    assert not [(section, field) for section, field in named if field not in schema[section]["properties"]]
+    files = set(re.findall(r"deploy/[\w./-]+", PAGE))
+    assert files
+    assert not [name for name in files if not (charts.DEPLOY.parent / name).exists()]
+    examples = re.search(r"values to begin with: (.+?)\.\n", PAGE, re.DOTALL)[1]
+    assert set(re.findall(r"`(\w+)`", examples)) == set(charts.EXAMPLES)
