@@ -34,7 +34,22 @@ class Sending(TypedDict, total=False):
     request_id: str
 
 
-class Problem(Sending, total=False):
+class Settled(Sending, total=False):
+    """How a call is made, and the options of `AttentionOptions` that every call has, but for the dropout's seed."""
+
+    layout: Layout
+    causal: bool
+    causal_alignment: CausalAlignment
+    window: tuple[int, int]
+    scale: float | None
+    softcap: float
+    dropout_p: float
+    precision: Precision
+    deterministic: bool
+    backend: Backend
+
+
+class Problem(Settled, total=False):
     """Tensors and options of a problem, as the contract has them. Tensors are numpy arrays or torch tensors.
 
     `attn_mask` bool (true attends) or float (added), broadcastable to (B,Hq,Sq,Sk); `alibi_slopes` (Hq,) or (B,Hq);
@@ -49,17 +64,7 @@ class Problem(Sending, total=False):
     kv_lengths: Array | Sequence[int] | None
     cu_seqlens_q: Array | Sequence[int] | None
     cu_seqlens_k: Array | Sequence[int] | None
-    layout: Layout
-    causal: bool
-    causal_alignment: CausalAlignment
-    window: tuple[int, int]
-    scale: float | None
-    softcap: float
-    dropout_p: float
     dropout_seed: int | None
-    precision: Precision
-    deterministic: bool
-    backend: Backend
 
 
 class Common(Problem, total=False):

@@ -21,6 +21,7 @@ PAGES = (
     "docs/kernels.md",
     "docs/timing.md",
     "docs/torch.md",
+    "docs/jax.md",
 )
 BLOCK = r"((?:(?!```).*\n)*)"
 EXAMPLE = re.compile(rf"^```(sh|python)\n{BLOCK}```\n\n```(text|json)\n{BLOCK}```$", re.MULTILINE)

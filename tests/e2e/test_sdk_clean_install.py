@@ -13,7 +13,7 @@ import asyncio, importlib.util, sys
 import ml_dtypes, numpy as np
 import flashpoint
 
-for package in ("torch", "triton", "fastapi", "uvicorn", "safetensors"):
+for package in ("torch", "triton", "jax", "fastapi", "uvicorn", "safetensors"):
     assert importlib.util.find_spec(package) is None, package
 assert sys.prefix in flashpoint.__file__, flashpoint.__file__
 

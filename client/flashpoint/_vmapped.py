@@ -1,0 +1,141 @@
+"""A `vmap` of attention as one request: the mapped axes become more sequences, or more heads. numpy alone.
+
+A tensor comes with `lead` axes before its own, each as long as the axis that is mapped, or 1 where it is not mapped.
+Attention computes every sequence and every head by itself, so what is mapped is laid along the axis of the sequences.
+`sinks` have no such axis: where theirs is mapped, or their gradient is wanted, it is laid along that of the heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[Any]
+
+_RAGGED = {"cu_seqlens_q": "q", "cu_seqlens_k": "k"}
+_PER_SEQUENCE = ("q_lengths", "kv_lengths", *_RAGGED)
+
+
+@dataclass(frozen=True)
+class Fold:
+    """`tensors` of one problem that stands for as many as `batch` says."""
+
+    tensors: dict[str, Numbers]
+    batch: tuple[int, ...]
+    layout: str
+    by_heads: bool
+
+    def unfold(self, name: str, answer: Numbers, shape: Sequence[int]) -> Numbers:
+        """`answer`, a tensor like `name`, as one of `shape` for each of the batch: (*batch, *shape)."""
+        count, axis = math.prod(self.batch), _axis(name, self.layout, self.by_heads)
+        size = answer.shape[axis] // count
+        each = answer.reshape(*answer.shape[:axis], count, size, *answer.shape[axis + 1 :])
+        each = np.moveaxis(each, axis, 0)
+        if math.prod(each.shape[1:]) > math.prod(shape):  # of a mask that the sequences, or heads, had in common
+            each = each.sum(axis + 1, dtype=np.promote_types(each.dtype, np.float32)).astype(each.dtype)
+        return each.reshape(*self.batch, *shape)
+
+
+def batch_shape(tensors: Mapping[str, Numbers], lead: int) -> tuple[int, ...]:
+    """How long the `lead` first axes are."""
+    return np.broadcast_shapes(*(t.shape[:lead] for t in tensors.values()))
+
+
+def single(tensors: Mapping[str, Numbers], index: Sequence[int]) -> dict[str, Numbers]:
+    """The problem that is at `index` of the batch."""
+    return {
+        name: t[tuple(0 if t.shape[axis] == 1 else at for axis, at in enumerate(index))] for name, t in tensors.items()
+    }
+
+
+def fold(tensors: Mapping[str, Numbers], lead: int, layout: str, grads: Sequence[str]) -> Fold | None:
+    """One problem that answers for all, or None where it has no axis for what is mapped."""
+    batch = batch_shape(tensors, lead)
+    count = math.prod(batch)
+    rank = tensors["q"].ndim - lead
+    flat = {name: _one_axis(t, lead, batch) for name, t in tensors.items()}
+    whole = {name: t.reshape(len(t), *_whole(name, t.shape[1:], rank, layout)) for name, t in flat.items()}
+    mapped = {name for name, t in whole.items() if len(t) > 1}
+    by_heads = "sinks" in mapped or "dsinks" in grads
+    if count == 0 or not (mapped.isdisjoint(_PER_SEQUENCE) if by_heads else _are_full(whole)):
+        return None
+
+    folded = {}
+    for name, t in whole.items():
+        if name in (_PER_SEQUENCE if by_heads else ("sinks",)):
+            folded[name] = t[0]
+            continue
+        axis = _axis(name, layout, by_heads)
+        size = t.shape[1 + axis]
+        if size == 1 and (name == "attn_mask" or (name == "alibi_slopes" and not by_heads)):
+            if name not in mapped and f"d{name}" not in grads:
+                folded[name] = t[0]  # all have it in common
+                continue
+            size = _size(whole, layout, by_heads)
+        t = np.broadcast_to(t, (count, *t.shape[1 : 1 + axis], size, *t.shape[2 + axis :]))
+        if name in _RAGGED:
+            folded[name] = _one_behind_another(t, whole[_RAGGED[name]].shape[1])
+        else:
+            folded[name] = np.moveaxis(t, 0, axis).reshape(*t.shape[1 : 1 + axis], -1, *t.shape[2 + axis :])
+    if "alibi_slopes" in folded and len(folded["alibi_slopes"]) == 1:
+        folded["alibi_slopes"] = folded["alibi_slopes"][0]
+    return Fold(folded, batch, layout, by_heads)
+
+
+def _one_axis(t: Numbers, lead: int, batch: tuple[int, ...]) -> Numbers:
+    """Its leading axes as one, of 1 where none of them is mapped."""
+    own = t.shape[lead:]
+    if math.prod(t.shape[:lead]) == 1:
+        return t.reshape(1, *own)
+    return np.broadcast_to(t, (*batch, *own)).reshape(math.prod(batch), *own)
+
+
+def _whole(name: str, own: tuple[int, ...], rank: int, layout: str) -> tuple[int, ...]:
+    """The shape `own` of a tensor with all axes of the layout, where q has `rank` of them."""
+    if name in ("sinks", *_PER_SEQUENCE):
+        return own
+    if name == "alibi_slopes":
+        return own if len(own) == 2 else (1, *own)
+    if layout == "thd":
+        return own
+    if name == "attn_mask":
+        own = (1,) * (rank - len(own)) + own
+    if rank == 2:
+        own = (1, *own)
+    heads = _axis(name, layout, by_heads=True)
+    return own if rank == 4 else (*own[:heads], 1, *own[heads:])
+
+
+def _axis(name: str, layout: str, by_heads: bool) -> int:
+    """The axis of the heads, or that of the sequences (in `thd`, their rows), in a tensor that has it."""
+    if name == "sinks":
+        return 0
+    if name in ("lse", "dlse"):
+        return int(by_heads != (layout == "thd"))
+    if name in ("attn_mask", "alibi_slopes"):
+        return int(by_heads)
+    return (2 if layout == "bshd" else 1) if by_heads else 0
+
+
+def _size(whole: Mapping[str, Numbers], layout: str, by_heads: bool) -> int:
+    """How many heads, or sequences, one problem has."""
+    if layout == "thd" and not by_heads:
+        return int(whole["cu_seqlens_q"].shape[1]) - 1
+    return int(whole["q"].shape[1 + _axis("q", layout, by_heads)])
+
+
+def _are_full(whole: Mapping[str, Numbers]) -> bool:
+    """Whether ragged sequences go from the first row to the last, as they must: laid together, a gap would not show."""
+    ends = [(t, whole[_RAGGED[name]].shape[1]) for name, t in whole.items() if name in _RAGGED]
+    return all(t.shape[1] > 0 and bool((t[:, 0] == 0).all() and (t[:, -1] == rows).all()) for t, rows in ends)
+
+
+def _one_behind_another(cu_seqlens: Numbers, rows: int) -> Numbers:
+    """(count, n+1) → (count·n + 1,), of problems with `rows` rows each."""
+    starts = np.arange(len(cu_seqlens), dtype=np.int64)[:, None] * rows
+    return np.concatenate([np.zeros(1, np.int64), (cu_seqlens[:, 1:] + starts).reshape(-1)])

@@ -1,0 +1,216 @@
+"""Attention that is differentiable through the service, in JAX: under `jit`, `grad` and `vmap`.
+
+    o = flashpoint.jax.attention(q, k, v, client=client, causal=True)
+
+Its forward is `/attention`; its backward is `/attention/grad`, which is sent what the forward had, with its `o` and
+`lse`, so that the server keeps nothing between the two and does not run the forward again. A compiled program calls the
+client from the host, once for all that a `vmap` maps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from numpy.typing import NDArray
+
+from flashpoint._arrays import INDEX
+from flashpoint._calls import Sending, Settled, checked
+from flashpoint._client import Client
+from flashpoint._vmapped import batch_shape, fold, single
+from flashpoint.errors import invalid
+from flashpoint.options import AttentionOptions, Grad
+
+Array: TypeAlias = jax.Array | NDArray[Any]
+Arrays: TypeAlias = dict[str, jax.Array]
+
+_GRADS: dict[str, Grad] = {"q": "dq", "k": "dk", "v": "dv", "attn_mask": "dattn_mask", "sinks": "dsinks"}
+_AT_ONCE = (
+    16  # requests of one call: many for the server to run together, few beside the 64 connections that a client keeps
+)
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    client: Client,
+    attn_mask: Array | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    q_lengths: Array | Sequence[int] | None = None,
+    kv_lengths: Array | Sequence[int] | None = None,
+    cu_seqlens_q: Array | Sequence[int] | None = None,
+    cu_seqlens_k: Array | Sequence[int] | None = None,
+    dropout_seed: Array | int | None = None,
+    return_lse: bool = False,
+    **options: Unpack[Settled],
+) -> Any:
+    """`client.attention`, with gradients for q, k, v, a float `attn_mask` and `sinks`, through o and lse.
+
+    q (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv) → o (B,Hq,Sq,Dv) in q's dtype, with `return_lse` (o, lse), lse
+    (B,Hq,Sq) float32; other layouts and ranks as the contract has them. Tensors are JAX's or NumPy's, answers JAX's;
+    lengths and cu_seqlens may be lists of int. Options are constants of a compiled program, but for `dropout_seed`,
+    which may be an array, and which dropout needs: JAX may run a call again, or not at all. `timeout` and `priority`
+    hold for the backward's call too.
+
+    Raises the errors of `flashpoint.errors`; a compiled program has them in the text of JAX's own. A second derivative
+    raises RuntimeError, `jax.jvp` TypeError.
+    """
+    given = {
+        "q": q, "k": k, "v": v, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes, "sinks": sinks,
+        "q_lengths": q_lengths, "kv_lengths": kv_lengths, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+    }  # fmt: skip
+    tensors = {name: _array(name, t) for name, t in given.items() if t is not None or name in ("q", "k", "v")}
+    for name in options.keys() - Settled.__annotations__.keys():
+        raise invalid(name, "is not taken by this call")
+    sending = {name: value for name, value in options.items() if name in Sending.__annotations__}
+    settled: dict[str, Any] = {name: value for name, value in options.items() if name not in sending}
+    if isinstance(dropout_seed, jax.Array):
+        if dropout_seed.ndim or not jnp.issubdtype(dropout_seed.dtype, jnp.integer):
+            raise invalid("dropout_seed", "must be one integer")
+        tensors["dropout_seed"] = dropout_seed
+    else:
+        settled["dropout_seed"] = dropout_seed
+    checked_options = checked(AttentionOptions, settled)
+    if checked_options.dropout_p and dropout_seed is None:
+        raise invalid("dropout_seed", "must be given: JAX may run a call again, which must drop the same")
+    _check_ranks(tensors, checked_options.layout)
+    call = _Call(client, checked_options, tuple(sorted(sending.items())), tensors["q"].ndim)
+    o, lse = _attention(call, tensors)
+    return (o, lse) if return_lse else o
+
+
+def _array(name: str, value: Any) -> jax.Array:
+    if name in INDEX and isinstance(value, (list, tuple)):
+        value = np.array(value, None if value else np.int32)
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise invalid(name, f"must be a JAX or NumPy array, not {type(value).__name__}")
+    return jnp.asarray(value)
+
+
+def _check_ranks(tensors: Arrays, layout: str) -> None:
+    """What the shapes of the answers follow from; the server looks at all else."""
+    rank, ranks = tensors["q"].ndim, (3,) if layout == "thd" else (2, 3, 4)
+    if rank not in ranks:
+        raise invalid("q", f"must have {' or '.join(map(str, ranks))} dimensions, not {rank}")
+    for name in ("k", "v"):
+        if tensors[name].ndim != rank:
+            raise invalid(name, f"must have as many dimensions as q, {rank}, not {tensors[name].ndim}")
+
+
+class _Answer(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of the host's: the forward, or with `grads` the backward. Calls that are equal share what is compiled."""
+
+    client: Client
+    options: AttentionOptions
+    sending: tuple[tuple[str, Any], ...]
+    rank: int  # of q; what it has more, a vmap has put before it
+    grads: tuple[Grad, ...] = ()
+
+    def answers(self, tensors: Mapping[str, Any], lead: int = 0) -> dict[str, _Answer]:
+        """What one problem is answered, by the name of the tensor that has the same axes."""
+        if self.grads:
+            like = {name[1:]: tensors[name[1:]] for name in self.grads}
+            return {name: _Answer(t.shape[lead:], t.dtype) for name, t in like.items()}
+        q, v = tensors["q"], tensors["v"]
+        rows = list(q.shape[lead:-1])
+        o = _Answer((*rows, v.shape[-1]), q.dtype)
+        if self.options.layout == "thd" or (self.options.layout == "bshd" and self.rank == 4):
+            rows[-2:] = reversed(rows[-2:])  # in lse the heads come first
+        return {"o": o, "lse": _Answer(tuple(rows), np.dtype(np.float32))}
+
+    def __call__(self, tensors: Arrays) -> tuple[NDArray[Any], ...]:
+        arrays = {name: np.asarray(t) for name, t in tensors.items()}  # no other call into JAX: it could wait for us
+        if not (lead := arrays["q"].ndim - self.rank):
+            return self._send(arrays)
+        wanted = self.answers(arrays, lead)
+        # The numbers of dropout follow from a sequence's place in its request.
+        folded = None if self.options.dropout_p else fold(arrays, lead, self.options.layout, self.grads)
+        if folded:
+            found = zip(wanted.items(), self._send(folded.tensors), strict=True)
+            return tuple(folded.unfold(name, answer, like.shape) for (name, like), answer in found)
+        batch = batch_shape(arrays, lead)
+        answers = tuple(np.empty((*batch, *like.shape), like.dtype) for like in wanted.values())
+
+        def send(index: tuple[int, ...]) -> None:
+            for whole, answer in zip(answers, self._send(single(arrays, index)), strict=True):
+                whole[index] = answer
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            deque(pool.map(send, np.ndindex(batch)), maxlen=0)
+        return answers
+
+    def _send(self, arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[Any], ...]:
+        keywords: dict[str, Any] = {**self.options.model_dump(exclude_defaults=True), **dict(self.sending), **arrays}
+        if self.grads:
+            keywords.pop("request_id", None)  # the forward's
+            answer = self.client.attention_grad(**keywords, grads=self.grads)
+        else:
+            answer = self.client.attention(**keywords, return_lse=True)
+        found: tuple[NDArray[Any], ...] = answer
+        return found
+
+
+def _ask(call: _Call, tensors: Arrays) -> tuple[jax.Array, ...]:
+    """The answers of `call`: at once where the numbers are on one device, so that its errors are raised as they are."""
+    if any(isinstance(t, jax.core.Tracer) or not isinstance(t.device, jax.Device) for t in tensors.values()):
+        answers = tuple(jax.ShapeDtypeStruct(*answer) for answer in call.answers(tensors).values())  # type: ignore[no-untyped-call]
+        found: tuple[jax.Array, ...] = jax.pure_callback(call, answers, tensors, vmap_method="expand_dims")
+        return found
+    return tuple(jax.device_put(t, tensors["q"].device) for t in call(tensors))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(call: _Call, tensors: Arrays) -> tuple[jax.Array, jax.Array]:
+    o, lse = _ask(call, tensors)
+    return o, lse
+
+
+def _forward(call: _Call, primals: dict[str, Any]) -> tuple[Any, Any]:
+    needed = [name for name, primal in primals.items() if primal.perturbed]
+    for name in needed:
+        if name not in _GRADS:
+            raise invalid(name, "has no gradient: wrap it in jax.lax.stop_gradient")
+    tensors = {name: primal.value for name, primal in primals.items()}
+    o, lse = _attention(call, tensors)
+    return (o, lse), (tensors, o, lse, dict.fromkeys(needed))  # keys are no arrays: jit keeps them as they are
+
+
+def _backward(call: _Call, residuals: Any, cotangents: Any) -> tuple[dict[str, Any]]:
+    tensors, o, lse, needed = residuals
+    do, dlse = cotangents
+    sent = {**tensors, "o": o, "lse": lse, "do": jnp.zeros_like(o) if isinstance(do, SymbolicZero) else do}
+    if not isinstance(dlse, SymbolicZero):
+        sent["dlse"] = dlse
+    found = _gradients(dataclasses.replace(call, grads=tuple(_GRADS[name] for name in needed)), sent)
+    return ({**dict.fromkeys(tensors), **dict(zip(needed, found, strict=True))},)
+
+
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gradients(call: _Call, tensors: Arrays) -> tuple[jax.Array, ...]:
+    return _ask(call, tensors)
+
+
+@_gradients.defjvp
+def _second_order(call: _Call, primals: Any, tangents: Any) -> Any:
+    raise RuntimeError("second-order gradients of attention are not available")
