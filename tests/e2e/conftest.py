@@ -86,9 +86,9 @@ class ServerProcess:
         assert not self.noise, self.noise
 
 
-def wait_for(found, otherwise, stop=lambda: False):
+def wait_for(found, otherwise, stop=lambda: False, seconds=START_SECONDS):
     """What `found` returns once that is true; fails with `otherwise` after a deadline, or at `stop`."""
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + seconds
     while True:
         last = stop() or time.monotonic() > deadline  # looked at first: what came before it counts
         if value := found():

@@ -1,0 +1,166 @@
+"""Real Ray clusters of one node, with the service on CPU replicas: `deploy(…)` writes a configuration and serves it."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import psutil
+import yaml
+
+from tests.e2e.conftest import wait_for
+
+DRIVER = Path(__file__).with_name("ray_driver.py")
+ENGINE = "flashpoint_server.engine_process"
+# Ray's own processes and two engines that import torch take 15 s on an idle machine with two cores.
+START_SECONDS = 240
+END_SECONDS = 60
+# What would lead Ray or a replica elsewhere.
+OTHERS = ("FLASHPOINT_", "RAY_", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+
+
+class Cluster:
+    """`serve run` of one application on a port of 127.0.0.1; `lines` are what Ray and the replicas have said."""
+
+    def __init__(self, directory, deployment, arguments, gpus, environment):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        configuration = {
+            "proxy_location": "HeadOnly",
+            "http_options": {"host": "127.0.0.1", "port": self.port},
+            "applications": [
+                {
+                    "name": "flashpoint",
+                    "route_prefix": "/",
+                    "import_path": "flashpoint_server.ray:app",
+                    "args": {"device": "cpu", **arguments},
+                    "deployments": [{"name": "Flashpoint", **deployment}],
+                }
+            ],
+        }
+        path = Path(directory, "serve.yaml")
+        path.write_text(yaml.safe_dump(configuration))
+        self.process = subprocess.Popen(
+            [sys.executable, DRIVER, directory, "8", str(gpus), path],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={
+                **{k: v for k, v in os.environ.items() if not k.startswith(OTHERS)},
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_AUTH_MODE": "disabled",
+                "RAY_raylet_start_wait_time_s": str(START_SECONDS),
+                **environment,
+            },
+        )
+        self.lines = []
+        self._below = set()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    def below(self, name):
+        """The processes below it whose command line begins with `name`, or runs that module."""
+        found = []
+        self._below |= set(psutil.Process(self.process.pid).children(recursive=True))
+        for process in self._below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                command = process.cmdline()
+                if command and (command[0].startswith(name) or name in command):
+                    found.append(process)
+        return found
+
+    @property
+    def replicas(self):
+        return self.below("ray::ServeReplica:")
+
+    @property
+    def ready(self):
+        """How many replicas have ever been ready, by their own log."""
+        said = [line for line in self.lines if '"event":"ready"' in line and '"flashpoint.engine"' in line]
+        return len({re.search(r"pid=(\d+)", line)[1] for line in said if '"title"' not in line})
+
+    def get(self, path):
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    def inside(self):
+        """Requests inside of the replica that answers."""
+        return json.loads(self.get("/info")[1])["load"]["requests"]
+
+    def wait_ready(self, replicas):
+        def ready():
+            with contextlib.suppress(OSError):  # Ray's proxies come and go while it starts
+                return self.ready >= replicas and self.get("/health/ready")[0] == 200
+
+        ended = lambda: self.process.poll() is not None  # noqa: E731
+        wait_for(ready, lambda: "".join(self.lines), stop=ended, seconds=START_SECONDS)
+        return self
+
+    def interrupt(self):
+        """As a person would, with ^C: the application ends first, and then its Ray."""
+        self.below("")
+        self.process.send_signal(signal.SIGINT)
+
+    def stop(self):
+        """End it, and see that nothing of it is left."""
+        if self.process.poll() is None:
+            self.interrupt()
+        try:
+            self.process.wait(END_SECONDS)
+            _, left = psutil.wait_procs(self._below, END_SECONDS)
+            assert not left, left
+        finally:
+            for process in self._below:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.process.kill()
+            self.process.wait()
+            self._reader.join()
+            self.process.stdout.close()
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@contextlib.contextmanager
+def deploy(replicas=1, *, gpus=0, haproxy=False, deployment=(), **settings):
+    """The service on so many replicas, ready; `deployment` are Ray's options, `settings` ours."""
+    # Ray's sockets lie in it, whose paths may have a hundred characters.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        environment = behind_haproxy(directory) if haproxy else {}
+        cluster = Cluster(directory, {"num_replicas": replicas, **dict(deployment)}, settings, gpus, environment)
+        try:
+            yield cluster.wait_ready(replicas)
+        finally:
+            cluster.stop()
+
+
+def behind_haproxy(directory):
+    """Variables for HAProxy in the place of Ray's own proxy, with its files in the directory and ports of its own."""
+    files = {"CONFIG_FILE_LOC": "cfg", "SOCKET_PATH": "admin", "METRICS_SOCKET_PATH": "metrics"}
+    states = {"SERVER_STATE_BASE": ".", "SERVER_STATE_FILE": "state"}
+    variables = {name: f"{directory}/haproxy/{file}" for name, file in (files | states).items()}
+    variables |= {name: str(free_port()) for name in ("METRICS_PORT", "STATS_PORT")}
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # else 30, for load balancers
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        **{f"RAY_SERVE_HAPROXY_{name}": value for name, value in variables.items()},
+    }

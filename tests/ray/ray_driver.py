@@ -1,0 +1,21 @@
+"""`serve run ARGUMENTS` on a Ray of its own in DIRECTORY, which ends with it: small, and with no dashboard.
+
+`python ray_driver.py DIRECTORY CPUS GPUS ARGUMENTS…`; a GPU that is said to be there need not be.
+"""
+
+import sys
+
+import ray
+from ray.serve.scripts import cli
+
+if __name__ == "__main__":
+    directory, cpus, gpus, *arguments = sys.argv[1:]
+    ray.init(
+        namespace="serve",
+        include_dashboard=False,
+        num_cpus=int(cpus),
+        num_gpus=int(gpus),
+        object_store_memory=128 << 20,  # nothing of ours is kept there
+        _temp_dir=directory,
+    )
+    cli(["run", *arguments])

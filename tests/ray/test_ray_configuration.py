@@ -1,0 +1,120 @@
+"""What is deployed: the files of deploy/ray by Ray's own schema, what the builder takes, and the policy's sums."""
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from flashpoint_server.autoscaling import WAITING, OngoingAndWaiting
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy/ray"
+
+
+@pytest.fixture(scope="module")
+def ray():
+    """Ray's schema and our application. Ray's own code warns when it is imported, and when it is used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import ray.serve.schema as schema
+
+        import flashpoint_server.ray as ours
+
+        yield SimpleNamespace(schema=schema.ServeDeploySchema, app=ours.app)
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in ("FLASHPOINT_DEVICE", "FLASHPOINT_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def deployment(application):
+    return application._bound_deployment
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_file_is_as_ray_wants_it_and_builds(ray, path):
+    deploy = ray.schema.model_validate(yaml.safe_load(path.read_text()))
+    (application,) = deploy.applications
+    assert application.import_path == "flashpoint_server.ray:app"
+    built = deployment(ray.app(application.args))
+    assert [d.name for d in application.deployments] == [built.name]
+    assert built.ray_actor_options["num_gpus"] == 1
+
+
+def test_there_are_files():
+    assert {path.stem for path in DEPLOY.glob("*.yaml")} == {"one-node", "cluster"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ray_lets_in_what_we_refuse_and_waits_for_what_we_answer(ray):
+    built = deployment(ray.app({"queue_limit": "7", "shutdown_timeout": "90"}))
+    assert built.max_ongoing_requests == 14
+    assert built.backpressure_config.retry_after_s == 1
+    assert built._deployment_config.graceful_shutdown_timeout_s > 90
+    assert built.ray_actor_options["num_gpus"] == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_variables_are_settings_too(ray, monkeypatch):
+    monkeypatch.setenv("FLASHPOINT_DEVICE", "cuda")
+    assert deployment(ray.app({})).ray_actor_options["num_gpus"] == 1
+    assert deployment(ray.app({"device": "cpu"})).ray_actor_options["num_gpus"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"port": "8001"}, "port"),
+        ({"workers": 4}, "workers"),
+        ({"shared_memory_bytes": 1}, "shared_memory_bytes"),
+        ({"device": "cuda:1"}, "device"),
+        ({"device": "all"}, "device"),
+        ({"queue_limt": 1}, "queue_limt"),
+        ({"queue_limit": 0}, "queue_limit"),
+    ],
+)
+def test_what_is_no_setting_here_is_named(ray, arguments, named):
+    with pytest.raises((ValueError, ValidationError), match=named):
+        ray.app(arguments)
+
+
+def test_a_variable_that_is_no_setting_here_is_named(ray, monkeypatch):
+    monkeypatch.setenv("FLASHPOINT_PORT", "8001")
+    with pytest.raises(ValueError, match="port: not a setting on Ray Serve"):
+        ray.app({})
+
+
+@pytest.mark.parametrize(
+    ("replicas", "requests", "waits", "wanted"),
+    [
+        (2, 20, [0, 0], 2),  # ten each, as asked for
+        (2, 60, [0, 0], 6),
+        (2, 5, [0.1, 0.1], 0.5),
+        (2, 20, [0.75, 0.75], 3),  # not many requests, and long ones
+        (2, 20, [1.5, 0], 3),
+        (2, 20, [60, 60], 4),  # no more than twice as many
+        (4, 0, [0, 0, 0, 0], 0),
+        (1, 10, None, 1),  # no replica has said anything yet
+        (0, 0, None, 3),  # Ray's own target, where there is none to multiply
+    ],
+)
+def test_replicas_are_as_many_as_requests_and_waits_want(replicas, requests, waits, wanted):
+    context = SimpleNamespace(
+        current_num_replicas=replicas,
+        target_num_replicas=3,
+        total_num_requests=requests,
+        aggregated_metrics=waits and {WAITING: dict(enumerate(waits))},
+        config=SimpleNamespace(get_target_ongoing_requests=lambda: 10),
+    )
+    assert OngoingAndWaiting(target_seconds=0.5)(context) == (pytest.approx(wanted), {})
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_target_is_positive(seconds):
+    with pytest.raises(ValueError, match="target_seconds"):
+        OngoingAndWaiting(target_seconds=seconds)
