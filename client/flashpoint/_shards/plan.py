@@ -36,9 +36,7 @@ class Plan:
 
 def plan(problem: Problem, servers: int, parts: tuple[int, int] | None) -> Plan:
     """As many parts as servers, or `parts` (of the queries, of the keys) of every sequence."""
-    if parts is not None and not (
-        len(parts) == 2 and all(type(part) is int and 1 <= part <= MOST_PARTS for part in parts)
-    ):
+    if parts is not None and not (isinstance(parts, (tuple, list)) and len(parts) == 2 and all(map(_count, parts))):
         raise invalid("parts", f"must be two integers from 1 to {MOST_PARTS}: parts of the queries, and of the keys")
     heads = problem.tensors["q"].shape[1], problem.tensors["k"].shape[1]
     slopes = "alibi_slopes" in problem.tensors
@@ -53,6 +51,10 @@ def plan(problem: Problem, servers: int, parts: tuple[int, int] | None) -> Plan:
         shards += (_shard(rows, piece, heads[0]) for piece in pieces)
         merged |= _overlap(piece.queries for piece in pieces)
     return Plan(tuple(shards), merged)
+
+
+def _count(part: object) -> bool:
+    return type(part) is int and 1 <= part <= MOST_PARTS
 
 
 def _ways(parts: int, *, whole_keys: bool) -> Iterator[tuple[int, int]]:

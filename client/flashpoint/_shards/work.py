@@ -72,7 +72,10 @@ class Work:
         self._open -= 1
 
     def failed(self, server: int, item: Item, error: OverloadedError | ConnectionFailedError) -> float:
-        """Seconds that `server` is to rest, at most to the deadline. Raises `error` where the question has failed as often as it may."""
+        """Seconds that `server` is to rest, at most to the deadline.
+
+        Raises `error` where the question has failed as often as it may.
+        """
         item.failures += 1
         self._last = error
         if item.failures >= self._most:

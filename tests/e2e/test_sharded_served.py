@@ -1,0 +1,242 @@
+"""`flashpoint.sharded` over three real servers: against float64 and against one server, forward and gradients."""
+
+import asyncio
+import contextlib
+import signal
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from conftest import serve
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import flashpoint
+import flashpoint.torch
+from flashpoint import sharded
+
+BFLOAT16 = ml_dtypes.bfloat16
+
+
+@pytest.fixture(scope="module")
+def servers(server):
+    """The session's, and two more, which start at the same time."""
+    more = [serve(ready=False) for _ in range(2)]
+    yield [server, *(each.wait_ready() for each in more)]
+    for each in more:
+        each.stop()
+
+
+@pytest.fixture(scope="module")
+def clients(servers):
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(flashpoint.Client(each.url)) for each in servers]
+
+
+def normal(*shape, dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def near(found, expected, bound):
+    """Within `bound` of the largest; infinities are the same."""
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    found, expected = found.astype(np.float64), expected.astype(np.float64)
+    finite = np.isfinite(expected)
+    assert np.array_equal(found[~finite], expected[~finite])
+    error = np.abs(found[finite] - expected[finite]).max(initial=0)
+    assert error <= bound * max(1, np.abs(expected[finite]).max(initial=0))
+
+
+SIZES = st.sampled_from((0, 1, 5, 17, 40))
+
+
+@st.composite
+def problems(draw):
+    """(q, k, v, do, keywords, grads) of any layout, rank, dtype and option that is sharded."""
+    pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    numbers = np.random.default_rng(draw(st.integers(0, 1000)))
+    layout, dtype = pick("bhsd", "bshd", "thd"), pick(np.float32, np.float32, np.float32, np.float16, BFLOAT16)
+    rank = 3 if layout == "thd" else pick(2, 3, 4, 4)
+    one_head = layout != "thd" and rank < 4
+    kv_heads = 1 if one_head else pick(1, 2)
+    heads = kv_heads if one_head else kv_heads * pick(1, 3)
+    q_len, kv_len, batch = draw(SIZES), draw(SIZES), 1 if rank == 2 else pick(1, 2, 3)
+    dim, value_dim = pick((8, 8), (8, 6))
+    keywords = {"layout": layout, "causal": pick(False, True), "causal_alignment": pick("bottom_right", "top_left")}
+    if layout == "thd":
+        for name, total in (("cu_seqlens_q", q_len), ("cu_seqlens_k", kv_len)):
+            inner = draw(st.lists(st.integers(0, total), min_size=batch - 1, max_size=batch - 1))
+            keywords[name] = [0, *sorted(inner), total]
+    else:
+        if draw(st.booleans()):
+            keywords["q_lengths"] = [draw(st.integers(0, q_len)) for _ in range(batch)]
+            keywords["kv_lengths"] = [draw(st.integers(0, kv_len)) for _ in range(batch)]
+        full = ((batch, heads) if rank == 4 else (batch,) if rank == 3 else ()) + (q_len, kv_len)
+        if mask := pick(None, "bool", "float"):
+            shape = tuple(size if draw(st.booleans()) else 1 for size in full)[draw(st.integers(0, 2)) :]
+            values = np.asarray(numbers.standard_normal(shape), np.float32)
+            keywords["attn_mask"] = values if mask == "float" else np.asarray(values > -0.5)
+    keywords |= {"window": (pick(-1, 0, 3, 20), pick(-1, 0, 2, 30))} if draw(st.booleans()) else {}
+    keywords |= {"softcap": 3.0} if draw(st.booleans()) else {}
+    keywords |= {"scale": 0.3} if draw(st.booleans()) else {}
+    keywords |= {"sinks": numbers.standard_normal(heads).astype(np.float32)} if draw(st.booleans()) else {}
+    if draw(st.booleans()):
+        shape = pick((heads,), (batch, heads))
+        keywords["alibi_slopes"] = numbers.random(shape).astype(np.float32)
+
+    def tensor(heads, length, dim):
+        rows = (length, heads) if layout == "thd" or (layout == "bshd" and rank == 4) else (heads, length)
+        shape = rows if layout == "thd" else (batch, *rows) if rank == 4 else (batch, length)[3 - rank :]
+        return numbers.standard_normal((*shape, dim)).astype(dtype)
+
+    q, do = tensor(heads, q_len, dim), tensor(heads, q_len, value_dim)
+    k, v = tensor(kv_heads, kv_len, dim), tensor(kv_heads, kv_len, value_dim)
+    grads = ["dv", "dq", "dk"]
+    grads += ["dsinks"] if "sinks" in keywords else []
+    grads += ["dattn_mask"] if "attn_mask" in keywords and keywords["attn_mask"].dtype != np.bool_ else []
+    return q, k, v, do, keywords, grads
+
+
+# Of the largest number in the answer: what one server's own answers are held to, and for half types twice their unit,
+# for a part is rounded before it is merged.
+BOUNDS = {np.dtype(np.float32): 4e-6, np.dtype(np.float16): 2**-9, np.dtype(BFLOAT16): 2**-6}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(problems(), st.sampled_from((None, None, (1, 3), (3, 1), (2, 3))), st.booleans(), st.booleans())
+def test_any_problem_is_as_one_server_in_float64_solves_it(clients, problem, parts, with_forward, with_dlse):
+    q, k, v, do, keywords, grads = problem
+    bound = BOUNDS[q.dtype]
+    o, lse = clients[0].attention(q, k, v, backend="reference", return_lse=True, **keywords)
+    found = sharded.attention(clients, q, k, v, parts=parts, return_lse=True, **keywords)
+    near(found[0], o, bound)
+    near(found[1], lse, 4e-6)
+    more = {"dlse": normal(*lse.shape)} if with_dlse else {}
+    expected = clients[0].attention_grad(do, q, k, v, backend="reference", grads=grads, **more, **keywords)
+    more |= {"o": o, "lse": lse} if with_forward else {}
+    found = sharded.attention_grad(clients, do, q, k, v, parts=parts, grads=grads, **more, **keywords)
+    for own, wanted in zip(found, expected, strict=True):
+        near(own, wanted, 4 * bound)
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [(np.float16, 2**-11), (BFLOAT16, 2**-8)])
+def test_half_answers_err_by_two_roundings_and_no_more(clients, dtype, unit):
+    """|o − o₆₄| ≤ u·Σ p|v| for the parts, whose weights add up to 1, + u·|o| for the whole; and a little of float32."""
+    q, k, v = (normal(1, 4, 64, 32, dtype=dtype, seed=seed) for seed in range(3))
+    wide = [t.astype(np.float64) for t in (q, k, v)]
+    o = clients[0].attention(*wide)
+    size = clients[0].attention(*wide[:2], np.abs(wide[2]))
+    found = sharded.attention(clients, q, k, v, parts=(1, 3)).astype(np.float64)
+    assert (np.abs(found - o) <= unit * (size + np.abs(o)) + 1e-5).all()
+    once = sharded.attention(clients, *(t.astype(np.float32) for t in (q, k, v)), parts=(1, 3))
+    assert np.abs(once - o).max() < 1e-5  # sent as float32, nothing is rounded to half
+
+
+def test_causal_work_is_the_same_for_every_server(servers, clients):
+    q, k, v, do = (normal(1, 2, 600, 16, seed=seed) for seed in range(4))
+    for parts in ((1, 3), (3, 1), None):
+        o, found = sharded.attention(clients, q, k, v, causal=True, parts=parts, with_meta=True)
+        near(o, clients[0].attention(q, k, v, causal=True), 4e-6)
+        assert sum(part.pairs for part in found) == 2 * 600 * 601 // 2
+        work = [part.pairs for part in found]
+        assert len(work) == 3
+        assert max(work) < 1.02 * min(work)
+        assert {part.url for part in found} == {each.url for each in servers}
+    dq, dk, dv = sharded.attention_grad(clients, do, q, k, v, causal=True, parts=(1, 3))
+    for found, expected in zip((dq, dk, dv), clients[0].attention_grad(do, q, k, v, causal=True), strict=True):
+        near(found, expected, 8e-6)
+
+
+def test_one_query_over_many_keys_cuts_the_keys(clients):
+    q, k, v = normal(1, 8, 1, 32), normal(1, 2, 999, 32, seed=1), normal(1, 2, 999, 32, seed=2)
+    o, found = sharded.attention(clients, q, k, v, causal=True, with_meta=True)
+    near(o, clients[0].attention(q, k, v, causal=True), 4e-6)
+    assert sorted(part.keys for part in found) == [(0, 333), (333, 666), (666, 999)]
+
+
+def test_float64_is_not_merged(clients):
+    """Its keys stay together, so that float32's lse rounds nothing."""
+    q, k, v, do = (normal(2, 4, 90, 16, dtype=np.float64, seed=seed) for seed in range(4))
+    o, parts = sharded.attention(clients, q, k, v, causal=True, with_meta=True)
+    near(o, clients[0].attention(q, k, v, causal=True), 1e-14)
+    assert len(parts) == 3
+    expected = clients[0].attention_grad(do, q, k, v, causal=True)
+    for found, wanted in zip(sharded.attention_grad(clients, do, q, k, v, causal=True), expected, strict=True):
+        near(found, wanted, 1e-14)
+
+
+def test_answers_are_the_same_bits_every_time(clients):
+    """Whoever answers first, parts are merged in their own order."""
+    q, k, v, do = (normal(1, 2, 200, 16, seed=seed) for seed in range(4))
+    runs = [sharded.attention_grad(clients, do, q, k, v, parts=(2, 4), causal=True) for _ in range(3)]
+    for run in runs[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+def test_a_nan_stays_in_its_own_rows(clients):
+    q, k, v = (normal(1, 2, 30, 8, seed=seed) for seed in range(3))
+    clean = sharded.attention(clients, q, k, v, parts=(1, 3))
+    q[0, 1, 4] = np.nan
+    o = sharded.attention(clients, q, k, v, parts=(1, 3))
+    assert np.isnan(o[0, 1, 4]).all()
+    o[0, 1, 4] = clean[0, 1, 4]
+    near(o, clean, 1e-6)
+
+
+def test_derivatives_in_torch_over_all_servers(clients):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 33, 8), torch.randn(2, 2, 33, 8), torch.randn(2, 2, 33, 8)
+    mask, sinks, do, dlse = torch.randn(4, 33, 33), torch.randn(4), torch.randn(2, 4, 33, 8), torch.randn(2, 4, 33)
+    found = []
+    for client in (clients[0], clients):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v, mask, sinks)]
+        options = {"attn_mask": leaves[3], "sinks": leaves[4], "causal": True, "return_lse": True}
+        o, lse = flashpoint.torch.attention(*leaves[:3], client=client, **options)
+        ((o * do).sum() + (lse * dlse).sum()).backward()
+        found.append([o.detach(), lse.detach(), *(leaf.grad for leaf in leaves)])
+    for one, all_of_them in zip(*found, strict=True):
+        torch.testing.assert_close(all_of_them, one, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(flashpoint.torch.attention(q, k, v, client=clients), sharded.attention(clients, q, k, v))
+
+
+def test_the_asynchronous_form(servers, clients):
+    q, k, v, do = (normal(1, 2, 50, 8, seed=seed) for seed in range(4))
+
+    async def run():
+        async with contextlib.AsyncExitStack() as stack:
+            own = [await stack.enter_async_context(flashpoint.AsyncClient(each.url)) for each in servers]
+            return await asyncio.gather(
+                sharded.async_attention(own, q, k, v, parts=(1, 3)),
+                sharded.async_attention_grad(own, do, q, k, v, parts=(1, 3)),
+            )
+
+    o, grads = asyncio.run(run())
+    assert np.array_equal(o, sharded.attention(clients, q, k, v, parts=(1, 3)))
+    for found, expected in zip(grads, sharded.attention_grad(clients, do, q, k, v, parts=(1, 3)), strict=True):
+        assert np.array_equal(found, expected)
+
+
+def test_a_server_killed_on_the_way_costs_time_and_nothing_else(servers):
+    """It dies with a shard in its hands; the others answer that too, forward and gradients."""
+    victim = serve()
+    q, k, v, do = (normal(1, 2, 1500, 64, seed=seed) for seed in range(4))
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(flashpoint.Client(each.url)) for each in (victim, *servers[:2])]
+        expected = clients[1].attention_grad(do, q, k, v)
+        found = []
+        how = {"parts": (4, 6), "with_meta": True}
+        call = threading.Thread(target=lambda: found.append(sharded.attention_grad(clients, do, q, k, v, **how)))
+        call.start()
+        victim.wait_for_line(lambda line: line["event"] == "request" and line["route"] == "/attention/grad")
+        victim.process.send_signal(signal.SIGKILL)
+        call.join()
+        assert victim.wait_exit() == -signal.SIGKILL
+        ((grads, parts),) = found
+        for own, wanted in zip(grads, expected, strict=True):
+            near(own, wanted, 8e-6)
+        theirs = [part for part in parts if part.url == victim.url and part.path == "/attention/grad"]
+        assert 1 <= len(theirs) < 24
+        assert sum(part.meta.retries for part in parts) >= 1
