@@ -49,6 +49,7 @@ MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 WHEN = {
     "malformed_body": "the body cannot be parsed: bad JSON, a bad safetensors head, offsets that overlap or overrun, "
     "fewer or more bytes than the head says",
+    "malformed_head": "the request is not HTTP/1.1",
     "unauthorized": "no key, or one that is not known",
     "forbidden": "the key has not that right",
     "not_found": "no such address",
@@ -62,6 +63,8 @@ WHEN = {
     "invalid_request": "well-formed, but not valid: names, shapes, dtypes, values of options and of headers; `errors` "
     "names each field",
     "queue_full": "as many requests, bytes, FLOPs or benchmarks are inside as may be",
+    "key_limit": "over the limits of the key; `Retry-After` says when it may again, at least after",
+    "head_too_large": "the request's line and fields are over 64 KiB, or the fields over 128",
     "internal_error": "our bug, logged with the request's id",
     "not_ready": "the server is starting, or its engine starts again",
     "draining": "the server is shutting down",

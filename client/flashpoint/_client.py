@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Generic, Self, TypeVar, Unpack
@@ -36,7 +37,9 @@ class _Settings(Generic[Http]):
 
     _http: Http
 
-    def __init__(self, url: str, api_key: str | None, timeout: float | None, retries: int) -> None:
+    def __init__(
+        self, url: str, api_key: str | None, timeout: float | None, retries: int, tls: ssl.SSLContext | None
+    ) -> None:
         if type(retries) is not int or retries < 0:
             raise invalid("retries", "must be an integer, 0 or more")
         try:
@@ -47,6 +50,7 @@ class _Settings(Generic[Http]):
         self._api_key = api_key
         self._timeout = _seconds(timeout)
         self._retries = retries
+        self._tls = tls
 
     def _http_settings(self) -> dict[str, Any]:
         headers = {"User-Agent": "flashpoint", "Accept-Encoding": "identity"}
@@ -54,11 +58,12 @@ class _Settings(Generic[Http]):
             headers["Authorization"] = f"Bearer {self._api_key}"
         # As many connections as there are callers: the server says when there are too many, and says so at once.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        return {"base_url": self.url, "headers": headers, "limits": limits, "timeout": self._timeout}
+        return {"base_url": self.url, "headers": headers, "limits": limits, "timeout": self._timeout,
+                "verify": self._tls or True}  # fmt: skip
 
-    def _direct(self, transport: Callable[[httpx.URL], Direct]) -> Direct | None:
+    def _direct(self, transport: Callable[[httpx.URL, ssl.SSLContext | None], Direct]) -> Direct | None:
         """Our own `transport`; None for httpx's, which knows proxies."""
-        return transport(self._parsed) if is_direct(self._parsed) else None
+        return transport(self._parsed, self._tls) if is_direct(self._parsed) else None
 
     def _exchange(self, call: Call, *, once: bool = False) -> Exchange:
         timeout = self._timeout if call.timeout is DEFAULT else _seconds(call.timeout)
@@ -82,7 +87,7 @@ class Client(_Settings[httpx.Client]):
     `api_key` is sent as a bearer key. `timeout` is in seconds for a whole call, retries included, and is told to the
     server; None is no end. `retries` is how often a call is sent again when there was no connection, or it broke (a 500
     or 502 of a proxy's own, too), or the server was full (429) or not ready (503): after its `Retry-After`, else after
-    a delay that doubles.
+    a delay that doubles. `tls` is for an authority of one's own, or for a certificate that the server asks for.
 
     `transport` replaces the client's own, which is used where the environment names no proxy. Another than the client's
     own holds the timeout over each of its waits: a server that falls silent within its answer may overrun it.
@@ -97,9 +102,10 @@ class Client(_Settings[httpx.Client]):
         api_key: str | None = None,
         timeout: float | None = TIMEOUT,
         retries: int = RETRIES,
+        tls: ssl.SSLContext | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        super().__init__(url, api_key, timeout, retries)
+        super().__init__(url, api_key, timeout, retries, tls)
         self._http = httpx.Client(transport=transport or self._direct(Transport), **self._http_settings())
 
     def attention(self, q: Array, k: Array, v: Array, **keywords: Unpack[Forward]) -> Any:
@@ -232,9 +238,10 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
         api_key: str | None = None,
         timeout: float | None = TIMEOUT,
         retries: int = RETRIES,
+        tls: ssl.SSLContext | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        super().__init__(url, api_key, timeout, retries)
+        super().__init__(url, api_key, timeout, retries, tls)
         if transport is None and ASYNC:
             transport = self._direct(AsyncTransport)
         self._http = httpx.AsyncClient(transport=transport, **self._http_settings())

@@ -40,16 +40,17 @@ def is_direct(url: httpx.URL) -> bool:
 class _Origin:
     """Where the connections of one client go, and those that are idle, the latest used first. Thread-safe."""
 
-    def __init__(self, url: httpx.URL) -> None:
+    def __init__(self, url: httpx.URL, tls: ssl.SSLContext | None) -> None:
         self.host = url.raw_host.decode("ascii")
         self.port = url.port or _PORTS[url.scheme]
         self._secure = url.scheme == "https"
+        self._tls = tls
         self._idle: list[tuple[Connection, float]] = []
         self._closed = False
 
     @functools.cached_property
     def tls(self) -> ssl.SSLContext | None:
-        return httpx.create_ssl_context() if self._secure else None
+        return (self._tls or httpx.create_ssl_context()) if self._secure else None
 
     def take(self) -> Connection | None:
         """An idle connection that is still open."""
@@ -100,8 +101,8 @@ class _Body(httpx.SyncByteStream):
 class Transport(httpx.BaseTransport):
     """Blocks the calling thread. Thread-safe: each exchange has a connection of its own, kept and reused."""
 
-    def __init__(self, url: httpx.URL) -> None:
-        self._origin = _Origin(url)
+    def __init__(self, url: httpx.URL, tls: ssl.SSLContext | None = None) -> None:
+        self._origin = _Origin(url, tls)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         deadline, stop = request.extensions["deadline"], request.extensions.get("stop")
@@ -159,8 +160,8 @@ class _AsyncBody(httpx.AsyncByteStream):
 class AsyncTransport(httpx.AsyncBaseTransport):
     """`Transport` in asyncio, in loops that have `add_reader`. An exchange that is cancelled closes its connection."""
 
-    def __init__(self, url: httpx.URL) -> None:
-        self._origin = _Origin(url)
+    def __init__(self, url: httpx.URL, tls: ssl.SSLContext | None = None) -> None:
+        self._origin = _Origin(url, tls)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         deadline = request.extensions["deadline"]

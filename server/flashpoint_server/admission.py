@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 
 from flashpoint_kernels.spec import Spec
+from flashpoint_server.limits import Quota
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
 
 
 class Permit:
-    """One request inside, as a context: the bytes of its tensors, its FLOPs, and when it came (`time.monotonic`)."""
+    """One request inside, as a context: the bytes of its tensors, its FLOPs, and when it came (`time.monotonic`).
 
-    def __init__(self, admission: Admission, nbytes: int) -> None:
+    `quota` is of the key that it came with, where that has limits.
+    """
+
+    def __init__(self, admission: Admission, nbytes: int, quota: Quota | None) -> None:
         self._admission = admission
         self.nbytes = nbytes
+        self.quota = quota
         self.flops = 0
         self.since = time.monotonic()
 
@@ -26,7 +31,7 @@ class Permit:
 
     def price(self, flops: int) -> None:
         """Once it is known what the request asks. Raises Refusal 429."""
-        self._admission.add_flops(flops)
+        self._admission.add_flops(flops, self.quota)
         self.flops = flops
 
 
@@ -50,7 +55,7 @@ class Admission:
         """Age of the request that has been inside for the longest; 0 where none is."""
         return max((time.monotonic() - permit.since for permit in self._inside), default=0.0)
 
-    def permit(self, nbytes: int) -> Permit:
+    def permit(self, nbytes: int, quota: Quota | None = None) -> Permit:
         """Room for a request with so many bytes of tensors. Raises Refusal 429."""
         if self.requests >= self._requests_limit:
             raise Refusal("queue_full", f"{self.requests} requests are being served, as many as the server admits")
@@ -59,7 +64,9 @@ class Admission:
             raise Refusal(
                 "queue_full", f"the requests being served hold {self.bytes} bytes, and this one needs {nbytes}"
             )
-        permit = Permit(self, nbytes)
+        if quota is not None:  # last: what is refused for other reasons costs the key nothing
+            quota.enter(nbytes)
+        permit = Permit(self, nbytes, quota)
         self._inside[permit] = None
         self.bytes += nbytes
         return permit
@@ -68,12 +75,16 @@ class Admission:
         del self._inside[permit]
         self.bytes -= permit.nbytes
         self.flops -= permit.flops
+        if permit.quota is not None:
+            permit.quota.leave()
 
-    def add_flops(self, flops: int) -> None:
+    def add_flops(self, flops: int, quota: Quota | None) -> None:
         if self.requests > 1 and self.flops + flops > self._flops_limit:
             raise Refusal(
                 "queue_full", f"the requests being served need {self.flops:.3g} FLOPs, and this one {flops:.3g}"
             )
+        if quota is not None:
+            quota.take("flops", flops)
         self.flops += flops
 
 

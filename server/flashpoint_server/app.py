@@ -18,8 +18,10 @@ from flashpoint_kernels.spec import Direction
 from flashpoint_server import benchmark_routes, openapi, status
 from flashpoint_server.attention import AttentionRoute
 from flashpoint_server.compute import ComputeRoute
+from flashpoint_server.cors import Cors
 from flashpoint_server.envelope import Envelope
 from flashpoint_server.exchange import Exchange
+from flashpoint_server.limits import Shared
 from flashpoint_server.oip import memory_routes
 from flashpoint_server.oip import routes as oip
 from flashpoint_server.oip.errors import written
@@ -37,16 +39,19 @@ _CODES = {status: code for code, status in reversed(STATUS.items())}  # a status
 
 
 def create_app(
-    settings: Settings | None = None, engines: Sequence[bytes] | None = None, engine_module: str = ENGINE
+    settings: Settings | None = None,
+    engines: Sequence[bytes] | None = None,
+    engine_module: str = ENGINE,
+    shared: Shared = Shared(),  # noqa: B008  # a tuple
 ) -> FastAPI:
     """The service as an ASGI application.
 
     `settings` default to the FLASHPOINT_* variables. `engines` are the addresses of engine processes; without them the
-    application's lifespan starts one a device, running `engine_module`, and ends it. `app.state.service` is what the
-    routes share.
+    application's lifespan starts one a device, running `engine_module`, and ends it. `shared` is where several
+    processes count what the keys use. `app.state.service` is what the routes share.
     """
     settings = settings or Settings()
-    service = Service(settings)
+    service = Service(settings, shared)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -66,6 +71,8 @@ def create_app(
         version=version("flashpoint"),
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,  # it would ask another host for its scripts; page/ serves it from here
+        redoc_url=None,
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
     )
     app.state.service = service
@@ -74,8 +81,12 @@ def create_app(
     for model in MODELS.values():
         posts |= dict.fromkeys(oip.infer_paths(model), InferRoute(service, model))
     told = (posts.keys(), service.metrics, service.traces)
+    direct: Mapping[str, ASGIApp] = posts
+    if settings.cors_origins:
+        app.add_middleware(Cors, settings)
+        direct = {path: Cors(route, settings) for path, route in posts.items()}
     app.add_middleware(Envelope, *told)
-    app.posts = {path: Envelope(route, *told) for path, route in posts.items()}
+    app.posts = {path: Envelope(route, *told) for path, route in direct.items()}
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(RequestValidationError, _invalid)

@@ -31,7 +31,7 @@ class AttentionRoute(ComputeRoute):
     async def serve(self, call: Call) -> None:
         service, settings, headers = self.service, self.service.settings, call.exchange.headers
         body, inside = call.body, call.inside
-        service.keys.admit(headers, "attention")
+        service.admit(call.exchange, "attention")
         given = request_encoding(headers)
         wanted = answer_encoding(headers, given)
         body.deadline = deadline_of(headers, settings)

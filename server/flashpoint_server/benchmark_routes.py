@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -13,7 +12,9 @@ from flashpoint import jsonwire
 from flashpoint._sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest, PlotKind
 from flashpoint_server import openapi_examples, pictures
+from flashpoint_server.benchmarks import Benchmark, no_such_benchmark
 from flashpoint_server.body import Body
+from flashpoint_server.exchange import Exchange
 from flashpoint_server.message import read_model
 from flashpoint_server.negotiation import request_encoding
 from flashpoint_server.problem_schema import problems
@@ -42,24 +43,29 @@ def router(service: Service) -> APIRouter:
     benchmarks = service.benchmarks
     refused = problems(400, 401, 403, 408, 413, 415, 422, 429, 503)
 
+    async def find(request: Request, id: str) -> Benchmark:
+        """The benchmark, if it is the caller's own, or the caller an administrator. Raises Refusal 401, 403, 404."""
+        caller = service.admit(Exchange.of(request.scope), "benchmark")
+        benchmark = await benchmarks.get(id)
+        if caller.name != benchmark.owner and "admin" not in caller.rights:
+            raise no_such_benchmark()
+        return benchmark
+
     @routes.post("", status_code=202, summary="Time a grid", responses=refused, openapi_extra=_ASKED)
     async def start(request: Request, response: Response) -> BenchmarkJob:
         """Timing runs alone on the device, in slices between the requests that are served meanwhile."""
-        service.keys.admit(request.headers, "benchmark")  # before its body is read
+        caller = service.admit(Exchange.of(request.scope), "benchmark")  # before its body is read
         if not request_encoding(request.headers).is_json:
             raise Refusal("unsupported_media_type", f"a benchmark is asked for in {jsonwire.MEDIA_TYPE}")
         body = Body(request.scope, request.receive, request.headers, service.settings)
         asked = await read_model(body, BenchmarkRequest, REQUEST_LIMIT)
-        key = request.headers.get("authorization", "") if service.settings.api_keys else ""
-        owner = hashlib.sha256(key.encode()).hexdigest()
-        opened = await benchmarks.open(service.engine, asked, owner, service.check_ready())
+        opened = await benchmarks.open(service.engine, asked, caller.name, service.check_ready())
         response.headers["Location"] = f"/benchmark/{opened.job.id}"
         return opened.job
 
     @routes.get("/{id}", summary="State, progress and rows", responses=_ERRORS)
     async def job(request: Request, id: str) -> BenchmarkJob:
-        service.keys.admit(request.headers, "benchmark")
-        return (await benchmarks.get(id)).job
+        return (await find(request, id)).job
 
     told = _answers("one event for each thing that happens", EVENT_STREAM) | _ERRORS
 
@@ -68,8 +74,7 @@ def router(service: Service) -> APIRouter:
     )
     async def events(request: Request, id: str, last_event_id: Annotated[int, Header(ge=0)] = 0) -> StreamingResponse:
         """One event for each thing that happens, from the first, or from the one after `Last-Event-ID`, to the end."""
-        service.keys.admit(request.headers, "benchmark")
-        benchmark = await benchmarks.get(id)
+        benchmark = await find(request, id)
 
         async def stream() -> AsyncIterator[bytes]:
             async for event in benchmark.follow(last_event_id, HEARTBEAT_SECONDS):
@@ -85,8 +90,7 @@ def router(service: Service) -> APIRouter:
     @routes.delete("/{id}", summary="Cancel", responses=_ERRORS)
     async def cancel(request: Request, id: str) -> BenchmarkJob:
         """Stop it at the end of its slice; a benchmark that has ended stays as it is."""
-        service.keys.admit(request.headers, "benchmark")
-        benchmark = await benchmarks.get(id)
+        benchmark = await find(request, id)
         if not benchmark.over:
             benchmarks.stop(benchmark)
             await benchmark.ended(CANCEL_SECONDS)
@@ -96,8 +100,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/{id}/plot.{format}", summary="A picture of its rows", responses=drawn, response_class=Response)
     async def plot(request: Request, id: str, format: Format, kind: PlotKind = "time") -> Response:
-        service.keys.admit(request.headers, "benchmark")
-        benchmark = await benchmarks.get(id)
+        benchmark = await find(request, id)
         if format not in pictures.MEDIA_TYPES:
             raise Refusal("not_found", f"there are {' and '.join(pictures.MEDIA_TYPES)}")
         try:

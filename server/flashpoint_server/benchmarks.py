@@ -85,6 +85,10 @@ class _Opening(NamedTuple):
     done: asyncio.Future[Benchmark]
 
 
+def no_such_benchmark() -> Refusal:
+    return Refusal("not_found", "there is no such benchmark, or none any more")
+
+
 class Benchmarks:
     """See the module."""
 
@@ -101,7 +105,7 @@ class Benchmarks:
                 while name not in self._known:
                     await self._heard.wait()
         except TimeoutError:
-            raise Refusal("not_found", "there is no such benchmark, or none any more") from None
+            raise no_such_benchmark() from None
         return self._known[name]
 
     def load_of(self, engine: Engine) -> int:

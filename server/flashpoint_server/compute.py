@@ -79,7 +79,9 @@ class ComputeRoute(ABC):
 
     def admit(self, call: Call, nbytes: int) -> Permit:
         """Inside the limits, and counted until it is over. Raises Refusal 429."""
-        permit = call.inside.enter_context(self.service.admission.permit(nbytes))
+        caller = call.exchange.caller
+        assert caller is not None  # who asks is looked at first
+        permit = call.inside.enter_context(self.service.admission.permit(nbytes, caller.quota))
         metrics = self.service.metrics
         metrics.accepted()
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 log = structlog.stdlib.get_logger("flashpoint.http")
 
+_NO_GUESSING = (b"x-content-type-options", b"nosniff")  # a browser takes an answer for what it says it is
+
 
 class Envelope:
     """ASGI middleware, the outermost of ours; requests to `paths` are counted by their path, and traced."""
@@ -49,7 +51,8 @@ class Envelope:
         async def stamped_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", exchange.request_id.encode())]
+                fields = [*message.get("headers", ()), (b"x-request-id", exchange.request_id.encode()), _NO_GUESSING]
+                message["headers"] = fields
             else:
                 exchange.bytes_out += len(message.get("body", b""))
             await send(message)
@@ -97,6 +100,8 @@ def _said(exchange: Exchange, seconds: float) -> Mapping[str, Any]:
         "total_ms": round(seconds * 1000, 3),
         **exchange.facts,
     }
+    if exchange.caller is not None and exchange.caller.name:
+        fields["key"] = exchange.caller.name
     if exchange.code:
         fields["code"] = exchange.code
     return fields

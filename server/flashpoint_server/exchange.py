@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
     from flashpoint_server.job import Timings
+    from flashpoint_server.keys import Caller
 
 _KEY = "flashpoint.exchange"
 # What may be echoed into headers and logs; anything else is replaced by an id of ours.
@@ -39,6 +40,7 @@ class Exchange:
     code: str | None = None
     bytes_in: int = 0
     bytes_out: int = 0
+    caller: Caller | None = None  # once it is known who asks
     way: Way | None = None  # once it is computed
     facts: dict[str, Any] = field(default_factory=dict)  # what the route adds to the log line
 

@@ -41,6 +41,7 @@ class Metrics:
             return Gauge(f"flashpoint_{name}", help_, registry=registry, multiprocess_mode=mode)  # type: ignore[arg-type]
 
         self._requests = counter("requests", "Requests, by how they were answered", "route", "status", "reason")
+        self._by_key = counter("key_requests", "Requests with a key, by its name", "key", "reason")
         self._seconds = histogram("request_seconds", "From a request's head to its end", _SECONDS, "route")
         self._accepted = counter("accepted", "Requests for compute that were let in")
         ended = counter("ended", "Requests for compute that were let in and are over", "how")
@@ -73,6 +74,8 @@ class Metrics:
     def ended(self, exchange: Exchange, route: str, seconds: float) -> None:
         """A request is over, answered or not."""
         self._requests.labels(route, str(exchange.status or 0), exchange.code or "ok").inc()
+        if exchange.caller is not None and exchange.caller.name:
+            self._by_key.labels(exchange.caller.name, exchange.code or "ok").inc()
         self._seconds.labels(route).observe(seconds)
         self._bytes_in.inc(exchange.bytes_in)
         self._bytes_out.inc(exchange.bytes_out)

@@ -97,6 +97,12 @@ class Child:
             with contextlib.suppress(asyncio.CancelledError):
                 await keeping
 
+    def signal(self, number: int) -> None:
+        """Send it a signal, where it runs."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
     async def stop(self, patience: float) -> bool:
         """SIGTERM, and SIGKILL after `patience` seconds; whether it ended by itself."""
         self._stopping = True

@@ -12,46 +12,110 @@ States of a connection: parsing (`_Parsing`) → receiving (`_Receiver`) → par
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Iterator
 
 import httptools
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from flashpoint_server.encode import Part
 from flashpoint_server.places import Places
+from flashpoint_server.refusal import MEDIA_TYPE, Refusal
 
 EXTENSION = "flashpoint.direct"
 
 # Bytes of one read for the parser. What it sees of a body is copied several times on its way: let it be little.
 PARSED_AT_ONCE = 1 << 15
 _SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # of all connections: what is read is copied before the next read
+ENCRYPTED_AT_ONCE = 1 << 20  # bytes: half a millisecond, for which all others wait
+
+# Bounds of a request's head; nginx and h11 have the same of bytes, more fields than a browser, a proxy and we send.
+HEAD_BYTES = 1 << 16
+HEAD_FIELDS = 128
+
+
+class Config(uvicorn.Config):
+    """uvicorn's, and the seconds in which a head must come."""
+
+    header_timeout = 10.0
 
 
 class HttpProtocol(HttpToolsProtocol):
     """uvicorn's protocol; `set_write_buffer_limits(high=0)` pauses the writer while the transport holds any byte.
 
     That is what lets memory be reused under an answer: uvloop keeps views, not copies, of what it has not sent yet.
+
+    `barren` counts the bytes that the parser has seen since it last found a head's end or some of a body: of a head, of
+    what chunks and trailers may carry, of blank lines. Their number is bounded, and so is the time that a head takes.
     """
+
+    config: Config
+    wrong = "malformed_head"  # what a head is that cannot be parsed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)
+        transport.set_write_buffer_limits(high=int(self.secure))  # TLS pauses at `high`, and what is not TLS above it
+        self.barren = 0
+        self._late: asyncio.TimerHandle | None = None
+        self._await_head()
         self.parsing = _Parsing(self)
         self.watcher: Callable[[], None] | None = None
         _switch(self, self.parsing)
 
+    @property
+    def secure(self) -> bool:
+        return self.scheme == "https"
+
+    def looked_at(self) -> None:
+        """After a read that ended otherwise than with a head or with some of a body."""
+        if self.barren > HEAD_BYTES:
+            self.wrong = "head_too_large"
+            self.send_400_response("")
+        elif self.cycle is None or self.cycle.response_complete:
+            self._await_head()
+
+    def _await_head(self) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(self.config.header_timeout, self.transport.abort)
+
+    def _head_is_there(self) -> None:
+        self.barren = 0
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what cannot be parsed, as a problem; where an answer is under way the connection ends behind it."""
+        if self.cycle is None or self.cycle.response_complete:
+            why = {"malformed_head": "this is not HTTP/1.1", "head_too_large": "the request's head is too large"}
+            request_id = secrets.token_hex(16)
+            refusal = Refusal(self.wrong, why[self.wrong])
+            body = refusal.body(request_id)
+            fields = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n"
+            head = b"%s%sconnection: close\r\n\r\n" % (STATUS_LINE[refusal.status], fields.encode())
+            self.transport.write(head + body)
+        self.transport.close()
+
     def on_headers_complete(self) -> None:
+        self._head_is_there()
+        if len(self.headers) > HEAD_FIELDS:
+            self.wrong = "head_too_large"
+            raise ValueError("too many fields")  # which the parser makes an error of its own
         super().on_headers_complete()
         self.scope["extensions"] = {EXTENSION: {"direct": Direct(self)}}
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
+        self.barren = 0
         if self.cycle.response_complete:
-            return  # nobody will ask for more of it
+            self._await_head()  # nobody will ask for more of it
+            return
         self.flow.pause_reading()  # one piece at a time: what a route receives directly must come unparsed
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._head_is_there()
         if self.watcher is not None:
             self.watcher()
 
@@ -121,9 +185,13 @@ class Direct:
         cycle.response_started = True
         fields = [*cycle.default_headers, *headers] + ([] if cycle.keep_alive else [(b"connection", b"close")])
         head = b"".join((STATUS_LINE[status], *(b"%s: %s\r\n" % field for field in fields), b"\r\n"))
-        http.transport.writelines([head, *parts])
-        if http.flow.write_paused and not await self._left(seconds):
-            return False
+        end = http.loop.time() + seconds
+        for piece in _pieces([head, *parts]) if http.secure else [[head, *parts]]:
+            if http.transport.is_closing():
+                return True
+            http.transport.writelines(piece)
+            if http.flow.write_paused and not await self._left(end):
+                return False
         if not cycle.disconnected:
             cycle.response_complete = True
             cycle.message_event.set()
@@ -132,17 +200,27 @@ class Direct:
             cycle.on_response()
         return True
 
-    async def _left(self, seconds: float) -> bool:
-        """Wait until the transport has sent all it holds; after `seconds` drop the connection, and say False."""
+    async def _left(self, end: float) -> bool:
+        """Wait until the transport has sent all it holds; at `end` drop the connection, and say False."""
         http = self._http
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout_at(end):
                 await http.flow.drain()
         except TimeoutError:
             http.transport.abort()  # which the transport does in a later turn of the loop: until then it may still send
             await http.flow.drain()
             return False
         return True
+
+
+def _pieces(parts: list[Part]) -> Iterator[list[Part]]:
+    """`parts` in pieces: TLS encrypts, at once and into memory of its own, whatever it is given."""
+    if sum(map(len, parts)) <= ENCRYPTED_AT_ONCE:
+        yield parts
+        return
+    for part in parts:
+        for start in range(0, len(part), ENCRYPTED_AT_ONCE):
+            yield [part[start : start + ENCRYPTED_AT_ONCE]]
 
 
 class _State(asyncio.BufferedProtocol):
@@ -171,7 +249,11 @@ class _Parsing(_State):
         return _SCRATCH
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._http.data_received(bytes(_SCRATCH[:nbytes]))
+        http = self._http
+        http.barren += nbytes
+        http.data_received(bytes(_SCRATCH[:nbytes]))
+        if http.barren:
+            http.looked_at()
 
 
 class _Receiver(_State):

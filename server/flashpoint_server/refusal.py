@@ -12,6 +12,7 @@ MEDIA_TYPE = "application/problem+json"
 
 STATUS = {
     "malformed_body": 400,
+    "malformed_head": 400,
     "unauthorized": 401,
     "forbidden": 403,
     "not_found": 404,
@@ -23,6 +24,8 @@ STATUS = {
     "unsupported_media_type": 415,
     "invalid_request": 422,
     "queue_full": 429,
+    "key_limit": 429,
+    "head_too_large": 431,
     "internal_error": 500,
     "not_ready": 503,
     "draining": 503,
@@ -31,7 +34,14 @@ STATUS = {
     "deadline_exceeded": 504,
 }
 MOST_ERRORS = 32  # that one answer lists
-_RETRY_AFTER = {"queue_full": 1, "not_ready": 1, "draining": 5, "out_of_memory": 1, "engine_lost": 1}  # seconds
+_RETRY_AFTER = {
+    "queue_full": 1,
+    "key_limit": 1,
+    "not_ready": 1,
+    "draining": 5,
+    "out_of_memory": 1,
+    "engine_lost": 1,
+}  # seconds
 
 
 class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours
@@ -52,7 +62,7 @@ class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours
         self.status = STATUS[code]
         self.headers = dict(headers or {})
         if code in _RETRY_AFTER:
-            self.headers["Retry-After"] = str(_RETRY_AFTER[code])
+            self.headers.setdefault("Retry-After", str(_RETRY_AFTER[code]))
         if code == "draining":  # a balancer sends the next connection to a server that stays
             self.headers["Connection"] = "close"
 

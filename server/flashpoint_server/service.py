@@ -9,7 +9,10 @@ from flashpoint_server.admission import Admission
 from flashpoint_server.benchmarks import Benchmarks
 from flashpoint_server.codec import Codec
 from flashpoint_server.engine import Engines
-from flashpoint_server.keys import Keyring
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.key_file import Right
+from flashpoint_server.keys import Caller, Keyring
+from flashpoint_server.limits import Shared
 from flashpoint_server.memory import Pool
 from flashpoint_server.messages import DeviceInfo
 from flashpoint_server.metrics import Metrics
@@ -26,7 +29,7 @@ QUEUE_SECONDS = 1.0  # between two looks; a process that is scraped looks then, 
 class Service:
     """One for each application."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, shared: Shared) -> None:
         self.settings = settings
         self.metrics = Metrics()
         self.benchmarks = Benchmarks(settings)
@@ -39,12 +42,18 @@ class Service:
         self.pool = Pool(settings.staging_bytes, engines.forget_segment)
         self.regions = Regions(settings.shared_memory_bytes, engines.forget_segment)
         self.codec = Codec()
-        self.keys = Keyring([key.get_secret_value() for key in settings.api_keys])
+        self.keys = Keyring(settings, shared)
         self.admission = Admission(settings)
         self.draining = False
         self._working = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def admit(self, exchange: Exchange, right: Right) -> Caller:
+        """Who asks, where they may do what needs `right`. Raises Refusal: 401, 403, and 429 over their key's limits."""
+        caller = exchange.caller = self.keys.find(exchange.headers)
+        caller.use(right)
+        return caller
 
     def check_ready(self) -> DeviceInfo:
         """The device, where new work is taken. Raises Refusal 503."""

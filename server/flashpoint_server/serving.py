@@ -10,17 +10,18 @@ import asyncio
 import signal
 import socket
 from collections.abc import Sequence
+from ipaddress import ip_address
 from types import FrameType
 
 import structlog
 import uvicorn
 from fastapi import FastAPI
 
-from flashpoint_server import supervisor
+from flashpoint_server import supervisor, tls
 from flashpoint_server.app import create_app
 from flashpoint_server.engine import State
 from flashpoint_server.parent import keep_what_is_there, raise_descriptor_limit
-from flashpoint_server.protocol import HttpProtocol
+from flashpoint_server.protocol import Config, HttpProtocol
 from flashpoint_server.service import Service
 from flashpoint_server.settings import Settings
 
@@ -41,9 +42,24 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         keep_what_is_there()
+        if self._service.settings.rereads:
+            self._loop.add_signal_handler(signal.SIGHUP, self._reload)
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
-            log.info("listening", host=host, port=port, url=f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            url = f"{'https' if self.config.ssl else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+            log.info("listening", host=host, port=port, url=url)
+
+    def _reload(self) -> None:
+        """SIGHUP: keys and certificate are read again; what is wrong stays as it was, and the log says so."""
+        settings = self._service.settings
+        self._service.keys.reload()
+        if self.config.ssl is not None and settings.tls_cert is not None:
+            try:
+                tls.load(self.config.ssl, settings.tls_cert, settings.tls_key)
+            except ValueError as error:
+                log.error("certificate kept", error=str(error))
+            else:
+                log.info("certificate loaded")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None:
@@ -81,6 +97,10 @@ def run(settings: Settings, argv: Sequence[str]) -> int:
         log.error("cannot listen", host=settings.host, port=settings.port, error=str(error))
         return 1
     with listener:
+        address = listener.getsockname()[0]
+        locked = settings.api_keys or settings.api_keys_file or settings.tls_client_ca
+        if not (locked or ip_address(address).is_loopback):
+            log.warning("open to all who reach it", host=address, advice="set --api-keys-file, or --host 127.0.0.1")
         if settings.workers == 1:
             return serve_on(listener, create_app(settings))
         return supervisor.run(settings, argv, listener)
@@ -96,7 +116,8 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
     """Serve an application of `create_app` on a listening socket, in this process; as `run`."""
     raise_descriptor_limit()
     service: Service = app.state.service
-    config = uvicorn.Config(
+    settings = service.settings
+    config = Config(
         app,
         loop="uvloop",
         http=HttpProtocol,
@@ -106,9 +127,13 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
         access_log=False,
         server_header=False,
         proxy_headers=False,  # nothing here asks for the client's address
-        timeout_keep_alive=service.settings.keep_alive,
+        timeout_keep_alive=settings.keep_alive,
         timeout_graceful_shutdown=1,  # what was admitted has been waited for; this is for the last bytes of errors
     )
+    config.header_timeout = settings.header_timeout
+    config.load()
+    if settings.tls_cert is not None:
+        config.ssl = tls.context(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     server = _Server(config, service)
     server.run(sockets=[listener])
     if service.engine.failure:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from flashpoint import wire
+from flashpoint_server import tls
+from flashpoint_server.key_file import RIGHTS, read
 
 MIB = 1 << 20
 
-RIGHTS = ("attention", "verify", "benchmark", "info", "metrics")
 _RIGHT = "|".join(RIGHTS)
 _KEY = re.compile(rf"[A-Za-z0-9._~+/-]+=*(:({_RIGHT})(\+({_RIGHT}))*)?")  # a token of RFC 6750, and its rights
+_ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 Seconds = Annotated[float, Field(gt=0)]
 Bytes = Annotated[int, Field(ge=1)]
@@ -47,7 +50,18 @@ class Settings(BaseSettings):
     """HTTP processes on the port; the limits below on what is admitted and staged are each process's own"""
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-    """comma-separated bearer keys, each KEY or KEY:right+right; rights: attention, verify, benchmark, info, metrics"""
+    """comma-separated bearer keys, each KEY (all rights) or KEY:right+right; see docs/security.md"""
+    api_keys_file: Path | None = None
+    """TOML file of keys by name, with hash, rights and limits, which SIGHUP has read again (docs/security.md)"""
+
+    tls_key: Path | None = None
+    """PEM file of the certificate's key, where --tls-cert does not hold that too"""
+    tls_client_ca: Path | None = None
+    """PEM file of authorities: who calls must show a certificate of one of them (mTLS)"""
+    tls_cert: Annotated[Path | None, Field(validate_default=True)] = None
+    """PEM file of the certificate, and of those between it and its authority: HTTPS in place of HTTP"""
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
+    """comma-separated origins whose pages may call from a browser, such as https://example.org; * is any"""
 
     body_limit: Bytes = 1024 * MIB
     """bytes of a request's body"""
@@ -61,6 +75,8 @@ class Settings(BaseSettings):
     """seconds that a body may pause, and that it, or the reading of an answer, may be late by the rate below"""
     body_rate: Annotated[int, Field(ge=1)] = 64 * 1024
     """bytes a second that a body, and the reading of an answer, must reach in the long run"""
+    header_timeout: Seconds = 10.0
+    """seconds in which the head of a request must have come, from the connection's beginning or the head's"""
     keep_alive: Annotated[int, Field(ge=0)] = 75
     """seconds that an idle connection is kept"""
 
@@ -110,12 +126,42 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """least severity that is logged"""
 
-    @field_validator("api_keys", mode="before")
+    @property
+    def rereads(self) -> bool:
+        """Whether there is something that SIGHUP has read again."""
+        return self.api_keys_file is not None or self.tls_cert is not None
+
+    @field_validator("api_keys", "cors_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
             return tuple(part for part in (piece.strip() for piece in value.split(",")) if part)
         return value
+
+    @field_validator("api_keys_file")
+    @classmethod
+    def _keys_can_be_read(cls, path: Path | None) -> Path | None:
+        if path is not None:
+            read(path)
+        return path
+
+    @field_validator("tls_cert")
+    @classmethod
+    def _a_certificate_with_its_key(cls, cert: Path | None, info: ValidationInfo) -> Path | None:
+        key, client_ca = info.data.get("tls_key"), info.data.get("tls_client_ca")
+        if cert is not None:
+            tls.context(cert, key, client_ca)
+        elif key is not None or client_ca is not None:
+            raise ValueError("--tls-key and --tls-client-ca need it")
+        return cert
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin, such as https://example.org, and not *")
+        return origins
 
     @field_validator("shared_memory_bytes")
     @classmethod

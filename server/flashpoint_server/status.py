@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 
 from flashpoint_kernels.spec import MAX_HEAD_DIM
 from flashpoint_kernels.support import SUPPORT
+from flashpoint_server.exchange import Exchange
 from flashpoint_server.metrics import MEDIA_TYPE
 from flashpoint_server.problem_schema import problems
 from flashpoint_server.service import Service
@@ -55,7 +56,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/info", summary="Versions, device, backends, limits, options", responses=problems(401, 403))
     async def info(request: Request) -> Info:
-        service.keys.admit(request.headers, "info")
+        service.admit(Exchange.of(request.scope), "info")
         device, settings = service.engine.device, service.settings
         backends = list(device.backends) if device else []
         return Info(
@@ -87,7 +88,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/metrics", summary="Prometheus metrics", responses=text | problems(401, 403), response_class=Response)
     async def metrics(request: Request) -> Response:
-        service.keys.admit(request.headers, "metrics")
+        service.admit(Exchange.of(request.scope), "metrics")
         service.report_queue()
         return Response(service.metrics.exposition(), media_type=MEDIA_TYPE)
 

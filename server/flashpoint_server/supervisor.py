@@ -37,17 +37,21 @@ async def _run(settings: Settings, argv: Sequence[str], listener: socket.socket)
         addresses = await inside.enter_async_context(running_engines(settings))
         engines = ",".join(address.hex() for address in addresses)
         metrics = inside.enter_context(tempfile.TemporaryDirectory(prefix="flashpoint-metrics-"))
+        limits = inside.enter_context(tempfile.TemporaryDirectory(prefix="flashpoint-limits-"))
+        fixed = ["--listener", str(listener.fileno()), "--engines", engines, "--limits", limits]
         workers = [
             Child(
                 f"worker {n}",
                 "flashpoint_server.worker",
-                ["--listener", str(listener.fileno()), "--engines", engines, "--", *argv],
+                [*fixed, "--number", str(n), "--", *argv],
                 [listener.fileno()],
                 {METRICS_DIRECTORY: metrics},
                 lambda pid: mark_process_dead(pid, metrics),  # type: ignore[no-untyped-call]  # its gauges count no more
             )
             for n in range(settings.workers)
         ]
+        if settings.rereads:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, workers)
         keeping = [asyncio.ensure_future(worker.keep()) for worker in workers]
         waiting = asyncio.ensure_future(ended.wait())
         # A worker that is not kept any more has said that it cannot work: its engine is broken.
@@ -61,3 +65,9 @@ async def _run(settings: Settings, argv: Sequence[str], listener: socket.socket)
             task.cancel()
         await asyncio.gather(*keeping, return_exceptions=True)
     return 1 if broken else 0
+
+
+def _reload(workers: Sequence[Child]) -> None:
+    """Pass SIGHUP on: each worker reads keys and certificate again."""
+    for worker in workers:
+        worker.signal(signal.SIGHUP)

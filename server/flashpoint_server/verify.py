@@ -42,7 +42,7 @@ class VerifyRoute(ComputeRoute):
 
     async def serve(self, call: Call) -> None:
         service, headers, body = self.service, call.exchange.headers, call.body
-        service.keys.admit(headers, "verify")
+        service.admit(call.exchange, "verify")
         given = request_encoding(headers)
         body.deadline = deadline = deadline_of(headers, service.settings)
         priority = priority_of(headers)

@@ -1,13 +1,16 @@
-"""One HTTP process of several: `python -m flashpoint_server.worker --listener FD --engines HEX,… -- FLAGS`."""
+"""One HTTP process of several: `python -m flashpoint_server.worker --listener FD --engines HEX,… … -- FLAGS`."""
 
 from __future__ import annotations
 
 import argparse
+import signal
 import socket
 import sys
+from pathlib import Path
 
 from flashpoint_server import logs
 from flashpoint_server.app import create_app
+from flashpoint_server.limits import Shared
 from flashpoint_server.parent import CANNOT_WORK, die_with_parent
 from flashpoint_server.serving import serve_on
 from flashpoint_server.settings import Settings
@@ -17,14 +20,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--listener", type=int, required=True)
     parser.add_argument("--engines", required=True, help="addresses of the engines, in hexadecimal")
+    parser.add_argument("--number", type=int, required=True, help="which of the HTTP processes this is")
+    parser.add_argument("--limits", type=Path, required=True, help="the directory where they count what keys use")
     parser.add_argument("flags", nargs="*", help="those of `flashpoint serve`, behind --")
     parser.add_argument("--parent", type=int, required=True, help="the pid of the supervisor")
     asked = parser.parse_args()
     die_with_parent(asked.parent)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it is served: what is to be read again is read only then
     settings = Settings(_cli_parse_args=asked.flags)  # type: ignore[call-arg]
     logs.configure(settings.log_format, settings.log_level)
     engines = [bytes.fromhex(address) for address in asked.engines.split(",")]
-    ended = serve_on(socket.socket(fileno=asked.listener), app := create_app(settings, engines))
+    shared = Shared(asked.limits, asked.number)
+    ended = serve_on(socket.socket(fileno=asked.listener), app := create_app(settings, engines, shared=shared))
     return CANNOT_WORK if app.state.service.engine.failure else ended
 
 

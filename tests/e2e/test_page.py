@@ -305,7 +305,7 @@ def test_with_keys_it_asks_for_one_and_holds_it_back(open_page, start_server):
         door.get_by_role("button").click()
         if key == "wrong":
             expect(door.get_by_role("alert")).to_have_text("The key is not known.")
-    expect(page.locator("#traffic").get_by_role("alert")).to_contain_text("does not have the right 'metrics'")
+    expect(page.locator("#traffic").get_by_role("alert")).to_contain_text("the key does not allow this")
     code = page.locator("#verify-code code")
     expect(code).to_contain_text('-H "Authorization: Bearer $FLASHPOINT_API_KEY"')
     page.locator("#verify-code").get_by_label("Python").check()
@@ -322,6 +322,15 @@ def test_with_keys_it_asks_for_one_and_holds_it_back(open_page, start_server):
     expect(said(page, "benchmark")).to_contain_text("of 4", timeout=SECONDS)  # its events come, which need the key
     page.get_by_role("button", name="Cancel").click()
     expect(said(page, "benchmark")).to_contain_text("Cancelled", timeout=SECONDS)
+
+
+def test_the_documentation_is_drawn_from_this_server_alone(open_page, server):
+    page = open_page(server, "/docs")
+    page.locator("#docs").get_by_text("/attention", exact=True).first.click()
+    expect(page.get_by_role("button", name="Try it out")).to_be_visible()
+    policy = httpx.get(f"{server.url}/docs").headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; ")
+    assert httpx.get(f"{server.url}/redoc").status_code == 404
 
 
 def test_it_is_served_with_a_strict_policy_and_asked_for_again_in_vain(server):

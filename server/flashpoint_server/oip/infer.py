@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from starlette.types import Receive, Scope, Send
@@ -55,7 +55,7 @@ class InferRoute(AttentionRoute):
     async def serve(self, call: Call) -> None:
         service, settings, headers = self.service, self.service.settings, call.exchange.headers
         body = call.body
-        service.keys.admit(headers, "attention")
+        owner = service.admit(call.exchange, "attention").name
         if (coding := headers.get("content-encoding", "identity")) not in ("identity", *WINDOW_BITS):
             raise Refusal("unsupported_media_type", f"a body in content coding {coding} is not taken")
         body.deadline = deadline_of(headers, settings)
@@ -85,7 +85,7 @@ class InferRoute(AttentionRoute):
         backend = self._backend(spec, device, in_numbers)
         permit = permit or self.admit(call, spec.input_bytes + spec.output_bytes)
         permit.price(spec.flops)
-        elsewhere = self._elsewhere(head.inputs, wanted, spec)
+        elsewhere = self._elsewhere(owner, head.inputs, wanted, spec)
         inputs = [(given.name, given.info) for given in head.inputs]
         staging = self.stage(inputs, spec.outputs, call.inside, elsewhere)
         views = staging.views(staging.inputs)
@@ -93,7 +93,7 @@ class InferRoute(AttentionRoute):
             if given.array is not None:
                 views[given.name][:] = np.ascontiguousarray(given.array).reshape(-1).view(np.uint8).data
             elif given.shared is not None and given.name in views:
-                views[given.name][:] = service.regions.read(given.name, given.info, given.shared)
+                views[given.name][:] = service.regions.read(owner, given.name, given.info, given.shared)
         await body.into([views[i.name] for i in head.inputs if i.array is None and i.shared is None], rest)
 
         job, answer = await self.solve(call, spec, backend, staging, max(priority, head.priority))
@@ -104,10 +104,10 @@ class InferRoute(AttentionRoute):
         service.metrics.models.computed(self._model.name, answer.batch_size, job.timings.stages())
 
     def _elsewhere(
-        self, inputs: tuple[Input, ...], wanted: tuple[Wanted, ...], spec: Spec
+        self, owner: str, inputs: tuple[Input, ...], wanted: tuple[Wanted, ...], spec: Spec
     ) -> dict[str, tuple[Region, int]]:
         """The tensors in shared memory, but for those whose values are checked: they are read once. Raises Refusal."""
-        locate = self.service.regions.locate
+        locate = partial(self.service.regions.locate, owner)
         given = {i.name: locate(i.name, i.info, i.shared) for i in inputs if i.shared and i.name not in INDEX_TENSORS}
         asked = {o.name: locate(o.name, spec.outputs[o.name], o.shared) for o in wanted if o.shared}
         if asked:

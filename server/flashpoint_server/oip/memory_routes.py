@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from flashpoint_server.body import Body
+from flashpoint_server.exchange import Exchange
 from flashpoint_server.message import read_model
 from flashpoint_server.oip.regions import Region
 from flashpoint_server.oip.schema import TAG, errors
@@ -42,20 +43,22 @@ def router(service: Service) -> APIRouter:
         "requestBody": {"required": True, "content": {"application/json": {"schema": Registration.model_json_schema()}}}
     }
 
-    def admit(request: Request) -> None:
-        service.keys.admit(request.headers, "attention")
+    def admit(request: Request) -> str:
+        """The owner of the regions that are spoken of: the caller's key. Raises Refusal 401, 403, 404."""
+        caller = service.admit(Exchange.of(request.scope), "admin")
+        if "origin" in request.headers:  # a page in a browser on this host, which would act for whoever looks at it
+            raise Refusal("forbidden", "shared memory is not for pages in a browser")
         if not service.regions.limit:
             raise Refusal("not_found", "shared memory is off on this server: see --shared-memory-bytes")
+        return caller.name
 
-    @routes.get("/status", summary="All regions", responses=errors(401, 403))
+    @routes.get("/status", summary="All regions of the key", responses=errors(401, 403))
     async def all_status(request: Request) -> list[RegionStatus]:
-        admit(request)
-        return [_status(region) for region in service.regions.all()]
+        return [_status(region) for region in service.regions.all(admit(request))]
 
     @routes.get("/region/{name}/status", summary="One region", responses=errors(401, 403, 404, 422))
     async def status(request: Request, name: str) -> list[RegionStatus]:
-        admit(request)
-        return [_status(service.regions.find(name))]
+        return [_status(service.regions.find(admit(request), name))]
 
     @routes.post(
         "/region/{name}/register",
@@ -64,22 +67,20 @@ def router(service: Service) -> APIRouter:
         openapi_extra=schema,
     )
     async def register(request: Request, name: str) -> Nothing:
-        admit(request)
+        owner = admit(request)
         body = Body(request.scope, request.receive, request.headers, service.settings)
         asked = await read_model(body, Registration, REQUEST_LIMIT)
-        service.regions.register(name, asked.key, asked.offset, asked.byte_size)
+        service.regions.register(owner, name, asked.key, asked.offset, asked.byte_size)
         return Nothing()
 
     @routes.post("/region/{name}/unregister", summary="Unregister one", responses=errors(401, 403, 404, 422))
     async def unregister(request: Request, name: str) -> Nothing:
-        admit(request)
-        service.regions.unregister(name)
+        service.regions.unregister(admit(request), name)
         return Nothing()
 
-    @routes.post("/unregister", summary="Unregister all", responses=errors(401, 403))
+    @routes.post("/unregister", summary="Unregister all of the key", responses=errors(401, 403))
     async def unregister_all(request: Request) -> Nothing:
-        admit(request)
-        service.regions.close()
+        service.regions.unregister_all(admit(request))
         return Nothing()
 
     return routes

@@ -1,8 +1,8 @@
 """System shared memory: what callers on this host have registered, so that their tensors never move.
 
-A region is a part of a POSIX shared memory object, known by a name; its key, which would open it to anyone, is not
-kept. To the engines it is one more segment: they are given its descriptor, and compute in it. It is held while a
-request may write there, whether it is still registered or not.
+A region is a part of a POSIX shared memory object, known by a name to its owner alone, whose API key registered it; the
+object's key, which would open it to anyone, is not kept. To the engines it is one more segment: they are given its
+descriptor, and compute in it. It is held while a request may write there, whether it is still registered or not.
 
 Its owner may write to it at any time, so nothing that is checked is read from it again (`Regions.read`), and may make
 it shorter, which ends the engine that computes in it: this is for callers who are trusted.
@@ -71,41 +71,45 @@ class Regions:
     def __init__(self, limit: int, dropped: Callable[[int], None]) -> None:
         self.limit = limit
         self._dropped = dropped
-        self._named: dict[str, Region] = {}
+        self._named: dict[tuple[str, str], Region] = {}  # by their owner and name
         self._bytes = 0  # of those that are held, too
 
-    def register(self, name: str, key: str, offset: int, size: int) -> None:
+    def register(self, owner: str, name: str, key: str, offset: int, size: int) -> None:
         """Raises Refusal 413 and 422."""
-        if name in self._named:
+        if (owner, name) in self._named:
             raise invalid([("name", f"region {name!r} is registered already")])
         if len(self._named) >= MOST or self._bytes + offset + size > self.limit:
             detail = f"{len(self._named)} regions with {self._bytes} bytes are registered, and this has {offset + size}"
             raise Refusal("work_too_large", f"{detail}: over the limits of {MOST} and of {self.limit} bytes")
-        region = self._named[name] = Region(name, _open(key, offset + size), offset, size, self._ended)
+        region = self._named[owner, name] = Region(name, _open(key, offset + size), offset, size, self._ended)
         self._bytes += region.mapped
 
-    def unregister(self, name: str) -> None:
+    def unregister(self, owner: str, name: str) -> None:
         """Raises Refusal 404."""
-        self.find(name)
-        self._named.pop(name).release()
+        self.find(owner, name)
+        self._named.pop((owner, name)).release()
+
+    def unregister_all(self, owner: str) -> None:
+        for region in self.all(owner):
+            self.unregister(owner, region.name)
 
     def close(self) -> None:
-        """Unregister all."""
-        for name in list(self._named):
-            self.unregister(name)
+        """Unregister those of all owners."""
+        while self._named:
+            self._named.popitem()[1].release()
 
-    def find(self, name: str) -> Region:
+    def find(self, owner: str, name: str) -> Region:
         """Raises Refusal 404."""
-        if name not in self._named:
+        if (owner, name) not in self._named:
             raise Refusal("not_found", f"no region {name!r} is registered")
-        return self._named[name]
+        return self._named[owner, name]
 
-    def all(self) -> list[Region]:
-        return list(self._named.values())
+    def all(self, owner: str) -> list[Region]:
+        return [region for (its_owner, _), region in self._named.items() if its_owner == owner]
 
-    def locate(self, tensor: str, info: TensorInfo, shared: Shared) -> tuple[Region, int]:
+    def locate(self, owner: str, tensor: str, info: TensorInfo, shared: Shared) -> tuple[Region, int]:
         """Where a tensor lies: its region, and from where on in that segment. Raises Refusal 422."""
-        region = self._named.get(shared.region)
+        region = self._named.get((owner, shared.region))
         if region is None:
             off = "" if self.limit else "; shared memory is off on this server"
             raise invalid([(tensor, f"no region {shared.region!r} is registered{off}")])
@@ -117,9 +121,9 @@ class Regions:
             raise invalid([(tensor, f"region {shared.region!r} is not as long any more as it was")])
         return region, region.offset + shared.offset
 
-    def read(self, tensor: str, info: TensorInfo, shared: Shared) -> bytes:
+    def read(self, owner: str, tensor: str, info: TensorInfo, shared: Shared) -> bytes:
         """A small tensor's bytes, as they are now. Raises Refusal 422."""
-        region, start = self.locate(tensor, info, shared)
+        region, start = self.locate(owner, tensor, info, shared)
         return os.pread(region.fd, info.nbytes, start)
 
     def _ended(self, region: Region) -> None:

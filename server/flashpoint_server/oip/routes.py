@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
+from flashpoint_server.exchange import Exchange
 from flashpoint_server.oip import models
 from flashpoint_server.oip.models import MODELS, VERSION, Model, ModelMetadata, ServerMetadata
 from flashpoint_server.oip.schema import TAG, errors
@@ -61,12 +62,12 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("", summary="The server, and what of the protocol's extensions it has", responses=locked)
     async def server(request: Request) -> ServerMetadata:
-        service.keys.admit(request.headers, "info")
+        service.admit(Exchange.of(request.scope), "info")
         return ServerMetadata(name="flashpoint", version=version("flashpoint"), extensions=extensions)
 
     @routes.post("/repository/index", summary="The models", responses=locked)
     async def index(request: Request) -> list[IndexEntry]:
-        service.keys.admit(request.headers, "info")
+        service.admit(Exchange.of(request.scope), "info")
         state, reason = "READY", ""
         try:
             service.check_ready()
@@ -76,7 +77,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/models/stats", summary="What the models have served", responses=locked)
     async def all_stats(request: Request) -> dict[str, Any]:
-        service.keys.admit(request.headers, "metrics")
+        service.admit(Exchange.of(request.scope), "metrics")
         return stats(*MODELS.values())
 
     @routes.get("/models/{name}/versions/{version}/ready", include_in_schema=False)
@@ -99,7 +100,7 @@ def router(service: Service) -> APIRouter:
         openapi_extra=_NAMED,
     )
     async def config(request: Request) -> dict[str, Any]:
-        service.keys.admit(request.headers, "info")
+        service.admit(Exchange.of(request.scope), "info")
         return models.configuration(_model(request), service.settings.max_queue_delay)
 
     @routes.get("/models/{name}/versions/{version}/stats", include_in_schema=False)
@@ -107,13 +108,13 @@ def router(service: Service) -> APIRouter:
         "/models/{name}/stats", summary="What a model has served", responses=locked | known, openapi_extra=_NAMED
     )
     async def model_statistics(request: Request) -> dict[str, Any]:
-        service.keys.admit(request.headers, "metrics")
+        service.admit(Exchange.of(request.scope), "metrics")
         return stats(_model(request))
 
     @routes.get("/models/{name}/versions/{version}", include_in_schema=False)
     @routes.get("/models/{name}", summary="A model's tensors", responses=locked | known, openapi_extra=_NAMED)
     async def metadata(request: Request) -> ModelMetadata:
-        service.keys.admit(request.headers, "info")
+        service.admit(Exchange.of(request.scope), "info")
         return models.metadata(_model(request))
 
     def stats(*asked: Model) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""GET / and GET /static/…: the page, rendered once from the schemas. It holds nothing secret: what it shows, it asks of
-the API, with the key that its reader gives it."""
+"""GET /, GET /docs and GET /static/…: the page, rendered once from the schemas, and Swagger UI. They hold nothing
+secret: what they show, they ask of the API, with the key that their reader gives them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+# Swagger UI styles elements by their attributes, and brings its icons with it.
+DOCS_POLICY = POLICY.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'").replace("blob:", "data:")
 HEADERS = {
     "Cache-Control": "no-cache",  # asked for again each time, and answered 304: an upgrade is seen at once
-    "Content-Security-Policy": POLICY,
     "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
 }
+HTML = "text/html; charset=utf-8"
 TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
 CASES: dict[Preset, str] = {"seeds": "seeds: three small tables", "h100": "h100: FlashAttention’s own grid"}
 PLOTS: dict[PlotKind, str] = {
@@ -40,15 +41,22 @@ PLOTS: dict[PlotKind, str] = {
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
-    page = _File(_render(locked=bool(service.settings.api_keys)), "text/html; charset=utf-8")
+    page = _File(_render(locked=service.keys.locked), HTML)
+    docs = _File(files(__package__).joinpath("templates", "docs.html").read_bytes(), HTML, DOCS_POLICY)
+    swagger = files("fastapi_swagger.resources")
+    ours = files(__package__).joinpath("static").iterdir()
     static = {
         file.name: _File(file.read_bytes(), TYPES[file.name.rpartition(".")[2]])
-        for file in files(__package__).joinpath("static").iterdir()
+        for file in (*ours, swagger / "swagger-ui-bundle.js", swagger / "swagger-ui.css")
     }
 
     @routes.get("/")
     async def index(request: Request) -> Response:
         return page.answer(request)
+
+    @routes.get("/docs")
+    async def documentation(request: Request) -> Response:
+        return docs.answer(request)
 
     @routes.get("/static/{name}")
     async def file(name: str, request: Request) -> Response:
@@ -62,12 +70,12 @@ def router(service: Service) -> APIRouter:
 class _File:
     """What is served under one address, in memory."""
 
-    def __init__(self, content: bytes, media_type: str) -> None:
-        self._content, self._media_type = content, media_type
+    def __init__(self, content: bytes, media_type: str, policy: str = POLICY) -> None:
+        self._content, self._media_type, self._policy = content, media_type, policy
         self._etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
 
     def answer(self, request: Request) -> Response:
-        headers = HEADERS | {"ETag": self._etag}
+        headers = HEADERS | {"Content-Security-Policy": self._policy, "ETag": self._etag}
         if request.headers.get("if-none-match") == self._etag:
             return Response(status_code=304, headers=headers)
         return Response(self._content, headers=headers, media_type=self._media_type)

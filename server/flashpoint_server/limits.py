@@ -1,0 +1,114 @@
+"""What a key may still do: token buckets, and a count of what is inside, in memory that all HTTP processes share.
+
+A bucket is one number: the time at which it will be full again. What is taken moves it on, by as long as that takes to
+come back at the key's rate, and the key is refused while it is further off than the bucket is deep. So a request is let
+in while anything is left, however much it takes, and is paid for by the wait of the next: tensors have no usual size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from flashpoint_server.key_file import KeyEntry
+from flashpoint_server.refusal import Refusal
+
+BURST = 1.0  # seconds: a bucket holds what its rate gives in that time
+MOST_PROCESSES = 256
+PATIENCE = 0.01  # seconds for the lock, which others hold for microseconds, unless they were stopped while they did
+
+What = Literal["requests", "bytes", "flops"]
+_PLACES: dict[What, int] = {"requests": 0, "bytes": 1, "flops": 2}
+_WORDS: dict[What, str] = {"requests": "requests", "bytes": "bytes", "flops": "floating-point operations"}
+_COUNTS = len(_PLACES)  # where the processes' counts of requests inside begin
+
+
+class Shared(NamedTuple):
+    """Where HTTP processes find the same numbers: a directory, and which of them this is. None: there is this one."""
+
+    directory: Path | None = None
+    process: int = 0
+
+
+class Spent:
+    """The numbers of one key: its buckets, which have one writer at a time, and a count for each process."""
+
+    def __init__(self, name: str, shared: Shared) -> None:
+        if shared.directory is None:
+            self._fd = os.memfd_create(f"flashpoint-key-{name}", os.MFD_CLOEXEC)
+        else:
+            self._fd = os.open(shared.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        size = 8 * (_COUNTS + MOST_PROCESSES)
+        os.ftruncate(self._fd, size)
+        self.numbers = memoryview(mmap.mmap(self._fd, size)).cast("d")
+        self.own = _COUNTS + shared.process
+        self.numbers[self.own] = 0  # this process has just begun, and the one before it has taken its requests along
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Raises Refusal 429 where another process was stopped while it held the lock, for which nobody may wait."""
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise _refused("what the key has used cannot be looked up at the moment", 1) from None
+                os.sched_yield()
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
+class Quota:
+    """The limits of one key, `entry`, held against what it has `spent`."""
+
+    def __init__(self, entry: KeyEntry, spent: Spent) -> None:
+        rates: dict[What, float | None] = {
+            "requests": entry.requests_per_second,
+            "bytes": entry.bytes_per_second,
+            "flops": entry.flops_per_second,
+        }
+        self._rates = {what: rate for what, rate in rates.items() if rate is not None}
+        self._concurrent = entry.concurrent
+        self._spent = spent
+
+    def take(self, what: What, cost: float) -> None:
+        """Raises Refusal 429 where nothing of it is left."""
+        if what in self._rates:
+            with self._spent.locked():
+                self._take(what, cost)
+
+    def enter(self, nbytes: int) -> None:
+        """A request for compute comes inside with `nbytes` of tensors, until `leave`. Raises Refusal 429."""
+        spent = self._spent
+        with spent.locked():
+            if self._concurrent is not None and sum(spent.numbers[_COUNTS:]) >= self._concurrent:
+                raise _refused(f"the key's limit is {self._concurrent} requests at once", 1)
+            self._take("bytes", nbytes)
+            spent.numbers[spent.own] += 1
+
+    def leave(self) -> None:
+        self._spent.numbers[self._spent.own] -= 1
+
+    def _take(self, what: What, cost: float) -> None:
+        if (rate := self._rates.get(what)) is None:
+            return
+        numbers, place, now = self._spent.numbers, _PLACES[what], time.monotonic()
+        full = max(numbers[place], now)
+        if (wait := full - now - BURST) >= 0:
+            raise _refused(f"the key's limit is {rate:g} {_WORDS[what]} a second", wait)
+        numbers[place] = full + cost / rate
+
+
+def _refused(why: str, seconds: float) -> Refusal:
+    return Refusal("key_limit", why, headers={"Retry-After": str(max(1, math.ceil(seconds)))})
