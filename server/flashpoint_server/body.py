@@ -122,6 +122,7 @@ class Body:
                 over.set_exception(self._too_late(due))
 
         def end(_: object) -> None:
+            received.exception()  # looked at, for whoever has given up does not
             if not over.done():
                 over.set_result(None)
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from flashpoint_server.encode import Part
 from flashpoint_server.places import Places
@@ -60,6 +61,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = None
         self._await_head()
         self.parsing = _Parsing(self)
+        self.running: RequestResponseCycle | None = None
         self.watcher: Callable[[], None] | None = None
         _switch(self, self.parsing)
 
@@ -97,13 +99,49 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.write(head + body)
         self.transport.close()
 
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                data = self._parse(data)
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _parse(self, data: bytes) -> bytes:
+        """What is to be parsed next: a head that wishes for another protocol (RFC 9110, §7.8) again, without the wish.
+
+        The parser takes what follows such a head for that protocol: a body would be lost, or taken for a request.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if (method := self.parser.get_method()) == b"CONNECT":
+                raise httptools.HttpParserError("nothing is tunnelled here") from None
+            line = b"%s %s HTTP/%s\r\n" % (method, self.url, self.parser.get_http_version().encode())
+            fields = [b"%s: %s\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+            self.parser = _parser(self)
+            return b"".join((line, *fields, b"\r\n", data[upgrade.args[0] :]))
+        return b""
+
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # it comes again: see `_parse`
         self._head_is_there()
         if len(self.headers) > HEAD_FIELDS:
             self.wrong = "head_too_large"
             raise ValueError("too many fields")  # which the parser makes an error of its own
         super().on_headers_complete()
         self.scope["extensions"] = {EXTENSION: {"direct": Direct(self)}}
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.pipeline:
+            self.flow.pause_reading()  # what has come is answered before more is read, else it would heap up here
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
@@ -113,7 +151,13 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self.flow.pause_reading()  # one piece at a time: what a route receives directly must come unparsed
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self.running = cycle
+        super()._start_asgi_task(cycle, app)
+
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.running is not None:
+            self.running.disconnected = True  # uvicorn tells the last that came, which may wait behind this one
         super().connection_lost(exc)
         self._head_is_there()
         if self.watcher is not None:
@@ -139,7 +183,7 @@ class Direct:
         places.copy(memoryview(self.early()))  # came behind the head, and is parsed already
         if places.full:
             received.set_result(None)
-        elif cycle.disconnected or http.transport.is_closing():
+        elif self.gone:
             received.set_exception(ConnectionError("the client disconnected"))
         else:
             if cycle.waiting_for_100_continue:
@@ -163,13 +207,24 @@ class Direct:
         """Whether the body has come to its end."""
         return not self._cycle.more_body
 
+    @property
+    def gone(self) -> bool:
+        """Whether there is nobody to answer. uvicorn, which hears of it later, is told: it would answer 500."""
+        if self._http.transport.is_closing():
+            self._cycle.disconnected = True
+        return self._cycle.disconnected
+
     def watch(self, gone: Callable[[], None]) -> None:
-        """Once the body has come, call `gone` when the client disconnects, at once where it has; until `unwatch`."""
+        """Once the body has come, call `gone` when the client disconnects, at once where it has; until `unwatch`.
+
+        A client that has sent the next request already is not seen to go.
+        """
         http = self._http
-        if self._cycle.disconnected:
+        if self.gone:
             gone()
         http.watcher = gone
-        http.flow.resume_reading()  # else nobody would see it go
+        if not http.pipeline:
+            http.flow.resume_reading()  # else nobody would see it go
 
     def unwatch(self) -> None:
         self._http.watcher = None
@@ -180,7 +235,7 @@ class Direct:
         When this returns the transport holds none of the memory of `parts`. `headers` are valid, and say the length.
         """
         http, cycle = self._http, self._cycle
-        if cycle.disconnected or http.transport.is_closing():
+        if self.gone:
             return True
         cycle.response_started = True
         fields = [*cycle.default_headers, *headers] + ([] if cycle.keep_alive else [(b"connection", b"close")])
@@ -273,8 +328,7 @@ class _Receiver(_State):
             return
         http = self._http
         # The parser still waits for this body: a fresh one takes the next request of the connection.
-        http.parser = httptools.HttpRequestParser(http)
-        http.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own: see its __init__
+        http.parser = _parser(http)
         http.cycle.more_body = False
         _switch(http, http.parsing)
         if not self._received.done():
@@ -284,6 +338,12 @@ class _Receiver(_State):
         if not self._received.done():
             self._received.set_exception(ConnectionError("the client disconnected"))
         super().connection_lost(exc)
+
+
+def _parser(http: HttpProtocol) -> httptools.HttpRequestParser:
+    parser = httptools.HttpRequestParser(http)
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own: see its __init__
+    return parser
 
 
 def _switch(http: HttpProtocol, protocol: _State) -> None:

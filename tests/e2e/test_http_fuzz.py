@@ -1,0 +1,72 @@
+"""Bytes that no client should send, on raw sockets to a real server, which afterwards is as it was before.
+
+The cases are those of `make fuzz`, with one seed and fewer that are drawn.
+"""
+
+import asyncio
+import contextlib
+import socket
+import time
+
+import psutil
+import pytest
+
+from tests.fuzz.http_cases import Case, all_cases, head
+from tests.fuzz.http_fuzz import attack
+from tests.fuzz.http_server import SETTINGS, Attacked
+
+
+@pytest.fixture(scope="module")
+def attacked(start_server):
+    return Attacked(start_server(**SETTINGS))
+
+
+def test_whatever_is_sent_the_server_answers_as_before(attacked):
+    report = asyncio.run(attack(attacked.port, all_cases(attacked.body, seed=1, count=200), attacked.right))
+    assert not report.wrong, report.wrong[:20]
+    assert report.cases > 900
+    assert report.statuses[200] > 500
+    assert {400, 404, 405, 408, 413, 415, 422} <= report.statuses.keys()
+    assert not (faults := attacked.faults()), faults[:20]
+
+
+def test_requests_that_come_faster_than_their_answers_do_not_heap_up(attacked):
+    """A client that sends for seconds and reads nothing: what it has sent beyond a bound stays in its own buffers."""
+    flood = (head(attacked.body) + attacked.body) * 100
+    process = psutil.Process(attacked.server.pid)
+    before = process.memory_info().rss
+    with socket.create_connection(("127.0.0.1", attacked.port), timeout=0.2) as connection:
+        deadline = time.monotonic() + 20
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            while time.monotonic() < deadline:
+                connection.sendall(flood)
+            pytest.fail("the server goes on taking requests whose answers nobody reads")
+        assert process.memory_info().rss - before < 48 << 20
+    assert attacked.answer(attacked.body) == attacked.right
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n", "500"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nwrong", "0 of 1 right"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nright", "half a body"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\nright", "two"),
+        (b"HTTP/1.1 200 OK\r\n\r\nright", "no length"),
+        (b"hello", "within a head"),
+        (b"", "0 of 1 right"),
+    ],
+)
+def test_an_answer_that_is_wrong_is_seen(answer, said):
+    async def answers(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async def run():
+        async with await asyncio.start_server(answers, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            return await attack(port, [Case("one", (head(b""),), exact=1)], b"right")
+
+    report = asyncio.run(run())
+    assert any(said in line for line in report.wrong), report.wrong

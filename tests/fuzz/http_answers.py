@@ -1,0 +1,70 @@
+"""What comes back on a connection, read as strictly as HTTP/1.1 allows: an answer is one, or the reading fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass
+
+_STATUS = re.compile(rb"HTTP/1\.1 ([1-5]\d\d) [A-Za-z' -]*")
+_FIELD = re.compile(rb"([a-z0-9-]+): ([\x20-\x7e]*)")
+LONGEST_HEAD = 1 << 16
+
+
+class NotHttpError(AssertionError):
+    """The server sent something that no client can make sense of."""
+
+
+@dataclass
+class Answer:
+    status: int
+    fields: dict[str, str]
+    body: bytes
+
+    @property
+    def code(self) -> str | None:
+        """Of a problem document."""
+        return json.loads(self.body).get("code") if "problem" in self.fields.get("content-type", "") else None
+
+
+async def read_answer(reader: asyncio.StreamReader, method: str = "POST") -> Answer | None:
+    """The next answer but for 100; None at the connection's end, which must not come within one."""
+    while True:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError as error:
+            if error.partial:
+                raise NotHttpError(f"it ends within a head: {error.partial!r}") from None
+            return None
+        status_line, *lines = head[:-4].split(b"\r\n")
+        if not (status := _STATUS.fullmatch(status_line)):
+            raise NotHttpError(f"no status line: {status_line!r}")
+        fields: dict[str, str] = {}
+        for line in lines:
+            if not (field := _FIELD.fullmatch(line)):
+                raise NotHttpError(f"no field: {line!r}")
+            name = field[1].decode()
+            if name in fields and name in ("content-length", "content-type", "x-request-id"):
+                raise NotHttpError(f"{name} twice")
+            fields[name] = field[2].decode()
+        if status[1] != b"100":
+            break
+    if ("content-length" in fields) == ("transfer-encoding" in fields):
+        raise NotHttpError(f"no length, or two: {fields}")
+    try:
+        body = b"" if method == "HEAD" else await _body(reader, fields)
+    except (asyncio.IncompleteReadError, ValueError) as error:
+        raise NotHttpError(f"half a body: {error}") from None
+    return Answer(int(status[1]), fields, body)
+
+
+async def _body(reader: asyncio.StreamReader, fields: dict[str, str]) -> bytes:
+    if "content-length" in fields:
+        return await reader.readexactly(int(fields["content-length"]))
+    body = b""
+    while size := int((await reader.readuntil(b"\r\n"))[:-2], 16):
+        body += await reader.readexactly(size)
+        assert await reader.readexactly(2) == b"\r\n"
+    await reader.readuntil(b"\r\n")
+    return body

@@ -1,0 +1,95 @@
+"""Send the cases of http_cases.py to a server, many at a time, and judge each by what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tests.fuzz.http_answers import Answer, NotHttpError, read_answer
+from tests.fuzz.http_cases import GONE, Case
+
+AT_A_TIME = 32
+# What has neither been answered nor ended by then waits for more of its head, which never comes: the client goes.
+PATIENCE = 3.0
+NEVER = 500  # and above: whatever is sent, the server has no error of its own
+
+
+@dataclass
+class Report:
+    """How often each status came, GONE with them, and what must not have come."""
+
+    cases: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+async def attack(port: int, cases: Iterable[Case], expected: bytes) -> Report:
+    """`expected` is the body of the right answer to a good request."""
+    report, waiting = Report(), iter(cases)
+
+    async def work() -> None:
+        for case in waiting:
+            report.cases += 1
+            await _try(port, case, expected, report)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(AT_A_TIME):
+            tasks.create_task(work())
+    return report
+
+
+async def _try(port: int, case: Case, expected: bytes, report: Report) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    sock: socket.socket = writer.get_extra_info("socket")
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    answers: list[Answer] = []
+    ended = False
+    try:
+        with contextlib.suppress(ConnectionError):
+            for piece in case.pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
+            if case.ends == "half":
+                writer.write_eof()
+            if case.ends in ("close", "reset"):
+                return
+            async with asyncio.timeout(PATIENCE):
+                while (answer := await read_answer(reader, _method(case))) is not None:
+                    answers.append(answer)
+                    if case.exact and len(answers) == case.exact:
+                        return
+                ended = True
+    except TimeoutError:
+        pass
+    except NotHttpError as error:
+        report.wrong.append(f"{case.name}: {error}")
+    finally:
+        if case.ends == "reset":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        _judge(case, answers, ended, expected, report)
+
+
+def _method(case: Case) -> str:
+    return "HEAD" if case.pieces[0].startswith(b"HEAD ") else "POST"
+
+
+def _judge(case: Case, answers: list[Answer], ended: bool, expected: bytes, report: Report) -> None:
+    found = [answer.status for answer in answers]
+    report.statuses.update(found or ([GONE] if ended else []))
+    if case.exact:
+        right = [a for a in answers if a.status == 200 and a.body == expected]
+        if len(right) != case.exact:
+            report.wrong.append(f"{case.name}: {found}, {len(right)} of {case.exact} right")
+    elif bad := [status for status in found if status not in case.allowed or status >= NEVER]:
+        report.wrong.append(f"{case.name}: {bad} of {found}, where {sorted(case.allowed)} may come")
+    elif case.ends == "waits" and GONE not in case.allowed and not found:
+        report.wrong.append(f"{case.name}: no answer, where {sorted(case.allowed)} may come")

@@ -1,0 +1,73 @@
+"""A server under attack: what it held before, and whether afterwards it is as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import psutil
+
+from flashpoint import wire
+from tests.fuzz.http_cases import SMUGGLED, all_cases
+from tests.fuzz.http_fuzz import attack
+
+# As short as a fuzzer needs, which waits for each: a body that stops, a connection that idles.
+SETTINGS = {"body_timeout": 1.0, "keep_alive": 1}
+# Growth that is none: the allocator's arenas, and a connection or two whose end nobody has seen yet.
+MIB, FDS = 32, 8
+
+
+def forward(seed: int = 0) -> bytes:
+    """A small message of tensors."""
+    rng = np.random.default_rng(seed)
+    tensors = {name: rng.standard_normal((2, 3), dtype=np.float32) for name in "qkv"}
+    head = wire.build_head([(name, "float32", t.shape) for name, t in tensors.items()], {"causal": "true"})
+    return head + b"".join(t.tobytes() for t in tensors.values())
+
+
+class Attacked:
+    """`server` is one of tests/e2e/conftest.py, started with SETTINGS."""
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+        self.port: int = server.port
+        self.body = forward()
+        self.right = self.answer(self.body)
+        self._others = {seed: self.answer(forward(seed)) for seed in range(1, 9)}
+        # Once, so that what is made at the first of each kind is there.
+        asyncio.run(attack(self.port, all_cases(self.body, seed=-1, count=100), self.right))
+        self._rss, self._fds = self._held()
+        self._said = len(server.lines)
+
+    def answer(self, body: bytes) -> bytes:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            connection.request("POST", "/attention", body, {"Content-Type": wire.MEDIA_TYPE})
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            return response.read()
+
+    def _held(self) -> tuple[int, int]:
+        """MiB, and descriptors, of all of its processes."""
+        process = psutil.Process(self.server.pid)
+        family = [process, *process.children(recursive=True)]
+        return sum(p.memory_info().rss for p in family) >> 20, sum(p.num_fds() for p in family)
+
+    def faults(self) -> list[str]:
+        """What is not as it was, and what the log should not say."""
+        faults = [f"answer {s} differs" for s, right in self._others.items() if self.answer(forward(s)) != right]
+        rss, fds = self._held()
+        if rss > self._rss + MIB:
+            faults.append(f"{rss} MiB, where it held {self._rss}")
+        if fds > self._fds + FDS:
+            faults.append(f"{fds} descriptors, where it held {self._fds}")
+        if any((load := self.server.get("/info")[1]["load"]).values()):
+            faults.append(f"something is still inside: {load}")
+        for line in self.server.lines[self._said :]:
+            if line["level"] == "error" or (line.get("status") or 0) >= 500:
+                faults.append(f"the log says: {line}")
+            if SMUGGLED in str(line.get("route")):
+                faults.append(f"a smuggled request was carried out: {line}")
+        return faults + [f"noise: {text}" for text in self.server.noise]

@@ -1,0 +1,120 @@
+"""`make fuzz`: each target in turn, for MINUTES, with what it finds kept in .fuzz; then raw HTTP against a server.
+
+    python -m tests.fuzz.run [--minutes 10] [--only TARGET …] [--record]
+
+Exits with 1 where an input broke a target: the input lies in .fuzz then, and the target says why. `--record` writes
+what was run into benchmarks/results/fuzz.json, beside what that has of other targets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.conftest import serve
+from tests.fuzz.http_cases import all_cases
+from tests.fuzz.http_fuzz import attack
+from tests.fuzz.http_server import SETTINGS, Attacked
+from tests.fuzz.targets import TARGETS
+
+ROOT = Path(__file__).resolve().parents[2]
+CORPUS, FOUND = Path(__file__).parent / "corpus", ROOT / ".fuzz"
+RESULT = ROOT / "benchmarks" / "results" / "fuzz.json"
+HTTP = "http"
+MUTATED = 1000  # cases of a round, beside those that are the same each time
+
+
+def fuzz(target: str, seconds: int) -> dict[str, Any]:
+    """What libFuzzer counted. `failed`: it stopped at an input, which it has named on stderr."""
+    folder = FOUND / target
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [
+        sys.executable, "-m", "tests.fuzz.hunt", target, folder, CORPUS / target, f"-max_total_time={seconds}",
+        f"-artifact_prefix={FOUND}/{target}-",
+    ]  # fmt: skip
+    started = time.monotonic()
+    ran = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    (FOUND / f"{target}.log").write_text(ran.stderr)
+    if ran.returncode:
+        print("\n".join(ran.stderr.splitlines()[-40:]), file=sys.stderr)
+    counted = {name: int(n) for name, n in re.findall(r"^stat::(\w+):\s+(\d+)$", ran.stderr, re.MULTILINE)}
+    reached = re.findall(r"cov: (\d+)", ran.stderr)
+    return {
+        "minutes": round((time.monotonic() - started) / 60, 1),
+        "executions": counted.get("number_of_executed_units", 0),
+        "edges": int(reached[-1]) if reached else 0,
+        "slowest_seconds": counted.get("slowest_unit_time_sec"),
+        "peak_mib": counted.get("peak_rss_mb"),
+        "failed": ran.returncode != 0,
+    }
+
+
+def fuzz_http(seconds: int) -> dict[str, Any]:
+    """Rounds of the raw-socket fuzzer, each with a seed of its own, against one server."""
+    server = serve(**SETTINGS)
+    try:
+        attacked = Attacked(server)
+        began, seed, cases, statuses, wrong = time.monotonic(), 0, 0, Counter[int](), []
+        while time.monotonic() - began < seconds:
+            report = asyncio.run(attack(attacked.port, all_cases(attacked.body, seed, MUTATED), attacked.right))
+            cases, seed = cases + report.cases, seed + 1
+            statuses += report.statuses
+            wrong += report.wrong
+        wrong += attacked.faults()
+    finally:
+        server.stop()
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return {
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "executions": cases,
+        "statuses": {str(status) if status else "closed": n for status, n in sorted(statuses.items())},
+        "failed": bool(wrong),
+    }
+
+
+def record(found: dict[str, dict[str, Any]]) -> None:
+    models = [x.partition(":")[2].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    about = {
+        "device": models[0] if models else platform.machine(),
+        "python": platform.python_version(),
+        "atheris": version("atheris"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip(),
+    }
+    kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    RESULT.write_text(json.dumps({**kept, **{name: {**about, **one} for name, one in found.items()}}, indent=1) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of each; default: %(default)s")
+    parser.add_argument("--only", nargs="+", choices=[*TARGETS, HTTP], default=[*TARGETS, HTTP])
+    parser.add_argument("--record", action="store_true")
+    asked = parser.parse_args(argv)
+    failed = False
+    for name in asked.only:
+        seconds = round(asked.minutes * 60)
+        found = fuzz_http(seconds) if name == HTTP else fuzz(name, seconds)
+        print(name, json.dumps(found), flush=True)
+        failed |= found["failed"]
+        if asked.record:
+            record({name: found})
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,330 @@
+"""What is fuzzed: each target takes any bytes, and either refuses them as documented or reads a message that survives
+the way back.
+
+A target raises nothing but AssertionError, and that for a bug. What may refuse is named where it may: WireError,
+FieldError, ProblemError and Refusal with a status of 4xx. `bounded` holds a target to time and memory, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import gzip
+import json
+import math
+import pickle
+import time
+import tracemalloc
+import zlib
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import ValidationError
+
+from flashpoint import jsonwire, strictjson, wire
+from flashpoint.benchmark_schema import BenchmarkRequest
+from flashpoint.options import AttentionOptions
+from flashpoint.verify_schema import VerifyRequest
+from flashpoint_kernels.spec import INDEX_TENSORS, Direction, Options, ProblemError, Spec, TensorInfo
+from flashpoint_kernels.support import choose_backend, launch_key
+from flashpoint_server.admission import check_size
+from flashpoint_server.body import Body
+from flashpoint_server.compute import deadline_of, priority_of
+from flashpoint_server.exchange import combined
+from flashpoint_server.message import SafetensorsMessage, make_spec, read_model, read_text
+from flashpoint_server.messages import pack_options, read_options
+from flashpoint_server.negotiation import SERVED, answer_encoding, request_encoding
+from flashpoint_server.oip import head as oip_head
+from flashpoint_server.oip.datatypes import DATATYPE_OF
+from flashpoint_server.oip.inflated import InflatedBody
+from flashpoint_server.oip.memory_routes import Registration
+from flashpoint_server.refusal import Refusal, invalid
+from flashpoint_server.settings import Settings
+
+T = TypeVar("T")
+
+LONGEST = 4096  # bytes of an input: grammar has no need of more, and more is slower
+SECONDS = 2.0  # of a core for one input, a hundred times what the slowest takes
+# Memory that an input may cost. Python's own values cost the most: `{},` is 3 bytes, and an object of 64 and its place.
+BYTES, BYTES_EACH = 1 << 20, 256
+
+SETTINGS = Settings(body_limit=1 << 16, json_limit=1 << 16)
+DEVICE_MEMORY = 1 << 20
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+_loop = asyncio.new_event_loop()
+atexit.register(_loop.close)
+
+
+def bounded(target: Callable[[bytes], None], data: bytes) -> None:
+    """Run `target` on `data` within its bounds of time and memory."""
+    tracemalloc.start()
+    try:
+        start = time.thread_time()
+        target(data)
+        seconds, peak = time.thread_time() - start, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert seconds < SECONDS, f"{seconds:.1f} s for {len(data)} bytes"
+    assert peak < BYTES + BYTES_EACH * len(data), f"{peak} bytes of memory for {len(data)} bytes"
+
+
+# What all of them share
+
+
+def refused(call: Callable[[], T]) -> T | None:
+    """What `call` returns; None where it is refused as the documents say."""
+    try:
+        return call()
+    except Refusal as refusal:
+        caught = refusal
+    assert 400 <= caught.status < 500, caught.status
+    document = json.loads(caught.body("id"))
+    assert document["code"] == caught.code
+    assert caught.code != "invalid_request" or all(e["loc"][0] and e["msg"] for e in document["errors"])
+    return None
+
+
+def read(function: Callable[[bytes], T], data: bytes) -> T | None:
+    """What a reader returns, as it comes out of the process that reads JSON; None where it is no such message."""
+    try:
+        return crossed(function(data))
+    except (wire.WireError, jsonwire.FieldError) as error:
+        said = error
+    assert str(crossed(said)) == str(said)
+    return None
+
+
+def served(coroutine: Coroutine[Any, Any, T]) -> T | None:
+    return refused(lambda: _loop.run_until_complete(coroutine))
+
+
+def body_of(data: bytes, kind: Callable[..., Body] = Body, *more: Any) -> Body:
+    """A body in pieces, as an ASGI server hands them over; where they are cut follows from the data."""
+    step = 1 + zlib.crc32(data) % max(1, len(data))
+    pieces = iter([data[i : i + step] for i in range(0, len(data), step)])
+
+    async def receive() -> dict[str, Any]:
+        piece = next(pieces, None)
+        return {"type": "http.request", "body": piece or b"", "more_body": piece is not None}
+
+    return kind({}, receive, {}, SETTINGS, *more)
+
+
+def crossed(value: T) -> T:
+    """As it comes out of the process that reads JSON."""
+    found: T = pickle.loads(pickle.dumps(value))
+    return found
+
+
+def same_tensors(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
+    assert a.keys() == b.keys()
+    for name, x in a.items():
+        y = b[name]
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), name
+        x, y = (t if t.dtype.kind in "biu" else t.astype(np.float64) for t in (x, y))
+        assert np.array_equal(x, y, equal_nan=x.dtype.kind == "f"), name
+        if x.dtype.kind == "f":
+            assert np.array_equal(np.signbit(x) & (x == 0), np.signbit(y) & (y == 0)), name
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def use(spec: Spec, index: Mapping[str, list[int]]) -> None:
+    """Ask of a spec all that is asked on a request's way."""
+    assert spec.input_bytes >= 0
+    assert spec.flops >= 0
+    assert spec.level in (0, 1, 2)
+    assert all(info.nbytes >= 0 for info in spec.outputs.values())
+    assert read_options(pack_options(spec.options)) == spec.options
+    if refused(lambda: check_size(spec, DEVICE_MEMORY, SETTINGS.sequence_limit)) is not None:
+        return
+    try:
+        hash(launch_key(spec, choose_backend(spec, ("torch", "tiled", "reference"))))
+        if spec.footprint <= DEVICE_MEMORY and index.keys() == set(INDEX_TENSORS) & spec.tensors.keys():
+            rows = spec.rows(index)
+            assert len(rows) == spec.batch
+            assert all(0 <= r.q_len <= r.q_rows and 0 <= r.kv_len <= r.kv_rows for r in rows)
+    except ProblemError as error:
+        refused(partial(_raise, invalid(error.errors)))
+
+
+# The targets
+
+
+def safetensors(data: bytes) -> None:
+    """A safetensors message, as it is and as the head of one whose tensors follow."""
+    _message(data)
+    head = len(data).to_bytes(8, "little") + data
+    try:
+        parsed = wire.parse_head(head)
+    except wire.WireError:
+        _message(head)
+        return
+    rebuilt = wire.build_head([(t.name, t.dtype, t.shape) for t in parsed.tensors], parsed.metadata)
+    again = wire.parse_head(rebuilt)
+    assert (again.tensors, again.metadata, again.data_size) == (parsed.tensors, parsed.metadata, parsed.data_size)
+    _message(head + bytes(min(parsed.data_size, LONGEST)))
+
+
+def _message(data: bytes) -> None:
+    for direction in DIRECTIONS:
+        served(_received(data, direction))
+
+
+async def _received(data: bytes, direction: Direction) -> None:
+    body = body_of(data)
+    message = await SafetensorsMessage.begin(body, SETTINGS.head_limit)
+    spec = message.spec(direction)
+    given = message.inputs()
+    check_size(spec, DEVICE_MEMORY, SETTINGS.sequence_limit)
+    memory = bytearray(sum(info.nbytes for _, info in given))
+    places, end = {}, 0
+    for name, info in given:
+        places[name] = memoryview(memory)[end : end + info.nbytes]
+        end += info.nbytes
+    await message.receive(body, places.values())
+    assert memory == data[len(data) - len(memory) :]
+    index = {name: np.frombuffer(places[name], info.dtype).tolist() for name, info in given if name in INDEX_TENSORS}
+    use(spec, index)
+    options = wire.decode_options(wire.encode_options(wire.decode_options(message.metadata)))
+    assert make_spec(dict(given), options, direction) == spec
+
+
+def json_message(data: bytes) -> None:
+    """A JSON message of tensors and options."""
+    if (found := read(jsonwire.decode, data)) is None:
+        return
+    tensors, options = found
+    infos = {name: TensorInfo(array.dtype.name, array.shape) for name, array in tensors.items()}
+    for direction in DIRECTIONS:
+        spec = refused(partial(make_spec, infos, options, direction))
+        if spec is not None:
+            use(spec, {name: t.ravel().tolist() for name, t in tensors.items() if name in INDEX_TENSORS})
+    dtype = strictjson.loads(data).get("dtype", "float32")
+    again, left = jsonwire.decode(jsonwire.encode(tensors, {"dtype": dtype}))
+    assert not left
+    same_tensors(tensors, again)
+
+
+def inference(data: bytes) -> None:
+    """The JSON of an infer request of the Open Inference Protocol."""
+    if (head := read(oip_head.parse, data)) is None:
+        return
+    assert head.data_size >= 0
+    assert 0 <= head.priority < oip_head.PRIORITY_LEVELS
+    for direction in DIRECTIONS:
+        spec = refused(partial(head.spec, direction))
+        if spec is not None:
+            assert {output.name for output in head.wanted(spec)} <= spec.outputs.keys()
+            index = {i.name: i.array.ravel().tolist() for i in head.inputs if i.array is not None}
+            use(spec, {name: values for name, values in index.items() if name in INDEX_TENSORS})
+    again = oip_head.parse(_written(head))
+    for field in ("id", "outputs", "options", "timeout", "priority"):
+        assert getattr(again, field) == getattr(head, field), field
+    for one, other in zip(head.inputs, again.inputs, strict=True):
+        assert one._replace(array=None) == other._replace(array=None)
+        assert (one.array is None) == (other.array is None)
+        if one.array is not None:
+            same_tensors({one.name: one.array}, {other.name: other.array})
+
+
+_SHARED = {"region": "shared_memory_region", "offset": "shared_memory_offset", "size": "shared_memory_byte_size"}
+
+
+def _written(head: oip_head.Head) -> bytes:
+    """A request that says the same."""
+
+    def shared(at: Any) -> dict[str, Any]:
+        return {} if at is None else {_SHARED[k]: v for k, v in at._asdict().items()}
+
+    def tensor(given: oip_head.Input) -> dict[str, Any]:
+        entry = {"name": given.name, "shape": list(given.info.shape), "datatype": DATATYPE_OF[given.info.dtype]}
+        if given.array is not None:
+            return entry | {"data": jsonwire.listed(given.array)}
+        return entry | {"parameters": shared(given.shared) or {"binary_data_size": given.size}}
+
+    options = dict(head.options)
+    left, right = options.pop("window", (None, None))
+    window = {"window_left": left, "window_right": right} if left is not None or right is not None else {}
+    grads = {"grads": ",".join(options.pop("grads"))} if "grads" in options else {}
+    priority = {"priority": oip_head.PRIORITY_LEVELS - head.priority} if head.priority else {}
+    request = {
+        "id": head.id,
+        "parameters": {**options, **window, **grads, **priority, "timeout": head.timeout},
+        "inputs": [tensor(given) for given in head.inputs],
+        "outputs": [
+            {"name": o.name, "parameters": {"binary_data": o.binary, **shared(o.shared)}} for o in head.outputs
+        ],
+    }
+    return json.dumps(request).encode()
+
+
+_NUMBERS = ("scale", "softcap", "dropout_p")  # which JSON may give as integers
+
+
+def documents(data: bytes) -> None:
+    """The JSON documents of /verify, /benchmark and shared memory, and the options, which are checked in two places."""
+    for model in (VerifyRequest, BenchmarkRequest, Registration):
+        found = served(read_model(body_of(data), model, SETTINGS.json_limit))
+        if found is not None:
+            assert model.model_validate_json(found.model_dump_json()) == found
+    try:
+        options = strictjson.loads(data)
+    except ValueError:
+        return
+    if not isinstance(options, dict):
+        return
+    try:
+        checked = AttentionOptions.model_validate(options)
+    except ValidationError:
+        checked = None
+    try:
+        own = Options(**options)
+    except (ProblemError, TypeError):  # TypeError: of a name that is none
+        own = None
+    assert (checked is None) == (own is None), (checked, own)
+    if checked is not None and own is not None:
+        numbers = {name: float(value) for name, value in vars(own).items() if name in _NUMBERS and value is not None}
+        assert Options(**checked.model_dump()) == replace(own, **numbers)
+        tensor = TensorInfo("float32", (2, 3))
+        infos = dict.fromkeys(("q", "k", "v"), tensor)
+        travelled = wire.decode_options(wire.encode_options(checked.model_dump(mode="json")))
+        one, other = (refused(partial(make_spec, infos, o, "forward")) for o in (options, travelled))
+        assert one == other
+
+
+def compressed(data: bytes) -> None:
+    """A compressed body: one of the two codings as it is, and what each makes of it."""
+    for coding, pack in (("gzip", gzip.compress), ("deflate", zlib.compress)):
+        served(read_text(body_of(data, InflatedBody, coding)))
+        assert served(read_text(body_of(pack(data), InflatedBody, coding))) == data
+
+
+def headers(data: bytes) -> None:
+    """The fields of a request's head, a line each."""
+    fields = combined(tuple(line.partition(b":")[::2]) for line in _lines(data))
+    given = refused(lambda: request_encoding(fields))
+    if given is not None:
+        assert given.media_type in SERVED
+        wanted = refused(lambda: answer_encoding(fields, given))
+        assert wanted is None or wanted.media_type in (*SERVED, "application/octet-stream")
+    refused(lambda: deadline_of(fields, SETTINGS))
+    priority = refused(lambda: priority_of(fields))
+    assert priority is None or priority in range(10)
+    length = Body({}, None, fields, SETTINGS).length  # type: ignore[arg-type]
+    assert length is None or (length >= 0 and math.isfinite(length))
+
+
+def _lines(data: bytes) -> Iterator[bytes]:
+    return (line for line in data.split(b"\n") if b":" in line)
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    target.__name__: target for target in (safetensors, json_message, inference, documents, compressed, headers)
+}
