@@ -34,8 +34,8 @@ export function decode(buffer) {
   const message = { tensors: {}, options: head.__metadata__ ?? {} };
   delete head.__metadata__;
   for (const [name, { dtype, shape, data_offsets: [from, to] }] of Object.entries(head)) {
-    const data = new ARRAYS[dtype](buffer.slice(start + from, start + to)); // a copy is aligned
-    message.tensors[name] = { dtype, shape, data };
+    const Numbers = ARRAYS[dtype];
+    message.tensors[name] = { dtype, shape, data: new Numbers(buffer.slice(start + from, start + to)) }; // a copy: aligned
   }
   return message;
 }
