@@ -35,7 +35,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY client client
 COPY kernels kernels
 COPY server server
-RUN venv/bin/pip install -c constraints.txt ".[server]"
+RUN venv/bin/pip install -c constraints.txt ".[grpc,otel,server]"
 # hadolint ignore=SC2086
 RUN mkdir compiled \
     && if [ -n "$ARCHITECTURES" ]; then \

@@ -2,6 +2,7 @@
 refused. `make charts` writes deploy/helm/validated.txt anew."""
 
 import copy
+import inspect
 import itertools
 import json
 import re
@@ -12,7 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
-from flashpoint_server import processes, supervisor
+from flashpoint_server import processes, settings, supervisor
 from flashpoint_server.metrics import Metrics
 from flashpoint_server.settings import Settings
 
@@ -111,10 +112,10 @@ def test_the_server_reads_the_settings_as_they_were_given(name, monkeypatch):
     for variable, value in variables.items():
         assert variable.removeprefix("FLASHPOINT_").lower() in Settings.model_fields
         monkeypatch.setenv(variable, value)
-    settings = Settings(_cli_parse_args=[])
+    read = Settings(_cli_parse_args=[])
     given = {**yaml.safe_load((CHART / "values.yaml").read_text())["settings"], **values.get("settings", {})}
-    assert {name: getattr(settings, name) for name in given} == given
-    assert (settings.port, settings.device) == (
+    assert {name: getattr(read, name) for name in given} == given
+    assert (read.port, read.device) == (
         8000,
         {0: "cpu", 1: "cuda"}.get(values.get("gpu", {}).get("count", 0), "all"),
     )
@@ -158,6 +159,24 @@ def test_keys_come_from_a_secret_and_prometheus_has_its_own():
     (endpoint,) = of_kind(manifests, "ServiceMonitor")["spec"]["endpoints"]
     credentials = {"name": "flashpoint-keys", "key": "metrics-key"}
     assert endpoint["authorization"] == {"type": "Bearer", "credentials": credentials}
+
+
+def test_keys_with_limits_come_in_a_file_of_the_secret():
+    spec = pod({"apiKeys": {"secret": "flashpoint-keys", "fileKey": "keys.toml"}})
+    (one,) = spec["containers"]
+    (mount,) = [mount for mount in one["volumeMounts"] if mount["name"] == "keys"]
+    (volume,) = [volume["secret"] for volume in spec["volumes"] if volume["name"] == "keys"]
+    (item,) = volume["items"]
+    assert (volume["secretName"], item["key"]) == ("flashpoint-keys", "keys.toml")
+    assert one["env"] == [{"name": "FLASHPOINT_API_KEYS_FILE", "value": f"{mount['mountPath']}/{item['path']}"}]
+    assert "api_keys_file" in Settings.model_fields
+
+
+def test_the_image_has_the_extras_that_settings_ask_for():
+    asked = set(re.findall(r"flashpoint\[(\w+)\]", inspect.getsource(settings)))
+    (installed,) = re.findall(r'"\.\[([\w,]+)\]"', (ROOT / "Dockerfile").read_text())
+    assert asked
+    assert asked <= set(installed.split(","))
 
 
 @pytest.mark.parametrize("release", ["flashpoint", "prod", "a-flashpoint-of-another-name", "x" * 53])

@@ -76,7 +76,7 @@ def test_all_that_is_copied_exists_and_is_sent_to_the_builder():
 
 
 def test_what_the_build_reads_is_copied_before_it():
-    install = INSTRUCTIONS.index(next(i for i in INSTRUCTIONS if "[server]" in i[1]))
+    install = INSTRUCTIONS.index(next(i for i in INSTRUCTIONS if "server]" in i[1]))
     copied = {source for word, rest in INSTRUCTIONS[:install] if word == "COPY" for source in shlex.split(rest)[:-1]}
     needed = {PROJECT["readme"], *PROJECT["license-files"], "pyproject.toml", "constraints.txt"}
     assert needed <= copied

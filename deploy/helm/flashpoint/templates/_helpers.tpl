@@ -18,9 +18,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
-{{- /* A number as the server reads it: Helm has all numbers as floats, and would write 4294967296 as 4.294967296e+09. */ -}}
+{{- /* A setting as the server reads it: Helm has all numbers as floats, and would write 4294967296 as 4.294967296e+09. */ -}}
 {{- define "flashpoint.value" -}}
-{{- if and (kindIs "float64" .) (eq . (floor .)) -}}{{ int64 . }}{{- else -}}{{ . }}{{- end -}}
+{{- if kindIs "slice" . -}}{{ join "," . }}
+{{- else if and (kindIs "float64" .) (eq . (floor .)) -}}{{ int64 . }}
+{{- else -}}{{ . }}{{- end -}}
 {{- end -}}
 
 {{- /* What supervisor and engines may take to end beyond shutdown_timeout: 15 s for a worker, 1 s for an engine. */ -}}
@@ -38,8 +40,20 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if eq $count 0 -}}cpu{{- else if eq $count 1 -}}cuda{{- else -}}all{{- end -}}
 {{- end -}}
 
-{{- define "flashpoint.replicaBounds" -}}
-{{- if lt (int .Values.autoscaling.maxReplicas) (int .Values.autoscaling.minReplicas) -}}
+{{- /* What values.schema.json cannot say, for it is of two values, or the chart's alone. */ -}}
+{{- define "flashpoint.checks" -}}
+{{- $port := .Values.settings.grpc_port -}}
+{{- if and (not (kindIs "invalid" $port)) (not $port) -}}
+{{- fail "settings.grpc_port: 0 takes a free port, which a Service cannot name" -}}
+{{- end -}}
+{{- with .Values.autoscaling -}}
+{{- if and (ne .kind "off") (lt (int .maxReplicas) (int .minReplicas)) -}}
 {{- fail "autoscaling.maxReplicas: less than autoscaling.minReplicas" -}}
+{{- end -}}
+{{- end -}}
+{{- with .Values.networkPolicy -}}
+{{- if and .enabled $.Values.settings.otlp_endpoint (not .egress) -}}
+{{- fail "networkPolicy.egress: empty, so that nothing can reach settings.otlp_endpoint" -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
