@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: install serve test test-full test-kserve test-kernels-full lint format compile-all compat gpu gpu-serve docker-steps charts loadtest clean
+.PHONY: install serve test test-full test-cluster test-kserve test-kernels-full lint format compile-all compat gpu gpu-serve docker-steps charts loadtest clean
 
 install: $(VENV)/.server
 $(VENV)/bin/python:
@@ -26,6 +26,10 @@ test: $(VENV)/.dev
 
 test-full: $(VENV)/.dev
 	$(PYTEST) -m "not gpu"
+
+# Ray Serve for minutes: replicas that come and go under load.
+test-cluster: $(VENV)/.dev
+	$(PYTEST) tests/ray
 
 # KServe's own client, installed into an environment that goes with the test.
 test-kserve: $(VENV)/.dev

@@ -265,6 +265,22 @@ def beside() -> str:
     return text or "\nnot measured\n"
 
 
+def ray() -> str:
+    """Milliseconds of a call by its direction and size, by what it passes on its way; a table for each machine."""
+    text = ""
+    for path in sorted(RESULTS.glob("ray-*.json")):
+        result = json.loads(path.read_text())
+        made, found = result["environment"], result["median_milliseconds"]
+        text += (
+            f"\n{made['device']}, {made['cores']} cores, load average {made['load_average'][0]} at the start, "
+            f"python {made['python']}, ray {made['ray']}, uvicorn {made['uvicorn']}, {made['date'][:10]}, "
+            f"commit {made['commit'][:10]}:\n\n"
+        )
+        ways = list(next(iter(found.values())))
+        text += table(["", *ways], ((what, *(ms[way] for way in ways)) for what, ms in found.items()))
+    return text or "\nnot measured\n"
+
+
 def algorithms() -> str:
     """What each algorithm does, and how much of it."""
     rows = []
@@ -320,6 +336,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "load": load,
     "metrics": metrics,
     "options": options,
+    "ray": ray,
     "settings": settings,
     **{what: partial(serving, what) for what in ("protocol", "serving")},
     "support": support,

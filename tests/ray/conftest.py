@@ -23,8 +23,8 @@ ENGINE = "flashpoint_server.engine_process"
 # Ray's own processes and two engines that import torch take 15 s on an idle machine with two cores.
 START_SECONDS = 240
 END_SECONDS = 60
-# What would lead Ray or a replica elsewhere.
-OTHERS = ("FLASHPOINT_", "RAY_", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+# What would lead Ray or a replica elsewhere, or have each process of Ray's traced.
+OTHERS = ("FLASHPOINT_", "RAY_", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "COVERAGE_")
 
 
 class Cluster:
@@ -140,12 +140,13 @@ def free_port():
 
 
 @contextlib.contextmanager
-def deploy(replicas=1, *, gpus=0, haproxy=False, deployment=(), **settings):
-    """The service on so many replicas, ready; `deployment` are Ray's options, `settings` ours."""
+def deploy(replicas=1, *, gpus=0, haproxy=False, deployment=(), environment=(), **settings):
+    """The service on so many replicas, ready; `deployment` are Ray's options for them, `settings` ours."""
     # Ray's sockets lie in it, whose paths may have a hundred characters.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        environment = behind_haproxy(directory) if haproxy else {}
-        cluster = Cluster(directory, {"num_replicas": replicas, **dict(deployment)}, settings, gpus, environment)
+        variables = {**(behind_haproxy(directory) if haproxy else {}), **dict(environment)}
+        scale = {} if "autoscaling_config" in deployment else {"num_replicas": replicas}
+        cluster = Cluster(directory, {**scale, **dict(deployment)}, settings, gpus, variables)
         try:
             yield cluster.wait_ready(replicas)
         finally:

@@ -1,0 +1,111 @@
+"""Minutes of Ray (`make test-cluster`): replicas come and go under load, Ray's own limit, and `serve run` as it is."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import flashpoint
+from tests.e2e.dense_attention import close, dense, tensors
+from tests.e2e.messages import message, post
+from tests.ray.conftest import deploy, wait_for
+
+pytestmark = pytest.mark.full
+PATIENCE = 300  # seconds for Ray to change its mind, on a machine that does other things
+
+
+@pytest.fixture(scope="module")
+def slow():
+    """A request that takes a while, and its answer."""
+    q, k, v = tensors(1, 4, 768, 64, n=3)
+    return {"q": q, "k": k, "v": v}, dense(q, k, v)[0]
+
+
+class Callers:
+    """Threads that ask one after the other, and never again: an error of any is an error of the test."""
+
+    def __init__(self, cluster, slow, count):
+        self._cluster, (self._tensors, self._expected) = cluster, slow
+        self._enough = threading.Event()
+        self._threads = ThreadPoolExecutor(count)
+        self._calling = [self._threads.submit(self._call) for _ in range(count)]
+
+    def _call(self):
+        answered = 0
+        with flashpoint.Client(self._cluster.url, retries=0) as client:
+            while not self._enough.is_set():
+                close(client.attention(**self._tensors, backend="reference"), self._expected)
+                answered += 1
+        return answered
+
+    def failed(self):
+        return any(call.done() for call in self._calling)
+
+    def end(self):
+        """How many were answered. Raises what any of them saw."""
+        self._enough.set()
+        with self._threads:
+            return sum(call.result() for call in self._calling)
+
+
+@pytest.mark.parametrize("haproxy", [False, True], ids=["proxy", "haproxy"])
+def test_replicas_come_and_go_under_load_and_nothing_is_dropped(slow, haproxy):
+    autoscaling = {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "target_ongoing_requests": 3,
+        "look_back_period_s": 3,
+        "upscale_delay_s": 1,
+        "downscale_delay_s": 3,
+        "policy": {
+            "policy_function": "flashpoint_server.autoscaling:OngoingAndWaiting",
+            "policy_kwargs": {"target_seconds": 60},
+        },
+    }
+    often = {f"RAY_SERVE_{who}_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5" for who in ("REPLICA", "HANDLE")}
+    stays = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3"}
+    with deploy(haproxy=haproxy, deployment={"autoscaling_config": autoscaling}, environment=often | stays) as cluster:
+        many = Callers(cluster, slow, 5)
+        wait_for(lambda: cluster.ready == 2 or many.failed(), lambda: "".join(cluster.lines), seconds=PATIENCE)
+        few = Callers(cluster, slow, 2)
+        assert many.end() > 0
+        assert cluster.ready == 2
+        wait_for(lambda: len(cluster.replicas) == 1 or few.failed(), lambda: "".join(cluster.lines), seconds=PATIENCE)
+        assert few.end() > 0
+        assert len(cluster.replicas) == 1
+
+
+def test_a_wait_alone_brings_another_replica(slow):
+    """One caller's batch of long requests: few, and each waits for those before it."""
+    autoscaling = {
+        "max_replicas": 2,
+        "target_ongoing_requests": 1000,
+        "look_back_period_s": 3,
+        "upscale_delay_s": 1,
+        "policy": {
+            "policy_function": "flashpoint_server.autoscaling:OngoingAndWaiting",
+            "policy_kwargs": {"target_seconds": 0.01},
+        },
+    }
+    often = {f"RAY_SERVE_{who}_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5" for who in ("REPLICA", "HANDLE")}
+    with deploy(deployment={"autoscaling_config": autoscaling}, environment=often) as cluster:
+        callers = Callers(cluster, slow, 8)
+        wait_for(lambda: cluster.ready == 2 or callers.failed(), lambda: "".join(cluster.lines), seconds=PATIENCE)
+        callers.end()
+        assert cluster.ready == 2
+
+
+@pytest.mark.parametrize("haproxy", [False, True], ids=["proxy", "haproxy"])
+def test_where_ray_refuses_it_says_when_to_ask_again(slow, haproxy):
+    limits = {"max_ongoing_requests": 1, "max_queued_requests": 1}
+    with deploy(haproxy=haproxy, deployment=limits) as cluster, ThreadPoolExecutor(8) as threads:
+        body = message(slow[0], backend="reference")
+        replies = list(threads.map(lambda _: post(cluster, "/attention", body), range(8)))
+        assert {reply.status for reply in replies} == {200, 503}
+        for reply in replies:
+            if reply.status == 503:
+                assert reply.headers["retry-after"] == "1"
+        with flashpoint.Client(cluster.url, retries=100) as client:
+            calls = [threads.submit(client.attention, **slow[0], backend="reference") for _ in range(8)]
+            for call in calls:
+                close(call.result(), slow[1])
