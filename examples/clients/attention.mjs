@@ -4,8 +4,9 @@
 
 /**
  * Numbers of a shape, row-major. Halves (F16, BF16) are their bits, as Uint16Array.
- * @typedef {{ dtype: keyof typeof ARRAYS, shape: number[], data: ArrayBufferView }} Tensor
- * @typedef {{ tensors: Record<string, Tensor>, options: Record<string, any> }} Message
+ * @typedef {{ dtype: string, shape: number[], data: ArrayBufferView<ArrayBuffer> }} Tensor
+ * @typedef {Record<string, Tensor>} Tensors
+ * @typedef {{ tensors: Tensors, options: Record<string, any> }} Message
  */
 const ARRAYS = {
   F32: Float32Array, F64: Float64Array, F16: Uint16Array, BF16: Uint16Array,
@@ -16,6 +17,7 @@ const MEDIA_TYPE = "application/vnd.safetensors";
 /** @param {Message} message @returns {Blob} 8 bytes of length, that many of JSON, then the numbers, without holes */
 export function encode({ tensors, options }) {
   const metadata = Object.entries(options).map(([name, value]) => [name, JSON.stringify(value)]);
+  /** @type {Record<string, any>} */
   const head = { __metadata__: Object.fromEntries(metadata) };
   let end = 0;
   for (const [name, { dtype, shape, data }] of Object.entries(tensors)) {
@@ -31,35 +33,41 @@ export function encode({ tensors, options }) {
 export function decode(buffer) {
   const start = 8 + Number(new DataView(buffer).getBigUint64(0, true));
   const head = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, start - 8)));
-  const message = { tensors: {}, options: head.__metadata__ ?? {} };
-  delete head.__metadata__;
-  for (const [name, { dtype, shape, data_offsets: [from, to] }] of Object.entries(head)) {
+  const { __metadata__: options = {}, ...entries } = head;
+  /** @type {Tensors} */
+  const tensors = {};
+  for (const [name, { dtype, shape, data_offsets: [from, to] }] of Object.entries(entries)) {
     const Numbers = ARRAYS[dtype];
-    message.tensors[name] = { dtype, shape, data: new Numbers(buffer.slice(start + from, start + to)) }; // a copy: aligned
+    tensors[name] = { dtype, shape, data: new Numbers(buffer.slice(start + from, start + to)) }; // a copy is aligned
   }
-  return message;
+  return { tensors, options };
 }
 
 /** What the server refuses, or fails at: RFC 9457. */
 export class Problem extends Error {
-  constructor(status, { code = "", detail = "", errors = [], request_id = "" }) {
-    super(`${status} ${code}: ${detail}`);
-    Object.assign(this, { status, code, detail, errors, requestId: request_id });
+  /** @param {number} status @param {{ code?: string, detail?: string, errors?: any[], request_id?: string }} about */
+  constructor(status, about) {
+    super(`${status} ${about.code ?? ""}: ${about.detail ?? ""}`);
+    this.status = status;
+    this.about = about;
   }
 }
 
 export class Flashpoint {
   /** @param {string} url @param {{ key?: string, timeout?: number, retries?: number }} [how] timeout in ms */
   constructor(url, { key, timeout = 60_000, retries = 4 } = {}) {
-    Object.assign(this, { url: url.replace(/\/$/, ""), key, timeout, retries });
+    this.url = url.replace(/\/$/, "");
+    this.key = key;
+    this.timeout = timeout;
+    this.retries = retries;
   }
 
-  /** `o`, and `lse` with `return_lse`, of the tensors q, k, v, …  @returns {Promise<Message>} */
+  /** `o`, and `lse` with `return_lse`, of q, k, v, … @param {Tensors} tensors @returns {Promise<Message>} */
   attention(tensors, options = {}) {
     return this.#send("/attention", { tensors, options });
   }
 
-  /** The gradients that `grads` names, of do, q, k, v, …  @returns {Promise<Message>} */
+  /** The gradients that `grads` names, of do, q, k, v, … @param {Tensors} tensors @returns {Promise<Message>} */
   attentionGrad(tensors, options = {}) {
     return this.#send("/attention/grad", { tensors, options });
   }
@@ -67,6 +75,7 @@ export class Flashpoint {
   async #send(path, message) {
     const body = encode(message);
     const signal = AbortSignal.timeout(this.timeout); // of the whole call
+    /** @type {Record<string, string>} */
     const headers = { "Content-Type": MEDIA_TYPE, "X-Timeout-Ms": String(this.timeout) };
     if (this.key) headers.Authorization = `Bearer ${this.key}`;
     for (let attempt = 0; ; attempt++) {
@@ -113,7 +122,8 @@ function check(name, { shape, data }, expected) {
   console.log(`${name} [${shape.join(" ")}] as it must be`);
 }
 
-if (globalThis.process?.argv[1]?.endsWith("attention.mjs")) {
+const { process } = /** @type {any} */ (globalThis); // where it is run, not imported
+if (process?.argv[1]?.endsWith("attention.mjs")) {
   const [url = "http://localhost:8000", key] = process.argv.slice(2);
   main(url, key).catch((error) => {
     console.error(String(error));
