@@ -17,7 +17,10 @@ Row = dict[str, Any]
 TOKENS, WIDTH = 16384, 2048  # batch·seq and heads·D of the grid that FlashAttention 2 and 3 publish
 DIMS = (64, 128, 256)
 SEQS = tuple(512 << n for n in range(6))
-PEERS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex", "flash_attn", "flash_attn_3", "xformers")
+PEERS = (
+    "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex", "flash_attn", "flash_attn_3", "flashinfer",
+    "xformers",
+)  # fmt: skip
 PASSES: tuple[CaseDirection, ...] = ("forward", "backward")
 MATH_TOKENS = 4096  # beyond, the scores of SDPA's math alone would not fit
 

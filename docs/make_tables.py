@@ -281,6 +281,30 @@ def ray() -> str:
     return text or "\nnot measured\n"
 
 
+def each_option() -> str:
+    """Each option beside the formula written out, and torch's own operator beside ours."""
+    text = ""
+    for path in sorted(RESULTS.glob("options-*.json")):
+        result = json.loads(path.read_text())
+        made = result["environment"]
+        text += (
+            f"\n{made['device']}, {made['cores']} cores, load average {made['load_average'][0]} at the start, "
+            f"torch {made['torch']}, {made['date'][:10]}, commit {made['commit'][:10]}:\n\n"
+        )
+        rows = [
+            (r["option"], r["pass"], number(r["ms"]), number(r["other_ms"]), number(r["times"]), number(r["memory"]))
+            for r in result["rows"]
+        ]
+        head = ["option", "pass", "ms", "written out, ms", "times faster", "memory / its"]
+        fused = [
+            (r["length"], "yes" if r["causal"] else "no", *map(number, (r["ms"], r["other_ms"], 1 / r["times"])))
+            for r in result["fused"]
+        ]
+        text += targets(result) + "\n" + table(head, rows)
+        text += "\n" + table(["N", "causal", "auto, ms", "torch's operator, ms", "time / its"], fused)
+    return text or "\nnot measured\n"
+
+
 def algorithms() -> str:
     """What each algorithm does, and how much of it."""
     rows = []
@@ -342,6 +366,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "support": support,
     "throughput": throughput,
     "beside": beside,
+    "each-option": each_option,
     **{f"compile-sm{arch}": partial(compiled, arch) for arch in TILES},
 }
 

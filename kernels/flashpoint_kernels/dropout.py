@@ -50,8 +50,18 @@ def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[T
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
     for _ in range(_ROUNDS):
-        # A product below 2⁶⁴ wraps into the sign bit of int64; the shift's sign extension is masked off again.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (p1 >> 32 & _WORD) ^ c1 ^ k0, p1 & _WORD, (p0 >> 32 & _WORD) ^ c3 ^ k1, p0 & _WORD
+        c0, c2 = _high(p1, c1, k0), _high(p0, c3, k1)
+        c1, c3 = p1.bitwise_and_(_WORD), p0.bitwise_and_(_WORD)
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
     return c0, c1, c2, c3
+
+
+def _high(product: Tensor, word: Tensor, key: int) -> Tensor:
+    """The high word of a product, with `word` and `key` mixed in.
+
+    A product below 2⁶⁴ wraps into the sign bit of int64; the shift's sign extension is masked off again.
+    """
+    high = (product >> 32).bitwise_and_(_WORD).bitwise_xor_(key)
+    # The first rounds' words are of fewer dimensions: what they are mixed with may be larger, or smaller, than they.
+    return high.bitwise_xor_(word) if high.shape == word.shape else high ^ word

@@ -83,7 +83,7 @@ def thread_count(problem: Problem, row: Row) -> int:
 # change neither with the batch, nor, from this many queries on, with the threads, where each has a task.
 _FEWEST_QUERIES = 16
 _VECTOR = 16  # float32s of an AVX-512 register
-_BLOCK = 256  # queries, at most, of one task of the forward; a task of the backward is a head
+_BLOCK = 256  # queries, at most, of one task of the forward
 _TOGETHER = 1 << 20  # elements of q: 4 MiB in float32, which a call of its own does not cost; copies of it are as large
 
 
@@ -101,10 +101,11 @@ def with_all_threads(problem: Problem) -> Problem:
     if not (problem.rows and _whole_vectors(spec)):
         return problem
     shortest = min(row.q_len for row in problem.rows)
-    tasks = 1 if spec.direction == "backward" else max(1, shortest // _BLOCK)  # of a head
-    if shortest < _FEWEST_QUERIES or spec.q_heads * tasks < 2:
+    # A task of the backward is a key/value head; the forward's are blocks of a query head's rows.
+    heads, of_one = (spec.kv_heads, 1) if spec.direction == "backward" else (spec.q_heads, max(1, shortest // _BLOCK))
+    if shortest < _FEWEST_QUERIES or heads * of_one < 2:
         return problem
-    if tasks < 2 and any(thread_count(problem, row) > 1 for row in problem.rows):  # for BLAS, inside the one task
+    if of_one < 2 and any(thread_count(problem, row) > 1 for row in problem.rows):  # for BLAS, inside the one task
         return problem
     return replace(problem, threads=torch.get_num_threads())
 

@@ -27,10 +27,11 @@ from flashpoint_kernels.spec import Row
 
 INF = float("inf")
 
-# Measured on 2 CPU cores at Sq = Sk = 2048, D 64, 1 to 32 heads, over 32–256 × 64–512: forward within a tenth of the
-# best for most, and backward too but for a window of 256, where 128 × 128 takes a fifth less.
-BLOCK_M = 128
-BLOCK_N = 256
+# Queries × keys of a tile. Measured on 2 CPU cores at Sq = Sk = 2048, 8 heads, D 64, a part a head, over 128–1024 ×
+# 256–1024, plain, causal, with softcap and with a window of 256: 128 × 256 takes twice as long forward and 1.5 times
+# backward, for its operators are too small to leave Python's lock to the other core.
+FORWARD_TILE = (512, 512)
+BACKWARD_TILE = (1024, 256)
 
 
 def forward(problems: Sequence[Problem]) -> None:
@@ -44,11 +45,9 @@ def forward(problems: Sequence[Problem]) -> None:
 def backward(problems: Sequence[Problem]) -> None:
     for problem in problems:
         problem.clear_outputs()
-        # What sequences share is summed in float32 before it is rounded to its output's dtype.
+        # What sequences share is summed in float32: in its output where that is its dtype, else rounded at the end.
         shared: dict[str, Tensor] = {
-            name: torch.zeros_like(problem.outputs[name], dtype=torch.float32)
-            for name in ("dattn_mask", "dsinks")
-            if name in problem.outputs
+            name: problem.outputs[name].float().zero_() for name in ("dattn_mask", "dsinks") if name in problem.outputs
         }
         for row, x in _with_queries(problem):
             with threads(problem, row):
@@ -59,7 +58,8 @@ def backward(problems: Sequence[Problem]) -> None:
                     own["dattn_mask"] = problem.mask_part(shared["dattn_mask"], row)
                 _backward(Tiles.of(problem, row, x), x, own)
         for name, total in shared.items():
-            problem.outputs[name].copy_(total)
+            if total is not problem.outputs[name]:
+                problem.outputs[name].copy_(total)
 
 
 def _with_queries(problem: Problem) -> Iterator[tuple[Row, dict[str, Tensor]]]:
@@ -68,19 +68,20 @@ def _with_queries(problem: Problem) -> Iterator[tuple[Row, dict[str, Tensor]]]:
 
 
 def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
-    for i0, i1 in t.query_tiles(0, t.q_len):
+    block_m, block_n = FORWARD_TILE
+    for i0, i1 in _steps(0, t.q_len, block_m):
         q = t.rows(t.q, i0, i1)
         # A sink is a key of no value that has been seen already.
-        m = t.sinks.expand(-1, i1 - i0, 1)
+        m = t.sinks.repeat(1, i1 - i0, 1)
         total = (m > -INF).float()
         acc = q.new_zeros(*q.shape[:2], t.v.shape[-1])
-        for j0, j1 in t.key_tiles(i0, i1):
+        for j0, j1 in _steps(*t.key_range(i0, i1), block_n):
             s, _ = t.scores(q, i0, i1, j0, j1)
             m_new = torch.maximum(m, s.amax(-1, keepdim=True))
             base = _finite(m_new)
-            decay = torch.exp(m - base)
+            decay = m.sub_(base).exp_()
             p = s.sub_(base).exp_()
-            total = total * decay + p.sum(-1, keepdim=True)
+            total.mul_(decay).add_(p.sum(-1, keepdim=True))
             if t.dropout_p:
                 p.mul_(t.keep(i0, i1, j0, j1))
             acc.mul_(decay.view(*acc.shape[:2], 1)).baddbmm_(p.view(*acc.shape[:2], -1), t.v[:, j0:j1])
@@ -106,10 +107,11 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
     if not out.keys() - {"dsinks"}:
         return
     dq = torch.zeros_like(t.q) if "dq" in out else None
-    for j0, j1 in _steps(0, t.kv_len, BLOCK_N):
+    block_m, block_n = BACKWARD_TILE
+    for j0, j1 in _steps(0, t.kv_len, block_n):
         k, v = t.k[:, j0:j1], t.v[:, j0:j1]
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        for i0, i1 in t.query_tiles(*t.query_range(j0, j1)):
+        for i0, i1 in _steps(*t.query_range(j0, j1), block_m):
             q, do_i = t.rows(t.q, i0, i1), t.rows(do, i0, i1)
             tile = (*q.shape[:2], j1 - j0)
             s, slope = t.scores(q, i0, i1, j0, j1, with_slope=True)
@@ -198,13 +200,10 @@ class Tiles:
         """Queries i0 … i1 of a grouped tensor (Hk, G, sq, X) as the rows of a product, (Hk, G·bm, X)."""
         return t[:, :, i0:i1].reshape(t.shape[0], -1, t.shape[-1])
 
-    def query_tiles(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
-        return _steps(lo, hi, BLOCK_M)
-
-    def key_tiles(self, i0: int, i1: int) -> Iterator[tuple[int, int]]:
-        """The tiles of keys that any of the queries i0 … i1 may see."""
+    def key_range(self, i0: int, i1: int) -> tuple[int, int]:
+        """The keys that any of the queries i0 … i1 may see."""
         lo, hi = bounds.key_range(i0, i1 - 1, self.offset, *self.problem.spec.window, self.kv_len)
-        return _steps(lo, hi, BLOCK_N)
+        return lo, hi
 
     def query_range(self, j0: int, j1: int) -> tuple[int, int]:
         """The queries that may see any of the keys j0 … j1."""
@@ -225,7 +224,7 @@ class Tiles:
         slope = None
         if softcap:
             s.div_(softcap).tanh_()
-            slope = 1.0 - s * s if with_slope else None
+            slope = torch.addcmul(s.new_ones(()), s, s, value=-1.0) if with_slope else None
             s.mul_(softcap)
         lo, hi = bounds.full_key_range(i0, i1 - 1, self.offset, left, right, self.kv_len)
         full = lo <= j0 and j1 <= hi
@@ -258,8 +257,8 @@ def _steps(lo: int, hi: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def _finite(m: Tensor) -> Tensor:
-    """A maximum that may be subtracted: 0 in place of the −∞ of a row that has seen no key."""
-    return m.masked_fill(m == -INF, 0.0)
+    """A maximum that may be subtracted: float32's least number in place of the −∞ of a row that has seen no key."""
+    return m.clamp(min=torch.finfo(torch.float32).min)
 
 
 def _part(t: Tensor, i0: int, i1: int, j0: int, j1: int) -> Tensor:

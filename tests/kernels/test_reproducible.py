@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flashpoint_kernels import Options, Problem, run
@@ -161,6 +161,7 @@ def test_aligned_copies_only_what_it_must() -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]), layout=st.sampled_from(["bhsd", "bshd"]),
     lengths=st.booleans(),
 )  # fmt: skip
+@example(1, 1, 2, 17, 5, 16, False, torch.float32, "bhsd", False)  # one key/value head is one task of the backward
 @settings(max_examples=60, deadline=None)
 def test_bits_are_the_same_with_neighbours_in_the_call_and_with_all_threads(
     batch: int, kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, causal: bool,
@@ -193,6 +194,7 @@ def test_a_problem_has_all_threads_only_where_they_cannot_change_its_bits() -> N
     assert threads_of(qkv(1, 1, 512, 40, 32)) == torch.get_num_threads()
     assert threads_of(qkv(1, 2, 512, 40, 32), "backward") == torch.get_num_threads()
     assert threads_of(qkv(1, 1, 512, 40, 32), "backward") == 0  # one task, whose products BLAS would share out
+    assert threads_of(qkv(1, 2, 17, 5, 16, kv_heads=1), "backward") == 0
     assert threads_of(qkv(1, 2, 15, 40, 32)) == 0
     assert threads_of(qkv(1, 2, 16, 40, 24)) == 0
     assert threads_of(qkv(0, 2, 16, 40, 32)) == 0

@@ -65,6 +65,8 @@ def test_flex_computes_the_same(causal: bool) -> None:
         ("flex", "backward", "no backward on the CPU"),
         ("flash_attn", "forward", "CUDA"),
         ("flash_attn_3", "forward", "CUDA"),
+        ("flashinfer", "forward", "CUDA"),
+        ("flashinfer", "backward", "no backward"),
         ("xformers", "forward", "CUDA"),
     ],
 )

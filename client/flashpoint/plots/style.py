@@ -49,6 +49,7 @@ _LOOKS = {
     "flex": Look(ORANGE, "*", "-.", "xxx"),
     "flash_attn": Look(SKY, "p", "-.", "xxx"),
     "flash_attn_3": Look(BLUE, "d", "-.", "xxx"),
+    "flashinfer": Look(GREEN, "8", "-.", "xxx"),
     "xformers": Look(PURPLE, "H", "-.", "xxx"),
 }
 _OTHER = Look(GREY, "+", "-.")

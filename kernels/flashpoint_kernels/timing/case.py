@@ -14,7 +14,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 # What a case may name: our backends, the formula written out, torch's own, and packages that may be installed.
 TIMED = (
     "naive", "naive_explicit", "triton", "torch", "tiled", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math",
-    "flex", "flash_attn", "flash_attn_3", "xformers",
+    "flex", "flash_attn", "flash_attn_3", "flashinfer", "xformers",
 )  # fmt: skip
 
 ROW_FIELDS = (

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashpoint_kernels import attention
+from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.timing.case import TIMED, Case
 from flashpoint_kernels.timing.naive import Naive, NaiveExplicit
 
@@ -111,6 +112,26 @@ def _xformers(case: Case, device: str) -> Attend:
     return lambda q, k, v: cast(Tensor, fmha.memory_efficient_attention(q, k, v, attn_bias=bias))
 
 
+def _flashinfer(case: Case, device: str) -> Attend:
+    """Its ragged prefill, planned once for the case: causal is bottom right, and there is no backward."""
+    if case.direction != "forward":
+        raise CannotRunError("has no backward")
+    _needs_cuda(device)
+    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)  # what its documentation asks for
+    call = _imported("flashinfer").BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    starts = torch.arange(case.batch + 1, dtype=torch.int32, device=device)
+    call.plan(
+        starts * case.q_len, starts * case.kv_len, case.q_heads, case.kv_heads, case.head_dim,
+        head_dim_vo=case.value_dim, causal=case.causal, q_data_type=DTYPES[case.dtype],
+    )  # fmt: skip
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        packed = call.run(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+        return cast(Tensor, packed.unflatten(0, (case.batch, case.q_len)))
+
+    return attend
+
+
 def _needs_cuda(device: str) -> None:
     if not device.startswith("cuda"):
         raise CannotRunError("needs a CUDA device")
@@ -158,6 +179,7 @@ IMPLEMENTATIONS = {
     "flex": Implementation(_flex, _torch, "flash_forward", "two_pass_backward"),
     "flash_attn": _package(partial(_flash_attn, "flash_attn"), "flash_attn"),
     "flash_attn_3": _package(partial(_flash_attn, "flash_attn_interface"), "flash_attn_3"),
+    "flashinfer": _package(_flashinfer, "flashinfer-python"),
     "xformers": _package(_xformers, "xformers"),
 }
 assert tuple(IMPLEMENTATIONS) == TIMED
