@@ -21,11 +21,12 @@ from flashpoint_server.parent import raise_descriptor_limit
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
 
+_SOCKET = "Ray's proxies have the sockets: see http_options"
 NOT_HERE = {
-    "host": "Ray's proxies listen: http_options",
-    "port": "Ray's proxies listen: http_options",
-    "keep_alive": "Ray's proxies keep connections: http_options",
-    "workers": "a replica is one process: num_replicas",
+    **dict.fromkeys(("host", "port", "keep_alive", "header_timeout"), _SOCKET),
+    **dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca"), _SOCKET),
+    "grpc_port": "Ray's proxies hand on HTTP alone",
+    "workers": "a replica is one process: see num_replicas",
     "shared_memory_bytes": "a region is registered with one process, and Ray has several to choose from",
 }
 READY_SECONDS = 0.05  # between two looks at an engine that starts

@@ -72,6 +72,7 @@ def test_variables_are_settings_too(ray, monkeypatch):
         ({"port": "8001"}, "port"),
         ({"workers": 4}, "workers"),
         ({"shared_memory_bytes": 1}, "shared_memory_bytes"),
+        ({"header_timeout": 3}, "header_timeout"),
         ({"device": "cuda:1"}, "device"),
         ({"device": "all"}, "device"),
         ({"queue_limt": 1}, "queue_limt"),
