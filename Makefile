@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: install serve test test-full test-cluster test-kserve test-kernels-full lint format compile-all compat gpu gpu-serve docker-steps charts loadtest clean
+.PHONY: install serve test test-full test-cluster test-kserve test-kernels-full lint format compile-all compat gpu gpu-serve docker-steps charts loadtest chaos soak overload clean
 
 install: $(VENV)/.server
 $(VENV)/bin/python:
@@ -76,6 +76,19 @@ gpu-serve: $(VENV)/.dev
 # A server of its own under load, in under four minutes. LOAD="--record" keeps the result for docs/loadtests.md.
 loadtest: $(VENV)/.dev
 	$(BIN)/python loadtests/run.py $(LOAD)
+
+# Faults from a seed, under load: answers stay right, and nothing is left over. See docs/reliability.md.
+FAULTS ?= 200
+SEED ?= 0
+chaos: $(VENV)/.dev
+	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED)
+
+# Load for long, and what the service holds; ten times its capacity, and what is lost. LOAD as above.
+MINUTES ?= 60
+soak: $(VENV)/.dev
+	$(BIN)/python loadtests/soak.py --minutes $(MINUTES) $(LOAD)
+overload: $(VENV)/.dev
+	$(BIN)/python loadtests/overload.py $(LOAD)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
