@@ -238,6 +238,46 @@ def load() -> str:
     return text or "\nnot measured\n"
 
 
+def faults() -> str:
+    """What was injected, what callers got while each fault was the last one, and how soon all was well again."""
+    text = ""
+    for path in sorted(RESULTS.glob("faults-*.json")):
+        result = json.loads(path.read_text())
+        made = result["runs"][0]["environment"]
+        seeds = ", ".join(f"{run['seed']} ({run['workers']})" for run in result["runs"])
+        text += (
+            f"\n{made['device']}, {made['cores']} cores, which others used too (load average "
+            f"{made['load_average'][0]:.0f} at the start), python {made['python']}, torch {made['torch']}, "
+            f"{made['date'][:10]}, commit {made['commit'][:10]}; seeds, and HTTP processes: {seeds}. "
+            f"{result['injected']} faults in {result['rounds']} rounds, {sum(result['calls'].values())} calls, "
+            f"{len(result['violations'])} violations.\n\n"
+        )
+        rows = []
+        for row in result["faults"]:
+            others = [f"{n}× {what.removeprefix('refused ')}" for what, n in row["calls"].items() if what != "right"]
+            name, right = row["fault"].replace("_", " "), row["calls"].get("right", 0)
+            rows.append((name, row["injected"], right, ", ".join(others), row["recovery_median"]))
+        head = ("fault", "injected", "right answers", "other outcomes", "all well again, median s")
+        text += table(head, rows)
+    return text or "\nnot measured\n"
+
+
+def steady(what: str) -> str:
+    """What was asked of a soak or an overload, and its picture."""
+    text = ""
+    for path in sorted(RESULTS.glob(f"{what}-*.json")):
+        result = json.loads(path.read_text())
+        made = result["environment"]
+        text += (
+            f"\n{made['device']}, {made['cores']} cores, load average {made['load_average'][0]:.2f} at the start, "
+            f"python {made['python']}, torch {made['torch']}, {made['date'][:10]}, commit {made['commit'][:10]}:\n\n"
+            f"![{what}](images/{path.stem}.svg)\n\n"
+        )
+        said = ((v["question"], v["found"], v["wanted"], "yes" if v["met"] else "no") for v in result["verdicts"])
+        text += table(["question", "found", "wanted", "met"], said)
+    return text or "\nnot measured\n"
+
+
 def _ways(cases: dict[str, Any]) -> list[str]:
     """The fastest at the first case first, those without a figure there last."""
     ways = next(iter(cases.values()))["ways"]
@@ -357,12 +397,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "benchmarks": benchmarks,
     "data-sheets": data_sheets,
     "errors": errors,
+    "faults": faults,
     "load": load,
     "metrics": metrics,
     "options": options,
     "ray": ray,
     "settings": settings,
     **{what: partial(serving, what) for what in ("protocol", "serving")},
+    **{what: partial(steady, what) for what in ("overload", "soak")},
     "support": support,
     "throughput": throughput,
     "beside": beside,
