@@ -111,13 +111,13 @@ class Load:
     def closed(self, callers: int, seconds: float) -> Step:
         """`callers` that call again as soon as they are answered."""
         self._options.calls_per_second = 0.0
-        return self._run(Step(self._scenario, f"{self._kind}, {callers} callers", callers, None), seconds)
+        return self._run(Step(self._scenario, f"{self._kind}, {callers} callers", callers, None), seconds, WARM)
 
-    def open(self, rate: float, seconds: float, name: str) -> Step:
-        """`rate` calls a second, whatever becomes of them."""
+    def open(self, rate: float, seconds: float, name: str, settle: float = SETTLE) -> Step:
+        """`rate` calls a second, whatever becomes of them; counted after `settle` seconds."""
         callers = max(1, round(rate * PERIOD))
         self._options.calls_per_second = 1 / PERIOD
-        return self._run(Step(self._scenario, name, callers, callers / PERIOD), seconds)
+        return self._run(Step(self._scenario, name, callers, callers / PERIOD), seconds, settle)
 
     def count(self, step: Step, during: Callable[[], None]) -> Step:
         """Count what begins until `during` returns."""
@@ -132,10 +132,10 @@ class Load:
         """locust's own report."""
         return get_html_report(self.environment, show_download_link=False)
 
-    def _run(self, step: Step, seconds: float) -> Step:
+    def _run(self, step: Step, seconds: float, settle: float) -> Step:
         # Within a second: also from many callers down to a few, who would else go on for as long as locust takes.
         self._runner.start(step.callers, spawn_rate=max(step.callers, self._runner.user_count, 1))
-        gevent.sleep(SETTLE if step.offered else WARM)
+        gevent.sleep(settle)
         return self.count(step, lambda: gevent.sleep(seconds))
 
     def _heard(

@@ -1,0 +1,123 @@
+"""`make overload`: ten times as many calls as the service can answer. What is lost, how soon is a refusal, and how soon
+is it well again?
+
+A call computes for long and carries little (1 head, length 2048, D 16), so that what is measured is the service, not
+how fast callers can send. Each has a deadline of a second. Exits with 0 where everything holds, 1 where not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import locust  # noqa: F401  # first: it makes the standard library's sockets gevent's
+import numpy as np
+import report
+from cases import CASES, make
+from load import Call, Load, Step
+from locustfile import KINDS, Caller
+from scenarios import REFUSED, Verdict
+
+from server import Server
+
+HERE = Path(__file__).resolve().parent
+LOADS = (0.5, 1.0, 2.0, 5.0, 10.0)  # parts of the capacity
+CALLERS = 4  # of the closed loop that finds the capacity
+LEAST_GOODPUT, MOST_REFUSAL_MS, MOST_RECOVERY = 0.9, 50.0, 5.0  # part of the best step's; p99; seconds
+LOW = 0.5  # of the capacity: what is offered while it recovers
+
+CASES["long"] = [make(2048, 2048, 16, heads=1, kv_heads=1)]
+
+
+class Long(Caller):
+    """Much to compute, little to send."""
+
+    kinds = ("long",)
+
+
+KINDS["long"] = Long
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each step; default: %(default)s")
+    parser.add_argument("--out", type=Path, default=HERE / "out", help="default: %(default)s")
+    parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/results and docs/images")
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    made, server = report.environment(), Server(asked.out)
+    try:
+        server.warm()
+        with Load("overload", "long", server.url) as load:
+            capacity = load.closed(CALLERS, asked.seconds)
+        with Load("overload", "long", server.url) as load:
+            steps = [load.open(part * capacity.rate, asked.seconds, f"{part:.0%}") for part in LOADS]
+            after = load.open(LOW * capacity.rate, asked.seconds, "afterwards", settle=0.0)
+    finally:
+        code = server.stop()
+    best = max(step.rate for step in (capacity, *steps))
+    rows = [{**step.row(), **refusals(step)} for step in (capacity, *steps, after)]
+    verdicts = judged(best, steps[-1], after, code)
+    found = {"environment": made, "verdicts": [asdict(verdict) for verdict in verdicts], "steps": rows}
+    (asked.out / "overload.json").write_text(json.dumps(found, indent=1) + "\n")
+    plot(steps, best, asked.out / "overload.svg")
+    for verdict in verdicts:
+        print(f"{'yes' if verdict.met else 'NO '}  {verdict.question}  {verdict.found} ({verdict.wanted})")
+    if asked.record:
+        name = report.file_name(made)
+        shutil.copy(asked.out / "overload.json", HERE.parent / "benchmarks" / "results" / f"overload-{name}.json")
+        shutil.copy(asked.out / "overload.svg", HERE.parent / "docs" / "images" / f"overload-{name}.svg")
+    return 0 if all(verdict.met for verdict in verdicts) else 1
+
+
+def refused(step: Step) -> list[Call]:
+    """The calls that were turned away, not those whose deadline passed."""
+    return [call for call in step.calls if call.error is not None and call.error.startswith(("429", "503"))]
+
+
+def refusals(step: Step) -> dict[str, Any]:
+    times = [call.ms for call in refused(step)]
+    return {"refused": len(times), "refusal_p99_ms": round(float(np.percentile(times, 99)), 1) if times else None}
+
+
+def judged(best: float, worst: Step, after: Step, code: int) -> list[Verdict]:
+    kept, late = worst.rate / best, refusals(worst)["refusal_p99_ms"]
+    ends = [call.began + call.ms / 1000 - after.began for call in after.calls if call.error is not None]
+    recovery = max(ends, default=0.0)
+    broken = {e for e in worst.errors if not e.startswith(REFUSED)}
+    return [
+        Verdict("What do callers get?", "; ".join(sorted(broken)) or "nothing else", "right answers, 429, 503, 504",
+                not broken),
+        Verdict("How much of its best is answered at ten times its capacity?", f"{kept:.1%}",
+                f"at least {LEAST_GOODPUT:.0%}", kept >= LEAST_GOODPUT),
+        Verdict("How soon is a refusal? p99", "no refusal" if late is None else f"{late:g} ms",
+                f"at most {MOST_REFUSAL_MS:g} ms", late is not None and late <= MOST_REFUSAL_MS),
+        Verdict("When is everything answered again?", f"after {recovery:.1f} s", f"at most {MOST_RECOVERY:g} s",
+                recovery <= MOST_RECOVERY),
+        Verdict("Did it end well?", f"exit code {code}", "0", code == 0),
+    ]  # fmt: skip
+
+
+def plot(steps: list[Step], best: float, path: Path) -> None:
+    """What is answered in time, against what is offered."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    offered = [step.offered or 0.0 for step in steps]
+    axes.plot(offered, [step.rate for step in steps], "o-", color="#4c78a8", label="answered in time")
+    axes.axhline(best, color="#888888", linestyle=":", label="the most")
+    axes.set(xlabel="calls offered a second", ylabel="calls a second", xlim=(0, None), ylim=(0, None))
+    axes.set_title("Answered against offered, to ten times the capacity")
+    axes.grid(visible=True, alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,10 @@
+"""Faults under load: does a caller ever get a wrong answer, somebody else's, or none?
+
+python -m tests.chaos --faults 1000 --seed 7
+
+questions.py  what is asked, and the bytes of its answer, asked alone
+callers.py    who asks: the SDK, asyncio's, plain sockets; what became of each call
+service.py    the service as processes that can be hurt, and what they hold
+processes.py, resources.py, clients.py, clock.py   the faults
+run.py        rounds: load, faults, recovery, a look at what is left
+"""

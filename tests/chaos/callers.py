@@ -1,0 +1,335 @@
+"""Who asks: threads that call again and again, each with questions of its own, and what became of each call.
+
+right     the bytes that the same question got alone
+refused   a documented error, whole
+lost      the connection broke; a violation where no fault may break one
+wrong     anything else: other bytes, somebody else's, an error that is not documented, a 500
+hung      nothing at all for as long as callers have patience
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import secrets
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+import flashpoint
+from flashpoint_server.refusal import STATUS
+from tests.chaos.questions import Question, draw, safetensors
+
+HANG = 300.0  # seconds: above any deadline, and above the start of an engine on a machine with much else to do
+DEADLINE = 60.0  # seconds, of the callers that have one
+THINK = 0.02  # seconds between two calls: faults want the cores, too
+AFTER_NOTHING = 0.05  # seconds before the next call where there was no connection to be had
+REFUSALS = {code for code, status in STATUS.items() if status in (408, 429, 503, 504)}  # that a fault may cost
+WORDS = {408, 429, 503, 504}  # of /v2, which has no codes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str
+    caller: str
+    began: float  # `time.monotonic` seconds
+    ended: float
+    detail: str = ""
+
+
+class WrongError(Exception):
+    """An answer that nobody may get; the message says why."""
+
+
+class Book:
+    """What became of every call, and whose answers are whose."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[Outcome] = []
+        self.questions: list[Question] = []
+        self._lock = threading.Lock()
+
+    def add(self, outcome: Outcome) -> None:
+        with self._lock:
+            self.outcomes.append(outcome)
+
+    def compare(self, question: Question, body: bytes) -> None:
+        """Raises WrongError."""
+        if body != question.right:
+            whose = next((q for q in self.questions if q is not question and q.right == body), None)
+            raise WrongError(
+                "another caller's answer" if whose else f"other bytes, {len(body)} of {len(question.right)}"
+            )
+
+    def compare_arrays(self, question: Question, arrays: dict[str, np.ndarray]) -> None:
+        """Raises WrongError."""
+        for name, array in arrays.items():
+            if array.tobytes() != question.answer[name].tobytes():
+                others = [q for q in self.questions if q is not question and name in q.answer]
+                swapped = any(array.tobytes() == other.answer[name].tobytes() for other in others)
+                raise WrongError("another caller's answer" if swapped else f"other bits in {name}")
+
+
+def refused(status: int, headers: dict[str, str], body: bytes, path: str) -> str:
+    """The code of a documented error. Raises WrongError."""
+    try:
+        document = json.loads(body)
+    except ValueError:
+        raise WrongError(f"status {status}, and no JSON: {body[:80]!r}") from None
+    if path.startswith("/v2"):
+        if status not in WORDS or not isinstance(document.get("error"), str):
+            raise WrongError(f"status {status}: {document}")
+        return f"{status}"
+    code = document.get("code")
+    if headers.get("content-type") != "application/problem+json" or code not in REFUSALS or STATUS[code] != status:
+        raise WrongError(f"status {status}: {document}")
+    if status in (429, 503) and "retry-after" not in headers:
+        raise WrongError(f"{code} without Retry-After")
+    return f"{status} {code}"
+
+
+class Caller(threading.Thread, ABC):
+    """Calls while `going` is set; between two calls of its own it may be told to wait, with no connection open."""
+
+    count = 3  # questions
+
+    def __init__(self, name: str, load: Load, rng: np.random.Generator) -> None:
+        super().__init__(name=name, daemon=True)
+        self.load, self.port, self.rng, self.book = load, load.port, rng, load.book
+        self.questions = [self.draw() for _ in range(self.count)]
+        self.book.questions += self.questions
+        self.idle = threading.Event()
+        self.over = threading.Event()
+
+    def draw(self) -> Question:
+        return draw(self.rng, "safetensors", grad=False)
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            if not self.load.going.is_set():
+                self.leave()
+                self.idle.set()
+                self.load.going.wait()
+                self.idle.clear()
+                continue
+            self.call(self.questions[int(self.rng.integers(len(self.questions)))])
+            time.sleep(THINK)
+        self.leave()
+
+    def call(self, question: Question) -> str:
+        """Ask, and note what became of it; its kind."""
+        began, kind, detail = time.monotonic(), "right", ""
+        try:
+            detail = self.ask(question)
+            kind = "refused" if detail else "right"
+        except WrongError as error:
+            kind, detail = "wrong", str(error)
+        except (TimeoutError, flashpoint.DeadlineExceededError) as error:
+            kind, detail = "hung", str(error)
+        except (OSError, http.client.HTTPException) as error:
+            kind, detail = "lost", type(error).__name__
+        except Exception as error:
+            kind, detail = "wrong", f"{type(error).__name__}: {error}"
+        if kind != "right":
+            self.leave()
+        self.book.add(Outcome(kind, self.name, began, time.monotonic(), detail))
+        if kind == "lost":
+            time.sleep(AFTER_NOTHING)
+        return kind
+
+    @abstractmethod
+    def ask(self, question: Question) -> str:
+        """The code of a refusal; empty where it was answered, and right. Raises WrongError, OSError, TimeoutError."""
+
+    def leave(self) -> None:
+        """Close what is open."""
+
+
+class Plain(Caller):
+    """http.client, one connection for many calls. Several callers ask for answers of the same size."""
+
+    headers: Mapping[str, str] = MappingProxyType({})
+    connection: http.client.HTTPConnection | None = None
+
+    def draw(self) -> Question:
+        return draw(self.rng, "safetensors", grad=False, length=64, heads=2, dim=32)
+
+    def ask(self, question: Question) -> str:
+        if self.connection is None:
+            self.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.load.patience)
+        name = secrets.token_hex(8)
+        headers = {**question.headers, **self.headers, "X-Request-Id": name}
+        self.connection.request("POST", question.path, question.body, headers)
+        response = self.connection.getresponse()
+        body = response.read()
+        said = {name.lower(): value for name, value in response.getheaders()}
+        if said.get("x-request-id") != name:
+            raise WrongError(f"the answer to request {said.get('x-request-id')}")
+        if response.status != 200:
+            return refused(response.status, said, body, question.path)
+        self.book.compare(question, body)
+        return ""
+
+    def leave(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+
+
+class Gradient(Plain):
+    def draw(self) -> Question:
+        return draw(self.rng, "safetensors", grad=True)
+
+
+class Numbers(Plain):
+    def draw(self) -> Question:
+        return draw(self.rng, "json", grad=bool(self.rng.integers(2)))
+
+
+class Inference(Plain):
+    form = "oip"
+
+    def draw(self) -> Question:
+        return draw(self.rng, "oip", grad=bool(self.rng.integers(2)))
+
+
+class Deadline(Plain):
+    headers = MappingProxyType({"X-Timeout-Ms": str(int(DEADLINE * 1000)), "X-Priority": "3"})
+
+
+class Launches(Plain):
+    """Materialised, in float64: one launch at a time, and none of it cut."""
+
+    def draw(self) -> Question:
+        return draw(self.rng, "safetensors", grad=False, backend="reference", length=300, heads=2)
+
+
+class Large(Plain):
+    """Some megabytes each way: several reads and writes of a socket."""
+
+    count = 2
+
+    def draw(self) -> Question:
+        q = self.rng.standard_normal((1, 4, 6000, 32), dtype=np.float32)
+        k, v = self.rng.standard_normal((2, 1, 4, 5, 32), dtype=np.float32)
+        return safetensors({"q": q, "k": k, "v": v}, {"causal": False}, "/attention")
+
+
+class Sdk(Caller):
+    """The client, with its retries."""
+
+    client: flashpoint.Client | None = None
+    retries = 2
+
+    def ask(self, question: Question) -> str:
+        if self.client is None:
+            self.client = flashpoint.Client(
+                f"http://127.0.0.1:{self.port}", timeout=self.load.patience, retries=self.retries
+            )
+        t = question.tensors
+        try:
+            if "do" in t:
+                grads = self.client.attention_grad(t["do"], t["q"], t["k"], t["v"], **question.options)
+                found = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+            else:
+                found = {"o": self.client.attention(t["q"], t["k"], t["v"], **question.options)}
+        except (flashpoint.OverloadedError, flashpoint.DeadlineExceededError) as error:
+            if error.code not in REFUSALS:
+                raise
+            return f"{error.status} {error.code}"
+        self.book.compare_arrays(question, found)
+        return ""
+
+    def leave(self) -> None:
+        if self.client is not None:
+            self.client.close()
+            self.client = None
+
+
+class SdkGradient(Sdk):
+    retries = 0
+
+    def draw(self) -> Question:
+        return draw(self.rng, "safetensors", grad=True)
+
+
+class Asyncio(Caller):
+    """asyncio's client: all its questions at a time."""
+
+    def ask(self, question: Question) -> str:
+        return asyncio.run(self._ask())
+
+    async def _ask(self) -> str:
+        async with flashpoint.AsyncClient(
+            f"http://127.0.0.1:{self.port}", timeout=self.load.patience, retries=1
+        ) as client:
+            asked = [client.attention(*(q.tensors[n] for n in "qkv"), **q.options) for q in self.questions]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        code = ""
+        for question, answer in zip(self.questions, answers, strict=True):
+            if isinstance(answer, flashpoint.OverloadedError | flashpoint.DeadlineExceededError):
+                if answer.code not in REFUSALS:
+                    raise answer
+                code = f"{answer.status} {answer.code}"
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                self.book.compare_arrays(question, {"o": answer})
+        return code
+
+
+KINDS: dict[str, type[Caller]] = {
+    "plain": Plain, "gradient": Gradient, "json": Numbers, "oip": Inference, "deadline": Deadline,
+    "launches": Launches, "large": Large, "sdk": Sdk, "sdk gradient": SdkGradient, "asyncio": Asyncio,
+}  # fmt: skip
+
+
+class Load:
+    """A caller of each kind. `patience` is in seconds: who gets nothing for so long is `hung`."""
+
+    def __init__(self, port: int, seed: int) -> None:
+        self.port, self.book, self.going = port, Book(), threading.Event()
+        self.url, self.patience = f"http://127.0.0.1:{port}", HANG
+        self.callers = [
+            kind(name, self, np.random.default_rng((seed, number))) for number, (name, kind) in enumerate(KINDS.items())
+        ]
+
+    def start(self) -> None:
+        for caller in self.callers:
+            caller.start()
+
+    def go(self) -> None:
+        self.going.set()
+
+    def pause(self) -> list[str]:
+        """Until every call has ended and no connection is open; the names of callers whose calls do not end."""
+        self.going.clear()
+        end = time.monotonic() + self.patience + HANG
+        return [caller.name for caller in self.callers if not caller.idle.wait(max(end - time.monotonic(), 0))]
+
+    def probe(self, attempts: Callable[[], bool]) -> list[str]:
+        """While it is paused, a call of each caller, again while it is refused and `attempts` allows; who got none."""
+        failed = []
+        for caller in self.callers:
+            question = caller.questions[0]
+            while (kind := caller.call(question)) == "refused" and attempts():
+                time.sleep(AFTER_NOTHING)
+            caller.leave()
+            if kind != "right":
+                failed.append(f"{caller.name}: {kind} {self.book.outcomes[-1].detail}")
+        return failed
+
+    def stop(self) -> None:
+        for caller in self.callers:
+            caller.over.set()
+        self.going.set()
+        for caller in self.callers:
+            with contextlib.suppress(RuntimeError):
+                caller.join(HANG)

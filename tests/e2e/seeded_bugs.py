@@ -1,0 +1,28 @@
+"""Bugs that callers must see (tests/chaos): the file that FLASHPOINT_TEST_BUG names says which one there is, if any.
+
+swap   an answer is that of the last one of its shape      lose   an answer is never sent
+leak   the memory of a request stays held
+"""
+
+import os
+from pathlib import Path
+
+EVERY = 5  # the last of so many answers is lost, or its memory leaked
+
+
+class Seeded:
+    """Whether a bug shows, counted."""
+
+    def __init__(self, name):
+        self.name = name
+        self.count = 0
+
+    def there(self):
+        path = os.environ.get("FLASHPOINT_TEST_BUG")
+        return path is not None and Path(path).read_text() == self.name
+
+    def shows(self):
+        if not self.there():
+            return False
+        self.count += 1
+        return self.count % EVERY == 0
