@@ -97,13 +97,17 @@ def run(settings: Settings, argv: Sequence[str]) -> int:
         log.error("cannot listen", host=settings.host, port=settings.port, error=str(error))
         return 1
     with listener:
-        address = listener.getsockname()[0]
-        locked = settings.api_keys or settings.api_keys_file or settings.tls_client_ca
-        if not (locked or ip_address(address).is_loopback):
+        if open_to_all(settings, address := listener.getsockname()[0]):
             log.warning("open to all who reach it", host=address, advice="set --api-keys-file, or --host 127.0.0.1")
         if settings.workers == 1:
             return serve_on(listener, create_app(settings))
         return supervisor.run(settings, argv, listener)
+
+
+def open_to_all(settings: Settings, address: str) -> bool:
+    """Whether others than this host may call, and nothing asks who they are."""
+    locked = settings.api_keys or settings.api_keys_file or settings.tls_client_ca
+    return not (locked or ip_address(address).is_loopback)
 
 
 def listen(settings: Settings) -> socket.socket:
