@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200, help="in all; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--workers", type=int, default=1, help="HTTP processes; default: %(default)s")
+    parser.add_argument("--light", action="store_true", help="none that costs the start of an engine")
     parser.add_argument("--out", type=Path, help="a file to which each round is appended, a line of JSON each")
     asked = parser.parse_args()
     chaos = Chaos(Service(asked.workers, contained=can_contain()), asked.seed)
@@ -35,7 +36,7 @@ def main() -> int:
     keep({"environment": environment(), "seed": asked.seed, "workers": asked.workers, "settings": SETTINGS})
     try:
         while done < asked.faults:
-            found = chaos.round(chaos.drawn()[: asked.faults - done])
+            found = chaos.round(chaos.drawn(light=asked.light)[: asked.faults - done])
             done, number = done + len(found.faults), number + 1
             violations += len(found.violations)
             keep(row(number, found))

@@ -94,13 +94,15 @@ class Chaos:
                 found.faults.append((fault.__name__, did, time.monotonic() - began, self._outcomes(found)))
         return self._look(found)
 
-    def drawn(self) -> list[Fault]:
-        """Those of a round, one that is heavy at most."""
+    def drawn(self, *, light: bool) -> list[Fault]:
+        """Those of a round; one that is heavy at most, none where they are to be `light`."""
         rng, several, weights = self.world.rng, list(FAULTS), np.array(list(FAULTS.values()))
         numbers = rng.choice(len(several), size=int(rng.integers(*A_ROUND)), p=weights / weights.sum())
-        faults = [several[int(number)] for number in numbers]
-        heavy = [fault for fault in faults if fault in HEAVY]
-        return [fault for fault in faults if fault not in heavy[1:]]
+        drawn: list[Fault] = []
+        for fault in (several[int(number)] for number in numbers):
+            if fault not in HEAVY or not (light or HEAVY.intersection(drawn)):
+                drawn.append(fault)
+        return drawn
 
     def stop(self) -> int:
         self.load.stop()
