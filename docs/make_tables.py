@@ -345,6 +345,26 @@ def each_option() -> str:
     return text or "\nnot measured\n"
 
 
+def capacity() -> str:
+    """What the calculator predicted of calls, and what they took."""
+    text = ""
+    for path in sorted(RESULTS.glob("capacity-*.json")):
+        result = json.loads(path.read_text())
+        made = result["environment"]
+        rates = {name: number(value / 1e9) for name, value in result["rates"].items() if value and value > 1e6}
+        text += (
+            f"\n{made['device']}, {made['cores']} cores, load average {made['load_average'][0]} at the start, torch "
+            f"{made['torch']}, {made['date'][:10]}, commit {made['commit'][:10]}; {result['rounds']} rounds. Rates: a "
+            f"call {result['rates']['call'] * 1e3:.2f} ms, upload {rates['upload']} GB/s, download {rates['download']} "
+            f"GB/s, forward {rates['flops']} GFLOP/s, gradient {rates['grad_flops']} GFLOP/s, keys read at "
+            f"{rates['memory']} GB/s.\n\n![Predicted and measured](images/{path.stem}.svg)\n\n"
+        )
+        head = ("", "predicted, ms", "measured, ms", "ratio", "predicted, requests a second", "measured", "ratio")
+        names = ("predicted_ms", "measured_ms", "ratio", "predicted_rps", "measured_rps", "rps_ratio")
+        text += table(head, [(row["case"], *(number(row[name]) for name in names)) for row in result["cases"]])
+    return text or "\nnot measured\n"
+
+
 def algorithms() -> str:
     """What each algorithm does, and how much of it."""
     rows = []
@@ -395,6 +415,7 @@ def _variant(kernel: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "algorithms": algorithms,
     "benchmarks": benchmarks,
+    "capacity": capacity,
     "data-sheets": data_sheets,
     "errors": errors,
     "faults": faults,

@@ -18,6 +18,8 @@ PAGES = (
     "docs/http.md",
     "docs/oip.md",
     "docs/sdk.md",
+    "docs/sharded.md",
+    "docs/when-remote-attention-pays.md",
     "docs/kernels.md",
     "docs/timing.md",
     "docs/torch.md",

@@ -1,0 +1,131 @@
+"""The capacity calculator's predictions held against what calls really take here.
+
+Starts `flashpoint serve`, and in each round measures its rates as `flashpoint.capacity.measure` does, then times calls
+of other shapes: forwards, gradients, decoding, grouped heads, batches, by one caller and by four. What is compared is
+the median, over the rounds, of a round's own measurement over its own prediction. Client, server and device share this
+machine's cores (`shared`). Writes benchmarks/results/capacity-DEVICE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from serving import ROOT, environment, service
+
+import flashpoint
+from flashpoint import capacity
+from flashpoint.shape_schema import Shape
+
+CALLERS = 4
+# None of them is a shape that the rates come from.
+CASES: dict[str, tuple[dict[str, int], capacity.Side, bool]] = {
+    "small": ({"q_heads": 8, "q_len": 128, "head_dim": 64}, "forward", False),
+    "512": ({"q_heads": 8, "q_len": 512, "head_dim": 64}, "forward", False),
+    "2048": ({"q_heads": 8, "q_len": 2048, "head_dim": 64}, "forward", False),
+    "2048, causal": ({"q_heads": 8, "q_len": 2048, "head_dim": 64}, "forward", True),
+    "a batch of 16": ({"batch": 16, "q_heads": 8, "q_len": 256, "head_dim": 64}, "forward", False),
+    "grouped heads": ({"q_heads": 8, "kv_heads": 2, "q_len": 1024, "head_dim": 64}, "forward", False),
+    "wide heads": ({"q_heads": 4, "q_len": 1024, "head_dim": 128}, "forward", False),
+    "decode, 8192 keys": ({"q_heads": 8, "q_len": 1, "kv_len": 8192, "head_dim": 64}, "forward", False),
+    "decode, 32768 keys": ({"q_heads": 8, "q_len": 1, "kv_len": 32768, "head_dim": 64}, "forward", False),
+    "gradient, 512": ({"q_heads": 8, "q_len": 512, "head_dim": 64}, "backward", False),
+    "gradient, 2048": ({"q_heads": 8, "q_len": 2048, "head_dim": 64}, "backward", False),
+    "gradient, 2048, causal": ({"q_heads": 8, "q_len": 2048, "head_dim": 64}, "backward", True),
+}
+
+
+def call(client: flashpoint.Client, shape: Shape, side: capacity.Side, causal: bool) -> Any:
+    """A function that makes the call."""
+    rng = np.random.default_rng(0)
+
+    def normal(heads: int, length: int, dim: int) -> Any:
+        return rng.standard_normal((shape.batch, heads, length, dim), dtype=np.float32)
+
+    q, do = normal(shape.q_heads, shape.q_len, shape.head_dim), normal(shape.q_heads, shape.q_len, shape.value_dim)
+    k, v = normal(shape.kv_heads, shape.kv_len, shape.head_dim), normal(shape.kv_heads, shape.kv_len, shape.value_dim)
+    if side == "forward":
+        return lambda: client.attention(q, k, v, causal=causal)
+    o, lse = client.attention(q, k, v, causal=causal, return_lse=True)
+    return lambda: client.attention_grad(do, q, k, v, o=o, lse=lse, causal=causal)
+
+
+def seconds(function: Any, calls: int) -> float:
+    """The median of `calls` calls; one before them does not count."""
+    found = []
+    for _ in range(calls + 1):
+        began = time.perf_counter()
+        function()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[1:])
+
+
+def together(function: Any, calls: int) -> float:
+    """Calls a second of `CALLERS` callers, each with its next call once it has its answer."""
+    with ThreadPoolExecutor(CALLERS) as pool:
+        began = time.perf_counter()
+        for done in [pool.submit(function) for _ in range(CALLERS * calls)]:
+            done.result()
+        return CALLERS * calls / (time.perf_counter() - began)
+
+
+def measured(client: flashpoint.Client, rounds: int, calls: int) -> dict[str, Any]:
+    ways = {name: (Shape(**sizes), side, causal) for name, (sizes, side, causal) in CASES.items()}
+    functions = {name: call(client, *way) for name, way in ways.items()}
+    rates: list[dict[str, float]] = []
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
+    for _ in range(rounds):
+        found = capacity.measure(client, shared=True)
+        rates.append(dataclasses.asdict(found))
+        for name, (shape, side, causal) in ways.items():
+            predicted = capacity.predict(capacity.need(shape, side=side, causal=causal), found)
+            took, a_second = seconds(functions[name], calls), together(functions[name], max(1, calls // 2))
+            rows[name].append({
+                "predicted_ms": predicted.seconds * 1e3, "measured_ms": took * 1e3, "ratio": took / predicted.seconds,
+                "predicted_rps": predicted.requests_per_second, "measured_rps": a_second,
+                "rps_ratio": a_second / predicted.requests_per_second,
+            })  # fmt: skip
+    middle = {name: statistics.median(found[name] for found in rates) for name in rates[0]}
+    return {
+        "rates": {name: value if math.isfinite(value) else None for name, value in middle.items() if name != "shared"},
+        "cases": [{"case": name, **_middle(found)} for name, found in rows.items()],
+    }
+
+
+def _middle(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--calls", type=int, default=5, help="of each case in a round")
+    asked = parser.parse_args()
+    made = environment()
+    with service() as (_, port, _), flashpoint.Client(f"http://127.0.0.1:{port}") as client:
+        result = {"environment": made, "rounds": asked.rounds, "calls": asked.calls, "callers": CALLERS}
+        result |= measured(client, asked.rounds, asked.calls)
+    for row in result["cases"]:
+        print(f"{row['case']:<24}{row['predicted_ms']:>10.2f} ms predicted{row['measured_ms']:>10.2f} ms measured"
+              f"{row['ratio']:>8.2f}{row['rps_ratio']:>8.2f}")  # fmt: skip
+    name = re.sub(r"[^a-z0-9]+", "-", made["device"].lower()).strip("-")
+    path = asked.out / f"capacity-{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    print(f"written: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""How long a request takes, and how many devices a load needs: from its bytes and FLOPs, and the rates of its way.
+
+    rates = flashpoint.capacity.measure(client)
+    need = flashpoint.capacity.need(flashpoint.Shape(q_heads=8, q_len=4096, head_dim=64), dtype="float32")
+    prediction = flashpoint.capacity.predict(need, rates)
+    print(prediction.seconds, prediction.requests_per_second, prediction.bottleneck, prediction.for_load(100))
+
+A request passes one stage after the other, so its time is the sum of theirs; requests that follow each other are in
+different stages, so a server's rate is that of its slowest stage. Queues are left out: near that rate, requests wait.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+from flashpoint._client import Client
+from flashpoint._shards.cut import UNBOUNDED, Band, Piece
+from flashpoint.errors import invalid
+from flashpoint.shape_schema import Dtype, Shape
+from flashpoint.wire import ITEMSIZE
+
+Side = Literal["forward", "backward"]
+
+REPEATS = 7  # of a measurement, of which the median counts
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a server, its device, and the way to it can do.
+
+    `call`: seconds of a call of next to nothing at a server beside its caller; `round_trip`: seconds more to one that
+    is further away. `upload`, `download`: bytes a second between the caller's memory and the server's, decoding and
+    encoding included. `flops`, `grad_flops`: operations of matrix products a second, forward and gradient. `memory`:
+    bytes of keys and values that the device reads a second. `pcie`: bytes a second each way between the server and its
+    device. `shared`: caller, server and device are the same cores, so nothing overlaps.
+    """
+
+    call: float
+    upload: float
+    download: float
+    flops: float
+    grad_flops: float
+    memory: float = math.inf
+    pcie: float = math.inf
+    round_trip: float = 0.0
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one request needs. `keys`: bytes of k and v that the device must read at least once."""
+
+    side: Side
+    upload: int
+    download: int
+    flops: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """`stages`: seconds of one request in each, in their order, of which one device of `servers` has its share."""
+
+    stages: dict[str, float]
+    shared: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Of one request, with nothing else there."""
+        return sum(self.stages.values())
+
+    @property
+    def bottleneck(self) -> str:
+        """The stage that bounds how many requests pass in a second."""
+        return max(self._passing, key=lambda name: self.stages[name])
+
+    @property
+    def requests_per_second(self) -> float:
+        """The most that pass one server, its device and its link."""
+        return 1 / (self.seconds if self.shared else self.stages[self.bottleneck])
+
+    def for_load(self, requests_per_second: float) -> dict[str, int]:
+        """How many of each it takes, if they were busy all the time."""
+        busy = {
+            "http process": self.stages["call"],
+            "link": max(self.stages["upload"], self.stages["download"]),
+            "device": max(self.stages[name] for name in ("to device", "compute", "from device")),
+        }
+        return {name: max(1, math.ceil(requests_per_second * seconds)) for name, seconds in busy.items()}
+
+    @property
+    def _passing(self) -> list[str]:
+        return [name for name in self.stages if name != "round trip"]  # many are under way at once
+
+
+def need(
+    shape: Shape,
+    *,
+    dtype: Dtype = "float32",
+    side: Side = "forward",
+    causal: bool = False,
+    with_forward: bool = True,
+    parts: tuple[int, int] = (1, 1),
+) -> Need:
+    """What a request of `shape` needs; a gradient with the forward's o and lse, or without them.
+
+    A product over P pairs of query and key is 2·P·D or 2·P·Dv operations: two products forward, five backward
+    (FlashAttention-2, Dao 2023, Algorithms 1 and 2). With `parts` (of the queries, of the keys), all that a sharded
+    call sends: a query goes with every part of the keys, a key with every part of the queries.
+    """
+    if side not in ("forward", "backward"):
+        raise invalid("side", "must be forward or backward")
+    s, size = shape, ITEMSIZE[dtype]
+    band = Band(s.q_len, s.kv_len, s.kv_len - s.q_len, UNBOUNDED, 0 if causal else UNBOUNDED)
+    pairs = band.pairs(Piece((0, s.q_len), (0, s.kv_len), band.offset)) * s.batch * s.q_heads
+    queries, keys = s.batch * s.q_heads * s.q_len * parts[1], s.batch * s.kv_heads * s.kv_len * parts[0]
+    kv = keys * (s.head_dim + s.value_dim) * size
+    o, lse = queries * s.value_dim * size, queries * 4
+    q = queries * s.head_dim * size
+    if side == "forward":
+        return Need(side, q + kv, o, 2 * pairs * (s.head_dim + s.value_dim), kv)
+    flops = 2 * pairs * (3 * s.head_dim + 2 * s.value_dim)
+    if with_forward:
+        return Need(side, q + kv + 2 * o + lse, q + kv, flops, kv)
+    return Need(side, q + kv + o, q + kv, flops + 2 * pairs * (s.head_dim + s.value_dim), kv)
+
+
+def predict(need: Need, rates: Rates, servers: int = 1) -> Prediction:
+    """The time of one request in each stage; of a sharded one over `servers`, which share one caller's link."""
+    flops = rates.flops if need.side == "forward" else rates.grad_flops
+    return Prediction(
+        {
+            "round trip": rates.round_trip,
+            "call": rates.call,
+            "upload": need.upload / rates.upload,
+            "to device": need.upload / rates.pcie / servers,
+            "compute": max(need.flops / flops, need.keys / rates.memory) / servers,
+            "from device": need.download / rates.pcie / servers,
+            "download": need.download / rates.download,
+        },
+        rates.shared,
+    )
+
+
+def measure(client: Client, dtype: Dtype = "float32", *, shared: bool = False) -> Rates:
+    """The rates of a server and of the way to it, by some twenty calls of at most 32 MiB, a few seconds in all.
+
+    `shared` is for a server that computes on the caller's own cores. What lies between the server and its device is in
+    its compute time, so `pcie` is inf; the way there is in `call`, so `round_trip` is 0.
+    """
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+    def zeros(*shape: int) -> Any:
+        return np.zeros(shape, kind)
+
+    one = zeros(1, 1, 1, 64)
+    call, _ = _median(lambda: client.attention(one, one, one, with_meta=True))
+    keys = zeros(1, 1, 16 * MIB // one.nbytes, 64)
+    upload, _ = _median(lambda: client.attention(one, keys, keys, kv_lengths=[1], with_meta=True))  # one is looked at
+    rows, value = zeros(1, 1, 16 * MIB // (256 * kind.itemsize), 1), zeros(1, 1, 1, 256)
+    download, _ = _median(lambda: client.attention(rows, rows[:, :, :1], value, q_lengths=[1], with_meta=True))
+    sent = np.random.default_rng(0).standard_normal((4, 1, 8, 1024, 64)).astype(kind)
+    q, k, v, do = sent
+    o, lse = client.attention(q, k, v, return_lse=True)
+    shape = Shape(q_heads=8, q_len=1024, head_dim=64)
+    _, forward = _median(lambda: client.attention(q, k, v, with_meta=True))
+    _, backward = _median(lambda: client.attention_grad(do, q, k, v, o=o, lse=lse, with_meta=True))
+    long = zeros(1, 8, 2 * MIB // (64 * kind.itemsize), 64)  # 16 MiB, beyond most caches
+    _, read = _median(lambda: client.attention(q[:, :, :1], long, long, with_meta=True))
+    return Rates(
+        call=call,
+        upload=2 * keys.nbytes / (upload - call),
+        download=16 * MIB / (download - call),
+        flops=need(shape, dtype=dtype).flops / forward,
+        grad_flops=need(shape, dtype=dtype, side="backward").flops / backward,
+        memory=2 * long.nbytes / read,
+        shared=shared,
+    )
+
+
+def _median(call: Callable[[], tuple[Any, Any]]) -> tuple[float, float]:
+    """Seconds of a call, and of its compute at the server; the first does not count."""
+    whole, compute = [], []
+    for _ in range(REPEATS + 1):
+        began = time.perf_counter()
+        _, meta = call()
+        whole.append(time.perf_counter() - began)
+        compute.append(meta.timings["compute"] / 1000)
+    return statistics.median(whole[1:]), statistics.median(compute[1:])

@@ -1,0 +1,118 @@
+"""`flashpoint capacity`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from flashpoint import capacity as calculator
+from flashpoint._calls import checked
+from flashpoint.commands.running import RIGHT, Json, Key, Timeout, Url, client, console, run, write_json
+from flashpoint.commands.tables import number
+from flashpoint.shape_schema import Dtype, Shape
+
+EXAMPLES = """
+  flashpoint capacity --url http://localhost:8000 --q-len 4096 --q-heads 8 --head-dim 64
+  flashpoint capacity --tflops 400 --network-gbit 100 --pcie-gb 50 --q-len 16384 --q-heads 32 --head-dim 128
+                      --dtype bfloat16 --causal --side backward --load 20
+  flashpoint capacity --tflops 400 --network-gbit 25 --q-len 1 --kv-len 100000 --q-heads 32 --head-dim 128
+"""
+# What was measured for a small call, in docs/performance.md.
+CALL_MS = 1.6
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code. `argv` are the flags, of the process by default."""
+    return run(capacity, sys.argv[1:] if argv is None else argv, EXAMPLES)
+
+
+def capacity(
+    q_len: Annotated[int, typer.Option(help="Queries of a sequence.")],
+    head_dim: Annotated[int, typer.Option(help="Columns of q and k.")],
+    kv_len: Annotated[int | None, typer.Option(help="Keys of a sequence; as many as queries.")] = None,
+    value_dim: Annotated[int | None, typer.Option(help="Columns of v; those of q.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    q_heads: Annotated[int, typer.Option(help="Query heads.")] = 1,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads; as many as query heads.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of q, k and v.")] = "float32",
+    causal: Annotated[bool, typer.Option(help="Count the pairs that a causal mask leaves.")] = False,
+    side: Annotated[calculator.Side, typer.Option(help="A forward, or a gradient with its o and lse.")] = "forward",
+    load: Annotated[float | None, typer.Option(help="Requests a second that are to be answered.", min=0)] = None,
+    tflops: Annotated[float | None, typer.Option(help="TFLOP/s of attention on the device.", min=0)] = None,
+    network_gbit: Annotated[float | None, typer.Option(help="Gbit/s of the link, each way.", min=0)] = None,
+    round_trip_ms: Annotated[float, typer.Option(help="Milliseconds to the server and back.", min=0)] = 0.0,
+    call_ms: Annotated[float, typer.Option(help="Milliseconds of a call of next to nothing.", min=0)] = CALL_MS,
+    memory_gb: Annotated[float | None, typer.Option(help="GB/s that the device reads keys and values at.")] = None,
+    pcie_gb: Annotated[float | None, typer.Option(help="GB/s between server and device; none on a CPU.")] = None,
+    same_cores: Annotated[bool, typer.Option(help="The server computes on the caller's own cores.")] = False,
+    url: Url = None,
+    api_key: Key = None,
+    timeout: Timeout = 60.0,
+    json: Json = None,
+) -> int:
+    """How long a request takes and where, how many pass in a second, and what a load needs.
+
+    The rates are those given, or with --url measured at a server, some seconds long. Queues are not in it.
+    """
+    sizes: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "head_dim": head_dim, "value_dim": value_dim}
+    sizes |= {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads}
+    shape = checked(Shape, {name: size for name, size in sizes.items() if size is not None})
+    if url is not None:
+        with client(url, api_key, timeout) as server:
+            rates = calculator.measure(server, dtype, shared=same_cores)
+        rates = dataclasses.replace(rates, round_trip=round_trip_ms / 1e3)
+    elif not tflops or not network_gbit:
+        raise typer.BadParameter("without --url it needs both", param_hint="--tflops, --network-gbit")
+    else:
+        rates = calculator.Rates(
+            call=call_ms / 1e3,
+            upload=network_gbit * 1e9 / 8,
+            download=network_gbit * 1e9 / 8,
+            flops=tflops * 1e12,
+            grad_flops=tflops * 1e12,
+            memory=memory_gb * 1e9 if memory_gb else math.inf,
+            pcie=pcie_gb * 1e9 if pcie_gb else math.inf,
+            round_trip=round_trip_ms / 1e3,
+            shared=same_cores,
+        )
+    need = calculator.need(shape, dtype=dtype, side=side, causal=causal)
+    prediction = calculator.predict(need, rates)
+    needed = None if load is None else prediction.for_load(load)
+    write_json(json, {
+        "rates": {name: None if value == math.inf else value for name, value in dataclasses.asdict(rates).items()},
+        "need": dataclasses.asdict(need),
+        "stages": prediction.stages,
+        "seconds": prediction.seconds,
+        "requests_per_second": prediction.requests_per_second,
+        "bottleneck": prediction.bottleneck,
+        "for_load": needed,
+    })  # fmt: skip
+    show = console(json)
+    show.print(_stages(need, prediction))
+    passing = "all of it, on the same cores" if rates.shared else prediction.bottleneck
+    show.print(f"\nat most {number(prediction.requests_per_second)} requests a second; bound by: {passing}")
+    if needed is not None:
+        said = ", ".join(f"{name} × {count}" for name, count in needed.items())
+        show.print(f"for {number(load)} requests a second: {said}")
+    return RIGHT
+
+
+def _stages(need: calculator.Need, prediction: calculator.Prediction) -> Table:
+    amounts = {"upload": f"{need.upload / 1e6:.3g} MB", "download": f"{need.download / 1e6:.3g} MB"}
+    amounts["compute"] = f"{need.flops / 1e9:.3g} GFLOP"
+    table = Table(box=None, pad_edge=False)
+    table.add_column("predicted")
+    for name in ("", "ms", "%"):
+        table.add_column(name, justify="right")
+    for name, seconds in prediction.stages.items():
+        if seconds:
+            share = f"{100 * seconds / prediction.seconds:.0f}"
+            table.add_row(name, amounts.get(name, ""), number(seconds * 1e3), share)
+    table.add_row("a request", "", number(prediction.seconds * 1e3), "100")
+    return table

@@ -1,0 +1,125 @@
+"""The calculator's arithmetic, against counts by the definition, and what its command says."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import flashpoint
+from flashpoint import cli
+from flashpoint.capacity import Rates, need, predict
+
+SHAPE = flashpoint.Shape(batch=2, q_heads=6, kv_heads=2, q_len=30, kv_len=50, head_dim=16, value_dim=8)
+RATES = Rates(call=0.5, upload=1e4, download=1e5, flops=1e6, grad_flops=5e5, pcie=1e6, round_trip=0.25)
+
+
+def tensors(kind):
+    q, o = np.zeros((2, 6, 30, 16), kind), np.zeros((2, 6, 30, 8), kind)
+    k, v = np.zeros((2, 2, 50, 16), kind), np.zeros((2, 2, 50, 8), kind)
+    return q, k, v, o, np.zeros((2, 6, 30), np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_bytes_are_those_of_the_tensors(dtype):
+    q, k, v, o, lse = (t.nbytes for t in tensors(dtype))
+    forward = need(SHAPE, dtype=dtype)
+    assert (forward.upload, forward.download, forward.keys) == (q + k + v, o, k + v)
+    backward = need(SHAPE, dtype=dtype, side="backward")
+    assert (backward.upload, backward.download) == (q + k + v + o + o + lse, q + k + v)
+    assert need(SHAPE, dtype=dtype, side="backward", with_forward=False).upload == q + k + v + o
+    cut = need(SHAPE, dtype=dtype, parts=(2, 3))
+    assert (cut.upload, cut.download) == (3 * q + 2 * (k + v), 3 * o)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_operations_are_those_of_the_pairs_that_are_seen(causal):
+    i, j = np.arange(30)[:, None], np.arange(50)
+    pairs = int(((j <= i + 20) | (not causal)).sum()) * 2 * 6
+    assert need(SHAPE, causal=causal).flops == pairs * (2 * 16 + 2 * 8)  # q·kᵀ, p·v
+    gradient = need(SHAPE, causal=causal, side="backward").flops
+    assert gradient == pairs * 2 * (3 * 16 + 2 * 8)  # q·kᵀ, do·vᵀ, dq, dk, dv
+    alone = need(SHAPE, causal=causal, side="backward", with_forward=False).flops
+    assert alone == gradient + need(SHAPE, causal=causal).flops
+
+
+def test_a_request_takes_the_sum_and_a_server_gives_what_the_slowest_stage_lets_pass():
+    asked = need(SHAPE)
+    found = predict(asked, RATES)
+    assert found.stages == {
+        "round trip": 0.25,
+        "call": 0.5,
+        "upload": asked.upload / 1e4,
+        "to device": asked.upload / 1e6,
+        "compute": asked.flops / 1e6,
+        "from device": asked.download / 1e6,
+        "download": asked.download / 1e5,
+    }
+    assert found.seconds == pytest.approx(sum(found.stages.values()))
+    assert found.bottleneck == "upload"
+    assert found.requests_per_second == pytest.approx(1e4 / asked.upload)
+    assert found.for_load(1) == {
+        "http process": 1,
+        "link": math.ceil(asked.upload / 1e4),
+        "device": math.ceil(asked.flops / 1e6),
+    }
+    same_cores = predict(asked, Rates(call=0.5, upload=1e4, download=1e5, flops=1e6, grad_flops=5e5, shared=True))
+    assert same_cores.requests_per_second == pytest.approx(1 / same_cores.seconds)
+
+
+def test_what_reads_more_than_it_computes_takes_as_long_as_reading():
+    one = flashpoint.Shape(q_len=1, kv_len=1000, head_dim=16)
+    rates = Rates(call=0, upload=1, download=1, flops=1e9, grad_flops=1e9, memory=1e6)
+    assert predict(need(one), rates).stages["compute"] == pytest.approx(2 * 1000 * 16 * 4 / 1e6)
+
+
+def test_a_round_trip_delays_a_request_and_stops_no_other():
+    near, far = (
+        Rates(call=0.1, round_trip=way, upload=1e9, download=1e9, flops=1e9, grad_flops=1e9) for way in (0.0, 5.0)
+    )
+    near, far = predict(need(SHAPE), near), predict(need(SHAPE), far)
+    assert far.seconds == pytest.approx(near.seconds + 5)
+    assert far.requests_per_second == near.requests_per_second
+    assert far.bottleneck == near.bottleneck == "call"
+
+
+def test_servers_share_the_device_and_not_the_link():
+    asked = need(SHAPE)
+    one, four = predict(asked, RATES), predict(asked, RATES, servers=4)
+    assert four.stages["compute"] == one.stages["compute"] / 4
+    assert four.stages["upload"] == one.stages["upload"]
+
+
+def test_the_command_computes_from_rates_that_are_given(capsys):
+    flags = ["--tflops", "2", "--network-gbit", "8", "--q-len", "1024", "--q-heads", "4", "--head-dim", "64"]
+    code = cli.main(["capacity", *flags, "--load", "50", "--json", "-"])
+    out, err = capsys.readouterr()
+    assert code == 0
+    found = json.loads(out)
+    shape = flashpoint.Shape(q_heads=4, q_len=1024, head_dim=64)
+    rates = Rates(call=0.0016, upload=1e9, download=1e9, flops=2e12, grad_flops=2e12)
+    prediction = predict(need(shape), rates)
+    assert found["seconds"] == pytest.approx(prediction.seconds)
+    assert found["requests_per_second"] == pytest.approx(prediction.requests_per_second)
+    assert found["for_load"] == prediction.for_load(50)
+    assert found["rates"]["pcie"] is None
+    assert "bound by: upload" in err
+    assert "http process × 1" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--q-len", "8", "--head-dim", "8"], "--network-gbit"),
+        (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "0"], "head_dim"),
+        (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8", "--side", "up"], "--side"),
+    ],
+)
+def test_the_command_names_what_is_wrong(capsys, flags, said):
+    assert cli.main(["capacity", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_side_is_one_of_two():
+    with pytest.raises(flashpoint.InvalidInputError, match="side"):
+        need(SHAPE, side="both")
