@@ -12,7 +12,6 @@ from tests.chaos.world import World
 
 NOT_READY = 10.0  # seconds in which /health/ready must say that an engine is gone; an event, on an idle machine
 STOPPED = (0.1, 1.5)  # seconds that a process stands still
-FROZEN = 60.0  # seconds in which an engine that stands still for good must be replaced; hang_timeout is 10
 
 
 def kill_engine(world: World) -> str | None:
@@ -57,18 +56,6 @@ def kill_http(world: World) -> str | None:
     with world.breaking():
         os.kill(world.choose(pids), signal.SIGKILL)
     return "killed"
-
-
-def freeze_engine(world: World) -> str | None:
-    """It stands still for good: the service must notice, and start another."""
-    pids = world.pids("engine")
-    if not pids or not world.service.ready():
-        return None
-    os.kill(pids[0], signal.SIGSTOP)
-    took = world.until(lambda: world.pids("engine") not in ([], pids), FROZEN, "a frozen engine is kept")
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pids[0], signal.SIGCONT)
-    return f"replaced after {took:.1f} s" if took is not None else "kept"
 
 
 def restart(world: World) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -29,7 +30,7 @@ FAULTS: dict[Fault, float] = {
     resources.little_memory_http: 2, resources.little_memory_engine: 1, resources.little_memory_codec: 2,
     resources.fill_staging: 2, resources.fill_shm: 0.7, resources.slow_down: 2, resources.move_clock: 4,
 }  # fmt: skip
-HEAVY = {processes.kill_engine, processes.freeze_engine, processes.restart, processes.kill_service}  # one a round
+HEAVY = {processes.kill_engine, processes.restart, processes.kill_service}  # one a round
 A_ROUND = (6, 25)  # faults, one after the other while the last one's callers still wait
 BETWEEN = (0.0, 0.15)  # seconds
 RECOVERY = 300.0  # seconds until it is ready and every kind of question is answered right
@@ -55,6 +56,14 @@ class Chaos:
     def __init__(self, service: Service, seed: int) -> None:
         self.service = service
         service.start()
+        try:
+            self._begin(seed)
+        except BaseException:
+            service.terminate(signal.SIGKILL)
+            raise
+
+    def _begin(self, seed: int) -> None:
+        service = self.service
         assert service.wait_ready() is not None, "it did not get ready"
         self.load = Load(service.port, seed)
         for question in self.load.book.questions:

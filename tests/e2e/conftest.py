@@ -28,7 +28,11 @@ class ServerProcess:
         self.noise = []  # what is not JSON
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        listening = self.wait_for_line(lambda line: line["event"] == "listening")
+        try:
+            listening = self.wait_for_line(lambda line: line["event"] == "listening")
+        except BaseException:
+            self.process.kill()
+            raise
         self.port, self.url = listening["port"], listening["url"]
 
     def _read(self):
