@@ -90,5 +90,14 @@ soak: $(VENV)/.dev
 overload: $(VENV)/.dev
 	$(BIN)/python loadtests/overload.py $(LOAD)
 
+# Bytes that nobody should send, for MINUTES to each reader of them; ONLY="headers http" for some. Findings: .fuzz/
+MINUTES ?= 10
+$(VENV)/.fuzz: $(VENV)/.dev
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	@touch $@
+.PHONY: fuzz
+fuzz: $(VENV)/.fuzz
+	$(BIN)/python -m tests.fuzz.run --minutes $(MINUTES) $(if $(ONLY),--only $(ONLY)) $(FUZZ)
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .fuzz $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -79,6 +79,43 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
+def extremes() -> str:
+    """What the tests hold each backend to where inputs are at the edges of floating point."""
+    sys.path.append(str(DOCS.parent))
+    from tests.kernels.extremes import ANSWERS, CASES, HALF, WORDS
+
+    merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for case in CASES.values():
+        value = case.value + (" (float16, bfloat16)" if case.dtypes == HALF else "")
+        if value in ("+∞", "−∞"):  # in one row where they are answered alike
+            other = CASES[f"{'−∞' if value == '+∞' else '+∞'} in {case.place}"]
+            if other.answers == case.answers:
+                if value == "−∞":
+                    continue
+                value = "±∞"
+        merged.setdefault((value, case.answers), []).append(f"`{case.place}`")
+    rows = []
+    for (value, answers), places in merged.items():
+        words = [WORDS[word] for word in answers]
+        rows.append((value, " or ".join(places), *words))
+    return table(["", "in", *(f"`{name}`" for name in ANSWERS)], rows)
+
+
+def fuzz() -> str:
+    """What each fuzzer has run."""
+    path = RESULTS / "fuzz.json"
+    if not path.exists():
+        return "\nnot measured\n"
+    rows = []
+    for name, found in json.loads(path.read_text()).items():
+        slowest, peak = found.get("slowest_seconds"), found.get("peak_mib")
+        failed = "yes" if found["failed"] else "none"
+        cells = (f"`{name}`", found["minutes"], f"{found['executions']:,}", found.get("edges", ""), failed)
+        bounds = "" if slowest is None else f"under {slowest + 1} s", "" if peak is None else f"{peak} MiB"
+        rows.append((*cells, *bounds, f"{found['date'][:10]}, `{found['commit'][:10]}`"))
+    return table(["target", "minutes", "inputs", "branches", "failures", "slowest", "memory", "when, commit"], rows)
+
+
 def errors() -> str:
     """Every code that the server has, in the order of the statuses."""
     rows = []
@@ -418,6 +455,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "capacity": capacity,
     "data-sheets": data_sheets,
     "errors": errors,
+    "extremes": extremes,
+    "fuzz": fuzz,
     "faults": faults,
     "load": load,
     "metrics": metrics,

@@ -96,6 +96,7 @@ INVALID = {
     "a parameter that is a list": ("window", {}, {"parameters": {"window": [1, 2]}}),
     "gradients that are no names": ("grads", {}, {"parameters": {"grads": True}}),
     "a parameter of another type": ("causal", {}, {"parameters": {"causal": "yes"}}),
+    "a window by another name, too": ("window", {}, {"parameters": {"window": "1", "window_left": 1}}),
     "a window of words": ("window", {}, {"parameters": {"window_left": "wide"}}),
     "a gradient that is none": ("dw", {}, {"outputs": [wanted("dw")]}),
     "an output that is left out": ("lse", {}, {"outputs": [wanted("lse")], "parameters": {"return_lse": False}}),

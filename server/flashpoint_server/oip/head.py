@@ -121,6 +121,8 @@ def _options(said: dict[str, Any]) -> dict[str, Any]:
     for name, value in said.items():
         if not isinstance(value, str | int | float):
             raise FieldError(name, "must be a string, a number, true or false")
+    if "window" in said:
+        raise FieldError("window", "is said by window_left and window_right")
     if "window_left" in said or "window_right" in said:
         said["window"] = [said.pop("window_left", -1), said.pop("window_right", -1)]
     if "grads" in said:

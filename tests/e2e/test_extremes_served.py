@@ -1,0 +1,34 @@
+"""The edges of docs/numerics.md over HTTP: a server answers with the bits that its backend gives here."""
+
+import json
+
+import pytest
+import torch
+from messages import JSON, message, post
+
+from tests.kernels.extremes import CASES
+from tests.kernels.solving import backward, forward
+
+
+def bits(tensors):
+    return {name: t.contiguous().view(torch.uint8).tolist() for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_edge_is_answered_as_here(server, name):
+    """NaN, infinities, subnormal numbers and the sign of zero go there and back."""
+    t = CASES[name].tensors("float32" if "float32" in CASES[name].dtypes else "float16")
+    inputs = {n: x for n, x in t.items() if n != "do"}
+    answer = post(server, "/attention", message(inputs, backend="torch", return_lse=True))
+    assert bits(answer.tensors) == bits(forward("torch", t))
+    answer = post(server, "/attention/grad", message(t, backend="torch"))
+    assert bits(answer.tensors) == bits(backward("torch", t))
+
+
+def test_json_has_words_for_what_it_has_no_numbers_for(server):
+    """A query of one key is answered with its value."""
+    value = ["NaN", "Infinity", "-Infinity", 0.0, 1e-45, -3.4028235e38]
+    body = {"q": [[0]], "k": [[0]], "v": [value], "backend": "reference"}
+    answer = post(server, "/attention", json.dumps(body).encode(), JSON)
+    assert answer.status == 200, answer.body
+    assert answer.json["o"] == [value]

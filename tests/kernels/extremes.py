@@ -1,0 +1,95 @@
+"""Inputs at the edges of floating point, and the answers: the cases of test_extremes.py and of docs/numerics.md.
+
+A problem of two sequences of two heads, 5 queries, 7 keys, 16 columns, with a float mask. An edge is put into the first
+head of the first sequence: one element (NaN, infinities), or all of a tensor (1e4, subnormal numbers, negative zeros).
+What is said of each answer is a word of `WORDS`, and the tests hold exactly that word.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.kernels.solving import normal, qkv
+
+ROW, KEY, COLUMN = 2, 4, 3  # where the one element is: of a query, of a key, and its column
+
+PLACES = {"q": (ROW, COLUMN), "k": (KEY, COLUMN), "v": (KEY, COLUMN), "do": (ROW, COLUMN), "attn_mask": (ROW, KEY)}
+ANSWERS = ("o", "lse", "dq", "dk", "dv")
+
+# "Its" row or column is that of the element. All else has the bits that it has without the edge.
+WORDS = {
+    "kept": "as without it",
+    "row": "its row is NaN",
+    "row up": "its row is NaN or +∞",
+    "row odd": "its row is NaN or infinite",
+    "column": "its column is NaN",
+    "column infinite": "its column is infinite",
+    "head": "its head is NaN",
+    "head odd": "its head is NaN or infinite",
+    "rows": "NaN where the score is +∞; else as without that key",
+    "rows up": "NaN or +∞ where the score is +∞; else as without that key",
+    "rows and column": "NaN where the score is +∞, and in its column; else as without that key",
+    "near": "float64's, to its dtype; beyond the dtype ±∞",
+    "unseen": "as where its row does not see the key",
+    "equal": "as with +0",
+}
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """`value` in `place`; `answers` has a word for each of ANSWERS."""
+
+    place: str
+    value: str
+    dtypes: tuple[str, ...]
+    answers: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.value} in {self.place}"
+
+    def tensors(self, dtype: str) -> dict[str, Tensor]:
+        """The inputs of a gradient, with the edge."""
+        t = plain(dtype)
+        edge = t[self.place][0, 0]
+        if self.value in ONE:
+            edge[PLACES[self.place]] = ONE[self.value]
+        elif self.value == "1e4":
+            edge *= 1e4
+        elif self.value == "subnormal":  # a few of the least numbers' multiples, of either sign
+            edge.copy_((edge * 64).round() * torch.finfo(edge.dtype).smallest_normal * torch.finfo(edge.dtype).eps)
+        else:
+            edge.fill_(-0.0)
+        return t
+
+
+ONE = {"NaN": math.nan, "+∞": math.inf, "−∞": -math.inf}
+HALF, ALL = ("float16", "bfloat16"), ("float32", "float16", "bfloat16")
+
+
+def plain(dtype: str) -> dict[str, Tensor]:
+    t = qkv(2, 2, 5, 7, 16, dtype=getattr(torch, dtype))
+    return t | {"attn_mask": normal(2, 2, 5, 7, seed=9, dtype=getattr(torch, dtype))}
+
+
+def _one(place: str, *answers: str) -> dict[str, Extreme]:
+    """NaN and, where there are other words for them, the infinities."""
+    given = [word.split("|") for word in answers]
+    values = {"NaN": [w[0] for w in given], "+∞": [w[-1] for w in given], "−∞": [w[-1] for w in given]}
+    return {f"{v} in {place}": Extreme(place, v, ("float32",), tuple(words)) for v, words in values.items()}
+
+
+CASES: dict[str, Extreme] = {
+    **_one("q", "row", "row|row up", "row", "head", "head"),
+    **_one("k", "head|rows", "head|rows up", "head|rows and column", "head", "head"),
+    **_one("v", "column|column infinite", "kept", "head|head odd", "head|head odd", "kept"),
+    **_one("do", "kept", "kept", "row|row odd", "head|head odd", "column|column infinite"),
+    **_one("attn_mask", "row", "row|row up", "row", "head", "head"),
+    "−∞ in attn_mask": Extreme("attn_mask", "−∞", ("float32",), ("unseen",) * 5),
+    **{f"{v} in {p}": Extreme(p, v, d, ("near",) * 5) for v, d in (("1e4", HALF), ("subnormal", ALL)) for p in PLACES},
+    **{f"−0 in {p}": Extreme(p, "−0", ("float32",), ("equal",) * 5) for p in PLACES},
+}

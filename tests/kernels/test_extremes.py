@@ -1,0 +1,179 @@
+"""Every backend gives, at the edges of floating point, the answers that docs/numerics.md says."""
+
+import math
+from functools import lru_cache
+
+import pytest
+import torch
+
+from tests.conftest import DEVICE
+from tests.kernels.extremes import ANSWERS, CASES, COLUMN, KEY, ONE, ROW, plain
+from tests.kernels.solving import backward, forward, normal, qkv
+
+BACKENDS = ["triton", "torch", "tiled", "reference"]
+EPS32 = torch.finfo(torch.float32).eps
+HEAD = (0, 0)
+
+
+def answers(backend, tensors, **options):
+    return forward(backend, tensors, **options) | backward(backend, tensors, **options)
+
+
+@lru_cache
+def without_an_edge(backend, dtype):
+    return answers(backend, plain(dtype))
+
+
+def near(found, t):
+    """For each answer, where it is as far from softmax(scale·q·kᵀ + mask)·v, in float64, as float32 and its dtype tell.
+
+    What is beyond its dtype is infinite.
+    """
+    q, k, v, do, mask = (t[name].double() for name in ("q", "k", "v", "do", "attn_mask"))
+    scale = 1 / math.sqrt(q.shape[-1])
+    s = scale * (q @ k.mT) + mask
+    p = torch.softmax(s, -1)
+    o, dp = p @ v, do @ v.mT
+    ds = p * (dp - (do * o).sum(-1, keepdim=True))
+    wanted = {"o": o, "lse": s.logsumexp(-1), "dq": scale * ds @ k, "dk": scale * ds.mT @ q, "dv": p.mT @ do}
+    # A score is known to its own rounding; so is its exponent, and all that this multiplies.
+    most = {name: t[name].double().abs().amax((-1, -2), keepdim=True) for name in ("q", "k", "v", "do")}
+    steep = (do.abs() @ v.abs().mT).amax((-1, -2), keepdim=True) * 2 * scale
+    sizes = {"o": most["v"], "lse": 1.0, "dq": steep * most["k"], "dk": steep * most["q"], "dv": most["do"]}
+    loose = 16 * EPS32 * (1 + s.abs().where(s.isfinite(), 0).amax((-1, -2), keepdim=True))
+    for name, x in found.items():
+        info, want = torch.finfo(x.dtype), wanted[name]
+        dims = (-1,) if name == "lse" else (-1, -2)
+        own = 4 * info.eps * want.abs().amax(dims, keepdim=True) + info.smallest_normal
+        allowed = own + (loose[..., 0] if name == "lse" else loose * sizes[name])
+        x = x.double()
+        beyond = (x == want.sign() * math.inf) & (want.abs() + allowed > info.max)
+        yield name, ((x - want).abs() <= allowed) | beyond
+
+
+def touched(word, name, t, value):
+    """Where in an answer `word` says that it is not what it is without the edge."""
+    found = torch.zeros(t["do" if name == "o" else "q" if name in ("lse", "dq") else name[1:]].shape, dtype=torch.bool)
+    found = found[..., 0] if name == "lse" else found
+    own = found[HEAD]
+    if word.startswith("rows"):
+        rows = t["q"][HEAD][:, COLUMN].cpu() * ONE[value] > 0
+        assert rows.any()
+        assert not rows.all()
+        own[rows] = True
+    if word.startswith("row") and not word.startswith("rows"):
+        own[ROW] = True
+    if "column" in word:
+        own[:, COLUMN] = True
+    if word.startswith("head"):
+        own[:] = True
+    return found.to(DEVICE)
+
+
+def check(word, name, backend, found, t, case):
+    if word in ("near", "unseen"):
+        assert dict(near({name: found}, t))[name].all(), name
+        return
+    if word == "equal":
+        at = case.tensors("float32")
+        at[case.place][HEAD] = 0.0
+        assert torch.equal(found, answers(backend, at)[name])
+        return
+    at = touched(word, name, t, case.value)
+    bad = found[at]
+    if word.endswith("infinite"):
+        assert bad.isinf().all()
+    elif word.endswith("odd"):
+        assert not bad.isfinite().any()
+    elif word.endswith("up"):
+        assert (bad.isnan() | (bad == math.inf)).all()
+    else:
+        assert bad.isnan().all()
+    clean = without_an_edge(backend, "float32")[name]
+    if not word.startswith("rows"):
+        assert torch.equal(found[~at], clean[~at])
+        return
+    assert torch.equal(found[1:], clean[1:])
+    assert torch.equal(found[0, 1:], clean[0, 1:])
+    other = {n: x.clone() for n, x in t.items()}
+    other["k"][HEAD][KEY], other["attn_mask"][HEAD][:, KEY] = 0.0, -math.inf
+    assert dict(near({name: found}, other))[name][HEAD][~at[HEAD]].all()
+
+
+def asked():
+    """Under the interpreter a case takes a second: all but its first dtype are for the wide sweeps."""
+    for backend in BACKENDS:
+        for name, case in CASES.items():
+            for dtype in case.dtypes:
+                slow = backend == "triton" and dtype != case.dtypes[0]
+                yield pytest.param(backend, name, dtype, marks=[pytest.mark.full] if slow else [])
+
+
+@pytest.mark.parametrize(("backend", "name", "dtype"), asked())
+def test_an_edge_gives_the_documented_answer(backend, name, dtype):
+    case = CASES[name]
+    t = case.tensors(dtype)
+    found = answers(backend, t)
+    for answer, word in zip(ANSWERS, case.answers, strict=True):
+        check(word, answer, backend, found[answer], t, case)
+
+
+# Rows
+
+
+@pytest.mark.parametrize("hidden", ["bool", "float"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_fully_masked_row_is_nothing_and_the_others_are_as_without_it(backend, hidden):
+    t = plain("float32")
+    if hidden == "bool":
+        t["attn_mask"] = torch.ones_like(t["attn_mask"], dtype=torch.bool)
+    t["attn_mask"][HEAD][ROW] = False if hidden == "bool" else -math.inf
+    found = answers(backend, t)
+    for name in ("o", "dq"):
+        assert torch.equal(found[name][HEAD][ROW], torch.zeros(16, device=DEVICE))
+    assert found["lse"][HEAD][ROW] == -math.inf
+    rest = [i for i in range(5) if i != ROW]
+    fewer = {n: x[:, :, rest] if n in ("q", "do", "attn_mask") else x for n, x in t.items()}
+    for name, x in answers(backend, fewer).items():
+        y = found[name][:1, :1]
+        y = y[:, :, rest] if name in ("o", "lse", "dq") else y
+        torch.testing.assert_close(y, x[:1, :1], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_of_one_key_is_that_keys_value(backend):
+    """To the bit; its score is its lse, and it pulls at nothing but that value."""
+    t = plain("float32")
+    t["attn_mask"] = torch.ones_like(t["attn_mask"], dtype=torch.bool)
+    t["attn_mask"][HEAD][ROW] = torch.arange(7, device=DEVICE) == KEY
+    found = answers(backend, t)
+    assert torch.equal(found["o"][HEAD][ROW], t["v"][HEAD][KEY])
+    score = t["q"][HEAD][ROW] @ t["k"][HEAD][KEY] / 4
+    torch.testing.assert_close(found["lse"][HEAD][ROW], score, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(found["dq"][HEAD][ROW], torch.zeros(16, device=DEVICE), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=pytest.mark.full), "torch", "tiled", "reference"])
+def test_rows_of_100_000_keys(backend):
+    """Weights of 1e-5 are summed to the same two millionths as those of a short row."""
+    n = 100_000
+    t = qkv(1, 1, 2, n, 16)
+    t["attn_mask"] = normal(2, n, seed=5)
+    found = answers(backend, t)
+    torch.testing.assert_close(found["dv"].sum(2), t["do"].sum(2), rtol=1e-5, atol=1e-5)
+    s = (t["q"].double() @ t["k"].double().mT) / 4 + t["attn_mask"].double()
+    p, do, v = torch.softmax(s, -1), t["do"].double(), t["v"].double()
+    o = p @ v
+    ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True)) / 4
+    q, k, lse = t["q"].double(), t["k"].double(), s.logsumexp(-1)
+    # Each beside the sum of what is summed, without its signs: 100 000 of either sign leave little.
+    products = {"o": (p, v), "dq": (ds, k), "dk": (ds.mT, q), "dv": (p.mT, do)}
+    for name, (a, b) in products.items():
+        error, size = (found[name].double() - a @ b).abs().max(), (a.abs() @ b.abs()).max()
+        assert error <= 2e-6 * size, (name, error / size)
+    torch.testing.assert_close(found["lse"].double(), lse, rtol=2e-6, atol=0)
+    t["q"].zero_()
+    t["attn_mask"].zero_()
+    even = forward(backend, t)
+    torch.testing.assert_close(even["lse"], torch.full_like(even["lse"], math.log(n)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(even["o"], t["v"].mean(2, keepdim=True).expand(-1, -1, 2, -1), rtol=0, atol=1e-6)
