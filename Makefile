@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: install serve test test-full test-cluster test-kserve test-kernels-full lint format compile-all compat gpu gpu-serve docker-steps charts loadtest chaos soak overload clean
+.PHONY: install serve test test-full test-cluster test-kserve test-kernels-full lint format compile-all compat gpu gpu-serve docker-steps charts audit loadtest chaos soak overload clean
 
 install: $(VENV)/.server
 $(VENV)/bin/python:
@@ -98,6 +98,11 @@ $(VENV)/.fuzz: $(VENV)/.dev
 .PHONY: fuzz
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python -m tests.fuzz.run --minutes $(MINUTES) $(if $(ONLY),--only $(ONLY)) $(FUZZ)
+
+# What is known against the versions that are pinned; PyPI's advisories must be within reach.
+audit: $(VENV)/.dev
+	$(BIN)/pip-audit --strict --no-deps --disable-pip -r constraints.txt
+	$(BIN)/python docs/make_licences.py --check
 
 clean:
 	rm -rf .fuzz $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

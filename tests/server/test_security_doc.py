@@ -1,0 +1,23 @@
+"""Every test that docs/security.md names is there, and is no less than a test."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINKS = re.findall(r"\]\(\.\./(tests/[\w/]+\.py)#(\w+)\)", (ROOT / "docs" / "security.md").read_text())
+
+
+@pytest.mark.parametrize(("path", "name"), sorted(set(LINKS)))
+def test_a_claims_test_is_there(path, name):
+    functions = [f.name for f in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(f, ast.FunctionDef)]
+    assert name.startswith("test_")
+    assert name in functions
+
+
+def test_no_claim_is_linked_in_another_way():
+    assert len(LINKS) > 25
+    text = (ROOT / "docs" / "security.md").read_text()
+    assert text.count("[test](") == len(LINKS)
