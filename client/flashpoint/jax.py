@@ -196,9 +196,9 @@ def _forward(call: _Call, primals: dict[str, Any]) -> tuple[Any, Any]:
 def _backward(call: _Call, residuals: Any, cotangents: Any) -> tuple[dict[str, Any]]:
     tensors, o, lse, needed = residuals
     do, dlse = cotangents
-    sent = {**tensors, "o": o, "lse": lse, "do": jnp.zeros_like(o) if isinstance(do, SymbolicZero) else do}
+    sent = {**tensors, "o": o, "lse": lse, "do": jnp.zeros_like(o) if isinstance(do, SymbolicZero) else jnp.asarray(do)}
     if not isinstance(dlse, SymbolicZero):
-        sent["dlse"] = dlse
+        sent["dlse"] = jnp.asarray(dlse)
     found = _gradients(dataclasses.replace(call, grads=tuple(_GRADS[name] for name in needed)), sent)
     return ({**dict.fromkeys(tensors), **dict(zip(needed, found, strict=True))},)
 

@@ -69,7 +69,7 @@ def derived(function):
 def exact(function, *arguments):
     """`derived(function)` of float64, by JAX's own differentiation."""
     with jax.enable_x64(True):
-        return derived(function)(*(jnp.asarray(np.asarray(a), "float64") for a in arguments))
+        return jax.jit(derived(function))(*(np.asarray(a, np.float64) for a in arguments))
 
 
 DO, *QKV = (2, 13, 4, 8), (2, 13, 4, 8), (2, 17, 2, 8), (2, 17, 2, 8)  # bshd; two heads share one key
@@ -116,7 +116,8 @@ def test_gradients_of_a_mask_and_through_grad_and_jit(client):
     every = (1, 2, 3, 4)
     found = jax.jit(jax.value_and_grad(loss, every), static_argnums=0)(served, *inputs)
     with jax.enable_x64(True):
-        expected = jax.value_and_grad(loss, every)(own, *(jnp.asarray(np.asarray(t), "float64") for t in inputs))
+        graded = jax.jit(jax.value_and_grad(loss, every), static_argnums=0)
+        expected = graded(own, *(np.asarray(t, np.float64) for t in inputs))
     close(found, expected)
     close(jax.grad(loss, 4)(served, *inputs), expected[1][3])
     assert client.asked[-1] == ("dattn_mask",)  # what is not needed is not asked for
@@ -145,9 +146,9 @@ def test_gradients_of_sinks_and_through_lse(client):
 
     found = jax.jit(jax.grad(scalar(served), (2, 3, 4, 5)))(do, dlse, *inputs)
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(t), "float64") for t in (do, dlse, *inputs)]
-        close(found, jax.grad(scalar(dense), (2, 3, 4, 5))(*wide))
-        lse_alone = jax.grad(lambda q: dense(q, *wide[3:])[1].sum())(wide[2])
+        wide = [np.asarray(t, np.float64) for t in (do, dlse, *inputs)]
+        close(found, jax.jit(jax.grad(scalar(dense), (2, 3, 4, 5)))(*wide))
+        lse_alone = jax.jit(jax.grad(lambda q: dense(q, *wide[3:])[1].sum()))(wide[2])
     close(jax.grad(lambda q: served(q, *inputs[1:])[1].sum())(inputs[0]), lse_alone)
 
 
@@ -157,7 +158,7 @@ def test_float64_is_exact(client):
         given = tensors((1, 2, 9, 5), (1, 2, 9, 8), (1, 2, 11, 8), (1, 2, 11, 5), (2,), dtype="float64")
         found = jax.jit(derived(lambda q, k, v, sinks: attention(q, k, v, client=client, sinks=sinks)))(*given)
         assert {t.dtype.name for t in found} == {"float64"}
-        close(found, derived(lambda *x: dense(*x)[0])(*given))
+        close(found, jax.jit(derived(lambda *x: dense(*x)[0]))(*given))
 
 
 def test_ragged_sequences(client):
