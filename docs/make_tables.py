@@ -26,6 +26,7 @@ from flashpoint_kernels.support import FEATURE_FIELDS, SUPPORT
 from flashpoint_kernels.timing.account import ALGORITHMS
 from flashpoint_kernels.timing.sheets import SHEETS
 from flashpoint_kernels.triton_backend.configurations import TABLES as TILES
+from flashpoint_server.grpc.statuses import STATUSES
 from flashpoint_server.metrics import Metrics
 from flashpoint_server.refusal import STATUS, Refusal
 from flashpoint_server.settings import Settings
@@ -218,6 +219,34 @@ def targets(result: dict[str, Any]) -> str:
         bound = f"at least {row['at_least']:.4g}" if "at_least" in row else f"at most {row['at_most']:.4g}"
         rows.append((row["what"], f"{row['value']} {row['unit']}", bound, "yes" if row["met"] else "no"))
     return table(["", "measured", "wanted", "met"], rows)
+
+
+def grpc() -> str:
+    """The status of every refusal, by its codes."""
+    codes: dict[str, list[str]] = {}
+    for code in STATUS:
+        codes.setdefault(STATUSES[code], []).append(f"`{code}`")
+    return table(["status", "code over HTTP"], [(f"`{status}`", ", ".join(found)) for status, found in codes.items()])
+
+
+def rpc() -> str:
+    """Calls over gRPC beside calls over HTTP, by what they carry."""
+    text = ""
+    for path in sorted(RESULTS.glob("rpc-*.json")):
+        result = json.loads(path.read_text())
+        made = result["environment"]
+        text += (
+            f"\n{made['device']}, {made['cores']} cores, load average {made['load_average'][0]} at the start, "
+            f"python {made['python']}, grpcio {made['grpcio']}, {made['date'][:10]}, commit {made['commit'][:10]}:\n\n"
+        )
+        rows = []
+        for row in result["medians"]:
+            size = row["bytes"]
+            carried = f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+            times = row["http_microseconds"], row["grpc_microseconds"]
+            rows.append((f"{carried} {row['way']}", *times, f"{times[1] / times[0]:.1f}"))
+        text += table(["carried", "HTTP, µs", "gRPC, µs", "ratio"], rows)
+    return text or "\nnot measured\n"
 
 
 def throughput() -> str:
@@ -458,9 +487,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "extremes": extremes,
     "fuzz": fuzz,
     "faults": faults,
+    "grpc": grpc,
     "load": load,
     "metrics": metrics,
     "options": options,
+    "rpc": rpc,
     "ray": ray,
     "settings": settings,
     **{what: partial(serving, what) for what in ("protocol", "serving")},

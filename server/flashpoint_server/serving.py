@@ -12,6 +12,7 @@ import socket
 from collections.abc import Sequence
 from ipaddress import ip_address
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import structlog
 import uvicorn
@@ -25,6 +26,11 @@ from flashpoint_server.protocol import Config, HttpProtocol
 from flashpoint_server.service import Service
 from flashpoint_server.settings import Settings
 
+if TYPE_CHECKING:
+    from flashpoint_server.grpc.server import RpcServer
+
+LAST_BYTES = 1  # seconds, when it stops: what was admitted has been waited for, and this is for errors
+
 log = structlog.stdlib.get_logger("flashpoint.serving")
 
 
@@ -35,11 +41,16 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._grpc: RpcServer | None = None
+        self.failed = False  # to listen for gRPC
         self.forced = False  # by a second signal
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        if self._service.settings.grpc_port is not None and not await self._listen_for_grpc():
+            self.failed = self.should_exit = True
+            return
         await super().startup(sockets)
         keep_what_is_there()
         if self._service.settings.rereads:
@@ -49,6 +60,24 @@ class _Server(uvicorn.Server):
             url = f"{'https' if self.config.ssl else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
             log.info("listening", host=host, port=port, url=url)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._grpc is not None:
+            await self._grpc.stop(0 if self.forced else LAST_BYTES)
+        await super().shutdown(sockets)
+
+    async def _listen_for_grpc(self) -> bool:
+        from flashpoint_server.grpc.server import RpcServer  # of an extra
+
+        settings = self._service.settings
+        try:
+            self._grpc = RpcServer(self.config.loaded_app, self._service)
+        except OSError as error:
+            log.error("cannot listen", host=settings.host, port=settings.grpc_port, error=str(error))
+            return False
+        await self._grpc.start()
+        log.info("listening for gRPC", host=settings.host, port=self._grpc.port)
+        return True
+
     def _reload(self) -> None:
         """SIGHUP: keys and certificate are read again; what is wrong stays as it was, and the log says so."""
         settings = self._service.settings
@@ -56,6 +85,8 @@ class _Server(uvicorn.Server):
         if self.config.ssl is not None and settings.tls_cert is not None:
             try:
                 tls.load(self.config.ssl, settings.tls_cert, settings.tls_key)
+                if self._grpc is not None:
+                    self._grpc.reload()
             except ValueError as error:
                 log.error("certificate kept", error=str(error))
             else:
@@ -101,7 +132,16 @@ def run(settings: Settings, argv: Sequence[str]) -> int:
             log.warning("open to all who reach it", host=address, advice="set --api-keys-file, or --host 127.0.0.1")
         if settings.workers == 1:
             return serve_on(listener, create_app(settings))
-        return supervisor.run(settings, argv, listener)
+        if settings.grpc_port is None:
+            return supervisor.run(settings, argv, listener)
+        try:
+            shared = _reserve(settings.host, settings.grpc_port)
+        except OSError as error:
+            log.error("cannot listen", host=settings.host, port=settings.grpc_port, error=str(error))
+            return 1
+        with shared:
+            port = shared.getsockname()[1]
+            return supervisor.run(settings, [*argv, f"--grpc-port={port}"], listener)
 
 
 def open_to_all(settings: Settings, address: str) -> bool:
@@ -114,6 +154,18 @@ def listen(settings: Settings) -> socket.socket:
     """The socket on `host` and `port`. Raises OSError."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+
+
+def _reserve(host: str, port: int) -> socket.socket:
+    """A port that the workers' sockets for gRPC share, none of which can be handed to gRPC. Raises OSError."""
+    shared = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        shared.bind((host, port))
+    except OSError:
+        shared.close()
+        raise
+    return shared
 
 
 def serve_on(listener: socket.socket, app: FastAPI) -> int:
@@ -132,7 +184,7 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
         server_header=False,
         proxy_headers=False,  # nothing here asks for the client's address
         timeout_keep_alive=settings.keep_alive,
-        timeout_graceful_shutdown=1,  # what was admitted has been waited for; this is for the last bytes of errors
+        timeout_graceful_shutdown=LAST_BYTES,
     )
     config.header_timeout = settings.header_timeout
     config.load()
@@ -144,4 +196,4 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
         log.error("failed", reason=service.engine.failure)
         return 1
     log.info("stopped")
-    return int(server.forced)
+    return int(server.forced or server.failed)

@@ -44,6 +44,8 @@ class Settings(BaseSettings):
     """address to listen on; 0.0.0.0 for every interface"""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """port to listen on; 0 takes a free one, which the log names"""
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """port for gRPC, on the same address (docs/grpc.md); 0 takes a free one; needs the extra `grpc`"""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|all)$")] = "auto"
     """auto, cpu, cuda, cuda:N or all; auto is CUDA where there is one, all is one engine for each CUDA device"""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
@@ -169,6 +171,13 @@ class Settings(BaseSettings):
         if limit and info.data.get("workers", 1) > 1:
             raise ValueError("needs one worker: a region is registered with one HTTP process")
         return limit
+
+    @field_validator("grpc_port")
+    @classmethod
+    def _with_grpc(cls, port: int | None) -> int | None:
+        if port is not None and find_spec("grpc") is None:
+            raise ValueError("needs the extra: pip install 'flashpoint[grpc]'")
+        return port
 
     @field_validator("otlp_endpoint")
     @classmethod

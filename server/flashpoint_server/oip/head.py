@@ -1,4 +1,4 @@
-"""The JSON of an infer request, which comes before the bytes of its tensors.
+"""What an infer request says before the bytes of its tensors, and the JSON that says it over HTTP.
 
     {"id": "…",
      "parameters": {"causal": true, "window_left": 128},
@@ -7,12 +7,14 @@
 
 It says all that a safetensors head says, in other words; a tensor may also be there in numbers, under `data`. What is
 wrong with it is a WireError (it is no such JSON) or a FieldError (it is, but something in it is not what it must be).
+gRPC says the same in protobuf's words, which grpc/request.py reads.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,11 +28,12 @@ from flashpoint_server.message import make_spec
 from flashpoint_server.oip.datatypes import DTYPE_OF, numpy_dtype
 from flashpoint_server.oip.regions import Shared
 from flashpoint_server.refusal import invalid
+from flashpoint_server.settings import Settings
 
 ANSWERS: dict[Direction, tuple[str, ...]] = {"forward": ("o", "lse"), "backward": GRADS}
 PRIORITY_LEVELS = 10  # 1 is the highest, as in Triton; ours are 9 to 0
 _KEYS = {"id", "model_name", "model_version", "parameters", "inputs", "outputs"}
-_SHARED = {"shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"}
+SHARED = {"shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"}
 _SIZE_LIMIT = (1 << 63) - 1
 
 
@@ -42,6 +45,14 @@ class Input(NamedTuple):
     array: NDArray[Any] | None = None
     shared: Shared | None = None
     size: int = 0
+
+
+class Output(NamedTuple):
+    """An output that a request lists; `binary` is None where it says nothing of that."""
+
+    name: str
+    binary: bool | None = None
+    shared: Shared | None = None
 
 
 class Wanted(NamedTuple):
@@ -88,6 +99,11 @@ class Head:
             self.specs[direction] = spec
         return self.specs[direction]
 
+    def deadline(self, settings: Settings) -> float | None:
+        """By its `timeout`, in `time.monotonic` seconds; None for no end."""
+        seconds = min(self.timeout / 1e6, settings.max_timeout_ms / 1e3)
+        return time.monotonic() + seconds if seconds else None
+
     def wanted(self, spec: Spec) -> tuple[Wanted, ...]:
         """The outputs of the answer, in its order."""
         return self.outputs or tuple(Wanted(name, self.binary) for name in spec.outputs)
@@ -100,20 +116,29 @@ def parse(text: bytes) -> Head:
     except ValueError as error:
         raise WireError(f"the request is not JSON: {error}") from None
     message = _object("the request", message, _KEYS)
-    said = _parameters("parameters", message)
-    binary = _flag("binary_data_output", said.pop("binary_data_output", False))
-    timeout = _count("timeout", said.pop("timeout", 0), _SIZE_LIMIT)
-    level = _count("priority", said.pop("priority", 0), PRIORITY_LEVELS)
-    inputs = tuple(_input(entry) for entry in _list("inputs", message.get("inputs")))
-    outputs = tuple(_output(entry, binary) for entry in _list("outputs", message.get("outputs", [])))
-    for what, names in (("inputs", [i.name for i in inputs]), ("outputs", [o.name for o in outputs])):
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise FieldError(what, f"{twice[0]!r} is named twice")
+    inputs = [_input(entry) for entry in _list("inputs", message.get("inputs"))]
+    outputs = [_output(entry) for entry in _list("outputs", message.get("outputs", []))]
     for key in ("id", "model_name", "model_version"):
         if not isinstance(message.get(key, ""), str):
             raise WireError(f"{key} must be a string")
+    return make_head(message.get("id", ""), inputs, outputs, parameters_of("parameters", message), binary=False)
+
+
+def make_head(
+    identity: str, inputs: Sequence[Input], outputs: Sequence[Output], said: dict[str, Any], *, binary: bool
+) -> Head:
+    """Of a request's parameters, `said`, and what it lists. Raises WireError and FieldError."""
+    binary = _flag("binary_data_output", said.pop("binary_data_output", binary))
+    timeout = _count("timeout", said.pop("timeout", 0), _SIZE_LIMIT)
+    level = _count("priority", said.pop("priority", 0), PRIORITY_LEVELS)
+    for what, names in (("inputs", [i.name for i in inputs]), ("outputs", [o.name for o in outputs])):
+        if len(names) > TENSOR_LIMIT:
+            raise WireError(f"{len(names)} {what} are over the limit of {TENSOR_LIMIT}")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise FieldError(what, f"{twice[0]!r} is named twice")
+    wanted = tuple(Wanted(o.name, binary if o.binary is None else o.binary, o.shared) for o in outputs)
     priority = PRIORITY_LEVELS - level if level else 0
-    return Head(message.get("id", ""), inputs, outputs, _options(said), binary, timeout, priority)
+    return Head(identity, tuple(inputs), wanted, _options(said), binary, timeout, priority)
 
 
 def _options(said: dict[str, Any]) -> dict[str, Any]:
@@ -135,6 +160,28 @@ def _input(entry: Any) -> Input:
     name, shape, datatype = entry.get("name"), entry.get("shape"), entry.get("datatype")
     if not isinstance(name, str):
         raise WireError("an input has no name")
+    info = tensor_info(name, shape, datatype)
+    parameters = parameters_of(name, entry, {"binary_data_size", *SHARED})
+    shared = shared_at(name, parameters)
+    if ("data" in entry) + ("binary_data_size" in parameters) + (shared is not None) != 1:
+        raise WireError(f"{name!r} must have either data or a binary_data_size, or lie in shared memory")
+    if shared is not None:
+        return Input(name, info, shared=shared)
+    if "data" in entry:
+        return Input(name, info, _numbers(name, info, entry["data"]))
+    size, due = parameters["binary_data_size"], size_of(info)
+    if type(size) is not int or size != due:
+        raise WireError(f"{name!r} has a binary_data_size of {size!r} where {datatype} of its shape has {due}")
+    return Input(name, info, size=size)
+
+
+def size_of(info: TensorInfo) -> int:
+    """Bytes of a tensor of any datatype, one that attention takes or not."""
+    return math.prod(info.shape) * ITEMSIZE[info.dtype]
+
+
+def tensor_info(name: str, shape: Any, datatype: Any) -> TensorInfo:
+    """Of an input, as it describes itself. Raises FieldError."""
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= _SIZE_LIMIT for n in shape):
         raise FieldError(name, "shape must be a list of sizes")
     if len(shape) > RANK_LIMIT:
@@ -145,19 +192,7 @@ def _input(entry: Any) -> Input:
     # A 0 among the sizes must not hide a product that array libraries cannot hold.
     if math.prod(max(n, 1) for n in shape) * ITEMSIZE[dtype] > _SIZE_LIMIT:
         raise FieldError(name, "has a shape that overflows")
-    info = TensorInfo(dtype, tuple(shape))
-    parameters = _parameters(name, entry, {"binary_data_size", *_SHARED})
-    shared = _shared(name, parameters)
-    if ("data" in entry) + ("binary_data_size" in parameters) + (shared is not None) != 1:
-        raise WireError(f"{name!r} must have either data or a binary_data_size, or lie in shared memory")
-    if shared is not None:
-        return Input(name, info, shared=shared)
-    if "data" in entry:
-        return Input(name, info, _numbers(name, info, entry["data"]))
-    size, due = parameters["binary_data_size"], math.prod(shape) * ITEMSIZE[dtype]
-    if type(size) is not int or size != due:
-        raise WireError(f"{name!r} has a binary_data_size of {size!r} where {datatype} of its shape has {due}")
-    return Input(name, info, size=size)
+    return TensorInfo(dtype, tuple(shape))
 
 
 def _numbers(name: str, info: TensorInfo, data: Any) -> NDArray[Any]:
@@ -170,17 +205,19 @@ def _numbers(name: str, info: TensorInfo, data: Any) -> NDArray[Any]:
     return jsonwire.array(name, flat, numpy_dtype(info.dtype)).reshape(info.shape)
 
 
-def _output(entry: Any, binary: bool) -> Wanted:
+def _output(entry: Any) -> Output:
     entry = _object("an output", entry, {"name", "parameters"})
     name = entry.get("name")
     if not isinstance(name, str):
         raise WireError("an output has no name")
-    parameters = _parameters(name, entry, {"binary_data", *_SHARED})
-    return Wanted(name, _flag("binary_data", parameters.get("binary_data", binary)), _shared(name, parameters))
+    parameters = parameters_of(name, entry, {"binary_data", *SHARED})
+    binary = _flag("binary_data", parameters["binary_data"]) if "binary_data" in parameters else None
+    return Output(name, binary, shared_at(name, parameters))
 
 
-def _shared(name: str, parameters: dict[str, Any]) -> Shared | None:
-    if not parameters.keys() & _SHARED:
+def shared_at(name: str, parameters: dict[str, Any]) -> Shared | None:
+    """Where in shared memory a tensor's parameters say that it lies. Raises FieldError."""
+    if not parameters.keys() & SHARED:
         return None
     region = parameters.get("shared_memory_region")
     if not isinstance(region, str) or "shared_memory_byte_size" not in parameters:
@@ -203,12 +240,10 @@ def _object(what: str, value: Any, known: Iterable[str]) -> dict[str, Any]:
 def _list(what: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise WireError(f"{what} must be a list")
-    if len(value) > TENSOR_LIMIT:
-        raise WireError(f"{len(value)} {what} are over the limit of {TENSOR_LIMIT}")
     return value
 
 
-def _parameters(owner: str, entry: dict[str, Any], known: Iterable[str] | None = None) -> dict[str, Any]:
+def parameters_of(owner: str, entry: dict[str, Any], known: Iterable[str] | None = None) -> dict[str, Any]:
     """A copy. Those of the request itself are `known` to whoever reads options."""
     parameters = entry.get("parameters", {})
     if not isinstance(parameters, dict):

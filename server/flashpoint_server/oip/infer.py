@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 from starlette.types import Receive, Scope, Send
@@ -11,11 +12,13 @@ from starlette.types import Receive, Scope, Send
 from flashpoint import wire
 from flashpoint.jsonwire import FieldError
 from flashpoint_kernels.spec import INDEX_TENSORS, Spec
+from flashpoint_server.admission import Permit
 from flashpoint_server.attention import AttentionRoute
 from flashpoint_server.body import Body
 from flashpoint_server.compute import Call, deadline_of, priority_of
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.message import read_text
+from flashpoint_server.messages import DeviceInfo
 from flashpoint_server.oip.answers import compressed, encode
 from flashpoint_server.oip.head import Head, Input, Wanted, parse
 from flashpoint_server.oip.inflated import WINDOW_BITS, InflatedBody
@@ -23,12 +26,23 @@ from flashpoint_server.oip.models import VERSION, Model
 from flashpoint_server.oip.regions import Region, check_apart
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.service import Service
+from flashpoint_server.staging import Staging
 
 HEAD_LENGTH = "inference-header-content-length"
 
 # A model sends the same few heads again and again. A long one is read anew, in another process: its numbers take time.
 _SHORT = 4096  # bytes
 _parse_again = lru_cache(256)(parse)
+
+
+class Placed(NamedTuple):
+    """A request that has its memory; `views` are of the inputs there."""
+
+    spec: Spec
+    backend: str
+    wanted: tuple[Wanted, ...]
+    staging: Staging
+    views: dict[str, memoryview]
 
 
 class InferRoute(AttentionRoute):
@@ -43,8 +57,12 @@ class InferRoute(AttentionRoute):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            success = exchange.status == 200 and exchange.code is None
-            self.service.metrics.models.ended(self._model.name, success, time.perf_counter() - exchange.arrived)
+            self.ended(exchange)
+
+    def ended(self, exchange: Exchange) -> None:
+        """Count a request to this model, which is over."""
+        success = exchange.status == 200 and exchange.code is None
+        self.service.metrics.models.ended(self._model.name, success, time.perf_counter() - exchange.arrived)
 
     def body(self, scope: Scope, receive: Receive, exchange: Exchange) -> Body:
         coding = exchange.headers.get("content-encoding", "")
@@ -55,7 +73,7 @@ class InferRoute(AttentionRoute):
     async def serve(self, call: Call) -> None:
         service, settings, headers = self.service, self.service.settings, call.exchange.headers
         body = call.body
-        owner = service.admit(call.exchange, "attention").name
+        service.admit(call.exchange, "attention")
         if (coding := headers.get("content-encoding", "identity")) not in ("identity", *WINDOW_BITS):
             raise Refusal("unsupported_media_type", f"a body in content coding {coding} is not taken")
         body.deadline = deadline_of(headers, settings)
@@ -75,10 +93,23 @@ class InferRoute(AttentionRoute):
             due = size + head.data_size
             raise Refusal("malformed_body", f"the body has {body.length} bytes where its head says {due}")
         body.check_length(len(text) + head.data_size)
-        if head.timeout:
-            seconds = min(head.timeout / 1e6, settings.max_timeout_ms / 1e3)
-            body.deadline = min(body.deadline or float("inf"), time.monotonic() + seconds)
+        if (deadline := head.deadline(settings)) is not None:
+            body.deadline = min(body.deadline or deadline, deadline)
 
+        placed = self.place(call, head, device, permit)
+        await body.into([placed.views[i.name] for i in head.inputs if i.array is None and i.shared is None], rest)
+
+        job, answer = await self.solve(call, placed.spec, placed.backend, placed.staging, max(priority, head.priority))
+        parts, fields = await encode(self._model.name, VERSION, head.id, placed.wanted, job, answer, service.codec)
+        if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:  # exactly: see docs/oip.md
+            parts, fields["content-encoding"] = await compressed(parts, coding), coding
+        await self.finish(call, job, answer, fields, parts)
+        service.metrics.models.computed(self._model.name, answer.batch_size, job.timings.stages())
+
+    def place(self, call: Call, head: Head, device: DeviceInfo, permit: Permit | None = None) -> Placed:
+        """Priced, let in unless it has a permit, and given room, with what its head has of tensors. Raises Refusal."""
+        assert call.exchange.caller is not None  # who asks is looked at first
+        owner = call.exchange.caller.name
         spec = head.spec(self._direction)
         wanted = head.wanted(spec)
         in_numbers = sum(spec.outputs[o.name].nbytes for o in wanted if not (o.binary or o.shared))
@@ -93,15 +124,8 @@ class InferRoute(AttentionRoute):
             if given.array is not None:
                 views[given.name][:] = np.ascontiguousarray(given.array).reshape(-1).view(np.uint8).data
             elif given.shared is not None and given.name in views:
-                views[given.name][:] = service.regions.read(owner, given.name, given.info, given.shared)
-        await body.into([views[i.name] for i in head.inputs if i.array is None and i.shared is None], rest)
-
-        job, answer = await self.solve(call, spec, backend, staging, max(priority, head.priority))
-        parts, fields = await encode(self._model.name, VERSION, head.id, wanted, job, answer, service.codec)
-        if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:  # exactly: see docs/oip.md
-            parts, fields["content-encoding"] = await compressed(parts, coding), coding
-        await self.finish(call, job, answer, fields, parts)
-        service.metrics.models.computed(self._model.name, answer.batch_size, job.timings.stages())
+                views[given.name][:] = self.service.regions.read(owner, given.name, given.info, given.shared)
+        return Placed(spec, backend, wanted, staging, views)
 
     def _elsewhere(
         self, owner: str, inputs: tuple[Input, ...], wanted: tuple[Wanted, ...], spec: Spec

@@ -12,6 +12,7 @@ from flashpoint.options import AttentionOptions
 from flashpoint_kernels.spec import BACKWARD_TENSORS, FLOATS, FORWARD_TENSORS, GRADS, INDEX_TENSORS, INTS, Direction
 from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.head import PRIORITY_LEVELS
+from flashpoint_server.refusal import Refusal
 
 VERSION = "1"
 PLATFORM = "flashpoint"
@@ -36,6 +37,15 @@ MODELS = {
         Model("attention_grad", "backward", BACKWARD_TENSORS, ("q", "k", "v", "do"), GRADS),
     )
 }
+
+
+def find(name: str, version: str = "") -> Model:
+    """The model of that name, where `version` is empty or its own. Raises Refusal 404."""
+    if name not in MODELS:
+        raise Refusal("not_found", f"there is no model {name!r}; there are {', '.join(MODELS)}")
+    if version not in ("", VERSION):
+        raise Refusal("not_found", f"model {name!r} has no version {version!r}, but {VERSION}")
+    return MODELS[name]
 
 
 class TensorMetadata(BaseModel):

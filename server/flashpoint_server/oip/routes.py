@@ -126,9 +126,4 @@ def router(service: Service) -> APIRouter:
 
 def _model(request: Request) -> Model:
     """The one that the path names, a version of it too at times. Raises Refusal 404."""
-    name = request.path_params["name"]
-    if name not in MODELS:
-        raise Refusal("not_found", f"there is no model {name!r}; there are {', '.join(MODELS)}")
-    if (version := request.path_params.get("version", VERSION)) != VERSION:
-        raise Refusal("not_found", f"model {name!r} has no version {version!r}, but {VERSION}")
-    return MODELS[name]
+    return models.find(request.path_params["name"], request.path_params.get("version", VERSION))

@@ -1,0 +1,113 @@
+"""Time the Open Inference Protocol over gRPC beside the same over HTTP, by what is carried: `python benchmarks/rpc.py`.
+
+The same inferences, prepared beforehand, go to one `flashpoint serve` over one connection of each kind, in turn: large
+keys and values with one query, and large queries with one key, so that there is next to nothing to compute. The medians
+go to benchmarks/results/rpc-<device>.json. Takes about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from protocol import PATH, infer
+from serving import MIB, ROOT, Connection, Measured, environment, service
+
+from flashpoint_server.grpc import protos
+from flashpoint_server.oip.datatypes import DATATYPE_OF
+
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+DIM = 64
+SIZES = (
+    4096,
+    65536,
+    MIB,
+    16 * MIB,
+    64 * MIB,
+)  # bytes of a request that is carried in, or of an answer that is carried out
+CALLS = {4096: 60, 65536: 60, MIB: 20}  # in a round; 2 of the larger ones
+
+
+def requests(nbytes: int) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
+    """Of that many bytes in, and out; of the lengths all but one are there to be carried."""
+    one = np.ones((1, 1, 1, DIM), np.float32)
+    keys = np.ones((1, 1, nbytes // (8 * DIM), DIM), np.float32)  # k and v
+    rows = np.ones((1, 1, nbytes // (4 * DIM), DIM), np.float32)  # of o
+    single = np.ones(1, np.int64)
+    return {
+        "in": {"q": one, "k": keys, "v": keys, "kv_lengths": single},
+        "out": {"q": rows[..., :1], "k": one[..., :1], "v": one, "q_lengths": single},
+    }
+
+
+def message(tensors: dict[str, np.ndarray[Any, Any]]) -> bytes:
+    request = protos.message("inference.ModelInferRequest")(model_name="attention")
+    for name, t in tensors.items():
+        request.inputs.add(name=name, datatype=DATATYPE_OF[t.dtype.name], shape=t.shape)
+        request.raw_input_contents.append(t.tobytes())
+    return bytes(request.SerializeToString())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--rounds", type=int, default=10, help="of all sizes; one more, the first, does not count")
+    asked = parser.parse_args()
+    measured, about, port = Measured(), environment() | {"grpcio": grpc.__version__}, free_port()
+    os.environ["FLASHPOINT_GRPC_PORT"] = str(port)
+    unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    with contextlib.ExitStack() as inside:
+        _, http_port, _ = inside.enter_context(service())
+        http = inside.enter_context(contextlib.closing(Connection(http_port)))
+        channel = inside.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}", options=unlimited))
+        call = channel.unary_unary(METHOD)
+        for counts in range(asked.rounds + 1):
+            for size in SIZES:
+                for way, tensors in requests(size).items():
+                    (body, fields), other = infer(tensors), message(tensors)
+                    for _ in range(CALLS.get(size, 2)):
+                        over_http = http.post(PATH, body, **fields).whole
+                        began = time.perf_counter()
+                        call(other)
+                        over_grpc = time.perf_counter() - began
+                        if counts:
+                            measured.add(f"{size} {way} http", over_http)
+                            measured.add(f"{size} {way} grpc", over_grpc)
+    rows = [
+        {
+            "bytes": size,
+            "way": way,
+            **{
+                f"{kind}_microseconds": round(measured.median(f"{size} {way} {kind}") * 1e6)
+                for kind in ("http", "grpc")
+            },
+        }
+        for way in ("in", "out")
+        for size in SIZES
+    ]
+    name = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
+    path = asked.out / f"rpc-{name}.json"
+    path.write_text(json.dumps({"environment": about, "rounds": asked.rounds, "medians": rows}, indent=1) + "\n")
+    for row in rows:
+        print(row)
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

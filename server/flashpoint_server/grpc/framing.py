@@ -1,0 +1,68 @@
+"""A message's tensors, without protobuf: it would copy each of them twice.
+
+On the wire a message is its fields one after the other, each a number, a kind, and a value; those of a tensor's bytes
+have their length and then the bytes. So the bytes can be used where they came, and written from where they are.
+"""
+
+from __future__ import annotations
+
+from flashpoint.wire import TENSOR_LIMIT, WireError
+
+_BYTES = 2  # the kind of a field that says its length; 0 is a number, 1 and 5 are of 8 and 4 bytes
+MOST_FIELDS = 8 * TENSOR_LIMIT  # of a request, the outermost: inputs, outputs, tensors, parameters; more is no request
+_LONGEST = 10  # bytes of a number of 64 bits
+
+
+def split(message: bytes, number: int) -> tuple[bytes, list[memoryview]]:
+    """A message without the field `number`, and the values of that, in order. Raises WireError."""
+    view, tensor = memoryview(message), number << 3 | _BYTES
+    rest: list[memoryview] = []
+    values: list[memoryview] = []
+    at = begun = 0
+    for _ in range(MOST_FIELDS):
+        if at == len(view):
+            return b"".join([*rest, view[begun:]]), values
+        tag, start = _varint(view, at)
+        match tag & 7:
+            case 0:
+                _, end = _varint(view, start)
+            case 1:
+                end = start + 8
+            case 2:
+                size, start = _varint(view, start)
+                end = start + size
+            case 5:
+                end = start + 4
+            case kind:
+                raise WireError(f"the message has a field of kind {kind}")
+        if end > len(view):
+            raise WireError("the message ends within a field")
+        if tag == tensor:
+            values.append(view[start:end])
+            rest.append(view[begun:at])
+            begun = end
+        at = end
+    raise WireError(f"the message has more than {MOST_FIELDS} fields")
+
+
+def before(number: int, size: int) -> bytes:
+    """What stands in a message before the `size` bytes of the field `number`."""
+    return _number(number << 3 | _BYTES) + _number(size)
+
+
+def _varint(view: memoryview, at: int) -> tuple[int, int]:
+    """A number, and where it ends: seven bits a byte, the lowest first."""
+    value = 0
+    for place, byte in enumerate(view[at : at + _LONGEST]):
+        value |= (byte & 127) << 7 * place
+        if byte < 128:
+            return value, at + place + 1
+    raise WireError("the message ends within a number")
+
+
+def _number(value: int) -> bytes:
+    text = bytearray()
+    while value > 127:
+        text.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*text, value])

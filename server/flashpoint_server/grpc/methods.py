@@ -1,0 +1,79 @@
+"""The methods beside inference, as the addresses under /v2 that answer the same in JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flashpoint_server.oip.models import VERSION, find
+from flashpoint_server.refusal import Refusal, invalid
+
+SERVICE, HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
+
+
+class Method(NamedTuple):
+    """The request that a message is, and how a message is made of the answer's JSON.
+
+    `unready` is the answer to who asks for readiness, where that is refused for the want of it.
+    """
+
+    verb: str
+    path: Callable[[Any], str]
+    body: Callable[[Any], bytes] = lambda asked: b""
+    answer: Callable[[Any], Any] = lambda document: document
+    unready: dict[str, Any] | None = None
+
+
+def _model(below: str = "") -> Callable[[Any], str]:
+    """The address of a model, and what is `below` it. Raises Refusal 404."""
+    return lambda asked: f"/v2/models/{find(asked.name, asked.version).name}/versions/{VERSION}{below}"
+
+
+def _statistics(asked: Any) -> str:
+    return _model("/stats")(asked) if asked.name else "/v2/models/stats"
+
+
+def _region(below: str, of_all: bool = True) -> Callable[[Any], str]:
+    """The address of a region, or where no name is given of all. Raises Refusal 422."""
+
+    def path(asked: Any) -> str:
+        if "/" in asked.name or not (asked.name or of_all):
+            raise invalid([("name", "must be a name without '/'")])
+        return "/v2/systemsharedmemory" + (f"/region/{asked.name}{below}" if asked.name else below)
+
+    return path
+
+
+def _registration(asked: Any) -> bytes:
+    return json.dumps({"key": asked.key, "offset": asked.offset, "byte_size": asked.byte_size}).encode()
+
+
+def _health(asked: Any) -> str:
+    if asked.service not in ("", SERVICE, HEALTH):
+        raise Refusal("not_found", f"there is no service {asked.service!r}")
+    return "/health/ready"
+
+
+METHODS: dict[str, dict[str, Method]] = {
+    SERVICE: {
+        "ServerLive": Method("GET", lambda _: "/v2/health/live"),
+        "ServerReady": Method("GET", lambda _: "/v2/health/ready", unready={"ready": False}),
+        "ModelReady": Method("GET", _model("/ready"), unready={"ready": False}),
+        "ServerMetadata": Method("GET", lambda _: "/v2"),
+        "ModelMetadata": Method("GET", _model()),
+        "ModelConfig": Method("GET", _model("/config"), answer=lambda config: {"config": config}),
+        "ModelStatistics": Method("GET", _statistics),
+        "RepositoryIndex": Method("POST", lambda _: "/v2/repository/index", answer=lambda models: {"models": models}),
+        "SystemSharedMemoryStatus": Method(
+            "GET",
+            _region("/status"),
+            answer=lambda found: {"regions": {region["name"]: region for region in found}},
+        ),
+        "SystemSharedMemoryRegister": Method("POST", _region("/register", of_all=False), _registration),
+        "SystemSharedMemoryUnregister": Method("POST", _region("/unregister")),
+    },
+    HEALTH: {
+        "Check": Method("GET", _health, answer=lambda _: {"status": "SERVING"}, unready={"status": "NOT_SERVING"}),
+    },
+}

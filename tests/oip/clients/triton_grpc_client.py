@@ -1,0 +1,103 @@
+"""As triton_client.py, over gRPC: `triton_grpc_client.py sync|asyncio HOST:PORT DIRECTORY`."""
+
+import asyncio
+import json
+import queue
+import sys
+from pathlib import Path
+
+import numpy as np
+import tritonclient.grpc
+import tritonclient.grpc.aio
+from tritonclient.grpc import InferInput, InferRequestedOutput
+from tritonclient.utils import InferenceServerException, triton_to_np_dtype
+
+
+def asked(case, tensors):
+    """The arguments of a client's `infer`."""
+    inputs = []
+    for name, given in case["inputs"].items():
+        array = tensors[given["tensor"]].astype(triton_to_np_dtype(given["datatype"]))
+        inputs.append(InferInput(name, list(array.shape), given["datatype"]))
+        inputs[-1].set_data_from_numpy(array)
+    return {
+        "model_name": case["model"],
+        "inputs": inputs,
+        "outputs": [InferRequestedOutput(name) for name in case["outputs"]] or None,
+        "parameters": case["parameters"],
+        "request_id": case["name"],
+        **case["arguments"],
+    }
+
+
+def told(answer, answers, case):
+    message = answer.get_response()
+    for output in message.outputs:
+        answers[f"{case['name']}/{output.name}"] = answer.as_numpy(output.name).astype(np.float64)
+    return message.id
+
+
+def refused(error):
+    return [error.status().removeprefix("StatusCode."), error.message()]
+
+
+def in_the_background(client, case, tensors):
+    """The same by `async_infer`, whose answer comes to a callback."""
+    came = queue.Queue()
+    client.async_infer(callback=lambda result, error: came.put((result, error)), **asked(case, tensors))
+    return came
+
+
+def sync(url, cases, tensors, answers):
+    report = {}
+    with tritonclient.grpc.InferenceServerClient(url) as client:
+        report["ready"] = [client.is_server_live(), client.is_server_ready(), client.is_model_ready("attention")]
+        report["metadata"] = client.get_model_metadata("attention", as_json=True)
+        report["server"] = client.get_server_metadata(as_json=True)
+        for case in cases:
+            try:
+                report[case["name"]] = told(client.infer(**asked(case, tensors)), answers, case)
+            except InferenceServerException as error:
+                report[case["name"]] = refused(error)
+        report["config"] = client.get_model_config("attention_grad", as_json=True)
+        report["stats"] = client.get_inference_statistics(as_json=True)
+        report["index"] = client.get_model_repository_index(as_json=True)
+        pending = [in_the_background(client, cases[0], tensors) for _ in range(4)]
+        results = [one.get(timeout=60) for one in pending]
+        assert not any(error for _, error in results), results
+        report["async_infer"] = [told(result, answers, cases[0]) for result, _ in results]
+    return report
+
+
+async def aio(url, cases, tensors, answers):
+    report = {}
+    async with tritonclient.grpc.aio.InferenceServerClient(url) as client:
+        report["ready"] = [
+            await client.is_server_live(),
+            await client.is_server_ready(),
+            await client.is_model_ready("attention"),
+        ]
+        report["metadata"] = await client.get_model_metadata("attention", as_json=True)
+        report["server"] = await client.get_server_metadata(as_json=True)
+        for case in cases:
+            try:
+                report[case["name"]] = told(await client.infer(**asked(case, tensors)), answers, case)
+            except InferenceServerException as error:
+                report[case["name"]] = refused(error)
+        report["config"] = await client.get_model_config("attention_grad", as_json=True)
+        report["stats"] = await client.get_inference_statistics(as_json=True)
+        report["index"] = await client.get_model_repository_index(as_json=True)
+        many = await asyncio.gather(*(client.infer(**asked(cases[0], tensors)) for _ in range(4)))
+        report["async_infer"] = [told(one, answers, cases[0]) for one in many]
+    return report
+
+
+def main(kind, url, directory):
+    home, answers = Path(directory), {}
+    given = json.loads((home / "cases.json").read_text()), dict(np.load(home / "tensors.npz")), answers
+    report = sync(url, *given) if kind == "sync" else asyncio.run(aio(url, *given))
+    np.savez(home / "answers.npz", **answers)
+    (home / "report.json").write_text(json.dumps(report))
+
+
+main(*sys.argv[1:])

@@ -1,0 +1,109 @@
+"""Calls by gRPC's own channel, of messages made of the protocol's file: those that no client would send, too."""
+
+import contextlib
+
+import grpc
+from oip_message import NAMES, raw
+
+from flashpoint_server.grpc import protos
+
+SERVICE = "inference.GRPCInferenceService"
+TYPED = {"BOOL": "bool_contents", "INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents",
+         "FP64": "fp64_contents"}  # fmt: skip
+Request, Response = protos.message("inference.ModelInferRequest"), protos.message("inference.ModelInferResponse")
+NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+def say(parameters, values):
+    kinds = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+    for name, value in values.items():
+        setattr(parameters[name], kinds[type(value)], value)
+
+
+def request(
+    tensors, *, model="attention", typed=False, outputs=(), inputs=None, wanted=None, version="", id="", **options
+):
+    """`typed` inputs are in numbers. `inputs` and `wanted` are parameters of inputs and outputs, by their names."""
+    message = Request(model_name=model, model_version=version, id=id)
+    say(message.parameters, options)
+    for name, t in tensors.items():
+        entry = message.inputs.add(name=name, datatype=NAMES[t.dtype], shape=t.shape)
+        if inputs and name in inputs:
+            say(entry.parameters, inputs[name])
+        elif typed:
+            entry.contents.SetInParent()
+            getattr(entry.contents, TYPED[NAMES[t.dtype]]).extend(t.flatten().tolist())
+        else:
+            message.raw_input_contents.append(raw(t))
+    for name in outputs:
+        say(message.outputs.add(name=name).parameters, (wanted or {}).get(name, {}))
+    return message
+
+
+class Answer:
+    """A message, and what came behind it."""
+
+    def __init__(self, message, call):
+        self.message = message
+        self.beside = dict(call.trailing_metadata())
+
+    @property
+    def bits(self):
+        """The bytes of each output."""
+        names = [output.name for output in self.message.outputs]
+        return dict(zip(names, self.message.raw_output_contents, strict=True))
+
+    @property
+    def numbers(self):
+        """The numbers of each output, where they came as such."""
+        assert not self.message.raw_output_contents
+        found = {}
+        for output in self.message.outputs:
+            ((_, numbers),) = output.contents.ListFields()
+            found[output.name] = list(numbers)
+        return found
+
+
+class Caller:
+    def __init__(self, port):
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=NO_LIMIT)
+
+    def close(self):
+        self.channel.close()
+
+    def method(self, name, service=SERVICE):
+        return self.channel.unary_unary(f"/{service}/{name}")
+
+    def infer(self, message, **how):
+        """Ask, and wait for the answer; `message` may be bytes. Raises grpc.RpcError."""
+        sent = message if isinstance(message, bytes) else message.SerializeToString()
+        answer, call = self.method("ModelInfer").with_call(sent, **{"timeout": 60, **how})
+        return Answer(Response.FromString(answer), call)
+
+    def begin(self, message, **how):
+        """The same in the background: the call, with `result` and `cancel`."""
+        return self.method("ModelInfer").future(message.SerializeToString(), **{"timeout": 60, **how})
+
+    def ask(self, name, service=SERVICE, /, **fields):
+        """Any other method."""
+        asked, answered = protos.methods(service)[name]
+        return answered.FromString(self.method(name, service)(asked(**fields).SerializeToString(), timeout=60))
+
+
+@contextlib.contextmanager
+def refused(status, *words):
+    """Inside, a call ends with that status, and says why."""
+    found = []
+    try:
+        yield found
+    except grpc.RpcError as error:
+        found.append(error)
+    assert found, f"no {status}"
+    (error,) = found
+    assert error.code() is grpc.StatusCode[status], (error.code(), error.details())
+    for word in words:
+        assert word in error.details()
+
+
+def port_of(server):
+    return server.wait_for_line(lambda line: line["event"] == "listening for gRPC")["port"]

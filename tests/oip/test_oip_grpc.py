@@ -1,0 +1,321 @@
+"""The protocol over gRPC: NVIDIA's own client, unmodified; the bits of /v2; what is refused, and how."""
+
+import json
+import re
+import secrets
+import subprocess
+import sys
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from grpc_calls import Caller, port_of, refused, request
+from oip_cases import CASES, REFUSED, ask, judge
+from oip_message import infer, raw
+from oip_problem import GRAD, problem
+
+from flashpoint_server.grpc.statuses import STATUSES
+from flashpoint_server.refusal import STATUS
+from tests.e2e.conftest import serve
+from tests.e2e.messages import read_metrics
+
+MIB = 1 << 20
+CLIENTS = Path(__file__).parent / "clients"
+SMALL = problem()
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = serve(grpc_port=0, shared_memory_bytes=MIB, body_limit=4 * MIB, json_limit=MIB)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def caller(server):
+    caller = Caller(port_of(server))
+    yield caller
+    caller.close()
+
+
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_tritonclient(server, kind, tmp_path):
+    program = [sys.executable, CLIENTS / "triton_grpc_client.py", kind]
+    report, answers = ask(program, tmp_path, f"127.0.0.1:{port_of(server)}", CASES)
+    statuses = {"422": "INVALID_ARGUMENT", "404": "NOT_FOUND", "504": "DEADLINE_EXCEEDED"}
+    judge(report, answers, CASES, {name: (statuses[status], word) for name, (status, word) in REFUSED.items()})
+    assert report["ready"] == [True, True, True]
+    assert [tensor["name"] for tensor in report["metadata"]["inputs"]][:3] == ["q", "k", "v"]
+    assert report["metadata"]["inputs"][0]["shape"] == ["-1"] * 4
+    assert {"binary_tensor_data", "system_shared_memory"} <= set(report["server"]["extensions"])
+    config = report["config"]["config"]
+    assert config["name"] == "attention_grad"
+    assert config["input"][0]["data_type"] == "TYPE_FP32"
+    assert config["dynamic_batching"]["priority_levels"] == "10"
+    assert config["parameters"]["causal"]["string_value"] == "false"
+    assert {model["name"]: model["state"] for model in report["index"]["models"]} == {
+        "attention": "READY",
+        "attention_grad": "READY",
+    }
+    counts = {model["name"]: int(model["inference_count"]) for model in report["stats"]["model_stats"]}
+    assert counts["attention"] >= sum(one["model"] == "attention" for one in CASES) - 4
+    assert report["async_infer"] == [CASES[0]["name"]] * 4
+
+
+def test_the_example_of_the_page(server):
+    page = (CLIENTS.parents[2] / "docs" / "grpc.md").read_text()
+    code, printed = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL).groups()
+    code = code.replace("localhost:8001", f"localhost:{port_of(server)}")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, printed), done.stderr
+
+
+def test_our_messages_are_the_protocols_own():
+    """And can be had beside them, in one process."""
+    program = CLIENTS / "proto_differences.py"
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("model", ["attention", "attention_grad"])
+def test_an_answer_has_the_bits_that_it_has_over_http(server, caller, model, dtype):
+    tensors = problem(dtype, GRAD if model == "attention_grad" else "qkv")
+    options = {"causal": True, "window_left": 7, "dropout_p": 0.25, "dropout_seed": 1 << 62}
+    if model == "attention":
+        options["return_lse"] = True
+    ours = caller.infer(request(tensors, model=model, id="ours", **options))
+    theirs = infer(server.url, model, tensors, parameters={**options, "binary_data_output": True})
+    assert ours.bits == {name: raw(t) for name, t in theirs.tensors.items()}
+    assert ours.message.id == "ours"
+    assert ours.message.model_version == "1"
+    assert ours.message.parameters["backend"].string_param == ours.beside["x-backend"] == theirs.headers["x-backend"]
+    assert ours.message.parameters["dropout_seed"].int64_param == options["dropout_seed"]
+    assert ours.beside["x-batch-size"] == "1"
+    assert ours.beside["server-timing"].startswith("decode;dur=")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_are_taken_and_given_and_are_the_same_as_bytes(caller, dtype):
+    tensors = problem(dtype) | {
+        "attn_mask": torch.ones(24, 24, dtype=torch.bool).tril(),
+        "kv_lengths": torch.tensor([20]),
+    }
+    outputs = ("lse", "o")
+    expected = caller.infer(request(tensors, outputs=outputs)).bits
+    found = caller.infer(request(tensors, typed=True, outputs=outputs)).numbers
+    dtypes = {"o": dtype, "lse": torch.float32}
+    assert {name: raw(torch.tensor(found[name], dtype=dtypes[name])) for name in outputs} == expected
+    assert caller.infer(request(tensors, typed=True, outputs=outputs, binary_data_output=True)).bits == expected
+    assert caller.infer(request(tensors, outputs=outputs, binary_data_output=False)).numbers == found
+
+
+def test_long_numbers_are_read_and_written_too(caller):
+    tensors = {name: torch.linspace(0, 1, 4 * 128 * 32).reshape(4, 128, 32) for name in "qkv"}
+    expected = caller.infer(request(tensors)).bits["o"]
+    found = caller.infer(request(tensors, typed=True)).numbers["o"]
+    assert raw(torch.tensor(found)) == expected
+
+
+def test_empty_tensors_have_empty_answers(caller):
+    tensors = {"q": torch.empty(0, 4), "k": torch.ones(3, 4), "v": torch.ones(3, 2)}
+    for typed in (False, True):
+        answer = caller.infer(request(tensors, typed=typed, binary_data_output=True))
+        assert answer.bits == {"o": b""}
+        assert list(answer.message.outputs[0].shape) == [0, 2]
+
+
+def test_tensors_in_shared_memory_never_move(server, caller):
+    size = len(raw(SMALL["q"]))
+    key = "flashpoint-test-" + secrets.token_hex(8)
+    block = shared_memory.SharedMemory(key, create=True, size=4 * size)
+    try:
+        block.buf[: 3 * size] = b"".join(raw(t) for t in SMALL.values())
+        caller.ask("SystemSharedMemoryRegister", name="mine", key=f"/{key}", byte_size=4 * size)
+        regions = caller.ask("SystemSharedMemoryStatus").regions
+        assert (regions["mine"].byte_size, regions["mine"].key) == (4 * size, "")
+        places = [
+            {"shared_memory_region": "mine", "shared_memory_byte_size": size, "shared_memory_offset": i * size}
+            for i in range(4)
+        ]
+        inputs = dict(zip("qkv", places, strict=False))
+        expected = caller.infer(request(SMALL, outputs=["o", "lse"])).bits
+        answer = caller.infer(request(SMALL, inputs=inputs, outputs=["o", "lse"], wanted={"o": places[3]}))
+        assert answer.bits == {"o": b"", "lse": expected["lse"]}
+        assert answer.message.outputs[0].parameters["shared_memory_offset"].int64_param == 3 * size
+        assert bytes(block.buf[3 * size :]) == expected["o"]
+        del inputs["k"]  # it comes in the message
+        alone = caller.infer(request(SMALL, inputs=inputs, outputs=["o"], wanted={"o": places[3]}))
+        assert not alone.message.raw_output_contents
+        caller.ask("SystemSharedMemoryUnregister", name="mine")
+        with refused("INVALID_ARGUMENT", "mine"):
+            caller.infer(request(SMALL, inputs=inputs))
+        with refused("NOT_FOUND", "mine"):
+            caller.ask("SystemSharedMemoryStatus", name="mine")
+        with refused("INVALID_ARGUMENT", "name"):
+            caller.ask("SystemSharedMemoryRegister", name="a/b", key=f"/{key}", byte_size=1)
+    finally:
+        block.close()
+        block.unlink()
+
+
+def without_raw():
+    message = request(SMALL)
+    del message.raw_input_contents[2:]
+    return message
+
+
+def short(size, datatype="FP32"):
+    message = request(SMALL)
+    message.inputs[0].datatype = datatype
+    message.raw_input_contents[0] = b"\0" * size
+    return message
+
+
+def one_raw_more():
+    message = request(SMALL)
+    message.raw_input_contents.append(b"")
+    return message
+
+
+def twice_there():
+    message = request(SMALL)
+    message.inputs[0].contents.fp32_contents.append(1)
+    return message
+
+
+def numbers_of(datatype, *numbers):
+    message = request({"q": torch.zeros(1, 1)}, typed=True)
+    entry = message.inputs[0]
+    entry.ClearField("contents")
+    entry.datatype = datatype
+    entry.contents.int_contents.extend(numbers)
+    return message
+
+
+def many_fields():
+    message = request(SMALL)
+    message.raw_input_contents.extend([b""] * 1000)
+    return message
+
+
+def many_inputs():
+    message = request({})
+    for i in range(65):
+        message.inputs.add(name=f"i{i}", datatype="FP32", shape=[0])
+        message.raw_input_contents.append(b"")
+    return message
+
+
+WRONG = {
+    "no such model": (lambda: request(SMALL, model="attentive"), "NOT_FOUND", "attentive"),
+    "no such version": (lambda: request(SMALL, version="2"), "NOT_FOUND", "'2'"),
+    "unknown option": (lambda: request(SMALL, casual=True), "INVALID_ARGUMENT", "casual"),
+    "unknown tensor": (lambda: request(SMALL | {"w": SMALL["q"]}), "INVALID_ARGUMENT", "w"),
+    "missing tensor": (lambda: request({"q": SMALL["q"]}), "INVALID_ARGUMENT", "k: missing"),
+    "bad shape": (lambda: request(SMALL | {"k": SMALL["k"][:, :, :, :5]}), "INVALID_ARGUMENT", "k"),
+    "unknown output": (lambda: request(SMALL, outputs=["p"]), "INVALID_ARGUMENT", "'p'"),
+    "output twice": (lambda: request(SMALL, outputs=["o", "o"]), "INVALID_ARGUMENT", "twice"),
+    "unknown datatype": (lambda: numbers_of("FP8", 1), "INVALID_ARGUMENT", "'FP8'"),
+    "unknown parameter": (lambda: request(SMALL, inputs={"q": {"binary_data_size": 4}}), "INVALID_ARGUMENT", "binary"),
+    "raw missing": (without_raw, "INVALID_ARGUMENT", "'v' has neither raw_input_contents"),
+    "raw of another size": (lambda: short(4), "INVALID_ARGUMENT", "'q' has 4 bytes where FP32"),
+    "raw of another type": (lambda: short(4, "INT8"), "INVALID_ARGUMENT", "'q' has 4 bytes where INT8"),
+    "raw too many": (one_raw_more, "INVALID_ARGUMENT", "1 more than inputs"),
+    "raw and numbers": (twice_there, "INVALID_ARGUMENT", "no input has contents"),
+    "fields": (many_fields, "INVALID_ARGUMENT", "fields"),
+    "inputs": (many_inputs, "INVALID_ARGUMENT", "65 inputs"),
+    "no numbers of FP16": (lambda: numbers_of("FP16", 1), "INVALID_ARGUMENT", "FP16 is sent as raw_input_contents"),
+    "numbers too many": (lambda: numbers_of("INT32", 1, 2), "INVALID_ARGUMENT", "2 int_contents"),
+    "number too large": (lambda: numbers_of("INT8", 300), "INVALID_ARGUMENT", "INT8"),
+    "numbers of another type": (lambda: numbers_of("FP32", 1), "INVALID_ARGUMENT", "0 fp32_contents"),
+    "FP16 in numbers": (
+        lambda: request(problem(torch.float16), binary_data_output=False), "INVALID_ARGUMENT", "raw_output_contents",
+    ),
+    "numbers too long": (
+        lambda: request({name: torch.zeros(100_000, 1) for name in "qkv"}, typed=True), "RESOURCE_EXHAUSTED", "beside",
+    ),
+    "message too long": (lambda: b"\0" * (5 * MIB), "RESOURCE_EXHAUSTED", "larger than max"),
+    "work too large": (
+        lambda: request({"q": torch.ones(1, 1, 1 << 17, 1), "k": torch.ones(1, 1, 1, 1), "v": torch.ones(1, 1, 1, 256)},
+                        backend="reference", binary_data_output=False),
+        "INVALID_ARGUMENT", "limit",
+    ),
+    "not protobuf": (lambda: b"\x0a\xff\xff", "INVALID_ARGUMENT", "the message ends within"),
+    "not the message": (lambda: b"\x0a\x01\xff", "INVALID_ARGUMENT", "ModelInferRequest"),
+    "a group": (lambda: b"\x0b", "INVALID_ARGUMENT", "kind 3"),
+    "nothing": (lambda: b"", "NOT_FOUND", "''"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_refused_and_named(server, caller, what):
+    make, status, words = WRONG[what]
+    with refused(status, words) as found:
+        caller.infer(make())
+    if what != "message too long":
+        assert "x-request-id" in dict(found[0].trailing_metadata())
+    assert caller.infer(request(SMALL, causal=True)).bits  # and nothing else is the worse for it
+
+
+def test_a_call_without_a_message_and_one_that_is_not_served_are_refused(caller):
+    with refused("INVALID_ARGUMENT", "there is no message"):
+        caller.channel.stream_unary(METHOD)(iter(()), timeout=60)
+    with refused("UNIMPLEMENTED"):
+        caller.method("ModelStreamInfer")(b"", timeout=60)
+    with refused("UNIMPLEMENTED"):  # of what is compressed nobody knows what it amounts to
+        caller.infer(request({name: torch.ones(64, 64) for name in "qkv"}), compression=grpc.Compression.Gzip)
+    with refused("NOT_FOUND", "nothing"):
+        caller.ask("ModelReady", name="nothing")
+
+
+def test_health(caller):
+    health = "grpc.health.v1.Health"
+    for service in ("", "inference.GRPCInferenceService"):
+        assert caller.ask("Check", health, service=service).status == 1  # SERVING
+    with refused("NOT_FOUND", "other"):
+        caller.ask("Check", health, service="other")
+
+
+def test_a_call_has_its_line_in_the_log_and_its_place_in_the_metrics(server, caller):
+    before = read_metrics(server)
+    metadata = (("x-request-id", "told"), ("x-priority", "9"))
+    answer = caller.infer(request(SMALL), metadata=metadata)
+    line = server.wait_for_line(lambda line: line.get("request_id") == "told")
+    assert (line["route"], line["status"], line["model"]) == (METHOD, 200, "attention")
+    assert line["bytes_in"] == request(SMALL).ByteSize()
+    assert line["bytes_out"] == answer.message.ByteSize()
+    assert answer.beside["x-request-id"] == "told"
+    with refused("INVALID_ARGUMENT", "X-Priority"):
+        caller.infer(request(SMALL), metadata=(("x-priority", "10"),))
+    after = read_metrics(server)
+    for name, labels in (
+        ("flashpoint_requests_total", f'reason="ok",route="{METHOD}",status="200"'),
+        ("flashpoint_requests_total", f'reason="invalid_request",route="{METHOD}",status="422"'),
+        ("flashpoint_model_requests_total", 'how="success",model="attention"'),
+    ):
+        name = f"{name}{{{labels}}}"
+        assert after[name] - before.get(name, 0) == 1, name
+
+
+def test_every_refusal_has_its_status():
+    assert STATUSES.keys() >= STATUS.keys()
+    assert all(grpc.StatusCode[name] for name in STATUSES.values())
+
+
+def test_the_port_that_is_taken_ends_the_server(server):
+    command = [sys.executable, "-m", "flashpoint_server.cli", "--port=0", f"--grpc-port={port_of(server)}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "cannot listen" in done.stderr
+
+
+def test_without_its_extra_it_says_what_to_install():
+    program = "import sys; sys.modules['grpc'] = None; from flashpoint_server.cli import serve; sys.exit(serve())"
+    done = subprocess.run([sys.executable, "-c", program, "--grpc-port=0"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "flashpoint[grpc]" in done.stderr
