@@ -92,11 +92,12 @@ def attention(
 
 
 def _array(name: str, value: Any) -> jax.Array:
-    if name in INDEX and isinstance(value, (list, tuple)):
-        value = np.array(value, None if value else np.int32)
-    if not isinstance(value, (jax.Array, np.ndarray)):
+    if not isinstance(value, (jax.Array, np.ndarray, *((list, tuple) if name in INDEX else ()))):
         raise invalid(name, f"must be a JAX or NumPy array, not {type(value).__name__}")
-    return jnp.asarray(value)
+    try:
+        return jnp.asarray(value, int if isinstance(value, (list, tuple)) and not value else None)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise invalid(name, f"is no array of JAX's: {error}") from None
 
 
 def _check_ranks(tensors: Arrays, layout: str) -> None:

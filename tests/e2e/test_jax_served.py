@@ -221,6 +221,8 @@ def test_errors_name_the_field(client, caplog):
         ({"grads": ("dq",)}, "grads: is not taken"),
         ({"window": (1,)}, "window"),
         ({"attn_mask": [[True]]}, "attn_mask: must be a JAX or NumPy array, not list"),
+        ({"kv_lengths": [1 << 32]}, "kv_lengths: is no array"),
+        ({"kv_lengths": [[1], [2, 3]]}, "kv_lengths: is no array"),
         ({"dropout_seed": jnp.ones(())}, "dropout_seed: must be one integer"),
         ({"layout": "thd"}, "q: must have 3 dimensions, not 4"),
         ({"sinks": jnp.ones(3)}, "422 invalid_request: sinks"),  # the server's
