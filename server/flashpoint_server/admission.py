@@ -9,6 +9,8 @@ from flashpoint_server.limits import Quota
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
 
+PATIENCE = 0.5  # part of its time that a request may wait for others: their speed is an estimate, its own work is left
+
 
 class Permit:
     """One request inside, as a context: the bytes of its tensors, its FLOPs, and when it came (`time.monotonic`).
@@ -29,8 +31,10 @@ class Permit:
     def __exit__(self, *_: object) -> None:
         self._admission.leave(self)
 
-    def price(self, flops: int) -> None:
-        """Once it is known what the request asks. Raises Refusal 429."""
+    def price(self, flops: int, deadline: float | None = None, rate: float = 0.0) -> None:
+        """Once it is known what the request asks. `rate` is in FLOP/s, 0 where it is not known. Raises Refusal 429."""
+        if deadline is not None and rate:
+            self._admission.check_wait(deadline - time.monotonic(), rate)
         self._admission.add_flops(flops, self.quota)
         self.flops = flops
 
@@ -77,6 +81,17 @@ class Admission:
         self.flops -= permit.flops
         if permit.quota is not None:
             permit.quota.leave()
+
+    def check_wait(self, seconds: float, rate: float) -> None:
+        """Whether who has so many seconds left may join the queue. Raises Refusal 429.
+
+        Else, with more asked than is served, each would come to its turn when its time is just over: all that is
+        computed would be too late.
+        """
+        if (wait := self.flops / rate) > seconds * PATIENCE > 0:
+            raise Refusal(
+                "queue_full", f"the requests being served take {wait:.2g} s, and this one has {seconds:.2g} s"
+            )
 
     def add_flops(self, flops: int, quota: Quota | None) -> None:
         if self.requests > 1 and self.flops + flops > self._flops_limit:

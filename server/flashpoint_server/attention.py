@@ -47,7 +47,7 @@ class AttentionRoute(ComputeRoute):
             inputs = [(name, TensorInfo(array.dtype.name, array.shape)) for name, array in arrays.items()]
             spec = make_spec(dict(inputs), options, self._direction)
             backend = self._backend(spec, device, spec.output_bytes if wanted.is_json else 0)
-            permit.price(spec.flops)
+            permit.price(spec.flops, body.deadline, service.engine.rate)
             staging = self.stage(inputs, spec.outputs, inside)
             for name, view in staging.views(staging.inputs).items():
                 view[:] = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data
@@ -56,7 +56,7 @@ class AttentionRoute(ComputeRoute):
             spec = message.spec(self._direction)
             backend = self._backend(spec, device, spec.output_bytes if wanted.is_json else 0)
             permit = self.admit(call, spec.input_bytes + spec.output_bytes)
-            permit.price(spec.flops)
+            permit.price(spec.flops, body.deadline, service.engine.rate)
             staging = self.stage(message.inputs(), spec.outputs, inside)
             await message.receive(body, staging.views(staging.inputs).values())
         job, answer = await self.solve(call, spec, backend, staging, priority)

@@ -45,6 +45,7 @@ from flashpoint_server.messages import (
     Unmapped,
 )
 from flashpoint_server.metrics import Metrics
+from flashpoint_server.pace import Pace
 from flashpoint_server.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Engine:
         self.state = State.STARTING
         self.device: DeviceInfo | None = None
         self.failure: str | None = None
+        self.pace = Pace()
         self.load = 0  # FLOPs of what it has been sent and has not answered
         self._address = address
         self._channel: Channel[FromEngine] | None = None
@@ -125,6 +127,8 @@ class Engine:
                 self._attached.add(segment.number)
                 self._send(Attach(segment.number, segment.mapped), (segment.fd,))
         number = sent.number = next(self._numbers)
+        if not self._sent:
+            self.pace.begin(time.monotonic())
         self._sent[number] = sent
         job.staging.slot.mark = False
         job.staging.hold()
@@ -204,6 +208,7 @@ class Engine:
         sent = self._sent.pop(message.id)
         self._let_go(sent)
         if isinstance(message, Done):
+            self.pace.did(sent.job.flops, time.monotonic())
             asyncio.get_running_loop().call_soon(self._computed, message)  # behind who waits for the answer
         if sent.future.done():
             return
@@ -317,6 +322,11 @@ class Engines:
         """For how long that has waited which no engine has begun with, the job that has waited longest; else 0."""
         unbegun = itertools.chain(self._kept, *(engine.unbegun for engine in self._engines))
         return max((time.monotonic() - sent.since for sent in unbegun), default=0.0)
+
+    @property
+    def rate(self) -> float:
+        """FLOPs that they answer a second while they have work, as far as that was seen; else 0."""
+        return sum(engine.pace.rate for engine in self._ready())
 
     def _ready(self) -> Iterator[Engine]:
         return (engine for engine in self._engines if engine.state is State.READY)

@@ -1,0 +1,42 @@
+"""What an engine answers a second, as far as it had work, and what is refused for it."""
+
+import time
+
+import pytest
+
+from flashpoint_server.admission import PATIENCE, Admission
+from flashpoint_server.pace import WINDOW, Pace
+from flashpoint_server.refusal import Refusal
+from flashpoint_server.settings import Settings
+
+
+def test_a_rate_is_that_of_a_window_without_a_pause():
+    pace = Pace()
+    pace.begin(100.0)
+    pace.did(50, 100.0 + WINDOW / 2)
+    assert pace.rate == 0
+    pace.did(50, 100.0 + WINDOW)
+    assert pace.rate == 100 / WINDOW
+    pace.did(300, 100.0 + 2 * WINDOW)
+    assert pace.rate == 200 / WINDOW  # half of it the new window's
+
+
+def test_a_pause_is_no_work_and_tells_no_speed():
+    pace = Pace()
+    for second in range(5):
+        pace.begin(float(second))
+        pace.did(7, second + WINDOW / 5)
+    assert pace.rate == 0
+
+
+def test_who_would_wait_for_too_much_of_its_time_is_refused_at_once():
+    admission = Admission(Settings())
+    with admission.permit(0) as first, admission.permit(0) as second:
+        first.price(1000, time.monotonic() + 10, 100.0)  # alone, it waits for nobody
+        with pytest.raises(Refusal, match=r"take 10 s, and this one has 1[0-9] s") as caught:
+            second.price(1, time.monotonic() + 10 / PATIENCE - 1, 100.0)
+        assert caught.value.code == "queue_full"
+        second.price(1, time.monotonic() + 10 / PATIENCE + 1, 100.0)
+        second.price(1, None, 100.0)  # without a deadline it waits for as long as it takes
+        second.price(1, time.monotonic() + 1, 0.0)  # and where no speed is known, nobody can tell
+        second.price(1, time.monotonic() - 1, 100.0)  # late already: that is 504, once its turn comes
