@@ -115,7 +115,7 @@ class InferRoute(AttentionRoute):
         in_numbers = sum(spec.outputs[o.name].nbytes for o in wanted if not (o.binary or o.shared))
         backend = self._backend(spec, device, in_numbers)
         permit = permit or self.admit(call, spec.input_bytes + spec.output_bytes)
-        permit.price(spec.flops, body.deadline, service.engine.rate)
+        permit.price(spec.flops, call.body.deadline, self.service.engine.rate)
         elsewhere = self._elsewhere(owner, head.inputs, wanted, spec)
         inputs = [(given.name, given.info) for given in head.inputs]
         staging = self.stage(inputs, spec.outputs, call.inside, elsewhere)
