@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -24,9 +26,20 @@ from serving import MALLOC, MIB, ROOT, Connection, Measured, environment, messag
 sys.path.append(str(ROOT))  # Ray is started as the tests do
 from tests.ray.conftest import deploy, free_port
 
+os.environ.pop("TRITON_INTERPRET", None)  # which the tests set: nothing is to be interpreted here
+
 KIB = 1 << 10
 SIZES = {"16 KiB": 16 * KIB, "1 MiB": MIB, "16 MiB": 16 * MIB, "64 MiB": 64 * MIB}
 WAYS = ("flashpoint serve", "uvicorn", "Ray's proxy", "HAProxy")
+
+PLAIN = """
+import sys, uvicorn
+from flashpoint_server import logs
+from flashpoint_server.app import create_app
+from flashpoint_server.settings import Settings
+logs.configure("json", "info")
+uvicorn.run(create_app(Settings(device="cpu")), port=int(sys.argv[1]), access_log=False, log_config=None)
+"""
 
 
 def messages() -> dict[tuple[str, str], bytes]:
@@ -47,8 +60,7 @@ def messages() -> dict[tuple[str, str], bytes]:
 def plain_uvicorn() -> Iterator[int]:
     """The port of the application on uvicorn as it comes."""
     port = free_port()
-    command = [sys.executable, "-m", "uvicorn", "--factory", "flashpoint_server.app:create_app", "--port", str(port)]
-    with process([*command, "--no-access-log", "--log-level", "warning"]) as child:
+    with process([sys.executable, "-c", PLAIN, str(port)], stderr=subprocess.DEVNULL) as child:
 
         def there() -> bool:
             with contextlib.suppress(OSError):
