@@ -79,6 +79,7 @@ def test_a_misspelt_field_would_be_seen():
         ({"autoscaling": {"kind": "hpa", "queueBytes": 0, "queueSeconds": 0}}, "/autoscaling"),
         ({"autoscaling": {"kind": "hpa", "minReplicas": 5, "maxReplicas": 4}}, "autoscaling.maxReplicas"),
         ({"settings": {"otlp_endpoint": "http://collector:4318"}}, "networkPolicy.egress"),
+        ({"settings": {"grpc_port": 0}}, "settings.grpc_port"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
@@ -170,6 +171,19 @@ def test_keys_with_limits_come_in_a_file_of_the_secret():
     assert (volume["secretName"], item["key"]) == ("flashpoint-keys", "keys.toml")
     assert one["env"] == [{"name": "FLASHPOINT_API_KEYS_FILE", "value": f"{mount['mountPath']}/{item['path']}"}]
     assert "api_keys_file" in Settings.model_fields
+
+
+def test_grpc_has_a_port_wherever_http_has_one():
+    manifests = render({"settings": {"grpc_port": 9001}})
+    container = of_kind(manifests, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    assert {"name": "grpc", "containerPort": 9001} in container["ports"]
+    ports = of_kind(manifests, "Service")["spec"]["ports"]
+    assert [(port["name"], port["port"], port["targetPort"]) for port in ports] == [
+        ("http", 8000, "http"),
+        ("grpc", 9001, "grpc"),
+    ]
+    (rule,) = of_kind(manifests, "NetworkPolicy")["spec"]["ingress"]
+    assert rule["ports"] == [{"port": "http"}, {"port": "grpc"}]
 
 
 def test_the_image_has_the_extras_that_settings_ask_for():
