@@ -59,8 +59,8 @@ _loop = asyncio.new_event_loop()
 atexit.register(_loop.close)
 
 
-def bounded(target: Callable[[bytes], None], data: bytes) -> None:
-    """Run `target` on `data` within its bounds of time and memory."""
+def bounded(target: Callable[[bytes], None], data: bytes, most: float = SECONDS) -> None:
+    """Run `target` on `data` within its bounds of time, `most` seconds of a core, and of memory."""
     tracemalloc.start()
     try:
         start = time.thread_time()
@@ -68,7 +68,7 @@ def bounded(target: Callable[[bytes], None], data: bytes) -> None:
         seconds, peak = time.thread_time() - start, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert seconds < SECONDS, f"{seconds:.1f} s for {len(data)} bytes"
+    assert seconds < most, f"{seconds:.1f} s for {len(data)} bytes"
     assert peak < BYTES + BYTES_EACH * len(data), f"{peak} bytes of memory for {len(data)} bytes"
 
 
@@ -224,6 +224,8 @@ def inference(data: bytes) -> None:
             assert {output.name for output in head.wanted(spec)} <= spec.outputs.keys()
             index = {i.name: i.array.ravel().tolist() for i in head.inputs if i.array is not None}
             use(spec, {name: values for name, values in index.items() if name in INDEX_TENSORS})
+    if math.inf in map(abs, filter(_is_number, head.options.values())):
+        return  # a number that JSON's are too short for; no option may be it
     again = oip_head.parse(_written(head))
     for field in ("id", "outputs", "options", "timeout", "priority"):
         assert getattr(again, field) == getattr(head, field), field
@@ -232,6 +234,10 @@ def inference(data: bytes) -> None:
         assert (one.array is None) == (other.array is None)
         if one.array is not None:
             same_tensors({one.name: one.array}, {other.name: other.array})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float)
 
 
 _SHARED = {"region": "shared_memory_region", "offset": "shared_memory_offset", "size": "shared_memory_byte_size"}

@@ -109,7 +109,7 @@ def asked():
                 yield pytest.param(backend, name, dtype, marks=[pytest.mark.full] if slow else [])
 
 
-@pytest.mark.parametrize(("backend", "name", "dtype"), asked())
+@pytest.mark.parametrize(("backend", "name", "dtype"), [*asked()])
 def test_an_edge_gives_the_documented_answer(backend, name, dtype):
     case = CASES[name]
     t = case.tensors(dtype)
