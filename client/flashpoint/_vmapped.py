@@ -81,7 +81,7 @@ def fold(tensors: Mapping[str, Numbers], lead: int, layout: str, grads: Sequence
         if name in _RAGGED:
             folded[name] = _one_behind_another(t, whole[_RAGGED[name]].shape[1])
         else:
-            folded[name] = np.moveaxis(t, 0, axis).reshape(*t.shape[1 : 1 + axis], -1, *t.shape[2 + axis :])
+            folded[name] = np.moveaxis(t, 0, axis).reshape(*t.shape[1 : 1 + axis], count * size, *t.shape[2 + axis :])
     if "alibi_slopes" in folded and len(folded["alibi_slopes"]) == 1:
         folded["alibi_slopes"] = folded["alibi_slopes"][0]
     return Fold(folded, batch, layout, by_heads)

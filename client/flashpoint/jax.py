@@ -34,9 +34,7 @@ Array: TypeAlias = jax.Array | NDArray[Any]
 Arrays: TypeAlias = dict[str, jax.Array]
 
 _GRADS: dict[str, Grad] = {"q": "dq", "k": "dk", "v": "dv", "attn_mask": "dattn_mask", "sinks": "dsinks"}
-_AT_ONCE = (
-    16  # requests of one call: many for the server to run together, few beside the 64 connections that a client keeps
-)
+_AT_ONCE = 16  # requests of one call: many for one launch, few for a server's queue
 
 
 def attention(
@@ -75,18 +73,18 @@ def attention(
     for name in options.keys() - Settled.__annotations__.keys():
         raise invalid(name, "is not taken by this call")
     sending = {name: value for name, value in options.items() if name in Sending.__annotations__}
-    settled: dict[str, Any] = {name: value for name, value in options.items() if name not in sending}
+    chosen: dict[str, Any] = {name: value for name, value in options.items() if name not in sending}
     if isinstance(dropout_seed, jax.Array):
         if dropout_seed.ndim or not jnp.issubdtype(dropout_seed.dtype, jnp.integer):
             raise invalid("dropout_seed", "must be one integer")
         tensors["dropout_seed"] = dropout_seed
     else:
-        settled["dropout_seed"] = dropout_seed
-    checked_options = checked(AttentionOptions, settled)
-    if checked_options.dropout_p and dropout_seed is None:
+        chosen["dropout_seed"] = dropout_seed
+    settled = checked(AttentionOptions, chosen)
+    if settled.dropout_p and dropout_seed is None:
         raise invalid("dropout_seed", "must be given: JAX may run a call again, which must drop the same")
-    _check_ranks(tensors, checked_options.layout)
-    call = _Call(client, checked_options, tuple(sorted(sending.items())), tensors["q"].ndim)
+    _check_ranks(tensors, settled.layout)
+    call = _Call(client, settled, tuple(sorted(sending.items())), tensors["q"].ndim)
     o, lse = _attention(call, tensors)
     return (o, lse) if return_lse else o
 

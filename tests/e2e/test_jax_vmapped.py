@@ -21,6 +21,7 @@ STARTS = jnp.array([[0, 3, 12], [0, 0, 12], [0, 5, 12]])
 CASES = {
     "all": ((O, Q, K, V), (0, 0, 0, 0), {}, 1),
     "other axes, and one in common": ((O, Q, K, V), (0, 2, None, 4), {"causal": True}, 1),
+    "no keys": ((O, Q, (2, 2, 0, D), (2, 2, 0, 6)), (0, 0, 0, 0), {}, 1),
     "one head": (((S, 6), (S, D), (T, D), (T, 6)), (0, 0, 0, None), {"window": (2, 1)}, 1),
     "one head, and a batch": (((2, S, 6), (2, S, D), (2, T, D), (2, T, 6)), (0, 0, 0, 0), {"layout": "bshd"}, 1),
     "rows before heads": (((2, S, 4, D), (2, S, 4, D), (2, T, 4, D), (2, T, 4, D)), (0,) * 4, {"layout": "bshd"}, 1),
