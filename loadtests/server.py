@@ -35,6 +35,7 @@ class Server:
                 [Path(sys.executable).parent / "flashpoint", "serve", "--host", "127.0.0.1", "--port", "0"],
                 env={**os.environ, "FLASHPOINT_LOG_FORMAT": "json"},
                 stderr=stream,
+                start_new_session=True,  # Linux shares cores out by sessions: its callers are not to take its part
             )
         try:
             self.url = self._ready()
