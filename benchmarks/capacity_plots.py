@@ -63,9 +63,8 @@ def regimes() -> Figure:
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("predicted milliseconds")
     figure.axes[0].legend(frameon=False)
-    figure.suptitle(
-        f"{HEADS} heads of {DIM}, bfloat16, 100 Gbit/s, {SERVER / 1e12:.0f} TFLOP/s: predicted", fontsize=10
-    )
+    title = f"Predicted: {HEADS} heads of {DIM}, bfloat16, 100 Gbit/s, a server of {SERVER / 1e12:.0f} TFLOP/s"
+    figure.suptitle(title, fontsize=10)
     return figure
 
 

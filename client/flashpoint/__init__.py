@@ -3,12 +3,14 @@
     with flashpoint.Client("http://localhost:8000") as client:
         o = client.attention(q, k, v, causal=True)  # numpy in, numpy out; torch in, torch out
 
+`flashpoint.sharded` shares one attention over several servers, and `flashpoint.capacity` predicts what a call takes.
 `flashpoint.torch.attention` is differentiable; `flashpoint.integrations.transformers` serves a Hugging Face model's
 attention.
 """
 
 from importlib.metadata import version
 
+from flashpoint import capacity, sharded
 from flashpoint._client import AsyncClient, Client
 from flashpoint._runs import AsyncBenchmarkRun, BenchmarkRun
 from flashpoint.benchmark_schema import BenchmarkEvent, BenchmarkJob, BenchmarkRequest, BenchmarkRow
@@ -58,4 +60,6 @@ __all__ = [
     "VerifyReport",
     "VerifyRequest",
     "__version__",
+    "capacity",
+    "sharded",
 ]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 import socket
 import threading
 import time
@@ -198,3 +199,25 @@ def test_cancelling_it_cancels_every_shard(raw):
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())
+
+
+def test_an_interrupt_ends_every_thread(raw):
+    """^C reaches the thread that waits for the others."""
+    quiet = [silent(raw) for _ in range(2)]
+
+    def interrupt():
+        wait_for(lambda: all(server.opened for server in quiet))
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(flashpoint.Client(server.url)) for server in quiet]
+        before = threading.active_count()
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        begun = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            sharded.attention(clients, Q, K, V)
+        assert time.monotonic() - begun < 20  # of the clients' 60
+        thread.join()
+        wait_for(lambda: all(server.closed for server in quiet))
+        wait_for(lambda: threading.active_count() <= before)
