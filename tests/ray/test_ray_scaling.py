@@ -105,7 +105,7 @@ def test_where_ray_refuses_it_says_when_to_ask_again(slow, haproxy):
         for reply in replies:
             if reply.status == 503:
                 assert reply.headers["retry-after"] == "1"
-        with flashpoint.Client(cluster.url, retries=100) as client:
+        with flashpoint.Client(cluster.url, retries=100, timeout=300) as client:
             calls = [threads.submit(client.attention, **slow[0], backend="reference") for _ in range(8)]
             for call in calls:
                 close(call.result(), slow[1])
