@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -54,7 +55,7 @@ def server(start_server, authority):
     """It asks for certificates, and for keys as well."""
     cert, key = authority.give("server")
     settings = {"tls_cert": cert, "tls_key": key, "tls_client_ca": authority.file, "api_keys": "s3cret"}
-    server = start_server(ready=False, header_timeout=2, **settings)
+    server = start_server(ready=False, header_timeout=2, grpc_port=0, **settings)
     assert server.url.startswith("https://")
     with client(server, authority) as asking:
         wait_for(asking.ready, lambda: f"not ready: {server.lines}")
@@ -176,11 +177,37 @@ def test_a_head_that_never_ends_is_closed(server, authority):
             assert connection.sock.recv(1) == b""
 
 
+def grpc_port(server):
+    return server.wait_for_line(lambda line: line["event"] == "listening for gRPC")["port"]
+
+
+def test_grpc_asks_for_a_certificate_too(server, authority):
+    def live(*shown):
+        credentials = grpc.ssl_channel_credentials(authority.file.read_bytes(), *(file.read_bytes() for file in shown))
+        with grpc.secure_channel(f"localhost:{grpc_port(server)}", credentials) as channel:
+            return channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=60)
+
+    cert, key = authority.give("caller")
+    assert live(key, cert) == b"\x08\x01"  # live: true
+    with pytest.raises(grpc.RpcError) as refused:
+        live()
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 def test_a_new_certificate_is_shown_after_sighup(server, authority):
     def shown():
+        """Over HTTP; over gRPC it is the same."""
         with connected(server, trusting(authority)) as connection:
             connection.connect()
-            return connection.sock.getpeercert()["serialNumber"]
+            found = connection.sock.getpeercert()["serialNumber"]
+        context = trusting(authority)
+        context.set_alpn_protocols(["h2"])
+        with (
+            socket.create_connection(("localhost", grpc_port(server)), timeout=60) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as encrypted,
+        ):
+            assert encrypted.getpeercert()["serialNumber"] == found
+        return found
 
     before = shown()
     kept = (authority.where / "server.pem").read_bytes()

@@ -1,5 +1,6 @@
 """The protocol over gRPC: NVIDIA's own client, unmodified; the bits of /v2; what is refused, and how."""
 
+import contextlib
 import json
 import re
 import secrets
@@ -11,11 +12,15 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
-from grpc_calls import Caller, port_of, refused, request
+from grpc_calls import Caller, Request, port_of, refused, request
 from oip_cases import CASES, REFUSED, ask, judge
 from oip_message import infer, raw
 from oip_problem import GRAD, problem
 
+from flashpoint.jsonwire import FieldError
+from flashpoint.wire import WireError
+from flashpoint_server.grpc.framing import before, split
+from flashpoint_server.grpc.request import RAW_INPUTS, parse
 from flashpoint_server.grpc.statuses import STATUSES
 from flashpoint_server.refusal import STATUS
 from tests.e2e.conftest import serve
@@ -260,6 +265,25 @@ def test_what_is_wrong_is_refused_and_named(server, caller, what):
     if what != "message too long":
         assert "x-request-id" in dict(found[0].trailing_metadata())
     assert caller.infer(request(SMALL, causal=True)).bits  # and nothing else is the worse for it
+
+
+def test_a_message_that_is_cut_or_marred_anywhere_is_read_or_refused():
+    """As the whole of protobuf reads it, where that reads it."""
+    small = {name: torch.ones(1, 1) for name in "qkv"}
+    whole = request(small, outputs=["o"], id="cut", causal=True).SerializeToString()
+    rest, tensors = split(whole, RAW_INPUTS)
+    assert [bytes(tensor) for tensor in tensors] == [raw(t) for t in small.values()]
+    assert rest + b"".join(before(RAW_INPUTS, len(t)) + bytes(t) for t in tensors) == whole
+    read = 0
+    places = range(len(whole))
+    marred = (bytes([*whole[:i], byte, *whole[i + 1 :]]) for i in places for byte in (0, 127, 255))
+    for message in (*(whole[:i] for i in places), *marred):
+        with contextlib.suppress(WireError, FieldError):
+            text, tensors = split(message, RAW_INPUTS)
+            parse(text, tuple(map(len, tensors)))
+            assert Request.FromString(message).raw_input_contents == [bytes(tensor) for tensor in tensors]
+            read += 1
+    assert read
 
 
 def test_a_call_without_a_message_and_one_that_is_not_served_are_refused(caller):
