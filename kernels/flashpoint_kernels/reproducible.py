@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,7 +31,17 @@ FLOPS_PER_THREAD = 1 << 25
 # (1,8,128,64) take 7.2 ms where one part takes 4.6 (2 cores, busy with other work).
 FLOPS_PER_PART = 1 << 27
 
-CORES = os.cpu_count() or 1
+
+def _cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may run on: those that the system grants it, or its container's quota where less."""
+    granted = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if quota.exists() and not (text := quota.read_text()).startswith("max"):
+        spent, period = map(int, text.split())
+        granted = min(granted, spent // period)
+    return max(1, granted)
+
+
+CORES = _cores()
 _ALIGNMENT = 64  # bytes: a cache line, an AVX-512 register, and what torch's allocator gives
 
 

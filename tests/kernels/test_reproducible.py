@@ -1,6 +1,10 @@
 """Batch invariance on the CPU: a sequence's bits are its own, alone or among others, wherever its memory lies."""
 
 import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.reproducible import (
     CORES,
     FLOPS_PER_THREAD,
+    _cores,
     aligned,
     split,
     thread_count,
@@ -198,3 +203,21 @@ def test_a_problem_has_all_threads_only_where_they_cannot_change_its_bits() -> N
     assert threads_of(qkv(1, 2, 15, 40, 32)) == 0
     assert threads_of(qkv(1, 2, 16, 40, 24)) == 0
     assert threads_of(qkv(0, 2, 16, 40, 32)) == 0
+
+
+def test_cores_are_those_that_the_process_may_use(tmp_path: Path) -> None:
+    """Not the machine's: threads beyond a container's quota wait for each other."""
+    quota = tmp_path / "cpu.max"
+    granted = len(os.sched_getaffinity(0))
+    for text, cores in (
+        ("max 100000", granted),
+        ("150000 100000", 1),
+        ("50000 100000", 1),
+        ("99900000 100000", granted),
+    ):
+        quota.write_text(f"{text}\n")
+        assert _cores(quota) == cores
+    assert _cores(tmp_path / "none") == granted
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); import flashpoint_kernels.reproducible as r"
+    said = subprocess.run([sys.executable, "-c", f"{code}; print(r.CORES)"], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "1"
