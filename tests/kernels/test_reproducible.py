@@ -218,6 +218,9 @@ def test_cores_are_those_that_the_process_may_use(tmp_path: Path) -> None:
         quota.write_text(f"{text}\n")
         assert _cores(quota) == cores
     assert _cores(tmp_path / "none") == granted
-    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); import flashpoint_kernels.reproducible as r"
-    said = subprocess.run([sys.executable, "-c", f"{code}; print(r.CORES)"], capture_output=True, text=True, check=True)
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from flashpoint_kernels.reproducible import CORES; print(CORES)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "1"
