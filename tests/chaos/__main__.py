@@ -13,19 +13,21 @@ from typing import Any
 
 from tests.chaos.contained import can_contain
 from tests.chaos.record import environment
-from tests.chaos.run import Chaos, row
+from tests.chaos.run import FAULTS, Chaos, row
 from tests.chaos.service import SETTINGS, Service
 
 
 def main() -> int:
+    names = {fault.__name__: fault for fault in FAULTS}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200, help="in all; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--workers", type=int, default=1, help="HTTP processes; default: %(default)s")
-    parser.add_argument("--light", action="store_true", help="none that costs the start of an engine")
+    parser.add_argument("--only", nargs="+", choices=sorted(names), default=sorted(names), help="faults; default: all")
     parser.add_argument("--out", type=Path, help="a file to which each round is appended, a line of JSON each")
     asked = parser.parse_args()
     chaos = Chaos(Service(asked.workers, contained=can_contain()), asked.seed)
+    several = {names[name]: FAULTS[names[name]] for name in asked.only}
     done, number, violations = 0, 0, 0
 
     def keep(document: dict[str, Any]) -> None:
@@ -36,7 +38,9 @@ def main() -> int:
     keep({"environment": environment(), "seed": asked.seed, "workers": asked.workers, "settings": SETTINGS})
     try:
         while done < asked.faults:
-            found = chaos.round(chaos.drawn(light=asked.light)[: asked.faults - done])
+            found = chaos.round(
+                chaos.drawn({names[name]: FAULTS[names[name]] for name in asked.only})[: asked.faults - done]
+            )
             done, number = done + len(found.faults), number + 1
             violations += len(found.violations)
             keep(row(number, found))

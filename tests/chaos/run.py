@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,13 +103,13 @@ class Chaos:
                 found.faults.append((fault.__name__, did, time.monotonic() - began, self._outcomes(found)))
         return self._look(found)
 
-    def drawn(self, *, light: bool) -> list[Fault]:
-        """Those of a round; one that is heavy at most, none where they are to be `light`."""
-        rng, several, weights = self.world.rng, list(FAULTS), np.array(list(FAULTS.values()))
+    def drawn(self, faults: Mapping[Fault, float] = FAULTS) -> list[Fault]:
+        """Those of a round, one that is heavy at most."""
+        rng, several, weights = self.world.rng, list(faults), np.array(list(faults.values()))
         numbers = rng.choice(len(several), size=int(rng.integers(*A_ROUND)), p=weights / weights.sum())
         drawn: list[Fault] = []
         for fault in (several[int(number)] for number in numbers):
-            if fault not in HEAVY or not (light or HEAVY.intersection(drawn)):
+            if fault not in HEAVY or not HEAVY.intersection(drawn):
                 drawn.append(fault)
         return drawn
 
