@@ -35,6 +35,8 @@ from serving import (
     target,
 )
 
+from flashpoint_server.oip.datatypes import DATATYPE_OF
+
 SHAPES = {"small": SMALL, "16 MiB": (1, 16, 1024, 256)}  # of each of q, k and v
 LARGE = (8, 16, 1024, 64)  # 32 MiB each
 PATH = "/v2/models/attention/infer"
@@ -43,7 +45,12 @@ PATH = "/v2/models/attention/infer"
 def infer(tensors: dict[str, np.ndarray[Any, Any]]) -> tuple[bytes, dict[str, str]]:
     """A request in bytes, and its header fields."""
     inputs = [
-        {"name": name, "shape": t.shape, "datatype": "FP32", "parameters": {"binary_data_size": t.nbytes}}
+        {
+            "name": name,
+            "shape": t.shape,
+            "datatype": DATATYPE_OF[t.dtype.name],
+            "parameters": {"binary_data_size": t.nbytes},
+        }
         for name, t in tensors.items()
     ]
     head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
