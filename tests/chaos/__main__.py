@@ -23,7 +23,14 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200, help="in all; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--workers", type=int, default=1, help="HTTP processes; default: %(default)s")
-    parser.add_argument("--only", nargs="+", choices=sorted(names), default=sorted(names), help="faults; default: all")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=sorted(names),
+        default=sorted(names),
+        metavar="FAULT",
+        help=f"default: all of {', '.join(sorted(names))}",
+    )
     parser.add_argument("--out", type=Path, help="a file to which each round is appended, a line of JSON each")
     asked = parser.parse_args()
     chaos = Chaos(Service(asked.workers, contained=can_contain()), asked.seed)
@@ -38,14 +45,12 @@ def main() -> int:
     keep({"environment": environment(), "seed": asked.seed, "workers": asked.workers, "settings": SETTINGS})
     try:
         while done < asked.faults:
-            found = chaos.round(
-                chaos.drawn({names[name]: FAULTS[names[name]] for name in asked.only})[: asked.faults - done]
-            )
+            found = chaos.round(chaos.drawn(several)[: asked.faults - done])
             done, number = done + len(found.faults), number + 1
             violations += len(found.violations)
             keep(row(number, found))
-            names = ", ".join(f"{name} ({did})" for name, did, _, _ in found.faults)
-            print(f"{done:5} {found.recovery or 0:5.1f} s  {names}", *found.violations, sep="\n    ! ", flush=True)
+            said = ", ".join(f"{name} ({did})" for name, did, _, _ in found.faults)
+            print(f"{done:5} {found.recovery or 0:5.1f} s  {said}", *found.violations, sep="\n    ! ", flush=True)
     finally:
         code = chaos.stop()
     return 0 if not violations and code == 0 else 1
