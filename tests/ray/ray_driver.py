@@ -11,6 +11,7 @@ from ray.serve.scripts import cli
 if __name__ == "__main__":
     directory, cpus, gpus, *arguments = sys.argv[1:]
     ray.init(
+        address="local",  # and no other that runs here
         namespace="serve",
         include_dashboard=False,
         num_cpus=int(cpus),
