@@ -14,10 +14,10 @@ from random import Random
 GONE = 0
 SMUGGLED = "/smuggled"
 
-# What may be said of a head that is not one. 408 and an end without a word: of what never becomes whole. 504: of what
-# asks for a deadline. Never another error of the server's own, whatever is sent.
+# What may be said of a head that is not one. 408 and an end without a word: of what never becomes whole. 429: of what
+# promises too much beside others. 504: of what asks for a deadline. Never another error of the server's own.
 REFUSED = frozenset({400, 413, 414, 431, 501, 505})
-OTHERWISE = frozenset({GONE, 200, 404, 405, 406, 408, 411, 415, 417, 422, 504}) | REFUSED
+OTHERWISE = frozenset({GONE, 200, 404, 405, 406, 408, 411, 415, 417, 422, 429, 504}) | REFUSED
 
 
 @dataclass(frozen=True)
