@@ -54,10 +54,12 @@ def backward(problems: Sequence[Problem]) -> None:
                 do = aligned_heads(x["do"], call.q.dtype)
                 if problem.device.type == "cuda":
                     with _deterministic(problem.spec.options.deterministic):
-                        grads = call.backward_cuda(do, o, lse)
+                        dq, dk, dv = call.backward_cuda(do, o, lse)
                 else:
-                    grads = call.backward_cpu(do, o, lse)
-                for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+                    dq, dk, dv = call.backward_cpu(do, o, lse)
+                if call.turned != 1.0:
+                    dq = dq * call.turned
+                for name, grad in (("dq", dq), ("dk", dk), ("dv", dv)):
                     if name in x:
                         x[name].copy_(grad)
 
@@ -92,6 +94,7 @@ class Call:
     dead: Tensor | None  # (1, Hq|1, sq|1) bool
     causal: bool
     scale: float
+    turned: float  # what q was multiplied by, so that `scale` is above 0, which the operators take for granted
 
     @classmethod
     def of(cls, problem: Problem, row: Row, x: dict[str, Tensor]) -> Call:
@@ -99,6 +102,9 @@ class Call:
         # The CPU operators' half arithmetic was seen to miss the test rule (float16 dv at 512 × 512): float32 keeps it.
         dtype = x["q"].dtype if problem.device.type == "cuda" else torch.float32
         q, k, v = (aligned_heads(x[name], dtype) for name in "qkv")
+        turned, scale = (1.0, spec.scale) if spec.scale > 0 else (-1.0, -spec.scale) if spec.scale else (0.0, 1.0)
+        if turned != 1.0:
+            q = q * turned
         offset = spec.offset(row.q_len, row.kv_len)
         causal = spec.options.causal and offset < row.kv_len - 1  # else the first query sees every key already
         bias = None
@@ -114,7 +120,7 @@ class Call:
             bias = bias.view((1,) * (4 - bias.ndim) + tuple(bias.shape))
             causal = False
         dead = None if bias is None else (bias == -INF).all(-1)
-        return cls(q, k, v, bias, dead, causal, spec.scale)
+        return cls(q, k, v, bias, dead, causal, scale, turned)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """o (n,Hq,sq,D) and lse (n,Hq,sq)."""

@@ -101,3 +101,15 @@ def test_numpys_numbers_are_numbers() -> None:
 
 def test_a_large_head_dimension_of_the_values_alone_is_judged() -> None:
     assert verify(inputs(), Options(grads=("dv",))).ok
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(17, 17), (17, 8), (8, 17)])
+def test_a_scale_may_be_negative_or_zero(backend: str, q_len: int, kv_len: int, scale: float, masked: bool) -> None:
+    """A key that may not be seen has −∞ for its score whatever the scale, which it must not be multiplied by."""
+    t = inputs(q_len, kv_len, 16) | ({"attn_mask": torch.randn(q_len, kv_len).to(DEVICE)} if masked else {})
+    for alignment in ("top_left", "bottom_right"):
+        found = verify(t, Options(backend=backend, scale=scale, causal=True, causal_alignment=alignment))
+        assert found.ok, "\n".join(str(e) for e in found.tensors if not e.ok)
