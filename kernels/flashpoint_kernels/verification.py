@@ -12,7 +12,8 @@ materialised attention in the inputs' dtype:
 
 A relative rule alone goes blind where softmax is sharp, hence the absolute ones. Where gradients cancel (one key:
 dq = dk = 0) it asks for the impossible: they are ds = P∘(dP − delta), and delta = rowsum(o∘do) is known no better than
-o is rounded and float32 sums. So the bound of a gradient is never below what that rounding of delta does to it.
+o is rounded and float32 sums. So the bound of a gradient is never below what that rounding of delta does to it, and
+that of o, where values cancel, never below the rounding of the terms p·v.
 """
 
 from __future__ import annotations
@@ -123,9 +124,9 @@ def verify(
     judged = []
     for problem in problems:
         exact, plain = _solve(problem, torch.float64), _solve(problem, DTYPES[problem.spec.dtype])
-        noise = _delta_noise(problem, _solve(forward, torch.float64)["o"]) if problem is not forward else {}
+        noise = _noise(problem, forward)
         judged += [
-            _judge(problem.spec, name, answers[name], exact[name], plain[name], noise.get(name, 0.0))
+            _judge(problem.spec, name, answers[name], exact[name], plain[name], noise.get(name))
             for name in problem.outputs
             if name in answers
         ]
@@ -161,26 +162,38 @@ def _solve(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
     return problem.outputs
 
 
-def _delta_noise(problem: Problem, o: Tensor) -> dict[str, float]:
-    """How far the rounding of delta moves each gradient: as delta holds −dlse, it is the gradient of that much dlse."""
+def _noise(problem: Problem, forward: Problem) -> dict[str, tuple[float, str]]:
+    """How far roundings that no float32 arithmetic is free of move each answer, and which roundings.
+
+    A sum's are of its terms, which may be far larger than it: o's are of Σ p·|v|, two units each for the sum and for p.
+    The gradients' are those of delta: as delta holds −dlse, they move by the gradient of so much dlse.
+    """
     unit, float32 = (torch.finfo(dtype).eps / 2 for dtype in (DTYPES[problem.spec.dtype], torch.float32))
-    products = problem.canonical("o", o) * problem.canonical("do", problem.tensors["do"]).double()
+    terms = replace(forward, tensors=forward.tensors | {"v": forward.tensors["v"].abs()})
+    largest = _solve(terms, torch.float64)["o"]
+    if problem is forward:
+        return {"o": (4 * min(unit, float32) * _largest(largest), "the rounding of rowsum(p*v)")}
+    do = problem.canonical("do", problem.tensors["do"]).double()
+    o = problem.canonical("o", _solve(forward, torch.float64)["o"])
     # The roundings of o are independent: two units are beyond three standard deviations of their sum. Those of a
-    # running sum are not, once for delta and once for dP.
-    dlse = 2 * unit * products.norm(dim=-1) + 2 * min(unit, float32) * products.abs().sum(-1)
+    # running sum are not: one for delta, one for dP, and o's own four, which P brings into dS as well.
+    sums = (problem.canonical("o", largest) * do.abs()).sum(-1)
+    dlse = 2 * unit * (o * do).norm(dim=-1) + 6 * min(unit, float32) * sums
     dlse = dlse.reshape(problem.spec.lse_shape)
     nothing = torch.zeros_like(problem.tensors["do"])
     moved = _solve(replace(problem, tensors=problem.tensors | {"do": nothing, "dlse": dlse}), torch.float64)
-    return {name: float(t.abs().max()) if t.numel() else 0.0 for name, t in moved.items()}
+    return {name: (_largest(t), "the rounding of rowsum(o*do)") for name, t in moved.items()}
 
 
-def _judge(spec: Spec, name: str, answer: Tensor, exact: Tensor, plain: Tensor, noise: float) -> Judgement:
+def _judge(
+    spec: Spec, name: str, answer: Tensor, exact: Tensor, plain: Tensor, noise: tuple[float, str] | None
+) -> Judgement:
     difference = _difference(answer, exact)
     errors = _errors(answer, exact, difference)
     of_torch = _errors(plain, exact, _difference(plain, exact))
     bound, rule = _bound(spec, name, _largest(exact), of_torch.max_abs)
-    if noise > bound:
-        bound, rule = noise, "the rounding of rowsum(o*do)"
+    if noise is not None and noise[0] > bound:
+        bound, rule = noise
     return Judgement(
         **vars(errors), name=name, bound=bound, rule=rule, ok=errors.max_abs <= bound, torch=of_torch,
         histogram=_histogram(difference),

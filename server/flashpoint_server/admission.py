@@ -34,7 +34,7 @@ class Permit:
     def price(self, flops: int, deadline: float | None = None, rate: float = 0.0) -> None:
         """Once it is known what the request asks. `rate` is in FLOP/s, 0 where it is not known. Raises Refusal 429."""
         if deadline is not None and rate:
-            self._admission.check_wait(deadline - time.monotonic(), rate)
+            self._admission.check_wait(flops, deadline - time.monotonic(), rate)
         self._admission.add_flops(flops, self.quota)
         self.flops = flops
 
@@ -82,15 +82,17 @@ class Admission:
         if permit.quota is not None:
             permit.quota.leave()
 
-    def check_wait(self, seconds: float, rate: float) -> None:
-        """Whether who has so many seconds left may join the queue. Raises Refusal 429.
+    def check_wait(self, flops: int, seconds: float, rate: float) -> None:
+        """Whether work of `flops` that has so many seconds left may join the queue. Raises Refusal 429.
 
         Else, with more asked than is served, each would come to its turn when its time is just over: all that is
-        computed would be too late.
+        computed would be too late. Larger requests count for as much as this one, for it does not wait for their ends.
         """
-        if (wait := self.flops / rate) > seconds * PATIENCE > 0:
+        if self.flops <= (patience := seconds * PATIENCE) * rate or patience <= 0:
+            return
+        if (wait := sum(min(permit.flops, flops) for permit in self._inside) / rate) > patience:
             raise Refusal(
-                "queue_full", f"the requests being served take {wait:.2g} s, and this one has {seconds:.2g} s"
+                "queue_full", f"what is served before it takes {wait:.2g} s, and this one has {seconds:.2g} s"
             )
 
     def add_flops(self, flops: int, quota: Quota | None) -> None:

@@ -52,8 +52,13 @@ def _run_backward(requests: list[tuple[dict[str, torch.Tensor], Options]]) -> li
     return [p.outputs for p in problems]
 
 
+EVERY = {"dropout_p": 0.25, "softcap": 8.0}
+
+
 @pytest.mark.parametrize(
-    ("count", "features"), [(16, {}), (64, {"dropout_p": 0.25, "softcap": 8.0})], ids=["fast", "every-option"]
+    ("count", "features"),
+    [(16, {}), (16, EVERY), pytest.param(64, EVERY, marks=pytest.mark.full)],
+    ids=["fast", "every-option", "many"],
 )
 def test_mixed_requests_in_one_launch_equal_each_alone(count: int, features: dict[str, float]) -> None:
     rng = random.Random(7)

@@ -33,10 +33,17 @@ def test_who_would_wait_for_too_much_of_its_time_is_refused_at_once():
     admission = Admission(Settings())
     with admission.permit(0) as first, admission.permit(0) as second:
         first.price(1000, time.monotonic() + 10, 100.0)  # alone, it waits for nobody
-        with pytest.raises(Refusal, match=r"take 10 s, and this one has 1[0-9] s") as caught:
-            second.price(1, time.monotonic() + 10 / PATIENCE - 1, 100.0)
+        with pytest.raises(Refusal, match=r"takes 10 s, and this one has 1[0-9] s") as caught:
+            second.price(1000, time.monotonic() + 10 / PATIENCE - 1, 100.0)
         assert caught.value.code == "queue_full"
-        second.price(1, time.monotonic() + 10 / PATIENCE + 1, 100.0)
-        second.price(1, None, 100.0)  # without a deadline it waits for as long as it takes
-        second.price(1, time.monotonic() + 1, 0.0)  # and where no speed is known, nobody can tell
-        second.price(1, time.monotonic() - 1, 100.0)  # late already: that is 504, once its turn comes
+        second.price(1000, time.monotonic() + 10 / PATIENCE + 1, 100.0)
+
+
+def test_who_does_not_wait_for_others_is_let_in():
+    admission = Admission(Settings())
+    with admission.permit(0) as long, admission.permit(0) as small:
+        long.price(1000)
+        small.price(1, time.monotonic() + 1, 100.0)  # large ones make way for it
+        small.price(1000, None, 100.0)  # without a deadline it waits for as long as it takes
+        small.price(1000, time.monotonic() + 1, 0.0)  # where no speed is known, nobody can tell
+        small.price(1000, time.monotonic() - 1, 100.0)  # late already: that is 504, once its turn comes
