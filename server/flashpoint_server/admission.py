@@ -10,6 +10,7 @@ from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
 
 PATIENCE = 0.5  # part of its time that a request may wait for others: their speed is an estimate, its own work is left
+FEW = 4  # requests that are let in beside each other whatever the speed was: an engine that idles shows none
 
 
 class Permit:
@@ -88,7 +89,7 @@ class Admission:
         Else, with more asked than is served, each would come to its turn when its time is just over: all that is
         computed would be too late. Larger requests count for as much as this one, for it does not wait for their ends.
         """
-        if self.flops <= (patience := seconds * PATIENCE) * rate or patience <= 0:
+        if self.flops <= (patience := seconds * PATIENCE) * rate or patience <= 0 or self.requests <= FEW:
             return
         if (wait := sum(min(permit.flops, flops) for permit in self._inside) / rate) > patience:
             raise Refusal(

@@ -1,10 +1,11 @@
 """What an engine answers a second, as far as it had work, and what is refused for it."""
 
 import time
+from contextlib import ExitStack
 
 import pytest
 
-from flashpoint_server.admission import PATIENCE, Admission
+from flashpoint_server.admission import FEW, PATIENCE, Admission
 from flashpoint_server.pace import WINDOW, Pace
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
@@ -31,18 +32,23 @@ def test_a_pause_is_no_work_and_tells_no_speed():
 
 def test_who_would_wait_for_too_much_of_its_time_is_refused_at_once():
     admission = Admission(Settings())
-    with admission.permit(0) as first, admission.permit(0) as second:
-        first.price(1000, time.monotonic() + 10, 100.0)  # alone, it waits for nobody
-        with pytest.raises(Refusal, match=r"takes 10 s, and this one has 1[0-9] s") as caught:
-            second.price(1000, time.monotonic() + 10 / PATIENCE - 1, 100.0)
+    with ExitStack() as inside:
+        for _ in range(FEW):  # who keep the engine busy, so that it shows its speed again where it was seen to be slow
+            inside.enter_context(admission.permit(0)).price(1000, time.monotonic() + 1, 100.0)
+        one = inside.enter_context(admission.permit(0))
+        wait = FEW * 10
+        with pytest.raises(Refusal, match=rf"takes {wait} s, and this one has [0-9]+ s") as caught:
+            one.price(1000, time.monotonic() + wait / PATIENCE - 1, 100.0)
         assert caught.value.code == "queue_full"
-        second.price(1000, time.monotonic() + 10 / PATIENCE + 1, 100.0)
+        one.price(1000, time.monotonic() + wait / PATIENCE + 1, 100.0)
 
 
 def test_who_does_not_wait_for_others_is_let_in():
     admission = Admission(Settings())
-    with admission.permit(0) as long, admission.permit(0) as small:
-        long.price(1000)
+    with ExitStack() as inside:
+        for _ in range(FEW):
+            inside.enter_context(admission.permit(0)).price(1000)
+        small = inside.enter_context(admission.permit(0))
         small.price(1, time.monotonic() + 1, 100.0)  # large ones make way for it
         small.price(1000, None, 100.0)  # without a deadline it waits for as long as it takes
         small.price(1000, time.monotonic() + 1, 0.0)  # where no speed is known, nobody can tell
