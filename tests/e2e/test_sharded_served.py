@@ -134,7 +134,8 @@ def test_half_answers_err_by_two_roundings_and_no_more(clients, dtype, unit):
     assert np.abs(once - o).max() < 1e-5  # sent as float32, nothing is rounded to half
 
 
-def test_causal_work_is_the_same_for_every_server(servers, clients):
+def test_causal_work_is_cut_into_equal_parts(servers, clients):
+    """Who answers which is a race: a server that is quick takes the part of one that has not begun."""
     q, k, v, do = (normal(1, 2, 600, 16, seed=seed) for seed in range(4))
     for parts in ((1, 3), (3, 1), None):
         o, found = sharded.attention(clients, q, k, v, causal=True, parts=parts, with_meta=True)
@@ -143,7 +144,7 @@ def test_causal_work_is_the_same_for_every_server(servers, clients):
         work = [part.pairs for part in found]
         assert len(work) == 3
         assert max(work) < 1.02 * min(work)
-        assert {part.url for part in found} == {each.url for each in servers}
+        assert {part.url for part in found} <= {each.url for each in servers}
     dq, dk, dv = sharded.attention_grad(clients, do, q, k, v, causal=True, parts=(1, 3))
     for found, expected in zip((dq, dk, dv), clients[0].attention_grad(do, q, k, v, causal=True), strict=True):
         near(found, expected, 8e-6)
