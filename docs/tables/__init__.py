@@ -1,0 +1,38 @@
+"""The tables of the documentation, by the names that stand in its marks: each a function that makes its markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from flashpoint_kernels.triton_backend.configurations import TABLES as TILES
+
+from .code import algorithms, data_sheets, errors, extremes, grpc, metrics, options, settings, support
+from .kernels import benchmarks, compiled, each_option
+from .service import beside, capacity, ray, rpc, serving, throughput
+from .trust import faults, fuzz, load, steady
+
+TABLES: dict[str, Callable[[], str]] = {
+    "algorithms": algorithms,
+    "benchmarks": benchmarks,
+    "beside": beside,
+    "capacity": capacity,
+    "data-sheets": data_sheets,
+    "each-option": each_option,
+    "errors": errors,
+    "extremes": extremes,
+    "faults": faults,
+    "fuzz": fuzz,
+    "grpc": grpc,
+    "load": load,
+    "metrics": metrics,
+    "options": options,
+    "ray": ray,
+    "rpc": rpc,
+    "settings": settings,
+    "support": support,
+    "throughput": throughput,
+    **{what: partial(serving, what) for what in ("protocol", "serving")},
+    **{what: partial(steady, what) for what in ("overload", "soak")},
+    **{f"compile-sm{arch}": partial(compiled, arch) for arch in TILES},
+}

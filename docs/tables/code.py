@@ -1,0 +1,149 @@
+"""Tables of what the code says of itself: its options, settings, errors, metrics, features and algorithms."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from typing import Any
+
+from flashpoint.options import AttentionOptions
+from flashpoint_kernels.spec import BACKENDS
+from flashpoint_kernels.support import FEATURE_FIELDS, SUPPORT
+from flashpoint_kernels.timing.account import ALGORITHMS
+from flashpoint_kernels.timing.sheets import SHEETS
+from flashpoint_server.grpc.statuses import STATUSES
+from flashpoint_server.metrics import Metrics
+from flashpoint_server.refusal import STATUS, Refusal
+from flashpoint_server.settings import Settings
+
+from .markdown import ROOT, table
+
+WHEN = {
+    "malformed_body": "the body cannot be parsed: bad JSON, a bad safetensors head, offsets that overlap or overrun, "
+    "fewer or more bytes than the head says",
+    "malformed_head": "the request is not HTTP/1.1",
+    "unauthorized": "no key, or one that is not known",
+    "forbidden": "the key has not that right",
+    "not_found": "no such address",
+    "method_not_allowed": "the address has other methods; `Allow` names them",
+    "not_acceptable": "`Accept` takes neither encoding",
+    "body_timeout": "the body came too slowly",
+    "body_too_large": "the body is over its limit, by its length, by its head, or as it streams",
+    "work_too_large": "the work could never fit: the device's memory, the limit of sequences, a JSON answer's limit, "
+    "a verification's",
+    "unsupported_media_type": "the body has another type than the two, or a content coding",
+    "invalid_request": "well-formed, but not valid: names, shapes, dtypes, values of options and of headers; `errors` "
+    "names each field",
+    "queue_full": "as many requests, bytes, FLOPs or benchmarks are inside as may be",
+    "key_limit": "over the limits of the key; `Retry-After` says when it may again, at least after",
+    "head_too_large": "the request's line and fields are over 64 KiB, or the fields over 128",
+    "internal_error": "our bug, logged with the request's id",
+    "not_ready": "the server is starting, or its engine starts again",
+    "draining": "the server is shutting down",
+    "out_of_memory": "the device ran out of memory for this request",
+    "engine_lost": "the engine died while this request ran; another is started",
+    "deadline_exceeded": "the deadline of `X-Timeout-Ms` passed",
+}
+
+
+def errors() -> str:
+    """Every code that the server has, in the order of the statuses."""
+    rows = []
+    for code, status in STATUS.items():
+        wait = Refusal(code, "").headers.get("Retry-After")
+        rows.append((status, f"`{code}`", WHEN[code], f"{wait} s" if wait else ""))
+    return table(["status", "code", "when", "`Retry-After`"], rows)
+
+
+def grpc() -> str:
+    """The status of every refusal, by its codes."""
+    codes: dict[str, list[str]] = {}
+    for code in STATUS:
+        codes.setdefault(STATUSES[code], []).append(f"`{code}`")
+    return table(["status", "code over HTTP"], [(f"`{status}`", ", ".join(found)) for status, found in codes.items()])
+
+
+def options() -> str:
+    def values(schema: dict[str, Any]) -> str:
+        variants = [part for part in schema.get("anyOf", [schema]) if part.get("type") != "null"]
+        of = variants[0].get("items", variants[0])
+        words = ", ".join(f"`{word}`" for word in of["enum"]) if "enum" in of else str(variants[0]["type"])
+        return f"list of {words}" if variants[0] is not of else words
+
+    properties = AttentionOptions.model_json_schema()["properties"]
+    rows = []
+    for name, schema in properties.items():
+        default = schema.get("default")
+        rows.append((f"`{name}`", values(schema), f"`{json.dumps(default)}`", schema["description"]))
+    return table(["option", "values", "default", "meaning"], rows)
+
+
+def settings() -> str:
+    rows = []
+    for name, field in Settings.model_fields.items():
+        default = field.default if field.default not in ((), None) else "none"
+        rows.append(
+            (f"`--{name.replace('_', '-')}`", f"`FLASHPOINT_{name.upper()}`", f"`{default}`", field.description)
+        )
+    return table(["flag", "variable", "default", "meaning"], rows)
+
+
+def metrics() -> str:
+    """Every metric that /metrics has, by the name that Prometheus shows."""
+    rows = []
+    for family in Metrics().families():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        rows.append((f"`{name}`", family.type, family.documentation))
+    return table(["metric", "type", "what"], rows)
+
+
+def support() -> str:
+    """A row a feature, those that every backend has first; a column a backend."""
+    rows = []
+    for feature in set().union(*SUPPORT.values()):
+        field, what = FEATURE_FIELDS.get(feature, (feature, feature))
+        name = f"`{field}`" if field == what else f"`{field}`: {what}"
+        rows.append((name, *("yes" if feature in SUPPORT[backend] else "–" for backend in BACKENDS)))
+    return table(["", *BACKENDS], sorted(rows, key=lambda row: (row.count("–"), row)))
+
+
+def extremes() -> str:
+    """What the tests hold each backend to where inputs are at the edges of floating point."""
+    sys.path.append(str(ROOT))
+    from tests.kernels.extremes import ANSWERS, CASES, HALF, WORDS
+
+    merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for case in CASES.values():
+        value = case.value + (" (float16, bfloat16)" if case.dtypes == HALF else "")
+        if value in ("+∞", "−∞"):  # in one row where they are answered alike
+            other = CASES[f"{'−∞' if value == '+∞' else '+∞'} in {case.place}"]
+            if other.answers == case.answers:
+                if value == "−∞":
+                    continue
+                value = "±∞"
+        merged.setdefault((value, case.answers), []).append(f"`{case.place}`")
+    rows = []
+    for (value, answers), places in merged.items():
+        words = [WORDS[word] for word in answers]
+        rows.append((value, " or ".join(places), *words))
+    return table(["", "in", *(f"`{name}`" for name in ANSWERS)], rows)
+
+
+def algorithms() -> str:
+    """What each algorithm does, and how much of it."""
+    rows = []
+    for name, a in ALGORITHMS.items():
+        flops = f"{2 * (a.d_products + a.dv_products)}·P·D"
+        pairs = "seen" if a.skips_hidden else "all"
+        causal = f", causal {a.matrix_passes + a.causal_passes}" if a.causal_passes else ""
+        moves = " ".join(tensor if times == 1 else f"{times}·{tensor}" for tensor, times in Counter(a.tensors).items())
+        products = (a.d_products, a.dv_products, flops, pairs)
+        rows.append((f"`{name}`", a.does, *products, f"{a.matrix_passes}{causal}", moves))
+    counts = ("products over D", "over Dv", "FLOPs, D = Dv", "pairs", "passes over Sq × Sk", "moves")
+    return table(["", "does", *counts], rows)
+
+
+def data_sheets() -> str:
+    head = ["GPU", "16-bit TFLOP/s, dense", "float32 TFLOP/s", "GB/s", "source"]
+    return table(head, [(name, *sheet) for name, sheet in SHEETS.items()])

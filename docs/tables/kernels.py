@@ -1,0 +1,79 @@
+"""Tables of the kernels, from benchmarks/results: what was compiled, and what each backend and option takes."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby, product
+from typing import Any
+
+from flashpoint.benchmark_schema import BenchmarkJob
+from flashpoint.commands.tables import columns, number, problem
+
+from .markdown import NOT_MEASURED, RESULTS, made_on, results, table, targets
+
+
+def compiled(arch: int) -> str:
+    """A row a variant, a column a kernel; float32 in IEEE precision, at level 0. `benchmarks/results/` has all."""
+    result = json.loads((RESULTS / f"compile-sm{arch}.json").read_text())
+    kernels = {(k["dtype"], k["level"], k["head_dim"], k["kernel"]): k for k in result["kernels"]
+               if k["precision"] == "ieee"}  # fmt: skip
+    names = ("forward", "backward_kv", "backward_q")
+    variants = [("bfloat16", level, str(level), names) for level in (0, 1, 2)] + [("float32", 0, "0", names)]
+    if ("bfloat16", 0, 64, "forward_hopper") in kernels:
+        variants.insert(1, ("bfloat16", 0, "0, Hopper", ("forward_hopper", "backward_kv", "backward_q_hopper")))
+    rows = [
+        (dtype, shown, dim, *(_variant(kernels[dtype, level, dim, kernel]) for kernel in of))
+        for (dtype, level, shown, of), dim in product(variants, (64, 128, 256))
+        if (dtype, level, dim, "forward") in kernels
+    ]
+    instructions = sorted({i for k in result["kernels"] for i in k["matrix_instructions"]})
+    made = f"triton {result['triton']}, {result['date'][:10]}, commit {result['commit'][:10]}"
+    said = f"\nsm_{arch}, {', '.join(f'`{i}`' for i in instructions)}; {len(result['kernels'])} variants; {made}:\n\n"
+    return said + table(["dtype", "level", "D", *(f"`{name}`" for name in names)], rows)
+
+
+def _variant(kernel: dict[str, Any]) -> str:
+    tile = f"{kernel['block_m']}×{kernel['block_n']}, {kernel['num_warps']} warps"
+    loop = f" / {kernel['loop']}" if kernel["loop"] else ""
+    return f"{tile}: {kernel['registers']} / {kernel['spill_bytes']} / {kernel['shared_bytes'] / 1024:.0f}{loop}"
+
+
+def benchmarks() -> str:
+    """Of each machine what `flashpoint benchmark --json` wrote: a table a problem, a row a backend."""
+    text = ""
+    for path in sorted(RESULTS.glob("benchmark-*.json")):
+        job = BenchmarkJob.model_validate_json(path.read_text())
+        made = job.environment
+        cores = f"{made['cores']} cores" if "cores" in made else f"{made['multiprocessors']} multiprocessors"
+        peaks = [f"{dtype} {number(p['tflops'])} TFLOP/s" for dtype, p in made["peaks"].items()]
+        copied = next(iter(made["peaks"].values()))["gb_per_s"]
+        text += (
+            f"\n{job.device}, {cores}, load average {made['load_average'][0]} at the start, python {made['python']}, "
+            f"torch {made['torch']}, triton {made['triton']}, {job.created:%Y-%m-%d}, commit {made['commit'][:10]}. "
+            f"Its peaks: {', '.join(peaks)}, copying {number(copied)} GB/s.\n"
+        )
+        for title, group in groupby(job.rows, key=problem):
+            rows = [row for row in group if row.skipped is None]
+            shown = columns(rows, wide=True)
+            text += f"\n{title}\n\n"
+            text += table(["", *shown], ([row.backend, *(write(row) for write in shown.values())] for row in rows))
+    return text or NOT_MEASURED
+
+
+def each_option() -> str:
+    """Each option beside the formula written out, and torch's own operator beside ours."""
+    text = ""
+    for _, result in results("options"):
+        text += f"\n{made_on(result['environment'], 'torch')}:\n\n"
+        rows = [
+            (r["option"], r["pass"], number(r["ms"]), number(r["other_ms"]), number(r["times"]), number(r["memory"]))
+            for r in result["rows"]
+        ]
+        head = ["option", "pass", "ms", "written out, ms", "times faster", "memory / its"]
+        fused = [
+            (r["length"], "yes" if r["causal"] else "no", *map(number, (r["ms"], r["other_ms"], 1 / r["times"])))
+            for r in result["fused"]
+        ]
+        text += targets(result) + "\n" + table(head, rows)
+        text += "\n" + table(["N", "causal", "auto, ms", "torch's operator, ms", "time / its"], fused)
+    return text or NOT_MEASURED

@@ -1,0 +1,47 @@
+"""What the tables are made with: markdown's own, and the words that stand over what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+NOT_MEASURED = "\nnot measured\n"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def results(what: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each machine's result of that name, with its file's stem."""
+    for path in sorted(RESULTS.glob(f"{what}-*.json")):
+        yield path.stem, json.loads(path.read_text())
+
+
+def made_on(made: dict[str, Any], *packages: str) -> str:
+    """The machine that a result is of, how busy it was, the packages' versions, the day and the commit."""
+    load = f"load average {round(made['load_average'][0], 2)} at the start"
+    versions = (f"{name} {made[name]}" for name in packages)
+    return ", ".join(
+        [made["device"], f"{made['cores']} cores", load, *versions, made["date"][:10], f"commit {made['commit'][:10]}"]
+    )
+
+
+def targets(result: dict[str, Any]) -> str:
+    """What was to be reached, and what was."""
+    rows = []
+    for row in result["targets"]:
+        bound = f"at least {row['at_least']:.4g}" if "at_least" in row else f"at most {row['at_most']:.4g}"
+        rows.append((row["what"], f"{row['value']} {row['unit']}", bound, "yes" if row["met"] else "no"))
+    return table(["", "measured", "wanted", "met"], rows)
+
+
+def verdicts(result: dict[str, Any]) -> str:
+    """What was asked, what was found, and what was wanted."""
+    rows = ((v["question"], v["found"], v["wanted"], "yes" if v["met"] else "no") for v in result["verdicts"])
+    return table(["question", "found", "wanted", "met"], rows)

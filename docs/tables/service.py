@@ -1,0 +1,124 @@
+"""Tables of the service's speed, from benchmarks/results: a table for each machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashpoint.commands.tables import number
+
+from .markdown import NOT_MEASURED, made_on, results, table, targets
+
+
+def serving(what: str) -> str:
+    """What the service was to reach, what it reached, and from what; a table of each for each machine."""
+    text = ""
+    for _, result in results(what):
+        text += f"\n{made_on(result['environment'], 'python', 'torch', 'uvicorn')}:\n\n"
+        rows = [(name, rate, "MiB/s") for name, rate in result.get("mib_per_second", {}).items()]
+        rows += [(name, time, "µs") for name, time in result["median_microseconds"].items()]
+        rows += [
+            (f"resident, {process} process, {when}", size, "MiB")
+            for when, sizes in result.get("resident_mib", {}).items()
+            for process, size in sizes.items()
+        ]
+        text += targets(result) + "\n" + table(["", "median", "unit"], rows)
+    return text
+
+
+def throughput() -> str:
+    """The service beside its peers: targets, requests a second of each at each case, and requests of many lengths."""
+    text = ""
+    for _, result in results("throughput"):
+        made, cases = result["environment"], result["cases"]
+        versions = {name: made[name] for name in ("python", "torch", "fastapi", "uvicorn")} | made["peers"]
+        counts = [(case["thrown_away"], case["rounds"] + case["thrown_away"]) for case in cases.values()]
+        thrown = ", ".join(f"{count} of {of}" for count, of in counts)
+        text += (
+            f"\n{made['device']}, {made['cores']} cores, load average {made['load_average'][0]} at the start, "
+            f"{', '.join(f'{name} {version}' for name, version in versions.items())}; "
+            f"{made['date'][:10]}, commit {made['commit'][:10]}. Rounds thrown away, by case: {thrown}.\n\n"
+        )
+        rows = [(way, *(_rate(case["ways"][way]) for case in cases.values())) for way in _ways(cases)]
+        many = [
+            (
+                lengths,
+                f"{m['saturated_rps']:.1f}",
+                f"{m['latency_ms_p50']:.0f} / {m['latency_ms_p99']:.0f}",
+                f"{m['latency_p99_over_p50']:.1f}",
+                f"{m['alone_ms_p50']:.0f} / {m['alone_ms_p99']:.0f}",
+                f"{m['alone_p99_over_p50']:.1f}",
+                f"{m['slowdown_p50']:.1f} / {m['slowdown_p99']:.1f}",
+            )
+            for lengths, m in result["mixed"].items()
+            if m["repetitions"]
+        ]
+        head = ("lengths", "saturated, 1/s", "p50 / p99, ms", "ratio", "alone, ms", "ratio", "slowdown, p50 / p99")
+        text += targets(result) + "\n" + table(["requests a second", *cases], rows) + "\n" + table(head, many)
+    return text or NOT_MEASURED
+
+
+def _ways(cases: dict[str, Any]) -> list[str]:
+    """The fastest at the first case first, those without a figure there last."""
+    ways = next(iter(cases.values()))["ways"]
+    return sorted(ways, key=lambda way: -ways[way]["rps"] if isinstance(ways[way], dict) else 0.0)
+
+
+def _rate(figures: dict[str, float] | str) -> str:
+    return figures if isinstance(figures, str) else number(figures["rps"])
+
+
+def beside() -> str:
+    """A benchmark beside traffic: what was to hold, requests' latencies, and each row's milliseconds."""
+    text = ""
+    for _, result in results("beside"):
+        alone, busy = result["latency_ms"]["alone"], result["latency_ms"]["beside"]
+        text += (
+            f"\n{made_on(result['environment'])}; {result['requests_a_second']:g} requests a second, p50 / p99 "
+            f"{alone['p50']} / {alone['p99']} ms alone, {busy['p50']} / {busy['p99']} ms beside a benchmark:\n\n"
+        )
+        rows = [(r["backend"], r["q_len"], number(r["alone_ms"]), number(r["beside_ms"])) for r in result["rows"]]
+        text += targets(result) + "\n" + table(["backend", "length", "alone, ms", "beside traffic, ms"], rows)
+    return text or NOT_MEASURED
+
+
+def rpc() -> str:
+    """Calls over gRPC beside calls over HTTP, by what they carry."""
+    text = ""
+    for _, result in results("rpc"):
+        text += f"\n{made_on(result['environment'], 'python', 'grpcio')}:\n\n"
+        rows = []
+        for row in result["medians"]:
+            size = row["bytes"]
+            carried = f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+            times = row["http_microseconds"], row["grpc_microseconds"]
+            rows.append((f"{carried} {row['way']}", *times, f"{times[1] / times[0]:.1f}"))
+        text += table(["carried", "HTTP, µs", "gRPC, µs", "ratio"], rows)
+    return text or NOT_MEASURED
+
+
+def ray() -> str:
+    """Milliseconds of a call by its direction and size, by what it passes on its way; a table for each machine."""
+    text = ""
+    for _, result in results("ray"):
+        found = result["median_milliseconds"]
+        text += f"\n{made_on(result['environment'], 'python', 'ray', 'uvicorn')}:\n\n"
+        ways = list(next(iter(found.values())))
+        text += table(["", *ways], ((what, *(ms[way] for way in ways)) for what, ms in found.items()))
+    return text or NOT_MEASURED
+
+
+def capacity() -> str:
+    """What the calculator predicted of calls, and what they took."""
+    text = ""
+    for stem, result in results("capacity"):
+        rates = {name: number(value / 1e9) for name, value in result["rates"].items() if value and value > 1e6}
+        text += (
+            f"\n{made_on(result['environment'], 'torch')}; {result['rounds']} rounds. Rates: a "
+            f"call {result['rates']['call'] * 1e3:.2f} ms, upload {rates['upload']} GB/s, download {rates['download']} "
+            f"GB/s, forward {rates['flops']} GFLOP/s, gradient {rates['grad_flops']} GFLOP/s, keys read at "
+            f"{rates['memory']} GB/s.\n\n![Predicted and measured](images/{stem}.svg)\n\n"
+        )
+        head = ("", "predicted, ms", "measured, ms", "ratio", "predicted, requests a second", "measured", "ratio")
+        names = ("predicted_ms", "measured_ms", "ratio", "predicted_rps", "measured_rps", "rps_ratio")
+        text += table(head, [(row["case"], *(number(row[name]) for name in names)) for row in result["cases"]])
+    return text or NOT_MEASURED

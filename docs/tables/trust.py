@@ -1,0 +1,72 @@
+"""Tables of what the service bears, from benchmarks/results: load, faults, hours and bytes that nobody should send."""
+
+from __future__ import annotations
+
+import json
+
+from .markdown import NOT_MEASURED, RESULTS, made_on, results, table, verdicts
+
+
+def load() -> str:
+    """What the load test asked, and what it counted at each step, for each machine, with its curve."""
+    text = ""
+    for stem, result in results("load"):
+        text += (
+            f"\n{made_on(result['environment'], 'python', 'torch', 'locust')}: "
+            f"a capacity of {result['capacity']} calls a second.\n\n"
+            f"![Latency against the offered rate](images/{stem}.svg)\n\n"
+        )
+        head = ("offered", "answered", "p50_ms", "p95_ms", "p99_ms", "calls", "errors", "generator_busy", "why")
+        rows = (
+            (f"{step['scenario']}: {step['step']}", *("" if step[name] is None else step[name] for name in head))
+            for step in result["steps"]
+        )
+        text += verdicts(result) + "\n" + table(["step", *head], rows)
+    return text or NOT_MEASURED
+
+
+def steady(what: str) -> str:
+    """What was asked of a soak or an overload, and its picture."""
+    text = ""
+    for stem, result in results(what):
+        text += f"\n{made_on(result['environment'], 'python', 'torch')}:\n\n![{what}](images/{stem}.svg)\n\n"
+        text += verdicts(result)
+    return text or NOT_MEASURED
+
+
+def faults() -> str:
+    """What was injected, what callers got while each fault was the last one, and how soon all was well again."""
+    text = ""
+    for _, result in results("faults"):
+        made = result["runs"][0]["environment"]
+        seeds = ", ".join(f"{run['seed']} ({run['workers']})" for run in result["runs"])
+        text += (
+            f"\n{made['device']}, {made['cores']} cores, which others used too (load average "
+            f"{made['load_average'][0]:.0f} at the start), python {made['python']}, torch {made['torch']}, "
+            f"{made['date'][:10]}, commit {made['commit'][:10]}; seeds, and HTTP processes: {seeds}. "
+            f"{result['injected']} faults in {result['rounds']} rounds, {sum(result['calls'].values())} calls, "
+            f"{len(result['violations'])} violations.\n\n"
+        )
+        rows = []
+        for row in result["faults"]:
+            others = [f"{n}× {what.removeprefix('refused ')}" for what, n in row["calls"].items() if what != "right"]
+            name, right = row["fault"].replace("_", " "), row["calls"].get("right", 0)
+            rows.append((name, row["injected"], right, ", ".join(others), row["recovery_median"]))
+        head = ("fault", "injected", "right answers", "other outcomes", "all well again, median s")
+        text += table(head, rows)
+    return text or NOT_MEASURED
+
+
+def fuzz() -> str:
+    """What each fuzzer has run."""
+    path = RESULTS / "fuzz.json"
+    if not path.exists():
+        return NOT_MEASURED
+    rows = []
+    for name, found in json.loads(path.read_text()).items():
+        slowest, peak = found.get("slowest_seconds"), found.get("peak_mib")
+        failed = "yes" if found["failed"] else "none"
+        cells = (f"`{name}`", found["minutes"], f"{found['executions']:,}", found.get("edges", ""), failed)
+        bounds = "" if slowest is None else f"under {slowest + 1} s", "" if peak is None else f"{peak} MiB"
+        rows.append((*cells, *bounds, f"{found['date'][:10]}, `{found['commit'][:10]}`"))
+    return table(["target", "minutes", "inputs", "branches", "failures", "slowest", "memory", "when, commit"], rows)
