@@ -140,7 +140,7 @@ class Problem:
         """
         views = {name: self.canonical(name, t) for named in (self.tensors, self.outputs) for name, t in named.items()
                  if name not in _NOT_OF_ROWS}  # fmt: skip
-        for row, count in [(row, 1) for row in self.rows] if most == 1 or self.spec.ragged else self._alike(most):
+        for row, count in self._alike(most):
             yield row, {name: _own(name, view, row, count) for name, view in views.items()}
 
     def _alike(self, most: int) -> Iterator[tuple[Row, int]]:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from flashpoint_kernels.problem import Problem
-from flashpoint_kernels.spec import Row, Spec
+from flashpoint_kernels.spec import Row
+from flashpoint_kernels.support import whole_vectors
 
 # Measured on 2 CPU cores, 8 heads, D 64, a call a millisecond, threads asleep while they wait, as in the server: a
 # second thread costs a third at 18 MiFLOP, a fifth at 32 and 50, and saves a tenth at 72, two fifths at 128.
@@ -90,26 +91,16 @@ def thread_count(problem: Problem, row: Row) -> int:
     return max(1, min(flops // FLOPS_PER_THREAD, CORES // max(side_by_side, 1)))
 
 
-# What follows was seen of torch 2.13, and a test holds it: with rows of whole vectors the bits of its fused operators
-# change neither with the batch, nor, from this many queries on, with the threads, where each has a task.
+# Seen of torch 2.13, and a test holds it: with rows of whole vectors and this many queries the bits of its fused
+# operators do not change with the threads, where each has a task.
 _FEWEST_QUERIES = 16
-_VECTOR = 16  # float32s of an AVX-512 register
 _BLOCK = 256  # queries, at most, of one task of the forward
-_TOGETHER = 1 << 20  # elements of q: 4 MiB in float32, which a call of its own does not cost; copies of it are as large
-
-
-def neighbours(problem: Problem) -> int:
-    """Sequences that may share one call of torch's fused CPU operators, with the bits that each has alone."""
-    spec = problem.spec
-    if problem.device.type != "cpu" or not _whole_vectors(spec) or "attn_mask" in spec.tensors:
-        return 1
-    return max(1, _TOGETHER // max(1, spec.q_heads * spec.q_len * spec.head_dim))
 
 
 def with_all_threads(problem: Problem) -> Problem:
     """The problem, allowed all threads that torch has here where its bits on torch's fused operators keep the same."""
     spec = problem.spec
-    if not (problem.rows and _whole_vectors(spec)):
+    if not (problem.rows and whole_vectors(spec)):
         return problem
     shortest = min(row.q_len for row in problem.rows)
     # A task of the backward is a key/value head; the forward's are blocks of a query head's rows.
@@ -119,10 +110,6 @@ def with_all_threads(problem: Problem) -> Problem:
     if of_one < 2 and any(thread_count(problem, row) > 1 for row in problem.rows):  # for BLAS, inside the one task
         return problem
     return replace(problem, threads=torch.get_num_threads())
-
-
-def _whole_vectors(spec: Spec) -> bool:
-    return spec.head_dim % _VECTOR == 0 and spec.value_dim % _VECTOR == 0
 
 
 @contextmanager

@@ -4,7 +4,7 @@ On the CPU `_scaled_dot_product_flash_attention_for_cpu`, on CUDA torch's FlashA
 and its memory-efficient kernel for the rest; each with its own backward from the saved `o` and `lse`. These operators
 are private to torch: a test guards their signatures, and the gpu tests prove the CUDA half of this file on a device.
 
-Sequences share a call where its bits do not change with the batch (`reproducible.neighbours`), else each is a batch of
+Sequences share a call where its bits do not change with the batch (`support.neighbours`), else each is a batch of
 one. What the operators leave out is put right here: they know the diagonal from the top left alone, have no answer (or
 crash) without keys, and give `lse` 0 for a masked row.
 """
@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashpoint_kernels.problem import Problem, narrowed
-from flashpoint_kernels.reproducible import aligned, aligned_heads, neighbours, threads
+from flashpoint_kernels.reproducible import aligned, aligned_heads, threads
 from flashpoint_kernels.spec import Row
+from flashpoint_kernels.support import neighbours
 
 INF = float("inf")
 _aten = torch.ops.aten
@@ -66,7 +67,8 @@ def backward(problems: Sequence[Problem]) -> None:
 
 def _with_work(problem: Problem) -> Iterator[tuple[Row, dict[str, Tensor]]]:
     """The sequences with a query and a key: the operators divide by zero without, and the answer is written already."""
-    return ((row, x) for row, x in problem.batches(neighbours(problem)) if row.q_len and row.kv_len)
+    most = neighbours(problem.spec, "torch") if problem.device.type == "cpu" else 1
+    return ((row, x) for row, x in problem.batches(most) if row.q_len and row.kv_len)
 
 
 @contextmanager

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, ProblemError, attention, attention_backward, verify
+from flashpoint_kernels.support import neighbours
+from flashpoint_kernels.timing.memory import peak_bytes
 from tests.conftest import DEVICE
-from tests.kernels.solving import backward, forward, normal, qkv
+from tests.kernels.solving import backward, forward, normal, qkv, spec_of
 
 SCHEMAS = {
     "_scaled_dot_product_flash_attention_for_cpu":
@@ -79,6 +81,16 @@ def test_backward_takes_the_lse_of_any_backend() -> None:
     expected = backward("reference", t, causal=True)
     for name, x in expected.items():
         torch.testing.assert_close(grads[name], x, rtol=2e-6, atol=2e-6)
+
+
+def test_sequences_share_a_call_while_what_is_copied_for_it_is_small() -> None:
+    """A query, many keys: bfloat16 keys and values become float32, 8 MiB for a call and not 128 for the whole batch."""
+    t = {name: x for name, x in qkv(64, 2, 1, 2048, 64, dtype=torch.bfloat16, seed=1).items() if name != "do"}
+    assert neighbours(spec_of(t, Options(), "forward"), "torch") == 4
+    assert neighbours(spec_of(qkv(8, 2, 2048, 1, 64), Options(), "backward"), "torch") == 4
+    forward("torch", t)  # threads and libraries are there
+    if DEVICE == "cpu" and (held := peak_bytes(lambda: forward("torch", t), "cpu")) is not None:
+        assert held < 16 << 20
 
 
 @pytest.mark.parametrize(
