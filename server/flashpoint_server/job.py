@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashpoint_kernels.spec import Spec
+from flashpoint_kernels.support import neighbours
 from flashpoint_server.messages import Prove, Submit, pack_options
 from flashpoint_server.staging import Staging
 
 PARTS = ("decode", "queue", "compute", "encode")  # of a request's way
-SEQUENCE_SECONDS = 2e-4  # of each sequence, beside its FLOPs: 0.14 ms on the CPU's torch backend, 0.5 on tiled
+CALL_SECONDS = 2e-4  # of each call of an operator, beside its FLOPs: 0.14 ms on the CPU's torch backend, 0.5 on tiled
 
 
 @dataclass(eq=False)
@@ -91,7 +92,8 @@ class AttentionJob(Job):
         return min(self.spec.flops, 1 << 62)
 
     def seconds(self, speed: float) -> float:
-        return self.flops / speed + self.spec.batch * SEQUENCE_SECONDS
+        calls = -(-self.spec.batch // neighbours(self.spec, self.backend))
+        return self.flops / speed + calls * CALL_SECONDS
 
     def message(self, number: int, rank: float) -> Submit:
         return Submit(
