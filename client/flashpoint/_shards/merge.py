@@ -26,6 +26,8 @@ from flashpoint.errors import invalid
 _OF_QUERIES = ("q", "o", "do", "lse", "dlse")
 _FORWARD = ("q", "k", "v", "attn_mask")
 _BACKWARD = (*_FORWARD, "do", "dlse")
+# Infinities of the caller's, and numbers too large for float16, are answered and not warned of: as a server does.
+_QUIET = np.errstate(invalid="ignore", over="ignore")
 # What a shard has in its own way, or its servers need not know.
 _OWN = {"layout", "causal", "causal_alignment", "window", "dropout_p", "dropout_seed", "return_lse", "grads"}
 
@@ -66,6 +68,11 @@ def forward(problem: Problem, plan: Plan) -> Steps:
     """Steps to {"o", "lse"} in the problem's dtype and in float32, laid out as the caller's."""
     questions = [_question(problem, shard, _FORWARD, {"return_lse": True}) for shard in plan.shards]
     answers = yield questions
+    return _merged(problem, plan, answers)
+
+
+@_QUIET
+def _merged(problem: Problem, plan: Plan, answers: list[list[Numbers]]) -> dict[str, Numbers]:
     q, v = problem.tensors["q"], problem.tensors["v"]
     lse = np.full(q.shape[:3], -np.inf, np.float64)
     parts = []
@@ -73,8 +80,7 @@ def forward(problem: Problem, plan: Plan) -> Steps:
         at = (shard.rows.batch, slice(None), shard.queries)
         lse_s = lse_s.astype(np.float64) + _row_bias(problem, shard)
         parts.append((at, o, lse_s))
-        with np.errstate(invalid="ignore"):  # infinities of the caller's
-            lse[at] = np.logaddexp(lse[at], lse_s)
+        lse[at] = np.logaddexp(lse[at], lse_s)
     if "sinks" in problem.tensors:
         sinks = problem.tensors["sinks"].astype(np.float64)[:, None]
         for rows in problem.rows:
@@ -83,10 +89,8 @@ def forward(problem: Problem, plan: Plan) -> Steps:
     whole = np.zeros((*problem.shapes["q"][:-1], v.shape[-1]), problem.sum_dtype)
     view = problem.view(whole)
     for at, o, lse_s in parts:
-        total = lse[at]
-        with np.errstate(invalid="ignore", over="ignore"):
-            weight = np.exp(lse_s - np.where(np.isneginf(total), 0.0, total)).astype(problem.sum_dtype)
-            view[at] += weight[..., None] * o.astype(problem.sum_dtype)
+        weight = np.exp(lse_s - _or_zero(lse[at])).astype(problem.sum_dtype)
+        view[at] += weight[..., None] * o.astype(problem.sum_dtype)
     return {"o": whole.astype(q.dtype, copy=False), "lse": lse.astype(np.float32).reshape(problem.lse_shape)}
 
 
@@ -115,11 +119,15 @@ def backward(problem: Problem, plan: Plan) -> Steps:
     answers = yield questions
     for question, answer in zip(questions, answers, strict=True):
         for name, part in zip(asked, answer, strict=True):
-            whole = sums[name]
-            view = whole.reshape(problem.tensors["attn_mask"].shape) if name == "dattn_mask" else problem.view(whole)
-            at = _at(problem, question.shard, name[1:])
-            view[at] += _summed_to(part, view[at].shape)
+            _add(problem, question.shard, name, part, sums[name])
     return sums
+
+
+@_QUIET
+def _add(problem: Problem, shard: Shard, name: str, part: Numbers, whole: Numbers) -> None:
+    view = whole.reshape(problem.tensors["attn_mask"].shape) if name == "dattn_mask" else problem.view(whole)
+    at = _at(problem, shard, name[1:])
+    view[at] += _summed_to(part, view[at].shape)
 
 
 def _question(problem: Problem, shard: Shard, names: tuple[str, ...], more: dict[str, Any]) -> Question:
@@ -181,6 +189,7 @@ def _with_columns(mask: Numbers | None, columns: Numbers) -> Numbers:
     return np.where(mask, columns, -np.inf).astype(columns.dtype) if mask.dtype == np.bool_ else mask + columns
 
 
+@_QUIET
 def _add_dsinks(problem: Problem, dsinks: Numbers) -> None:
     """dsinks = Σ exp(sink − lse) · (dlse − do·o) over the queries that are in a sequence."""
     t = problem.tensors
@@ -190,8 +199,13 @@ def _add_dsinks(problem: Problem, dsinks: Numbers) -> None:
         seen = -np.einsum("bhsd,bhsd->bhs", do, o, dtype=np.float64)
         if "dlse" in t:
             seen += t["dlse"][at]
-        weight = np.exp(t["sinks"].astype(np.float64)[:, None] - t["lse"][at])
+        weight = np.exp(t["sinks"].astype(np.float64)[:, None] - _or_zero(t["lse"][at]))
         dsinks += (weight * seen).sum(axis=(0, 2))
+
+
+def _or_zero(lse: Numbers) -> Numbers:
+    """`lse` to be taken from a score: where nothing is seen, not even a sink, each score's weight is exp(−inf) = 0."""
+    return np.where(np.isneginf(lse), 0.0, lse)
 
 
 def _summed_to(part: Numbers, shape: tuple[int, ...]) -> Numbers:

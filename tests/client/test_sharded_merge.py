@@ -1,0 +1,51 @@
+"""How the answers of shards become one where they are not numbers, or nothing is seen: without a server."""
+
+import numpy as np
+
+from flashpoint._shards import merge
+from flashpoint._shards.plan import plan
+from flashpoint._shards.problem import problem
+from flashpoint.options import AttentionOptions
+
+ZEROS = np.zeros((1, 1, 4, 8), np.float32)
+ANSWER = np.ones((1, 1, 4, 8), np.float32)
+
+
+def merged(answers, steps):
+    """What `steps` make of `answers`, one a question."""
+    try:
+        questions = next(steps)
+        assert len(questions) == len(answers)
+        steps.send(answers)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("more was asked")
+
+
+def test_a_query_without_a_key_and_with_a_sink_of_minus_infinity_has_no_gradient_there():
+    keys = np.zeros((1, 1, 0, 8), np.float32)
+    lse = np.full((1, 1, 4), -np.inf, np.float32)  # of no key and no sink
+    given = {"do": ANSWER, "q": ZEROS, "k": keys, "v": keys, "o": ZEROS, "lse": lse}
+    whole = problem({**given, "sinks": np.full(1, -np.inf, np.float32)}, AttentionOptions(grads=("dsinks",)))
+    assert merged([], merge.backward(whole, plan(whole, 2, None)))["dsinks"].tolist() == [0]
+
+
+def test_infinities_and_nan_are_answered_without_a_warning():
+    given = {"q": ZEROS, "k": ZEROS, "v": ZEROS, "sinks": np.full(1, np.nan, np.float32)}
+    for lse in (np.inf, -np.inf, np.nan):
+        whole = problem(given, AttentionOptions(return_lse=True))
+        answer = [ANSWER, np.full((1, 1, 4), lse, np.float32)]
+        found = merged([answer, answer], merge.forward(whole, plan(whole, 2, (1, 2))))
+        assert np.isnan(found["o"]).all()
+        assert np.isnan(found["lse"]).all()
+
+
+def test_a_sum_beyond_float16_is_infinite_as_a_servers():
+    given = {"do": ZEROS, "q": ZEROS, "k": ZEROS, "v": ZEROS, "o": ZEROS}
+    half = {name: t.astype(np.float16) for name, t in given.items()} | {"lse": np.zeros((1, 1, 4), np.float32)}
+    whole = problem(half, AttentionOptions(grads=("dq",)))
+    parts = np.full((1, 1, 4, 8), 6e4, np.float16)
+    found = merged([[parts], [parts]], merge.backward(whole, plan(whole, 2, (1, 2))))
+    answer = whole.answer("dq", found["dq"])
+    assert answer.dtype == np.float16
+    assert np.isposinf(answer).all()
