@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
 from flashpoint import jsonwire
-from flashpoint_server.parent import die_with_parent
+from flashpoint_server.codec_process import NUMBER, pack, room, unpack
 from flashpoint_server.refusal import Refusal, out_of_time
 
 Arrays = dict[str, NDArray[Any]]
@@ -22,14 +22,15 @@ T = TypeVar("T")
 
 
 class Codec:
-    """One process, started with the first JSON body, and again when it was lost.
+    """One process, started with the first JSON body, and again when it was lost. It makes one call at a time.
 
     `deadline` is in `time.monotonic` seconds: behind it nobody waits, for a turn or for the end. Every call raises
     Refusal 503 and 504.
     """
 
     def __init__(self) -> None:
-        self._pool: ProcessPoolExecutor | None = None
+        self._process: _Process | None = None
+        self._turn = asyncio.Lock()
 
     async def decode(self, text: bytes, deadline: float | None) -> tuple[Arrays, dict[str, Any]]:
         """As `jsonwire.decode`. Raises WireError and FieldError."""
@@ -43,29 +44,72 @@ class Codec:
 
     async def run(self, deadline: float | None, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function of a module there. Raises what it raises."""
-        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        pool = self._pool
         try:
-            if pool is None:
-                pool = self._pool = ProcessPoolExecutor(1, get_context("spawn"), die_with_parent, (os.getpid(),))
-            async with asyncio.timeout(left):
-                return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+            async with asyncio.timeout(None if deadline is None else max(deadline - time.monotonic(), 0.0)), self._turn:
+                returned, value = await self._ask((function, arguments))
         except TimeoutError:
             raise out_of_time() from None
-        except BrokenProcessPool:
-            self._forget(pool)
+        except (EOFError, ConnectionError):
             raise Refusal("engine_lost", "the process that reads JSON died with this request") from None
-        except OSError as error:  # no semaphore, descriptor or process to be had
-            self._forget(pool)
+        except OSError as error:  # no descriptor or process to be had
             raise Refusal("out_of_memory", f"the process that reads JSON cannot be started: {error}") from None
-        except MemoryError:
-            raise Refusal("out_of_memory", "the process that reads JSON ran out of memory for this request") from None
+        if returned:
+            return value  # type: ignore[no-any-return]
+        if isinstance(value, MemoryError):
+            raise Refusal("out_of_memory", "the process that reads JSON ran out of memory for this request")
+        raise value
 
-    def _forget(self, pool: ProcessPoolExecutor | None) -> None:
-        """The next call starts another."""
-        if self._pool is pool:
-            self._pool = None
+    async def _ask(self, message: Any) -> tuple[bool, Any]:
+        """Whether the call returned, and what it returned or raised."""
+        try:
+            if self._process is None:
+                self._process = _Process()
+            return await self._process.ask(message)  # type: ignore[no-any-return]
+        except BaseException:  # given up, too: nobody may take the rest of this for the next answer
+            self.close()
+            raise
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        """End the process; the next call starts another."""
+        if self._process is not None:
+            self._process.end()
+            self._process = None
+
+
+class _Process:
+    """A process that makes calls. Raises OSError where there is none to be had."""
+
+    def __init__(self) -> None:
+        self._sock, theirs = socket.socketpair()
+        self._sock.setblocking(False)
+        with theirs:
+            fd, parent = theirs.fileno(), os.getpid()
+            command = ["-m", "flashpoint_server.codec_process", "--socket", str(fd), "--parent", str(parent)]
+            try:
+                self._process = subprocess.Popen([sys.executable, *command], pass_fds=[fd])
+            except BaseException:
+                self._sock.close()
+                raise
+
+    async def ask(self, message: Any) -> Any:
+        """Raises EOFError, OSError and MemoryError: then it is of no use any more."""
+        loop = asyncio.get_running_loop()
+        for piece in pack(message):
+            await loop.sock_sendall(self._sock, piece)
+        return unpack([await self._read(await self._number()) for _ in range(await self._number())])
+
+    async def _number(self) -> int:
+        return int(NUMBER.unpack(await self._read(NUMBER.size))[0])
+
+    async def _read(self, size: int) -> memoryview:
+        loop, place, done = asyncio.get_running_loop(), room(size), 0
+        while done < size:
+            if not (count := await loop.sock_recv_into(self._sock, place[done:])):
+                raise EOFError
+            done += count
+        return place
+
+    def end(self) -> None:
+        self._sock.close()
+        self._process.kill()
+        self._process.wait()

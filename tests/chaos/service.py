@@ -146,7 +146,7 @@ def role_of(command: list[str]) -> str | None:
     """By its command line; None for what the standard library runs beside."""
     text = " ".join(command)
     words = {"flashpoint_server.worker": "http", "engine_process": "engine", "faulty_engine": "engine"}
-    words["multiprocessing.spawn"] = "codec"
+    words["codec_process"] = "codec"
     return next((role for word, role in words.items() if word in text), None)
 
 

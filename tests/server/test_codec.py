@@ -7,7 +7,9 @@ import resource
 import time
 
 import numpy as np
+import psutil
 import pytest
+import uvloop
 
 from flashpoint import jsonwire
 from flashpoint_server.codec import Codec
@@ -15,7 +17,7 @@ from flashpoint_server.memory import Pool, PoolFullError
 from flashpoint_server.refusal import Refusal
 
 TEXT = jsonwire.encode({"q": np.ones((2, 2), np.float32)}, {})
-LONG = jsonwire.encode({"q": np.ones((1 << 10, 1 << 10), np.float32)}, {})  # a million numbers
+LONG = jsonwire.encode({"q": np.ones((1 << 9, 1 << 9), np.float32)}, {})  # a quarter of a million numbers
 
 
 @contextlib.contextmanager
@@ -36,12 +38,29 @@ def no_descriptors():
             os.close(fd)
 
 
+@contextlib.contextmanager
+def no_memory(more):
+    """No address space but `more` bytes beyond what is mapped."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def run(coroutine):
+    """As the service does."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(coroutine)
+
+
 def refused(code):
     return pytest.raises(Refusal, check=lambda refusal: refusal.code == code)
 
 
 def test_nobody_waits_for_json_beyond_the_deadline():
-    async def run():
+    async def calls():
         codec = Codec()
         try:
             await codec.decode(TEXT, None)
@@ -57,11 +76,47 @@ def test_nobody_waits_for_json_beyond_the_deadline():
         finally:
             codec.close()
 
-    asyncio.run(run())
+    run(calls())
+
+
+def test_the_call_after_one_that_was_given_up_gets_its_own_answer():
+    async def calls():
+        codec = Codec()
+        try:
+            await codec.decode(TEXT, None)
+            for _ in range(3):
+                with refused("deadline_exceeded"):
+                    await codec.decode(LONG, time.monotonic() + 0.02)  # its own numbers take longer than that
+                arrays, _ = await codec.decode(TEXT, None)
+                assert arrays["q"].tolist() == [[1, 1], [1, 1]]
+        finally:
+            codec.close()
+
+    run(calls())
+
+
+def test_a_call_whose_process_is_killed_is_refused_and_the_next_is_not():
+    async def calls():
+        codec = Codec()
+        try:
+            await codec.decode(TEXT, None)
+            (process,) = psutil.Process().children()
+            long = asyncio.ensure_future(codec.decode(LONG, None))
+            await asyncio.sleep(0)
+            process.kill()
+            with refused("engine_lost"):
+                await long
+            arrays, _ = await codec.decode(TEXT, None)
+            assert arrays["q"].tolist() == [[1, 1], [1, 1]]
+        finally:
+            codec.close()
+        assert not psutil.Process().children()
+
+    run(calls())
 
 
 def test_where_no_process_can_be_started_json_is_refused_until_one_can():
-    async def run():
+    async def calls():
         codec = Codec()
         try:
             with no_descriptors(), refused("out_of_memory"):
@@ -71,7 +126,22 @@ def test_where_no_process_can_be_started_json_is_refused_until_one_can():
         finally:
             codec.close()
 
-    asyncio.run(run())
+    run(calls())
+
+
+@pytest.mark.parametrize("mib", [0, 1, 8])
+def test_a_process_that_starts_when_memory_is_scarce_leaves_nobody_waiting(mib):
+    async def calls():
+        codec = Codec()
+        try:
+            with no_memory(mib << 20), contextlib.suppress(Refusal, MemoryError):
+                await codec.decode(TEXT, time.monotonic() + 30)
+            arrays, _ = await codec.decode(TEXT, time.monotonic() + 30)
+            assert arrays["q"].tolist() == [[1, 1], [1, 1]]
+        finally:
+            codec.close()
+
+    run(calls())
 
 
 def test_where_no_segment_can_be_made_the_pool_is_full_until_one_can():
