@@ -1,6 +1,19 @@
 """The service: attention and its gradients over HTTP. `create_app` makes it, `flashpoint serve` runs it."""
 
-from flashpoint_server.app import create_app
-from flashpoint_server.settings import Settings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashpoint_server.app import create_app
+    from flashpoint_server.settings import Settings
 
 __all__ = ["Settings", "create_app"]
+
+_MODULES = {"create_app": "flashpoint_server.app", "Settings": "flashpoint_server.settings"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when it is asked for: an engine, whose start is waited for, has no need of what HTTP takes."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
