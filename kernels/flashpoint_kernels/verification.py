@@ -12,8 +12,8 @@ materialised attention in the inputs' dtype:
 
 A relative rule alone goes blind where softmax is sharp, hence the absolute ones. Where gradients cancel (one key:
 dq = dk = 0) it asks for the impossible: they are ds = P∘(dP − delta), and delta = rowsum(o∘do) is known no better than
-o is rounded and float32 sums. So the bound of a gradient is never below what that rounding of delta does to it, and
-that of o, where values cancel, never below the rounding of the terms p·v.
+o is rounded and float32 sums. So a gradient that misses its bound may be off by what that rounding of delta does to it,
+and o, where values cancel, by the rounding of the terms p·v.
 """
 
 from __future__ import annotations
@@ -124,12 +124,15 @@ def verify(
     judged = []
     for problem in problems:
         exact, plain = _solve(problem, torch.float64), _solve(problem, DTYPES[problem.spec.dtype])
-        noise = _noise(problem, forward)
-        judged += [
-            _judge(problem.spec, name, answers[name], exact[name], plain[name], noise.get(name))
+        found = [
+            _judge(problem.spec, name, answers[name], exact[name], plain[name])
             for name in problem.outputs
             if name in answers
         ]
+        if not all(t.ok for t in found):
+            noise = _noise(problem, forward)  # which costs as much again
+            found = [t if t.ok or t.name not in noise else _forgiven(t, *noise[t.name]) for t in found]
+        judged += found
     return Verification(backend, forward.spec.dtype, all(t.ok for t in judged), tuple(judged))
 
 
@@ -185,15 +188,18 @@ def _noise(problem: Problem, forward: Problem) -> dict[str, tuple[float, str]]:
     return {name: (_largest(t), "the rounding of rowsum(o*do)") for name, t in moved.items()}
 
 
-def _judge(
-    spec: Spec, name: str, answer: Tensor, exact: Tensor, plain: Tensor, noise: tuple[float, str] | None
-) -> Judgement:
+def _forgiven(judged: Judgement, noise: float, rule: str) -> Judgement:
+    """The judgement of an answer that misses its bound, where so much noise is above that."""
+    if noise <= judged.bound:
+        return judged
+    return replace(judged, bound=noise, rule=rule, ok=judged.max_abs <= noise)
+
+
+def _judge(spec: Spec, name: str, answer: Tensor, exact: Tensor, plain: Tensor) -> Judgement:
     difference = _difference(answer, exact)
     errors = _errors(answer, exact, difference)
     of_torch = _errors(plain, exact, _difference(plain, exact))
     bound, rule = _bound(spec, name, _largest(exact), of_torch.max_abs)
-    if noise is not None and noise[0] > bound:
-        bound, rule = noise
     return Judgement(
         **vars(errors), name=name, bound=bound, rule=rule, ok=errors.max_abs <= bound, torch=of_torch,
         histogram=_histogram(difference),

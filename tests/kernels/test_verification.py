@@ -99,6 +99,20 @@ def test_float32_has_torchs_error_where_torch_itself_misses_the_bound() -> None:
     assert o.ok
 
 
+@pytest.mark.parametrize(("off", "rule", "ok"), [
+    (0.0, "2e-06 of the largest value", True),
+    (1e-7, "the rounding of rowsum(o*do)", True),
+    (1e-4, "the rounding of rowsum(o*do)", False),
+])  # fmt: skip
+def test_what_cancels_is_forgiven_its_rounding_where_it_misses_the_bound(off: float, rule: str, ok: bool) -> None:
+    """One key: dq is 0, known to no better than rowsum(o*do) is."""
+    t = qkv(1, 1, 6, 1, 16)
+    (dq,) = verify(t, answers={"dq": torch.full_like(t["q"], off)}).tensors
+    assert dq.rule == rule
+    assert dq.ok == ok
+    assert (dq.bound > 0) == (off > 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_have_twice_and_thrice_torchs_error(dtype: torch.dtype) -> None:
     found = {e.name: e for e in verify(qkv(2, 4, 100, 128, 64, dtype=dtype), Options(backend="tiled")).tensors}
