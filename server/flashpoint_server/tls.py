@@ -27,7 +27,9 @@ def load(into: ssl.SSLContext, cert: Path, key: Path | None) -> None:
         raise ValueError(f"the key in {key or cert} has a password, and there is nobody to ask for it")
 
     try:
-        into.load_cert_chain(cert, key, no_password)
+        # A pair that does not fit would leave `into` with half of it, and no connection could be made any more.
+        for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), into):
+            context.load_cert_chain(cert, key, no_password)
     except (OSError, ssl.SSLError) as error:
         files = f"{cert} and {key}" if key else f"{cert}"
         raise ValueError(f"no certificate and its key in {files}: {error.strerror or error}") from None
