@@ -80,6 +80,8 @@ def test_a_misspelt_field_would_be_seen():
         ({"autoscaling": {"kind": "hpa", "minReplicas": 5, "maxReplicas": 4}}, "autoscaling.maxReplicas"),
         ({"settings": {"otlp_endpoint": "http://collector:4318"}}, "networkPolicy.egress"),
         ({"settings": {"grpc_port": 0}}, "settings.grpc_port"),
+        ({"settings": {"grpc_port": 8000}, "service": {"port": 80}}, "settings.grpc_port"),
+        ({"settings": {"grpc_port": 9001}, "service": {"port": 9001}}, "settings.grpc_port"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )

@@ -46,6 +46,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if and (not (kindIs "invalid" $port)) (not $port) -}}
 {{- fail "settings.grpc_port: 0 takes a free port, which a Service cannot name" -}}
 {{- end -}}
+{{- if has (int $port) (list 8000 (int .Values.service.port)) -}}
+{{- fail "settings.grpc_port: is HTTP's, which is 8000 in a pod and service.port at the Service" -}}
+{{- end -}}
 {{- with .Values.autoscaling -}}
 {{- if and (ne .kind "off") (lt (int .maxReplicas) (int .minReplicas)) -}}
 {{- fail "autoscaling.maxReplicas: less than autoscaling.minReplicas" -}}
