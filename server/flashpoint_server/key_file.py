@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 Right = Literal["attention", "verify", "benchmark", "info", "metrics", "admin"]
 RIGHTS: tuple[Right, ...] = get_args(Right)
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # goes into logs, labels of metrics and file names as it is
 
 
@@ -39,7 +39,7 @@ class KeyEntry(BaseModel):
     """bytes of tensors in and out; of a JSON body, of its text"""
     flops_per_second: Rate | None = None
     """floating-point operations of attention, gradients and verifications"""
-    concurrent: Annotated[int, Field(ge=1)] | None = None
+    concurrent: Annotated[int, Field(ge=1, strict=True)] | None = None
     """requests for compute inside at once"""
 
 

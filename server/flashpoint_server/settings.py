@@ -34,6 +34,7 @@ class Settings(BaseSettings):
         env_prefix="FLASHPOINT_",
         frozen=True,
         use_attribute_docstrings=True,
+        hide_input_in_errors=True,  # keys are among it
         cli_prog_name="flashpoint serve",
         cli_kebab_case=True,
         cli_hide_none_type=True,

@@ -103,9 +103,8 @@ def test_keys_come_comma_separated_and_are_not_shown(monkeypatch):
 def test_a_wrong_key_setting_is_refused_without_being_shown(keys):
     with pytest.raises(ValidationError) as caught:
         Settings(api_keys=keys)
-    message = caught.value.errors(include_input=False)[0]["msg"]
-    assert "key 1 must be" in message
-    assert "s3cret" not in message
+    assert "key 1 must be" in str(caught.value)
+    assert keys not in str(caught.value)  # who starts the server otherwise than by the command line logs it as it is
 
 
 def test_keys_of_a_file_have_names_rights_and_limits(tmp_path):
@@ -134,6 +133,8 @@ def test_keys_of_a_file_have_names_rights_and_limits(tmp_path):
         (f'[alice]\nsha256 = "{"0" * 64}"\nrights = ["info"]\nrequest_per_second = 1', "request_per_second"),
         (f'[alice]\nsha256 = "{"0" * 64}"\nrights = ["info"]\nconcurrent = 0', "concurrent"),
         (f'[alice]\nsha256 = "{"0" * 64}"\nrights = ["info"]\nbytes_per_second = inf', "bytes_per_second"),
+        (f'[alice]\nsha256 = "{"0" * 64}"\nrights = ["info"]\nconcurrent = true', "concurrent"),
+        (f'[alice]\nsha256 = "{"0" * 64}"\nrights = ["info"]\nflops_per_second = "9"', "flops_per_second"),
         (f'["../alice"]\nsha256 = "{"0" * 64}"\nrights = ["info"]', "a key's name"),
         ("alice = 1", "alice"),
     ],
