@@ -5,8 +5,9 @@
     dq, dk, dv = flashpoint.sharded.attention_grad(clients, do, q, k, v, causal=True)
 
 Queries and keys are cut into pieces of equal work, one a server; the parts of a query's answer are merged by their
-log-sum-exp. A piece whose server was full, stopping or gone goes to another. There is a whole answer or an error, and
-an error, a deadline or a cancellation ends every piece. `flashpoint.torch.attention` takes a list of clients too.
+log-sum-exp. A piece whose server was full, stopping or gone goes to another, and is asked of another as well where its
+server has said nothing for half of the time. There is a whole answer or an error, and an error, a deadline or a
+cancellation ends every piece. `flashpoint.torch.attention` takes a list of clients too.
 """
 
 from __future__ import annotations

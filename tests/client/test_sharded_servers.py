@@ -169,10 +169,20 @@ def test_an_error_that_no_other_server_mends_ends_all(attention, servers, raw, s
 
 
 def test_the_deadline_holds_for_all(attention, servers, raw):
-    quiet = silent(raw)
+    quiet = [silent(raw) for _ in range(2)]
     with pytest.raises(flashpoint.DeadlineExceededError):
-        attention([servers[0].url, quiet.url], parts=(1, 4), timeout=0.3)
-    wait_for(lambda: quiet.closed == quiet.opened == 1)
+        attention([server.url for server in quiet], parts=(1, 4), timeout=0.3)
+    for server in quiet:
+        wait_for(lambda server=server: server.closed == server.opened == 1)
+
+
+def test_a_silent_servers_shard_is_asked_of_another_at_half_time(attention, servers, raw):
+    quiet = silent(raw)
+    o, found = attention([quiet.url, servers[0].url], parts=(1, 3), timeout=3, with_meta=True)
+    np.testing.assert_allclose(o, solved(Q, K, V)[0], rtol=2e-6, atol=2e-6)
+    assert {part.url for part in found} == {servers[0].url}
+    assert len(servers[0].requests) == len(found)  # and none of them twice
+    wait_for(lambda: quiet.closed == quiet.opened)
 
 
 def test_the_deadline_ends_a_rest_too(attention, servers):

@@ -28,7 +28,7 @@ def run(work: Work, clients: Sequence[Client], sending: dict[str, Any]) -> None:
                 while (item := None if work.over else work.take(server)) is None:
                     if work.over or stopped.is_set():
                         return
-                    turn.wait(work.timeout())
+                    turn.wait(work.patience(server))
             try:
                 answer = clients[server]._run(_exchange(work, item, sending, theirs))
             except RETRIED as error:
@@ -65,7 +65,7 @@ async def run_async(work: Work, clients: Sequence[AsyncClient], sending: dict[st
             if item is None:
                 changed.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), work.timeout())
+                    await asyncio.wait_for(changed.wait(), work.patience(server))
                 continue
             try:
                 answer = await clients[server]._run(_exchange(work, item, sending))

@@ -1,13 +1,16 @@
 """Questions handed to servers: who asks what next, and what becomes of a question that a server failed. No I/O.
 
 A server is given the longest question that nobody has, one at a time, so that faster servers answer more. A question
-whose server was full, stopping, or gone goes to another; a server that failed rests before it is given the next.
+whose server was full, stopping, or gone goes to another; a server that failed rests before it is given the next. One
+that has said nothing for half of the time that it had is left with its question, which an idle server is asked as well:
+the first answer counts.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +23,15 @@ RETRIED = (OverloadedError, ConnectionFailedError)
 
 @dataclass
 class Item:
-    """A question, the servers that failed it since all had, and at last what one answered."""
+    """A question, the servers that failed it since all had, those that have it, and at last what one answered.
+
+    `late` is the time from which another may be asked as well, of `time.monotonic`.
+    """
 
     question: Question
     failed: set[int] = field(default_factory=set)
+    asked: set[int] = field(default_factory=set)
+    late: float = math.inf
     failures: int = 0
     server: int = -1
     answer: Any = None
@@ -51,11 +59,28 @@ class Work:
 
     def take(self, server: int) -> Item | None:
         """What `server` is to ask now; None where there is nothing for it."""
-        for item in self._waiting:
-            if server not in item.failed:
-                self._waiting.remove(item)
-                return item
-        return None
+        item = next((item for item in self._waiting if server not in item.failed), None)
+        if item is not None:
+            self._waiting.remove(item)
+        else:
+            item = next((item for item in self._elsewhere(server) if item.late <= time.monotonic()), None)
+        if item is not None:
+            item.asked.add(server)
+            if (left := self.timeout()) is not None:
+                item.late = time.monotonic() + left / 2
+        return item
+
+    def patience(self, server: int) -> float | None:
+        """Seconds after which there may be something for `server`, though nothing changes. Raises as `timeout`."""
+        left = self.timeout()
+        if left is None:
+            return None
+        late = min((item.late for item in self._elsewhere(server)), default=math.inf)
+        return min(left, max(0.0, late - time.monotonic()))
+
+    def _elsewhere(self, server: int) -> Iterator[Item]:
+        """What other servers have, and this one has not."""
+        return (item for item in self.items if item.answer is None and item.asked and server not in item.asked)
 
     def timeout(self) -> float | None:
         """Seconds that are left for an attempt. Raises DeadlineExceededError."""
@@ -67,23 +92,27 @@ class Work:
         return left
 
     def done(self, server: int, item: Item, answer: Any) -> None:
-        item.server, item.answer = server, answer
         self._in_a_row[server] = 0
-        self._open -= 1
+        if item.answer is None:
+            item.server, item.answer = server, answer
+            self._open -= 1
 
     def failed(self, server: int, item: Item, error: OverloadedError | ConnectionFailedError) -> float:
         """Seconds that `server` is to rest, at most to the deadline.
 
         Raises `error` where the question has failed as often as it may.
         """
-        item.failures += 1
-        self._last = error
-        if item.failures >= self._most:
-            raise error
-        item.failed.add(server)
-        if len(item.failed) == self._servers:
-            item.failed.clear()
-        self._waiting.insert(0, item)
+        item.asked.remove(server)
+        if item.answer is None:
+            item.failures += 1
+            self._last = error
+            if item.failures >= self._most:
+                raise error
+            item.failed.add(server)
+            if len(item.failed) == self._servers:
+                item.failed.clear()
+            if not item.asked:
+                self._waiting.insert(0, item)
         rest = max(backoff(self._in_a_row[server]), error.retry_after or 0.0)
         self._in_a_row[server] += 1
         return rest if self._deadline is None else min(rest, max(0.0, self._deadline - time.monotonic()))

@@ -1,0 +1,90 @@
+"""Who is asked what, without asking anyone."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from flashpoint._shards.work import Work
+from flashpoint.errors import DeadlineExceededError, OverloadedError
+
+FULL = OverloadedError("full", status=429)
+
+
+def work(questions=1, servers=2, retries=1, seconds=60.0):
+    asked = [SimpleNamespace(shard=SimpleNamespace(pairs=pairs)) for pairs in range(questions)]
+    return Work(asked, servers, retries, None if seconds is None else time.monotonic() + seconds)
+
+
+def half_time_is_over(item):
+    item.late = time.monotonic()
+
+
+def test_another_server_has_a_question_from_half_time_on():
+    one = work()
+    item = one.take(0)
+    assert 29 < one.patience(1) <= 30
+    assert one.take(1) is None
+    half_time_is_over(item)
+    assert one.patience(1) == 0
+    assert one.take(0) is None
+    assert one.take(1) is item
+    assert 29 < item.late - time.monotonic() <= 30  # for a third
+
+
+def test_what_waits_comes_first():
+    two = work(questions=2)
+    half_time_is_over(two.take(0))
+    assert two.take(1).question.shard.pairs == 0
+
+
+def test_without_a_timeout_nobody_is_late():
+    one = work(seconds=None)
+    one.take(0)
+    assert one.patience(1) is None
+    assert one.take(1) is None
+
+
+def test_of_two_answers_the_first_counts_once():
+    two = work(questions=2)
+    item = two.take(0)
+    other = two.take(1)
+    half_time_is_over(item)
+    two.done(1, other, "other")
+    assert two.take(1) is item
+    two.done(1, item, "first")
+    assert two.over
+    two.done(0, item, "second")
+    assert (item.answer, item.server) == ("first", 1)
+    assert two.over
+
+
+def test_who_fails_what_another_has_answered_harms_nobody():
+    one = work(retries=0, servers=1)
+    item = one.take(0)
+    one.done(0, item, "answer")
+    assert one.failed(0, item, FULL) > 0
+    assert item.failures == 0
+    assert one.over
+
+
+def test_a_question_that_another_still_has_does_not_wait_as_well():
+    one = work()
+    item = one.take(0)
+    half_time_is_over(item)
+    assert one.take(1) is item
+    one.failed(1, item, FULL)
+    assert one.take(1) is None
+    half_time_is_over(item)
+    assert one.take(1) is item  # whose other server is as silent as it was
+    one.failed(1, item, FULL)
+    one.failed(0, item, FULL)
+    assert one.take(0) is item
+    with pytest.raises(OverloadedError):
+        one.failed(0, item, FULL)  # the fourth of two at two servers
+
+
+def test_the_deadline_ends_the_waiting():
+    one = work(seconds=-1)
+    with pytest.raises(DeadlineExceededError):
+        one.patience(0)
