@@ -113,6 +113,8 @@ def test_the_command_computes_from_rates_that_are_given(capsys):
         (["--q-len", "8", "--head-dim", "8"], "--network-gbit"),
         (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "0"], "head_dim"),
         (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8", "--side", "up"], "--side"),
+        (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8", "--pcie-gb", "-1"], "--pcie-gb"),
+        (["--url", "http://localhost:1", "--call-ms", "1", "--q-len", "8", "--head-dim", "8"], "--call-ms"),
     ],
 )
 def test_the_command_names_what_is_wrong(capsys, flags, said):

@@ -47,9 +47,9 @@ def capacity(
     tflops: Annotated[float | None, typer.Option(help="TFLOP/s of attention on the device.", min=0)] = None,
     network_gbit: Annotated[float | None, typer.Option(help="Gbit/s of the link, each way.", min=0)] = None,
     round_trip_ms: Annotated[float, typer.Option(help="Milliseconds to the server and back.", min=0)] = 0.0,
-    call_ms: Annotated[float, typer.Option(help="Milliseconds of a call of next to nothing.", min=0)] = CALL_MS,
-    memory_gb: Annotated[float | None, typer.Option(help="GB/s that the device reads keys and values at.")] = None,
-    pcie_gb: Annotated[float | None, typer.Option(help="GB/s between server and device; none on a CPU.")] = None,
+    call_ms: Annotated[float | None, typer.Option(help=f"Milliseconds of a tiny call; {CALL_MS}.", min=0)] = None,
+    memory_gb: Annotated[float | None, typer.Option(help="GB/s that the device reads keys at.", min=0)] = None,
+    pcie_gb: Annotated[float | None, typer.Option(help="GB/s between server and GPU; none on a CPU.", min=0)] = None,
     same_cores: Annotated[bool, typer.Option(help="The server computes on the caller's own cores.")] = False,
     url: Url = None,
     api_key: Key = None,
@@ -63,7 +63,11 @@ def capacity(
     sizes: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "head_dim": head_dim, "value_dim": value_dim}
     sizes |= {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads}
     shape = checked(Shape, {name: size for name, size in sizes.items() if size is not None})
+    given = {"--tflops": tflops, "--network-gbit": network_gbit, "--call-ms": call_ms, "--memory-gb": memory_gb}
+    given |= {"--pcie-gb": pcie_gb}
     if url is not None:
+        if measured := [flag for flag, value in given.items() if value is not None]:
+            raise typer.BadParameter("is measured where there is a --url", param_hint=measured[0])
         with client(url, api_key, timeout) as server:
             rates = calculator.measure(server, dtype, shared=same_cores)
         rates = dataclasses.replace(rates, round_trip=round_trip_ms / 1e3)
@@ -71,7 +75,7 @@ def capacity(
         raise typer.BadParameter("without --url it needs both", param_hint="--tflops, --network-gbit")
     else:
         rates = calculator.Rates(
-            call=call_ms / 1e3,
+            call=(CALL_MS if call_ms is None else call_ms) / 1e3,
             upload=network_gbit * 1e9 / 8,
             download=network_gbit * 1e9 / 8,
             flops=tflops * 1e12,
