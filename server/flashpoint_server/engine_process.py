@@ -17,7 +17,13 @@ import structlog
 
 from flashpoint_server import logs
 from flashpoint_server.messages import Broken, Channel, ToEngine
-from flashpoint_server.parent import CANNOT_WORK, die_with_parent, keep_what_is_there, raise_descriptor_limit
+from flashpoint_server.parent import (
+    CANNOT_WORK,
+    die_with_parent,
+    keep_what_is_there,
+    let_others_first,
+    raise_descriptor_limit,
+)
 from flashpoint_server.waiting import Budget
 
 if TYPE_CHECKING:
@@ -61,6 +67,8 @@ def main(kind: type[Device] | None = None) -> int:
     timing = TimingLane(device.info.name, asked.benchmark_slice_ms, asked.benchmark_keep)
     engine = ServingEngine(listener, device, budget, timing, asked.hang_timeout)
     keep_what_is_there()
+    if device.is_cpu:
+        let_others_first()  # to the cores that HTTP needs
     log.info("ready", device=device.info.name, title=device.info.title, backends=device.info.backends)
     engine.run()
     return 0

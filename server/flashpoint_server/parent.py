@@ -9,6 +9,8 @@ import sys
 
 CANNOT_WORK = 78  # EX_CONFIG: the exit code that says that starting again will not help
 
+NICENESS = 5  # a third of the weight that a process has else
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -19,6 +21,16 @@ def keep_what_is_there() -> None:
     time that an HTTP process spends on a small call.
     """
     gc.freeze()
+
+
+def let_others_first() -> None:
+    """Lower the priority of this process, of every thread that it has and of those to come.
+
+    Who computes for long else gets as much of the cores as the HTTP process, by the thread: on two cores with four
+    threads that computed, ten times as many calls as could be answered were refused after a second, or answered late.
+    """
+    for thread in map(int, os.listdir("/proc/self/task")):
+        os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + NICENESS, 19))
 
 
 def raise_descriptor_limit() -> None:

@@ -15,6 +15,9 @@ import torch
 from conftest import wait_for
 from messages import SAFETENSORS, message, normal, post, problem, read_metrics
 
+from flashpoint_server.parent import NICENESS
+from tests.conftest import DEVICE
+
 QKV = {name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")}
 SMALL = message(QKV)
 ROWS = 1 << 13
@@ -158,6 +161,14 @@ def test_a_thousand_idle_connections(server):
 def test_http_processes_do_not_load_torch(server):
     assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
     assert "libtorch" in Path(f"/proc/{server.engine_pid}/maps").read_text()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's engine computes on no core")
+def test_every_thread_of_an_engine_leaves_the_cores_to_http_first(server):
+    post(server, "/attention", message({name: normal(1, 2, 512, 64) for name in "qkv"}))
+    threads = [int(thread) for thread in os.listdir(f"/proc/{server.engine_pid}/task")]
+    http = os.getpriority(os.PRIO_PROCESS, server.pid)
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {http + NICENESS}
 
 
 def test_a_killed_engine_costs_what_it_had_begun_and_no_more(start_server):
