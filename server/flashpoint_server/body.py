@@ -14,6 +14,10 @@ from flashpoint_server.protocol import EXTENSION, Direct
 from flashpoint_server.refusal import Refusal, out_of_time
 from flashpoint_server.settings import Settings
 
+# What may still come of a refused body while the connection is kept. Most clients send all of it before they read, and
+# to throw it away is less than another connection costs.
+NEARLY = 1 << 20  # bytes
+
 # How long a refused client may go on sending before the connection is closed on it.
 DRAIN_SECONDS = 20.0
 
@@ -47,6 +51,13 @@ class Body:
     def received(self) -> int:
         """Bytes that have come, as far as they were wanted."""
         return self._received
+
+    @property
+    def nearly_there(self) -> bool:
+        """Whether so little is sure to come that the server throws it away behind the answer."""
+        if self.direct is None or self._draining is not None or self.length is None:
+            return False
+        return self.direct.invited and self.length - self._received <= NEARLY
 
     def check_length(self, length: int | None) -> None:
         """Raises Refusal 413 where `length`, which somebody promises, is over the limit."""

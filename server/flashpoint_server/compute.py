@@ -149,8 +149,9 @@ class ComputeRoute(ABC):
 
 
 async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: Body) -> None:
-    """Answer, and let a client that is still sending read the answer before the connection closes."""
-    if body.complete:
+    """Answer, and let a client that is still sending read the answer: the connection closes behind a long body only."""
+    last = refusal.code == "body_timeout" or "Connection" in refusal.headers
+    if body.complete or (body.nearly_there and not last):
         await send_refusal(send, exchange, refusal)
         return
     refusal.headers["Connection"] = "close"

@@ -208,6 +208,11 @@ class Direct:
         return not self._cycle.more_body
 
     @property
+    def invited(self) -> bool:
+        """Whether the client need not be told to go on before it sends the body (RFC 9110, §10.1.1)."""
+        return not self._cycle.waiting_for_100_continue
+
+    @property
     def gone(self) -> bool:
         """Whether there is nobody to answer. uvicorn, which hears of it later, is told: it would answer 500."""
         if self._http.transport.is_closing():

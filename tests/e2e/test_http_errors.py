@@ -337,6 +337,26 @@ def test_an_early_refusal_is_read_by_every_client(strict, client, body, key, sta
     problem(client(strict.url, body, headers), status, code)
 
 
+def test_a_body_that_is_refused_before_it_has_come_costs_no_connection_where_it_is_short(server):
+    """What is left of it is thrown away behind the answer, and the next request is read where that ends."""
+    refused, asked = message({"q": SMALL["q"], "x": torch.zeros(100_000)}), "POST /attention HTTP/1.1\r\nHost: x\r\n"
+    with raw_connection(server) as connection:
+        for _ in range(2):
+            fields = f"Content-Type: {SAFETENSORS}\r\nContent-Length: {len(refused)}\r\n\r\n"
+            connection.sendall((asked + fields).encode() + refused[:1000])
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            assert not response.will_close
+            problem(reply(response), 422, "invalid_request")
+            connection.sendall(refused[1000:])
+            connection.sendall(
+                f"{asked}Content-Type: {SAFETENSORS}\r\nContent-Length: {len(GOOD)}\r\n\r\n".encode() + GOOD
+            )
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            assert reply(response).status == 200
+
+
 def test_a_request_id_is_echoed_when_it_is_sane_and_made_when_not(server):
     assert post(server, "/attention", GOOD, x_request_id="a-b:c.1").headers["x-request-id"] == "a-b:c.1"
     for strange in ("a b", "x" * 129, '"}{'):
@@ -362,7 +382,10 @@ def test_expect_100_continue_is_answered_before_the_body_is_sent(strict, key, st
                 if found[-1] == 100:
                     assert lines.readline() == b"\r\n"
                     connection.sendall(GOOD)
+            fields = b"".join(iter(lines.readline, b"\r\n"))
         assert found == statuses
+        # Who was not invited may never send the body: the next bytes could be either.
+        assert (b"connection: close" in fields) == (statuses == [401])
 
 
 def test_the_documentation_is_served(server):
