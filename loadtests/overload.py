@@ -1,9 +1,9 @@
 """`make overload`: ten times as many calls as the service can answer. What is lost, how soon is a refusal, and how soon
 is it well again?
 
-A call computes for long and carries little (1 head, length 8192, D 1: 96 KiB), so that what is measured is the service,
-not how fast callers can send, who have their cores from the same machine. Each has a deadline of a second. Exits with 0
-where everything holds, 1 where not.
+A call computes for long and carries little (1 head, length 24576, D 1: 288 KiB), so that what is measured is the
+service, not how fast callers can send, who have their cores from the same machine. Each has a deadline of a second.
+Exits with 0 where everything holds, 1 where not.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from scenarios import REFUSED, Verdict
 from server import Server
 
 HERE = Path(__file__).resolve().parent
+LENGTH = 3 << 13  # a fifth of a second of a core: callers who are refused ten times as often take a twentieth of that
 LOADS = (0.5, 1.0, 2.0, 5.0, 10.0)  # parts of the capacity
 CALLERS = 4  # of the closed loop that finds the capacity
 LEAST_GOODPUT, MOST_REFUSAL_MS, MOST_RECOVERY = 0.9, 50.0, 5.0  # part of the best step's; p99; seconds
 LOW = 0.5  # of the capacity: what is offered while it recovers
 
-CASES["long"] = [make(8192, 8192, 1, heads=1, kv_heads=1)]
+CASES["long"] = [make(LENGTH, LENGTH, 1, heads=1, kv_heads=1)]
 
 
 class Long(Caller):
