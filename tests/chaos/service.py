@@ -137,6 +137,7 @@ class Service:
             code = self.server.wait_exit()
         except Exception:
             self.server.process.kill()
+            self.server.process.wait()
             return -1
         _, alive = psutil.wait_procs(family, timeout=START)
         return code if not alive else -1
