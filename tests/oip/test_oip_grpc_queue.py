@@ -154,20 +154,52 @@ def test_who_may_not_ask_is_refused_before_the_message_is_read(held):
 
 
 @contextlib.contextmanager
-def unsent_message(held, metadata):
-    """A call whose message is not sent, which is over all the same."""
+def silent_call(caller, metadata=(), timeout=None):
+    """A call whose message is not sent."""
     never = threading.Event()
 
     def messages():
         never.wait(60)
         yield from ()
 
-    call = held.caller.channel.stream_unary(METHOD).future(messages(), metadata=metadata, timeout=60)
     try:
-        assert call.exception(60) is not None
-        yield call
+        yield caller.channel.stream_unary(METHOD).future(messages(), metadata=metadata, timeout=timeout)
     finally:
         never.set()
+
+
+@contextlib.contextmanager
+def unsent_message(held, metadata):
+    """A silent call, which is over all the same."""
+    with silent_call(held.caller, metadata, 60) as call:
+        assert call.exception(60) is not None
+        yield call
+
+
+def test_silent_calls_leave_when_there_is_no_room_beside_them():
+    server = serve(grpc_port=0, queue_limit=2, body_timeout=0.5)
+    caller = Caller(port_of(server))
+
+    def answered():
+        """Refused as long as both may only be slow."""
+        try:
+            return caller.infer(request(problem())).bits
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise
+            return None
+
+    try:
+        assert answered()
+        with silent_call(caller) as first, silent_call(caller) as second:
+            wait_for(lambda: not answered(), lambda: "there is room for a third")
+            wait_for(answered, lambda: "the silent calls stay")
+            (gone,) = [call for call in (first, second) if call.done()]
+            assert gone.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "too slowly" in gone.details()
+    finally:
+        caller.close()
+        server.stop()
 
 
 @pytest.mark.full

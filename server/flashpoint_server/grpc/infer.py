@@ -61,20 +61,32 @@ class Message(Body):
         super().__init__(scope, receive, {}, service.settings)
         self.complete = True  # what is not read of a call that is over, gRPC throws away
         self.incoming: Incoming = scope["extensions"][EXTENSION]
+        self._timeout = asyncio.timeout(None)
 
     async def read(self) -> bytes:
         """Of its size nobody says anything before it is there: it may be as slow as the largest. Raises Refusal."""
         patience = self._settings.body_timeout + self.limit / self._settings.body_rate
         end = _sooner(time.monotonic() + patience, self.deadline)
         assert end is not None
+        self._timeout = asyncio.timeout(end - time.monotonic())
         try:
-            async with asyncio.timeout(end - time.monotonic()):
+            async with self._timeout:
                 message = await self.incoming.read()
         except TimeoutError:
             raise self._too_late(end) from None
         if message is None:
             raise Refusal("malformed_body", f"there is no message, or one of more than {self.limit} bytes")
         return self._took(message)
+
+    @property
+    def slow(self) -> bool:
+        """Whether it has been awaited for as long as a body may pause."""
+        return time.monotonic() - self._began > self._settings.body_timeout
+
+    def give_up(self) -> None:
+        """Have `read`, which is waiting, raise Refusal: it came too slowly."""
+        if not self._timeout.expired():
+            self._timeout.reschedule(asyncio.get_running_loop().time())
 
 
 class InferMethod(ComputeRoute):
@@ -83,7 +95,7 @@ class InferMethod(ComputeRoute):
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self._routes = {name: InferRoute(service, model) for name, model in MODELS.items()}
-        self._arriving = 0
+        self._arriving: dict[Message, None] = {}  # in the order in which their calls came
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange.of(scope)
@@ -110,7 +122,7 @@ class InferMethod(ComputeRoute):
         body.deadline = _sooner(deadline_of(exchange.headers, service.settings), body.incoming.deadline)
         priority = priority_of(exchange.headers)
         device = self.begin(call.inside)
-        with self._room():
+        with self._room(body):
             message = await body.read()
         asked, tensors = await self._parsed(message, body.deadline)
         model, head = find(asked.model, asked.version), asked.head
@@ -136,16 +148,24 @@ class InferMethod(ComputeRoute):
         service.metrics.models.computed(model.name, answer.batch_size, job.timings.stages())
 
     @contextmanager
-    def _room(self) -> Iterator[None]:
-        """For one more message to come: what it brings is known only then. Raises Refusal 429."""
+    def _room(self, body: Message) -> Iterator[None]:
+        """For one more message to come: what it brings is known only then. Raises Refusal 429.
+
+        Nobody sees whether any of a message has come, so a call may send nothing for hours. Where there is no room
+        left, the first that has been slow makes way.
+        """
         limit = self.service.settings.queue_limit
-        if self._arriving + self.service.admission.requests >= limit:
-            raise Refusal("queue_full", f"{limit} requests are being served, as many as the server admits")
-        self._arriving += 1
+        if len(self._arriving) + self.service.admission.requests >= limit:
+            first = next(iter(self._arriving), None)
+            if first is None or not first.slow:
+                raise Refusal("queue_full", f"{limit} requests are being served, as many as the server admits")
+            del self._arriving[first]
+            first.give_up()
+        self._arriving[body] = None
         try:
             yield
         finally:
-            self._arriving -= 1
+            self._arriving.pop(body, None)
 
     async def _parsed(self, message: bytes, deadline: float | None) -> tuple[Asked, list[memoryview]]:
         """What it asks, and the bytes of its tensors. Raises Refusal 400, 413, 422."""
