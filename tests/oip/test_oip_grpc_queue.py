@@ -154,7 +154,7 @@ def test_who_may_not_ask_is_refused_before_the_message_is_read(held):
 
 
 @contextlib.contextmanager
-def silent_call(caller, metadata=(), timeout=None):
+def silent_call(caller, metadata=(), timeout=None, method=METHOD):
     """A call whose message is not sent."""
     never = threading.Event()
 
@@ -163,7 +163,7 @@ def silent_call(caller, metadata=(), timeout=None):
         yield from ()
 
     try:
-        yield caller.channel.stream_unary(METHOD).future(messages(), metadata=metadata, timeout=timeout)
+        yield caller.channel.stream_unary(method).future(messages(), metadata=metadata, timeout=timeout)
     finally:
         never.set()
 
@@ -176,7 +176,7 @@ def unsent_message(held, metadata):
         yield call
 
 
-def test_silent_calls_leave_when_there_is_no_room_beside_them():
+def test_silent_calls_make_way():
     server = serve(grpc_port=0, queue_limit=2, body_timeout=0.5)
     caller = Caller(port_of(server))
 
@@ -191,6 +191,8 @@ def test_silent_calls_leave_when_there_is_no_room_beside_them():
 
     try:
         assert answered()
+        with silent_call(caller, method="/grpc.health.v1.Health/Check") as probe:  # for which nobody needs a key
+            assert probe.exception(20).code() is grpc.StatusCode.DEADLINE_EXCEEDED
         with silent_call(caller) as first, silent_call(caller) as second:
             wait_for(lambda: not answered(), lambda: "there is room for a third")
             wait_for(answered, lambda: "the silent calls stay")

@@ -60,7 +60,9 @@ class RpcServer:
         infer = _infer(Envelope(InferMethod(service), {PATH}, service.metrics, service.traces))
         for name, methods in METHODS.items():
             classes = protos.methods(name)
-            behaviours = {method: _small(app, asked, *classes[method]) for method, asked in methods.items()}
+            behaviours = {
+                method: _small(app, settings.body_timeout, asked, *classes[method]) for method, asked in methods.items()
+            }
             if name == SERVICE:
                 behaviours[PATH.rpartition("/")[2]] = infer
             handlers = {method: grpc.stream_unary_rpc_method_handler(take) for method, take in behaviours.items()}
@@ -107,11 +109,17 @@ def _infer(app: ASGIApp) -> Behaviour:
     return behaviour
 
 
-def _small(app: ASGIApp, method: Method, asked: Any, answered: Any) -> Behaviour:
+def _small(app: ASGIApp, patience: float, method: Method, asked: Any, answered: Any) -> Behaviour:
+    """`patience`: seconds for the message, as whoever asks for health needs no key, and takes the place of a call."""
+
     async def behaviour(messages: AsyncIterator[bytes], context: Any) -> bytes:
         try:
-            message = asked.FromString(await anext(messages, b""))
+            async with asyncio.timeout(patience):
+                came = await anext(messages, b"")
+            message = asked.FromString(came)
             path, body = method.path(message), method.body(message)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the message came too slowly")
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the message is no {asked.DESCRIPTOR.name}")
         except Refusal as refusal:
