@@ -31,7 +31,7 @@ class ServerProcess:
         try:
             listening = self.wait_for_line(lambda line: line["event"] == "listening")
         except BaseException:
-            self.process.kill()
+            self.end()
             raise
         self.port, self.url = listening["port"], listening["url"]
 
@@ -81,13 +81,18 @@ class ServerProcess:
 
     def stop(self):
         """End it as an operator would, and see that it ends well."""
-        if self.process.returncode is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
+        try:
+            if self.process.returncode is None:
+                self.process.send_signal(signal.SIGTERM)
                 assert self.wait_exit() == 0, (self.lines[-5:], self.noise)
-            finally:
-                self.process.kill()
-        assert not self.noise, self.noise
+            assert not self.noise, self.noise
+        finally:
+            self.end()
+
+    def end(self):
+        """Leave nothing of it, in whatever state it is: what is left fails the test in which it is collected."""
+        self.process.kill()
+        self.wait_exit()
 
 
 def wait_for(found, otherwise, stop=lambda: False, seconds=START_SECONDS):
@@ -114,7 +119,11 @@ def serve(*, ready=True, interpret=False, program=("-m", "flashpoint_server.cli"
         **dict(environment),
     }
     server = ServerProcess([sys.executable, *program, *flags], variables)
-    return server.wait_ready() if ready else server
+    try:
+        return server.wait_ready() if ready else server
+    except BaseException:
+        server.end()
+        raise
 
 
 @pytest.fixture(scope="session")
@@ -127,12 +136,11 @@ def server():
 @pytest.fixture(scope="module")
 def start_server():
     """A factory: `start_server(ready=True, interpret=False, **settings)`; what it starts ends with the module."""
-    started = []
+    with contextlib.ExitStack() as stack:
 
-    def start(**how):
-        started.append(serve(**how))
-        return started[-1]
+        def start(**how):
+            server = serve(**how)
+            stack.callback(server.stop)
+            return server
 
-    yield start
-    for server in started:
-        server.stop()
+        yield start

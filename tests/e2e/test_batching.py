@@ -226,23 +226,24 @@ def test_a_lost_device_and_a_hang_end_the_engine_and_nothing_else(faulty, pool, 
     assert not psutil.pid_exists(engine)
 
 
-@pytest.mark.parametrize("limits", [{"queue_limit": 2}, {"queue_bytes": 4096}, {"queue_flops": 30_000}])
-def test_a_full_queue(start_server, pool, tmp_path, limits):
-    """By count, by bytes and by FLOPs; what is inside is answered."""
-    faulty = Faulty(start_server, tmp_path, **limits)
-    with faulty.busy(pool) as gated:
-        second = faulty.post(pool, "second", forward(1, length=1, heads=1))
-        answer = post(faulty.server, "/attention", forward(2, length=30))
-        problem(answer, 429, "queue_full")
-        assert int(answer.headers["retry-after"]) >= 1
-    assert (gated.result().status, second.result().status) == (200, 200)
-
-
-def test_sigterm_under_load_loses_no_answer(start_server, pool, tmp_path):
-    faulty = Faulty(start_server, tmp_path)
+def test_a_full_queue_and_sigterm_under_load_lose_no_answer(start_server, pool, tmp_path):
+    """Full by count, by bytes and by FLOPs: what is inside is answered, then and when the server ends."""
+    faulty = Faulty(start_server, tmp_path, queue_limit=17, queue_bytes=64 << 10, queue_flops=1 << 20)
     server, expected = faulty.server, post(faulty.server, "/attention", forward(1)).body
+    many_bytes = {"q": normal(1, 1, 1, 16), "k": normal(1, 1, 600, 16), "v": normal(1, 1, 600, 16)}
+    many_flops = {name: normal(1, 1, 300, 4) for name in "qkv"}
+
+    def refused(tensors, why):
+        answer = post(server, "/attention", message(tensors, backend="triton"))
+        assert why in problem(answer, 429, "queue_full")["detail"]
+        assert int(answer.headers["retry-after"]) >= 1
+
     with faulty.busy(pool) as gated:
-        waiting = [faulty.post(pool, f"waits-{n}", forward(1)) for n in range(16)]
+        waiting = [faulty.post(pool, "waits-0", forward(1))]
+        refused(many_bytes, "bytes")
+        refused(many_flops, "FLOPs")
+        waiting += [faulty.post(pool, f"waits-{n}", forward(1)) for n in range(1, 16)]
+        refused({name: normal(1, 1, 1, 1) for name in "qkv"}, "17 requests")
         server.process.send_signal(signal.SIGTERM)
         server.wait_for_line(lambda line: line["event"] == "draining")
         assert server.get("/health/ready")[0] == 503

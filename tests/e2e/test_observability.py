@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from conftest import wait_for
+from conftest import START_SECONDS, wait_for
 from messages import message, normal, post
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -96,7 +96,7 @@ class Prometheus:
 
     def stop(self):
         self.process.terminate()
-        self.process.wait(30)
+        self.process.wait(START_SECONDS)
         self.log.close()
 
 

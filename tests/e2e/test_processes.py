@@ -95,13 +95,23 @@ def test_a_client_that_never_reads_holds_up_nobody(server):
     nothing_inside(server)
 
 
-def test_an_answer_that_nobody_takes_is_dropped_after_a_while(start_server):
-    server = start_server(body_timeout=2, body_rate=1 << 30)
-    with send(server, constant(2, 4 * ROWS)):  # 32 MiB: more than the sockets' buffers hold
-        line = server.wait_for_line(lambda line: line.get("code") == "answer_timeout")
+@pytest.fixture(scope="module")
+def brief(start_server):
+    """A server that soon gives up what nobody takes."""
+    return start_server(body_timeout=2, body_rate=1 << 30)
+
+
+def given_up(server):
+    """How many answers have been, so far."""
+    return sum(line.get("code") == "answer_timeout" for line in list(server.lines))
+
+
+def test_an_answer_that_nobody_takes_is_dropped_after_a_while(brief):
+    with send(brief, constant(2, 4 * ROWS)):  # 32 MiB: more than the sockets' buffers hold
+        line = brief.wait_for_line(lambda line: line.get("code") == "answer_timeout")
         assert line["status"] == 200
-        nothing_inside(server)
-    assert shows_only(post(server, "/attention", constant(4)), 4)
+        nothing_inside(brief)
+    assert shows_only(post(brief, "/attention", constant(4)), 4)
 
 
 def test_canary_on_a_server_that_is_not_ours(start_server, tmp_path):
@@ -193,14 +203,15 @@ def test_a_killed_engine_costs_what_it_had_begun_and_no_more(start_server):
     nothing_inside(server)
 
 
-def test_an_engine_that_cannot_map_a_segment_drops_it_and_serves_on(start_server):
+def test_an_engine_that_cannot_map_a_segment_drops_it_and_serves_on(brief):
     """Its address space is full for one request's memory: that request is refused, and the next ones are answered."""
-    server = start_server()
-    engine = server.engine_pid
+    server, engine = brief, brief.engine_pid
     room = psutil.Process(engine).memory_info().vms + (64 << 20)
     before = resource.prlimit(engine, resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
-    problem(post(server, "/attention", constant(1, 16 * ROWS)), 503, "out_of_memory")
-    resource.prlimit(engine, resource.RLIMIT_AS, before)
+    try:
+        problem(post(server, "/attention", constant(1, 16 * ROWS)), 503, "out_of_memory")
+    finally:
+        resource.prlimit(engine, resource.RLIMIT_AS, before)
     server.wait_ready()
     assert shows_only(post(server, "/attention", constant(2)), 2)
     assert server.engine_pid == engine
@@ -222,12 +233,12 @@ def test_work_that_never_fits_the_staging_memory_is_413(start_server):
     assert shows_only(post(server, "/attention", constant(1)), 1)
 
 
-def test_an_answer_given_up_is_never_another_requests(start_server):
+def test_an_answer_given_up_is_never_another_requests(brief):
     """A client reads nothing until its answer is given up, and then all there is, while the memory is taken again."""
-    server = start_server(body_timeout=2, body_rate=1 << 30)
-    connections = [send(server, constant(value, 4 * ROWS)) for value in range(1, 5)]
-    while not all(any(line.get("code") == "answer_timeout" for line in list(server.lines)) for _ in connections):
-        post(server, "/attention", constant(-1, 4 * ROWS))
+    before = given_up(brief)
+    connections = [send(brief, constant(value, 4 * ROWS)) for value in range(1, 5)]
+    while given_up(brief) < before + len(connections):
+        post(brief, "/attention", constant(-1, 4 * ROWS))
     for value, connection in enumerate(connections, 1):
         with connection, contextlib.suppress(ConnectionError):
             connection.settimeout(5)

@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from conftest import serve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,12 +20,10 @@ BFLOAT16 = ml_dtypes.bfloat16
 
 
 @pytest.fixture(scope="module")
-def servers(server):
+def servers(server, start_server):
     """The session's, and two more, which start at the same time."""
-    more = [serve(ready=False) for _ in range(2)]
-    yield [server, *(each.wait_ready() for each in more)]
-    for each in more:
-        each.stop()
+    more = [start_server(ready=False) for _ in range(2)]
+    return [server, *(each.wait_ready() for each in more)]
 
 
 @pytest.fixture(scope="module")
@@ -220,9 +217,9 @@ def test_the_asynchronous_form(servers, clients):
         assert np.array_equal(found, expected)
 
 
-def test_a_server_killed_on_the_way_costs_time_and_nothing_else(servers):
+def test_a_server_killed_on_the_way_costs_time_and_nothing_else(servers, start_server):
     """It dies with a shard in its hands; the others answer that too, forward and gradients."""
-    victim = serve()
+    victim = start_server()
     q, k, v, do = (normal(1, 2, 1500, 64, seed=seed) for seed in range(4))
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(flashpoint.Client(each.url)) for each in (victim, *servers[:2])]

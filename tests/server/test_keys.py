@@ -1,3 +1,4 @@
+import contextlib
 import hashlib
 import json
 import subprocess
@@ -258,10 +259,23 @@ sys.stdin.read()
 """
 
 
-def test_processes_share_one_limit_and_the_next_one_does_not_inherit_a_dead_ones_requests(tmp_path):
-    """Three take together what one may: 1,000 in a burst and 1,000 a second from then on, and one request."""
+@pytest.fixture
+def takers(tmp_path):
+    """Three processes that ask together."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    takers = [subprocess.Popen([sys.executable, "-c", TAKER, tmp_path, str(n)], **pipes) for n in range(3)]
+    with contextlib.ExitStack() as running:
+
+        def taker(number):
+            process = subprocess.Popen([sys.executable, "-c", TAKER, tmp_path, str(number)], **pipes)
+            running.enter_context(process)
+            running.callback(process.kill)
+            return process
+
+        yield [taker(number) for number in range(3)]
+
+
+def test_processes_share_one_limit_and_the_next_one_does_not_inherit_a_dead_ones_requests(takers, tmp_path):
+    """Three take together what one may: 1,000 in a burst and 1,000 a second from then on, and one request in two."""
     for taker in takers:
         assert taker.stdout.readline() == "inside\n"
     here = Spent("alice", Shared(tmp_path, 3))
@@ -271,8 +285,8 @@ def test_processes_share_one_limit_and_the_next_one_does_not_inherit_a_dead_ones
         taker.stdin.write("\n")
         taker.stdin.flush()
     said = [taker.stdout.readline().split() for taker in takers]
-    assert sum(int(requests) for requests, _, _ in said) == 1
     seconds = max(float(ended) for _, _, ended in said) - began
+    assert 1 <= sum(int(requests) for requests, _, _ in said) <= 1 + seconds / 2
     assert 1000 <= sum(int(flops) for _, flops, _ in said) <= 1000 * (BURST + seconds) + 3
     for taker in takers:
         taker.kill()
