@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections.abc import Callable, Iterator
 
 import httptools
@@ -35,11 +36,18 @@ ENCRYPTED_AT_ONCE = 1 << 20  # bytes: half a millisecond, for which all others w
 HEAD_BYTES = 1 << 16
 HEAD_FIELDS = 128
 
+_WHY = {
+    "malformed_head": "this is not HTTP/1.1",
+    "malformed_body": "the chunks of the body are not HTTP/1.1's",
+    "head_too_large": "the request's head is too large",
+}
+
 
 class Config(uvicorn.Config):
-    """uvicorn's, and the seconds in which a head must come."""
+    """uvicorn's, and the seconds in which a head must come, and some of an answer must be taken."""
 
     header_timeout = 10.0
+    answer_timeout = 20.0
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -56,6 +64,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Who takes nothing of an answer for so long, whatever it is, is cut off by the kernel (man 7 tcp).
+        patience = int(1000 * self.config.answer_timeout)
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
         transport.set_write_buffer_limits(high=int(self.secure))  # TLS pauses at `high`, and what is not TLS above it
         self.barren = 0
         self._late: asyncio.TimerHandle | None = None
@@ -88,16 +99,21 @@ class HttpProtocol(HttpToolsProtocol):
             self._late = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what cannot be parsed, as a problem; where an answer is under way the connection ends behind it."""
-        if self.cycle is None or self.cycle.response_complete:
-            why = {"malformed_head": "this is not HTTP/1.1", "head_too_large": "the request's head is too large"}
-            request_id = secrets.token_hex(16)
-            refusal = Refusal(self.wrong, why[self.wrong])
-            body = refusal.body(request_id)
-            fields = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n"
-            head = b"%s%sconnection: close\r\n\r\n" % (STATUS_LINE[refusal.status], fields.encode())
-            self.transport.write(head + body)
+        """Refuse what cannot be parsed, as a problem, unless it came while another request was to be answered first."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            self._send_problem(self.wrong)
+        elif cycle is self.running and cycle.more_body and not cycle.response_started:
+            self._send_problem("malformed_body")
+            cycle.disconnected = True  # whoever reads the body hears that there is no more, and nobody to answer
+            cycle.message_event.set()
         self.transport.close()
+
+    def _send_problem(self, code: str) -> None:
+        refusal, request_id = Refusal(code, _WHY[code]), secrets.token_hex(16)
+        body = refusal.body(request_id)
+        fields = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n"
+        self.transport.write(b"%s%sconnection: close\r\n\r\n" % (STATUS_LINE[refusal.status], fields.encode()) + body)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()

@@ -187,6 +187,7 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
         timeout_graceful_shutdown=LAST_BYTES,
     )
     config.header_timeout = settings.header_timeout
+    config.answer_timeout = 2 * settings.body_timeout  # later than a route's own, which says what happened
     config.load()
     if settings.tls_cert is not None:
         config.ssl = tls.context(settings.tls_cert, settings.tls_key, settings.tls_client_ca)

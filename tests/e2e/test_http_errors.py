@@ -280,6 +280,19 @@ def test_a_trickle_is_too_slow_even_without_a_pause(strict):
         problem(reply(response), 408, "body_timeout")
 
 
+def test_a_chunk_that_is_none_is_400_and_the_connection_ends(server):
+    line = f"POST /attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunk = b"%x\r\n%s\r\n" % (len(GOOD), GOOD)
+    for begin in (b"", chunk[:-1], chunk):  # all of it, too: nobody knows what was to follow
+        with raw_connection(server) as connection:
+            connection.sendall(line.encode() + begin + b"no number\r\n")
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            assert response.will_close
+            problem(reply(response), 400, "malformed_body")
+            assert not connection.recv(1)
+
+
 def test_a_client_that_vanishes_in_its_body_leaves_the_server_serving(server):
     with raw_connection(server) as connection:
         connection.sendall(
