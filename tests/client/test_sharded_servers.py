@@ -178,7 +178,7 @@ def test_the_deadline_holds_for_all(attention, servers, raw):
 
 def test_a_silent_servers_shard_is_asked_of_another_at_half_time(attention, servers, raw):
     quiet = silent(raw)
-    o, found = attention([quiet.url, servers[0].url], parts=(1, 3), timeout=3, with_meta=True)
+    o, found = attention([quiet.url, servers[0].url], parts=(1, 3), timeout=4, with_meta=True)
     np.testing.assert_allclose(o, solved(Q, K, V)[0], rtol=2e-6, atol=2e-6)
     assert {part.url for part in found} == {servers[0].url}
     assert len(servers[0].requests) == len(found)  # and none of them twice
