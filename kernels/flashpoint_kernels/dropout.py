@@ -22,11 +22,11 @@ def drop_below(p: float) -> int:
 
 
 def keep_mask(
-    seed: int, p: float, heads: int, sequence: int, queries: range, keys: range, device: torch.device
+    seed: int, p: float, sequence: int, heads: range, queries: range, keys: range, device: torch.device
 ) -> Tensor:
-    """(heads, len(queries), len(keys)) of bool, true where kept, for query heads 0 … heads − 1 of `sequence`.
+    """(heads, queries, keys) of bool, true where kept, for query heads, queries and keys of `sequence`.
 
-    `queries` and `keys` are ranges of step 1; memory is O(the tile).
+    The ranges are of step 1; memory is O(the tile).
     """
 
     def indices(r: range) -> Tensor:
@@ -37,7 +37,7 @@ def keep_mask(
     counter = (
         indices(columns)[None, None, :],
         indices(queries)[None, :, None],
-        indices(range(heads))[:, None, None],
+        indices(heads)[:, None, None],
         torch.full((1, 1, 1), sequence, dtype=torch.int64, device=device),
     )
     words = torch.stack(philox(seed, counter), dim=-1).flatten(-2)

@@ -12,7 +12,7 @@ Views share the user's memory; a broadcast dimension of the mask has stride 0.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -61,6 +61,7 @@ class Problem:
     tensors: dict[str, Tensor]
     outputs: dict[str, Tensor] = field(default_factory=dict)
     cut_of: int = 0  # key/value heads of the request that this is a part of, see `heads`; 0 for a whole one
+    first_head: int = 0  # which query head of that request is its first
     threads: int = 0  # that it may have beyond `reproducible.thread_count`, for they do not change its bits; 0: none
 
     @classmethod
@@ -154,6 +155,11 @@ class Problem:
             yield row, {name: t if name == "sinks" else t[0] for name, t in x.items()}
 
     @property
+    def query_heads(self) -> range:
+        """Its query heads, as the request that it is, or is a part of, counts them."""
+        return range(self.first_head, self.first_head + self.spec.q_heads)
+
+    @property
     def flops(self) -> int:
         """As `Spec.flops`, of the sequences' own lengths."""
         if not (pairs := self.spec.q_len * self.spec.kv_len * (1 if self.spec.ragged else self.spec.batch)):
@@ -163,21 +169,22 @@ class Problem:
     def heads(self, start: int, stop: int) -> Problem:
         """The problem of key/value heads [start, stop) and their query heads alone, over the same memory.
 
-        Heads share nothing but a mask, a seed and what is summed over them: not for problems with `dattn_mask`,
-        `dsinks` or dropout, whose mask counts heads from 0; nor for tensors of one head without its dimension.
+        Heads share nothing but a mask, a seed and what is summed over them: not for the gradient of a mask that they
+        share, nor for tensors of one head without its dimension.
         """
         spec = self.spec
         group = spec.q_heads // spec.kv_heads
 
         def part(name: str, t: Tensor) -> Tensor:
-            if name in INDEX_TENSORS or (name == "attn_mask" and (t.ndim < 3 or t.shape[-3] == 1)):
+            of_mask = name in ("attn_mask", "dattn_mask")
+            if name in INDEX_TENSORS or (of_mask and shared_by_heads(t.shape)):
                 return t
-            if name in ("sinks", "alibi_slopes"):
+            if name in ("sinks", "dsinks", "alibi_slopes"):
                 dim = t.ndim - 1
             elif name in ("lse", "dlse"):
                 dim = t.ndim - 2
             else:
-                dim = t.ndim - (3 if name == "attn_mask" or spec.options.layout == "bhsd" else 2)
+                dim = t.ndim - (3 if of_mask or spec.options.layout == "bhsd" else 2)
             first, last = (start, stop) if name in _KEY_ROWS else (start * group, stop * group)
             return t.narrow(dim, first, last - first)
 
@@ -185,7 +192,8 @@ class Problem:
         infos = {name: TensorInfo(info.dtype, tuple(tensors[name].shape)) for name, info in spec.tensors.items()}
         own = replace(spec, tensors=infos, q_heads=(stop - start) * group, kv_heads=stop - start)
         outputs = {name: part(name, t) for name, t in self.outputs.items()}
-        return replace(self, spec=own, tensors=tensors, outputs=outputs, cut_of=spec.kv_heads)
+        first_head = self.first_head + start * group
+        return replace(self, spec=own, tensors=tensors, outputs=outputs, cut_of=spec.kv_heads, first_head=first_head)
 
     def clear_outputs(self) -> None:
         """Write the answer of a row that attends to nothing wherever a sequence's own rows may not cover an output.
@@ -203,6 +211,11 @@ def _one_head(t: Tensor, rank: int) -> Tensor:
     if t.ndim == rank:
         return t
     return t.unsqueeze(1) if t.ndim == rank - 1 else t[None, None]
+
+
+def shared_by_heads(mask: Sequence[int]) -> bool:
+    """Whether a mask of that shape is the same for all heads."""
+    return len(mask) < 3 or mask[-3] == 1
 
 
 _KEY_ROWS = {"k", "v", "dk", "dv"}

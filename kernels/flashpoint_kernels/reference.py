@@ -172,7 +172,7 @@ def attend(problem: Problem, row: Row, x: dict[str, Tensor], queries: range) -> 
     lse = torch.logsumexp(s, dim=-1).masked_fill(dead[..., 0], float("-inf"))
     if options.dropout_p:
         assert problem.seed is not None, "a problem with dropout has a seed"
-        everything = (spec.q_heads, row.index, queries, range(row.kv_len))
+        everything = (row.index, problem.query_heads, queries, range(row.kv_len))
         keep = keep_mask(problem.seed, options.dropout_p, *everything, s.device)
         p = torch.where(keep, p / (1.0 - options.dropout_p), 0.0)
     return p @ v.repeat_interleave(group, 0), lse

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.problem import Problem, shared_by_heads
 from flashpoint_kernels.spec import Row
 from flashpoint_kernels.support import whole_vectors
 
@@ -53,15 +53,18 @@ def split(problem: Problem) -> list[Problem]:
     """
     heads = problem.spec.kv_heads
     parts = min(problem.flops // FLOPS_PER_PART, heads)
-    if parts < 2 or problem.cut_of or not _can_be_cut(problem):
+    if parts < 2 or problem.cut_of or not can_be_cut(problem):
         return [problem]
     edges = [part * heads // parts for part in range(parts + 1)]
     return [problem.heads(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
-def _can_be_cut(problem: Problem) -> bool:
-    has_heads = problem.spec.ragged or problem.spec.rank == 4
-    return has_heads and not problem.spec.features & {"dattn_mask", "dsinks", "dropout"}  # see `Problem.heads`
+def can_be_cut(problem: Problem) -> bool:
+    """Whether its heads can be told apart, and nothing is summed over them: see `Problem.heads`."""
+    spec = problem.spec
+    if "dattn_mask" in spec.features and shared_by_heads(spec.tensors["attn_mask"].shape):
+        return False
+    return spec.ragged or spec.rank == 4
 
 
 def spread(calls: Sequence[Callable[[], None]]) -> None:
@@ -87,7 +90,7 @@ def thread_count(problem: Problem, row: Row) -> int:
     flops = 2 * spec.q_heads * row.q_len * row.kv_len * (spec.head_dim + spec.value_dim)
     if spec.options.causal and spec.q_len == spec.kv_len:
         flops //= 2  # as `Spec.flops` has it
-    side_by_side = (problem.cut_of or spec.kv_heads) if _can_be_cut(problem) else 1
+    side_by_side = (problem.cut_of or spec.kv_heads) if can_be_cut(problem) else 1
     return max(1, min(flops // FLOPS_PER_THREAD, CORES // max(side_by_side, 1)))
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flashpoint_kernels import Options, Problem, run
+from flashpoint_kernels import Options, Problem, reproducible, run, verify
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.reproducible import (
     CORES,
@@ -24,7 +24,7 @@ from flashpoint_kernels.reproducible import (
     with_all_threads,
 )
 from flashpoint_kernels.spec import Row
-from tests.kernels.solving import backward, forward, qkv
+from tests.kernels.solving import backward, forward, normal, qkv
 
 DIM, HEADS = 40, 3
 
@@ -117,15 +117,22 @@ def test_bits_of_a_request_cut_by_heads_are_those_of_the_whole(backend: str, opt
     assert all(torch.equal(again.outputs[name], x) for name, x in gradient.outputs.items())
 
 
+def test_parts_draw_the_mask_and_give_the_gradients_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout counts heads from the request's first; sinks and a mask of each head's own have gradients by head."""
+    monkeypatch.setattr(reproducible, "FLOPS_PER_PART", 1 << 10)
+    t = qkv(2, 6, 20, 30, 8, kv_heads=3)
+    t |= {"sinks": normal(6), "attn_mask": normal(6, 20, 30), "alibi_slopes": normal(2, 6).abs()}
+    options = Options(dropout_p=0.4, dropout_seed=7, grads=["dq", "dk", "dv", "dattn_mask", "dsinks"], backend="tiled")  # type: ignore[arg-type]
+    assert len(split(Problem.create(t, options, "backward"))) == 3
+    found = verify(t, options)
+    assert found.ok, [e for e in found.tensors if not e.ok]
+
+
 def test_what_is_summed_over_heads_is_not_cut() -> None:
     t = qkv(1, 4, 800, 800, 32)
-    mask, sinks = torch.zeros(1, 1, 800, 800), torch.zeros(4)
-    assert len(split(Problem.create(t, Options(), "backward"))) == 4
-    for more, grads in (({"attn_mask": mask}, "dattn_mask"), ({"sinks": sinks}, "dsinks")):
-        problem = Problem.create(t | more, Options(grads=("dq", grads)), "backward")
-        assert split(problem) == [problem]
-    dropped = Problem.create(t, Options(dropout_p=0.5, dropout_seed=1), "backward")
-    assert split(dropped) == [dropped]
+    for shape, parts in (((800, 800), 1), ((1, 800, 1), 1), ((4, 1, 1), 4), ((1, 4, 800, 800), 4)):
+        problem = Problem.create(t | {"attn_mask": torch.zeros(shape)}, Options(grads=("dq", "dattn_mask")), "backward")
+        assert len(split(problem)) == parts
 
 
 def test_the_thread_count_is_a_function_of_the_sequences_own_shape() -> None:

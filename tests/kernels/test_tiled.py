@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashpoint_kernels import Options, Problem, tiled, verify
+from flashpoint_kernels.timing.memory import peak_bytes
 from tests.conftest import DEVICE
 from tests.kernels.solving import backward, forward, normal, qkv
 
@@ -151,6 +152,19 @@ def test_peak_memory_is_a_fraction_of_the_materialised(direction: str) -> None:
     }
     assert extra["reference"] > 128 * 1024  # KiB: one float64 matrix of 4096 × 4096 and no less, so the measure works
     assert extra["tiled"] < extra["reference"] / 10, extra
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="memory of the process")
+def test_a_tile_of_many_heads_is_no_larger_than_that_of_one() -> None:
+    """The gradient of a mask that 32 heads share, which is not cut by heads: tiles of 1024 × 256 would hold 32 MiB."""
+    t = qkv(1, 32, 1024, 1024, 8) | {"attn_mask": normal(1024, 1024)}
+
+    def call() -> None:
+        backward("tiled", t, grads=["dattn_mask"])
+
+    call()
+    if (held := peak_bytes(call, "cpu")) is not None:
+        assert held < 24 << 20
 
 
 def test_outputs_may_be_any_subset() -> None:
