@@ -42,6 +42,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{- /* What values.schema.json cannot say, for it is of two values, or the chart's alone. */ -}}
 {{- define "flashpoint.checks" -}}
+{{- if and .Values.apiKeys.fileKey (not .Values.apiKeys.secret) -}}
+{{- fail "apiKeys.fileKey: needs apiKeys.secret, without which nobody is asked for a key" -}}
+{{- end -}}
+{{- if or (hasPrefix "127." .Values.settings.host) (has .Values.settings.host (list "localhost" "::1")) -}}
+{{- fail "settings.host: can be reached from within a pod alone" -}}
+{{- end -}}
 {{- $port := .Values.settings.grpc_port -}}
 {{- if and (not (kindIs "invalid" $port)) (not $port) -}}
 {{- fail "settings.grpc_port: 0 takes a free port, which a Service cannot name" -}}
