@@ -12,7 +12,8 @@ from tests.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pair
 SINGLES = [PLAIN | {name: level} for name, levels in FACTORS.items() for level in levels[1:]]
 HEAD_DIMS = [(1, 1), (3, 256), (32, 32), (59, 59), (96, 96), (111, 64), (160, 160)]
 HEAD_DIMS += [(192, 128), (224, 224), (256, 256)]
-# (Sq, Sk) of the reference page up to 239: one row, one key, primes, tile edges.
+# (Sq, Sk) of the reference page up to 239: one row, one key, primes, tile edges. The last two end inside the same tiles
+# as (113, 203) does.
 SHAPES = [(1, 1), (3, 3), (64, 1), (239, 1), (1, 239), (113, 203), (128, 217), (113, 211), (108, 200)]
 
 
@@ -37,7 +38,7 @@ def test_every_pair_of_options(case: dict[str, Any]) -> None:
     check(case, 37, 70)
 
 
-@pytest.mark.parametrize(("q_len", "kv_len"), SHAPES)
+@pytest.mark.parametrize(("q_len", "kv_len"), SHAPES[:-2])
 def test_lengths(q_len: int, kv_len: int) -> None:
     check(PLAIN | {"band": "causal", "group": 2}, q_len, kv_len)
 
@@ -48,9 +49,13 @@ def test_any_scale(scale: float) -> None:
     check(PLAIN | {"band": "causal"}, 20, 70, scale=scale)
 
 
-@pytest.mark.parametrize("dim", [16, 40, 64, 80, 128])
-@pytest.mark.parametrize("dtype", FACTORS["dtype"])
-def test_head_dimensions(dim: int, dtype: str) -> None:
+# Every width in float32; of those, in 16 bits, one that is padded and the widest.
+WIDTHS = [("float32", dim) for dim in (16, 40, 64, 80, 128)]
+WIDTHS += [(dtype, dim) for dtype in ("float16", "bfloat16") for dim in (40, 128)]
+
+
+@pytest.mark.parametrize(("dtype", "dim"), WIDTHS)
+def test_head_dimensions(dtype: str, dim: int) -> None:
     check(PLAIN | {"dtype": dtype, "dims": (dim, dim)}, 33, 70)
 
 
