@@ -326,6 +326,19 @@ def test_a_call_has_its_line_in_the_log_and_its_place_in_the_metrics(server, cal
         assert after[name] - before.get(name, 0) == 1, name
 
 
+def test_who_is_gone_before_the_refusal_is_no_error_in_the_log(server, caller):
+    """Deadlines around the time that a refusal takes."""
+    method = caller.channel.unary_unary(METHOD)
+    for _ in range(20):
+        calls = [method.future(b"\xff", timeout=0.002 + 0.0005 * step) for step in range(50)]
+        assert {call.exception(60).code() for call in calls} <= {
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            grpc.StatusCode.INVALID_ARGUMENT,
+        }
+    assert caller.infer(request(SMALL)).bits
+    assert not [line for line in server.lines if line["level"] == "error"]
+
+
 def test_every_refusal_has_its_status():
     assert STATUSES.keys() >= STATUS.keys()
     assert all(grpc.StatusCode[name] for name in STATUSES.values())

@@ -119,11 +119,11 @@ def _small(app: ASGIApp, patience: float, method: Method, asked: Any, answered: 
             message = asked.FromString(came)
             path, body = method.path(message), method.body(message)
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the message came too slowly")
+            await _end(context, "DEADLINE_EXCEEDED", "the message came too slowly")
         except DecodeError:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the message is no {asked.DESCRIPTOR.name}")
+            await _end(context, "INVALID_ARGUMENT", f"the message is no {asked.DESCRIPTOR.name}")
         except Refusal as refusal:
-            await context.abort(grpc.StatusCode[STATUSES[refusal.code]], refusal.detail[:MOST_DETAILS])
+            await _end(context, STATUSES[refusal.code], refusal.detail)
         reply = await _ask(app, context, method.verb, path, body)
         if reply.status == 503 and method.unready is not None:
             document = method.unready
@@ -185,6 +185,13 @@ async def _answered(reply: Reply, context: Any) -> bytes:
     if reply.status != 200:
         said = json.loads(reply.body)
         detail = said.get("detail") or said.get("error")
-        status = grpc.StatusCode[STATUSES[reply.code or "internal_error"]]
-        await context.abort(status, detail[:MOST_DETAILS], context.trailing_metadata())
+        await _end(context, STATUSES[reply.code or "internal_error"], detail, context.trailing_metadata())
     return reply.body
+
+
+async def _end(context: Any, status: str, detail: str, beside: tuple[tuple[str, str], ...] = ()) -> None:
+    """Refuse a call. Raises CancelledError where its caller has gone meanwhile, which else were logged as an error."""
+    try:
+        await context.abort(grpc.StatusCode[status], detail[:MOST_DETAILS], beside)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
