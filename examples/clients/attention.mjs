@@ -75,17 +75,19 @@ export class Flashpoint {
   async #send(path, message) {
     const body = encode(message);
     const signal = AbortSignal.timeout(this.timeout); // of the whole call
+    const end = performance.now() + this.timeout;
     /** @type {Record<string, string>} */
-    const headers = { "Content-Type": MEDIA_TYPE, "X-Timeout-Ms": String(this.timeout) };
+    const headers = { "Content-Type": MEDIA_TYPE };
     if (this.key) headers.Authorization = `Bearer ${this.key}`;
     for (let attempt = 0; ; attempt++) {
+      headers["X-Timeout-Ms"] = String(Math.max(1, Math.floor(end - performance.now())));
       const answer = await fetch(this.url + path, { method: "POST", headers, body, signal });
       if (answer.ok) return decode(await answer.arrayBuffer());
       const problem = new Problem(answer.status, await answer.json().catch(() => ({})));
       if (![429, 503].includes(answer.status) || attempt === this.retries) throw problem;
       const seconds = Math.max(Number(answer.headers.get("Retry-After")) || 0, 0.1 * 2 ** attempt);
+      if (performance.now() + seconds * 1000 >= end) throw problem; // it says more than that the time is over
       await new Promise((resolve) => setTimeout(resolve, seconds * 1000));
-      signal.throwIfAborted();
     }
   }
 }

@@ -134,6 +134,21 @@ def test_it_gives_up_with_the_problem(command, front):
     assert len(front.seen) == 5
 
 
+def test_javascript_waits_no_longer_than_its_timeout(javascript, front):
+    front.full, front.after = 99, "60"
+    program = f"""
+        import {{ Flashpoint }} from {json.dumps((CLIENTS / "attention.mjs").as_uri())};
+        const one = {{ dtype: "F32", shape: [1, 1], data: new Float32Array(1) }};
+        const client = new Flashpoint({json.dumps(front.url)}, {{ timeout: 5000 }});
+        await client.attention({{ q: one, k: one, v: one }}).catch((problem) => console.log(problem.message));
+    """
+    begun = time.monotonic()
+    ran = run([javascript[0], "--input-type=module", "--eval", program])
+    assert (ran.stdout, ran.stderr) == ("429 queue_full: come again\n", "")
+    assert time.monotonic() - begun < 50  # of the 60 that it is asked to wait
+    assert len(front.seen) == 1
+
+
 def test_the_page_shows_the_files():
     shown = dict(re.findall(r"^<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", PAGE, re.M | re.S))
     assert shown == {f"examples/clients/{path.name}": path.read_text() for path in CLIENTS.iterdir()}
