@@ -40,28 +40,38 @@ def keep_mask(
         indices(heads)[:, None, None],
         torch.full((1, 1, 1), sequence, dtype=torch.int64, device=device),
     )
-    words = torch.stack(philox(seed, counter), dim=-1).flatten(-2)
+    words = philox(seed, counter)
+    keep = torch.empty(*words[0].shape, 4, dtype=torch.bool, device=device)
+    for n, word in enumerate(words):
+        torch.ge(word, drop_below(p), out=keep[..., n])
     skipped = keys.start - 4 * first
-    return words[..., skipped : skipped + len(keys)] >= drop_below(p)
+    return keep.flatten(-2)[..., skipped : skipped + len(keys)]
 
 
 def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four 32-bit words of Philox4x32-10, held in int64, for broadcastable int64 counters below 2³²."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
-    for _ in range(_ROUNDS):
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c2 = _high(p1, c1, k0), _high(p0, c3, k1)
-        c1, c3 = p1.bitwise_and_(_WORD), p0.bitwise_and_(_WORD)
+    room = None
+    for step in range(_ROUNDS):
+        # The first rounds' words are of fewer dimensions. Then each is computed where one lay that is done with: new
+        # memory takes as long as what is computed in it.
+        in_place = step > 0 and c0.shape == c1.shape == c2.shape == c3.shape
+        p0 = torch.mul(c0, _MULTIPLIERS[0], out=c0 if in_place else None)
+        p1 = torch.mul(c2, _MULTIPLIERS[1], out=c2 if in_place else None)
+        c0 = _high(p1, c1, k0, room)
+        c2 = _high(p0, c3, k1, c1 if in_place else None)
+        room = c3 if in_place else None
+        c1, c3 = p1, p0  # of which the low words are meant: what is above them is masked off when it is mixed
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    return c0, c1, c2, c3
+    return c0, c1.bitwise_and_(_WORD), c2, c3.bitwise_and_(_WORD)
 
 
-def _high(product: Tensor, word: Tensor, key: int) -> Tensor:
-    """The high word of a product, with `word` and `key` mixed in.
+def _high(product: Tensor, word: Tensor, key: int, room: Tensor | None) -> Tensor:
+    """The high word of a product, with the low one of `word` and `key` mixed in, in `room` where there is some.
 
-    A product below 2⁶⁴ wraps into the sign bit of int64; the shift's sign extension is masked off again.
+    A product below 2⁶⁴ wraps into the sign bit of int64: the shift's sign extension is masked off again.
     """
-    high = (product >> 32).bitwise_and_(_WORD).bitwise_xor_(key)
-    # The first rounds' words are of fewer dimensions: what they are mixed with may be larger, or smaller, than they.
-    return high.bitwise_xor_(word) if high.shape == word.shape else high ^ word
+    high = torch.bitwise_right_shift(product, 32, out=room)
+    high = high.bitwise_xor_(word) if high.shape == word.shape else high ^ word
+    return high.bitwise_xor_(key).bitwise_and_(_WORD)
