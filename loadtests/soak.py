@@ -8,6 +8,7 @@ latency, in the last third as in the first. Exits with 0 where it does, 1 where 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import statistics
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import locust  # noqa: F401  # first: it makes the standard library's sockets gevent's
+import psutil
 import report
 from load import Load
 from scenarios import REFUSED, SOAK_LOAD, Verdict
@@ -84,7 +86,12 @@ def main() -> int:
 
 def held(server: Server) -> dict[str, float]:
     """What its processes hold, together, between two loads; connections that callers have left open are not counted."""
-    processes = server.processes()
+    while True:
+        with contextlib.suppress(psutil.NoSuchProcess):  # one has ended meanwhile, and holds nothing
+            return _held(server.processes())
+
+
+def _held(processes: Sequence[psutil.Process]) -> dict[str, float]:
     infos = [process.memory_info() for process in processes]
     mapped = {
         region.path + region.addr: region.size

@@ -22,7 +22,7 @@ DRIVER = Path(__file__).with_name("ray_driver.py")
 ENGINE = "flashpoint_server.engine_process"
 # Ray's own processes and two engines that import torch take 15 s on an idle machine with two cores.
 START_SECONDS = 240
-END_SECONDS = 60
+END_SECONDS = 240
 # What would lead Ray or a replica elsewhere, or have each process of Ray's traced.
 OTHERS = ("FLASHPOINT_", "RAY_", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "COVERAGE_")
 
