@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,9 +124,13 @@ def test_parts_draw_the_mask_and_give_the_gradients_of_the_whole(monkeypatch: py
     t = qkv(2, 6, 20, 30, 8, kv_heads=3)
     t |= {"sinks": normal(6), "attn_mask": normal(6, 20, 30), "alibi_slopes": normal(2, 6).abs()}
     options = Options(dropout_p=0.4, dropout_seed=7, grads=["dq", "dk", "dv", "dattn_mask", "dsinks"], backend="tiled")  # type: ignore[arg-type]
-    assert len(split(Problem.create(t, options, "backward"))) == 3
-    found = verify(t, options)
-    assert found.ok, [e for e in found.tensors if not e.ok]
+    packed = {name: x.transpose(1, 2).flatten(0, 1) for name, x in t.items() if name in ("q", "k", "v", "do")}
+    packed |= {"sinks": t["sinks"], "alibi_slopes": t["alibi_slopes"]}
+    packed |= {"cu_seqlens_q": torch.tensor([0, 13, 40]), "cu_seqlens_k": torch.tensor([0, 40, 60])}
+    for tensors, more in ((t, options), (packed, replace(options, layout="thd", grads=("dq", "dv", "dsinks")))):
+        assert len(split(Problem.create(tensors, more, "backward"))) == 3
+        found = verify(tensors, more)
+        assert found.ok, [e for e in found.tensors if not e.ok]
 
 
 def test_what_is_summed_over_heads_is_not_cut() -> None:
