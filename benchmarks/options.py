@@ -42,7 +42,10 @@ def written_out(
     sinks: Tensor | None = None, kv_lengths: Tensor | None = None, causal: bool = False,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, dropout_p: float = 0.0, dropout_seed: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """The contract's formula with s (B,Hq,Sq,Sk) in memory, in float32: what one would write."""
+    """The contract's formula with s (B,Hq,Sq,Sk) in memory, in float32: what one would write.
+
+    But for dropout, whose mask is torch's own here: cheaper than the contract's, and another one.
+    """
     dtype = q.dtype
     q, k, v = q.float(), k.float(), v.float()
     group = q.shape[1] // k.shape[1]
