@@ -58,7 +58,7 @@ class Keyring:
         """Read the file again. Where it is not right all stays as it was, and the log says so."""
         try:
             self._load()
-        except ValueError as error:
+        except (OSError, ValueError) as error:  # there may be no descriptor left for a new key's count
             log.error("keys kept", error=str(error))
         else:
             log.info("keys loaded", keys=len(self._callers))
