@@ -3,6 +3,7 @@
 Set before anything imports triton, which decides when a kernel is decorated.
 """
 
+import contextlib
 import os
 
 DEVICE = os.environ.get("FLASHPOINT_TEST_DEVICE", "cpu")
@@ -12,3 +13,12 @@ if DEVICE == "cpu":
 # torch's threads sleep while they wait, as those of an engine do. Beside other work on two cores, spinning made the
 # 12 s of processor time that some tests of the kernels take 99. Set before anything imports torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Nobody's example is wrong for taking long on a machine with much else to do. `make gpu` does without hypothesis.
+with contextlib.suppress(ImportError):
+    import hypothesis
+
+    hypothesis.settings.register_profile(
+        "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("patient")
