@@ -75,6 +75,8 @@ def _run(problems: Sequence[Problem], backend: str) -> None:
     else:
         forwards, problems = ([], problems) if backend in _OWN_FORWARD else with_forwards(problems)
         if forwards:
+            if backend == "tiled" and kind == "cpu":  # their heads can be told apart, though the gradients' may not be
+                forwards = [part for problem in forwards for part in split(problem)]
             _module(backend).forward(forwards)
         _module(backend).backward(problems)
 

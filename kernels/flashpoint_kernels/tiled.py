@@ -24,16 +24,15 @@ from torch import Tensor
 from flashpoint_kernels import bounds
 from flashpoint_kernels.dropout import keep_mask
 from flashpoint_kernels.problem import Problem, narrowed
-from flashpoint_kernels.reproducible import aligned, threads
+from flashpoint_kernels.reproducible import aligned, can_be_cut, threads
 from flashpoint_kernels.spec import Row
 
 INF = float("inf")
-LOG2E = math.log2(math.e)
 
-# Queries × keys of a tile of one head; with more heads, as many fewer queries. On 2 CPU cores at Sq = Sk = 2048,
-# 8 heads, D 64, a part a head, over 128–1024 × 256–1024, plain, causal, with softcap, with a window of 256: 128 × 256
-# takes twice as long forward and 1.5 times backward, for its operators are too small to leave Python's lock to the
-# other core.
+# Queries × keys of a tile of one head; of several that stay together, as many fewer queries. On 2 CPU cores at
+# Sq = Sk = 2048, 8 heads, D 64, a part a head, over 128–1024 × 256–1024, plain, causal, with softcap, with a window of
+# 256: 128 × 256 takes twice as long forward and 1.5 times backward, for its operators are too small to leave Python's
+# lock to the other core.
 FORWARD_TILE = (512, 512)
 BACKWARD_TILE = (1024, 256)
 _FEWEST_QUERIES = 16  # on 32 heads their products take a fifth longer than on one, of the same size
@@ -85,8 +84,8 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
             s, _ = t.scores(q, i0, i1, j0, j1, memory)
             m_new = torch.maximum(m, s.amax(-1, keepdim=True))
             base = _finite(m_new)
-            decay = _exp(m.sub_(base))
-            p = _exp(s.sub_(base))
+            decay = m.sub_(base).exp_()
+            p = s.sub_(base).exp_()  # not exp2_, whose bits depend on the place among the others
             total.mul_(decay).add_(p.sum(-1, keepdim=True))
             if t.dropout_p:
                 p.mul_(t.keep(i0, i1, j0, j1))
@@ -124,7 +123,7 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
             q, do_i = t.rows(t.q, i0, i1), t.rows(do, i0, i1)
             tile = (*q.shape[:2], j1 - j0)
             s, slope = t.scores(q, i0, i1, j0, j1, memory, with_slope=True)
-            p = _exp(s.sub_(lse[:, i0:i1]))
+            p = s.sub_(lse[:, i0:i1]).exp_()
             keep = t.keep(i0, i1, j0, j1).float() if t.dropout_p else None
             if "dv" in out:
                 dv.baddbmm_((p if keep is None else p * keep).view(tile).mT, do_i)
@@ -202,9 +201,13 @@ class Tiles:
         return self.problem.spec.options.dropout_p
 
     def block(self, tile: tuple[int, int]) -> tuple[int, int]:
-        """Queries and keys of a tile of all heads, which is as large as `tile` is of one."""
-        queries, keys = tile
-        return max(min(queries, _FEWEST_QUERIES), queries // self.heads), keys
+        """Queries and keys of a tile of the query heads that stay together, which is as large as `tile` is of one.
+
+        Those are a key/value head's, whatever other heads there are, and all of them where heads cannot be told apart.
+        """
+        spec, (queries, keys) = self.problem.spec, tile
+        together = spec.q_heads // spec.kv_heads if can_be_cut(self.problem) else spec.q_heads
+        return max(min(queries, _FEWEST_QUERIES), queries // together), keys
 
     def memory(self, queries: int, keys: int) -> Tensor:
         """Room for a tile of scores, taken once: what each tile takes anew the system has to find and clear anew."""
@@ -276,11 +279,6 @@ def _steps(lo: int, hi: int, step: int) -> Iterator[tuple[int, int]]:
 
 def _shaped(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
     return memory[: math.prod(shape)].view(shape)
-
-
-def _exp(x: Tensor) -> Tensor:
-    """e^x in place. By 2^x, which the CPU has in half the time, and at one pace: e^−90 took torch 40 times e^−4."""
-    return x.mul_(LOG2E).exp2_()
 
 
 def _finite(m: Tensor) -> Tensor:

@@ -167,6 +167,27 @@ def test_a_tile_of_many_heads_is_no_larger_than_that_of_one() -> None:
         assert held < 24 << 20
 
 
+@pytest.mark.parametrize("size", [(5, 5, 6), (300, 300, 64), (129, 130, 20)], ids=str)
+def test_the_bits_of_a_head_do_not_depend_on_the_others(size: tuple[int, int, int]) -> None:
+    """More than a tile of keys, and rows that are no whole number of vectors: as one request of a JAX vmap has them."""
+    t = qkv(2, 6, *size) | {"sinks": normal(6)}
+    names = ["dq", "dk", "dv", "dsinks"]
+    o, grads = (
+        forward("tiled", {n: x for n, x in t.items() if n != "do"}, causal=True)["o"],
+        backward("tiled", t, causal=True, grads=names),
+    )
+    for head in range(6):
+        own = {
+            name: (x[head : head + 1] if name == "sinks" else x[:, head : head + 1]).clone() for name, x in t.items()
+        }
+        assert torch.equal(
+            forward("tiled", {n: x for n, x in own.items() if n != "do"}, causal=True)["o"], o[:, head : head + 1]
+        )
+        for name, grad in backward("tiled", own, causal=True, grads=names).items():
+            whole = grads[name]
+            assert torch.equal(grad, whole[head : head + 1] if name == "dsinks" else whole[:, head : head + 1]), name
+
+
 def test_outputs_may_be_any_subset() -> None:
     t = {name: x for name, x in qkv(1, 2, 30, 40, 8).items() if name != "do"}
     problem = Problem.create(t, Options(return_lse=True))
