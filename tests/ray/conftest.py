@@ -58,6 +58,9 @@ class Cluster:
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_AUTH_MODE": "disabled",
                 "RAY_raylet_start_wait_time_s": str(START_SECONDS),
+                # A proxy that a busy machine keeps waiting is not a sick one: Ray would put another in its place.
+                "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(START_SECONDS),
+                "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(START_SECONDS),
                 **environment,
             },
         )
