@@ -13,9 +13,9 @@ $(VENV)/bin/python:
 $(VENV)/.server: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server]'
 	@touch $@
-$(VENV)/.dev: $(VENV)/.server
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $@
+	@touch $(VENV)/.server $@
 
 serve: $(VENV)/.server
 	$(BIN)/flashpoint serve --port $(PORT)
