@@ -20,9 +20,9 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 serve: $(VENV)/.server
 	$(BIN)/flashpoint serve --port $(PORT)
 
-# Three files at a time, on two cores as well: half of them wait for processes that they have started. In their own order,
-# which begins with the longest; xdist's would have those of few and long tests at the end, and one of them alone.
-SUITE := -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu and not full"
+# Two files at a time: half of them wait for processes that they have started. In their own order, which begins with the
+# longest; xdist's would have those of few and long tests at the end, and one of them alone.
+SUITE := -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not full"
 test: $(VENV)/.dev
 	$(PYTEST) $(SUITE)
 
