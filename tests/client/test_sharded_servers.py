@@ -185,6 +185,36 @@ def test_a_silent_servers_shard_is_asked_of_another_at_half_time(attention, serv
     wait_for(lambda: quiet.closed == quiet.opened)
 
 
+def test_what_a_late_server_says_of_a_shard_that_is_answered_ends_nothing(attention, servers):
+    """Of two servers that are late one refuses its shard, which the third has answered, while the last is open."""
+    answered, refused = threading.Event(), threading.Event()
+    bodies = []
+
+    def late(handler):
+        assert answered.wait(20)
+        if handler.body == bodies[0]:
+            handler.problem(500)
+            refused.set()
+        else:
+            last(handler)
+
+    def second(handler):
+        bodies.append(handler.body)
+        solve(handler)
+
+    def last(handler):
+        answered.set()
+        assert refused.wait(20)
+        solve(handler)
+
+    servers[0].script = deque([late])
+    servers[1].script = deque([late])
+    servers[2].script = deque([solve, second, last])
+    o, found = attention([s.url for s in servers], parts=(1, 3), timeout=4, with_meta=True)
+    np.testing.assert_allclose(o, solved(Q, K, V)[0], rtol=2e-6, atol=2e-6)
+    assert len(found) == 3
+
+
 def test_the_deadline_ends_a_rest_too(attention, servers):
     servers[0].script = deque([busy] * 100)
     begun = time.monotonic()

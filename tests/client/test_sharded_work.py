@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from flashpoint._shards.work import Work
-from flashpoint.errors import DeadlineExceededError, OverloadedError
+from flashpoint.errors import DeadlineExceededError, OverloadedError, ServerError
 
 FULL = OverloadedError("full", status=429)
+CRASHED = ServerError("crashed", status=500)
 
 
 def work(questions=1, servers=2, retries=1, seconds=60.0):
@@ -59,13 +60,22 @@ def test_of_two_answers_the_first_counts_once():
     assert two.over
 
 
-def test_who_fails_what_another_has_answered_harms_nobody():
-    one = work(retries=0, servers=1)
+@pytest.mark.parametrize("error", [FULL, CRASHED])
+def test_who_fails_what_another_has_answered_harms_nobody(error):
+    one = work(retries=0)
     item = one.take(0)
-    one.done(0, item, "answer")
-    assert one.failed(0, item, FULL) > 0
+    half_time_is_over(item)
+    assert one.take(1) is item
+    one.done(1, item, "answer")
+    assert one.failed(0, item, error) > 0
     assert item.failures == 0
     assert one.over
+
+
+def test_an_error_that_no_other_server_mends_is_raised():
+    one = work()
+    with pytest.raises(ServerError):
+        one.failed(0, one.take(0), CRASHED)
 
 
 def test_a_question_that_another_still_has_does_not_wait_as_well():

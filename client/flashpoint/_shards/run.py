@@ -13,7 +13,8 @@ from typing import Any
 
 from flashpoint._client import AsyncClient, Client
 from flashpoint._exchange import Exchange
-from flashpoint._shards.work import RETRIED, Item, Work
+from flashpoint._shards.work import Item, Work
+from flashpoint.errors import FlashpointError
 
 
 def run(work: Work, clients: Sequence[Client], sending: dict[str, Any]) -> None:
@@ -31,7 +32,7 @@ def run(work: Work, clients: Sequence[Client], sending: dict[str, Any]) -> None:
                     turn.wait(work.patience(server))
             try:
                 answer = clients[server]._run(_exchange(work, item, sending, theirs))
-            except RETRIED as error:
+            except FlashpointError as error:
                 with turn:
                     if stopped.is_set():
                         return
@@ -69,7 +70,7 @@ async def run_async(work: Work, clients: Sequence[AsyncClient], sending: dict[st
                 continue
             try:
                 answer = await clients[server]._run(_exchange(work, item, sending))
-            except RETRIED as error:
+            except FlashpointError as error:
                 rest = work.failed(server, item, error)
                 changed.set()
                 await asyncio.sleep(rest)

@@ -16,7 +16,7 @@ from typing import Any
 
 from flashpoint._exchange import backoff
 from flashpoint._shards.merge import Question
-from flashpoint.errors import ConnectionFailedError, DeadlineExceededError, OverloadedError
+from flashpoint.errors import ConnectionFailedError, DeadlineExceededError, FlashpointError, OverloadedError
 
 RETRIED = (OverloadedError, ConnectionFailedError)
 
@@ -97,16 +97,17 @@ class Work:
             item.server, item.answer = server, answer
             self._open -= 1
 
-    def failed(self, server: int, item: Item, error: OverloadedError | ConnectionFailedError) -> float:
+    def failed(self, server: int, item: Item, error: FlashpointError) -> float:
         """Seconds that `server` is to rest, at most to the deadline.
 
-        Raises `error` where the question has failed as often as it may.
+        Raises `error` where no other server would mend it, or the question has failed as often as it may: not where
+        another has answered meanwhile.
         """
         item.asked.remove(server)
         if item.answer is None:
             item.failures += 1
             self._last = error
-            if item.failures >= self._most:
+            if item.failures >= self._most or not isinstance(error, RETRIED):
                 raise error
             item.failed.add(server)
             if len(item.failed) == self._servers:
