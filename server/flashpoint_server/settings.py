@@ -20,7 +20,9 @@ _RIGHT = "|".join(RIGHTS)
 _KEY = re.compile(rf"[A-Za-z0-9._~+/-]+=*(:({_RIGHT})(\+({_RIGHT}))*)?")  # a token of RFC 6750, and its rights
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
-Seconds = Annotated[float, Field(gt=0)]
+LONGEST = 1_000_000  # seconds, eleven days: twice as many milliseconds are as much as a timer of the kernel holds
+
+Seconds = Annotated[float, Field(gt=0, le=LONGEST)]
 Bytes = Annotated[int, Field(ge=1)]
 
 
@@ -80,7 +82,7 @@ class Settings(BaseSettings):
     """bytes a second that a body, and the reading of an answer, must reach in the long run"""
     header_timeout: Seconds = 10.0
     """seconds in which the head of a request must have come, from the connection's beginning or the head's"""
-    keep_alive: Annotated[int, Field(ge=0)] = 75
+    keep_alive: Annotated[int, Field(ge=0, le=LONGEST)] = 75
     """seconds that an idle connection is kept"""
 
     queue_limit: Annotated[int, Field(ge=1)] = 256
@@ -115,9 +117,9 @@ class Settings(BaseSettings):
     """benchmarks that may be queued or running; one caller may have half of them"""
     benchmark_keep: Seconds = 3600.0
     """seconds for which a benchmark can be asked for after its end"""
-    default_timeout_ms: Annotated[int, Field(ge=0)] = 0
+    default_timeout_ms: Annotated[int, Field(ge=0, le=1000 * LONGEST)] = 0
     """deadline of a request without X-Timeout-Ms, in milliseconds; 0 is none"""
-    max_timeout_ms: Annotated[int, Field(ge=1)] = 3_600_000
+    max_timeout_ms: Annotated[int, Field(ge=1, le=1000 * LONGEST)] = 3_600_000
     """longest deadline that X-Timeout-Ms may ask for; a longer one is cut to it"""
     shutdown_timeout: Seconds = 30.0
     """seconds that admitted work may take after SIGTERM"""

@@ -12,10 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from annotated_types import Le
 from conftest import wait_for
 from messages import SAFETENSORS, message, normal, post, problem, read_metrics
 
 from flashpoint_server.parent import NICENESS
+from flashpoint_server.settings import LONGEST, Settings
 from tests.conftest import DEVICE
 
 QKV = {name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")}
@@ -112,6 +114,16 @@ def test_an_answer_that_nobody_takes_is_dropped_after_a_while(brief):
         assert line["status"] == 200
         nothing_inside(brief)
     assert shows_only(post(brief, "/attention", constant(4)), 4)
+
+
+def test_a_time_may_be_as_long_as_the_settings_allow(start_server):
+    """Eleven days: in no timer, of the kernel or of an event loop, is it too much."""
+    bounds = [(name, bound) for name, field in Settings.model_fields.items() for bound in field.metadata]
+    longest = {name: bound.le for name, bound in bounds if bound in (Le(LONGEST), Le(1000 * LONGEST))}
+    assert {"body_timeout", "header_timeout", "keep_alive", "max_timeout_ms", "shutdown_timeout"} <= set(longest)
+    server = start_server(**longest)
+    assert shows_only(post(server, "/attention", constant(4, 8)), 4)
+    server.stop()
 
 
 def test_canary_on_a_server_that_is_not_ours(start_server, tmp_path):

@@ -22,7 +22,18 @@ def test_a_flag_wins_over_its_variable(monkeypatch):
     assert (settings.queue_limit, settings.log_format, settings.port) == (9, "console", 0)
 
 
-@pytest.mark.parametrize("flags", [["--device", "tpu"], ["--body-limit", "0"], ["--head-limit", str(1 << 30)]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--device", "tpu"],
+        ["--body-limit", "0"],
+        ["--head-limit", str(1 << 30)],
+        ["--body-timeout", "inf"],
+        ["--hang-timeout", "1000001"],
+        ["--keep-alive", str(1 << 62)],
+        ["--max-timeout-ms", str(1 << 62)],
+    ],
+)
 def test_settings_out_of_range_are_refused(flags):
     with pytest.raises(ValueError, match=flags[0][2:].replace("-", "_")):
         Settings(_cli_parse_args=flags)
