@@ -66,7 +66,7 @@ def problems(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 @given(problem=problems())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_problem_is_exact(problem: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
     tensors, options = problem
     with pytest.MonkeyPatch.context() as patch:
