@@ -54,7 +54,8 @@ class Codec:
         except OSError as error:  # no descriptor or process to be had
             raise Refusal("out_of_memory", f"the process that reads JSON cannot be started: {error}") from None
         if returned:
-            return value  # type: ignore[no-any-return]
+            found: T = value
+            return found
         if isinstance(value, MemoryError):
             raise Refusal("out_of_memory", "the process that reads JSON ran out of memory for this request")
         raise value
@@ -64,7 +65,7 @@ class Codec:
         try:
             if self._process is None:
                 self._process = _Process()
-            return await self._process.ask(message)  # type: ignore[no-any-return]
+            return await self._process.ask(message)
         except BaseException:  # given up, too: nobody may take the rest of this for the next answer
             self.close()
             raise
@@ -91,12 +92,13 @@ class _Process:
                 self._sock.close()
                 raise
 
-    async def ask(self, message: Any) -> Any:
-        """Raises EOFError, OSError and MemoryError: then it is of no use any more."""
+    async def ask(self, message: Any) -> tuple[bool, Any]:
+        """As `Codec._ask`. Raises EOFError, OSError and MemoryError: then it is of no use any more."""
         loop = asyncio.get_running_loop()
         for piece in pack(message):
             await loop.sock_sendall(self._sock, piece)
-        return unpack([await self._read(await self._number()) for _ in range(await self._number())])
+        returned, value = unpack([await self._read(await self._number()) for _ in range(await self._number())])
+        return returned, value
 
     async def _number(self) -> int:
         return int(NUMBER.unpack(await self._read(NUMBER.size))[0])

@@ -1,5 +1,6 @@
 """What a process asks of the system, and of Python, when it starts."""
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -30,7 +31,8 @@ def let_others_first() -> None:
     threads that computed, ten times as many calls as could be answered were refused after a second, or answered late.
     """
     for thread in map(int, os.listdir("/proc/self/task")):
-        os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + NICENESS, 19))
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + NICENESS, 19))
 
 
 def raise_descriptor_limit() -> None:

@@ -123,7 +123,8 @@ def test_parts_draw_the_mask_and_give_the_gradients_of_the_whole(monkeypatch: py
     monkeypatch.setattr(reproducible, "FLOPS_PER_PART", 1 << 10)
     t = qkv(2, 6, 20, 30, 8, kv_heads=3)
     t |= {"sinks": normal(6), "attn_mask": normal(6, 20, 30), "alibi_slopes": normal(2, 6).abs()}
-    options = Options(dropout_p=0.4, dropout_seed=7, grads=["dq", "dk", "dv", "dattn_mask", "dsinks"], backend="tiled")  # type: ignore[arg-type]
+    grads = ("dq", "dk", "dv", "dattn_mask", "dsinks")
+    options = Options(dropout_p=0.4, dropout_seed=7, grads=grads, backend="tiled")
     packed = {name: x.transpose(1, 2).flatten(0, 1) for name, x in t.items() if name in ("q", "k", "v", "do")}
     packed |= {"sinks": t["sinks"], "alibi_slopes": t["alibi_slopes"]}
     packed |= {"cu_seqlens_q": torch.tensor([0, 13, 40]), "cu_seqlens_k": torch.tensor([0, 40, 60])}
