@@ -21,12 +21,24 @@ def drop_below(p: float) -> int:
     return math.ceil(p * 2.0**32)
 
 
+def room_for(heads: int, queries: int, keys: int, device: torch.device) -> Tensor:
+    """Memory in which `keep_mask` can make the mask of a tile of at most so many heads, queries and keys."""
+    return torch.empty(_WORDS * heads * queries * (keys // 4 + 2), dtype=torch.int64, device=device)
+
+
 def keep_mask(
-    seed: int, p: float, sequence: int, heads: range, queries: range, keys: range, device: torch.device
+    seed: int,
+    p: float,
+    sequence: int,
+    heads: range,
+    queries: range,
+    keys: range,
+    device: torch.device,
+    room: Tensor | None = None,
 ) -> Tensor:
     """(heads, queries, keys) of bool, true where kept, for query heads, queries and keys of `sequence`.
 
-    The ranges are of step 1; memory is O(the tile).
+    The ranges are of step 1; memory is O(the tile). It is in `room` where that is given, which tiles may use in turn.
     """
 
     def indices(r: range) -> Tensor:
@@ -34,44 +46,71 @@ def keep_mask(
 
     first = keys.start // 4
     columns = range(first, max(first, -(-keys.stop // 4)))
-    counter = (
+    shape = (len(heads), len(queries), len(columns))
+    memory = _Memory(shape, room_for(*shape[:2], len(keys), device) if room is None else room)
+    words = _philox(
+        seed,
         indices(columns)[None, None, :],
         indices(queries)[None, :, None],
         indices(heads)[:, None, None],
         torch.full((1, 1, 1), sequence, dtype=torch.int64, device=device),
+        memory,
     )
-    words = philox(seed, counter)
-    keep = torch.empty(*words[0].shape, 4, dtype=torch.bool, device=device)
+    keep = memory.bits()
     for n, word in enumerate(words):
         torch.ge(word, drop_below(p), out=keep[..., n])
     skipped = keys.start - 4 * first
     return keep.flatten(-2)[..., skipped : skipped + len(keys)]
 
 
-def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four 32-bit words of Philox4x32-10, held in int64, for broadcastable int64 counters below 2³²."""
-    c0, c1, c2, c3 = counter
+_WORDS = 6  # four of a counter, and the two products of a round
+
+
+class _Memory:
+    """Places for words of a tile's shape, lent and given back: new ones take as long as what is computed in them."""
+
+    def __init__(self, shape: tuple[int, ...], room: Tensor) -> None:
+        self._shape = shape
+        size = math.prod(shape)
+        self._free = [room[n * size : (n + 1) * size].view(shape) for n in range(_WORDS)]
+
+    def lend(self, one: Tensor, other: Tensor) -> Tensor | None:
+        """A place for what is computed from two words, or None, where torch makes one: it is smaller than the tile."""
+        return self._free.pop() if tuple(map(max, one.shape, other.shape)) == self._shape else None
+
+    def give_back(self, *words: Tensor) -> None:
+        self._free += (word for word in words if word.shape == self._shape)
+
+    def bits(self) -> Tensor:
+        """A free place, as bool of the shape and 4."""
+        return self._free[-1].view(-1).view(torch.bool)[: 4 * math.prod(self._shape)].view(*self._shape, 4)
+
+
+def _philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, memory: _Memory) -> tuple[Tensor, ...]:
+    """The four 32-bit words of Philox4x32-10, held in int64, for int64 counters below 2³² that broadcast together.
+
+    The words of the first rounds are of fewer dimensions, and cost little.
+    """
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
-    room = None
-    for step in range(_ROUNDS):
-        # The first rounds' words are of fewer dimensions. Then each is computed where one lay that is done with: new
-        # memory takes as long as what is computed in it.
-        in_place = step > 0 and c0.shape == c1.shape == c2.shape == c3.shape
-        p0 = torch.mul(c0, _MULTIPLIERS[0], out=c0 if in_place else None)
-        p1 = torch.mul(c2, _MULTIPLIERS[1], out=c2 if in_place else None)
-        c0 = _high(p1, c1, k0, room)
-        c2 = _high(p0, c3, k1, c1 if in_place else None)
-        room = c3 if in_place else None
+    for _ in range(_ROUNDS):
+        p0 = torch.mul(c0, _MULTIPLIERS[0], out=memory.lend(c0, c0))
+        p1 = torch.mul(c2, _MULTIPLIERS[1], out=memory.lend(c2, c2))
+        memory.give_back(c0, c2)
+        c0, c2 = _mixed(p1, c1, k0, memory), _mixed(p0, c3, k1, memory)
+        memory.give_back(c1, c3)
         c1, c3 = p1, p0  # of which the low words are meant: what is above them is masked off when it is mixed
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
     return c0, c1.bitwise_and_(_WORD), c2, c3.bitwise_and_(_WORD)
 
 
-def _high(product: Tensor, word: Tensor, key: int, room: Tensor | None) -> Tensor:
-    """The high word of a product, with the low one of `word` and `key` mixed in, in `room` where there is some.
+def _mixed(product: Tensor, word: Tensor, key: int, memory: _Memory) -> Tensor:
+    """The high word of a product, with the low one of `word` and `key` mixed in.
 
     A product below 2⁶⁴ wraps into the sign bit of int64: the shift's sign extension is masked off again.
     """
-    high = torch.bitwise_right_shift(product, 32, out=room)
-    high = high.bitwise_xor_(word) if high.shape == word.shape else high ^ word
-    return high.bitwise_xor_(key).bitwise_and_(_WORD)
+    mixed = memory.lend(product, word)
+    whole = mixed is not None and product.shape == mixed.shape
+    high = torch.bitwise_right_shift(product, 32, out=mixed if whole else None)
+    if high.shape == word.shape:
+        return high.bitwise_xor_(word).bitwise_xor_(key).bitwise_and_(_WORD)
+    return torch.bitwise_xor(high, word ^ key, out=mixed).bitwise_and_(_WORD)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flashpoint_kernels import bounds
-from flashpoint_kernels.dropout import keep_mask
+from flashpoint_kernels.dropout import keep_mask, room_for
 from flashpoint_kernels.problem import Problem, narrowed
 from flashpoint_kernels.reproducible import aligned, can_be_cut, threads
 from flashpoint_kernels.spec import Row
@@ -35,6 +35,10 @@ INF = float("inf")
 # lock to the other core.
 FORWARD_TILE = (512, 512)
 BACKWARD_TILE = (1024, 256)
+# Dropout's words take some ten times as many operators, for which the cores wait for Python's lock the less, the larger
+# they are: with tiles as above the forward takes a third longer, and with larger ones the gradient.
+DROPOUT_FORWARD_TILE = (1024, 1024)
+DROPOUT_BACKWARD_TILE = (1024, 512)
 _FEWEST_QUERIES = 16  # on 32 heads their products take a fifth longer than on one, of the same size
 
 
@@ -72,8 +76,8 @@ def _with_queries(problem: Problem) -> Iterator[tuple[Row, dict[str, Tensor]]]:
 
 
 def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
-    block_m, block_n = t.block(FORWARD_TILE)
-    memory = t.memory(block_m, block_n)
+    block_m, block_n = t.block(DROPOUT_FORWARD_TILE if t.dropout_p else FORWARD_TILE)
+    memory, room = t.memory(block_m, block_n), t.room(block_m, block_n)
     for i0, i1 in _steps(0, t.q_len, block_m):
         q = t.rows(t.q, i0, i1)
         # A sink is a key of no value that has been seen already.
@@ -87,8 +91,8 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
             decay = m.sub_(base).exp_()
             p = s.sub_(base).exp_()  # not exp2_, whose bits depend on the place among the others
             total.mul_(decay).add_(p.sum(-1, keepdim=True))
-            if t.dropout_p:
-                p.mul_(t.keep(i0, i1, j0, j1))
+            if room is not None:
+                p.mul_(t.keep(i0, i1, j0, j1, room))
             acc.mul_(decay.view(*acc.shape[:2], 1)).baddbmm_(p.view(*acc.shape[:2], -1), t.v[:, j0:j1])
             m = m_new
         if o is not None:
@@ -114,8 +118,10 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
     dq = torch.zeros_like(t.q) if "dq" in out else None
     if t.dropout_p:
         do = do / (1.0 - t.dropout_p)  # as the probabilities that are kept are
-    block_m, block_n = t.block(BACKWARD_TILE)
+    block_m, block_n = t.block(DROPOUT_BACKWARD_TILE if t.dropout_p else BACKWARD_TILE)
     memory, more = t.memory(block_m, block_n), t.memory(block_m, block_n)
+    room = t.room(block_m, block_n)
+    most = memory if room is None else torch.empty_like(memory)
     for j0, j1 in _steps(0, t.kv_len, block_n):
         k, v = t.k[:, j0:j1], t.v[:, j0:j1]
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
@@ -124,15 +130,16 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
             tile = (*q.shape[:2], j1 - j0)
             s, slope = t.scores(q, i0, i1, j0, j1, memory, with_slope=True)
             p = s.sub_(lse[:, i0:i1]).exp_()
-            keep = t.keep(i0, i1, j0, j1).float() if t.dropout_p else None
+            kept = p if room is None else torch.mul(p, t.keep(i0, i1, j0, j1, room), out=_shaped(most, p.shape))
             if "dv" in out:
-                dv.baddbmm_((p if keep is None else p * keep).view(tile).mT, do_i)
+                dv.baddbmm_(kept.view(tile).mT, do_i)
             if not out.keys() & {"dq", "dk", "dattn_mask"}:
                 continue
             dp = torch.bmm(do_i, v.mT, out=_shaped(more, tile)).view(s.shape)
-            if keep is not None:
-                dp.mul_(keep)
-            ds = dp.sub_(delta[:, i0:i1]).mul_(p)
+            if room is None:
+                ds = dp.sub_(delta[:, i0:i1]).mul_(p)
+            else:
+                ds = dp.mul_(kept).addcmul_(p, delta[:, i0:i1], value=-1.0)
             if "dattn_mask" in out:
                 part = _part(out["dattn_mask"], i0, i1, j0, j1)
                 part += ds.sum_to_size(part.shape)
@@ -265,11 +272,16 @@ class Tiles:
             s.masked_fill_((ahead < -left) | (ahead > right), -INF)
         return s, slope
 
-    def keep(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
-        """(Hq, bm, bn) of bool: which probabilities dropout keeps."""
+    def room(self, queries: int, keys: int) -> Tensor | None:
+        """Room for the words from which `keep` is made, None without dropout."""
+        tile = (self.heads, min(queries, self.q_len), min(keys, self.kv_len))
+        return room_for(*tile, self.q.device) if self.dropout_p else None
+
+    def keep(self, i0: int, i1: int, j0: int, j1: int, room: Tensor) -> Tensor:
+        """(Hq, bm, bn) of bool, in `room`: which probabilities dropout keeps."""
         assert self.problem.seed is not None, "a problem with dropout has a seed"
         tile = (self.problem.query_heads, range(i0, i1), range(j0, j1))
-        return keep_mask(self.problem.seed, self.dropout_p, self.row.index, *tile, self.q.device)
+        return keep_mask(self.problem.seed, self.dropout_p, self.row.index, *tile, self.q.device, room)
 
 
 def _steps(lo: int, hi: int, step: int) -> Iterator[tuple[int, int]]:

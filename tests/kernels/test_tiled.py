@@ -70,8 +70,9 @@ def problems(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 def test_any_problem_is_exact(problem: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
     tensors, options = problem
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiled, "FORWARD_TILE", (16, 24))
-        patch.setattr(tiled, "BACKWARD_TILE", (24, 16))
+        for name, tile in (("FORWARD_TILE", (16, 24)), ("BACKWARD_TILE", (24, 16))):
+            patch.setattr(tiled, name, tile)
+            patch.setattr(tiled, f"DROPOUT_{name}", tile)
         found = verify(tensors, Options(**options))
     assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
 
@@ -99,7 +100,7 @@ def test_dropout_does_not_depend_on_the_tiles(block: tuple[int, int], monkeypatc
     t["v"] = torch.eye(60, device=DEVICE).expand(1, 2, 60, 60).contiguous()  # so that o is what dropout left
     options: dict[str, Any] = {"dropout_p": 0.4, "dropout_seed": 3, "window": (20, 9)}
     expected = forward("reference", t, **options)["o"] != 0
-    monkeypatch.setattr(tiled, "FORWARD_TILE", block)
+    monkeypatch.setattr(tiled, "DROPOUT_FORWARD_TILE", block)
     assert torch.equal(forward("tiled", t, **options)["o"] != 0, expected)
 
 
