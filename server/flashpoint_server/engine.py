@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
@@ -98,6 +99,7 @@ class Engine:
         self.state = State.STARTING
         self.device: DeviceInfo | None = None
         self.failure: str | None = None
+        self._pid = 0
         self.pace = Pace()
         self.load = 0  # FLOPs of what it has been sent and has not answered
         self._address = address
@@ -139,6 +141,15 @@ class Engine:
     def unbegun(self) -> Iterator[Sent]:
         """What it has been sent and has not begun with."""
         return (sent for sent in self._sent.values() if not sent.job.staging.slot.mark)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody has stopped its process (SIGSTOP, a debugger): it does nothing with what it is sent."""
+        try:
+            _, _, behind_name = Path(f"/proc/{self._pid}/stat").read_text().rpartition(") ")
+        except OSError:  # it is gone: the channel says so
+            return False
+        return behind_name[0] in "Tt"
 
     def cancel(self, sent: Sent) -> None:
         """Nobody waits for it any more: the engine is told, where it has not answered."""
@@ -192,7 +203,7 @@ class Engine:
                     return
                 match message:
                     case Hello():
-                        self.device, self.state = message.device, State.READY
+                        self.device, self._pid, self.state = message.device, message.pid, State.READY
                         log.info("ready", device=message.device.name, backends=message.device.backends)
                         self._ready()
                     case Broken():
@@ -346,6 +357,11 @@ class Engines:
         """The engine with the fewest benchmarks. Raises Refusal."""
         self._check_ready()
         return min(self._ready(), key=self._benchmarks.load_of)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether all that are ready are stopped."""
+        return all(engine.stopped for engine in self._ready())
 
     def _check_ready(self) -> None:
         if next(self._ready(), None) is None:

@@ -118,9 +118,10 @@ class DeviceInfo(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, first: its device, ready."""
+    """From the engine, first: its device, ready, and its process."""
 
     device: DeviceInfo
+    pid: int
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):

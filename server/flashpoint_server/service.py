@@ -63,6 +63,12 @@ class Service:
             raise Refusal("not_ready", f"the engine is {self.engine.state.value}")
         return device
 
+    def check_working(self) -> None:
+        """As `check_ready`, for who wants to know before there is anything to send. Raises Refusal 503."""
+        self.check_ready()
+        if self.engine.stopped:
+            raise Refusal("not_ready", "the engine's process is stopped: what is sent waits until it goes on")
+
     def begin(self) -> DeviceInfo:
         """A request for compute has come; `end` when the last byte of its answer has left. Raises Refusal 503."""
         device = self.check_ready()

@@ -155,7 +155,7 @@ class ServingEngine:
                 sock.close()
                 return
             peer = Peer(Channel(sock, ToEngine))
-            peer.channel.send(Hello(self._device.info))
+            peer.channel.send(Hello(self._device.info, os.getpid()))
             self._selector.register(peer.channel, selectors.EVENT_READ, peer)
             with self._lock:
                 self._peers.append(peer)

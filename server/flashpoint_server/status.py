@@ -51,7 +51,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/health/ready", summary="Whether new work is taken", responses=problems(503))
     async def ready() -> Health:
         """Ready once every backend has agreed with the float64 reference on this device; not while shutting down."""
-        service.check_ready()
+        service.check_working()
         return Health(status="ok")
 
     @routes.get("/info", summary="Versions, device, backends, limits, options", responses=problems(401, 403))

@@ -10,7 +10,7 @@ import time
 from tests.chaos.service import START
 from tests.chaos.world import World
 
-NOT_READY = 10.0  # seconds in which /health/ready must say that an engine is gone; an event, on an idle machine
+NOT_READY = 10.0  # seconds in which /health/ready must say that an engine is gone or stopped
 STOPPED = (0.1, 1.5)  # seconds that a process stands still
 
 
@@ -92,6 +92,8 @@ def _pause(world: World, role: str) -> str | None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
         try:
+            if role == "engine":
+                world.until(lambda: not world.service.ready(), NOT_READY, "ready with an engine that is stopped")
             world.wait(*STOPPED)
         finally:
             os.kill(pid, signal.SIGCONT)

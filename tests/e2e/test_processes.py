@@ -215,6 +215,26 @@ def test_a_killed_engine_costs_what_it_had_begun_and_no_more(start_server):
     nothing_inside(server)
 
 
+def test_a_stopped_engine_is_not_ready_and_answers_when_it_goes_on(server):
+    """By a signal, as a debugger does it: it lives, and does nothing with what it is sent."""
+    engine, before = server.engine_pid, post(server, "/attention", SMALL)
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        wait_for(lambda: server.get("/health/ready")[0] == 503, lambda: "ready, with an engine that does nothing")
+        assert "stopped" in server.get("/health/ready")[1]["detail"]
+        assert server.get("/v2/health/ready")[0] == 503
+        assert server.get("/v2/models/attention/ready")[0] == 503
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(post, server, "/attention", SMALL)
+            wait_for(lambda: server.get("/info")[1]["load"]["requests"] == 1, lambda: "it never got in")
+            os.kill(engine, signal.SIGCONT)
+            assert waits.result().body == before.body
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    server.wait_ready()
+    assert server.engine_pid == engine
+
+
 def test_an_engine_that_cannot_map_a_segment_drops_it_and_serves_on(brief):
     """Its address space is full for one request's memory: that request is refused, and the next ones are answered."""
     server, engine = brief, brief.engine_pid

@@ -57,7 +57,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/health/ready", summary="Whether new work is taken", responses=not_ready)
     async def ready() -> Ready:
-        service.check_ready()
+        service.check_working()
         return Ready(ready=True)
 
     @routes.get("", summary="The server, and what of the protocol's extensions it has", responses=locked)
@@ -70,7 +70,7 @@ def router(service: Service) -> APIRouter:
         service.admit(Exchange.of(request.scope), "info")
         state, reason = "READY", ""
         try:
-            service.check_ready()
+            service.check_working()
         except Refusal as refusal:
             state, reason = "UNAVAILABLE", refusal.detail
         return [IndexEntry(name=name, version=VERSION, state=state, reason=reason) for name in MODELS]
@@ -89,7 +89,7 @@ def router(service: Service) -> APIRouter:
     )
     async def model_ready(request: Request) -> ModelReady:
         model = _model(request)
-        service.check_ready()
+        service.check_working()
         return ModelReady(name=model.name, ready=True)
 
     @routes.get("/models/{name}/versions/{version}/config", include_in_schema=False)
