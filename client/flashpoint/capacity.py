@@ -178,13 +178,18 @@ def measure(client: Client, dtype: Dtype = "float32", *, shared: bool = False) -
     _, read = _median(lambda: client.attention(q[:, :, :1], long, long, with_meta=True))
     return Rates(
         call=call,
-        upload=2 * keys.nbytes / (upload - call),
-        download=16 * MIB / (download - call),
+        upload=_rate(2 * keys.nbytes, upload - call),
+        download=_rate(16 * MIB, download - call),
         flops=need(shape, dtype=dtype).flops / forward,
         grad_flops=need(shape, dtype=dtype, side="backward").flops / backward,
         memory=2 * long.nbytes / read,
         shared=shared,
     )
+
+
+def _rate(nbytes: int, seconds: float) -> float:
+    """inf where a call with these bytes took no longer than one without: other work on the machine took more."""
+    return nbytes / seconds if seconds > 0 else math.inf
 
 
 def _median(call: Callable[[], tuple[Any, Any]]) -> tuple[float, float]:

@@ -2,12 +2,13 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import flashpoint
-from flashpoint import cli
+from flashpoint import capacity, cli
 from flashpoint.capacity import Rates, need, predict
 
 SHAPE = flashpoint.Shape(batch=2, q_heads=6, kv_heads=2, q_len=30, kv_len=50, head_dim=16, value_dim=8)
@@ -125,3 +126,11 @@ def test_the_command_names_what_is_wrong(capsys, flags, said):
 def test_a_side_is_one_of_two():
     with pytest.raises(flashpoint.InvalidInputError, match="side"):
         need(SHAPE, side="both")
+
+
+def test_a_way_too_fast_to_be_measured_takes_no_time():
+    """As where other work took more of the small calls that large ones are compared with."""
+    assert capacity._rate(1 << 20, -0.001) == math.inf
+    found = predict(need(SHAPE), replace(RATES, upload=math.inf, download=math.inf))
+    assert found.stages["upload"] == found.stages["download"] == 0
+    assert math.isfinite(found.seconds)
