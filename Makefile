@@ -89,15 +89,15 @@ SEED ?= 0
 chaos: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED)
 
-# Load for long, and what the service holds; ten times its capacity, and what is lost. LOAD as above.
-MINUTES ?= 60
+# Load for MINUTES, and what the service holds; ten times its capacity, and what is lost. LOAD as above.
+soak: MINUTES ?= 60
 soak: $(VENV)/.dev
 	$(BIN)/python loadtests/soak.py --minutes $(MINUTES) $(LOAD)
 overload: $(VENV)/.dev
 	$(BIN)/python loadtests/overload.py $(LOAD)
 
 # Bytes that nobody should send, for MINUTES to each reader of them; ONLY="headers http" for some. Findings: .fuzz/
-MINUTES ?= 10
+fuzz: MINUTES ?= 10
 $(VENV)/.fuzz: $(VENV)/.dev
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	@touch $@
