@@ -21,16 +21,22 @@ Arrays = dict[str, NDArray[Any]]
 T = TypeVar("T")
 
 
+# Of one call; the largest takes a few. Then its process counts as hung: it is ended, and another makes the next call.
+HANG_SECONDS = 60.0
+
+
 class Codec:
     """One process, started with the first JSON body, and again when it was lost. It makes one call at a time.
 
-    `deadline` is in `time.monotonic` seconds: behind it nobody waits, for a turn or for the end. Every call raises
-    Refusal 503 and 504.
+    `deadline` is in `time.monotonic` seconds: behind it nobody waits, for a turn or for the end. A call that is given
+    up is made to its end all the same: another process costs more than most calls, and the next caller its deadline.
+    Every call raises Refusal 503 and 504.
     """
 
     def __init__(self) -> None:
         self._process: _Process | None = None
         self._turn = asyncio.Lock()
+        self._call: asyncio.Task[tuple[bool, Any]] | None = None
 
     async def decode(self, text: bytes, deadline: float | None) -> tuple[Arrays, dict[str, Any]]:
         """As `jsonwire.decode`. Raises WireError and FieldError."""
@@ -45,12 +51,18 @@ class Codec:
     async def run(self, deadline: float | None, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function of a module there. Raises what it raises."""
         try:
-            async with asyncio.timeout(None if deadline is None else max(deadline - time.monotonic(), 0.0)), self._turn:
-                returned, value = await self._ask((function, arguments))
+            async with asyncio.timeout(None if deadline is None else max(deadline - time.monotonic(), 0.0)):
+                await self._turn.acquire()
+                call = self._call = asyncio.create_task(self._ask((function, arguments)))
+                call.add_done_callback(self._pass_on)
+                await asyncio.wait([call])  # which goes on where this is given up
+            if call.cancelled():
+                raise Refusal("draining", "the server stopped before this request was done")
+            returned, value = call.result()
         except TimeoutError:
             raise out_of_time() from None
         except (EOFError, ConnectionError):
-            raise Refusal("engine_lost", "the process that reads JSON died with this request") from None
+            raise Refusal("engine_lost", "the process that reads JSON was lost with this request") from None
         except OSError as error:  # no descriptor or process to be had
             raise Refusal("out_of_memory", f"the process that reads JSON cannot be started: {error}") from None
         if returned:
@@ -65,13 +77,26 @@ class Codec:
         try:
             if self._process is None:
                 self._process = _Process()
-            return await self._process.ask(message)
-        except BaseException:  # given up, too: nobody may take the rest of this for the next answer
-            self.close()
+            async with asyncio.timeout(HANG_SECONDS):
+                return await self._process.ask(message)
+        except BaseException as error:  # nobody may take the rest of this for the next answer
+            self._end()
+            if isinstance(error, TimeoutError):
+                raise EOFError from None
             raise
 
+    def _pass_on(self, call: asyncio.Task[tuple[bool, Any]]) -> None:
+        self._turn.release()
+        if not call.cancelled():
+            call.exception()  # looked at, for whoever has given up does not
+
     def close(self) -> None:
-        """End the process; the next call starts another."""
+        """End the process, whatever it does; the next call starts another."""
+        if self._call is not None:
+            self._call.cancel()
+        self._end()
+
+    def _end(self) -> None:
         if self._process is not None:
             self._process.end()
             self._process = None

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import resource
+import signal
 import time
 
 import numpy as np
@@ -91,6 +92,62 @@ def test_the_call_after_one_that_was_given_up_gets_its_own_answer():
                 assert arrays["q"].tolist() == [[1, 1], [1, 1]]
         finally:
             codec.close()
+
+    run(calls())
+
+
+def test_who_gives_a_call_up_costs_the_next_no_process():
+    """To start one takes longer than most calls: where each late call cost one, the next was late, too, and so on."""
+
+    async def calls():
+        codec = Codec()
+        try:
+            process = await codec.run(None, os.getpid)
+            for _ in range(3):
+                with refused("deadline_exceeded"):
+                    await codec.decode(LONG, time.monotonic() + 0.02)
+                given_up = asyncio.ensure_future(codec.decode(LONG, None))
+                await asyncio.sleep(0.02)
+                given_up.cancel()
+            assert await codec.run(None, os.getpid) == process
+        finally:
+            codec.close()
+
+    run(calls())
+
+
+@pytest.mark.parametrize(("patience", "code"), [(None, "engine_lost"), (0.02, "deadline_exceeded")])
+def test_a_process_that_hangs_is_ended_and_the_next_call_has_another(monkeypatch, patience, code):
+    monkeypatch.setattr("flashpoint_server.codec.HANG_SECONDS", 1.0)
+
+    async def calls():
+        codec = Codec()
+        try:
+            process = await codec.run(None, os.getpid)
+            os.kill(process, signal.SIGSTOP)
+            with refused(code):
+                await codec.decode(TEXT, None if patience is None else time.monotonic() + patience)
+            arrays, _ = await codec.decode(TEXT, None)
+            assert arrays["q"].tolist() == [[1, 1], [1, 1]]
+            assert not psutil.pid_exists(process)
+        finally:
+            codec.close()
+
+    run(calls())
+
+
+def test_closing_refuses_the_call_that_is_made():
+    before = set(psutil.Process().children())
+
+    async def calls():
+        codec = Codec()
+        await codec.decode(TEXT, None)
+        long = asyncio.ensure_future(codec.decode(LONG, None))
+        await asyncio.sleep(0.01)
+        codec.close()
+        with refused("draining"):
+            await long
+        assert set(psutil.Process().children()) == before
 
     run(calls())
 
