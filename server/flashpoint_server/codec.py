@@ -50,8 +50,11 @@ class Codec:
 
     async def run(self, deadline: float | None, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function of a module there. Raises what it raises."""
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise out_of_time()  # before it is begun, and made to its end for nobody
         try:
-            async with asyncio.timeout(None if deadline is None else max(deadline - time.monotonic(), 0.0)):
+            async with asyncio.timeout(left):
                 await self._turn.acquire()
                 call = self._call = asyncio.create_task(self._ask((function, arguments)))
                 call.add_done_callback(self._pass_on)

@@ -50,7 +50,10 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/health/ready", summary="Whether new work is taken", responses=problems(503))
     async def ready() -> Health:
-        """Ready once every backend has agreed with the float64 reference on this device; not while shutting down."""
+        """Ready once every backend has agreed with the float64 reference on this device; not while shutting down.
+
+        Nor while the engine's process is stopped, by a signal or a debugger.
+        """
         service.check_working()
         return Health(status="ok")
 

@@ -218,19 +218,18 @@ def test_a_killed_engine_costs_what_it_had_begun_and_no_more(start_server):
 def test_a_stopped_engine_is_not_ready_and_answers_when_it_goes_on(server):
     """By a signal, as a debugger does it: it lives, and does nothing with what it is sent."""
     engine, before = server.engine_pid, post(server, "/attention", SMALL)
-    os.kill(engine, signal.SIGSTOP)
-    try:
-        wait_for(lambda: server.get("/health/ready")[0] == 503, lambda: "ready, with an engine that does nothing")
-        assert "stopped" in server.get("/health/ready")[1]["detail"]
-        assert server.get("/v2/health/ready")[0] == 503
-        assert server.get("/v2/models/attention/ready")[0] == 503
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            wait_for(lambda: server.get("/health/ready")[0] == 503, lambda: "ready, with an engine that does nothing")
+            assert "stopped" in server.get("/health/ready")[1]["detail"]
+            assert server.get("/v2/health/ready")[0] == 503
+            assert server.get("/v2/models/attention/ready")[0] == 503
             waits = pool.submit(post, server, "/attention", SMALL)
             wait_for(lambda: server.get("/info")[1]["load"]["requests"] == 1, lambda: "it never got in")
+        finally:
             os.kill(engine, signal.SIGCONT)
-            assert waits.result().body == before.body
-    finally:
-        os.kill(engine, signal.SIGCONT)
+        assert waits.result().body == before.body
     server.wait_ready()
     assert server.engine_pid == engine
 

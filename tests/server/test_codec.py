@@ -80,6 +80,21 @@ def test_nobody_waits_for_json_beyond_the_deadline():
     run(calls())
 
 
+def test_what_is_late_already_is_not_begun():
+    before = set(psutil.Process().children())
+
+    async def calls():
+        codec = Codec()
+        try:
+            with refused("deadline_exceeded"):
+                await codec.decode(TEXT, time.monotonic() - 1)
+            assert set(psutil.Process().children()) == before
+        finally:
+            codec.close()
+
+    run(calls())
+
+
 def test_the_call_after_one_that_was_given_up_gets_its_own_answer():
     async def calls():
         codec = Codec()
