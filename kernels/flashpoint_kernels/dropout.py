@@ -22,11 +22,11 @@ def drop_below(p: float) -> int:
 
 
 def room_for(heads: int, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Memory in which `keep_mask` can make the mask of a tile of at most so many heads, queries and keys."""
+    """Memory in which `kept_bits` can make the mask of a tile of at most so many heads, queries and keys."""
     return torch.empty(_WORDS * heads * queries * (keys // 4 + 2), dtype=torch.int64, device=device)
 
 
-def keep_mask(
+def kept_bits(
     seed: int,
     p: float,
     sequence: int,
@@ -36,9 +36,10 @@ def keep_mask(
     device: torch.device,
     room: Tensor | None = None,
 ) -> Tensor:
-    """(heads, queries, keys) of bool, true where kept, for query heads, queries and keys of `sequence`.
+    """(heads, queries, keys) of int32, all bits set where kept and none where dropped, to be and-ed with a float32's.
 
-    The ranges are of step 1; memory is O(the tile). It is in `room` where that is given, which tiles may use in turn.
+    For query heads, queries and keys of `sequence`; the ranges are of step 1. Memory is O(the tile): the mask is in
+    `room` where that is given, which tiles may use in turn.
     """
 
     def indices(r: range) -> Tensor:
@@ -56,14 +57,17 @@ def keep_mask(
         torch.full((1, 1, 1), sequence, dtype=torch.int64, device=device),
         memory,
     )
-    keep = memory.bits()
-    for n, word in enumerate(words):
-        torch.ge(word, drop_below(p), out=keep[..., n])
+    # Two words in each int64, one in each int32: there a comparison is of vectors, where one that gives bool is not.
+    for n in (0, 2):
+        torch.bitwise_or(words[n], words[n + 1].bitwise_left_shift_(32), out=memory.pairs[..., n // 2 :: 2])
+    bits = memory.pairs.bitwise_xor_(_SIGNS).view(torch.int32)  # orders them as if they had no sign
+    bits.gt_(drop_below(p) - 2**31 - 1).neg_()
     skipped = keys.start - 4 * first
-    return keep.flatten(-2)[..., skipped : skipped + len(keys)]
+    return bits[..., skipped : skipped + len(keys)]
 
 
-_WORDS = 6  # four of a counter, and the two products of a round
+_SIGNS = -0x7FFFFFFF80000000  # the highest bit of either half
+_WORDS = 8  # four of a counter, the two products of a round, and the pairs that the mask is made of
 
 
 class _Memory:
@@ -72,7 +76,8 @@ class _Memory:
     def __init__(self, shape: tuple[int, ...], room: Tensor) -> None:
         self._shape = shape
         size = math.prod(shape)
-        self._free = [room[n * size : (n + 1) * size].view(shape) for n in range(_WORDS)]
+        self.pairs = room[: 2 * size].view(*shape[:2], 2 * shape[2])
+        self._free = [room[n * size : (n + 1) * size].view(shape) for n in range(2, _WORDS)]
 
     def lend(self, one: Tensor, other: Tensor) -> Tensor | None:
         """A place for what is computed from two words, or None, where torch makes one: it is smaller than the tile."""
@@ -81,15 +86,12 @@ class _Memory:
     def give_back(self, *words: Tensor) -> None:
         self._free += (word for word in words if word.shape == self._shape)
 
-    def bits(self) -> Tensor:
-        """A free place, as bool of the shape and 4."""
-        return self._free[-1].view(-1).view(torch.bool)[: 4 * math.prod(self._shape)].view(*self._shape, 4)
-
 
 def _philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, memory: _Memory) -> tuple[Tensor, ...]:
     """The four 32-bit words of Philox4x32-10, held in int64, for int64 counters below 2³² that broadcast together.
 
-    The words of the first rounds are of fewer dimensions, and cost little.
+    Above the second and the fourth one's 32 bits there are others. The words of the first rounds are of fewer
+    dimensions, and cost little.
     """
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
     for _ in range(_ROUNDS):
@@ -100,7 +102,7 @@ def _philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, memory: _
         memory.give_back(c1, c3)
         c1, c3 = p1, p0  # of which the low words are meant: what is above them is masked off when it is mixed
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    return c0, c1.bitwise_and_(_WORD), c2, c3.bitwise_and_(_WORD)
+    return c0, c1, c2, c3
 
 
 def _mixed(product: Tensor, word: Tensor, key: int, memory: _Memory) -> Tensor:

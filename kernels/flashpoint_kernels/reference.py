@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from flashpoint_kernels.dropout import keep_mask
+from flashpoint_kernels.dropout import kept_bits
 from flashpoint_kernels.problem import Problem
 from flashpoint_kernels.spec import Row
 
@@ -173,6 +173,6 @@ def attend(problem: Problem, row: Row, x: dict[str, Tensor], queries: range) -> 
     if options.dropout_p:
         assert problem.seed is not None, "a problem with dropout has a seed"
         everything = (row.index, problem.query_heads, queries, range(row.kv_len))
-        keep = keep_mask(problem.seed, options.dropout_p, *everything, s.device)
+        keep = kept_bits(problem.seed, options.dropout_p, *everything, s.device) != 0
         p = torch.where(keep, p / (1.0 - options.dropout_p), 0.0)
     return p @ v.repeat_interleave(group, 0), lse

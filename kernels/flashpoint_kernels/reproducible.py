@@ -60,8 +60,10 @@ def split(problem: Problem) -> list[Problem]:
 
 
 def can_be_cut(problem: Problem) -> bool:
-    """Whether its heads can be told apart, and nothing is summed over them: see `Problem.heads`."""
+    """Whether its heads can be told apart, and nothing is summed over them: see `Problem.heads`. A part was."""
     spec = problem.spec
+    if problem.cut_of:
+        return True
     if "dattn_mask" in spec.features and shared_by_heads(spec.tensors["attn_mask"].shape):
         return False
     return spec.ragged or spec.rank == 4

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from flashpoint_kernels import bounds
-from flashpoint_kernels.dropout import keep_mask, room_for
+from flashpoint_kernels.dropout import kept_bits, room_for
 from flashpoint_kernels.problem import Problem, narrowed
 from flashpoint_kernels.reproducible import aligned, can_be_cut, threads
-from flashpoint_kernels.spec import Row
+from flashpoint_kernels.spec import Row, mask_shape
 
 INF = float("inf")
 
@@ -36,9 +36,10 @@ INF = float("inf")
 FORWARD_TILE = (512, 512)
 BACKWARD_TILE = (1024, 256)
 # Dropout's words take some ten times as many operators, between which the cores wait for Python's lock: the less, the
-# larger the tiles. There the forward took 390 to 550 ms with tiles as above, 320 with these, 400 to 460 at 2048 × 1024.
+# larger the tiles. There the forward took 290 to 310 ms with tiles as above, 215 to 225 with these; the backward 390 to
+# 440 and 315 to 330.
 DROPOUT_FORWARD_TILE = (1024, 1024)
-DROPOUT_BACKWARD_TILE = (1024, 512)
+DROPOUT_BACKWARD_TILE = (2048, 512)
 _FEWEST_QUERIES = 16  # on 32 heads their products take a fifth longer than on one, of the same size
 
 
@@ -53,21 +54,30 @@ def forward(problems: Sequence[Problem]) -> None:
 def backward(problems: Sequence[Problem]) -> None:
     for problem in problems:
         problem.clear_outputs()
-        # What sequences share is summed in float32: in its output where that is its dtype, else rounded at the end.
+        # What is summed over sequences or heads is, in float32: in its output where that is its dtype, else rounded at
+        # the end. A mask of which each score has its own number is written where its gradient belongs.
         shared: dict[str, Tensor] = {
-            name: problem.outputs[name].float().zero_() for name in ("dattn_mask", "dsinks") if name in problem.outputs
+            name: problem.outputs[name].float().zero_()
+            for name in ("dattn_mask", "dsinks")
+            if name in problem.outputs and not (name == "dattn_mask" and _own_mask(problem))
         }
         for row, x in _with_queries(problem):
             with threads(problem, row):
                 own: dict[str, Tensor] = {name: x[name] for name in ("dq", "dk", "dv") if name in x}
                 if "dsinks" in shared:
                     own["dsinks"] = shared["dsinks"]
-                if "dattn_mask" in shared:
-                    own["dattn_mask"] = problem.mask_part(shared["dattn_mask"], row)
+                if "dattn_mask" in problem.outputs:
+                    mask = shared.get("dattn_mask", problem.outputs["dattn_mask"])
+                    own["dattn_mask"] = problem.mask_part(mask, row)
                 _backward(Tiles.of(problem, row, x), x, own)
         for name, total in shared.items():
             if total is not problem.outputs[name]:
                 problem.outputs[name].copy_(total)
+
+
+def _own_mask(problem: Problem) -> bool:
+    """Whether no two scores of a problem with a mask have one number of it."""
+    return problem.tensors["attn_mask"].numel() == math.prod(mask_shape(problem.spec))
 
 
 def _with_queries(problem: Problem) -> Iterator[tuple[Row, dict[str, Tensor]]]:
@@ -92,7 +102,7 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
             p = s.sub_(base).exp_()  # not exp2_, whose bits depend on the place among the others
             total.mul_(decay).add_(p.sum(-1, keepdim=True))
             if room is not None:
-                p.mul_(t.keep(i0, i1, j0, j1, room))
+                t.drop(p, i0, i1, j0, j1, room, p)
             acc.mul_(decay.view(*acc.shape[:2], 1)).baddbmm_(p.view(*acc.shape[:2], -1), t.v[:, j0:j1])
             m = m_new
         if o is not None:
@@ -103,7 +113,8 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
 
 
 def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
-    """Write dq, dk and dv into `out`, and add to its dsinks (Hq,) and dattn_mask (Hq|1, sq|1, sk|1)."""
+    """Write dq, dk, dv and a dattn_mask of each score's own into `out`; add to its dsinks (Hq,) and to a mask's
+    gradient that scores share (Hq|1, sq|1, sk|1)."""
     do = t.grouped(x["do"])
     delta = (t.grouped(x["o"]) * do).sum(-1).view(t.heads, -1, 1)
     if "dlse" in x:
@@ -122,15 +133,20 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
     memory, more = t.memory(block_m, block_n), t.memory(block_m, block_n)
     room = t.room(block_m, block_n)
     most = memory if room is None else torch.empty_like(memory)
+    own_mask = "dattn_mask" in out and _own_mask(t.problem)
     for j0, j1 in _steps(0, t.kv_len, block_n):
         k, v = t.k[:, j0:j1], t.v[:, j0:j1]
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        for i0, i1 in _steps(*t.query_range(j0, j1), block_m):
+        first, end = t.query_range(j0, j1)
+        if own_mask:
+            for unseen in (slice(0, first), slice(max(first, end), None)):
+                out["dattn_mask"][:, unseen, j0:j1] = 0.0
+        for i0, i1 in _steps(first, end, block_m):
             q, do_i = t.rows(t.q, i0, i1), t.rows(do, i0, i1)
             tile = (*q.shape[:2], j1 - j0)
             s, slope = t.scores(q, i0, i1, j0, j1, memory, with_slope=True)
             p = s.sub_(lse[:, i0:i1]).exp_()
-            kept = p if room is None else torch.mul(p, t.keep(i0, i1, j0, j1, room), out=_shaped(most, p.shape))
+            kept = p if room is None else t.drop(p, i0, i1, j0, j1, room, _shaped(most, p.shape))
             if "dv" in out:
                 dv.baddbmm_(kept.view(tile).mT, do_i)
             if not out.keys() & {"dq", "dk", "dattn_mask"}:
@@ -140,7 +156,9 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
                 ds = dp.sub_(delta[:, i0:i1]).mul_(p)
             else:
                 ds = dp.mul_(kept).addcmul_(p, delta[:, i0:i1], value=-1.0)
-            if "dattn_mask" in out:
+            if own_mask:
+                out["dattn_mask"][:, i0:i1, j0:j1] = ds
+            elif "dattn_mask" in out:
                 part = _part(out["dattn_mask"], i0, i1, j0, j1)
                 part += ds.sum_to_size(part.shape)
             if slope is not None:
@@ -273,15 +291,17 @@ class Tiles:
         return s, slope
 
     def room(self, queries: int, keys: int) -> Tensor | None:
-        """Room for the words from which `keep` is made, None without dropout."""
+        """Room for the words from which `drop` makes its mask, None without dropout."""
         tile = (self.heads, min(queries, self.q_len), min(keys, self.kv_len))
         return room_for(*tile, self.q.device) if self.dropout_p else None
 
-    def keep(self, i0: int, i1: int, j0: int, j1: int, room: Tensor) -> Tensor:
-        """(Hq, bm, bn) of bool, in `room`: which probabilities dropout keeps."""
+    def drop(self, p: Tensor, i0: int, i1: int, j0: int, j1: int, room: Tensor, out: Tensor) -> Tensor:
+        """The probabilities `p` (Hq, bm, bn) with 0 for those that dropout drops, in `out`."""
         assert self.problem.seed is not None, "a problem with dropout has a seed"
         tile = (self.problem.query_heads, range(i0, i1), range(j0, j1))
-        return keep_mask(self.problem.seed, self.dropout_p, self.row.index, *tile, self.q.device, room)
+        bits = kept_bits(self.problem.seed, self.dropout_p, self.row.index, *tile, self.q.device, room)
+        torch.bitwise_and(p.view(torch.int32), bits, out=out.view(torch.int32))
+        return out
 
 
 def _steps(lo: int, hi: int, step: int) -> Iterator[tuple[int, int]]:

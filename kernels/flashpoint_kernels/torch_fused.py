@@ -121,7 +121,7 @@ class Call:
             bias = (q.new_zeros((), dtype=torch.float32) if bias is None else bias).masked_fill(hidden, -INF)
             bias = bias.view((1,) * (4 - bias.ndim) + tuple(bias.shape))
             causal = False
-        dead = None if bias is None else (bias == -INF).all(-1)
+        dead = None if bias is None else bias.amax(-1) == -INF
         return cls(q, k, v, bias, dead, causal, scale, turned)
 
     def forward(self) -> tuple[Tensor, Tensor]:

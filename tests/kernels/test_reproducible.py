@@ -141,6 +141,13 @@ def test_what_is_summed_over_heads_is_not_cut() -> None:
         assert len(split(problem)) == parts
 
 
+def test_parts_for_the_gradient_of_a_mask_run_on_one_thread_each() -> None:
+    """A part of one head has a mask of one head, which is not one that heads share."""
+    t = qkv(1, 4, 800, 800, 32) | {"attn_mask": torch.zeros(4, 800, 800)}
+    problem = Problem.create(t, Options(grads=("dattn_mask",)), "backward")
+    assert [thread_count(part, part.rows[0]) for part in split(problem)] == [max(1, CORES // 4)] * 4
+
+
 def test_the_thread_count_is_a_function_of_the_sequences_own_shape() -> None:
     def count(batch: int, q_len: int, kv_len: int, heads: int = 1) -> int:
         tensors = {name: x for name, x in qkv(batch, heads, 4096, 4096, 8).items() if name != "do"}

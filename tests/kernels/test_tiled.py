@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashpoint_kernels import Options, Problem, tiled, verify
+from flashpoint_kernels import Options, Problem, run, tiled, verify
 from flashpoint_kernels.timing.memory import peak_bytes
 from tests.conftest import DEVICE
 from tests.kernels.solving import backward, forward, normal, qkv
@@ -91,6 +91,25 @@ def test_a_gradient_alone_is_as_among_others(asked: str) -> None:
     alone = backward("tiled", t, grads=[asked])
     assert alone.keys() == {asked}
     assert torch.equal(alone[asked], everything[asked])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("options", [{"window": (20, 9)}, {"causal": True}, {"window": (3, 0)}, {}], ids=str)
+def test_the_gradient_of_a_mask_of_each_scores_own_is_written_whole(
+    options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of what lay in its memory is left, where tiles hide their keys or lengths their rows."""
+    monkeypatch.setattr(tiled, "BACKWARD_TILE", (16, 24))
+    t = qkv(2, 2, 70, 90, 8) | {"attn_mask": normal(2, 2, 70, 90).to(dtype)}
+    for lengths in ({}, {"q_lengths": torch.tensor([70, 41]), "kv_lengths": torch.tensor([0, 77])}):
+        found = []
+        for backend in ("tiled", "reference"):
+            problem = Problem.create(t | lengths, Options(grads=("dattn_mask",), **options), "backward")
+            problem.outputs["dattn_mask"].fill_(torch.nan)
+            run([problem], backend)
+            grad = problem.outputs["dattn_mask"]
+            found.append(grad.float() if dtype == torch.float64 else grad)  # in which `tiled` computes
+        torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("block", [(16, 16), (32, 8), (7, 50), (1000, 1000)])

@@ -36,7 +36,7 @@ def expected_keep(seed: int, p: float, batch: int, heads: int, q_len: int, kv_le
 
 
 @pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
-@pytest.mark.parametrize(("seed", "p"), [(0, 0.5), (2**53 - 1, 0.1), (2**64 - 5, 0.9)])
+@pytest.mark.parametrize(("seed", "p"), [(0, 0.5), (2**53 - 1, 0.1), (2**64 - 5, 0.9), (3, 1 - 2**-40)])
 def test_mask_is_the_contracts_formula(backend: str, seed: int, p: float) -> None:
     batch, heads, q_len, kv_len = 2, 2, 5, 39
     g = torch.Generator().manual_seed(1)
