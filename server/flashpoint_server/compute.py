@@ -56,8 +56,6 @@ class ComputeRoute(ABC):
                 await self.serve(Call(exchange, body, receive, send, inside))
         except Refusal as refusal:
             await _refuse(send, exchange, refusal, body)
-        except ClientGoneError:
-            exchange.code = "client_gone"
         except MemoryError:
             said = Refusal("out_of_memory", "the HTTP process ran out of memory for this request")
             await _refuse(send, exchange, said, body)

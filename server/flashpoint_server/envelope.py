@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flashpoint_server.body import ClientGoneError
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.metrics import Metrics
 from flashpoint_server.oip.errors import written
@@ -59,6 +60,8 @@ class Envelope:
 
         try:
             await self.app(scope, counted_receive, stamped_send)
+        except ClientGoneError:
+            exchange.code = exchange.code or "client_gone"  # or cut off, and told why
         except Exception as error:
             log.exception("failed", request_id=exchange.request_id, error=type(error).__name__)
             if exchange.status is not None:

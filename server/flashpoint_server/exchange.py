@@ -46,7 +46,9 @@ class Exchange:
 
     @classmethod
     def open(cls, scope: MutableMapping[str, Any]) -> Exchange:
-        """Begin the exchange of an ASGI scope, where `Exchange.of` finds it again."""
+        """The exchange of an ASGI scope, begun where it is not yet, where `Exchange.of` finds it again."""
+        if _KEY in scope:
+            return cls.of(scope)
         headers = combined(scope["headers"])
         asked = headers.get("x-request-id", "")
         request_id = asked if _SANE_ID.fullmatch(asked) else secrets.token_hex(16)

@@ -22,6 +22,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from flashpoint_server.encode import Part
+from flashpoint_server.exchange import Exchange
 from flashpoint_server.places import Places
 from flashpoint_server.refusal import MEDIA_TYPE, Refusal
 
@@ -102,18 +103,22 @@ class HttpProtocol(HttpToolsProtocol):
         """Refuse what cannot be parsed, as a problem, unless it came while another request was to be answered first."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
-            self._send_problem(self.wrong)
+            self._send_problem(self.wrong, secrets.token_hex(16))
         elif cycle is self.running and cycle.more_body and not cycle.response_started:
-            self._send_problem("malformed_body")
+            exchange = Exchange.open(cycle.scope)  # type: ignore[arg-type]  # which types it more closely
+            exchange.status, exchange.code = 400, "malformed_body"
+            exchange.bytes_out = self._send_problem(exchange.code, exchange.request_id)
             cycle.disconnected = True  # whoever reads the body hears that there is no more, and nobody to answer
             cycle.message_event.set()
         self.transport.close()
 
-    def _send_problem(self, code: str) -> None:
-        refusal, request_id = Refusal(code, _WHY[code]), secrets.token_hex(16)
+    def _send_problem(self, code: str, request_id: str) -> int:
+        """The bytes of its body."""
+        refusal = Refusal(code, _WHY[code])
         body = refusal.body(request_id)
         fields = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n"
         self.transport.write(b"%s%sconnection: close\r\n\r\n" % (STATUS_LINE[refusal.status], fields.encode()) + body)
+        return len(body)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()

@@ -281,27 +281,35 @@ def test_a_trickle_is_too_slow_even_without_a_pause(strict):
 
 
 def test_a_chunk_that_is_none_is_400_and_the_connection_ends(server):
-    line = f"POST /attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunk = b"%x\r\n%s\r\n" % (len(GOOD), GOOD)
-    for begin in (b"", chunk[:-1], chunk):  # all of it, too: nobody knows what was to follow
+    for n, begin in enumerate((b"", chunk[:-1], chunk)):  # all of it, too: nobody knows what was to follow
+        name = f"no-chunk-{n}"
+        head = (
+            f"POST /attention HTTP/1.1\r\nHost: x\r\nX-Request-Id: {name}\r\nContent-Type: {SAFETENSORS}\r\n"
+            "Transfer-Encoding: chunked\r\n\r\n"
+        )
         with raw_connection(server) as connection:
-            connection.sendall(line.encode() + begin + b"no number\r\n")
+            connection.sendall(head.encode() + begin + b"no number\r\n")
             response = http.client.HTTPResponse(connection)
             response.begin()
             assert response.will_close
-            problem(reply(response), 400, "malformed_body")
+            assert problem(reply(response), 400, "malformed_body")["request_id"] == name
             assert not connection.recv(1)
+        said = server.wait_for_line(lambda line, name=name: line.get("request_id") == name)
+        assert (said["status"], said["code"]) == (400, "malformed_body")
 
 
-def test_a_client_that_vanishes_in_its_body_leaves_the_server_serving(server):
+@pytest.mark.parametrize("path", ["/attention", "/verify", "/benchmark", "/v2/models/attention/infer"])
+def test_a_client_that_vanishes_in_its_body_leaves_the_server_serving(server, path):
+    """And is no error of the server's: one line says that it went."""
+    name = f"vanished{path}"
     with raw_connection(server) as connection:
         connection.sendall(
-            f"POST /attention HTTP/1.1\r\nHost: x\r\nX-Request-Id: vanished\r\nContent-Type: {SAFETENSORS}\r\n"
-            f"Content-Length: {len(GOOD)}\r\n\r\n".encode()
-            + GOOD[:-8]
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nX-Request-Id: {name}\r\nContent-Type: {JSON}\r\n"
+            'Content-Length: 1000\r\n\r\n{"shapes"'.encode()
         )
-    line = server.wait_for_line(lambda line: line.get("request_id") == "vanished")
-    assert (line["status"], line["code"]) == (None, "client_gone")
+    line = server.wait_for_line(lambda line: line.get("request_id") == name)
+    assert (line["event"], line["status"], line["code"]) == ("request", None, "client_gone")
     assert post(server, "/attention", GOOD).status == 200
 
 
