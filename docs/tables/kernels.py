@@ -66,10 +66,14 @@ def each_option() -> str:
     for _, result in results("options"):
         text += f"\n{made_on(result['environment'], 'torch')}:\n\n"
         rows = [
-            (r["option"], r["pass"], number(r["ms"]), number(r["other_ms"]), number(r["times"]), number(r["memory"]))
+            (
+                r["option"], r["pass"], *map(number, (r["ms"], r["other_ms"], r["times"], r["memory"])),
+                *map(number, (r["huge_pages"][name] for name in ("ms", "other_ms", "times"))),
+            )
             for r in result["rows"]
-        ]
-        head = ["option", "pass", "ms", "written out, ms", "times faster", "memory / its"]
+        ]  # fmt: skip
+        head = ["option", "pass", "ms", "written out, ms", "times faster", "memory / its",
+                "huge pages: ms", "written out, ms", "times faster"]  # fmt: skip
         fused = [
             (r["length"], "yes" if r["causal"] else "no", *map(number, (r["ms"], r["other_ms"], 1 / r["times"])))
             for r in result["fused"]
