@@ -102,6 +102,16 @@ _FEWEST_QUERIES = 16
 _BLOCK = 256  # queries, at most, of one task of the forward
 
 
+def is_one_task(problem: Problem, row: Row) -> bool:
+    """Whether a sequence alone may be one task of torch's fused operators, in which BLAS then has several threads.
+
+    Among others it is a task of one thread: such a sequence has its own bits in a call of its own alone.
+    """
+    spec = problem.spec
+    tasks = spec.kv_heads if spec.direction == "backward" else spec.q_heads * max(1, row.q_len // _BLOCK)
+    return tasks < 2 and thread_count(problem, row) > 1
+
+
 def with_all_threads(problem: Problem) -> Problem:
     """The problem, allowed all threads that torch has here where its bits on torch's fused operators keep the same."""
     spec = problem.spec
@@ -120,6 +130,9 @@ def with_all_threads(problem: Problem) -> Problem:
 @contextmanager
 def threads(problem: Problem, row: Row) -> Iterator[None]:
     """Run torch's CPU operations with the threads that `problem` may have; the count before is restored."""
+    if problem.device.type != "cpu":
+        yield
+        return
     before, wanted = torch.get_num_threads(), problem.threads or thread_count(problem, row)
     if before != wanted:
         torch.set_num_threads(wanted)

@@ -11,6 +11,7 @@ crash) without keys, and give `lse` 0 for a masked row.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashpoint_kernels.problem import Problem, narrowed
-from flashpoint_kernels.reproducible import aligned, aligned_heads, threads
+from flashpoint_kernels.reproducible import aligned, aligned_heads, is_one_task, threads
 from flashpoint_kernels.spec import Row
 from flashpoint_kernels.support import neighbours
 
@@ -67,13 +68,27 @@ def backward(problems: Sequence[Problem]) -> None:
 
 def _with_work(problem: Problem) -> Iterator[tuple[Row, dict[str, Tensor]]]:
     """The sequences with a query and a key: the operators divide by zero without, and the answer is written already."""
-    most = neighbours(problem.spec, "torch") if problem.device.type == "cpu" else 1
+    most = neighbours(problem.spec, "torch") if problem.device.type == "cpu" and len(problem.rows) > 1 else 1
+    if most > 1 and any(is_one_task(problem, row) for row in problem.rows):
+        most = 1
     return ((row, x) for row, x in problem.batches(most) if row.q_len and row.kv_len)
+
+
+_asking = threading.Lock()
 
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """torch's CUDA backwards add with atomics unless the process asks for determinism; its CPU one never does."""
+    """torch's CUDA backwards add with atomics unless the process asks for determinism; its CPU one never does.
+
+    One thread at a time, for what is asked holds for all of them: what is inside is enqueued, and not waited for.
+    """
+    with _asking, _asked(wanted):
+        yield
+
+
+@contextmanager
+def _asked(wanted: bool) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(wanted or before[0], warn_only=before[1] and not wanted)
     try:

@@ -35,6 +35,10 @@ gradient = problem("backward")
 assert not triton_backend.compiled([gradient])
 triton_backend.compile_ahead([gradient]).result()
 assert triton_backend.compiled([gradient])
+single = problem("forward", softcap=1.0)
+single = Problem.create(single.tensors | {n: single.tensors[n][:, :, :9] for n in "kv"}, Options(softcap=1.0))
+triton_backend.compile_ahead([single]).result()
+assert triton_backend.compiled([problem("forward", softcap=1.0)]), "whose many keys are split: of the same launch key"
 """
 
 
@@ -48,9 +52,11 @@ def test_interpreted_kernels_are_always_compiled() -> None:
 def test_a_variant_is_compiled_ahead_into_the_cache_that_processes_share(tmp_path: Path) -> None:
     made = [compiled(tmp_path, "-c", SCRIPT, FLASHPOINT_HOPPER="1") for _ in range(2)]
     kernels = {path.stem for path in made[0]}
-    # Nine queries of 2000 keys are split, and so go through pointers, their gradient's forward too.
+    # Nine queries of 2000 keys are split, and so go through pointers, their gradient's forward too. Of sinks there are
+    # none, but requests of the same launch key may have some.
     assert kernels == {
         "attention_forward", "merge_parts", "attention_delta", "attention_backward_kv", "attention_backward_q",
+        "attention_backward_sinks",
     }  # fmt: skip
     assert made[0] == made[1], "the second process compiled again"
 

@@ -187,6 +187,8 @@ def test_aligned_copies_only_what_it_must() -> None:
     lengths=st.booleans(),
 )  # fmt: skip
 @example(1, 1, 2, 17, 5, 16, False, torch.float32, "bhsd", False)  # one key/value head is one task of the backward
+@example(2, 1, 1, 254, 517, 128, False, torch.float32, "bhsd", False)  # alone, of two threads
+@example(2, 1, 1, 30, 5000, 128, False, torch.float32, "bhsd", False)  # and so is the forward's one block of queries
 @settings(max_examples=60, deadline=None)
 def test_bits_are_the_same_with_neighbours_in_the_call_and_with_all_threads(
     batch: int, kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, causal: bool,

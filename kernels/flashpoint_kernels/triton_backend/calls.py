@@ -49,10 +49,13 @@ class Call:
 
     @property
     def compiled(self) -> bool:
-        return INTERPRETED or self.programs == 0 or self.variant in _ready
+        """Also where it has no program: others of the same launch key have some."""
+        return INTERPRETED or self.variant in _ready
 
     def run(self) -> None:
         """Launch it; nothing where there is no program."""
+        if self.programs == 0:
+            return
         # NumPy warns of what a GPU does silently (−inf arithmetic, overflow of garbage that is masked after).
         with np.errstate(all="ignore") if INTERPRETED else contextlib.nullcontext():
             self._with(lambda args, options: self.kernel[(self.programs,)](*args, **options))
@@ -71,8 +74,6 @@ class Call:
             triton.set_allocator(scratch)
             act(self.args(), options)
 
-        if self.programs == 0:
-            return
         options = {**self.constants, **compile_options(self.tile)}
         contextvars.copy_context().run(inside)  # the caller's own allocator stays what it was
         _ready.add(self.variant)
