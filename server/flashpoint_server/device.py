@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -30,6 +32,8 @@ from flashpoint_kernels.timing.environment import device_name
 from flashpoint_server import local, messages
 from flashpoint_server.messages import DeviceInfo, Prove, Submit
 from flashpoint_server.refusal import invalid
+
+log = structlog.stdlib.get_logger("flashpoint.engine")
 
 MEMORY_SECONDS = 0.1  # between two looks at how much of it is held
 
@@ -69,6 +73,7 @@ class Device:
         # On a GPU two streams: one copies while the other computes. The third thread listens.
         self.lanes, self.launches = (CORES, 1) if self.is_cpu else (3, 2)
         self._streams = threading.local()
+        self._pinned: set[int] = set()  # addresses
         self._memory, self._looked = 0, -MEMORY_SECONDS
 
     @classmethod
@@ -105,14 +110,15 @@ class Device:
         if not self.is_cpu:
             self._warm()
 
+        self.empty_cache()
+
     def _warm(self) -> None:
         """Compile, all at a time, what most requests will need: 16-bit attention and its gradients without options."""
         compiling = []
-        for dtype, dim, direction in product((torch.float16, torch.bfloat16), (64, 128), ("forward", "backward")):
-            names = ("q", "k", "v", "do") if direction == "backward" else ("q", "k", "v")
-            tensors = dict.fromkeys(names, torch.zeros(1, 1, 16, dim, dtype=dtype, device=self.info.name))
-            problem = Problem.create(tensors, Options(), "backward" if direction == "backward" else "forward")
-            compiling.append(triton_backend.compile_ahead([problem]))
+        for dtype, dim in product((torch.float16, torch.bfloat16), (64, 128)):
+            t = torch.zeros(1, 1, 16, dim, dtype=dtype, device=self.info.name)
+            problem = Problem.create(dict.fromkeys(("q", "k", "v", "do"), t), Options(), "backward")
+            compiling.append(triton_backend.compile_ahead([problem]))  # its forward with it
         for done in compiling:
             done.result()
 
@@ -137,29 +143,80 @@ class Device:
         }
 
     def pin(self, memory: mmap.mmap) -> None:
-        """Lock shared memory for a GPU's copy engine; `unpin` before it is unmapped. Nothing to do on the CPU."""
-        self._register(lambda runtime, address: runtime.cudaHostRegister(address, len(memory), 0), memory)
+        """Lock shared memory for a GPU's copy engine; `unpin` before it is unmapped. Nothing to do on the CPU.
 
-    def unpin(self, memory: mmap.mmap) -> None:
-        self._register(lambda runtime, address: runtime.cudaHostUnregister(address), memory)
-
-    def _register(self, call: Callable[[Any, int], Any], memory: mmap.mmap) -> None:
+        What the system does not let be locked is copied all the same, only not beside other work.
+        """
         if self.is_cpu:
             return
-        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(int(call(runtime, address)))
+        try:
+            with self._current():
+                torch.cuda.check_error(int(_cudart().cudaHostRegister(_address(memory), len(memory), 0)))
+        except RuntimeError as error:
+            log.warning("memory not pinned", size=len(memory), error=str(error))
+            with suppress(RuntimeError):  # the next launch of this thread is told of it, and what is told is forgotten
+                torch.zeros(1, device=self.info.name)
+        else:
+            self._pinned.add(_address(memory))
+
+    def unpin(self, memory: mmap.mmap) -> None:
+        if not self.is_cpu and (address := _address(memory)) in self._pinned:
+            self._pinned.remove(address)
+            with self._current():
+                torch.cuda.check_error(int(_cudart().cudaHostUnregister(address)))
+
+    def _current(self) -> AbstractContextManager[object]:
+        """torch's CUDA calls that name no device are about this one, in this thread."""
+        return nullcontext() if self.is_cpu else torch.cuda.device(self.info.name)
+
+    def lost(self) -> bool:
+        """Whether nothing works on a GPU any more in this process, as after an illegal access."""
+        if self.is_cpu:
+            return False
+        try:
+            torch.cuda.synchronize(self.info.name)
+        except RuntimeError:
+            return True
+        return False
+
+    @contextmanager
+    def _told_apart(self) -> Iterator[None]:
+        """Turn what is raised when memory runs out, or the device is gone, into errors of ours.
+
+        What CUDA refuses may be wrong of one call alone: whether the device still works is asked of it.
+        """
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            said = str(error)
+            # Triton, cuBLAS and torch on the CPU ("DefaultCPUAllocator: can't allocate memory") say it in words alone.
+            if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said:
+                short = True
+            elif any(name in said for name in ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")):
+                if self.lost():
+                    raise DeviceLostError(said.splitlines()[0]) from error
+                short = "out of memory" in said or "ALLOC_FAILED" in said
+            else:
+                short = False
+            if short:
+                error.__traceback__ = None  # it holds the very tensors that did not fit
+                raise OutOfMemoryError from None
+            raise
 
     def cuts(self, backend: str) -> bool:
         """Whether a request of `backend` is cut into `parts`, which run on several lanes; else it is a launch."""
         return self.is_cpu and backend in ("torch", "tiled")
 
     def compile(self, job: Placed) -> Future[None] | None:
-        """None where the kernels of a Triton job are compiled; else the end of compiling them, aside."""
+        """None where the kernels of a Triton job are compiled; else the end of compiling them, aside.
+
+        Of its tensors the shapes are looked at, not the values; those of index tensors are `check`ed already.
+        """
         if self.is_cpu:
             return None  # interpreted
-        with _told_apart():
-            problem = self._copied(job)
+        with self._told_apart():
+            problem = self._problem(job, lambda t: torch.empty(t.shape, dtype=DTYPES[t.dtype], device="meta"))
+            problem = replace(problem, device=torch.device(self.info.name))
             return None if triton_backend.compiled([problem]) else triton_backend.compile_ahead([problem])
 
     def parts(self, job: Placed) -> list[Problem]:
@@ -168,7 +225,7 @@ class Device:
 
     def run(self, part: Problem, backend: str) -> None:
         """Compute a part. Raises OutOfMemoryError."""
-        with _told_apart():
+        with self._told_apart():
             run_part(part, backend)
 
     def launch(self, jobs: Sequence[Placed]) -> tuple[list[int | None], Stages]:
@@ -179,11 +236,11 @@ class Device:
         """
         backend = jobs[0].submit.backend
         if self.is_cpu:
-            with _told_apart():
+            with self._told_apart():
                 problems = [_in_place(job) for job in jobs]
                 run(problems, backend)
             return [problem.seed for problem in problems], NO_COPIES
-        with _told_apart(), torch.cuda.stream(self._stream()):
+        with self._told_apart(), torch.cuda.stream(self._stream()):
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
             marks[0].record()
             problems = [self._copied(job) for job in jobs]
@@ -199,11 +256,17 @@ class Device:
             return [problem.seed for problem in problems], stages
 
     def _copied(self, job: Placed) -> Problem:
-        """The job's problem, its tensors on their way to the GPU; the values of index tensors are read here."""
-        given = {t.name: _in(job.memory, t) for t in job.submit.inputs}
-        tensors = {
-            name: t if name in INDEX_TENSORS else t.to(self.info.name, non_blocking=True) for name, t in given.items()
-        }
+        """The job's problem, its tensors on their way to the GPU."""
+
+        def there(t: messages.Tensor) -> Tensor:
+            copy = _bytes_in(job.memory, t).to(self.info.name, non_blocking=True)
+            return copy.ne(0) if t.dtype == "bool" else copy
+
+        return self._problem(job, there)
+
+    def _problem(self, job: Placed, there: Callable[[messages.Tensor], Tensor]) -> Problem:
+        """The job's problem, of its index tensors, whose values are read here, and of what `there` makes of others."""
+        tensors = {t.name: _in(job.memory, t) if t.name in INDEX_TENSORS else there(t) for t in job.submit.inputs}
         return Problem.create(tensors, job.spec.options, job.spec.direction, spec=job.spec)
 
     def _stream(self) -> torch.cuda.Stream:
@@ -215,7 +278,7 @@ class Device:
 
     def verify(self, asked: Prove, memory: Mapping[int, mmap.mmap]) -> bytes:
         """The VerifyReport of what is asked, in JSON. Raises Refusal 422, OutOfMemoryError and DeviceLostError."""
-        with _told_apart():
+        with self._told_apart():
             try:
                 if not asked.inputs:
                     drawn = VerifyRequest.model_validate_json(asked.request)
@@ -231,7 +294,8 @@ class Device:
         """Give back what nobody uses, before a second try."""
         gc.collect()
         if not self.is_cpu:
-            torch.cuda.empty_cache()
+            with self._current():
+                torch.cuda.empty_cache()
 
     def memory(self) -> int:
         """Bytes of the device's memory that this process holds: what is resident of it, on the CPU. A moment ago."""
@@ -243,6 +307,14 @@ class Device:
             else:
                 self._memory = torch.cuda.memory_reserved(self.info.name)
         return self._memory
+
+
+_PASSING = ("out of memory", "ALLOC_FAILED", "busy or unavailable", "uncorrectable ECC error")
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether what keeps a device from starting is none of its own: others that hold its memory, or an error in it."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _PASSING)
 
 
 def check(job: Placed) -> tuple[Row, ...]:
@@ -275,30 +347,24 @@ _STATM = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 def _in(segments: Mapping[int, mmap.mmap], t: messages.Tensor) -> Tensor:
     """The tensor, in shared memory."""
-    memory = segments[t.segment]
-    dtype = DTYPES[t.dtype]
-    count = math.prod(t.shape)
-    if not count:
+    found = _bytes_in(segments, t)
+    return found.ne(0) if t.dtype == "bool" else found
+
+
+def _bytes_in(segments: Mapping[int, mmap.mmap], t: messages.Tensor) -> Tensor:
+    """As `_in`, but a bool as uint8: any byte may be sent for one, and what is neither 0 nor 1 is undefined behaviour."""
+    dtype = torch.uint8 if t.dtype == "bool" else DTYPES[t.dtype]
+    if not (count := math.prod(t.shape)):
         return torch.empty(t.shape, dtype=dtype)
-    if dtype is not torch.bool:
-        return torch.frombuffer(memory, dtype=dtype, count=count, offset=t.offset).view(t.shape)
-    # A bool that is neither 0 nor 1 is undefined behaviour; what a caller sends may be any byte.
-    return torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=t.offset).ne(0).view(t.shape)
+    return torch.frombuffer(segments[t.segment], dtype=dtype, count=count, offset=t.offset).view(t.shape)
 
 
-@contextmanager
-def _told_apart() -> Iterator[None]:
-    """Turn what torch raises when memory runs out, or the device is gone, into errors of ours."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        # On the CPU torch says it in words alone: "DefaultCPUAllocator: can't allocate memory".
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-            error.__traceback__ = None  # it holds the very tensors that did not fit
-            raise OutOfMemoryError from None
-        if "CUDA error" in str(error):  # sticky: every later call of this process fails with it, too
-            raise DeviceLostError(str(error).splitlines()[0]) from error
-        raise
+def _address(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _speed(device: str) -> float:

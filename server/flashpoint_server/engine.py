@@ -202,6 +202,12 @@ class Engine:
                     self._died()
                     return
                 match message:
+                    case Hello() if self.device is not None and message.device.name != self.device.name:
+                        # What waits was planned for the other one; and nobody is to find a CPU for a GPU unawares.
+                        found = (
+                            f"there was {self.device.name}, and its engine, started again, found {message.device.name}"
+                        )
+                        self.state, self.failure = State.FAILED, found
                     case Hello():
                         self.device, self._pid, self.state = message.device, message.pid, State.READY
                         log.info("ready", device=message.device.name, backends=message.device.backends)

@@ -4,6 +4,7 @@ It inherits a listening socket, opens the device, proves its backends against th
 whoever connects (serving_engine.py) until SIGTERM.
 
     opening → serving → stopped      opening → broken: says why to whoever connects, and ends with CANNOT_WORK
+                                     opening → ended, to be started again: what is in the way may pass
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main(kind: type[Device] | None = None) -> int:
     asked = parser.parse_args()
     die_with_parent(asked.parent)
     raise_descriptor_limit()
-    from flashpoint_server.device import Device  # imports torch, which takes seconds
+    from flashpoint_server.device import Device, may_pass  # imports torch, which takes seconds
     from flashpoint_server.serving_engine import ServingEngine
     from flashpoint_server.timing_lane import TimingLane
 
@@ -59,6 +60,9 @@ def main(kind: type[Device] | None = None) -> int:
         device = (kind or Device).open(asked.device)
         device.prove()
     except Exception as error:
+        if may_pass(error):
+            log.exception("cannot start", device=asked.device)
+            return 1
         log.exception("broken", device=asked.device)
         sock, _ = listener.accept()
         Channel(sock, ToEngine).send(Broken(f"{type(error).__name__}: {error}"))

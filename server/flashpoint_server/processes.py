@@ -24,7 +24,8 @@ log = structlog.stdlib.get_logger("flashpoint.processes")
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between two starts; one that ran for long begins anew
 # A thread of OpenMP that waits for the others by spinning keeps the core that they, or the HTTP process, wait for: on 2
 # cores with another busy process an op of 1 ms was seen to take 24 ms, and 0.9 ms with waiting threads asleep.
-ENGINE_VARIABLES = {"OMP_WAIT_POLICY": "passive"}
+# While one thread asks torch for deterministic kernels, cuBLAS refuses those of all others without its workspaces.
+ENGINE_VARIABLES = {"OMP_WAIT_POLICY": "passive", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 ENGINE = "flashpoint_server.engine_process"
 ENGINE_SETTINGS = (
     "batch_flops", "batch_bytes", "max_queue_delay", "hang_timeout", "benchmark_slice_ms", "benchmark_keep",

@@ -206,11 +206,23 @@ class ServingEngine:
             self._waiting.put(entry)
         elif key in self._held:
             self._held[key].append(entry)
-        elif not entry.mapped or (found := self._device.compile(entry.placed)) is None:
+        elif not entry.mapped:
             self._waiting.put(entry)
         else:
-            self._held[key] = [entry]
-            found.add_done_callback(lambda _: self._has_compiled(key))
+            try:
+                check(entry.placed)
+                found = self._device.compile(entry.placed)
+            except OutOfMemoryError:
+                self._waiting.put(entry)  # to be compiled for when there is memory to run it, too
+            except Exception as error:  # one request is no reason to fail its peer
+                self._fail([entry], error)
+            else:
+                if found is None:
+                    self._compiled.add(key)
+                    self._waiting.put(entry)
+                else:
+                    self._held[key] = [entry]
+                    found.add_done_callback(lambda _: self._has_compiled(key))
 
     def _has_compiled(self, key: Hashable) -> None:
         """Or failed to: then the launch says why."""
@@ -383,7 +395,7 @@ class ServingEngine:
                 self._tell_all(said)
                 self._alone = False
                 self._wake()
-        if any(isinstance(one, JobEvent) and b"CUDA error" in one.event for one in said):
+        if any(isinstance(one, JobEvent) and b"CUDA" in one.event for one in said) and self._device.lost():
             log.critical("device lost", by="a benchmark")
             os._exit(1)
 
@@ -398,34 +410,34 @@ class ServingEngine:
 
     def _solve(self, batch: list[Entry], *, splits: int, tries: int) -> None:
         """Compute a batch and answer it; in halves where memory does not suffice, one by one where something fails."""
+        failure: Exception | None = None
         try:
             with self._watchdog.watched():
                 seeds, stages = self._device.launch([entry.placed for entry in batch])
-        except OutOfMemoryError as error:
-            self._device.empty_cache()
-            if len(batch) > 1:
-                half = len(batch) // 2
-                for some in (batch[:half], batch[half:]):
-                    self._solve(some, splits=splits + 1, tries=tries)
-            elif tries > 1:
-                self._solve(batch, splits=splits, tries=tries - 1)
-            else:
-                self._fail(batch, error)
-        except DeviceLostError as error:
-            self._fail(batch, error)
         except Exception as error:
-            if len(batch) == 1:
-                self._fail(batch, error)
-            else:
-                for entry in batch:
-                    self._solve([entry], splits=splits, tries=tries)
-        else:
+            failure = error
+        if failure is None:
             about: Batch | None = account(batch, self._waiting.budget, splits)
             number = next(self._numbers)
             for entry, seed in zip(batch, seeds, strict=True):
                 entry.seed = seed
                 self._answer(entry, len(batch), stages, about, number)
                 about = None
+        elif isinstance(failure, OutOfMemoryError) and (len(batch) > 1 or tries > 1):
+            failure.__traceback__ = None  # its frames hold what is to be given back
+            self._device.empty_cache()
+            if len(batch) == 1:
+                self._solve(batch, splits=splits, tries=tries - 1)
+            else:
+                half = len(batch) // 2
+                for some in (batch[:half], batch[half:]):
+                    self._solve(some, splits=splits + 1, tries=tries)
+        elif isinstance(failure, DeviceLostError) or len(batch) == 1:
+            self._fail(batch, failure)
+        else:
+            failure.__traceback__ = None
+            for entry in batch:
+                self._solve([entry], splits=splits, tries=tries)
 
     def _fail(self, batch: list[Entry], error: Exception) -> None:
         for entry in batch:
@@ -462,6 +474,8 @@ class ServingEngine:
         else:
             log.error("failed", request_id=submit.request_id, error=type(error).__name__, exc_info=error)
             reply = Failed(submit.id, "internal_error", "an error of the server, logged by its engine", [])
+        if error is not None:
+            error.__traceback__ = None  # whoever keeps the entry a while longer keeps no tensors
         self._send(entry.peer, reply)
 
     def _send(self, peer: Peer, reply: FromEngine) -> None:

@@ -3,6 +3,10 @@
 gate-…, wait-…  wait until the file of that suffix, otherwise named by FLASHPOINT_TEST_GATE, is there
 oom-…, once-…   have no memory, never or the first time        bug-…   fails as nobody foresaw
 hang-…          never ends                                     gone-…  the device is lost
+unfit-…         nothing can be compiled for it, and nobody foresaw that
+
+At its start it waits for others to leave it memory while the gate .short is there, and finds another device once the
+gate .moved is.
 
 And with bugs that callers must see: seeded_bugs.py.
 """
@@ -10,8 +14,12 @@ And with bugs that callers must see: seeded_bugs.py.
 import os
 import sys
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import msgspec
+import torch
 
 from flashpoint_server import engine_process, serving_engine
 from flashpoint_server.device import Device, DeviceLostError, OutOfMemoryError
@@ -21,6 +29,10 @@ from tests.e2e.seeded_bugs import Seeded
 SWAP, LOSE = Seeded("swap"), Seeded("lose")
 
 
+def gate(which):
+    return Path(os.environ.get("FLASHPOINT_TEST_GATE", os.devnull)).with_suffix(f".{which}")
+
+
 class FaultyDevice(Device):
     def __init__(self, info):
         super().__init__(info)
@@ -28,17 +40,38 @@ class FaultyDevice(Device):
         self.seen = set()
         self.last = {}  # answers, by their shapes
         self.compiler = ThreadPoolExecutor(1)
+        self.short = []  # of memory: what launches held that had too little
+
+    @classmethod
+    def open(cls, asked):
+        if gate("short").exists():
+            gate("short").rename(gate("left"))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.")
+        return super().open(asked)
+
+    def prove(self):
+        super().prove()
+        if gate("moved").exists():
+            self.info = msgspec.structs.replace(self.info, name="cuda:7")
 
     def compile(self, job):
         """late-…: the kernels of its launch key are compiled only once the gate .compiled is open."""
+        if job.submit.request_id.startswith("unfit-"):
+            raise KeyError("what nobody foresaw")
         if not job.submit.request_id.startswith("late-"):
             return super().compile(job)
         return self.compiler.submit(self.wait, "compiled")
 
     @staticmethod
     def wait(which):
-        while not Path(os.environ["FLASHPOINT_TEST_GATE"]).with_suffix(f".{which}").exists():
+        while not gate(which).exists():
             time.sleep(0.005)
+
+    def empty_cache(self):
+        """What a launch had taken is free by now, or there would be no more memory than before."""
+        super().empty_cache()
+        if any(held() is not None for held in self.short):
+            os._exit(3)
 
     def launch(self, jobs):
         for job in jobs:
@@ -47,10 +80,10 @@ class FaultyDevice(Device):
                 case "gate" | "wait" as which:
                     self.wait(which)
                 case "oom":
-                    raise OutOfMemoryError
+                    self.run_short()
                 case "once" if name not in self.seen:
                     self.seen.add(name)
-                    raise OutOfMemoryError
+                    self.run_short()
                 case "bug":
                     raise KeyError("what nobody foresaw")
                 case "hang":
@@ -58,6 +91,11 @@ class FaultyDevice(Device):
                 case "gone":
                     raise DeviceLostError("CUDA error: an illegal memory access was encountered")
         return super().launch(jobs)
+
+    def run_short(self):
+        held = torch.empty(1)
+        self.short.append(weakref.ref(held))
+        raise OutOfMemoryError
 
     def run(self, part, backend):
         super().run(part, backend)

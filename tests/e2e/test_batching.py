@@ -191,6 +191,21 @@ def test_only_those_wait_whose_kernel_is_being_compiled(faulty, pool):
     assert post(faulty.server, "/attention", late, x_request_id="late-known").status == 200
 
 
+def test_what_fails_on_its_way_into_the_queue_fails_alone(faulty):
+    """Before anything of it is computed, while its kernels are looked for: its HTTP process keeps its engine."""
+    engine, t = faulty.server.engine_pid, normal(5, 2, 24)
+    unfit = message({name: normal(1, 1, 4, 40) for name in "qkv"}, backend="triton")
+    problem(post(faulty.server, "/attention", unfit, x_request_id="unfit-1"), 500, "internal_error")
+    ends = torch.tensor([0, 9, 5], dtype=torch.int32)  # that fall
+    ragged = {"q": t, "k": t, "v": t, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    body = message(ragged, layout="thd", backend="triton")
+    document = problem(post(faulty.server, "/attention", body, x_request_id="late-ends"), 422, "invalid_request")
+    assert document["errors"][0]["loc"] == ["cu_seqlens_q"]
+    assert post(faulty.server, "/attention", forward(1)).status == 200
+    assert faulty.server.engine_pid == engine
+    assert not [line for line in faulty.server.lines if line["event"] in ("peer dropped", "engine lost")]
+
+
 def die(faulty, pool, how):
     """Bring the engine down while a launch runs and 32 wait: that launch is refused, and the others are answered."""
     server, engine = faulty.server, faulty.server.engine_pid
@@ -276,3 +291,21 @@ def test_after_all_of_it_nothing_is_left_and_the_books_balance(faulty):
     below = psutil.Process(server.pid).children(recursive=True)
     assert [child.pid for child in below if child.status() == psutil.STATUS_ZOMBIE] == []
     assert len(segments(server.engine_pid)) <= len(segments(server.pid))
+
+
+def test_an_engine_that_finds_too_little_memory_at_its_start_tries_again(start_server, tmp_path):
+    (tmp_path / "open.short").touch()
+    faulty = Faulty(start_server, tmp_path)
+    assert post(faulty.server, "/attention", forward(1)).status == 200
+    assert (tmp_path / "open.left").exists()
+    assert [line["starts"] for line in faulty.server.lines if line["event"] == "started"] == [1, 2]
+
+
+def test_an_engine_that_finds_another_device_when_it_is_started_again_ends_the_service(start_server, tmp_path):
+    """Else `--device auto` would be the CPU, unawares, once its GPU is gone."""
+    faulty = Faulty(start_server, tmp_path)
+    (tmp_path / "open.moved").touch()
+    os.kill(faulty.server.engine_pid, signal.SIGKILL)
+    assert faulty.server.wait_exit() == 1
+    (said,) = [line for line in faulty.server.lines if line["event"] == "failed"]
+    assert "found cuda:7" in said["reason"]

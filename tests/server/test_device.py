@@ -1,6 +1,10 @@
 """The torch side of the engine: tensors in shared memory, and the check that a backend must pass before it serves."""
 
 import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +12,17 @@ import torch
 
 from flashpoint_kernels import tiled
 from flashpoint_kernels.spec import Options
-from flashpoint_server.device import NO_COPIES, Device, Placed, check, spec_of
-from flashpoint_server.messages import Submit, Tensor, pack_options
+from flashpoint_server.device import (
+    NO_COPIES,
+    Device,
+    DeviceLostError,
+    OutOfMemoryError,
+    Placed,
+    check,
+    may_pass,
+    spec_of,
+)
+from flashpoint_server.messages import DeviceInfo, Submit, Tensor, pack_options
 from flashpoint_server.refusal import Refusal
 
 
@@ -18,9 +31,12 @@ def device():
     return Device.open("cpu")
 
 
-def submit(inputs, outputs, **options):
+ROOT = Path(__file__).parents[2]
+
+
+def submit(inputs, outputs, room=1 << 16, **options):
     """A forward job and the memory that holds its inputs and has room for its outputs, 64 bytes apart."""
-    memory = mmap.mmap(-1, 1 << 16)
+    memory = mmap.mmap(-1, room)
     placed, at = [], 0
     for name, array in inputs.items():
         memory[at : at + array.nbytes] = array.tobytes()
@@ -83,3 +99,71 @@ def test_index_tensors_that_do_not_fit_are_422(device):
         check(job)
     assert caught.value.status == 422
     assert [field for field, _ in caught.value.errors] == ["kv_lengths"]
+
+
+class Gpu(Device):
+    """What a device with a GPU does about it, where there is none: `works` stands in for what CUDA says."""
+
+    def __init__(self, works):
+        super().__init__(DeviceInfo("cuda:0", "none", 0, ("triton",), 1.0))
+        self.works = works
+
+    def lost(self):
+        return not self.works
+
+
+@pytest.mark.parametrize(
+    ("said", "works", "kind"),
+    [
+        ("CUDA error: an illegal memory access was encountered", False, DeviceLostError),
+        ("Triton Error [CUDA]: an illegal memory access was encountered", False, DeviceLostError),
+        ("CUDA error: invalid configuration argument", True, RuntimeError),
+        ("CUDA error: out of memory", True, OutOfMemoryError),
+        ("Triton Error [CUDA]: out of memory", True, OutOfMemoryError),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True, OutOfMemoryError),
+        ("mat1 and mat2 shapes cannot be multiplied", False, RuntimeError),
+    ],
+)
+def test_a_device_is_lost_only_where_nothing_works_any_more(said, works, kind, device, monkeypatch):
+    """By asking it: what CUDA refuses of one call, in the very same words, is no reason to end an engine."""
+
+    def fail(*_):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr("flashpoint_server.device.run_part", fail)
+    with pytest.raises((RuntimeError, DeviceLostError, OutOfMemoryError)) as caught:
+        Gpu(works).run(None, "triton")
+    assert caught.type is kind
+
+
+def test_what_keeps_a_gpu_from_starting_may_pass():
+    for said in ("CUDA error: all CUDA-capable devices are busy or unavailable", "CUDA error: out of memory"):
+        assert may_pass(RuntimeError(said))
+    assert not may_pass(RuntimeError("device cuda:3 is asked for, and torch finds no CUDA device"))
+
+
+COMPILE = """
+import numpy as np
+from tests.server.test_device import submit
+from flashpoint_kernels.triton_backend import ahead
+from flashpoint_server.device import Device
+from flashpoint_server.messages import DeviceInfo
+
+ahead.pretend(90)
+device = Device(DeviceInfo("cpu", "an sm_90 for who compiles", 0, ("triton",), 1.0))
+device.is_cpu = False
+shapes = {"q": (1, 2, 9, 16), "k": (1, 1, 2000, 16), "v": (1, 1, 2000, 16)}
+tensors = {n: np.zeros(s, np.float32) for n, s in shapes.items()} | {"attn_mask": np.ones((9, 2000), bool)}
+job = submit(tensors, {"o": shapes["q"]}, room=1 << 20)._replace(memory={})
+found = device.compile(job)
+assert found is not None
+found.result()
+assert device.compile(job) is None
+"""
+
+
+def test_kernels_are_compiled_for_a_job_whose_tensors_nobody_reads(tmp_path):
+    """Without the memory that they lie in: a request that waits for its kernels copies nothing to the GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment | {"TRITON_CACHE_DIR": str(tmp_path)})
