@@ -101,12 +101,18 @@ def create_app(
     return app
 
 
+_ENDLESS = "/events"  # of a job, as long as it goes on
+
+
 class Application(FastAPI):
     """What is POSTed to a path of `posts` is reached without the framework's layers, a tenth of a small call's time."""
 
     posts: Mapping[str, ASGIApp]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD" and not scope["path"].endswith(_ENDLESS):
+            Exchange.open(scope)  # which is logged as what it was
+            scope = {**scope, "method": "GET"}  # answered like it; uvicorn leaves the body out (RFC 9110, §9.3.2)
         post = self.posts.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         await (post or super().__call__)(scope, receive, send)
 
@@ -141,8 +147,11 @@ async def _framework_error(request: Request, error: Exception) -> Response:
 def _allowed(request: Request) -> str:
     """Every method of an address. The framework would name those of one route, where several share the address."""
     routes = request.app.router.routes
-    asked = {method: {**request.scope, "method": method} for method in ("GET", "HEAD", "POST", "DELETE")}
-    return ", ".join(m for m, scope in asked.items() if any(r.matches(scope)[0] is Match.FULL for r in routes))
+    asked = {method: {**request.scope, "method": method} for method in ("GET", "POST", "DELETE")}
+    found = [m for m, scope in asked.items() if any(r.matches(scope)[0] is Match.FULL for r in routes)]
+    if "GET" in found and not request.url.path.endswith(_ENDLESS):
+        found.insert(1, "HEAD")
+    return ", ".join(found)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

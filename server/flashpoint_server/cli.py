@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 
+import structlog
 from pydantic import ValidationError
 
 from flashpoint_server import logs
 from flashpoint_server.serving import run
 from flashpoint_server.settings import Settings
+
+log = structlog.stdlib.get_logger("flashpoint.settings")
+
+_PREFIX = "FLASHPOINT_"
+_ALIKE = 0.95  # a slip of one letter; FLASHPOINT_PORT_8000_TCP, which Kubernetes sets, is nothing like a setting
+_OF_CLIENTS = "FLASHPOINT_API_KEY"
 
 
 def serve(argv: Sequence[str] | None = None) -> int:
@@ -19,10 +28,22 @@ def serve(argv: Sequence[str] | None = None) -> int:
         settings = Settings(_cli_parse_args=flags)  # type: ignore[call-arg]
     except ValidationError as error:
         for e in error.errors(include_input=False):
-            print(f"flashpoint serve: {'.'.join(map(str, e['loc']))}: {e['msg']}", file=sys.stderr)
+            flag = ".".join(map(str, e["loc"])).replace("_", "-")
+            print(f"flashpoint serve: --{flag}: {e['msg'].removeprefix('Value error, ')}", file=sys.stderr)
         return 2
     logs.configure(settings.log_format, settings.log_level)
+    for name, meant in misspelt(os.environ):
+        log.warning("unknown setting", variable=name, perhaps=meant)
     return run(settings, flags)
+
+
+def misspelt(variables: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Environment variables that are no settings but look like one, each with that one."""
+    known = {_PREFIX + name.upper() for name in Settings.model_fields}
+    for name in variables:
+        upper = name.upper()  # as the settings are read, whatever their case
+        if upper not in known | {_OF_CLIENTS} and (near := get_close_matches(upper, known, 1, _ALIKE)):
+            yield name, near[0]
 
 
 if __name__ == "__main__":

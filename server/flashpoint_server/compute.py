@@ -159,15 +159,18 @@ async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: Body) 
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+_DIGITS = 15  # of milliseconds: 30,000 years, more than any setting
+
+
 def deadline_of(headers: Mapping[str, str], settings: Settings) -> float | None:
     """From X-Timeout-Ms, in `time.monotonic` seconds. Raises Refusal 422."""
     text = headers.get("x-timeout-ms")
     if text is None:
         ms = settings.default_timeout_ms
-    elif not (text.isascii() and text.isdecimal() and len(text) < 16 and int(text) > 0):
+    elif not (text.isascii() and text.isdecimal() and (digits := text.lstrip("0"))):
         raise invalid([("X-Timeout-Ms", "must be a positive integer of milliseconds")])
     else:
-        ms = min(int(text), settings.max_timeout_ms)
+        ms = settings.max_timeout_ms if len(digits) > _DIGITS else min(int(digits), settings.max_timeout_ms)
     return time.monotonic() + ms / 1000 if ms else None
 
 

@@ -352,7 +352,7 @@ def _in(segments: Mapping[int, mmap.mmap], t: messages.Tensor) -> Tensor:
 
 
 def _bytes_in(segments: Mapping[int, mmap.mmap], t: messages.Tensor) -> Tensor:
-    """As `_in`, but a bool as uint8: any byte may be sent for one, and what is neither 0 nor 1 is undefined behaviour."""
+    """As `_in`, but a bool as uint8: any byte is sent for one, and what is neither 0 nor 1 is undefined behaviour."""
     dtype = torch.uint8 if t.dtype == "bool" else DTYPES[t.dtype]
     if not (count := math.prod(t.shape)):
         return torch.empty(t.shape, dtype=dtype)

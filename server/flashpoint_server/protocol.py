@@ -149,9 +149,10 @@ class HttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # it comes again: see `_parse`
         self._head_is_there()
-        if len(self.headers) > HEAD_FIELDS:
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > HEAD_BYTES or len(self.headers) > HEAD_FIELDS:
             self.wrong = "head_too_large"
-            raise ValueError("too many fields")  # which the parser makes an error of its own
+            raise ValueError("too much of a head")  # which the parser makes an error of its own
         super().on_headers_complete()
         self.scope["extensions"] = {EXTENSION: {"direct": Direct(self)}}
 

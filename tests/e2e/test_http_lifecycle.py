@@ -255,11 +255,22 @@ def test_one_log_line_a_request(server):
     assert sum(line.get("request_id") == "logged" for line in server.lines) == 1
 
 
+def test_a_variable_that_is_nearly_a_setting_is_warned_of(start_server):
+    variables = {
+        "FLASHPOINT_QEUE_LIMIT": "1",
+        "FLASHPOINT_API_KEY": "a-client-s",
+        "FLASHPOINT_PORT_8000_TCP": "tcp://x",
+    }
+    server = start_server(environment=variables)
+    said = [(line["variable"], line["perhaps"]) for line in server.lines if line["event"] == "unknown setting"]
+    assert said == [("FLASHPOINT_QEUE_LIMIT", "FLASHPOINT_QUEUE_LIMIT")]
+
+
 def test_a_wrong_start_ends_with_a_reason_for_a_person(server):
     command = [sys.executable, "-m", "flashpoint_server.cli"]
     out = subprocess.run([*command, "--port", "70000"], capture_output=True, text=True, check=False)
     assert (out.returncode, out.stdout) == (2, "")
-    assert "port" in out.stderr
+    assert "--port: " in out.stderr
     command += ["--log-format", "console", "--device", "cuda:9"]
     out = subprocess.run([*command, "--port", str(server.port)], capture_output=True, text=True, check=False)
     assert (out.returncode, out.stdout) == (1, "")
