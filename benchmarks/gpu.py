@@ -4,9 +4,12 @@ In stages, each in less than nine minutes, each saving what it has as it goes an
 again (`--stages sweep`), in benchmarks/results/gpu-<device>.json:
 
     compile   every variant of this architecture, in 16 processes, and what the compiler made of them
-    tests     the kernel tests on the device, the general path and, on sm_90, the path of hopper.py
+    tests     the kernel tests on the device, of the general path, on sm_90 of that of hopper.py, and of all backends
     sweep     other tiles than the table's, each proven against it; what is fastest is proposed as a table
     timings   forward and backward beside torch's SDPA, FlexAttention, and what else can be imported; ratios and a plot
+
+What is there of kernels that have changed since is dropped. An illegal access ends the process, for every launch after
+it would fail. What it was seen in is tried again first thing in the next, and taken for the cause where that fails too.
 
 Needs torch, triton, numpy, pytest and matplotlib alone. Exits with 2 where there is no GPU.
 """
@@ -15,14 +18,16 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import product
@@ -35,13 +40,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined
+    os.environ.pop("FLASHPOINT_HOPPER", None)  # asked for where it is meant
 
 import torch  # noqa: E402
 
 from benchmarks import gpu_report as report  # noqa: E402
 from flashpoint_kernels import Options, Problem  # noqa: E402
-from flashpoint_kernels.timing import Timing, describe, run_grid  # noqa: E402
-from flashpoint_kernels.timing.clock import clock_of  # noqa: E402
+from flashpoint_kernels.timing import Case, Timing, describe, run_grid  # noqa: E402
+from flashpoint_kernels.timing.clock import Slices, clock_of  # noqa: E402
+from flashpoint_kernels.timing.environment import is_lost  # noqa: E402
+from flashpoint_kernels.timing.measurement import DeviceLostError  # noqa: E402
+from flashpoint_kernels.timing.peaks import find_peaks  # noqa: E402
 from flashpoint_kernels.triton_backend import aot, launch  # noqa: E402
 from flashpoint_kernels.triton_backend.calls import Call  # noqa: E402
 from flashpoint_kernels.triton_backend.config import chip_of, config_for, table_of  # noqa: E402
@@ -53,6 +62,12 @@ STAGE_SECONDS = 500  # of the nine minutes that a stage may take; what it is at 
 PROCESSES = 16
 SWEEP_SEQ = 4096  # the middle of the table's lengths
 
+# Of tests/kernels what runs on FLASHPOINT_TEST_DEVICE; none imports more than torch, triton, numpy and pytest.
+TRITON_TESTS = ("test_triton_*.py", "test_nano.py")
+BACKENDS_TESTS = tuple(
+    f"test_{name}.py" for name in ("torch_fused", "edges", "extremes", "backends", "functional", "ops", "verification")
+)
+
 
 class Results:
     """The file of one device: what a stage has found so far, saved at every step."""
@@ -60,9 +75,14 @@ class Results:
     def __init__(self, path: Path, environment: dict[str, Any]) -> None:
         self.path = path
         self.found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        if self.found.get("environment", {}).get("commit") != environment["commit"]:
+        if self.found.get("environment", {}).get("sources") != environment["sources"]:
             self.found = {}  # of other kernels
         self.found["environment"] = environment
+        self.fresh = True  # nothing has been timed in this process yet
+        self.begin()
+
+    def begin(self) -> None:
+        """A stage, and its time."""
         self.until = time.monotonic() + STAGE_SECONDS
 
     def save(self, **found: Any) -> None:
@@ -85,26 +105,57 @@ def compile_stage(results: Results) -> bool:
     return not wrong
 
 
+def sources(folder: str) -> str:
+    """One SHA-256 of all Python files below a folder of the repository: results are of these, committed or not."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    each = [f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
+    return hashlib.sha256("\n".join(each).encode()).hexdigest()
+
+
+def has_hopper() -> bool:
+    return chip_of(torch.device(DEVICE)).arch == 90
+
+
 def tests_stage(results: Results) -> bool:
-    files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests/kernels").glob("test_triton_*.py"))
-    files.append("tests/kernels/test_nano.py")
-    paths = {"general": "0", **({"hopper": "1"} if chip_of(torch.device(DEVICE)).arch == 90 else {})}
-    found = {}
-    for name, asked in paths.items():
-        env = {**os.environ, "FLASHPOINT_TEST_DEVICE": "cuda", "FLASHPOINT_HOPPER": asked}
-        env["PYTHONPATH"] = str(ROOT / "kernels")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not full", *files]
+    parts = {"general": (TRITON_TESTS, "0"), "backends": (BACKENDS_TESTS, "0")}
+    if has_hopper():
+        parts["hopper"] = (TRITON_TESTS, "1")
+    of = sources("tests/kernels")
+    found = {
+        name: run for name, run in results.found.get("tests", {}).items() if (run["exit_code"], run["of"]) == (0, of)
+    }
+    for name, (patterns, hopper) in parts.items():
+        if name in found:
+            print(f"tests: {name} has passed already")
+        elif not results.late:
+            seconds = max(results.until - time.monotonic(), 1)
+            found[name] = run_tests(tests_of(patterns), seconds, FLASHPOINT_HOPPER=hopper) | {"of": of}
+            results.save(tests=found)
+    return all(name in found and found[name]["exit_code"] == 0 for name in parts)
+
+
+def tests_of(patterns: Sequence[str]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for name in patterns for path in sorted((ROOT / "tests/kernels").glob(name))]
+
+
+def run_tests(files: Sequence[str], seconds: float, **environment: str) -> dict[str, Any]:
+    """Run them on the device: pytest's exit code, 124 after `seconds`, and the last line that it has said."""
+    environment = {**os.environ, "FLASHPOINT_TEST_DEVICE": "cuda", "PYTHONUNBUFFERED": "1", **environment}
+    before = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "kernels"), *([before] if before else [])])
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "not full", *files]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         try:
-            run = subprocess.run(
-                command, cwd=ROOT, env=env, capture_output=True, text=True, check=False,
-                timeout=max(results.until - time.monotonic(), 1),
-            )  # fmt: skip
-            print(run.stdout[-4000:], run.stderr[-2000:])
-            found[name] = {"exit_code": run.returncode, "summary": run.stdout.strip().splitlines()[-1:]}
+            code = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False,
+                timeout=seconds,
+            ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
-            found[name] = {"exit_code": 124, "summary": ["the stage's time was over"]}
-        results.save(tests=found)
-    return all(run["exit_code"] == 0 for run in found.values())
+            code = 124
+        output.seek(0)
+        said = output.read()
+    print(said[-6000:])
+    return {"exit_code": code, "summary": said.strip().splitlines()[-1:]}
 
 
 @dataclass(frozen=True)
@@ -148,8 +199,10 @@ class Trial:
             call.compile()
 
     def time(self, repeats: int = 20) -> tuple[float, list[torch.Tensor]]:
-        """(median milliseconds, the answers)."""
+        """(median milliseconds, the answers), none of them left over in memory from another trial."""
         calls, outputs = self.calls()
+        for output in outputs:
+            output.fill_(float("nan"))
         for call in calls:
             call.args = cache(call.args)  # made once, outside the time
 
@@ -162,69 +215,116 @@ class Trial:
 
 
 def sweep_stage(results: Results) -> bool:
-    trials: list[dict[str, Any]] = results.found.get("sweep", {}).get("trials", [])
+    trials = [trial for trial in results.found.get("sweep", {}).get("trials", []) if not trial.get("again")]
     done = {(t["kernel"], t["head_dim"], t["block_m"], t["block_n"], t["num_warps"], t["num_stages"]) for t in trials}
-    device = f"{DEVICE}:{torch.cuda.current_device()}"
     for kernel, dim in product(report.SWEEP, report.DIMS):
-        table = Trial(kernel, (report.TOKENS // SWEEP_SEQ, report.WIDTH // dim, SWEEP_SEQ, dim), device)
+        table = Trial(kernel, (report.TOKENS // SWEEP_SEQ, report.WIDTH // dim, SWEEP_SEQ, dim), DEVICE)
         shipped: Tile = getattr(table.config, kernel)
         asked = [shipped, *(tile for tile in report.candidates(kernel) if tile != shipped)]
         asked = [tile for tile in asked if (kernel, dim, *asdict(tile).values()) not in done]
+        if any(t["shipped"] and "error" in t for t in trials if (t["kernel"], t["head_dim"]) == (kernel, dim)):
+            continue  # there is nothing to prove the others against
         if not asked or results.late:
             continue
-        truth = table.time()[1]
-        with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
-            compiling = {pool.submit(Trial.compile, trial): trial for trial in (replace(table, tile=t) for t in asked)}
-            for compiled in as_completed(compiling):
-                trial = compiling[compiled]
-                trials.append(outcome(trial, compiled, truth, trial.tile == shipped))
-                best = report.proposal(trials)
-                results.save(sweep={"trials": trials, "best": best, "proposed": report.configuration(best)})
-                if results.late:
-                    pool.shutdown(cancel_futures=True)
-                    break
-    print("sweep: proposed for configurations.py:", results.found["sweep"]["proposed"], sep="\n")
-    return not any("wrong_by" in trial for trial in trials)
+        truth = cache(table.time)
+        for trial, compiled in compiled_ahead([replace(table, tile=tile) for tile in asked]):
+            trials.append(outcome(trial, compiled, truth, trial.tile == shipped, results.fresh))
+            results.fresh = False
+            best = report.proposal(trials)
+            results.save(sweep={"trials": trials, "best": best, "proposed": report.configuration(best)})
+            if "error" in trials[-1] and is_lost(DEVICE):
+                raise DeviceLostError({**trials[-1], "skipped": trials[-1]["error"]})
+            if results.late:
+                break
+    print("sweep: proposed for configurations.py:", results.found.get("sweep", {}).get("proposed"), sep="\n")
+    return not any("wrong_by" in trial or (trial["shipped"] and "error" in trial) for trial in trials)
 
 
-def outcome(trial: Trial, compiled: Future[None], truth: list[torch.Tensor], shipped: bool) -> dict[str, Any]:
-    """A row of the sweep: milliseconds, or why there are none."""
+def compiled_ahead(trials: Sequence[Trial]) -> list[tuple[Trial, Future[None]]]:
+    """Every trial with how its compiling ended. The processes that did it are gone: what is timed has the GPU alone."""
+    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
+        return [(trial, pool.submit(Trial.compile, trial)) for trial in trials]
+
+
+def outcome(
+    trial: Trial, compiled: Future[None], truth: Callable[[], tuple[float, list[torch.Tensor]]], shipped: bool,
+    fresh: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """A row of the sweep: milliseconds, or why there are none; `fresh`: it is the first of its process.
+
+    To be tried `again` where another may be to blame: what ran before in this process, or in the one that compiled.
+    """
     assert trial.tile is not None
     row = {"kernel": trial.kernel, "head_dim": trial.shape[-1], **asdict(trial.tile), "shipped": shipped, "ms": None}
     try:
         compiled.result()
+        exact = truth()[1]
         ms, answers = trial.time()
     except Exception as error:  # it does not fit, or the compiler gives up: another tile may
-        return row | {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-    off = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(answers, truth, strict=True))
+        row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        elsewhere = isinstance(compiled.exception(), (torch.AcceleratorError, BrokenExecutor))
+        return row | ({"again": True} if elsewhere or (not fresh and is_lost(trial.device)) else {})
+    off = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(answers, exact, strict=True)]
     # A tile changes the order of sums: a few roundings of bfloat16. More, or a NaN, is a miscompilation.
-    return row | ({"ms": ms} if off < 0.02 else {"wrong_by": off})
+    wrong = [each for each in off if not each < 0.02]
+    return row | ({"wrong_by": wrong[0]} if wrong else {"ms": ms})
 
 
 def timings_stage(results: Results) -> bool:
-    rows: list[dict[str, Any]] = results.found.get("timings", {}).get("rows", [])
+    rows = [row for row in results.found.get("timings", {}).get("rows", []) if not row.get("again")]
     done = {report.key(row) for row in rows}
-    for deterministic in (False, True):
-        cases = [
-            case for case in report.timing_cases()
-            if (not deterministic or (case.backend == "sdpa_flash" and case.direction == "backward"))
-            and report.key({**asdict(case), "deterministic": deterministic}) not in done
-        ]  # fmt: skip
-        torch.use_deterministic_algorithms(deterministic)
-        events = run_grid(cases, DEVICE, Timing(max_seconds=0.3)) if cases else iter(())
-        for event in events:
+    for _ in find_peaks(DEVICE, "bfloat16", Slices(20)):  # cuBLAS refuses to work while it is asked to be deterministic
+        pass
+    for each in report.passes(has_hopper()):
+        marks = {"deterministic": each.deterministic, "hopper": each.hopper}
+        cases = [case for case in each.cases if report.key({**asdict(case), **marks}) not in done]
+        if not cases or results.late:
+            continue
+        with asked_for(**marks):
+            for row in timed(results, cases):
+                rows.append({**row, **marks})
+                found = report.ratios(rows)
+                on_hopper = report.ratios(rows, "triton hopper")
+                results.save(
+                    timings={
+                        "rows": rows, "times_as_fast_as": found, "levels": report.levels(found),
+                        "hopper": {"times_as_fast_as": on_hopper, "levels": report.levels(on_hopper)},
+                    }
+                )  # fmt: skip
+    report.plot(rows, results.found["environment"]["device"], results.path.with_suffix(".svg"))
+    print(json.dumps({name: x for name, x in results.found.get("timings", {}).items() if name != "rows"}, indent=1))
+    return True
+
+
+@contextmanager
+def asked_for(deterministic: bool, hopper: bool) -> Iterator[None]:
+    """What is asked of torch and of our own backend, for a while."""
+    torch.use_deterministic_algorithms(deterministic)
+    memory: Any = torch.utils.deterministic  # whose property mypy does not see
+    memory.fill_uninitialized_memory = False  # with NaN, within what is timed
+    os.environ["FLASHPOINT_HOPPER"] = str(int(hopper))
+    try:
+        yield
+    finally:
+        del os.environ["FLASHPOINT_HOPPER"]
+        memory.fill_uninitialized_memory = True
+        torch.use_deterministic_algorithms(False)
+
+
+def timed(results: Results, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """A row a case, while there is time. Raises DeviceLostError after the row of the case that lost it."""
+    try:
+        for event in run_grid(cases, DEVICE, Timing(max_seconds=0.3)):
             if event["type"] == "device":
                 results.save(peaks=event["environment"]["peaks"])
             if event["type"] == "row":
-                rows.append({**event["row"], "deterministic": deterministic})
-                found = report.ratios(rows)
-                results.save(timings={"rows": rows, "times_as_fast_as": found, "levels": report.levels(found)})
+                yield event["row"]
+                results.fresh = False
                 if results.late:
-                    break
-    torch.use_deterministic_algorithms(False)
-    report.plot(rows, results.found["environment"]["device"], results.path.with_suffix(".svg"))
-    print(json.dumps({name: results.found["timings"][name] for name in ("times_as_fast_as", "levels")}, indent=1))
-    return True
+                    return
+    except DeviceLostError as lost:
+        yield lost.row if results.fresh else lost.row | {"again": True}
+        raise
 
 
 STAGES: dict[str, Callable[[Results], bool]] = {
@@ -242,9 +342,9 @@ def main() -> int:
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "no CUDA device here: nothing was compiled, nothing was tested and nothing was timed\n")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     environment = describe(DEVICE) | {
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit(),
+        "sources": sources("kernels/flashpoint_kernels"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -255,9 +355,31 @@ def main() -> int:
         metadata.parent.mkdir()
         metadata.write_text(f"Metadata-Version: 2.1\nName: flashpoint\nVersion: 0+{environment['commit'][:10]}\n")
         sys.path.append(known)
-        well = [STAGES[name](Results(path, environment)) for name in asked.stages]
+        well = run_stages(asked.stages, Results(path, environment))
     print(f"written: {path}")
-    return 0 if all(well) else 1
+    return 0 if well else 1
+
+
+def run_stages(names: Sequence[str], results: Results) -> bool:
+    """Whether all went well. None is begun after the device is lost."""
+    well = True
+    for name in names:
+        results.begin()
+        try:
+            well &= STAGES[name](results)
+        except DeviceLostError as lost:
+            print(f"{name}: the device is lost to this process; start it again to go on\n  {lost}")
+            return False
+    return well
+
+
+def commit() -> str:
+    """What is checked out, as far as there is a git to ask."""
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return "unknown" if found.returncode else found.stdout.strip()
 
 
 if __name__ == "__main__":

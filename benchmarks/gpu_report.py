@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashpoint_kernels.timing.case import Case, CaseDirection
 from flashpoint_kernels.triton_backend.configurations import Tile
@@ -17,10 +17,12 @@ Row = dict[str, Any]
 TOKENS, WIDTH = 16384, 2048  # batch·seq and heads·D of the grid that FlashAttention 2 and 3 publish
 DIMS = (64, 128, 256)
 SEQS = tuple(512 << n for n in range(6))
-PEERS = (
-    "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex", "flash_attn", "flash_attn_3", "flashinfer",
-    "xformers",
-)  # fmt: skip
+PEERS = (  # in the order in which they are timed: what levels are about first, what takes longest to compile last
+    ("sdpa_flash", "sdpa_cudnn"),
+    ("flash_attn", "flash_attn_3", "flashinfer", "xformers"),
+    ("sdpa_efficient", "sdpa_math"),
+    ("flex",),
+)
 PASSES: tuple[CaseDirection, ...] = ("forward", "backward")
 MATH_TOKENS = 4096  # beyond, the scores of SDPA's math alone would not fit
 
@@ -38,7 +40,7 @@ def timing_cases() -> list[Case]:
     for direction, dim, causal, group, seq in product(PASSES, DIMS, (False, True), (1, 8), SEQS):
         if group > 1 and dim != 128:
             continue
-        for backend in ("triton", *PEERS):
+        for backend in ("triton", *chain(*PEERS)):
             if backend != "sdpa_math" or seq <= MATH_TOKENS:
                 cases.append(
                     Case(
@@ -49,29 +51,59 @@ def timing_cases() -> list[Case]:
     return cases
 
 
+class Pass(NamedTuple):
+    """Cases to time together: with torch asked to be `deterministic`, or us to take the path of hopper.py."""
+
+    cases: list[Case]
+    deterministic: bool = False
+    hopper: bool = False
+
+
+def passes(hopper: bool) -> list[Pass]:
+    """All that is timed; `hopper`: on a device that can take that path. What is cut off has the most telling first."""
+    cases = timing_cases()
+
+    def of(*backends: str) -> list[Case]:
+        return [case for case in cases if case.backend in backends]
+
+    first, *others = PEERS
+    return [
+        Pass(of("triton", *first)),
+        Pass([case for case in of("sdpa_flash") if case.direction == "backward"], deterministic=True),
+        *([Pass(of("triton"), hopper=True)] if hopper else []),
+        *(Pass(of(*backends)) for backends in others),
+    ]
+
+
 def candidates(kernel: str) -> list[Tile]:
     return [Tile(m, n, warps, stages) for (m, n), warps, stages in product(SWEEP[kernel], (4, 8), (1, 2, 3))]
 
 
-def key(row: Row) -> tuple[Any, ...]:
-    """What one row of the table measured."""
-    names = ("direction", "dtype", "head_dim", "causal", "q_heads", "kv_heads", "q_len", "backend", "deterministic")
-    return tuple(row.get(name) for name in names)
+def point(row: Row) -> tuple[Any, ...]:
+    """What rows have in common that may be compared."""
+    names = ("direction", "dtype", "head_dim", "causal", "q_heads", "kv_heads", "q_len")
+    return tuple(row[name] for name in names)
 
 
 def name_of(row: Row) -> str:
-    """A peer that ran deterministically is a peer of its own."""
-    return f"{row['backend']} deterministic" if row.get("deterministic") else str(row["backend"])
+    """A peer that ran deterministically is a peer of its own, and so are we on the path of hopper.py."""
+    more = [name for name in ("deterministic", "hopper") if row.get(name)]
+    return " ".join([row["backend"], *more])
 
 
-def ratios(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
+def key(row: Row) -> tuple[Any, ...]:
+    """What one row of the table measured."""
+    return *point(row), name_of(row)
+
+
+def ratios(rows: Iterable[Row], ours: str = "triton") -> dict[str, dict[str, float]]:
     """How many times as fast as each peer we are, by direction: geometric mean, worst point, and how many points."""
     timed = [row for row in rows if row["ms"] is not None]
-    ours = {key(row)[:-2]: row["ms"] for row in timed if row["backend"] == "triton"}
+    our_ms = {point(row): row["ms"] for row in timed if name_of(row) == ours}
     found: dict[str, list[float]] = {}
     for row in timed:
-        if row["backend"] != "triton" and key(row)[:-2] in ours:
-            found.setdefault(f"{row['direction']} {name_of(row)}", []).append(row["ms"] / ours[key(row)[:-2]])
+        if name_of(row) != ours and point(row) in our_ms:
+            found.setdefault(f"{row['direction']} {name_of(row)}", []).append(row["ms"] / our_ms[point(row)])
     return {
         name: {"mean": math.exp(sum(map(math.log, each)) / len(each)), "worst": min(each), "points": len(each)}
         for name, each in sorted(found.items())
@@ -142,7 +174,7 @@ def plot(rows: Sequence[Row], device: str, path: Path) -> None:
         here = [row for row in timed if panel(row) == (backward, causal, dim)]
         for name in dict.fromkeys(map(name_of, here)):
             x, y = zip(*sorted((r["q_len"], r["tflops_standard"]) for r in here if name_of(r) == name), strict=True)
-            at.plot(x, y, marker="o", markersize=3, linewidth=2.2 if name == "triton" else 1, label=name)
+            at.plot(x, y, marker="o", markersize=3, linewidth=2.2 if name.startswith("triton") else 1, label=name)
         at.set_xscale("log", base=2)
         at.set_ylim(bottom=0)
         at.set_title(f"{'backward' if backward else 'forward'}, D {dim}{', causal' if causal else ''}", fontsize=9)

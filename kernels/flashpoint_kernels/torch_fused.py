@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,9 @@ from flashpoint_kernels.spec import Row
 from flashpoint_kernels.support import neighbours
 
 INF = float("inf")
+_LOOKED_AT = 1 << 20  # scores at a time
 _aten = torch.ops.aten
+_memory: Any = torch.utils.deterministic  # whose property mypy does not see
 
 
 def forward(problems: Sequence[Problem]) -> None:
@@ -89,11 +92,15 @@ def _deterministic(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def _asked(wanted: bool) -> Iterator[None]:
+    """Without the NaNs that torch would then write into all new memory: what is made here is written whole."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = _memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(wanted or before[0], warn_only=before[1] and not wanted)
+    _memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
+        _memory.fill_uninitialized_memory = filled
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
@@ -117,7 +124,10 @@ class Call:
     def of(cls, problem: Problem, row: Row, x: dict[str, Tensor]) -> Call:
         spec = problem.spec
         # The CPU operators' half arithmetic was seen to miss the test rule (float16 dv at 512 × 512): float32 keeps it.
-        dtype = x["q"].dtype if problem.device.type == "cuda" else torch.float32
+        # CUDA's take a mask in q's dtype alone, where another's numbers would be rounded, and −1e6 be −∞ in float16.
+        mask = problem.tensors.get("attn_mask")
+        held = mask is None or mask.dtype in (torch.bool, x["q"].dtype)
+        dtype = x["q"].dtype if problem.device.type == "cuda" and held else torch.float32
         q, k, v = (aligned_heads(x[name], dtype) for name in "qkv")
         turned, scale = (1.0, spec.scale) if spec.scale > 0 else (-1.0, -spec.scale) if spec.scale else (0.0, 1.0)
         if turned != 1.0:
@@ -150,7 +160,31 @@ class Call:
         o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             self.q, self.k, self.v, 0.0, self.causal, attn_mask=self.bias, scale=self.scale
         )
+        if (zero := lse == 0).any():
+            self._look_again(zero, o, lse)
         return o, lse
+
+    def _look_again(self, rows: Tensor, o: Tensor, lse: Tensor) -> None:
+        """Put right those of `rows` (n,Hq,sq) whose largest score is NaN or −∞: the operator says o = 0 and lse = 0.
+
+        It drops a NaN where the keys are fewer than a vector of floats has.
+        """
+        group = self.q.shape[1] // self.k.shape[1]
+        at_once = max(1, _LOOKED_AT // self.k.shape[2])
+        keys = torch.arange(self.k.shape[2])
+        for n, head in rows.any(-1).nonzero().tolist():
+            for some in torch.split(rows[n, head].nonzero()[:, 0], at_once):
+                s = self.scale * (self.q[n, head, some] @ self.k[n, head // group].mT)
+                if self.bias is not None:
+                    bias = self.bias.expand(1, self.q.shape[1], self.q.shape[2], -1)
+                    s += bias[0, head, some]
+                if self.causal:
+                    s.masked_fill_(keys > some[:, None], -INF)
+                most = s.amax(-1)
+                o[n, head, some[most.isnan()]] = torch.nan
+                lse[n, head, some[most.isnan()]] = torch.nan
+                o[n, head, some[most == -INF]] = 0.0
+                lse[n, head, some[most == -INF]] = -INF
 
     def backward_cpu(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -166,14 +200,13 @@ class Call:
 
     def _cuda_inputs(self) -> tuple[list[Tensor], Tensor | None]:
         """q, k, v with one key/value head a query head and D padded to what the kernels take; the mask likewise."""
-        group = self.q.shape[1] // self.k.shape[1]
-        qkv = [self.q, self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1)]
-        qkv = [_pad8(t) for t in qkv]
+        heads, sk = self.q.shape[1], self.k.shape[2]
+        qkv = [_pad8(t) for t in (self.q, _repeat(self.k, heads), _repeat(self.v, heads))]
         if self.bias is None:
             return qkv, None
-        # Rows of the mask must start 16 bytes apart; the columns added are cut off again, their memory stays.
-        full = self.bias.to(self.q.dtype).expand(1, self.q.shape[1], self.q.shape[2], self.k.shape[2])
-        return qkv, _pad8(full)[..., : self.k.shape[2]]
+        # Rows of the mask must lie together, 16 bytes apart; the columns added are cut off again, their memory stays.
+        full = _pad8(self.bias.to(self.q.dtype).expand(1, heads, self.q.shape[2], sk))
+        return qkv, aligned(full, full.dtype)[..., :sk]
 
     def forward_cuda(self) -> tuple[Tensor, Tensor]:
         (q, k, v), bias = self._cuda_inputs()
@@ -207,7 +240,13 @@ class Call:
 
 def _pad8(t: Tensor) -> Tensor:
     """The last dimension padded with zeros to a multiple of 8, which keeps every row 16 bytes aligned."""
-    return pad(t, (0, -t.shape[-1] % 8))
+    missing = -t.shape[-1] % 8
+    return pad(t, (0, missing)) if missing else t
+
+
+def _repeat(t: Tensor, heads: int) -> Tensor:
+    """One key/value head for each of `heads` query heads."""
+    return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1)
 
 
 def _sum_group(grad: Tensor, heads: int) -> Tensor:

@@ -28,7 +28,7 @@ from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.reproducible import CORES, split
 from flashpoint_kernels.spec import INDEX_TENSORS, Options, ProblemError, Row, Spec, TensorInfo, plan
-from flashpoint_kernels.timing.environment import device_name
+from flashpoint_kernels.timing.environment import device_name, is_lost
 from flashpoint_server import local, messages
 from flashpoint_server.messages import DeviceInfo, Prove, Submit
 from flashpoint_server.refusal import invalid
@@ -171,13 +171,7 @@ class Device:
 
     def lost(self) -> bool:
         """Whether nothing works on a GPU any more in this process, as after an illegal access."""
-        if self.is_cpu:
-            return False
-        try:
-            torch.cuda.synchronize(self.info.name)
-        except RuntimeError:
-            return True
-        return False
+        return is_lost(self.info.name)
 
     @contextmanager
     def _told_apart(self) -> Iterator[None]:

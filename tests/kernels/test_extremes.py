@@ -124,6 +124,40 @@ def test_an_edge_gives_the_documented_answer(backend, name, dtype):
         check(word, answer, backend, found[answer], t, case)
 
 
+# Few keys: fewer than a vector has elements, where a backend's maximum may come from another loop
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("keys", [1, 2, 4, 7, 8, 9, 17])
+@pytest.mark.parametrize("place", ["q", "k"])
+def test_a_nan_is_seen_among_few_keys_too(backend, keys, place):
+    t = qkv(1, 2, 3, keys, 8)
+    clean = answers(backend, t)
+    t[place][0, 0, 0, 3] = math.nan
+    found = answers(backend, t)
+    rows = slice(0, 1) if place == "q" else slice(None)
+    for name in ("o", "lse", "dq"):
+        assert found[name][0, 0, rows].isnan().all(), name
+        assert torch.equal(found[name][0, 1], clean[name][0, 1])
+        if place == "q":
+            assert torch.equal(found[name][0, 0, 1:], clean[name][0, 0, 1:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("keys", [1, 3, 8, 70])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_row_of_scores_that_all_are_minus_infinity_sees_no_key(backend, keys, causal):
+    t = {name: x for name, x in qkv(1, 2, keys, keys, 8, dtype=torch.float32).items() if name != "do"}
+    t["k"] = -t["k"].abs()
+    clean = forward(backend, t, causal=causal)
+    t["q"][0, 1, 0] = math.inf
+    found = forward(backend, t, causal=causal)
+    assert not found["o"][0, 1, 0].any()
+    assert found["lse"][0, 1, 0] == -math.inf
+    assert torch.equal(found["o"][0, 0], clean["o"][0, 0])
+    assert torch.equal(found["lse"][0, 0], clean["lse"][0, 0])
+
+
 # Rows
 
 

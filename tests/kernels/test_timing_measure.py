@@ -1,17 +1,22 @@
 """Timing itself: what a row says, how a grid is walked, and that the device is given back between slices."""
 
+import contextlib
 import math
-from collections.abc import Generator, Iterator
-from time import perf_counter
+from collections.abc import Callable, Generator, Iterator
+from threading import Event
+from time import perf_counter, sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from flashpoint_kernels import reproducible, tiled
-from flashpoint_kernels.timing import ROW_FIELDS, Case, Timing, grid, measure, run_grid
+from flashpoint_kernels.timing import ROW_FIELDS, Case, Timing, clock, grid, measure, measurement, peaks, run_grid
 from flashpoint_kernels.timing.account import flops, moved_bytes, standard_flops
-from flashpoint_kernels.timing.clock import CpuClock, Slices, uncertainty
+from flashpoint_kernels.timing.clock import CpuClock, CudaClock, Slices, uncertainty
+from flashpoint_kernels.timing.environment import is_lost
+from flashpoint_kernels.timing.implementations import CannotRunError
 from flashpoint_kernels.timing.peaks import peak_of
 from flashpoint_kernels.timing.sheets import SHEETS
 
@@ -77,6 +82,42 @@ def test_what_cannot_run_is_a_row_with_the_reason() -> None:
         assert reason in row["skipped"]
         assert [row[name] for name in FIGURES] == [None] * len(FIGURES)
         assert row["q_len"] == case.q_len
+
+
+def test_a_lost_device_ends_all_with_the_row_of_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU after an illegal access, where every call that follows fails too."""
+
+    def gone(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", gone)
+    assert is_lost("cuda:0")
+    assert not is_lost("cpu")
+    monkeypatch.setattr(measurement, "is_lost", lambda device: True)
+    with pytest.raises(measurement.DeviceLostError, match="No viable backend") as lost:
+        finish(measure(small("sdpa_cudnn"), timing=QUICK))
+    assert tuple(lost.value.row) == ROW_FIELDS
+    assert lost.value.row["skipped"] in str(lost.value)
+    assert "CUDA" in str(lost.value)  # by which a server looks at its device
+    assert finish(measure(small("naive"), timing=QUICK))[0]["ms"] > 0, "only what has failed asks"
+
+
+def test_the_start_of_a_library_is_not_taken_for_a_product_that_is_large_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+
+    def product(a: torch.Tensor, _b: torch.Tensor) -> None:
+        sleep((0 if sizes else 0.05) + (0.035 if len(a) >= 1024 else 0))
+        sizes.append(len(a))
+
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(peaks, "PRODUCT_MS", 30.0)
+    monkeypatch.setattr(peaks, "_copies", {"cpu": 1.0})
+    monkeypatch.setattr(peaks, "_products", {})
+    list(peaks.find_peaks("cpu", "float32", Slices(20)))
+    assert sizes[-1] == 1024
+    assert peaks.peak_of("cpu", "float32").tflops == pytest.approx(2 * 1024**3 / 35 / 1e9, rel=0.3)
 
 
 @pytest.fixture
@@ -173,12 +214,103 @@ def test_a_clock_measures_each_call() -> None:
     assert min(taken) >= 2
 
 
+class Gpu:
+    """A GPU with a queue, and the host's time: what of torch.cuda a clock uses, in made-up milliseconds."""
+
+    def __init__(self) -> None:
+        self.now = self.free = 0.0  # of the host; when the GPU has done what is queued
+        self.calls = 0
+
+    def enqueue(self, host_ms: float, gpu_ms: float) -> None:
+        self.now += host_ms
+        self.free = max(self.free, self.now) + gpu_ms
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, self.free)
+
+    def call(self, host_ms: float, gpu_ms: float, waits: bool = False) -> None:
+        self.calls += 1
+        self.enqueue(host_ms, gpu_ms)
+        if waits:
+            self.synchronize()
+
+    def event(self, **_: object) -> Any:
+        made = SimpleNamespace()
+
+        def record() -> None:
+            made.at = max(self.free, self.now)
+
+        made.record, made.query = record, lambda: made.at <= self.now
+        made.elapsed_time = lambda end: end.at - made.at
+        return made
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Gpu, CudaClock]:
+    made, found = Gpu(), object.__new__(CudaClock)
+    found.device, found.pause_ms = torch.device("cuda"), clock._FIRST_PAUSE_MS
+    found.flush = SimpleNamespace(zero_=lambda: made.enqueue(0.01, 0.035))  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", made.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: made.enqueue(0.01, cycles / clock._CYCLES_PER_MS))
+    monkeypatch.setattr(clock, "perf_counter", lambda: made.now / 1e3)
+    return made, found
+
+
+@pytest.mark.parametrize("host_ms", [0.1, 1.1, 5.0])
+@pytest.mark.parametrize("gpu_ms", [0.02, 3.0])
+def test_a_gpus_time_is_without_what_python_takes_to_enqueue(
+    gpu: tuple[Gpu, CudaClock], host_ms: float, gpu_ms: float
+) -> None:
+    device, found = gpu
+    for repeats in (1, 20):
+        assert found.time(lambda: device.call(host_ms, gpu_ms), repeats) == pytest.approx([gpu_ms] * repeats)
+    assert device.calls <= 21 + 2, "few are made again"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda device: device.call(0.1, 0.5, waits=True),  # reads what it has computed
+        lambda device: device.call(100.0, 0.5),  # Python, with a little of a GPU
+    ],
+)
+def test_a_call_that_no_pause_covers_is_timed_with_its_host(
+    gpu: tuple[Gpu, CudaClock], call: Callable[[Gpu], None]
+) -> None:
+    device, found = gpu
+    found.time(lambda: call(device), 1)
+    began = device.now
+    taken = found.time(lambda: call(device), 10)
+    assert sum(taken) == pytest.approx(device.now - began, rel=0.2)
+    assert device.calls <= 11 + 8
+
+
 def test_the_median_is_known_by_order_statistics() -> None:
     assert uncertainty([1.0, 2.0, 4.0]) == (4 - 1) / 2 / 2  # few: all there is
     many = [100 + (n % 10) for n in range(1000)]
     assert 0 < uncertainty(many) < 0.01  # 31 ranks to either side of the middle: a step or two of ten
     assert uncertainty([5.0] * 10) == 0
     assert uncertainty([1.0] * 50 + [1000.0] * 3) == 0  # a few that were held up do not matter
+
+
+def test_the_device_is_given_back_while_a_call_compiles() -> None:
+    compiled, seen = Event(), []
+    running = measurement.aside(lambda: seen.append(compiled.wait(60)), Slices(10))
+    assert [next(running) > 0 for _ in range(3)] == [True] * 3
+    assert not seen
+    compiled.set()
+    assert all(slice_ms < 1000 for slice_ms in running)
+    assert seen == [True]
+
+
+def test_what_fails_while_it_compiles_says_so() -> None:
+    def fail() -> None:
+        raise CannotRunError("no kernel for this")
+
+    with pytest.raises(CannotRunError, match="no kernel for this"):
+        list(measurement.aside(fail, Slices(10)))
 
 
 def test_slices_leave_out_the_pauses() -> None:

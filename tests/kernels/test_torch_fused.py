@@ -1,5 +1,7 @@
 """torch's fused operators: what we rely on that torch does not promise, and what the backend adds to them."""
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flashpoint_kernels import Options, ProblemError, attention, attention_backward, verify
+from flashpoint_kernels import Options, Problem, ProblemError, attention, attention_backward, torch_fused, verify
 from flashpoint_kernels.support import neighbours
 from tests.conftest import DEVICE
 from tests.kernels.solving import backward, forward, normal, qkv, spec_of
@@ -142,17 +144,105 @@ def test_gradients_of_lse_and_masks_are_refused() -> None:
         attention_backward(**t, **saved, attn_mask=normal(5, 5), grads=["dattn_mask"], backend="torch")
 
 
+def test_determinism_is_asked_without_filling_new_memory_and_all_is_as_it_was_after() -> None:
+    def asked() -> tuple[bool, bool]:
+        return torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+
+    before = asked()
+    with torch_fused._deterministic(True):
+        assert asked() == (True, False)
+    with pytest.raises(ZeroDivisionError), torch_fused._deterministic(True):
+        1 / 0  # noqa: B018
+    assert asked() == before == (False, True)
+
+
+def efficient(q: Any, k: Any, v: Any, bias: Any, _lse: bool, _p: float, causal: bool, *, scale: float) -> Any:
+    """What CUDA's memory-efficient operator computes, and what it refuses of a mask."""
+    assert not causal
+    assert bias.dtype == q.dtype
+    assert bias.stride(-1) == 1
+    assert bias.data_ptr() % 16 == 0
+    assert all(n * bias.itemsize % 16 == 0 for n in bias.stride()[:-1])
+    s = (q.float() @ k.float().mT) * scale + bias.float()
+    return s.softmax(-1) @ v.float(), s.logsumexp(-1)
+
+
+def cuda_call(dtype: torch.dtype, bias: torch.Tensor, q_len: int, kv_len: int) -> torch_fused.Call:
+    """A call as it would be made on CUDA, of tensors on the CPU: one key/value head for two of the queries'."""
+    q, k, v = (normal(1, h, n, 8, dtype=dtype, seed=h).cpu() for h, n in ((4, q_len), (2, kv_len), (2, kv_len)))
+    return torch_fused.Call(q, k, v, bias.cpu(), None, False, 0.3, 1.0)
+
+
+def softmax_in_float64(call: torch_fused.Call) -> tuple[torch.Tensor, torch.Tensor]:
+    assert call.bias is not None
+    k, v = (t.double().repeat_interleave(2, 1) for t in (call.k, call.v))
+    s = call.q.double() @ k.mT * call.scale + call.bias.double()
+    return s.softmax(-1) @ v, s.logsumexp(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(16, 24), (5, 11)])
+@pytest.mark.parametrize("shape", ["full", "transposed", "keys", "queries", "odd address"])
+def test_a_mask_reaches_the_efficient_operator_as_it_must_lie(
+    dtype: torch.dtype, q_len: int, kv_len: int, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_fused, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
+    numbers = normal(4 * q_len * kv_len + 1, dtype=dtype).float()
+    bias = {
+        "full": numbers[:-1].view(1, 4, q_len, kv_len),
+        "transposed": numbers[:-1].view(1, 4, kv_len, q_len).mT,
+        "keys": numbers[:kv_len].view(1, 1, 1, kv_len),
+        "queries": numbers[: 4 * q_len].view(1, 4, q_len, 1),
+        "odd address": numbers[1:].view(1, 4, q_len, kv_len),
+    }[shape]
+    call = cuda_call(dtype, bias, q_len, kv_len)
+    for found, exact in zip(call.forward_cuda(), softmax_in_float64(call), strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mask_dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("low", [-1e4, -1e6, torch.finfo(torch.float32).min])
+def test_cuda_takes_a_mask_of_another_dtype_without_rounding_it(
+    dtype: torch.dtype, mask_dtype: torch.dtype, low: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number that q's dtype does not hold is no −∞: a row of it alone is a softmax, with its own lse."""
+    monkeypatch.setattr(torch_fused, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
+    mask = torch.zeros(4, 8)
+    mask[1:, 4:], mask[2], mask[3, :4] = low, low, -torch.inf
+    mask = mask.to(mask_dtype)
+    t = {name: x.cpu() for name, x in qkv(1, 2, 4, 8, 8, dtype=dtype).items() if name != "do"} | {"attn_mask": mask}
+    problem = replace(Problem.create(t, Options()), device=torch.device("cuda"))
+    ((row, x),) = problem.batches()
+    call = torch_fused.Call.of(problem, row, x)
+    assert call.q.dtype == (dtype if mask_dtype == dtype else torch.float32)
+    s = t["q"].float() @ t["k"].float().mT * 8**-0.5 + mask.float()
+    dead = s.amax(-1) == -torch.inf  # −1e6 is −∞ in float16: there the caller wrote it
+    assert call.dead is not None
+    assert torch.equal(dead, call.dead.expand_as(dead))
+    o, lse = call.forward_cuda()
+    seen = ~dead
+    torch.testing.assert_close(o[seen], (s.softmax(-1) @ t["v"].float())[seen], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse[seen], s.logsumexp(-1)[seen], rtol=1e-6, atol=1e-5)
+
+
+def test_nothing_is_copied_that_the_operators_take_as_it_is() -> None:
+    q = normal(1, 4, 5, 16)
+    call = torch_fused.Call(q, q + 1, q + 2, None, None, False, 1.0, 1.0)
+    assert [t.data_ptr() for t in call._cuda_inputs()[0]] == [t.data_ptr() for t in (call.q, call.k, call.v)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dim", [16, 59, 128])
-@pytest.mark.parametrize("mask", [None, "bool", "float"])
+@pytest.mark.parametrize("mask", [None, "bool", "float", "float32", "transposed"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(128, 128), (113, 203), (203, 113)])
 def test_cuda_operators(dtype: torch.dtype, dim: int, mask: str | None, causal: bool, q_len: int, kv_len: int) -> None:
     t = {name: x.cuda() for name, x in qkv(2, 4, q_len, kv_len, dim, kv_heads=2, dtype=dtype).items()}
     if mask:
-        bias = normal(2, 1, q_len, kv_len, dtype=dtype).cuda()
-        t["attn_mask"] = bias > 0 if mask == "bool" else bias
+        bias = normal(2, 1, q_len, kv_len, dtype=torch.float32 if mask == "float32" else dtype).cuda()
+        t["attn_mask"] = bias > 0 if mask == "bool" else bias.mT.contiguous().mT if mask == "transposed" else bias
     found = verify(t, Options(backend="torch", causal=causal))
     assert found.ok, "\n".join(str(e) for e in found.tensors if not e.ok)
     first, second = (backward("torch", t, causal=causal) for _ in range(2))

@@ -12,8 +12,9 @@ something else, for as long as it likes, or close them. The events are plain dic
     {"type": "progress", "done": 3, "total": 20, "backend": "naive", "slice_ms": 18.2}    after every slice
     {"type": "row", "done": 4, "total": 20, "row": {…}}     after every case; its keys are `ROW_FIELDS`
 
-A case that cannot run is a row whose `skipped` says why, and whose figures are None. Rows come shape by shape in the
-order of the cases, but `naive` first in each, so that `speedup_over_naive` is known of the others.
+A case that cannot run is a row whose `skipped` says why, and whose figures are None; one after which nothing works on
+the GPU any more raises `measurement.DeviceLostError`, which has that row. Rows come shape by shape in the order of the
+cases, but `naive` first in each, so that `speedup_over_naive` is known of the others.
 
 `case`, `presets` and `account` import no torch: an HTTP process checks, counts and prices a grid with them.
 """

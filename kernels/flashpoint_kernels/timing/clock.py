@@ -27,26 +27,60 @@ class CpuClock:
         return taken
 
 
+_CYCLES_PER_MS = 2_000_000  # at 2 GHz, the most of an H100: a slower clock makes a pause longer
+_FIRST_PAUSE_MS = 0.5  # an operator of torch is enqueued in a tenth of it
+_LONGEST_PAUSE_MS = 32.0
+
+
 class CudaClock:
-    """Calls are queued one behind the other, each after a write to all of L2, which also hides its launch."""
+    """The GPU's time of calls queued one behind the other, each after a write to all of L2 and a pause on the GPU.
+
+    Events tell when the GPU reaches them. In the pause the host enqueues the whole call, so that the GPU never waits
+    for Python within it. A call that the GPU began before the host was done is made again, after a pause twice as long
+    as the host took. What no pause of `_LONGEST_PAUSE_MS` covers waits for the device itself, or makes more launches
+    than the device queues: it is timed without one, and its host with it.
+    """
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         # Twice the cache, as one that is written to may keep a part of what was there. 50 MiB on H100.
         size = 2 * torch.cuda.get_device_properties(self.device).L2_cache_size
         self.flush = torch.empty(size, dtype=torch.int8, device=self.device)
+        self.pause_ms = _FIRST_PAUSE_MS  # 0: none would do
 
     def time(self, call: Callable[[], Any], repeats: int) -> list[float]:
+        taken: list[float] = []
         with torch.cuda.device(self.device):
-            event: Callable[..., Any] = torch.cuda.Event
-            events = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(repeats)]
-            for start, end in events:
-                self.flush.zero_()
-                start.record()
-                call()
-                end.record()
-            torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in events]
+            while len(taken) < repeats:
+                taken += self._queued(call, repeats - len(taken))
+        return taken
+
+    def _queued(self, call: Callable[[], Any], repeats: int) -> list[float]:
+        """The milliseconds of those of `repeats` calls that the GPU did not wait in; a longer pause for the others."""
+        event: Callable[..., Any] = torch.cuda.Event
+        sleep: Callable[[int], None] = torch.cuda._sleep
+        timed: list[tuple[Any, Any]] = []
+        late: list[tuple[Any, Any]] = []
+        host_ms = 0.0
+        for _ in range(repeats):
+            start, end = event(enable_timing=True), event(enable_timing=True)
+            self.flush.zero_()
+            sleep(round(self.pause_ms * _CYCLES_PER_MS))
+            start.record()
+            since = perf_counter()
+            call()
+            end.record()
+            began = start.query()
+            (late if began else timed).append((start, end))
+            if began:
+                host_ms = max(host_ms, (perf_counter() - since) * 1e3)
+        torch.cuda.synchronize()
+        if self.pause_ms in (0.0, _LONGEST_PAUSE_MS) and late:
+            self.pause_ms = 0.0
+            timed += late
+        elif late:
+            self.pause_ms = min(2 * max(self.pause_ms, host_ms), _LONGEST_PAUSE_MS)
+        return [start.elapsed_time(end) for start, end in timed]
 
 
 def clock_of(device: str) -> Clock:

@@ -23,6 +23,17 @@ def device_name(device: str) -> str:
     return platform.processor() or platform.machine()
 
 
+def is_lost(device: str) -> bool:
+    """Whether nothing works on a GPU any more in this process, as after an illegal access."""
+    if torch.device(device).type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 def describe(device: str) -> dict[str, Any]:
     """Device, cores or multiprocessors, and versions, as plain data."""
     found: dict[str, Any] = {"device": device_name(device), "kind": torch.device(device).type}

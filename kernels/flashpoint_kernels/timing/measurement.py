@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Generator
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from statistics import median, quantiles
+from threading import Thread
 from typing import Any
 
 import torch
@@ -20,15 +23,24 @@ from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.timing import account
 from flashpoint_kernels.timing.case import ROW_FIELDS, Case, Timing
 from flashpoint_kernels.timing.clock import Slices, clock_of, uncertainty
-from flashpoint_kernels.timing.environment import device_name
+from flashpoint_kernels.timing.environment import device_name, is_lost
 from flashpoint_kernels.timing.implementations import IMPLEMENTATIONS, CannotRunError, algorithms
 from flashpoint_kernels.timing.memory import available_bytes, peak_bytes
 from flashpoint_kernels.timing.peaks import find_peaks, peak_of
 
 # A call this many times shorter than a slice is repeated unseen after a pause, which costs so much of it at most.
 _SHORT = 4
+_LOOK_SECONDS = 0.005  # between two looks at a call that is made aside
 
 Row = dict[str, Any]
+
+
+class DeviceLostError(RuntimeError):
+    """Nothing works on the GPU any more in this process; `row` is of the case that it was lost in, without figures."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__(f"the CUDA device is lost: {row['skipped']}")
+        self.row = row
 
 
 def measure(
@@ -41,6 +53,7 @@ def measure(
     `arithmetic_intensity` in flops a byte; `roofline_percent`, of what the measured peaks allow at that intensity;
     `peak_bytes` beyond the inputs, what a forward keeps for the backward among them; `speedup_over_naive`, from the
     `naive_ms` of the same problem; `longest_slice_ms`. What cannot run has `skipped`, the reason, and None for figures.
+    Raises DeviceLostError where the device is gone after it, for then nothing else can be measured.
     """
     timing = timing or Timing()
     row: Row = dict.fromkeys(ROW_FIELDS)
@@ -51,13 +64,15 @@ def measure(
         row["version"] = IMPLEMENTATIONS[case.backend].version()
         samples, row["peak_bytes"] = yield from _timed(case, device, timing, slices)
         yield from find_peaks(device, case.dtype, slices)
-    except CannotRunError as reason:
-        return row | {"skipped": str(reason)}
     except Exception as error:  # a peer may raise anything; the next case is another matter
-        return row | {"skipped": _brief(f"{type(error).__name__}: {error}")}
+        row["skipped"] = str(error) if isinstance(error, CannotRunError) else _brief(f"{type(error).__name__}: {error}")
+        if is_lost(device):
+            raise DeviceLostError(row) from error
+        return row
     finally:
         if torch.device(device).type == "cuda":
-            torch.cuda.empty_cache()  # what a case has held is free for whoever else is served
+            with suppress(RuntimeError):  # the device may be lost
+                torch.cuda.empty_cache()  # what a case has held is free for whoever else is served
     slices.end()
     row |= {"longest_slice_ms": slices.longest_ms, "repeats": len(samples), "ms": median(samples)}
     row["ms_p20"], *_, row["ms_p80"] = quantiles(samples, n=5, method="inclusive") if len(samples) > 1 else samples * 2
@@ -78,7 +93,10 @@ def _timed(
         o = attend(*leaves)
         return o if case.direction == "forward" else torch.autograd.grad(o, leaves, do)
 
-    _first(whole, device)
+    if device.startswith("cuda"):
+        yield from aside(partial(_first, whole, device), slices)
+    else:
+        _first(whole, device)
     yield slices.end()
     slices.begin()
     peak = peak_bytes(whole, device)
@@ -146,14 +164,39 @@ def _check_memory(case: Case, device: str) -> None:
         raise CannotRunError(f"needs about {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are available")
 
 
+def aside(call: Callable[[], Any], slices: Slices) -> Generator[float, None, None]:
+    """Make a call in a thread of its own, and give the device back meanwhile: compilers take seconds, or a minute.
+
+    Raises what it raises. Nobody waits for its end where this is closed before.
+    """
+    ended: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            call()
+        except Exception as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    Thread(target=work, name="flashpoint-first", daemon=True).start()
+    while wait([ended], _LOOK_SECONDS).not_done:
+        yield slices.end()
+        slices.begin()
+    ended.result()
+
+
 def _first(call: Callable[[], Any], device: str) -> None:
     """The first call, in which kernels are compiled, and which fails where there are none."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            call()
             if device.startswith("cuda"):
-                torch.cuda.synchronize(device)
+                with torch.cuda.device(device):  # each thread begins with the first
+                    call()
+                    torch.cuda.synchronize()
+            else:
+                call()
         except RuntimeError as error:
             # torch says in warnings why none of its kernels would do.
             reasons = [str(w.message) for w in said if w.category is UserWarning]
