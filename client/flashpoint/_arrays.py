@@ -48,7 +48,8 @@ def pack(name: str, value: Any) -> Packed:
         except (TypeError, ValueError, OverflowError):
             raise invalid(name, "must be integers of 64 bits") from None
     if not isinstance(value, np.ndarray):
-        raise invalid(name, f"must be a numpy array or a torch tensor, not {type(value).__name__}")
+        kinds = "a numpy array, a torch tensor or a list" if name in INDEX else "a numpy array or a torch tensor"
+        raise invalid(name, f"must be {kinds}, not {type(value).__name__}")
     if value.dtype.name not in ITEMSIZE:
         raise invalid(name, f"dtype {value.dtype} cannot be sent")
     if not value.dtype.isnative:
@@ -99,7 +100,10 @@ def _unpack(data: NDArray[np.uint8], spec: TensorSpec, like: Array) -> Any:
         return data.view(_numpy_dtype(spec.dtype)).reshape(spec.shape)
     import torch
 
-    return torch.from_numpy(data).view(getattr(torch, spec.dtype)).reshape(spec.shape).to(like.device)
+    dtype = getattr(torch, spec.dtype)
+    if not data.size:  # torch does not view no bytes as another dtype
+        return torch.empty(spec.shape, dtype=dtype, device=like.device)
+    return torch.from_numpy(data).view(dtype).reshape(spec.shape).to(like.device)
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -24,6 +23,7 @@ from flashpoint.errors import ConnectionFailedError, FlashpointError, Overloaded
 from flashpoint.verify_schema import VerifyReport
 
 TIMEOUT = 60.0  # seconds, for a whole call
+LONGEST_TIMEOUT = 1_000_000  # seconds; the settings of a server go as far, and a socket's wait not much further
 RETRIES = 4
 _FAILURES = (httpx.TransportError, FlashpointError)
 _NOT_THERE = (OverloadedError, ConnectionFailedError)
@@ -46,6 +46,8 @@ class _Settings(Generic[Http]):
             self._parsed = httpx.URL(url)
         except (httpx.InvalidURL, TypeError) as error:
             raise invalid("url", str(error)) from None
+        if self._parsed.scheme not in ("http", "https") or not self._parsed.host:
+            raise invalid("url", "must begin with http:// or https:// and name a host, as http://localhost:8000 does")
         self.url = url
         self._api_key = api_key
         self._timeout = _seconds(timeout)
@@ -76,8 +78,8 @@ class _Settings(Generic[Http]):
 def _seconds(timeout: Any) -> float | None:
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
-        raise invalid("timeout", "must be a number of seconds above 0, or None for no end")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= LONGEST_TIMEOUT:
+        raise invalid("timeout", "must be a number of seconds above 0 and up to 1,000,000, or None for no end")
     return float(timeout)
 
 

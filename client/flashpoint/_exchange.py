@@ -40,7 +40,7 @@ _PROBLEM = "application/problem+json"  # every error of Flashpoint itself
 # Without that it is another's: a proxy's whose server died. Nginx says 502, Ray Serve 500.
 _BROKEN_BEHIND = (500, 502)
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
-_BROKEN = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
+_BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError)
 
 
 class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
@@ -178,7 +178,9 @@ def backoff(failures: int) -> float:
 
 def _translated(error: httpx.TransportError) -> FlashpointError:
     translated: FlashpointError
-    if isinstance(error, _BROKEN):
+    if isinstance(error, httpx.ConnectTimeout):
+        translated = ConnectionFailedError("the deadline passed before there was a connection")
+    elif isinstance(error, _BROKEN):
         translated = ConnectionFailedError(f"the connection failed: {error or type(error).__name__}")
     elif isinstance(error, httpx.TimeoutException):
         translated = DeadlineExceededError("the timeout passed before the answer had come")

@@ -75,7 +75,8 @@ def head_size(first8: bytes | memoryview) -> int:
         raise WireError(f"a message starts with 8 bytes of length, not {len(first8)}")
     size = 8 + int.from_bytes(first8, "little")
     if size > HEAD_LIMIT:
-        raise WireError(f"a head of {size} bytes is over the limit of {HEAD_LIMIT}")
+        hint = "is this a safetensors file? its first 8 bytes are its head's length"
+        raise WireError(f"a head of {size} bytes is over the limit of {HEAD_LIMIT}: {hint}")
     return size
 
 

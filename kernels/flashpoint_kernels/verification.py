@@ -29,7 +29,7 @@ from torch import Tensor
 from flashpoint_kernels import reference
 from flashpoint_kernels.dispatch import available_backends, run
 from flashpoint_kernels.problem import DTYPES, Problem
-from flashpoint_kernels.spec import FORWARD_TENSORS, Direction, Options, ProblemError, Spec
+from flashpoint_kernels.spec import BACKWARD_TENSORS, FORWARD_TENSORS, GRADS, Direction, Options, ProblemError, Spec
 from flashpoint_kernels.support import choose_backend
 
 # Absolute bounds for answers up to 1 in size; larger ones scale them. A few units of the dtype's rounding.
@@ -104,6 +104,7 @@ def verify(
     options = options or Options()
     if answers is not None and options.dropout_p and options.dropout_seed is None:
         raise ProblemError([("dropout_seed", "answers made with dropout can be judged with their seed alone")])
+    _check_names(tensors)
     inputs = {name: t for name, t in tensors.items() if name in FORWARD_TENSORS}
     forward = _poisoned(inputs, replace(options, return_lse=True), "forward")
     options = replace(options, dropout_seed=forward.seed)
@@ -133,6 +134,19 @@ def verify(
             found = [t if t.ok or t.name not in noise else _forgiven(t, *noise[t.name]) for t in found]
         judged += found
     return Verification(backend, forward.spec.dtype, all(t.ok for t in judged), tuple(judged))
+
+
+def _check_names(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse what nobody would read: the caller meant another name, or what is to be judged."""
+    unknown = f"unknown tensor; known are {', '.join(BACKWARD_TENSORS)}, and as answers o, lse, {', '.join(GRADS)}"
+    known = BACKWARD_TENSORS if "do" in tensors else FORWARD_TENSORS
+    errors = [
+        (name, "is taken beside do alone" if name in BACKWARD_TENSORS else unknown)
+        for name in tensors
+        if name not in known
+    ]
+    if errors:
+        raise ProblemError(errors)
 
 
 def _poisoned(tensors: Mapping[str, Tensor], options: Options, direction: Direction) -> Problem:
@@ -249,7 +263,7 @@ def _difference(answer: Tensor, exact: Tensor) -> Tensor:
 def _bound(spec: Spec, name: str, largest: float, torch_max_abs: float) -> tuple[float, str]:
     """(what max_abs may be, in words why)."""
     factor = 2 if name in ("o", "lse") else 3
-    if spec.dtype == "float64":
+    if spec.dtype == "float64" and name != "lse":
         return 1e-12 * max(largest, 1.0), "1e-12 of the largest value"
     if spec.dtype == "float32" or name == "lse":
         small = max(spec.q_len, spec.kv_len) <= 512 and max(spec.head_dim, spec.value_dim) <= 32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from flashpoint import jsonwire, strictjson, wire
 from flashpoint.options import AttentionOptions
+from flashpoint.validation import field_problems
 from flashpoint_kernels.spec import Direction, Options, ProblemError, Spec, TensorInfo, plan
 from flashpoint_server.body import Body
 from flashpoint_server.codec import Arrays, Codec
@@ -25,20 +26,9 @@ def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direc
         checked = AttentionOptions.model_validate(options)
         return plan(infos, Options(**checked.model_dump()), direction)
     except ValidationError as error:
-        raise invalid(field_errors(error)) from None
+        raise invalid(field_problems(error)) from None
     except ProblemError as error:
         raise invalid(error.errors) from None
-
-
-def field_errors(error: ValidationError) -> Iterator[tuple[str, str]]:
-    """(field, message) of each thing that a model found wrong."""
-    return ((".".join(map(str, e["loc"])), _say(e)) for e in error.errors())
-
-
-def _say(error: Any) -> str:
-    if error["type"] == "extra_forbidden":
-        return "unknown option or tensor"
-    return str(error["msg"]).removeprefix("Value error, ")
 
 
 @dataclass(frozen=True)
@@ -132,7 +122,7 @@ async def read_model(body: Body, model: type[M], limit: int) -> M:
         strictjson.loads(text)
         return model.model_validate_json(text)
     except ValidationError as error:
-        raise invalid(field_errors(error)) from None
+        raise invalid(field_problems(error)) from None
     except ValueError as error:
         raise Refusal("malformed_body", f"the body is not JSON: {error}") from None
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from flashpoint import jsonwire, strictjson, wire
 from flashpoint._proof import ANSWERS
 from flashpoint.options import AttentionOptions
+from flashpoint.validation import field_problems
 from flashpoint.verify_schema import VerifyRequest
 from flashpoint_kernels.spec import (
     BACKWARD_TENSORS,
@@ -26,7 +27,7 @@ from flashpoint_server.admission import check_size
 from flashpoint_server.codec import Arrays
 from flashpoint_server.compute import Call, ComputeRoute, deadline_of, priority_of
 from flashpoint_server.job import ProofJob, Timings
-from flashpoint_server.message import SafetensorsMessage, decode_json, field_errors, read_text
+from flashpoint_server.message import SafetensorsMessage, decode_json, read_text
 from flashpoint_server.messages import DeviceInfo
 from flashpoint_server.negotiation import request_encoding
 from flashpoint_server.refusal import Refusal, invalid
@@ -102,7 +103,7 @@ class VerifyRoute(ComputeRoute):
             problem = {name: info for name, info in infos.items() if name in names}
             spec = plan(problem, Options(**options.model_dump()), direction)
         except ValidationError as error:
-            raise invalid(field_errors(error)) from None
+            raise invalid(field_problems(error)) from None
         except ProblemError as error:
             raise invalid(error.errors) from None
         return options.model_dump_json().encode(), self._price(spec, device)
@@ -133,7 +134,7 @@ def _drawn(text: bytes) -> VerifyRequest | None:
     try:
         return VerifyRequest.model_validate_json(text)
     except ValidationError as error:
-        raise invalid(field_errors(error)) from None
+        raise invalid(field_problems(error)) from None
 
 
 def _spec_of(request: VerifyRequest) -> Spec:

@@ -115,6 +115,12 @@ def test_the_command_computes_from_rates_that_are_given(capsys):
         (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "0"], "head_dim"),
         (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8", "--side", "up"], "--side"),
         (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8", "--pcie-gb", "-1"], "--pcie-gb"),
+        (
+            ["--tflops", "1", "--network-gbit", "0", "--q-len", "8", "--head-dim", "8"],
+            "--network-gbit: must be above 0",
+        ),
+        (["--tflops", "0", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8"], "--tflops: must be above 0"),
+        (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8", "--memory-gb", "nan"], "above 0"),
         (["--url", "http://localhost:1", "--call-ms", "1", "--q-len", "8", "--head-dim", "8"], "--call-ms"),
     ],
 )

@@ -1,12 +1,16 @@
+import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import pytest
+
 import flashpoint
 from flashpoint import cli
 
 FLASHPOINT = Path(sys.executable).parent / "flashpoint"
+CAPACITY = ("--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8")
 
 
 def flashpoint_command(*arguments):
@@ -16,7 +20,7 @@ def flashpoint_command(*arguments):
 def test_help_lists_the_commands_that_are_installed():
     done = flashpoint_command("--help")
     assert done.returncode == 0
-    assert "\n  serve\n" in done.stdout
+    assert "\n  serve      starts a server\n" in done.stdout
     assert done.stdout.startswith("usage: flashpoint COMMAND")
 
 
@@ -29,7 +33,7 @@ def test_no_command_and_an_unknown_one_say_what_there_is():
     for arguments in ([], ["sevre"]):
         done = flashpoint_command(*arguments)
         assert (done.returncode, done.stdout) == (2, "")
-        assert "\n  serve\n" in done.stderr
+        assert "\n  serve      starts a server\n" in done.stderr
     assert done.stderr.startswith("flashpoint: no command 'sevre'")
 
 
@@ -60,7 +64,22 @@ def test_a_command_that_lacks_a_package_says_what_to_install(tmp_path, monkeypat
     )
 
 
-def test_every_command_of_ours_names_an_extra():
-    for point in cli.entry_points(group=cli.GROUP):
+def test_every_command_of_ours_names_an_extra_and_says_what_it_does():
+    points = cli.entry_points(group=cli.GROUP)
+    for point in points:
         assert isinstance(point, EntryPoint)
         assert point.module.partition(".")[0] in cli._EXTRAS
+    assert set(cli._ABOUT) == {point.name for point in points}
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("capacity", *CAPACITY, "--json", "-")])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_read_enough_is_no_error(arguments, unbuffered):
+    read, write = os.pipe()
+    os.close(read)
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        [FLASHPOINT, *arguments], stdout=write, stderr=subprocess.PIPE, text=True, env=environment, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr.count("Traceback"), done.stderr.count("BrokenPipe")) == (1, 0, 0)

@@ -15,6 +15,7 @@ import torch
 from scripted_server import message
 
 import flashpoint
+import flashpoint.torch
 from flashpoint import _exchange
 from flashpoint.wire import MEDIA_TYPE, decode_options, head_size, parse_head
 
@@ -76,6 +77,25 @@ def test_empty_tensors_and_every_rank_travel(scripted, connect, shape):
     q = np.zeros(shape, ">f4")
     o = connect(scripted.url).attention(q, q, q)
     assert (o.shape, o.dtype) == (shape, np.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (1, 2, 0, 16), (0, 4)])
+def test_empty_torch_tensors_travel(scripted, connect, shape, dtype):
+    q = torch.zeros(shape, dtype=dtype)
+    o = connect(scripted.url).attention(q, q, q)
+    assert (o.shape, o.dtype) == (shape, dtype)
+
+
+def test_gradients_of_no_keys_come_back(scripted):
+    q, k = torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 0, 4, requires_grad=True)
+    forward = message({"o": np.zeros((1, 2, 3, 4), np.float32), "lse": np.full((1, 2, 3), -np.inf, np.float32)})
+    empty = np.zeros((1, 2, 0, 4), np.float32)
+    backward = message({"dk": empty, "dv": empty})
+    scripted.script.extend([lambda h: h.answer(body=forward), lambda h: h.answer(body=backward)])
+    with flashpoint.Client(scripted.url) as client:
+        flashpoint.torch.attention(q, k, k, client=client).sum().backward()
+    assert k.grad.shape == k.shape
 
 
 def test_a_tensor_behind_one_of_smaller_elements_is_aligned(scripted, connect):
@@ -300,10 +320,11 @@ BAD = [
     ("q", {"q": [[1.0]]}), ("q", {"q": None}), ("k", {"k": np.zeros(3, np.complex64)}), ("v", {"v": "x"}),
     ("v", {"v": torch.zeros(3, dtype=torch.complex64)}), ("k", {"k": torch.eye(3).to_sparse()}),
     ("k", {"k": torch.zeros(3, device="meta")}), ("kv_lengths", {"kv_lengths": ["a"]}),
-    ("kv_lengths", {"kv_lengths": 3}),    ("cu_seqlens_q", {"cu_seqlens_q": [1 << 80]}),
+    ("kv_lengths", {"kv_lengths": 3}), ("cu_seqlens_q", {"cu_seqlens_q": [1 << 80]}),
     ("casual", {"casual": True}), ("causal", {"causal": "yes"}),
     ("window", {"window": (-3, 0)}), ("grads", {"grads": ["dq"]}), ("o", {"o": Q}), ("priority", {"priority": 10}),
     ("request_id", {"request_id": "a\r\nb"}), ("timeout", {"timeout": 0}), ("timeout", {"timeout": "1"}),
+    ("timeout", {"timeout": 1e9}), ("timeout", {"timeout": 10**400}),
 ]  # fmt: skip
 
 
@@ -317,15 +338,37 @@ def test_bad_input_is_refused_here_and_named(scripted, connect, field, keywords)
     assert not scripted.requests
 
 
-def test_bad_settings_are_refused_and_named():
-    for field, settings in [
-        ("retries", {"retries": -1}),
-        ("timeout", {"timeout": -1}),
-        ("url", {"url": "http://x:port"}),
-    ]:
-        with pytest.raises(flashpoint.InvalidInputError) as info:
-            flashpoint.Client(**settings)
-        assert info.value.errors[0].field == field
+def test_lengths_may_be_lists_and_say_so(scripted, connect):
+    with pytest.raises(flashpoint.InvalidInputError, match="must be a numpy array, a torch tensor or a list, not int"):
+        connect(scripted.url).attention(Q, Q, Q, kv_lengths=3)
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("retries", {"retries": -1}), ("timeout", {"timeout": -1}), ("timeout", {"timeout": 1_000_001}),
+        *(("url", {"url": url}) for url in ("http://x:port", "localhost:8000", "ftp://x", "http://", "/here", "")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [flashpoint.Client, flashpoint.AsyncClient])
+def test_bad_settings_are_refused_and_named(kind, field, settings):
+    with pytest.raises(flashpoint.InvalidInputError) as info:
+        kind(**settings)
+    assert info.value.errors[0].field == field
+
+
+def test_the_longest_timeout_is_taken(scripted, connect):
+    assert np.array_equal(connect(scripted.url, timeout=1_000_000).attention(Q, Q, Q), Q)
+
+
+def test_a_connection_that_takes_too_long_says_that_the_deadline_passed(connect):
+    with socket.socket() as full, socket.socket() as first:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)  # one connection is kept, and the others wait
+        first.connect(full.getsockname())
+        with pytest.raises(flashpoint.ConnectionFailedError) as info:
+            connect(f"http://127.0.0.1:{full.getsockname()[1]}", timeout=0.2).attention(Q, Q, Q)
+    assert str(info.value) == "the deadline passed before there was a connection"
 
 
 def test_return_lse_is_not_of_a_gradient(scripted, connect):

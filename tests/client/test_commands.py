@@ -1,6 +1,8 @@
 """`flashpoint verify`, `benchmark` and `info`: what they send, show, write and end with; real kernels, real sockets."""
 
 import json
+import os
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -39,14 +41,20 @@ def test_every_command_helps_with_examples(run):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("benchmark",), "name a preset, or shapes"),
-        (("benchmark", "--q-len", "64"), "a grid needs both"),
-        (("benchmark", "--q-len", "x", "--head-dim", "16"), "--q-len"),
+        (("benchmark",), "--q-len, --head-dim: a grid needs both; or name a --preset"),
+        (("benchmark", "--q-len", "64"), "--q-len, --head-dim: a grid needs both; or name a --preset"),
+        (("benchmark", "--q-len", "x", "--head-dim", "16"), "'--q-len': must be integers: 512,1024"),
+        (("benchmark", "--q-len", "64,,128", "--head-dim", "16"), "'--q-len': must be integers: 512,1024"),
+        (("benchmark", "--preset", "seeds", "--q-len", "3"), "--preset: has its own shapes"),
+        (("benchmark", "--preset", "seeds", "--batch", "2"), "--preset: has its own shapes"),
         (("benchmark", *GRID, "--dtype", "int8"), "dtypes"),
-        (("benchmark", *GRID, "--preset", "seeds"), "the preset has its own shapes"),
+        (("benchmark", *GRID, "--preset", "seeds"), "--preset: has its own shapes"),
+        (("benchmark", "--preset", "seeds", "--dtype", "float16"), "the preset has its own dtypes"),
         (("benchmark", *GRID, "--plot", "a.gif"), ".svg or .png"),
         (("benchmark", *GRID, "--nonsense"), "--nonsense"),
         (("benchmark", *GRID, "--backend", "nope"), "'nope' is none of naive"),
+        (("info", "--url", "localhost:18100"), "url: must begin with http:// or https://"),
+        (("info", "--url", "http://localhost:18100", "--timeout", "1e9"), "timeout: must be a number of seconds"),
         (("verify",), "or name a file"),
         (("verify", "--q-len", "8", "--head-dim", "4", "--window", "1"), "window"),
         (("verify", "no-such-file"), "no-such-file"),
@@ -58,6 +66,27 @@ def test_what_is_called_wrongly_ends_with_2(run, arguments, said):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert said in err
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("command", ["verify", "benchmark"])
+@pytest.mark.parametrize("path", ["missing/a.svg", "file/a.svg", "folder.svg"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(run, tmp_path, monkeypatch, option, command, path):
+    def work(*_):
+        raise AssertionError("the work has begun")
+
+    monkeypatch.setattr(f"flashpoint.commands.{command}.local", lambda _: work)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.svg").mkdir()
+    code, out, err = run(command, *GRID, option, tmp_path / path)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"flashpoint {command}: {option}: {tmp_path / path} ")
+
+
+def test_a_file_in_a_folder_that_may_not_be_written_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)  # root may write everywhere
+    code, _, err = run("info", "--json", tmp_path / "info.json")
+    assert (code, err) == (2, f"flashpoint info: --json: {tmp_path / 'info.json'} cannot be written: no permission\n")
 
 
 def test_a_server_that_is_not_there_ends_with_3(run, scripted):
@@ -85,6 +114,7 @@ def test_a_benchmark_of_a_server_is_shown_written_and_drawn(run, scripted, tmp_p
     assert "forward · float32 · B 1 H 2/1 N 128 D 64" in out
     assert "1.25  1.00 – 2.00      500" in out
     assert "tiled skipped: too large" in out
+    assert err.startswith("1/2 forward · float32 · B 1 H 2/1 N 128 D 64 · tiled\n2/2 ")
     job = flashpoint.BenchmarkJob.model_validate_json((tmp_path / "all.json").read_text())
     assert [row.skipped for row in job.rows] == [None, "too large"]
     pictures = sorted(path.name for path in tmp_path.glob("*.svg"))
@@ -224,6 +254,7 @@ def test_a_kernel_of_the_callers_own_is_judged_from_a_file(run, tmp_path, dtype)
     tensors = problem(dtype)
     code, out, _ = run("verify", saved(tmp_path / "right", tensors, {"causal": True, "format": "pt"}))
     assert (code, "given" in out, "lse" in out) == (0, True, False)
+    assert "judged: the file's own o\n" in out
     tensors["o"][1, 4, 7] += 0.25
     wrong = saved(tmp_path / "wrong", tensors, {"causal": True})
     code, out, _ = run("verify", wrong, "--json", tmp_path / "report.json", "--plot", tmp_path / "errors.svg")
@@ -239,6 +270,16 @@ def test_a_files_inputs_alone_are_run_on_a_backend(run, tmp_path):
     del tensors["o"]
     code, out, _ = run("verify", saved(tmp_path / "inputs", tensors, {}), "--backend", "tiled")
     assert (code, "tiled" in out, "lse" in out) == (0, True, True)
+    assert "judged: backend tiled, for the file has no answers\n" in out
+
+
+@pytest.mark.parametrize("name", ["out", "O", "output", "d_q", "attn_maks"])
+def test_a_tensor_of_the_file_that_has_an_unknown_name_is_refused(run, tmp_path, name):
+    tensors = problem(np.float32)
+    tensors[name] = tensors.pop("o")
+    code, out, err = run("verify", saved(tmp_path / "mine", tensors, {}))
+    assert (code, out) == (2, "")
+    assert err.startswith(f"flashpoint verify: {name}: unknown tensor; known are q, ")
 
 
 @pytest.mark.parametrize("body", [b"", b"nonsense", b"\x08\0\0\0\0\0\0\0{}      ", b"\x02\0\0\0\0\0\0\0{}more"])
@@ -249,6 +290,15 @@ def test_a_file_that_is_no_problem_is_refused(run, tmp_path, body):
     assert err.startswith("flashpoint verify: file: ")
 
 
+def test_a_text_is_no_safetensors_file_and_is_told_so(run, tmp_path):
+    (tmp_path / "README.md").write_text("# Flashpoint\n\nFlash attention")
+    code, _, err = run("verify", tmp_path / "README.md")
+    assert code == 2
+    assert err.endswith(
+        "is over the limit of 1048576: is this a safetensors file? its first 8 bytes are its head's length\n"
+    )
+
+
 def test_sizes_are_not_taken_beside_a_file(run, tmp_path):
     code, _, err = run("verify", saved(tmp_path / "f", problem(np.float32), {}), "--q-len", "9")
     assert (code, err) == (2, "flashpoint verify: shape: is not taken beside tensors\n")
@@ -257,6 +307,7 @@ def test_sizes_are_not_taken_beside_a_file(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "judged"),
     [
+        (("--dtype", "float64", "--backend", "reference"), ["o", "lse", "dq", "dk", "dv"]),
         (("--layout", "thd", "--batch", "2"), ["o", "lse", "dq", "dk", "dv"]),
         (("--layout", "bshd", "--direction", "backward", "--grads", "dk"), ["dk"]),
         (("--direction", "forward", "--dropout-p", "0.5", "--q-heads", "4", "--kv-heads", "2"), ["o", "lse"]),
@@ -272,7 +323,7 @@ def test_a_problem_is_drawn_and_judged_here(run, tmp_path, flags, judged):
     code, out, _ = run("verify", *shape, *flags, "--seed", "5", "--json", tmp_path / "report.json")
     report = flashpoint.VerifyReport.model_validate_json((tmp_path / "report.json").read_text())
     assert (code, report.ok, [t.name for t in report.tensors]) == (0, True, judged), out
-    assert (report.seed, report.backend) == (5, "tiled")
+    assert (report.seed, report.backend) == (5, "reference" if "float64" in flags else "tiled")
     run("verify", *shape, *flags, "--seed", "5", "--json", tmp_path / "again.json")
     again = flashpoint.VerifyReport.model_validate_json((tmp_path / "again.json").read_text())
     if "--dropout-p" not in flags:  # whose seed is drawn anew

@@ -386,11 +386,6 @@ def test_a_proxy_of_the_environment_is_asked_unless_it_is_excepted(raw, scripted
     assert asked == ([] if no_proxy else [f"{scripted.url}/attention"])
 
 
-def test_what_is_no_http_is_refused(connect):
-    with pytest.raises(flashpoint.ProtocolError, match="protocol"):
-        connect("ftp://localhost", retries=0).info()
-
-
 def wait_for(condition, seconds=10):
     deadline = time.monotonic() + seconds
     while not condition():

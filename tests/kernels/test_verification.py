@@ -121,6 +121,19 @@ def test_half_types_have_twice_and_thrice_torchs_error(dtype: torch.dtype) -> No
     assert found["lse"].max_abs < 1e-5  # float32 whatever the inputs
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_float64_has_a_bound_of_its_own_but_for_lse(backend: str) -> None:
+    t = qkv(1, 2, 40, 50, 16, dtype=torch.float64)
+    found = verify(t, Options(backend=backend))
+    assert found.ok
+    rules = {e.name: e.rule for e in found.tensors}
+    assert rules.pop("lse") == "2e-06 of the largest value"  # float32 whatever the inputs
+    assert rules == dict.fromkeys(["o", "dq", "dk", "dv"], "1e-12 of the largest value")
+    o = forward("reference", t)["o"]
+    o[0, 1, 7, 3] += 1e-9
+    assert not verify(t, answers={"o": o}).ok
+
+
 def test_empty_and_masked_problems_pass() -> None:
     assert verify(qkv(0, 1, 3, 4, 8)).ok
     assert verify(qkv(1, 1, 3, 0, 8)).ok
@@ -144,6 +157,21 @@ def test_answers_that_do_not_belong_are_refused() -> None:
     with pytest.raises(ProblemError) as refused:
         verify(t, answers={"o": normal(1, 2, 20, 15), "dq": t["q"]})
     assert [name for name, _ in refused.value.errors] == ["o", "dq"]
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", ["attn_maks", "out", "dq"])
+def test_a_tensor_of_an_unknown_name_is_refused(gradients: bool, name: str) -> None:
+    t = {n: x for n, x in qkv(1, 2, 20, 20, 16).items() if gradients or n != "do"}
+    with pytest.raises(ProblemError, match=rf"^{name}: unknown tensor; known are q, .*, and as answers o, lse, dq"):
+        verify(t | {name: t["q"]})
+
+
+@pytest.mark.parametrize("name", ["o", "lse", "dlse"])
+def test_what_a_gradient_alone_takes_is_refused_without_do(name: str) -> None:
+    t = {n: x for n, x in qkv(1, 2, 20, 20, 16).items() if n != "do"}
+    with pytest.raises(ProblemError, match=rf"^{name}: is taken beside do alone"):
+        verify(t | {name: normal(1, 2, 20)})
 
 
 def test_the_callers_o_and_lse_are_what_the_gradient_is_made_from() -> None:

@@ -23,6 +23,7 @@ from flashpoint.benchmark_schema import (
     BenchmarkRequest,
     Preset,
     ProgressEvent,
+    RowEvent,
     StateEvent,
 )
 from flashpoint.commands.running import (
@@ -42,7 +43,7 @@ from flashpoint.commands.running import (
     run,
     write_json,
 )  # fmt: skip
-from flashpoint.commands.tables import benchmark_tables
+from flashpoint.commands.tables import benchmark_tables, problem
 
 EXAMPLES = """
   flashpoint benchmark --preset seeds --json seeds.json --plot seeds.svg
@@ -87,7 +88,12 @@ def benchmark(
     Lengths, dimensions, dtypes, directions and backends may be lists: 512,1024.
     """
     format = picture_format(plot)
-    grid: dict[str, Any] = {"shapes": _shapes(q_len, kv_len, head_dim, value_dim, batch, q_heads, kv_heads)}
+    sizes = (q_len, kv_len, head_dim, value_dim, batch, q_heads, kv_heads)
+    if preset is None and not (q_len and head_dim):
+        raise typer.BadParameter("a grid needs both; or name a --preset", param_hint="--q-len, --head-dim")
+    if preset is not None and sizes != (None, None, None, None, 1, 1, None):
+        raise typer.BadParameter("has its own shapes", param_hint="--preset")
+    grid: dict[str, Any] = {"shapes": _shapes(*sizes)}
     grid |= {"dtypes": dtype, "causal": _CAUSAL[causal], "directions": direction}
     how = {"relative_precision": relative_precision, "max_seconds": max_seconds, "warmup_ms": warmup_ms}
     request = checked(BenchmarkRequest, {"preset": preset, **grid, "backends": backend or (), **how})
@@ -121,8 +127,6 @@ def _shapes(
          "value_dim": value_dim}
         for d, q, k in itertools.product(head_dim or (), q_len or (), kv_len or (None,))
     ]  # fmt: skip
-    if not shapes and (q_len or head_dim):
-        raise typer.BadParameter("a grid needs both", param_hint="--q-len, --head-dim")
     return [{name: size for name, size in shape.items() if size is not None} for shape in shapes]
 
 
@@ -145,7 +149,7 @@ def _watched(job: BenchmarkJob, events: Iterator[BenchmarkEvent], run: Benchmark
 
 @contextmanager
 def _progress() -> Iterator[Callable[[BenchmarkJob, BenchmarkEvent], None]]:
-    """A bar on stderr, while there is somebody to see it."""
+    """On stderr a bar, or a line a case where it is no terminal."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     seen = Console(stderr=True)
     with Progress(*columns, console=seen, transient=True, disable=not seen.is_terminal) as bar:
@@ -156,6 +160,8 @@ def _progress() -> Iterator[Callable[[BenchmarkJob, BenchmarkEvent], None]]:
             if isinstance(event, ProgressEvent):
                 what = f"timing {event.backend}" if event.backend else "measuring what the device can do"
                 bar.update(task, description=what)
+            elif isinstance(event, RowEvent) and not seen.is_terminal:
+                print(f"{event.done}/{event.total} {problem(event.row)} · {event.row.backend}", file=sys.stderr)
 
         yield show
 

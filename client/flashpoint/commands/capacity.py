@@ -44,12 +44,12 @@ def capacity(
     causal: Annotated[bool, typer.Option(help="Count the pairs that a causal mask leaves.")] = False,
     side: Annotated[calculator.Side, typer.Option(help="A forward, or a gradient with its o and lse.")] = "forward",
     load: Annotated[float | None, typer.Option(help="Requests a second that are to be answered.", min=0)] = None,
-    tflops: Annotated[float | None, typer.Option(help="TFLOP/s of attention on the device.", min=0)] = None,
-    network_gbit: Annotated[float | None, typer.Option(help="Gbit/s of the link, each way.", min=0)] = None,
+    tflops: Annotated[float | None, typer.Option(help="TFLOP/s of attention on the device.")] = None,
+    network_gbit: Annotated[float | None, typer.Option(help="Gbit/s of the link, each way.")] = None,
     round_trip_ms: Annotated[float, typer.Option(help="Milliseconds to the server and back.", min=0)] = 0.0,
     call_ms: Annotated[float | None, typer.Option(help=f"Milliseconds of a tiny call; {CALL_MS}.", min=0)] = None,
-    memory_gb: Annotated[float | None, typer.Option(help="GB/s that the device reads keys at.", min=0)] = None,
-    pcie_gb: Annotated[float | None, typer.Option(help="GB/s between server and GPU; none on a CPU.", min=0)] = None,
+    memory_gb: Annotated[float | None, typer.Option(help="GB/s that the device reads keys at.")] = None,
+    pcie_gb: Annotated[float | None, typer.Option(help="GB/s between server and GPU; none on a CPU.")] = None,
     same_cores: Annotated[bool, typer.Option(help="The server computes on the caller's own cores.")] = False,
     url: Url = None,
     api_key: Key = None,
@@ -63,15 +63,18 @@ def capacity(
     sizes: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "head_dim": head_dim, "value_dim": value_dim}
     sizes |= {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads}
     shape = checked(Shape, {name: size for name, size in sizes.items() if size is not None})
-    given = {"--tflops": tflops, "--network-gbit": network_gbit, "--call-ms": call_ms, "--memory-gb": memory_gb}
-    given |= {"--pcie-gb": pcie_gb}
+    given = {"--tflops": tflops, "--network-gbit": network_gbit, "--memory-gb": memory_gb, "--pcie-gb": pcie_gb}
+    for flag, rate in given.items():
+        if rate is not None and not rate > 0:
+            raise typer.BadParameter("must be above 0", param_hint=flag)
+    given["--call-ms"] = call_ms
     if url is not None:
         if measured := [flag for flag, value in given.items() if value is not None]:
             raise typer.BadParameter("is measured where there is a --url", param_hint=measured[0])
         with client(url, api_key, timeout) as server:
             rates = calculator.measure(server, dtype, shared=same_cores)
         rates = dataclasses.replace(rates, round_trip=round_trip_ms / 1e3)
-    elif not tflops or not network_gbit:
+    elif tflops is None or network_gbit is None:
         raise typer.BadParameter("without --url it needs both", param_hint="--tflops, --network-gbit")
     else:
         rates = calculator.Rates(
@@ -80,8 +83,8 @@ def capacity(
             download=network_gbit * 1e9 / 8,
             flops=tflops * 1e12,
             grad_flops=tflops * 1e12,
-            memory=memory_gb * 1e9 if memory_gb else math.inf,
-            pcie=pcie_gb * 1e9 if pcie_gb else math.inf,
+            memory=math.inf if memory_gb is None else memory_gb * 1e9,
+            pcie=math.inf if pcie_gb is None else pcie_gb * 1e9,
             round_trip=round_trip_ms / 1e3,
             shared=same_cores,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -28,16 +29,20 @@ Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: FILE.svg or FILE.png. Needs matplotlib.")]
 
 
-def _several(kind: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]:
-    def several(text: str) -> tuple[object, ...]:
-        return tuple(kind(word.strip()) for word in text.split(","))
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(","))
 
-    return several
+
+def _ints(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, _words(text)))
+    except ValueError:
+        raise typer.BadParameter("must be integers: 512,1024") from None
 
 
 # Options that may be lists: 512,1024.
-INTS: Any = {"parser": _several(int), "metavar": "INT,…"}
-WORDS: Any = {"parser": _several(str), "metavar": "NAME,…"}
+INTS: Any = {"parser": _ints, "metavar": "INT,…"}
+WORDS: Any = {"parser": _words, "metavar": "NAME,…"}
 
 
 def run(command: Callable[..., int], argv: Sequence[str], examples: str) -> int:
@@ -50,7 +55,11 @@ def run(command: Callable[..., int], argv: Sequence[str], examples: str) -> int:
     @functools.wraps(command)
     def done(**keywords: Any) -> None:
         try:
-            raise typer.Exit(command(**keywords))
+            for option in ("json", "plot"):
+                _check_file(f"--{option}", keywords.get(option))
+            code = command(**keywords)
+            sys.stdout.flush()  # here, where typer ends in silence if nobody reads it any more
+            raise typer.Exit(code)
         except errors.FlashpointError as error:
             print(f"{name}: {error}", file=sys.stderr)
             raise typer.Exit(exit_code(error)) from None
@@ -85,6 +94,18 @@ def local(name: str) -> Callable[..., Any]:
             raise errors.InvalidInputError(what) from error
         return found
     raise errors.InvalidInputError("nothing here does it: pip install 'flashpoint[server]', or ask a server with --url")
+
+
+def _check_file(option: str, path: Path | None) -> None:
+    """Raise InvalidInputError for a file that cannot be written, before there is something to write."""
+    if path is None or str(path) == "-":
+        return
+    if os.path.isdir(path):
+        raise errors.invalid(option, f"{path} is a folder")
+    if not os.path.isdir(path.parent):
+        raise errors.invalid(option, f"{path} cannot be written: there is no folder {path.parent}")
+    if not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
+        raise errors.invalid(option, f"{path} cannot be written: no permission")
 
 
 def picture_format(plot: Path | None) -> Any:

@@ -120,7 +120,7 @@ def verify(
     else:
         report = local("verify")(checked(VerifyRequest, keywords))
     write_json(json, report.model_dump(mode="json"))
-    _show(report, console(json))
+    _show(report, console(json), of_file=file is not None)
     if plot is not None:
         from flashpoint.plots import plot_verification
 
@@ -144,10 +144,14 @@ def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return unpack(buffer[head.size :], specs, buffer), wire.decode_options(head.metadata)
 
 
-def _show(report: VerifyReport, show: Console) -> None:
+def _show(report: VerifyReport, show: Console, *, of_file: bool) -> None:
     drawn = f", drawn from seed {report.seed}" if report.seed is not None else ""
     about = f"{report.backend} · {report.dtype} · {report.device} · {report.seconds:.1f} s{drawn}"
     show.print(f"[bold]{about}[/]")
+    if of_file and report.backend == "given":
+        show.print(f"judged: the file's own {', '.join(t.name for t in report.tensors)}")
+    elif of_file:
+        show.print(f"judged: backend {report.backend}, for the file has no answers")
     show.print(verification_table(report))
     for t in report.tensors:
         show.print(f"{t.name}: at most {t.bound:.1e}, {t.rule}", style="dim")
