@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from flashpoint_kernels.triton_backend.aot import Report, faults, tile_of
 from flashpoint_kernels.triton_backend.config import Chip, table_of, tiles
-from flashpoint_kernels.triton_backend.configurations import SHARED_KIB, TABLES
+from flashpoint_kernels.triton_backend.configurations import SHARED_KIB, TABLES, Config, Tile
 from flashpoint_kernels.triton_backend.shipped import Variant, all_of, representative
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
@@ -103,3 +103,10 @@ def test_every_problem_has_tiles() -> None:
             config = tiles(arch, dtype, dim, 1, level)
             assert config == tiles(arch, dtype, 1, dim, level)
             assert config.split_keys % config.forward.block_n == 0
+            assert config.delta == config.backward_q, "aot.tile_of says otherwise of attention_delta"
+
+
+def test_the_blocks_of_stats_are_whole_for_every_kernel_that_reads_them() -> None:
+    wide, narrow = Tile(128, 64), Tile(64, 64)
+    assert Config(wide, backward_kv=wide, backward_q=narrow).delta.block_m == 128
+    assert Config(wide, backward_kv=narrow, backward_q=wide).delta.block_m == 128

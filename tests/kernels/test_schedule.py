@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from flashpoint_kernels.triton_backend.config import _INTERPRETER
 from flashpoint_kernels.triton_backend.schedule import (
     Shape,
-    assign_slots,
+    forward_list,
     forward_parts,
     key_parts,
     query_parts,
@@ -40,7 +40,7 @@ shapes = st.builds(
 def test_how_a_sequence_is_cut_is_a_pure_function_of_its_own_shape(rows: list[Shape]) -> None:
     """Every visible key is in exactly one program, and the programs of a row never depend on its neighbours."""
     config = _INTERPRETER
-    items = work_list(rows, lambda shape: forward_parts(shape, config))
+    items = work_list(tuple(rows), forward_parts, config)
     for at, shape in enumerate(rows):
         mine = {tuple(item[1:]) for item in items.tolist() if item[0] == at}
         assert mine == {tuple(item) for item in forward_parts(shape, config).items.tolist()}
@@ -51,10 +51,18 @@ def test_how_a_sequence_is_cut_is_a_pure_function_of_its_own_shape(rows: list[Sh
             assert spans[-1][1] == shape.kv_len
             assert all(left[1] == right[0] for left, right in itertools.pairwise(spans))
             assert all(a % config.forward.block_n == 0 for a, _ in spans)
-    merges, slots = assign_slots(items)
-    taken = sorted(slot for *_, slot in items.tolist() if slot >= 0)
-    assert taken == list(range(slots)) == [s for _, _, first, n in merges.tolist() for s in range(first, first + n)]
-    for parts_of in (lambda s: query_parts(s, config.backward_q), lambda s: key_parts(s, config.backward_kv)):
-        cost = [int(parts_of(rows[row]).cost[list(parts_of(rows[row]).items[:, 0]).index(start)])
-                for row, start in work_list(rows, parts_of).tolist()]  # fmt: skip
+    before = items.tolist()
+    listed, merges, slots = forward_list(tuple(rows), config)
+    assert items.tolist() == before, "what is kept for later launches was written to"
+    assert listed[:, :4].tolist() == items[:, :4].tolist()
+    assert ((listed[:, 4] >= 0) == (items[:, 4] >= 0)).all()
+    slot_of = {(row, i0, part): slot for (row, i0, _, _, part), slot in zip(items.tolist(), listed[:, 4], strict=True)}
+    merged = [(row, i0, part, first + part) for row, i0, first, n in merges.tolist() for part in range(n)]
+    assert [slot for *_, slot in merged] == list(range(slots))
+    assert {(row, i0, part): slot for row, i0, part, slot in merged} == {
+        at: slot for at, slot in slot_of.items() if slot >= 0
+    }
+    for cut, tile in ((query_parts, config.backward_q), (key_parts, config.backward_kv)):
+        cost = [int(cut(rows[row], tile).cost[list(cut(rows[row], tile).items[:, 0]).index(start)])
+                for row, start in work_list(tuple(rows), cut, tile).tolist()]  # fmt: skip
         assert cost == sorted(cost, reverse=True)

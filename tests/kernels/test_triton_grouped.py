@@ -1,13 +1,17 @@
 """One grouped launch of any mix of requests: every answer has the bits that it has alone."""
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, triton_backend
 from flashpoint_kernels.support import launch_key
+from flashpoint_kernels.triton_backend.launch import Launch
 from tests.conftest import DEVICE
+from tests.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
 
 
 def _request(rng: random.Random, seed: int, options: dict[str, object], *, dim: int = 16) -> dict[str, torch.Tensor]:
@@ -53,6 +57,12 @@ def _run_backward(requests: list[tuple[dict[str, torch.Tensor], Options]]) -> li
 
 
 EVERY = {"dropout_p": 0.25, "softcap": 8.0}
+SCRATCH: list[dict[str, Any]] = [
+    PLAIN | {"dtype": "float16", "band": "causal", "group": 2},
+    PLAIN | {"layout": "thd", "group": 2, "dlse": True},
+    PLAIN | {"lengths": True, "mask": "full", "sinks": True, "dropout": True},
+    PLAIN | {"layout": "bshd", "mask": "keys", "band": "window", "softcap": 3.0},
+]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +121,31 @@ def test_a_mask_gradient_summed_over_the_batch_equals_itself_alone() -> None:
         (alone,) = _run_backward([request])
         assert all(torch.equal(answer[name], alone[name]) for name in answer)
         assert not any(t.isnan().any() for t in answer.values())
+
+
+@pytest.mark.parametrize("case", SCRATCH, ids=name_of)
+def test_what_scratch_held_before_changes_no_bit(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scratch is loaded in whole blocks: what stands in it unwritten, or beside it, must not matter. Here it is NaN."""
+    tensors, options = tensors_of(case, 70 if case["group"] > 1 else 37, 70), options_of(case)
+
+    def answers() -> dict[str, torch.Tensor]:
+        inputs = {name: t for name, t in tensors.items() if name not in ("do", "dlse")}
+        forward = Problem.create(inputs, replace(options, return_lse=True, grads=Options().grads))
+        triton_backend.forward([forward])
+        backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
+        triton_backend.backward([backward])
+        return {**forward.outputs, **backward.outputs}
+
+    expected, beside, made = answers(), 1024, []
+
+    def scratch(launch: Launch, size: int) -> torch.Tensor:
+        made.append(torch.full((size + 2 * beside,), float("nan"), device=launch.device))
+        return made[-1][beside : beside + size]
+
+    monkeypatch.setattr(Launch, "scratch", scratch)
+    assert all(torch.equal(t, expected[name]) for name, t in answers().items())
+    assert any(len(memory) > 2 * beside for memory in made)
+    assert all(memory[:beside].isnan().all() and memory[-beside:].isnan().all() for memory in made)
 
 
 def test_repeats_are_bitwise_equal() -> None:

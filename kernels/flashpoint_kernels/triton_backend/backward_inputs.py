@@ -53,7 +53,7 @@ def attention_backward_mask(
                 o_m = i0 + tl.arange(0, BLOCK_M)
                 q = load_rows(q_base, q_stride, o_m, q_len, head_dim, BLOCK_D, False, EVEN)  # (M, D)
                 do = load_rows(do_base, do_stride, o_m, q_len, value_dim, BLOCK_DV, False, EVEN)  # (M, Dv)
-                lse, delta = load_stats(stats_base + head * stats_head, stats_head // 2, o_m, q_len)
+                lse, delta = load_stats(stats_base + head * stats_head, stats_head // 2, o_m)
                 for j0 in range(n_lo, tl.minimum(n_hi, kv_len), BLOCK_N):
                     o_n = j0 + tl.arange(0, BLOCK_N)
                     k = load_rows(k_base, k_stride, o_n, kv_len, head_dim, BLOCK_D, False, EVEN)  # (N, D)
@@ -103,6 +103,6 @@ def attention_backward_sinks(table, items, heads, BLOCK_M: tl.constexpr):
         stats_base, stats_head = locate_vector(row, c.STATS)
         for i0 in range(0, q_len, BLOCK_M):
             o_m = i0 + tl.arange(0, BLOCK_M)
-            lse, delta = load_stats(stats_base + head * stats_head, stats_head // 2, o_m, q_len)
+            lse, delta = load_stats(stats_base + head * stats_head, stats_head // 2, o_m)
             total -= tl.exp2(sink - lse) * delta
     tl.store(tl.load(t + c.DSINKS).to(tl.pointer_type(tl.float32)) + head, tl.sum(total, 0))

@@ -2,10 +2,10 @@
 
 None has been timed on a GPU; `make gpu` proposes what a device finds faster. Until then each number has its reason
 in what the compiler makes of it (triton 3.7.1, benchmarks/results/compile-*.json, the tables in docs/kernels.md).
-At level 0: of FlashAttention-2's tiles (Dao 2023; its launch templates) and their neighbours, the one whose inner
-loop issues the fewest instructions a score, among those that spill nothing and fit. At levels 1 and 2: that tile,
-or half of it where the score's options need the registers. Eight warps nearly throughout: so wide heads'
-accumulators stay in registers.
+At level 0: of FlashAttention-2's tiles (Dao 2023; its launch templates) and their neighbours of at most 128 queries,
+the one whose inner loop issues the fewest instructions a score, among those that spill nothing and fit. At levels 1
+and 2: that tile, or half of it where the score's options need the registers. Eight warps nearly throughout: so wide
+heads' accumulators stay in registers.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class Config:
     def merge(self) -> Tile:
         """A part of a split block of queries and the sum of those before it are two accumulators: twice the warps."""
         return replace(self.forward, num_warps=2 * self.forward.num_warps)
+
+    @property
+    def delta(self) -> Tile:
+        """Its blocks are whole for every kernel that reads what it writes: all sizes are powers of two."""
+        return replace(self.backward_q, block_m=max(self.backward_q.block_m, self.backward_kv.block_m))
 
 
 Table = dict[str, dict[int, Config]]
@@ -87,11 +92,13 @@ _SM86: Table = {
     "level 2": _LEVEL_2,
     "float32": _FLOAT32,
 }
-# wgmma multiplies from shared memory: larger tiles, and a block more in flight.
+# wgmma multiplies from shared memory: larger tiles, and a block more in flight. At D 128 its forward and dQ, 128×128,
+# are at the limit of registers: 9.3 and 8.3 instructions a score where 128×64 has 11.8 and 10.5 (9.2 and 8.2, 11.7 and
+# 10.3 with triton 3.6.0, and no spill either; with 3.9.0 24 and 32 bytes spill).
 _SM90: Table = {
     "level 0": {
         64: Config(Tile(128, 128, 8, 3), Tile(64, 128), Tile(128, 128)),
-        128: Config(Tile(128, 64, 8, 3), Tile(64, 128), Tile(128, 64)),
+        128: Config(Tile(128, 128, 8, 3), Tile(64, 128), Tile(128, 128)),
         256: Config(Tile(128, 64), Tile(32, 64), Tile(64, 64)),
     },
     "level 1": {

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from flashpoint_kernels.triton_backend.forward import attention_forward, merge_p
 from flashpoint_kernels.triton_backend.hopper import attention_forward_hopper
 from flashpoint_kernels.triton_backend.schedule import (
     Shape,
-    assign_slots,
+    forward_list,
     forward_parts,
     key_parts,
     mask_parts,
@@ -45,6 +45,13 @@ _TYPES = {
     "float64": tl.float64,
 }
 
+_SHAPE = [
+    column.value
+    for column in (
+        columns.Q_LEN, columns.Q_ROWS, columns.KV_LEN, columns.KV_ROWS, columns.OFFSET, columns.LEFT, columns.RIGHT
+    )
+]  # fmt: skip
+
 
 @dataclass(eq=False)
 class Launch:
@@ -56,7 +63,7 @@ class Launch:
     config: Config
 
     def __post_init__(self) -> None:
-        self.shapes = [shape for t in self.tables for shape in _shapes(t)]
+        self.shapes = tuple(shape for t in self.tables for shape in _shapes(t))
         self.first_row = np.cumsum([0, *(len(t.ints) for t in self.tables)]).tolist()
         self.heads = max(p.spec.q_heads for p in self.problems)
         self.kv_heads = max(p.spec.kv_heads for p in self.problems)
@@ -79,7 +86,10 @@ class Launch:
 
     @cached_property
     def table(self) -> Tensor:
-        return self.send(np.concatenate([t.ints for t in self.tables]))
+        ints = np.concatenate([t.ints for t in self.tables])
+        if self.problems[0].spec.direction == "backward":
+            self.stats = self.place_stats(ints)
+        return self.send(ints)
 
     @cached_property
     def floats(self) -> Tensor:
@@ -95,6 +105,20 @@ class Launch:
 
     def send(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def place_stats(self, ints: np.ndarray) -> Tensor:
+        """Memory for what `attention_delta` writes, two rows a head, and its addresses into the table.
+
+        A sequence has whole blocks of queries of its own, in every layout: a block is loaded and stored without a mask.
+        """
+        block = self.config.delta.block_m
+        rows = -(-ints[:, columns.Q_ROWS.value] // block) * block
+        sizes = 2 * rows * ints[:, columns.HEADS.value]
+        ends = np.cumsum(sizes)
+        stats = self.scratch(int(ends[-1]))
+        ints[:, columns.STATS.value] = stats.data_ptr() + stats.element_size() * (ends - sizes)
+        ints[:, columns.STATS.value + 1] = 2 * rows
+        return stats
 
     def scratch(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=self.device)
@@ -165,8 +189,7 @@ def forward_calls(problems: Sequence[Problem], tiles: Config | None = None) -> I
 
 def _forward_pointers(launch: Launch) -> Iterator[Call]:
     config = launch.config
-    items = work_list(launch.shapes, partial(forward_parts, config=config))
-    merges, slots = assign_slots(items)
+    items, merges, slots = forward_list(launch.shapes, config)
     block_m, block_dv = config.forward.block_m, launch.variant["BLOCK_DV"]
 
     @cache
@@ -189,19 +212,17 @@ def _forward_pointers(launch: Launch) -> Iterator[Call]:
 def _forward_hopper(launch: Launch) -> Iterator[Call]:
     tile = launch.config.forward
     yield launch.call(
-        attention_forward_hopper, work_list(launch.shapes, partial(forward_parts, config=launch.config)),
-        launch.heads, tile, lambda items: (launch.table, launch.floats, items, launch.heads, *launch.dims),
+        attention_forward_hopper, work_list(launch.shapes, forward_parts, launch.config), launch.heads, tile,
+        lambda items: (launch.table, launch.floats, items, launch.heads, *launch.dims),
         "DTYPE", "BLOCK_D", "BLOCK_DV", "EVEN", BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
     )  # fmt: skip
 
 
 def scratch_of(problem: Problem) -> dict[str, Tensor]:
-    """Two rows a head, see attention_delta: lse in base 2, and delta. And float32 for dsinks to be summed in."""
-    n, heads, length = problem.view("lse").shape
-    extra = {"stats": torch.empty((n, heads, 2, length), dtype=torch.float32, device=problem.device)}
-    if "dsinks" in problem.outputs:
-        extra["dsinks"] = torch.zeros(problem.spec.q_heads, dtype=torch.float32, device=problem.device)
-    return extra
+    """Float32 for dsinks to be summed in, where they are asked."""
+    if "dsinks" not in problem.outputs:
+        return {}
+    return {"dsinks": torch.zeros(problem.spec.q_heads, dtype=torch.float32, device=problem.device)}
 
 
 def backward_calls(
@@ -215,23 +236,21 @@ def backward_calls(
 
 
 def _backward_of(launch: Launch) -> Iterator[Call]:
-    q_tile, kv_tile = launch.config.backward_q, launch.config.backward_kv
-    q_items = work_list(launch.shapes, partial(query_parts, tile=q_tile))
+    tile, q_tile, kv_tile = launch.config.delta, launch.config.backward_q, launch.config.backward_kv
     yield launch.call(
-        attention_delta, q_items, launch.heads, q_tile,
+        attention_delta, work_list(launch.shapes, query_parts, tile), launch.heads, tile,
         lambda items: (launch.table, items, launch.heads, launch.dims[1]),
-        *_VALUES, BLOCK_M=q_tile.block_m,
+        *_VALUES, BLOCK_M=tile.block_m,
     )  # fmt: skip
-    kv_items = work_list(launch.shapes, partial(key_parts, tile=kv_tile))
-    kv_items = kv_items[np.isin(kv_items[:, 0], _rows_with(launch, "dk", "dv"))]
+    kv_items = work_list(launch.shapes, key_parts, kv_tile)
     yield launch.call(
-        attention_backward_kv, kv_items, launch.kv_heads, kv_tile,
+        attention_backward_kv, _asked(launch, kv_items, "dk", "dv"), launch.kv_heads, kv_tile,
         lambda items: (launch.table, launch.floats, items, launch.kv_heads, *launch.dims),
         *_ALL, BLOCK_M=kv_tile.block_m, BLOCK_N=kv_tile.block_n,
     )  # fmt: skip
-    q_items = q_items[np.isin(q_items[:, 0], _rows_with(launch, "dq"))]
+    q_items = work_list(launch.shapes, query_parts, q_tile)
     yield launch.call(
-        attention_backward_q, q_items, launch.heads, q_tile,
+        attention_backward_q, _asked(launch, q_items, "dq"), launch.heads, q_tile,
         lambda items: (launch.table, launch.floats, items, launch.heads, *launch.dims),
         *_ALL, BLOCK_M=q_tile.block_m, BLOCK_N=q_tile.block_n, TMA=launch.hopper,
     )  # fmt: skip
@@ -272,14 +291,14 @@ def _backward_sinks(launch: Launch) -> Iterator[Call]:
     )  # fmt: skip
 
 
-def _rows_with(launch: Launch, *names: str) -> list[int]:
-    """Table rows of the problems that ask any of these gradients."""
-    return [
-        row
-        for problem, first in zip(launch.problems, launch.first_row, strict=False)
-        if any(name in problem.outputs for name in names)
-        for row in range(first, first + len(problem.rows))
-    ]
+def _asked(launch: Launch, items: np.ndarray, *names: str) -> np.ndarray:
+    """The work items of the problems that ask any of these gradients."""
+    asking = [any(name in problem.outputs for name in names) for problem in launch.problems]
+    if all(asking):
+        return items
+    of_row = np.repeat(asking, [len(problem.rows) for problem in launch.problems])
+    asked: np.ndarray = items[of_row[items[:, 0]]]
+    return asked
 
 
 def _launches(
@@ -316,6 +335,4 @@ def _config(problem: Problem, hopper: bool) -> Config:
 
 
 def _shapes(table: Table) -> list[Shape]:
-    c = columns
-    names = (c.Q_LEN, c.Q_ROWS, c.KV_LEN, c.KV_ROWS, c.OFFSET, c.LEFT, c.RIGHT)
-    return [Shape(*row) for row in table.ints[:, [column.value for column in names]].tolist()]
+    return [Shape(*row) for row in table.ints[:, _SHAPE].tolist()]

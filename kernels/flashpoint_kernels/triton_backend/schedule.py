@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,26 +81,51 @@ def _visible_keys(i0: int, shape: Shape, tile: Tile) -> tuple[int, int]:
     return lo, hi
 
 
-def work_list(shapes: Sequence[Shape], parts_of: Callable[[Shape], Parts]) -> np.ndarray:
-    """(n, 1 + columns) int32: table row and item of every program of a launch, heaviest first, ties in table order."""
-    parts = [parts_of(shape) for shape in shapes]
+_KEPT, _FEW = 64, 64  # launches whose lists are kept, of so many sequences at most
+
+
+def work_list(shapes: tuple[Shape, ...], parts_of: Callable[[Shape, Any], Parts], tiles: Config | Tile) -> np.ndarray:
+    """(n, 1 + columns) int32: table row and item of every program of a launch, heaviest first, ties in table order.
+
+    Of few sequences it is kept for later launches of the same shapes: not to be written to.
+    """
+    return (_kept_list if len(shapes) <= _FEW else _work_list)(shapes, parts_of, tiles)
+
+
+def _work_list(shapes: tuple[Shape, ...], parts_of: Callable[[Shape, Any], Parts], tiles: Config | Tile) -> np.ndarray:
+    parts = [parts_of(shape, tiles) for shape in shapes]
     rows = np.repeat(np.arange(len(parts), dtype=np.int32), [len(p.items) for p in parts])
     items = np.column_stack([rows, np.concatenate([p.items for p in parts])])
     order = np.argsort(-np.concatenate([p.cost for p in parts]), kind="stable")
     return np.ascontiguousarray(items[order], np.int32)
 
 
-def assign_slots(items: np.ndarray) -> tuple[np.ndarray, int]:
-    """Give each part of a split block a scratch slot, parts of a block side by side, in place of its part number.
+_kept_list = lru_cache(_KEPT)(_work_list)
 
-    Returns the merge list (n, 4) int32: table row, first query, first slot, number of parts; and the slots in all.
+
+def forward_list(shapes: tuple[Shape, ...], config: Config) -> tuple[np.ndarray, np.ndarray, int]:
+    """The work list of `forward_parts`; the merge list; and the scratch slots of all parts. Not to be written to.
+
+    Each part of a split block has a slot in place of its part number, parts of a block side by side. The merge list is
+    (n, 4) int32: table row, first query, first slot, number of parts.
     """
+    return (_kept_forward_list if len(shapes) <= _FEW else _forward_list)(shapes, config)
+
+
+def _forward_list(shapes: tuple[Shape, ...], config: Config) -> tuple[np.ndarray, np.ndarray, int]:
+    items = work_list(shapes, forward_parts, config)
+    if not (items[:, 4] >= 0).any():
+        return items, np.empty((0, 4), np.int32), 0
+    items = items.copy()
     split = np.flatnonzero(items[:, 4] >= 0)
     order = split[np.lexsort((items[split, 4], items[split, 1], items[split, 0]))]
     items[order, 4], part = np.arange(len(order), dtype=np.int32), items[order, 4]
     first = np.flatnonzero(part == 0)
     merges = np.column_stack([items[order[first], 0], items[order[first], 1], first, np.diff([*first, len(order)])])
-    return np.ascontiguousarray(merges, np.int32), len(order)
+    return items, np.ascontiguousarray(merges, np.int32), len(order)
+
+
+_kept_forward_list = lru_cache(_KEPT)(_forward_list)
 
 
 def mask_parts(

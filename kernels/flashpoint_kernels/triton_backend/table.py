@@ -37,7 +37,7 @@ SCALE, SOFTCAP, KEEP_SCALE = (tl.constexpr(n) for n in range(3))
 SCALARS = tl.constexpr(4)
 
 _TENSORS = {"q": Q, "k": K, "v": V, "o": O, "do": DO, "dq": DQ, "dk": DK, "dv": DV}
-_ROW_VECTORS = {"lse": LSE, "dlse": DLSE, "stats": STATS}
+_ROW_VECTORS = {"lse": LSE, "dlse": DLSE}
 _KEY_TENSORS = ("k", "v", "dk", "dv")
 _VECTORS = {"alibi_slopes": ALIBI, "sinks": SINKS, "dsinks": DSINKS}
 _VECTOR_BYTES = 16  # of the widest load
@@ -59,7 +59,7 @@ class Table:
 
     @classmethod
     def of(cls, problem: Problem, extra: dict[str, Tensor]) -> Table:
-        """Rows for `problem`; `extra` are canonical tensors beside its own (scratch such as `lse`, `delta`)."""
+        """Rows for `problem`; `extra` are canonical tensors beside its own (scratch such as `dsinks`)."""
         spec = problem.spec
         n = len(problem.rows)
         table = cls(np.zeros((n, WIDTH.value), np.int64), np.zeros((n, SCALARS.value), np.float32))
