@@ -100,7 +100,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     return Replica.options(  # type: ignore[attr-defined, no-any-return]
         # We refuse before Ray does: it lets twice as many in as we do, so that those we refuse, and probes, have room.
         max_ongoing_requests=2 * settings.queue_limit,
-        max_queued_requests=settings.queue_limit,
+        max_queued_requests=8 * settings.queue_limit,  # of a burst all count until Ray has found each its replica
         backpressure_config={"retry_after_s": float(Refusal("queue_full", "").headers["Retry-After"])},
         graceful_shutdown_timeout_s=settings.shutdown_timeout + END_SECONDS,
         logging_config={"enable_access_log": False},  # a request has a line of ours
