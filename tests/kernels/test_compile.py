@@ -24,7 +24,7 @@ from flashpoint_kernels.triton_backend.shipped import Variant, all_of, represent
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 FINE = Report(
     "forward", 90, "bfloat16", 128, 0, None, "ieee", 128, 64, 8, 3, 255, 0, 227 * 1024, 0, ("wgmma.mma_async",), 0,
-    False, 400,
+    False, 400, 0,
 )  # fmt: skip
 
 
@@ -54,7 +54,8 @@ def test_what_stands_for_all_variants_is_without_faults(reports: list[dict[str, 
         ({"matrix_instructions": ("mma.sync",)}, "no wgmma.mma_async, but mma.sync"),
         ({"arch": 100}, "no tcgen05.mma, but wgmma.mma_async"),
         ({"kernel": "backward_q_hopper"}, "no copies by descriptor"),
-        ({"kernel": "forward_hopper", "copies": 4}, "its warps have no roles"),
+        ({"kernel": "forward_hopper", "copies": 4, "beside": 32}, "its warps have no roles"),
+        ({"kernel": "forward_hopper", "copies": 4, "specialised": True}, "0 exponentials beside a product"),
     ],
 )
 def test_each_fault_is_found(change: dict[str, Any], fault: str) -> None:

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
 HALF = PLAIN | {"dtype": "float16"}
 CASES = [
     (HALF, 70, 90),
+    (HALF, 130, 96),  # whole tiles alone
     (HALF | {"dtype": "bfloat16", "band": "causal", "group": 2}, 70, 130),
     (HALF | {"band": "top_left", "layout": "bshd", "dims": (24, 40), "dlse": True}, 70, 45),
     (HALF | {"band": "causal", "lengths": True, "dims": (64, 64)}, 66, 99),

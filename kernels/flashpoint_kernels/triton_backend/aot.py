@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
@@ -58,7 +59,8 @@ class Report:
     """What the compiler made of one variant.
 
     `spill_bytes` is local memory a thread, 0 where nothing spills; `loop` the instructions of the shortest inner loop
-    with a matrix product in it, 0 where there is none; `copies` the copy engine's.
+    with a matrix product in it, 0 where there is none; `copies` the copy engine's; `beside` how many exponentials of a
+    thread come between a wait that leaves a product under way and the wait for that product, the least of all loops.
     """
 
     kernel: str
@@ -80,6 +82,7 @@ class Report:
     copies: int
     specialised: bool
     loop: int
+    beside: int
 
 
 def tile_of(variant: Variant) -> Tile:
@@ -101,22 +104,23 @@ def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
         "LEVEL": level, "DTYPE": _TYPES[dtype], "MASK_DTYPE": mask and _TYPES[mask], "DMASK_DTYPE": tl.float32,
         "PRECISION": precision, "ALIGNED": True, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "BLOCK_D": padded(dim), "BLOCK_DV": padded(dim), "EVEN": padded(dim) == dim,
-        "TMA": kernel == "backward_q_hopper",
+        "TMA": kernel == "backward_q_hopper", "STAGES": tile.num_stages,
     }  # fmt: skip
     names = function.arg_names
     constants = {(at,): values[name] for at, name in enumerate(names) if name in values}
     signature = {name: "constexpr" if name in values else _POINTERS.get(name, "i32") for name in names}
     aligned: dict[Any, Any] = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name in _POINTERS}
-    source = ASTSource(function, signature, constants, aligned)
+    source = (GluonASTSource if function.is_gluon() else ASTSource)(function, signature, constants, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=compile_options(tile))
     registers, spill_bytes = _resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
+    code, labels = _disassembled(compiled.asm["cubin"])
     return Report(
         *variant, tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, registers, spill_bytes,
         compiled.metadata.shared, len(re.findall(r"\b(?:atom|red)\.", ptx)),
         tuple(sorted(set(re.findall(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", ptx)))),
         len(re.findall(r"\bcp\.async\.bulk\.tensor", ptx)), "ttg.warp_specialize" in compiled.asm["ttgir"],
-        _loop(compiled.asm["cubin"]),
+        _loop(code, labels), _beside(code),
     )  # fmt: skip
 
 
@@ -139,6 +143,8 @@ def faults(report: Report) -> list[str]:
         found.append("no copies by descriptor")
     if report.kernel == "forward_hopper" and not report.specialised:
         found.append("its warps have no roles")
+    if report.kernel == "forward_hopper" and report.beside < report.block_n // 2:  # a thread's share of 64 rows
+        found.append(f"{report.beside} exponentials beside a product")
     return found
 
 
@@ -166,8 +172,8 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def _loop(cubin: bytes) -> int:
-    """Instructions from the target of a backward branch to it, the least that hold a matrix product."""
+def _disassembled(cubin: bytes) -> tuple[list[str], dict[str, int]]:
+    """The instructions, and where among them each label is."""
     code: list[str] = []
     labels: dict[str, int] = {}
     for line in _tool("nvdisasm", "-c", cubin).splitlines():
@@ -175,12 +181,31 @@ def _loop(cubin: bytes) -> int:
             labels[label[1]] = len(code)
         elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*)", line):
             code.append(found[1])
+    return code, labels
+
+
+def _loop(code: list[str], labels: dict[str, int]) -> int:
+    """Instructions from the target of a backward branch to it, the least that hold a matrix product."""
     lengths = []
     for at, instruction in enumerate(code):
         jump = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction)
         if jump and (start := labels.get(jump[1], at)) < at and any(MMA.search(i) for i in code[start:at]):
             lengths.append(at + 1 - start)
     return min(lengths, default=0)
+
+
+def _beside(code: list[str]) -> int:
+    """Exponentials between `wgmma.wait_group 1` and the next 0, the least there are; 0 where nothing waits so."""
+    counts = []
+    stretch: list[str] | None = None
+    for instruction in code:
+        if wait := re.search(r"\bWARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", instruction):
+            if wait[1] == "0" and stretch is not None:
+                counts.append(sum("MUFU.EX2" in i for i in stretch))
+            stretch = [] if wait[1] == "1" else None
+        elif stretch is not None:
+            stretch.append(instruction)
+    return min(counts, default=0)
 
 
 def main() -> int:

@@ -125,8 +125,8 @@ _SM100: Table = {
 TABLES: dict[int, Table] = {80: _SM80, 86: _SM86, 89: _SM86, 90: _SM90, 100: _SM100, 120: _SM86}
 
 # The path of hopper.py: (forward, dQ) of level 0 on sm_90. dK and dV stay with pointers: through descriptors they spill
-# (8 bytes at 64×128). Four warps a role is what the compiler specialises, for the forward alone: what dQ loads before
-# its loop stops it.
+# (8 bytes at 64×128). The forward's tiles are FlashAttention-3's for two groups of warps (its tile_size.h; a power of
+# two there), four warps a group.
 HOPPER = {
     64: (Tile(128, 128, 4), Tile(128, 128)),
     128: (Tile(128, 128, 4), Tile(128, 64)),

@@ -31,8 +31,8 @@ def finite(m):
 
 
 @triton.jit
-def online_softmax(s, unit, m, denom, acc):
-    """One step of the online softmax (Milakov and Gimelshein 2018): (p, m, denom, acc rescaled to the new maximum).
+def online_softmax(s, unit, m, denom):
+    """One step of the online softmax (Milakov and Gimelshein 2018): (p, m, denom, by what o's sum so far shrinks).
 
     The scores in base 2 are s·unit, with unit > 0: inside the exponent the product costs nothing, and the largest score
     is that of the largest s.
@@ -41,7 +41,7 @@ def online_softmax(s, unit, m, denom, acc):
     shift = finite(m_new)
     p = tl.exp2(s * unit - shift[:, None])
     shrink = tl.exp2(m - shift)
-    return p, m_new, denom * shrink + tl.sum(p, 1), acc * shrink[:, None]
+    return p, m_new, denom * shrink + tl.sum(p, 1), shrink
 
 
 @triton.jit
@@ -65,7 +65,8 @@ def attend_keys(
             unit = 1.0
         if not FULL:
             s = tl.where(visible(o_m[:, None], j0, within[None, :], seq[4], LEVEL), s, float("-inf"))
-        p, m, denom, acc = online_softmax(s, unit, m, denom, acc)
+        p, m, denom, shrink = online_softmax(s, unit, m, denom)
+        acc *= shrink[:, None]
         if LEVEL == 2:
             if tl.load(seq[0] + c.DROP_BELOW) > 0:
                 p = tl.where(keep(i0, j0, seq, BLOCK_M, BLOCK_N), p, 0.0)

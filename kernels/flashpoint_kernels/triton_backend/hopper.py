@@ -1,61 +1,221 @@
 """The forward kernel for Hopper: tiles by the copy engine (TMA), warps with roles. Level 0, 16-bit, aligned rows alone.
 
-One warp group loads; two more each multiply half of the block of queries, so that the softmax of one runs beside
-the products of the other (FlashAttention-3, Shah et al. 2024, §3.1). Triton makes the roles of one plain loop,
-where it can: triton 3.7.1 wants four warps, no branch before, within or after the loop, and no tile loaded through
-pointers before it. Hence no early return, no split over keys, and a visibility test in every tile. Notation as in
-forward.py.
+One warp loads; two groups of four warps each multiply half of the block of queries, so that the softmax of one runs
+beside the products of the other; and within a group the scores of a tile are asked for before the values of the tile
+before it, so that its softmax runs beside a product of its own, too (FlashAttention-3, Shah et al. 2024, §3.1, §3.2).
+Triton's language cannot say that; Gluon, the language of its own lower level, can. Notation as in forward.py.
+
+A group goes through its tiles from the last to the first: those that need a test of visibility come first.
 """
 
-import triton
 import triton.language as tl
 
 from flashpoint_kernels.triton_backend import table as c
-from flashpoint_kernels.triton_backend.forward import ITEM, online_softmax, store_answer
-from flashpoint_kernels.triton_backend.interpret import cast, dot
-from flashpoint_kernels.triton_backend.scores import LOG2E, visible
-from flashpoint_kernels.triton_backend.tiles import describe, key_stretches, load_sequence, locate
+from flashpoint_kernels.triton_backend.forward import ITEM, online_softmax
+from flashpoint_kernels.triton_backend.gluon import copy, gl, hopper, jit, mbarrier, multiply, tma, wait_for
+from flashpoint_kernels.triton_backend.interpret import cast
+from flashpoint_kernels.triton_backend.scores import LN2, LOG2E, visible
+from flashpoint_kernels.triton_backend.tiles import key_stretches, load_sequence, locate, locate_vector
 
 
-@triton.jit(do_not_specialize=["heads", "head_dim", "value_dim"])
+@jit(do_not_specialize=["heads", "head_dim", "value_dim"])
 def attention_forward_hopper(
     table, floats, items, heads, head_dim, value_dim,
     DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one work item and head, as `attention_forward` gives them; no part of a split problem."""
-    item = items + (tl.program_id(0) // heads) * ITEM
-    head = tl.program_id(0) % heads
-    row = tl.load(item).to(tl.int64)
+    """o and lse of one work item and head, as `attention_forward` gives them; no part of a split problem.
+
+    STAGES: tiles of keys, and of values, that are in shared memory at a time.
+    """
+    item = items + (gl.program_id(0) // heads) * ITEM
+    head = gl.program_id(0) % heads
+    row = gl.load(item).to(gl.int64)
     t = table + row * c.WIDTH
     seq = load_sequence(t, floats + row * c.SCALARS, head)
     q_len, kv_len = seq[4][0], seq[4][1]
-    group = tl.load(t + c.GROUP).to(tl.int32)
+    group = gl.load(t + c.GROUP).to(gl.int32)
     # A program whose sequence has no such head takes a block beyond the last query: it sees nothing and stores nothing.
-    i0 = tl.where(head < tl.load(t + c.HEADS), tl.load(item + 1), tl.load(t + c.Q_ROWS).to(tl.int32))
+    i0 = gl.where(head < gl.load(t + c.HEADS), gl.load(item + 1), gl.load(t + c.Q_ROWS).to(gl.int32))
+    lo, _full_lo, full_hi, hi = key_stretches(i0, seq[4], 0, kv_len, 0, BLOCK_M, BLOCK_N)
+    count = (hi - lo + BLOCK_N - 1) // BLOCK_N
+    cut = count - (full_hi - lo) // BLOCK_N  # tiles that need a test of visibility
 
     q_base, q_head, q_stride = locate(t, c.Q, DTYPE, True)
     k_base, k_head, k_stride = locate(t, c.K, DTYPE, True)
     v_base, v_head, v_stride = locate(t, c.V, DTYPE, True)
-    q_rows = describe(q_base + head * q_head, q_len, head_dim, q_stride, BLOCK_M, BLOCK_D)
-    k_rows = describe(k_base + head // group * k_head, kv_len, head_dim, k_stride, BLOCK_N, BLOCK_D)
-    v_rows = describe(v_base + head // group * v_head, kv_len, value_dim, v_stride, BLOCK_N, BLOCK_DV)
-    o_m = i0 + tl.arange(0, BLOCK_M)
-    within = tl.arange(0, BLOCK_N)
-    q = q_rows.load([i0, 0])  # (M, D)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    denom = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    unit = seq[3] * LOG2E
-    lo, _full_lo, _full_hi, hi = key_stretches(i0, seq[4], 0, kv_len, 0, BLOCK_M, BLOCK_N)
-    for j0 in tl.range(lo, hi, BLOCK_N, warp_specialize=True):
-        k = k_rows.load([j0, 0])  # (N, D)
-        s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), "ieee")  # (M, N)
-        s = tl.where(visible(o_m[:, None], j0, within[None, :], seq[4], 0), s, float("-inf"))
-        p, m, denom, acc = online_softmax(s, unit, m, denom, acc)
-        v = v_rows.load([j0, 0])  # (N, Dv)
-        acc = dot(cast(p, DTYPE), v, acc, "ieee")
+    Q: tl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], DTYPE)
+    K: tl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], DTYPE)
+    V: tl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_DV], DTYPE)
+    q_rows = describe(q_base + head * q_head, q_len, head_dim, q_stride, BLOCK_M, BLOCK_D, Q)
+    k_rows = describe(k_base + head // group * k_head, kv_len, head_dim, k_stride, BLOCK_N, BLOCK_D, K)
+    v_rows = describe(v_base + head // group * v_head, kv_len, value_dim, v_stride, BLOCK_N, BLOCK_DV, V)
+    q = gl.allocate_shared_memory(DTYPE, [BLOCK_M, BLOCK_D], Q)
+    k = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_D], K)
+    v = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_DV], V)
+    tiles = (q, k, v)
+    # Full: a copy has come. Free: both groups have done with it.
+    q_full = signals(1, 1)
+    k_full, k_free = signals(STAGES, 1), signals(STAGES, 2)
+    v_full, v_free = signals(STAGES, 1), signals(STAGES, 2)
+    hopper.fence_async_shared()  # the copy engine sees them as they are now
+    barriers = (q_full, k_full, v_full, k_free, v_free)
 
-    denom = tl.where(denom == 0.0, 1.0, denom)  # no key: m is −inf, so o = 0 and lse = −inf
-    o = acc / denom[:, None]
-    store_answer(o, m + tl.log2(denom), t, head, o_m, q_len, value_dim, DTYPE, True, BLOCK_DV, EVEN)
+    work = (t, head, i0, lo, count)
+    gl.warp_specialize(
+        [
+            (attend, (tiles, barriers, work, seq, value_dim, cut, 0, DTYPE, BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),
+            (attend, (tiles, barriers, work, seq, value_dim, cut, 1, DTYPE, BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),
+            (bring, (tiles, barriers, work, q_rows, k_rows, v_rows, BLOCK_N, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@jit
+def describe(base, count, dim, stride, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr):
+    """A descriptor of a head's `count` rows of `dim`, for tiles of (ROWS, BLOCK_D): 0 beyond."""
+    return tma.make_tensor_descriptor(base, [gl.maximum(count, 1), dim], [stride, 1], [ROWS, BLOCK_D], LAYOUT)
+
+
+@jit
+def signals(NUMBER: tl.constexpr, ARRIVALS: tl.constexpr):
+    """Barriers in shared memory, each of whose phases ends with that many arrivals (and what was said to come)."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(at), count=ARRIVALS)
+    return barriers
+
+
+@jit
+def bring(tiles, barriers, work, q_rows, k_rows, v_rows, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):
+    """The loading warp: the queries, then keys and values tile by tile, once both groups have done with the old."""
+    q, k, v = tiles
+    q_full, k_full, v_full, k_free, v_free = barriers
+    _t, _head, i0, lo, count = work
+    if count > 0:
+        mbarrier.expect(q_full.index(0), q_rows.block_type.nbytes)
+        copy(q_rows, [i0, 0], q_full.index(0), q)
+    for n in range(count):
+        at, phase = n % STAGES, (n // STAGES) & 1
+        j0 = lo + (count - 1 - n) * BLOCK_N
+        mbarrier.wait(k_free.index(at), phase ^ 1)
+        mbarrier.expect(k_full.index(at), k_rows.block_type.nbytes)
+        copy(k_rows, [j0, 0], k_full.index(at), k.index(at))
+        mbarrier.wait(v_free.index(at), phase ^ 1)
+        mbarrier.expect(v_full.index(at), v_rows.block_type.nbytes)
+        copy(v_rows, [j0, 0], v_full.index(at), v.index(at))
+
+
+@jit
+def attend(
+    tiles, barriers, work, seq, value_dim, cut,
+    HALF: tl.constexpr, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """A group of warps that multiplies: o and lse of half of the block's queries."""
+    S: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])  # noqa: E741
+    P: tl.constexpr = gl.DotOperandLayout(0, O, 2)
+    ROWS: tl.constexpr = BLOCK_M // 2
+    _q, _k, v = tiles
+    q_full, k_full, v_full, _k_free, _v_free = barriers
+    t, head, i0, _lo, count = work
+    i0 += HALF * ROWS
+    o_m = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    denom = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    acc = gl.full([ROWS, BLOCK_DV], 0.0, gl.float32, O)
+    if count > 0:
+        mbarrier.wait(q_full.index(0), 0)
+        mbarrier.wait(k_full.index(0), 0)
+        s = wait_for(0, [ask_scores(tiles, 0, HALF, ROWS, BLOCK_N, STAGES, S)])
+        p, m, denom, _shrink = weigh(s, m, denom, o_m, barriers, work, seq, 0, True, BLOCK_N, STAGES, S)
+        p = gl.convert_layout(cast(p, DTYPE), P)
+        for n in range(1, cut):
+            p, m, denom, acc = step(
+                p, m, denom, acc, o_m, tiles, barriers, work, seq, n, True, HALF, DTYPE, ROWS, BLOCK_N, STAGES, S, O, P
+            )
+        for n in range(gl.maximum(cut, 1), count):
+            p, m, denom, acc = step(
+                p, m, denom, acc, o_m, tiles, barriers, work, seq, n, False, HALF, DTYPE, ROWS, BLOCK_N, STAGES, S, O, P
+            )
+        last = count - 1
+        mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+        acc, p = wait_for(0, [multiply(p, v.index(last % STAGES), acc, is_async=True), p])
+
+    denom = gl.where(denom == 0.0, 1.0, denom)  # no key: m is −inf, so o = 0 and lse = −inf
+    q_len, q_rows = seq[4][0], gl.load(t + c.Q_ROWS)
+    lse = gl.where(o_m < q_len, (m + gl.log2(denom)) * LN2, float("-inf"))
+    lse_base, lse_head = locate_vector(t, c.LSE)
+    wanted_rows = gl.where(gl.load(t + c.LSE) != 0, q_rows, 0)
+    gl.store(lse_base + head * lse_head + o_m, lse, mask=o_m < wanted_rows)
+
+    # Rows in pieces of 16 bytes a thread. Those of padding are 0: no key's tile is theirs to be left out of.
+    W: tl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
+    o = gl.convert_layout(cast(acc / gl.convert_layout(denom, gl.SliceLayout(1, O))[:, None], DTYPE), W)
+    o_m = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, W))
+    o_d = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, W))
+    o = gl.where((o_m < q_len)[:, None], o, 0.0)
+    o_base, o_head, o_stride = locate(t, c.O, DTYPE, True)
+    at = o_base + head * o_head + o_m[:, None] * o_stride + o_d[None, :]
+    gl.store(at, o, mask=(o_m < q_rows)[:, None] & (o_d < value_dim)[None, :])
+
+
+@jit
+def step(
+    p, m, denom, acc, o_m, tiles, barriers, work, seq, n,
+    CUT: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, S: tl.constexpr, O: tl.constexpr, P: tl.constexpr,  # noqa: E741
+):  # fmt: skip
+    """The scores of tile n beside the values of tile n − 1, whose probabilities are p: (p, m, denom, acc) for the next.
+
+    Its keys have come. CUT: it needs a test of visibility.
+    """
+    _q, _k, v = tiles
+    _q_full, _k_full, v_full, _k_free, v_free = barriers
+    before = n - 1
+    scores = ask_scores(tiles, n, HALF, ROWS, BLOCK_N, STAGES, S)
+    mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
+    values = multiply(p, v.index(before % STAGES), acc, is_async=True)
+    s = wait_for(1, [scores])  # of the two products the first
+    weights, m, denom, shrink = weigh(s, m, denom, o_m, barriers, work, seq, n, CUT, BLOCK_N, STAGES, S)
+    acc, p = wait_for(0, [values, p])
+    mbarrier.arrive(v_free.index(before % STAGES), count=1)
+    p = gl.convert_layout(cast(weights, DTYPE), P)
+    return p, m, denom, acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
+
+
+@jit
+def ask_scores(
+    tiles, n, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, S: tl.constexpr
+):
+    """The product of a group's queries with tile n of the keys, under way."""
+    q, k, _v = tiles
+    zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S)
+    mine = q.slice(HALF * ROWS, ROWS)
+    return multiply(mine, k.index(n % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@jit
+def weigh(
+    s, m, denom, o_m, barriers, work, seq, n,
+    CUT: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """(p, m, denom, shrink) of `online_softmax` for the scores of tile n, whose keys are free from now on.
+
+    It ends with the wait for the keys of the next tile: ptxas moves nothing across that loop, and would otherwise move
+    the wait for the values to the start of the softmax, which then had nothing to run beside.
+    """
+    _q_full, k_full, _v_full, k_free, _v_free = barriers
+    _t, _head, _i0, lo, count = work
+    mbarrier.arrive(k_free.index(n % STAGES), count=1)
+    if CUT:
+        within = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
+        j0 = lo + (count - 1 - n) * BLOCK_N
+        s = gl.where(visible(o_m[:, None], j0, within[None, :], seq[4], 0), s, float("-inf"))
+    p, m, denom, shrink = online_softmax(s, seq[3] * LOG2E, m, denom)
+    after = n + 1
+    mbarrier.wait(k_full.index(after % STAGES), (after // STAGES) & 1, pred=after < count)
+    return p, m, denom, shrink

@@ -25,7 +25,6 @@ from flashpoint_kernels.triton_backend.calls import Call, start_compiling
 from flashpoint_kernels.triton_backend.config import config_for, padded, takes_hopper
 from flashpoint_kernels.triton_backend.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
-from flashpoint_kernels.triton_backend.hopper import attention_forward_hopper
 from flashpoint_kernels.triton_backend.schedule import (
     Shape,
     forward_list,
@@ -210,11 +209,14 @@ def _forward_pointers(launch: Launch) -> Iterator[Call]:
 
 
 def _forward_hopper(launch: Launch) -> Iterator[Call]:
+    # Not before it is asked for: see gluon.py.
+    from flashpoint_kernels.triton_backend.hopper import attention_forward_hopper
+
     tile = launch.config.forward
     yield launch.call(
         attention_forward_hopper, work_list(launch.shapes, forward_parts, launch.config), launch.heads, tile,
         lambda items: (launch.table, launch.floats, items, launch.heads, *launch.dims),
-        "DTYPE", "BLOCK_D", "BLOCK_DV", "EVEN", BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        "DTYPE", "BLOCK_D", "BLOCK_DV", BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.num_stages,
     )  # fmt: skip
 
 

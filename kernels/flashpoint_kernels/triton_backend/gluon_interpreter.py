@@ -1,0 +1,303 @@
+"""What hopper.py says in Gluon, for Triton's interpreter, which knows none of it: this module stands for its language.
+
+Layouts mean nothing here. Each role is a thread; one runs at a time, and what a GPU leaves undefined is made to show. A
+tile is NaN from when a copy to it is asked until somebody waits for the barrier of the copy. Who arrives at a barrier
+goes on when nobody else can: what that lets others do too early is done. A product reads its tiles no sooner than it is
+waited for, and its result is nothing that can be computed with before. Who waits for what never comes gets an error.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.language import float32, int64
+
+from flashpoint_kernels.triton_backend.interpret import dot
+
+PATIENCE = 60.0  # seconds that a role waits for another
+
+_Role = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+def jit(do_not_specialize: Any = None) -> Any:
+    """`gluon.jit`, with arguments or without."""
+
+    return triton.jit(do_not_specialize) if callable(do_not_specialize) else triton.jit
+
+
+def __getattr__(name: str) -> Any:
+    """The rest is as in Triton's language, as the interpreter has it at the time."""
+    return getattr(tl, name)
+
+
+class _Layout:
+    """Any."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    @classmethod
+    def get_default_for(cls, *_: object) -> _Layout:
+        return cls()
+
+
+NVMMASharedLayout = NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = _Layout
+
+
+def arange(start: int, end: int, _layout: object) -> Any:
+    return tl.arange(start, end)
+
+
+def full(shape: Sequence[Any], value: float, dtype: Any, _layout: object) -> Any:
+    return tl.full(shape, value, dtype)
+
+
+def convert_layout(x: Any, _layout: object) -> Any:
+    return x
+
+
+static_range = builtins.range
+
+
+class _Part(threading.local):
+    """What a thread is of."""
+
+    def __init__(self) -> None:
+        self.products: list[_Product] = []  # under way, the oldest first
+        self.stage = _Stage()
+
+
+class _Stage:
+    """The roles of one program: one runs at a time, and who arrives at a barrier lets all others run first."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Condition()  # held by the role that runs
+        self.roles = 1  # that have not come to their end
+        self.waiting: list[Callable[[], bool]] = []  # for what
+        self.gave_way: list[object] = []  # in this order they go on
+        self.raised: list[BaseException] = []
+
+    def wait_for(self, ready: Callable[[], bool], what: str) -> None:
+        self.waiting.append(ready)
+        self._sleep_until(ready, what)
+        self.waiting.remove(ready)
+
+    def give_way(self) -> None:
+        """Until no other role can go on."""
+        mine = object()
+
+        def alone() -> bool:
+            stopped = len(self.waiting) + len(self.gave_way) == self.roles
+            return stopped and self.gave_way[0] is mine and not any(ready() for ready in self.waiting)
+
+        self.gave_way.append(mine)
+        self._sleep_until(alone, "the others have not come to a stop")
+        self.gave_way.remove(mine)
+
+    def _sleep_until(self, ready: Callable[[], bool], what: str) -> None:
+        self.turn.notify_all()
+        came = self.turn.wait_for(lambda: bool(self.raised) or ready(), PATIENCE)
+        if self.raised:
+            raise RuntimeError("another role has failed")
+        if not came:
+            raise RuntimeError(f"{what} in {PATIENCE:g} s")
+
+
+_part = _Part()
+
+
+def warp_specialize(roles: Sequence[_Role], _warps: Sequence[int], _registers: Sequence[int]) -> None:
+    """Each role in a thread. Raises what the first that failed has raised."""
+    stage = _Stage()
+    stage.roles = len(roles)
+
+    def play(role: _Role) -> None:
+        _part.stage = stage
+        with stage.turn:
+            try:
+                role[0](*role[1])
+            except BaseException as error:  # to be raised where the kernel was launched
+                stage.raised.append(error)
+            stage.roles -= 1
+            stage.turn.notify_all()
+
+    threads = [threading.Thread(target=contextvars.copy_context().run, args=(play, role)) for role in roles]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if stage.raised:
+        raise stage.raised[0]
+
+
+class _Barrier:
+    """An mbarrier (PTX ISA, "mbarrier"): a phase ends with its arrivals made and its bytes come."""
+
+    def __init__(self) -> None:
+        self.arrivals = self.missing = self.phase = self.bytes = 0
+        self.copies: list[Callable[[], int]] = []  # under way; each gives how many bytes came
+
+    def arrive(self, count: int) -> None:
+        self.missing -= count
+        self.end_phase()
+
+    def end_phase(self) -> None:
+        if self.missing == 0 and self.bytes == 0:
+            self.phase, self.missing = self.phase ^ 1, self.arrivals
+
+    def over(self, phase: int) -> bool:
+        """Whether the phase has ended; what is under way comes now."""
+        copies, self.copies = self.copies, []
+        for copy in copies:
+            self.bytes -= copy()
+            self.end_phase()
+        return bool(self.phase != phase)
+
+
+class _Shared:
+    """A piece of shared memory, or a part of one."""
+
+    def __init__(self, data: np.ndarray, dtype: Any) -> None:
+        self.data, self.dtype = data, dtype
+
+    def index(self, at: int) -> _Shared:
+        return _Shared(self.data[at], self.dtype)
+
+    def slice(self, start: int, length: int) -> _Shared:
+        return _Shared(self.data[start : start + length], self.dtype)
+
+    def permute(self, order: Sequence[int]) -> _Shared:
+        return _Shared(self.data.transpose([int(axis) for axis in order]), self.dtype)
+
+    @property
+    def barrier(self) -> _Barrier:
+        found: _Barrier = self.data[0]
+        return found
+
+
+def allocate_shared_memory(dtype: Any, shape: Sequence[Any], _layout: object) -> _Shared:
+    """Tiles hold whole values, as float32; barriers are of int64."""
+    lengths = [int(n) for n in shape]
+    if dtype == int64:
+        return _Shared(np.array([_Barrier() for _ in range(np.prod(lengths))]).reshape(lengths), dtype)
+    return _Shared(np.full(lengths, np.nan, np.float32), dtype)
+
+
+class _Block:
+    def __init__(self, shape: Sequence[Any], dtype: Any) -> None:
+        self.shape = [int(n) for n in shape]
+        self.nbytes: int = int(np.prod(self.shape)) * dtype.primitive_bitwidth // 8
+
+
+class _Descriptor:
+    """Rows that the copy engine takes tiles of; 0 beyond them."""
+
+    def __init__(self, base: Any, shape: Sequence[Any], strides: Sequence[Any], block: Sequence[Any]) -> None:
+        self.base, self.shape, self.stride = base, shape, strides[0]
+        self.dtype = base.dtype.element_ty
+        self.block_type = _Block(block, self.dtype)
+
+    def load(self, first: int) -> np.ndarray:
+        rows, columns = self.block_type.shape
+        i, d = (first + tl.arange(0, rows))[:, None], tl.arange(0, columns)[None, :]
+        inside = (i >= 0) & (i < self.shape[0]) & (d < self.shape[1])
+        loaded = tl.load(self.base + i.to(int64) * self.stride + d, mask=inside, other=0.0)
+        values: np.ndarray = loaded.to(float32).handle.data
+        return values
+
+
+class _Product:
+    """a @ b (+ acc), not known before it is waited for."""
+
+    def __init__(self, a: Any, b: _Shared, acc: Any) -> None:
+        self.a, self.b, self.acc = a, b, acc
+        self.value: Any = None
+
+    def finish(self) -> None:
+        a, b = (_tensor(x) if isinstance(x, _Shared) else x for x in (self.a, self.b))
+        acc = tl.zeros([a.shape[0], b.shape[1]], float32) if self.acc is None else self.acc
+        self.value = dot(a, b, acc, "ieee")
+
+
+def _tensor(shared: _Shared) -> Any:
+    """What is in shared memory now."""
+    data = np.ascontiguousarray(shared.data)
+    x = tl.full(list(data.shape), 0.0, float32)
+    x.handle.data = data.copy()
+    return x
+
+
+class _MBarrier:
+    """`hopper.mbarrier`."""
+
+    MBarrierLayout = _Layout
+
+    @staticmethod
+    def init(shared: _Shared, count: int) -> None:
+        shared.barrier.arrivals = shared.barrier.missing = int(count)
+
+    @staticmethod
+    def expect(shared: _Shared, nbytes: int) -> None:
+        shared.barrier.bytes += int(nbytes)
+        shared.barrier.arrive(1)
+
+    @staticmethod
+    def arrive(shared: _Shared, count: int) -> None:
+        shared.barrier.arrive(int(count))
+        _part.stage.give_way()
+
+    @staticmethod
+    def wait(shared: _Shared, phase: Any, pred: Any = True) -> None:
+        if pred:
+            wanted = int(phase)
+            _part.stage.wait_for(lambda: shared.barrier.over(wanted), f"a barrier's phase {wanted} has not ended")
+
+
+class _TMA:
+    """`hopper.tma`."""
+
+    @staticmethod
+    def make_tensor_descriptor(
+        base: Any, shape: Sequence[Any], strides: Sequence[Any], block: Sequence[Any], _layout: object
+    ) -> _Descriptor:
+        return _Descriptor(base, shape, strides, block)
+
+    @staticmethod
+    def async_load(rows: _Descriptor, at: Sequence[Any], shared: _Shared, tile: _Shared) -> None:
+        def come() -> int:
+            tile.data[...] = rows.load(at[0])
+            return rows.block_type.nbytes
+
+        assert list(tile.data.shape) == rows.block_type.shape
+        tile.data[...] = np.nan
+        shared.barrier.copies.append(come)
+
+
+class hopper:  # noqa: N801 -- a module's name
+    """`gluon.language.nvidia.hopper`."""
+
+    mbarrier, tma = _MBarrier, _TMA
+
+    @staticmethod
+    def fence_async_shared() -> None: ...
+
+    @staticmethod
+    def warpgroup_mma(a: Any, b: _Shared, acc: Any, *, use_acc: Any = True, is_async: bool) -> _Product:
+        assert is_async
+        _part.products.append(_Product(a, b, acc if use_acc else None))
+        return _part.products[-1]
+
+    @staticmethod
+    def warpgroup_mma_wait(outstanding: int, deps: Sequence[Any]) -> Any:
+        """The results of all products but the newest `outstanding`."""
+        while len(_part.products) > outstanding:
+            _part.products.pop(0).finish()
+        values = tuple(each.value if isinstance(each, _Product) else each for each in deps)
+        assert not any(value is None for value in values), "a product is used that was not waited for"
+        return values if len(values) > 1 else values[0]

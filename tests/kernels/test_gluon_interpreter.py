@@ -1,0 +1,94 @@
+"""The interpreter of Gluon shows each mistake of order between copies, products and roles, and passes what has none."""
+
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from flashpoint_kernels.triton_backend import gluon_interpreter as gl
+from flashpoint_kernels.triton_backend.gluon_interpreter import hopper
+from flashpoint_kernels.triton_backend.interpret import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="what runs on a device is no interpreter's")
+mbarrier, tma = hopper.mbarrier, hopper.tma
+TILES, N = 3, 16
+
+
+@gl.jit
+def bring(x, rows, full, free, MISTAKE: tl.constexpr):
+    """Tiles of x one after the other into one tile of shared memory."""
+    for n in range(3):
+        if n > 0 and MISTAKE != "overwrites":
+            mbarrier.wait(free.index(0), (n - 1) & 1)
+        mbarrier.expect(full.index(0), 16 * 16 * 4 + (4 if MISTAKE == "expects more" else 0))
+        tma.async_load(rows, [n * 16, 0], full.index(0), x)
+
+
+@gl.jit
+def add_up(out, x, full, free, MISTAKE: tl.constexpr):
+    """The sum of the products of each tile with itself."""
+    acc = tl.zeros([16, 16], tl.float32)
+    for n in range(3):
+        if MISTAKE != "reads early":
+            mbarrier.wait(full.index(0), n & 1)
+        product = hopper.warpgroup_mma(x, x, acc, is_async=True)
+        if MISTAKE == "frees early":
+            mbarrier.arrive(free.index(0), count=1)
+        acc = hopper.warpgroup_mma_wait(1 if MISTAKE == "does not wait" else 0, [product])
+        if MISTAKE == "arrives twice":
+            mbarrier.arrive(free.index(0), count=1)
+        if MISTAKE != "frees early":
+            mbarrier.arrive(free.index(0), count=1)
+    at = tl.arange(0, 16)
+    tl.store(out + at[:, None] * 16 + at[None, :], acc)
+
+
+@gl.jit
+def sums(source, out, MISTAKE: tl.constexpr):
+    rows = tma.make_tensor_descriptor(source, [3 * 16, 16], [16, 1], [16, 16], None)
+    x = gl.allocate_shared_memory(tl.float32, [16, 16], None)
+    full = gl.allocate_shared_memory(tl.int64, [1, 1], None)
+    free = gl.allocate_shared_memory(tl.int64, [1, 1], None)
+    mbarrier.init(full.index(0), count=1)
+    mbarrier.init(free.index(0), count=1)
+    gl.warp_specialize([(add_up, (out, x, full, free, MISTAKE)), (bring, (x, rows, full, free, MISTAKE))], [1], [24])
+
+
+def run(mistake: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what is computed, what is right)."""
+    x = torch.randn(TILES, N, N, generator=torch.Generator().manual_seed(0))
+    out = torch.full((N, N), math.inf)
+    sums[(1,)](x, out, MISTAKE=mistake)
+    return out, (x.double() @ x.double()).sum(0)
+
+
+def test_what_has_no_mistake_is_computed() -> None:
+    found, right = run("")
+    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mistake", ["reads early", "overwrites", "frees early", "arrives twice"])
+def test_a_tile_that_is_read_too_early_or_written_too_early_is_seen(
+    mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gl, "PATIENCE", 1.0)
+    try:
+        found, right = run(mistake)
+    except triton.runtime.errors.InterpreterError:
+        return  # the roles lost one another
+    assert not torch.allclose(found.double(), right, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error"),
+    [
+        ("does not wait", "a product is used that was not waited for"),
+        ("expects more", "phase 0 has not ended in 1 s"),
+    ],
+)
+def test_what_cannot_go_on_is_an_error(mistake: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gl, "PATIENCE", 1.0)
+    with pytest.raises(triton.runtime.errors.InterpreterError, match=error):
+        run(mistake)
