@@ -199,7 +199,7 @@ class _Descriptor:
     """Rows that the copy engine takes tiles of; 0 beyond them."""
 
     def __init__(self, base: Any, shape: Sequence[Any], strides: Sequence[Any], block: Sequence[Any]) -> None:
-        self.base, self.shape, self.stride = base, shape, strides[0]
+        self.base, self.shape, self.stride, self.layout = base, shape, strides[0], _Layout()
         self.dtype = base.dtype.element_ty
         self.block_type = _Block(block, self.dtype)
 

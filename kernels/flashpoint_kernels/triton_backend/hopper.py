@@ -28,40 +28,16 @@ def attention_forward_hopper(
 
     STAGES: tiles of keys, and of values, that are in shared memory at a time.
     """
-    item = items + (gl.program_id(0) // heads) * ITEM
-    head = gl.program_id(0) % heads
-    row = gl.load(item).to(gl.int64)
-    t = table + row * c.WIDTH
-    seq = load_sequence(t, floats + row * c.SCALARS, head)
+    seq, work, cut = find_queries(table, floats, items, heads, ITEM, BLOCK_M, BLOCK_N)
+    t, head, _i0, _lo, _count = work
     q_len, kv_len = seq[4][0], seq[4][1]
-    group = gl.load(t + c.GROUP).to(gl.int32)
-    # A program whose sequence has no such head takes a block beyond the last query: it sees nothing and stores nothing.
-    i0 = gl.where(head < gl.load(t + c.HEADS), gl.load(item + 1), gl.load(t + c.Q_ROWS).to(gl.int32))
-    lo, _full_lo, full_hi, hi = key_stretches(i0, seq[4], 0, kv_len, 0, BLOCK_M, BLOCK_N)
-    count = (hi - lo + BLOCK_N - 1) // BLOCK_N
-    cut = count - (full_hi - lo) // BLOCK_N  # tiles that need a test of visibility
-
-    q_base, q_head, q_stride = locate(t, c.Q, DTYPE, True)
-    k_base, k_head, k_stride = locate(t, c.K, DTYPE, True)
-    v_base, v_head, v_stride = locate(t, c.V, DTYPE, True)
-    Q: tl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], DTYPE)
-    K: tl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], DTYPE)
-    V: tl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_DV], DTYPE)
-    q_rows = describe(q_base + head * q_head, q_len, head_dim, q_stride, BLOCK_M, BLOCK_D, Q)
-    k_rows = describe(k_base + head // group * k_head, kv_len, head_dim, k_stride, BLOCK_N, BLOCK_D, K)
-    v_rows = describe(v_base + head // group * v_head, kv_len, value_dim, v_stride, BLOCK_N, BLOCK_DV, V)
-    q = gl.allocate_shared_memory(DTYPE, [BLOCK_M, BLOCK_D], Q)
-    k = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_D], K)
-    v = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_DV], V)
-    tiles = (q, k, v)
-    # Full: a copy has come. Free: both groups have done with it.
-    q_full = signals(1, 1)
-    k_full, k_free = signals(STAGES, 1), signals(STAGES, 2)
-    v_full, v_free = signals(STAGES, 1), signals(STAGES, 2)
-    hopper.fence_async_shared()  # the copy engine sees them as they are now
-    barriers = (q_full, k_full, v_full, k_free, v_free)
-
-    work = (t, head, i0, lo, count)
+    kv_head = head // gl.load(t + c.GROUP).to(gl.int32)
+    q_rows = describe(t, c.Q, head, q_len, head_dim, DTYPE, BLOCK_M, BLOCK_D)
+    k_rows = describe(t, c.K, kv_head, kv_len, head_dim, DTYPE, BLOCK_N, BLOCK_D)
+    v_rows = describe(t, c.V, kv_head, kv_len, value_dim, DTYPE, BLOCK_N, BLOCK_DV)
+    tiles = (room(q_rows, 1, DTYPE), room(k_rows, STAGES, DTYPE), room(v_rows, STAGES, DTYPE))
+    barriers = (signals(1, 1), signals(STAGES, 1), signals(STAGES, 1), signals(STAGES, 2), signals(STAGES, 2))
+    hopper.fence_async_shared()  # the copy engine sees the barriers as they are now
     gl.warp_specialize(
         [
             (attend, (tiles, barriers, work, seq, value_dim, cut, 0, DTYPE, BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),
@@ -74,14 +50,50 @@ def attention_forward_hopper(
 
 
 @jit
-def describe(base, count, dim, stride, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr):
+def find_queries(
+    table, floats, items, heads, ITEM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr  # noqa: N803
+):  # fmt: skip
+    """(sequence, work, cut) of a program that goes through the keys of a block of queries.
+
+    work: (table row, head, first query, first key, number of tiles of keys), of which the last `cut` need a test of
+    visibility. A program whose sequence has no such head takes a block beyond the last query: it sees nothing and
+    stores nothing.
+    """
+    item = items + (gl.program_id(0) // heads) * ITEM
+    head = gl.program_id(0) % heads
+    row = gl.load(item).to(gl.int64)
+    t = table + row * c.WIDTH
+    seq = load_sequence(t, floats + row * c.SCALARS, head)
+    i0 = gl.where(head < gl.load(t + c.HEADS), gl.load(item + 1), gl.load(t + c.Q_ROWS).to(gl.int32))
+    lo, _full_lo, full_hi, hi = key_stretches(i0, seq[4], 0, seq[4][1], 0, BLOCK_M, BLOCK_N)
+    count = (hi - lo + BLOCK_N - 1) // BLOCK_N
+    return seq, (t, head, i0, lo, count), count - (full_hi - lo) // BLOCK_N
+
+
+@jit
+def describe(
+    t, TENSOR: tl.constexpr, head, count, dim, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """A descriptor of a head's `count` rows of `dim`, for tiles of (ROWS, BLOCK_D): 0 beyond."""
+    LAYOUT: tl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], DTYPE)
+    base, head_stride, stride = locate(t, TENSOR, DTYPE, True)
+    base += head * head_stride
     return tma.make_tensor_descriptor(base, [gl.maximum(count, 1), dim], [stride, 1], [ROWS, BLOCK_D], LAYOUT)
 
 
 @jit
+def room(rows, STAGES: tl.constexpr, DTYPE: tl.constexpr):
+    """Shared memory for that many tiles of a descriptor."""
+    SHAPE: tl.constexpr = [STAGES] + rows.block_type.shape
+    return gl.allocate_shared_memory(DTYPE, SHAPE, rows.layout)
+
+
+@jit
 def signals(NUMBER: tl.constexpr, ARRIVALS: tl.constexpr):
-    """Barriers in shared memory, each of whose phases ends with that many arrivals (and what was said to come)."""
+    """Barriers in shared memory, each of whose phases ends with that many arrivals (and what was said to come).
+
+    With one they say that a copy has come; with two, that both groups have done with a tile.
+    """
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(at), count=ARRIVALS)
@@ -96,7 +108,7 @@ def bring(tiles, barriers, work, q_rows, k_rows, v_rows, BLOCK_N: tl.constexpr, 
     _t, _head, i0, lo, count = work
     if count > 0:
         mbarrier.expect(q_full.index(0), q_rows.block_type.nbytes)
-        copy(q_rows, [i0, 0], q_full.index(0), q)
+        copy(q_rows, [i0, 0], q_full.index(0), q.index(0))
     for n in range(count):
         at, phase = n % STAGES, (n // STAGES) & 1
         j0 = lo + (count - 1 - n) * BLOCK_N
@@ -194,7 +206,7 @@ def ask_scores(
     """The product of a group's queries with tile n of the keys, under way."""
     q, k, _v = tiles
     zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S)
-    mine = q.slice(HALF * ROWS, ROWS)
+    mine = q.index(0).slice(HALF * ROWS, ROWS)
     return multiply(mine, k.index(n % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
