@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashpoint_kernels import Options, Problem, triton_backend, verify
-from flashpoint_kernels.triton_backend.launch import forward_calls
+from flashpoint_kernels import Options, Problem, run, verify
+from flashpoint_kernels.dispatch import with_forwards
+from flashpoint_kernels.triton_backend.launch import backward_calls, forward_calls
 from tests.conftest import DEVICE
 from tests.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
 
@@ -35,11 +36,20 @@ def kernels(tensors: dict[str, torch.Tensor], options: Options) -> list[str]:
     return [call.kernel.__name__ for call in forward_calls([problem]) if call.programs]
 
 
+def backward_kernels(tensors: dict[str, torch.Tensor], options: Options) -> list[str]:
+    problem = Problem.create(tensors, options, "backward")
+    _, whole = with_forwards([problem])
+    return [call.kernel.__name__ for call in backward_calls(whole, [{}]) if call.programs]
+
+
 @pytest.mark.usefixtures("_asked")
 @pytest.mark.parametrize(("case", "q_len", "kv_len"), CASES, ids=lambda x: name_of(x) if isinstance(x, dict) else None)
 def test_answers(case: dict[str, Any], q_len: int, kv_len: int) -> None:
     tensors = tensors_of(case, q_len, kv_len)
     assert kernels(tensors, options_of(case)) == ["attention_forward_hopper"]
+    assert backward_kernels(tensors, options_of(case)) == [
+        "attention_delta", "attention_backward_kv_hopper", "attention_backward_q_hopper",
+    ]  # fmt: skip
     found = verify(tensors, options_of(case))
     assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
 
@@ -48,23 +58,29 @@ def test_answers(case: dict[str, Any], q_len: int, kv_len: int) -> None:
 def test_heads_that_a_sequence_has_not_and_sequences_that_see_nothing() -> None:
     """In one launch with more heads than its own, each with its bits alone; 0 and −inf where nothing is seen."""
     g = torch.Generator().manual_seed(3)
-    problems = []
+    problems: dict[str, list[Problem]] = {"forward": [], "backward": []}
     for heads, q_len, kv_len in ((1, 70, 40), (4, 33, 70), (2, 40, 0)):
         tensors = {
             name: torch.randn((1, heads, n, 16), generator=g).half().to(DEVICE)
-            for name, n in (("q", q_len), ("k", kv_len), ("v", kv_len))
+            for name, n in (("q", q_len), ("k", kv_len), ("v", kv_len), ("do", q_len))
         }
-        problems.append(Problem.create(tensors, Options(causal=True, return_lse=True)))
-    for problem in problems:
-        problem.outputs["o"].fill_(float("nan"))
-    triton_backend.forward(problems)
-    together = [{name: t.clone() for name, t in problem.outputs.items()} for problem in problems]
-    for problem, answer in zip(problems, together, strict=True):
-        triton_backend.forward([problem])
-        assert all(torch.equal(problem.outputs[name], t) for name, t in answer.items())
-        assert not answer["o"].isnan().any()
-    assert together[2]["o"].abs().max() == 0
-    assert (together[2]["lse"] == float("-inf")).all()
+        problems["backward"].append(Problem.create(tensors, Options(causal=True), "backward"))
+        del tensors["do"]
+        problems["forward"].append(Problem.create(tensors, Options(causal=True, return_lse=True)))
+    together = {}
+    for direction, each in problems.items():
+        for problem in each:
+            for t in problem.outputs.values():
+                t.fill_(float("nan"))
+        run(each, "triton")
+        together[direction] = [{name: t.clone() for name, t in problem.outputs.items()} for problem in each]
+        for problem, answer in zip(each, together[direction], strict=True):
+            run([problem], "triton")
+            assert all(torch.equal(problem.outputs[name], t) for name, t in answer.items())
+            assert not any(t.isnan().any() for t in answer.values())
+    assert together["forward"][2]["o"].abs().max() == 0
+    assert (together["forward"][2]["lse"] == float("-inf")).all()
+    assert together["backward"][2]["dq"].abs().max() == 0
 
 
 @pytest.mark.usefixtures("_asked")
@@ -77,6 +93,7 @@ def test_what_the_copy_engine_cannot_take_goes_through_pointers() -> None:
     for tensors, options in (
         ({**fine, "k": one(1, 2, 70, 20)[..., :16]}, Options()),  # rows 40 bytes apart
         ({**fine, "k": one(1, 2, 1, 16).expand(1, 2, 70, 16)}, Options()),  # rows that are the same memory
+        ({**fine, "v": one(1, 1, 70, 16).expand(1, 2, 70, 16)}, Options()),
         (fine, Options(window=(5, 5))),  # level 1
         (fine, Options(scale=-1.0)),
         ({name: t.float() for name, t in fine.items()}, Options()),

@@ -34,6 +34,7 @@ from flashpoint_kernels.triton_backend.config import padded, tiles
 from flashpoint_kernels.triton_backend.configurations import SHARED_KIB, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
 from flashpoint_kernels.triton_backend.hopper import attention_forward_hopper
+from flashpoint_kernels.triton_backend.hopper_backward import attention_backward_kv_hopper, attention_backward_q_hopper
 from flashpoint_kernels.triton_backend.launch import _TYPES
 from flashpoint_kernels.triton_backend.shipped import Variant, all_of, representative
 
@@ -44,14 +45,15 @@ KERNELS = {
     "delta": attention_delta,
     "backward_kv": attention_backward_kv,
     "backward_q": attention_backward_q,
-    "backward_q_hopper": attention_backward_q,
+    "backward_kv_hopper": attention_backward_kv_hopper,
+    "backward_q_hopper": attention_backward_q_hopper,
     "backward_mask": attention_backward_mask,
     "backward_sinks": attention_backward_sinks,
 }
 _POINTERS = {"table": "*i64", "floats": "*fp32", "items": "*i32", "part_o": "*fp32", "part_lse": "*fp32"}
 MATRIX = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 MMA = re.compile(r"\b(HMMA|HGMMA|UTCHMMA)\b")  # as SASS has them
-_PRODUCTS = ("forward", "forward_hopper", "backward_kv", "backward_q", "backward_q_hopper")
+_PRODUCTS = ("forward", "backward_kv", "backward_q")
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,8 @@ def tile_of(variant: Variant) -> Tile:
     """The tile that `variant` ships with."""
     kernel, arch, dtype, dim, level, *_ = variant
     config = tiles(arch, dtype, dim, dim, level, hopper=kernel.endswith("hopper"))
-    tiles_of = {"forward_hopper": "forward", "delta": "backward_q", "backward_q_hopper": "backward_q"}
-    tiles_of |= {"backward_mask": "backward_q", "backward_sinks": "backward_q"}
-    tile: Tile = getattr(config, tiles_of.get(kernel, kernel))
+    tiles_of = dict.fromkeys(("delta", "backward_mask", "backward_sinks"), "backward_q")
+    tile: Tile = getattr(config, tiles_of.get(kernel, kernel.removesuffix("_hopper")))
     return tile
 
 
@@ -104,7 +105,7 @@ def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
         "LEVEL": level, "DTYPE": _TYPES[dtype], "MASK_DTYPE": mask and _TYPES[mask], "DMASK_DTYPE": tl.float32,
         "PRECISION": precision, "ALIGNED": True, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "BLOCK_D": padded(dim), "BLOCK_DV": padded(dim), "EVEN": padded(dim) == dim,
-        "TMA": kernel == "backward_q_hopper", "STAGES": tile.num_stages,
+        "STAGES": tile.num_stages,
     }  # fmt: skip
     names = function.arg_names
     constants = {(at,): values[name] for at, name in enumerate(names) if name in values}
@@ -136,14 +137,17 @@ def faults(report: Report) -> list[str]:
         found.append(f"{report.atomics} atomics")
     if half and report.level == 0 and report.head_dim <= 128 and report.spill_bytes:
         found.append(f"{report.spill_bytes} bytes spilled")
-    wide = report.block_n if report.kernel == "backward_kv" else report.block_m  # the rows of a product
-    if half and report.kernel in _PRODUCTS and wide >= 64 and MATRIX[report.arch] not in report.matrix_instructions:
+    kernel = report.kernel.removesuffix("_hopper")
+    wide, along = (report.block_m, report.block_n)[
+        :: -1 if kernel == "backward_kv" else 1
+    ]  # a tile as it is multiplied
+    if half and kernel in _PRODUCTS and wide >= 64 and MATRIX[report.arch] not in report.matrix_instructions:
         found.append(f"no {MATRIX[report.arch]}, but {', '.join(report.matrix_instructions) or 'nothing'}")
     if report.kernel.endswith("hopper") and not report.copies:
         found.append("no copies by descriptor")
-    if report.kernel == "forward_hopper" and not report.specialised:
+    if report.kernel.endswith("hopper") and not report.specialised:
         found.append("its warps have no roles")
-    if report.kernel == "forward_hopper" and report.beside < report.block_n // 2:  # a thread's share of 64 rows
+    if report.kernel.endswith("hopper") and report.beside < along // 2:  # a thread's share of 64 rows of scores
         found.append(f"{report.beside} exponentials beside a product")
     return found
 
@@ -195,14 +199,16 @@ def _loop(code: list[str], labels: dict[str, int]) -> int:
 
 
 def _beside(code: list[str]) -> int:
-    """Exponentials between `wgmma.wait_group 1` and the next 0, the least there are; 0 where nothing waits so."""
+    """Exponentials between a wait that leaves a product under way and the wait for all, the least; 0 without such."""
     counts = []
     stretch: list[str] | None = None
     for instruction in code:
         if wait := re.search(r"\bWARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", instruction):
-            if wait[1] == "0" and stretch is not None:
+            if wait[1] != "0":
+                stretch = stretch or []
+            elif stretch is not None:
                 counts.append(sum("MUFU.EX2" in i for i in stretch))
-            stretch = [] if wait[1] == "1" else None
+                stretch = None
         elif stretch is not None:
             stretch.append(instruction)
     return min(counts, default=0)

@@ -18,7 +18,6 @@ from flashpoint_kernels.triton_backend import table as c
 from flashpoint_kernels.triton_backend.interpret import cast, dot
 from flashpoint_kernels.triton_backend.scores import LOG2E, keep, modify, probabilities, visible, visible_to
 from flashpoint_kernels.triton_backend.tiles import (
-    describe,
     key_stretches,
     load_rows,
     load_sequence,
@@ -179,26 +178,18 @@ def attention_backward_kv(
 
 @triton.jit
 def gather_keys(
-    dq, q, do, lse, delta, i0, lo, hi, seq, k_rows, v_rows, head_dim, value_dim,
+    dq, q, do, lse, delta, i0, lo, hi, seq, k_base, k_stride, v_base, v_stride, head_dim, value_dim,
     FULL: tl.constexpr, LEVEL: tl.constexpr, DTYPE: tl.constexpr, MASK_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
-    TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add to dq of a block of queries what keys [lo, hi) give, a tile of BLOCK_N at a time.
-
-    `k_rows` and `v_rows` are the head's descriptors with TMA, else its (pointer, stride of a row).
-    """
+    """Add to dq of a block of queries what keys [lo, hi) give, a tile of BLOCK_N at a time."""
     kv_len = seq[4][1]
     o_m = i0 + tl.arange(0, BLOCK_M)
     within = tl.arange(0, BLOCK_N)
     for j0 in range(lo, hi, BLOCK_N):
         o_n = j0 + within
-        if TMA:
-            k = k_rows.load([j0, 0])  # (N, D)
-            v = v_rows.load([j0, 0])  # (N, Dv)
-        else:
-            k = load_rows(k_rows[0], k_rows[1], o_n, kv_len, head_dim, BLOCK_D, FULL, EVEN)
-            v = load_rows(v_rows[0], v_rows[1], o_n, kv_len, value_dim, BLOCK_DV, FULL, EVEN)
+        k = load_rows(k_base, k_stride, o_n, kv_len, head_dim, BLOCK_D, FULL, EVEN)  # (N, D)
+        v = load_rows(v_base, v_stride, o_n, kv_len, value_dim, BLOCK_DV, FULL, EVEN)  # (N, Dv)
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)  # (M, N)
         s, slope = modify(s, o_m[:, None], o_n[None, :], seq, LEVEL, MASK_DTYPE)
         p = probabilities(s, lse[:, None])
@@ -217,12 +208,8 @@ def attention_backward_q(
     table, floats, items, heads, head_dim, value_dim,
     LEVEL: tl.constexpr, DTYPE: tl.constexpr, MASK_DTYPE: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
-    TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of queries of one head. Grid: items × `heads`, the largest head count of the launch.
-
-    TMA: k and v come through descriptors, see hopper.py.
-    """
+    """dq of a block of queries of one head. Grid: items × `heads`, the largest head count of the launch."""
     item = items + (tl.program_id(0) // heads) * ITEM
     head = tl.program_id(0) % heads
     row = tl.load(item).to(tl.int64)
@@ -243,12 +230,6 @@ def attention_backward_q(
     k_base += head // group * k_head
     v_base, v_head, v_stride = locate(t, c.V, DTYPE, ALIGNED)
     v_base += head // group * v_head
-    if TMA:
-        k_rows = describe(k_base, seq[4][1], head_dim, k_stride, BLOCK_N, BLOCK_D)
-        v_rows = describe(v_base, seq[4][1], value_dim, v_stride, BLOCK_N, BLOCK_DV)
-    else:
-        k_rows = (k_base, k_stride)
-        v_rows = (v_base, v_stride)
     o_m = i0 + tl.arange(0, BLOCK_M)
     q = load_rows(q_base, q_stride, o_m, q_len, head_dim, BLOCK_D, False, EVEN)  # (M, D)
     do = load_rows(do_base, do_stride, o_m, q_len, value_dim, BLOCK_DV, False, EVEN)  # (M, Dv)
@@ -259,16 +240,16 @@ def attention_backward_q(
     lo, full_lo, full_hi, hi = key_stretches(i0, seq[4], 0, seq[4][1], LEVEL, BLOCK_M, BLOCK_N)
     if LEVEL >= 1:
         dq = gather_keys(
-            dq, q, do, lse, delta, i0, lo, full_lo, seq, k_rows, v_rows, head_dim, value_dim,
-            False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN, TMA,
+            dq, q, do, lse, delta, i0, lo, full_lo, seq, k_base, k_stride, v_base, v_stride, head_dim, value_dim,
+            False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
         )  # fmt: skip
     dq = gather_keys(
-        dq, q, do, lse, delta, i0, full_lo, full_hi, seq, k_rows, v_rows, head_dim, value_dim,
-        True, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN, TMA,
+        dq, q, do, lse, delta, i0, full_lo, full_hi, seq, k_base, k_stride, v_base, v_stride, head_dim, value_dim,
+        True, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
     )  # fmt: skip
     dq = gather_keys(
-        dq, q, do, lse, delta, i0, full_hi, hi, seq, k_rows, v_rows, head_dim, value_dim,
-        False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN, TMA,
+        dq, q, do, lse, delta, i0, full_hi, hi, seq, k_base, k_stride, v_base, v_stride, head_dim, value_dim,
+        False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
     )  # fmt: skip
 
     dq = tl.where(o_m[:, None] < q_len, dq * seq[3], 0.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -52,7 +53,7 @@ def table_of(chip: Chip) -> int:
 
 
 def tiles(arch: int, dtype: str, head_dim: int, value_dim: int, level: int, hopper: bool = False) -> Config:
-    """The tiles of a problem in the table of sm_`arch`; `hopper`: those of the path of hopper.py.
+    """The tiles of a problem in the table of sm_`arch`; `hopper`: with those of the path of hopper.py.
 
     A head dimension that is no power of two tests the columns of what comes through pointers: that takes the registers
     that level 1 has left.
@@ -61,10 +62,14 @@ def tiles(arch: int, dtype: str, head_dim: int, value_dim: int, level: int, hopp
     even = padded(head_dim) == head_dim and padded(value_dim) == value_dim
     by_dim = TABLES[arch]["float32" if dtype == "float32" else f"level {level if even else max(level, 1)}"]
     config = by_dim[next(dim for dim in by_dim if widest <= dim)]
-    if not hopper:
-        return config
-    forward, backward_q = HOPPER[next(dim for dim in HOPPER if widest <= dim)]
-    return replace(config, forward=forward, backward_q=backward_q)
+    changes: dict[str, Any] = dict(hopper_tiles(head_dim, value_dim)) if hopper else {}
+    return replace(config, **changes)
+
+
+def hopper_tiles(head_dim: int, value_dim: int) -> dict[str, Tile]:
+    """The tiles of the kernels, by their names in `Config`, that the path of hopper.py has."""
+    widest = max(padded(head_dim), padded(value_dim))
+    return HOPPER[next(dim for dim in HOPPER if widest <= dim)]
 
 
 stand_in: Chip | None = None  # for every device, in a process that compiles for one that is not there (ahead.py)

@@ -124,11 +124,11 @@ _SM100: Table = {
 # By architecture. sm_120 has sm_86's instructions and memory, not sm_100's.
 TABLES: dict[int, Table] = {80: _SM80, 86: _SM86, 89: _SM86, 90: _SM90, 100: _SM100, 120: _SM86}
 
-# The path of hopper.py: (forward, dQ) of level 0 on sm_90. dK and dV stay with pointers: through descriptors they spill
-# (8 bytes at 64×128). The forward's tiles are FlashAttention-3's for two groups of warps (its tile_size.h; a power of
-# two there), four warps a group.
+# The kernels of hopper.py and hopper_backward.py, for level 0 on sm_90: four warps a group, and tiles that are held in
+# shared memory as stages. The forward's are FlashAttention-3's for two groups (its tile_size.h), at powers of two.
+# The backward's are the largest that spill nothing; two accumulators of D 256 are more than a group has registers for.
 HOPPER = {
-    64: (Tile(128, 128, 4), Tile(128, 128)),
-    128: (Tile(128, 128, 4), Tile(128, 64)),
-    256: (Tile(128, 64, 4), Tile(64, 64)),
+    64: {"forward": Tile(128, 128, 4), "backward_kv": Tile(64, 128, 4), "backward_q": Tile(128, 128, 4)},
+    128: {"forward": Tile(128, 128, 4), "backward_kv": Tile(32, 128, 4, 3), "backward_q": Tile(128, 64, 4)},
+    256: {"forward": Tile(128, 64, 4)},
 }

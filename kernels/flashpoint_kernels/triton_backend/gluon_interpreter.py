@@ -175,6 +175,13 @@ class _Shared:
     def permute(self, order: Sequence[int]) -> _Shared:
         return _Shared(self.data.transpose([int(axis) for axis in order]), self.dtype)
 
+    def reshape(self, shape: Sequence[Any]) -> _Shared:
+        return _Shared(self.data.reshape([int(n) for n in shape]), self.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
     @property
     def barrier(self) -> _Barrier:
         found: _Barrier = self.data[0]
@@ -196,20 +203,24 @@ class _Block:
 
 
 class _Descriptor:
-    """Rows that the copy engine takes tiles of; 0 beyond them."""
+    """Rows that the copy engine takes tiles of, or heads of rows; 0 beyond them."""
 
     def __init__(self, base: Any, shape: Sequence[Any], strides: Sequence[Any], block: Sequence[Any]) -> None:
-        self.base, self.shape, self.stride, self.layout = base, shape, strides[0], _Layout()
-        self.dtype = base.dtype.element_ty
-        self.block_type = _Block(block, self.dtype)
+        self.base, self.shape, self.strides, self.layout = base, shape, strides, _Layout()
+        self.block_type = _Block(block, base.dtype.element_ty)
 
-    def load(self, first: int) -> np.ndarray:
-        rows, columns = self.block_type.shape
-        i, d = (first + tl.arange(0, rows))[:, None], tl.arange(0, columns)[None, :]
-        inside = (i >= 0) & (i < self.shape[0]) & (d < self.shape[1])
-        loaded = tl.load(self.base + i.to(int64) * self.stride + d, mask=inside, other=0.0)
+    def load(self, first: Sequence[Any]) -> np.ndarray:
+        *heads, rows, columns = self.block_type.shape
+        assert heads in ([], [1])
+        i, d = (first[-2] + tl.arange(0, rows))[:, None], (first[-1] + tl.arange(0, columns))[None, :]
+        inside = (i >= 0) & (i < self.shape[-2]) & (d < self.shape[-1])
+        base = self.base
+        if heads:
+            assert first[0] < self.shape[0]
+            base += first[0] * self.strides[0]
+        loaded = tl.load(base + i.to(int64) * self.strides[-2] + d, mask=inside, other=0.0)
         values: np.ndarray = loaded.to(float32).handle.data
-        return values
+        return values.reshape(self.block_type.shape)
 
 
 class _Product:
@@ -248,9 +259,10 @@ class _MBarrier:
         shared.barrier.arrive(1)
 
     @staticmethod
-    def arrive(shared: _Shared, count: int) -> None:
-        shared.barrier.arrive(int(count))
-        _part.stage.give_way()
+    def arrive(shared: _Shared, count: int, pred: Any = True) -> None:
+        if pred:
+            shared.barrier.arrive(int(count))
+            _part.stage.give_way()
 
     @staticmethod
     def wait(shared: _Shared, phase: Any, pred: Any = True) -> None:
@@ -271,7 +283,7 @@ class _TMA:
     @staticmethod
     def async_load(rows: _Descriptor, at: Sequence[Any], shared: _Shared, tile: _Shared) -> None:
         def come() -> int:
-            tile.data[...] = rows.load(at[0])
+            tile.data[...] = rows.load(at)
             return rows.block_type.nbytes
 
         assert list(tile.data.shape) == rows.block_type.shape

@@ -22,7 +22,7 @@ from flashpoint_kernels.triton_backend.tiles import key_stretches, load_sequence
 def attention_forward_hopper(
     table, floats, items, heads, head_dim, value_dim,
     DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one work item and head, as `attention_forward` gives them; no part of a split problem.
 
@@ -40,8 +40,8 @@ def attention_forward_hopper(
     hopper.fence_async_shared()  # the copy engine sees the barriers as they are now
     gl.warp_specialize(
         [
-            (attend, (tiles, barriers, work, seq, value_dim, cut, 0, DTYPE, BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),
-            (attend, (tiles, barriers, work, seq, value_dim, cut, 1, DTYPE, BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),
+            (attend, (tiles, barriers, work, seq, value_dim, cut, 0, DTYPE, BLOCK_M, BLOCK_N, BLOCK_DV, EVEN, STAGES)),
+            (attend, (tiles, barriers, work, seq, value_dim, cut, 1, DTYPE, BLOCK_M, BLOCK_N, BLOCK_DV, EVEN, STAGES)),
             (bring, (tiles, barriers, work, q_rows, k_rows, v_rows, BLOCK_N, STAGES)),
         ],
         [4, 1],
@@ -51,7 +51,7 @@ def attention_forward_hopper(
 
 @jit
 def find_queries(
-    table, floats, items, heads, ITEM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr  # noqa: N803
+    table, floats, items, heads, ITEM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """(sequence, work, cut) of a program that goes through the keys of a block of queries.
 
@@ -71,10 +71,12 @@ def find_queries(
 
 
 @jit
-def describe(
-    t, TENSOR: tl.constexpr, head, count, dim, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """A descriptor of a head's `count` rows of `dim`, for tiles of (ROWS, BLOCK_D): 0 beyond."""
+def describe(t, TENSOR: tl.constexpr, head, count, dim, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A descriptor of a head's `count` rows of `dim`, for tiles of (ROWS, BLOCK_D): 0 beyond.
+
+    The copy engine reads it: what comes so holds no registers and has its addresses computed nowhere. Not every tensor
+    can be described, see `Table.describable`.
+    """
     LAYOUT: tl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], DTYPE)
     base, head_stride, stride = locate(t, TENSOR, DTYPE, True)
     base += head * head_stride
@@ -84,7 +86,7 @@ def describe(
 @jit
 def room(rows, STAGES: tl.constexpr, DTYPE: tl.constexpr):
     """Shared memory for that many tiles of a descriptor."""
-    SHAPE: tl.constexpr = [STAGES] + rows.block_type.shape
+    SHAPE: tl.constexpr = [STAGES] + rows.block_type.shape  # noqa: RUF005 -- Gluon has no such list
     return gl.allocate_shared_memory(DTYPE, SHAPE, rows.layout)
 
 
@@ -124,7 +126,7 @@ def bring(tiles, barriers, work, q_rows, k_rows, v_rows, BLOCK_N: tl.constexpr, 
 def attend(
     tiles, barriers, work, seq, value_dim, cut,
     HALF: tl.constexpr, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A group of warps that multiplies: o and lse of half of the block's queries."""
     S: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -163,16 +165,26 @@ def attend(
     lse_base, lse_head = locate_vector(t, c.LSE)
     wanted_rows = gl.where(gl.load(t + c.LSE) != 0, q_rows, 0)
     gl.store(lse_base + head * lse_head + o_m, lse, mask=o_m < wanted_rows)
+    o = acc / gl.convert_layout(denom, gl.SliceLayout(1, O))[:, None]
+    store_rows(o, t, c.O, head, i0, q_len, q_rows, value_dim, DTYPE, ROWS, BLOCK_DV, EVEN)
 
-    # Rows in pieces of 16 bytes a thread. Those of padding are 0: no key's tile is theirs to be left out of.
-    W: tl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
-    o = gl.convert_layout(cast(acc / gl.convert_layout(denom, gl.SliceLayout(1, O))[:, None], DTYPE), W)
-    o_m = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, W))
-    o_d = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, W))
-    o = gl.where((o_m < q_len)[:, None], o, 0.0)
-    o_base, o_head, o_stride = locate(t, c.O, DTYPE, True)
-    at = o_base + head * o_head + o_m[:, None] * o_stride + o_d[None, :]
-    gl.store(at, o, mask=(o_m < q_rows)[:, None] & (o_d < value_dim)[None, :])
+
+@jit
+def store_rows(
+    x, t, TENSOR: tl.constexpr, head, first, count, rows, dim,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Write x (ROWS, BLOCK_D) from row `first` of a head on, below `rows`; rows from `count` on are padding, and 0."""
+    W: tl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])  # 16 bytes a thread
+    x = gl.convert_layout(cast(x, DTYPE), W)
+    o_m = first + gl.arange(0, ROWS, gl.SliceLayout(1, W))
+    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, W))
+    x = gl.where((o_m < count)[:, None], x, 0.0)
+    base, head_stride, stride = locate(t, TENSOR, DTYPE, True)
+    inside = (o_m < rows)[:, None]
+    if not EVEN:
+        inside = inside & (o_d < dim)[None, :]
+    gl.store(base + head * head_stride + o_m[:, None] * stride + o_d[None, :], x, mask=inside)
 
 
 @jit

@@ -22,7 +22,7 @@ from flashpoint_kernels.triton_backend import table as columns
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
 from flashpoint_kernels.triton_backend.calls import Call, start_compiling
-from flashpoint_kernels.triton_backend.config import config_for, padded, takes_hopper
+from flashpoint_kernels.triton_backend.config import config_for, hopper_tiles, padded, takes_hopper
 from flashpoint_kernels.triton_backend.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
 from flashpoint_kernels.triton_backend.schedule import (
@@ -131,6 +131,7 @@ class Launch:
         return Call(kernel, len(items) * heads, tile, self.device, lambda: args(self.send(items)), constants)
 
 
+_OF_HOPPER = ("DTYPE", "BLOCK_D", "BLOCK_DV", "EVEN")
 _ALL = ("LEVEL", "DTYPE", "MASK_DTYPE", "PRECISION", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
 _VALUES = ("DTYPE", "ALIGNED", "BLOCK_DV", "EVEN")
 
@@ -209,14 +210,24 @@ def _forward_pointers(launch: Launch) -> Iterator[Call]:
 
 
 def _forward_hopper(launch: Launch) -> Iterator[Call]:
-    # Not before it is asked for: see gluon.py.
-    from flashpoint_kernels.triton_backend.hopper import attention_forward_hopper
+    yield _call_hopper(launch, "forward", work_list(launch.shapes, forward_parts, launch.config), launch.heads)
 
-    tile = launch.config.forward
-    yield launch.call(
-        attention_forward_hopper, work_list(launch.shapes, forward_parts, launch.config), launch.heads, tile,
-        lambda items: (launch.table, launch.floats, items, launch.heads, *launch.dims),
-        "DTYPE", "BLOCK_D", "BLOCK_DV", BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.num_stages,
+
+def _call_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -> Call:
+    """A kernel of hopper.py or hopper_backward.py, by its name in `Config`."""
+    # Not before it is asked for: see gluon.py.
+    from flashpoint_kernels.triton_backend import hopper, hopper_backward
+
+    kernels = {
+        "forward": hopper.attention_forward_hopper,
+        "backward_kv": hopper_backward.attention_backward_kv_hopper,
+        "backward_q": hopper_backward.attention_backward_q_hopper,
+    }
+    tile: Tile = getattr(launch.config, name)
+    return launch.call(
+        kernels[name], items, heads, tile,
+        lambda items: (launch.table, launch.floats, items, heads, *launch.dims),
+        *_OF_HOPPER, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.num_stages,
     )  # fmt: skip
 
 
@@ -238,24 +249,27 @@ def backward_calls(
 
 
 def _backward_of(launch: Launch) -> Iterator[Call]:
-    tile, q_tile, kv_tile = launch.config.delta, launch.config.backward_q, launch.config.backward_kv
+    tile = launch.config.delta
     yield launch.call(
         attention_delta, work_list(launch.shapes, query_parts, tile), launch.heads, tile,
         lambda items: (launch.table, items, launch.heads, launch.dims[1]),
         *_VALUES, BLOCK_M=tile.block_m,
     )  # fmt: skip
-    kv_items = work_list(launch.shapes, key_parts, kv_tile)
-    yield launch.call(
-        attention_backward_kv, _asked(launch, kv_items, "dk", "dv"), launch.kv_heads, kv_tile,
-        lambda items: (launch.table, launch.floats, items, launch.kv_heads, *launch.dims),
-        *_ALL, BLOCK_M=kv_tile.block_m, BLOCK_N=kv_tile.block_n,
-    )  # fmt: skip
-    q_items = work_list(launch.shapes, query_parts, q_tile)
-    yield launch.call(
-        attention_backward_q, _asked(launch, q_items, "dq"), launch.heads, q_tile,
-        lambda items: (launch.table, launch.floats, items, launch.heads, *launch.dims),
-        *_ALL, BLOCK_M=q_tile.block_m, BLOCK_N=q_tile.block_n, TMA=launch.hopper,
-    )  # fmt: skip
+    of_hopper = hopper_tiles(*launch.dims) if launch.hopper else {}
+
+    def product(name: str, kernel: Any, parts: Any, heads: int, *outputs: str) -> Call:
+        tile: Tile = getattr(launch.config, name)
+        items = _asked(launch, work_list(launch.shapes, parts, tile), *outputs)
+        if name in of_hopper:
+            return _call_hopper(launch, name, items, heads)
+        return launch.call(
+            kernel, items, heads, tile,
+            lambda items: (launch.table, launch.floats, items, heads, *launch.dims),
+            *_ALL, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        )  # fmt: skip
+
+    yield product("backward_kv", attention_backward_kv, key_parts, launch.kv_heads, "dk", "dv")
+    yield product("backward_q", attention_backward_q, query_parts, launch.heads, "dq")
 
 
 def _backward_masks(launch: Launch) -> Iterator[Call]:

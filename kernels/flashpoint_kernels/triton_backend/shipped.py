@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
+from flashpoint_kernels.triton_backend.config import hopper_tiles
 from flashpoint_kernels.triton_backend.configurations import TABLES
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -47,7 +48,7 @@ def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
             found += [Variant(kernel, arch, dtype, dim) for dim, kernel in product(OTHER_HEAD_DIMS, _PRODUCTS)]
         if arch == 90 and dtype != "float32":
             dims = (*HEAD_DIMS, *OTHER_HEAD_DIMS)
-            found += [Variant(k, arch, dtype, dim) for k, dim in product(("forward_hopper", "backward_q_hopper"), dims)]
+            found += [Variant(f"{k}_hopper", arch, dtype, dim) for dim in dims for k in hopper_tiles(dim, dim)]
     return [*found, Variant("backward_sinks", arch, "float32", 64, 1)]
 
 
@@ -58,8 +59,7 @@ def representative() -> list[Variant]:
         dims = (64, 128) if arch in (80, 90) else (128,)
         for dim, kernel in product(dims, _PRODUCTS):
             found.append(Variant(kernel, arch, "bfloat16", dim))
-    for dim, kernel in product((64, 128), ("forward_hopper", "backward_q_hopper")):
-        found.append(Variant(kernel, 90, "bfloat16", dim))
+    found += [Variant(f"{k}_hopper", 90, "bfloat16", dim) for dim in (64, 128) for k in hopper_tiles(dim, dim)]
     for kernel in ("forward", "backward_kv", "backward_q", "backward_mask"):
         found.append(Variant(kernel, 90, "float16", 96, 2, "float32"))
     found += [Variant(kernel, 86, "bfloat16", 256) for kernel in _PRODUCTS]

@@ -118,7 +118,7 @@ class Table:
             batch, head, row = (s if n > 1 else _VECTOR_BYTES for s, n in zip(t.stride()[:3], t.shape[:3], strict=True))
             self._write(_TENSORS[name].value, address, head, row)
             self.aligned &= all(n % _VECTOR_BYTES == 0 for n in (t.data_ptr(), size * batch, size * head, size * row))
-            self.describable &= self.aligned and row > 0
+            self.describable &= self.aligned and row > 0 and head > 0
         self.alive.append(t)
 
     def _write(self, column: int, address: list[int], *strides: int) -> None:

@@ -1,9 +1,4 @@
-"""Where tiles lie: pointers to a head of a tensor, the stretches of keys that a block sees, and loads of rows.
-
-Rows come through pointers, or through a descriptor that the copy engine reads (TMA, sm_90): it holds no registers,
-computes no addresses and gives 0 for rows and columns beyond its shape. Not every tensor can be described, see
-`Table.describable`.
-"""
+"""Where tiles lie: pointers to a head of a tensor, the stretches of keys that a block sees, and loads of rows."""
 
 import triton
 import triton.language as tl
@@ -92,9 +87,3 @@ def store_rows(base, stride, rows, count, dim, block, BLOCK_D: tl.constexpr, EVE
     if not EVEN:
         inside = inside & (d[None, :] < dim)
     tl.store(base + rows[:, None] * stride + d[None, :], block, mask=inside)
-
-
-@triton.jit
-def describe(base, count, dim, stride, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A descriptor of a head's `count` rows of `dim`, for tiles of (ROWS, BLOCK_D)."""
-    return tl.make_tensor_descriptor(base, [tl.maximum(count, 1), dim], [stride, 1], [ROWS, BLOCK_D])
