@@ -116,7 +116,10 @@ _SM100: Table = {
         128: Config(Tile(128, 64, 8, 3), Tile(64, 128), Tile(128, 64, 8, 1)),
         256: Config(Tile(128, 32), Tile(64, 64, 8, 1), Tile(128, 32, 8, 1)),
     },
-    "level 1": _SM90["level 1"],
+    "level 1": {
+        **_SM90["level 1"],
+        128: Config(Tile(128, 64, 8, 3), Tile(64, 64, 8, 1), Tile(128, 64)),
+    },
     "level 2": _LEVEL_2,
     "float32": _FLOAT32,
 }
