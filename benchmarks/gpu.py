@@ -53,7 +53,7 @@ from flashpoint_kernels.timing.measurement import DeviceLostError  # noqa: E402
 from flashpoint_kernels.timing.peaks import find_peaks  # noqa: E402
 from flashpoint_kernels.triton_backend import aot, launch  # noqa: E402
 from flashpoint_kernels.triton_backend.calls import Call  # noqa: E402
-from flashpoint_kernels.triton_backend.config import chip_of, config_for, table_of  # noqa: E402
+from flashpoint_kernels.triton_backend.config import chip_of, config_for, hopper_tiles, table_of  # noqa: E402
 from flashpoint_kernels.triton_backend.configurations import Config, Tile  # noqa: E402
 from flashpoint_kernels.triton_backend.shipped import all_of  # noqa: E402
 
@@ -162,27 +162,37 @@ def run_tests(files: Sequence[str], seconds: float, **environment: str) -> dict[
 class Trial:
     """One kernel with one tile (None: the table's) on a causal bfloat16 problem of `shape`, (B, H, S, D)."""
 
-    kernel: str
+    kernel: str  # as report.SWEEP has it
     shape: tuple[int, int, int, int]
     device: str
     tile: Tile | None = None
 
     @property
     def config(self) -> Config:
-        return config_for(torch.device(self.device), "bfloat16", self.shape[-1], self.shape[-1], 0, False)
+        dim = self.shape[-1]
+        return config_for(torch.device(self.device), "bfloat16", dim, dim, 0, report.of_hopper(self.kernel))
+
+    @property
+    def name(self) -> str:
+        """Of its tile in a Config."""
+        return self.kernel.removesuffix("_hopper")
 
     def calls(self) -> tuple[list[Call], list[torch.Tensor]]:
         """The calls of the kernel, and what they write."""
+        with path_of_hopper(report.of_hopper(self.kernel)):
+            return self._calls()
+
+    def _calls(self) -> tuple[list[Call], list[torch.Tensor]]:
         device = torch.device(self.device)
         generator = torch.Generator(device).manual_seed(0)
         tensors = {
             name: torch.randn(self.shape, generator=generator, device=device, dtype=torch.bfloat16)
             for name in ("q", "k", "v", "do")
         }
-        config = replace(self.config, **{self.kernel: self.tile}) if self.tile else self.config
+        config = replace(self.config, **{self.name: self.tile}) if self.tile else self.config
         options = Options(causal=True, return_lse=True)
         forward = Problem.create({name: tensors[name] for name in "qkv"}, options)
-        if self.kernel == "forward":
+        if self.name == "forward":
             return list(launch.forward_calls([forward], config)), list(forward.outputs.values())
         launch.forward([forward])  # what the gradients start from is the same for every tile
         backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
@@ -191,7 +201,7 @@ class Trial:
             if call.kernel.__name__ == "attention_delta":
                 call.run()
         mine = [call for call in calls if call.kernel.__name__ == f"attention_{self.kernel}"]
-        return mine, [t for name, t in backward.outputs.items() if (name == "dq") == (self.kernel == "backward_q")]
+        return mine, [t for name, t in backward.outputs.items() if (name == "dq") == (self.name == "backward_q")]
 
     def compile(self) -> None:
         """In a process of its own, into the cache on disk that the sweep then loads from."""
@@ -219,7 +229,9 @@ def sweep_stage(results: Results) -> bool:
     done = {(t["kernel"], t["head_dim"], t["block_m"], t["block_n"], t["num_warps"], t["num_stages"]) for t in trials}
     for kernel, dim in product(report.SWEEP, report.DIMS):
         table = Trial(kernel, (report.TOKENS // SWEEP_SEQ, report.WIDTH // dim, SWEEP_SEQ, dim), DEVICE)
-        shipped: Tile = getattr(table.config, kernel)
+        if report.of_hopper(kernel) and not (has_hopper() and table.name in hopper_tiles(dim, dim)):
+            continue
+        shipped: Tile = getattr(table.config, table.name)
         asked = [shipped, *(tile for tile in report.candidates(kernel) if tile != shipped)]
         asked = [tile for tile in asked if (kernel, dim, *asdict(tile).values()) not in done]
         if any(t["shipped"] and "error" in t for t in trials if (t["kernel"], t["head_dim"]) == (kernel, dim)):
@@ -297,16 +309,24 @@ def timings_stage(results: Results) -> bool:
 
 
 @contextmanager
+def path_of_hopper(asked: bool) -> Iterator[None]:
+    os.environ["FLASHPOINT_HOPPER"] = str(int(asked))
+    try:
+        yield
+    finally:
+        del os.environ["FLASHPOINT_HOPPER"]
+
+
+@contextmanager
 def asked_for(deterministic: bool, hopper: bool) -> Iterator[None]:
     """What is asked of torch and of our own backend, for a while."""
     torch.use_deterministic_algorithms(deterministic)
     memory: Any = torch.utils.deterministic  # whose property mypy does not see
     memory.fill_uninitialized_memory = False  # with NaN, within what is timed
-    os.environ["FLASHPOINT_HOPPER"] = str(int(hopper))
     try:
-        yield
+        with path_of_hopper(hopper):
+            yield
     finally:
-        del os.environ["FLASHPOINT_HOPPER"]
         memory.fill_uninitialized_memory = True
         torch.use_deterministic_algorithms(False)
 

@@ -26,11 +26,15 @@ PEERS = (  # in the order in which they are timed: what levels are about first, 
 PASSES: tuple[CaseDirection, ...] = ("forward", "backward")
 MATH_TOKENS = 4096  # beyond, the scores of SDPA's math alone would not fit
 
-# What may be proposed for each kernel, by queries × keys; warps and stages are tried with each.
+# What may be proposed for each kernel, by queries × keys; warps and stages are tried with each, or stages alone where
+# warps have roles.
 SWEEP = {
     "forward": ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32)),
     "backward_kv": ((64, 128), (64, 64), (32, 128), (128, 64), (32, 64)),
     "backward_q": ((128, 64), (128, 128), (64, 64), (128, 32), (64, 32)),
+    "forward_hopper": ((128, 128), (128, 64)),
+    "backward_kv_hopper": ((64, 128), (32, 128)),
+    "backward_q_hopper": ((128, 128), (128, 64)),
 }
 
 
@@ -75,8 +79,13 @@ def passes(hopper: bool) -> list[Pass]:
     ]
 
 
+def of_hopper(kernel: str) -> bool:
+    return kernel.endswith("_hopper")
+
+
 def candidates(kernel: str) -> list[Tile]:
-    return [Tile(m, n, warps, stages) for (m, n), warps, stages in product(SWEEP[kernel], (4, 8), (1, 2, 3))]
+    warps, stages = ((4,), (2, 3, 4)) if of_hopper(kernel) else ((4, 8), (1, 2, 3))
+    return [Tile(m, n, w, deep) for (m, n), w, deep in product(SWEEP[kernel], warps, stages)]
 
 
 def point(row: Row) -> tuple[Any, ...]:
@@ -148,12 +157,25 @@ def proposal(trials: Iterable[Row]) -> dict[str, dict[int, Row]]:
 
 
 def configuration(best: dict[str, dict[int, Row]]) -> str:
-    """The proposed tiles as lines of configurations.py, for the head dimensions of which every kernel was timed."""
-    lines = []
+    """The proposed tiles as lines of configurations.py, for the head dimensions of which every kernel was timed.
+
+    Of the path for Hopper, which has not every kernel at every head dimension, for those of which one was.
+    """
+
+    def tile(kernel: str, dim: int) -> str:
+        return "Tile({block_m}, {block_n}, {num_warps}, {num_stages})".format(**best[kernel][dim])
+
+    general = [kernel for kernel in SWEEP if not of_hopper(kernel)]
+    lines = [
+        f"{dim}: Config({', '.join(tile(kernel, dim) for kernel in general)}),"
+        for dim in DIMS
+        if all(dim in best.get(kernel, {}) for kernel in general)
+    ]
     for dim in DIMS:
-        if all(dim in best.get(kernel, {}) for kernel in SWEEP):
-            tile = "Tile({block_m}, {block_n}, {num_warps}, {num_stages})"
-            lines.append(f"{dim}: Config({', '.join(tile.format(**best[kernel][dim]) for kernel in SWEEP)}),")
+        timed = [kernel for kernel in SWEEP if of_hopper(kernel) and dim in best.get(kernel, {})]
+        if timed:
+            tiles = ", ".join(f'"{kernel.removesuffix("_hopper")}": {tile(kernel, dim)}' for kernel in timed)
+            lines.append(f"{dim}: {{{tiles}}},")
     return "\n".join(lines)
 
 

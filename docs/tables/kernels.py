@@ -18,12 +18,12 @@ def compiled(arch: int) -> str:
     kernels = {(k["dtype"], k["level"], k["head_dim"], k["kernel"]): k for k in result["kernels"]
                if k["precision"] == "ieee"}  # fmt: skip
     names = ("forward", "backward_kv", "backward_q")
-    variants = [("bfloat16", level, str(level), names) for level in (0, 1, 2)] + [("float32", 0, "0", names)]
+    variants = [("bfloat16", level, str(level), "") for level in (0, 1, 2)] + [("float32", 0, "0", "")]
     if ("bfloat16", 0, 64, "forward_hopper") in kernels:
-        variants.insert(1, ("bfloat16", 0, "0, Hopper", ("forward_hopper", "backward_kv", "backward_q_hopper")))
+        variants.insert(1, ("bfloat16", 0, "0, Hopper", "_hopper"))
     rows = [
-        (dtype, shown, dim, *(_variant(kernels[dtype, level, dim, kernel]) for kernel in of))
-        for (dtype, level, shown, of), dim in product(variants, (64, 128, 256))
+        (dtype, shown, dim, *(_variant(kernels.get((dtype, level, dim, name + suffix))) for name in names))
+        for (dtype, level, shown, suffix), dim in product(variants, (64, 128, 256))
         if (dtype, level, dim, "forward") in kernels
     ]
     instructions = sorted({i for k in result["kernels"] for i in k["matrix_instructions"]})
@@ -32,10 +32,13 @@ def compiled(arch: int) -> str:
     return said + table(["dtype", "level", "D", *(f"`{name}`" for name in names)], rows)
 
 
-def _variant(kernel: dict[str, Any]) -> str:
+def _variant(kernel: dict[str, Any] | None) -> str:
+    if kernel is None:
+        return "–"
     tile = f"{kernel['block_m']}×{kernel['block_n']}, {kernel['num_warps']} warps"
     loop = f" / {kernel['loop']}" if kernel["loop"] else ""
-    return f"{tile}: {kernel['registers']} / {kernel['spill_bytes']} / {kernel['shared_bytes'] / 1024:.0f}{loop}"
+    said = f"{tile}: {kernel['registers']} / {kernel['spill_bytes']} / {kernel['shared_bytes'] / 1024:.0f}{loop}"
+    return f"{said}, {kernel['beside']} beside" if kernel["beside"] else said
 
 
 def benchmarks() -> str:

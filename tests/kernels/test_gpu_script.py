@@ -118,15 +118,23 @@ def test_the_fastest_tile_is_proposed_beside_the_shipped_one() -> None:
     trials = [trial(kernel, 64, m, ms, m == 32) for kernel in report.SWEEP for m, ms in timed]
     best = report.proposal([*trials, trial("forward", 128, 64, 1.0)])
     assert (best["forward"][64]["block_m"], best["forward"][64]["shipped_ms"]) == (128, 3.0)
-    line = "64: Config(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),"
-    assert report.configuration(best) == line, "of 128 one kernel alone was timed"
+    tile = "Tile(128, 64, 8, 2)"
+    lines = [
+        f"64: Config({tile}, {tile}, {tile}),",
+        f'64: {{"forward": {tile}, "backward_kv": {tile}, "backward_q": {tile}}},',
+    ]
+    assert report.configuration(best) == "\n".join(lines), "of 128 one kernel alone was timed"
+    del best["backward_q_hopper"]
+    assert report.configuration(best).endswith(f'64: {{"forward": {tile}, "backward_kv": {tile}}},')
 
 
 @pytest.mark.parametrize("kernel", report.SWEEP)
 def test_a_trial_runs_its_kernel_with_its_tile_and_a_wrong_answer_is_no_time(kernel: str) -> None:
     table = gpu.Trial(kernel, (1, 1, 20, 16), DEVICE)
     tried = replace(table, tile=Tile(16, 32))
-    assert {call.constants["BLOCK_M"] for call in tried.calls()[0] if call.programs} == {16}
+    ran = [call for call in tried.calls()[0] if call.programs]
+    assert {call.constants["BLOCK_M"] for call in ran} == {16}
+    assert [call.kernel.__name__ for call in ran] == [f"attention_{kernel}"]
     truth = table.time(1)
     compiled: Future[None] = Future()
     compiled.set_result(None)
