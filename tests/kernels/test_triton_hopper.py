@@ -90,10 +90,11 @@ def test_what_the_copy_engine_cannot_take_goes_through_pointers() -> None:
 
     fine = {"q": one(1, 2, 70, 16), "k": one(1, 2, 70, 16), "v": one(1, 2, 70, 16)}
     assert kernels(fine, Options()) == ["attention_forward_hopper"]
+    assert kernels({**fine, "v": one(1, 1, 70, 16).expand(1, 2, 70, 16)}, Options()) == ["attention_forward_hopper"]
     for tensors, options in (
         ({**fine, "k": one(1, 2, 70, 20)[..., :16]}, Options()),  # rows 40 bytes apart
         ({**fine, "k": one(1, 2, 1, 16).expand(1, 2, 70, 16)}, Options()),  # rows that are the same memory
-        ({**fine, "v": one(1, 1, 70, 16).expand(1, 2, 70, 16)}, Options()),
+        ({**fine, "q": one(1, 1, 70, 16).expand(1, 2, 70, 16)}, Options()),  # heads that are
         (fine, Options(window=(5, 5))),  # level 1
         (fine, Options(scale=-1.0)),
         ({name: t.float() for name, t in fine.items()}, Options()),

@@ -47,8 +47,8 @@ _VECTOR_BYTES = 16  # of the widest load
 class Table:
     """One request's rows. `alive` holds the tensors whose addresses they carry.
 
-    `aligned`: every row of every head starts at a multiple of the widest load. `describable`: and no two rows of a
-    tensor are the same memory, so that the copy engine takes it.
+    `aligned`: every row of every head starts at a multiple of the widest load. `describable`: and the copy engine takes
+    each tensor: no two rows of a head are the same memory, nor two heads of what is described a group at a time.
     """
 
     ints: np.ndarray
@@ -118,7 +118,7 @@ class Table:
             batch, head, row = (s if n > 1 else _VECTOR_BYTES for s, n in zip(t.stride()[:3], t.shape[:3], strict=True))
             self._write(_TENSORS[name].value, address, head, row)
             self.aligned &= all(n % _VECTOR_BYTES == 0 for n in (t.data_ptr(), size * batch, size * head, size * row))
-            self.describable &= self.aligned and row > 0 and head > 0
+            self.describable &= self.aligned and row > 0 and (head > 0 or name in _KEY_TENSORS)
         self.alive.append(t)
 
     def _write(self, column: int, address: list[int], *strides: int) -> None:
