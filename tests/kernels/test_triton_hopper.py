@@ -7,6 +7,7 @@ import torch
 
 from flashpoint_kernels import Options, Problem, run, verify
 from flashpoint_kernels.dispatch import with_forwards
+from flashpoint_kernels.triton_backend import launch
 from flashpoint_kernels.triton_backend.launch import backward_calls, forward_calls
 from tests.conftest import DEVICE
 from tests.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
@@ -20,6 +21,8 @@ CASES = [
     (HALF, 130, 96),  # whole tiles alone
     (HALF | {"dtype": "bfloat16", "band": "causal", "group": 2}, 70, 130),
     (HALF | {"band": "top_left", "layout": "bshd", "dims": (24, 40), "dlse": True}, 70, 45),
+    (HALF | {"layout": "bshd", "group": 2, "dtype": "bfloat16"}, 70, 33),
+    (HALF | {"dims": (160, 160)}, 70, 70),
     (HALF | {"band": "causal", "lengths": True, "dims": (64, 64)}, 66, 99),
     (HALF | {"band": "causal", "layout": "thd", "dtype": "bfloat16", "group": 2}, 70, 66),
 ]
@@ -47,8 +50,9 @@ def backward_kernels(tensors: dict[str, torch.Tensor], options: Options) -> list
 def test_answers(case: dict[str, Any], q_len: int, kv_len: int) -> None:
     tensors = tensors_of(case, q_len, kv_len)
     assert kernels(tensors, options_of(case)) == ["attention_forward_hopper"]
+    of_hopper = "" if case["dims"] == (160, 160) else "_hopper"  # no registers for its gradients
     assert backward_kernels(tensors, options_of(case)) == [
-        "attention_delta", "attention_backward_kv_hopper", "attention_backward_q_hopper",
+        "attention_delta", f"attention_backward_kv{of_hopper}", f"attention_backward_q{of_hopper}",
     ]  # fmt: skip
     found = verify(tensors, options_of(case))
     assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
@@ -81,6 +85,20 @@ def test_heads_that_a_sequence_has_not_and_sequences_that_see_nothing() -> None:
     assert together["forward"][2]["o"].abs().max() == 0
     assert (together["forward"][2]["lse"] == float("-inf")).all()
     assert together["backward"][2]["dq"].abs().max() == 0
+
+
+@pytest.mark.usefixtures("_asked")
+def test_more_programs_than_a_launch_has_descriptors_for_take_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, q_len, kv_len = CASES[2]
+    tensors, options = tensors_of(case, q_len, kv_len), options_of(case)
+    alone = Problem.create(tensors, options, "backward")
+    run([alone], "triton")
+    monkeypatch.setattr(launch, "PROGRAMS_OF_HOPPER", 5)
+    assert len(kernels(tensors, options)) > 1
+    assert len(backward_kernels(tensors, options)) > 3
+    cut = Problem.create(tensors, options, "backward")
+    run([cut], "triton")
+    assert all(torch.equal(cut.outputs[name], t) for name, t in alone.outputs.items())
 
 
 @pytest.mark.usefixtures("_asked")

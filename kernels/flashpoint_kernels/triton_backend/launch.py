@@ -44,6 +44,9 @@ _TYPES = {
     "float64": tl.float64,
 }
 
+# A program keeps its descriptors at 512 bytes times its number, which triton computes in int32 before 3.9.
+PROGRAMS_OF_HOPPER = 2**31 // 512
+
 _SHAPE = [
     column.value
     for column in (
@@ -210,11 +213,11 @@ def _forward_pointers(launch: Launch) -> Iterator[Call]:
 
 
 def _forward_hopper(launch: Launch) -> Iterator[Call]:
-    yield _call_hopper(launch, "forward", work_list(launch.shapes, forward_parts, launch.config), launch.heads)
+    yield from _calls_hopper(launch, "forward", work_list(launch.shapes, forward_parts, launch.config), launch.heads)
 
 
-def _call_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -> Call:
-    """A kernel of hopper.py or hopper_backward.py, by its name in `Config`."""
+def _calls_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -> Iterator[Call]:
+    """A kernel of hopper.py or hopper_backward.py, by its name in `Config`, in launches of PROGRAMS_OF_HOPPER."""
     # Not before it is asked for: see gluon.py.
     from flashpoint_kernels.triton_backend import hopper, hopper_backward
 
@@ -224,11 +227,13 @@ def _call_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -> Ca
         "backward_q": hopper_backward.attention_backward_q_hopper,
     }
     tile: Tile = getattr(launch.config, name)
-    return launch.call(
-        kernels[name], items, heads, tile,
-        lambda items: (launch.table, launch.floats, items, heads, *launch.dims),
-        *_OF_HOPPER, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.num_stages,
-    )  # fmt: skip
+    most = max(PROGRAMS_OF_HOPPER // heads, 1)
+    for first in range(0, max(len(items), 1), most):
+        yield launch.call(
+            kernels[name], items[first : first + most], heads, tile,
+            lambda items: (launch.table, launch.floats, items, heads, *launch.dims),
+            *_OF_HOPPER, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.num_stages,
+        )  # fmt: skip
 
 
 def scratch_of(problem: Problem) -> dict[str, Tensor]:
@@ -257,19 +262,20 @@ def _backward_of(launch: Launch) -> Iterator[Call]:
     )  # fmt: skip
     of_hopper = hopper_tiles(*launch.dims) if launch.hopper else {}
 
-    def product(name: str, kernel: Any, parts: Any, heads: int, *outputs: str) -> Call:
+    def products(name: str, kernel: Any, parts: Any, heads: int, *outputs: str) -> Iterator[Call]:
         tile: Tile = getattr(launch.config, name)
         items = _asked(launch, work_list(launch.shapes, parts, tile), *outputs)
         if name in of_hopper:
-            return _call_hopper(launch, name, items, heads)
-        return launch.call(
+            yield from _calls_hopper(launch, name, items, heads)
+            return
+        yield launch.call(
             kernel, items, heads, tile,
             lambda items: (launch.table, launch.floats, items, heads, *launch.dims),
             *_ALL, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         )  # fmt: skip
 
-    yield product("backward_kv", attention_backward_kv, key_parts, launch.kv_heads, "dk", "dv")
-    yield product("backward_q", attention_backward_q, query_parts, launch.heads, "dq")
+    yield from products("backward_kv", attention_backward_kv, key_parts, launch.kv_heads, "dk", "dv")
+    yield from products("backward_q", attention_backward_q, query_parts, launch.heads, "dq")
 
 
 def _backward_masks(launch: Launch) -> Iterator[Call]:
