@@ -53,9 +53,12 @@ def test_what_stands_for_all_variants_is_without_faults(reports: list[dict[str, 
         ({"spill_bytes": 8}, "8 bytes spilled"),
         ({"matrix_instructions": ("mma.sync",)}, "no wgmma.mma_async, but mma.sync"),
         ({"arch": 100}, "no tcgen05.mma, but wgmma.mma_async"),
-        ({"kernel": "backward_q_hopper"}, "no copies by descriptor"),
+        ({"kernel": "backward_q_hopper", "specialised": True, "beside": 32}, "no copies by descriptor"),
         ({"kernel": "forward_hopper", "copies": 4, "beside": 32}, "its warps have no roles"),
-        ({"kernel": "forward_hopper", "copies": 4, "specialised": True}, "0 exponentials beside a product"),
+        (
+            {"kernel": "forward_hopper", "copies": 4, "specialised": True, "beside": 31},
+            "31 exponentials beside a product",
+        ),
     ],
 )
 def test_each_fault_is_found(change: dict[str, Any], fault: str) -> None:
