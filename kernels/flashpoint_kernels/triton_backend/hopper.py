@@ -104,22 +104,36 @@ def signals(NUMBER: tl.constexpr, ARRIVALS: tl.constexpr):
 
 @jit
 def bring(tiles, barriers, work, q_rows, k_rows, v_rows, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):
-    """The loading warp: the queries, then keys and values tile by tile, once both groups have done with the old."""
+    """The loading warp: the queries, then keys and values tile by tile."""
     q, k, v = tiles
     q_full, k_full, v_full, k_free, v_free = barriers
-    _t, _head, i0, lo, count = work
+    _t, _head, i0, _lo, count = work
     if count > 0:
         mbarrier.expect(q_full.index(0), q_rows.block_type.nbytes)
         copy(q_rows, [i0, 0], q_full.index(0), q.index(0))
+    bring_keys((k_rows, k, k_full, k_free), (v_rows, v, v_full, v_free), work, BLOCK_N, STAGES)
+
+
+@jit
+def bring_keys(first, second, work, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):
+    """A tile of each in turn, from the last keys on, once both groups have done with what was in its place.
+
+    first, second: (descriptor, room, signals that a tile has come, signals that its place is free).
+    """
+    _t, _head, _i0, lo, count = work
     for n in range(count):
-        at, phase = n % STAGES, (n // STAGES) & 1
         j0 = lo + (count - 1 - n) * BLOCK_N
-        mbarrier.wait(k_free.index(at), phase ^ 1)
-        mbarrier.expect(k_full.index(at), k_rows.block_type.nbytes)
-        copy(k_rows, [j0, 0], k_full.index(at), k.index(at))
-        mbarrier.wait(v_free.index(at), phase ^ 1)
-        mbarrier.expect(v_full.index(at), v_rows.block_type.nbytes)
-        copy(v_rows, [j0, 0], v_full.index(at), v.index(at))
+        bring_tile(first, j0, n, STAGES)
+        bring_tile(second, j0, n, STAGES)
+
+
+@jit
+def bring_tile(which, j0, n, STAGES: tl.constexpr):
+    rows, tiles, full, free = which
+    at, phase = n % STAGES, (n // STAGES) & 1
+    mbarrier.wait(free.index(at), phase ^ 1)
+    mbarrier.expect(full.index(at), rows.block_type.nbytes)
+    copy(rows, [j0, 0], full.index(at), tiles.index(at))
 
 
 @jit

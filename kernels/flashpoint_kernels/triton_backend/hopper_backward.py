@@ -11,7 +11,7 @@ from flashpoint_kernels.bounds import query_range_jit as query_range
 from flashpoint_kernels.triton_backend import table as c
 from flashpoint_kernels.triton_backend.backward import ITEM
 from flashpoint_kernels.triton_backend.gluon import copy, gl, hopper, jit, mbarrier, multiply, tma, wait_for
-from flashpoint_kernels.triton_backend.hopper import describe, find_queries, room, signals, store_rows
+from flashpoint_kernels.triton_backend.hopper import bring_keys, describe, find_queries, room, signals, store_rows
 from flashpoint_kernels.triton_backend.interpret import cast
 from flashpoint_kernels.triton_backend.scores import LOG2E, probabilities, visible, visible_to
 from flashpoint_kernels.triton_backend.tiles import load_sequence, locate, locate_vector
@@ -46,7 +46,7 @@ def attention_backward_q_hopper(
                 gather_keys,
                 (tiles, barriers, work, seq, head_dim, cut, 1, DTYPE, BLOCK_M, BLOCK_N, BLOCK_D, EVEN, STAGES),
             ),
-            (bring_keys, (tiles, barriers, work, rows, BLOCK_N, STAGES)),
+            (bring, (tiles, barriers, work, rows, BLOCK_N, STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -54,25 +54,17 @@ def attention_backward_q_hopper(
 
 
 @jit
-def bring_keys(tiles, barriers, work, rows, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):
-    """The loading warp of dQ: q and do, then values and keys tile by tile. Values are done with first."""
+def bring(tiles, barriers, work, rows, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):
+    """The loading warp of dQ: q and do, then values, which are done with first, and keys tile by tile."""
     q, do, k, v = tiles
     q_rows, do_rows, k_rows, v_rows = rows
     q_full, k_full, v_full, k_free, v_free = barriers
-    _t, _head, i0, lo, count = work
+    _t, _head, i0, _lo, count = work
     if count > 0:
         mbarrier.expect(q_full.index(0), q_rows.block_type.nbytes + do_rows.block_type.nbytes)
         copy(q_rows, [i0, 0], q_full.index(0), q.index(0))
         copy(do_rows, [i0, 0], q_full.index(0), do.index(0))
-    for n in range(count):
-        at, phase = n % STAGES, (n // STAGES) & 1
-        j0 = lo + (count - 1 - n) * BLOCK_N
-        mbarrier.wait(v_free.index(at), phase ^ 1)
-        mbarrier.expect(v_full.index(at), v_rows.block_type.nbytes)
-        copy(v_rows, [j0, 0], v_full.index(at), v.index(at))
-        mbarrier.wait(k_free.index(at), phase ^ 1)
-        mbarrier.expect(k_full.index(at), k_rows.block_type.nbytes)
-        copy(k_rows, [j0, 0], k_full.index(at), k.index(at))
+    bring_keys((v_rows, v, v_full, v_free), (k_rows, k, k_full, k_free), work, BLOCK_N, STAGES)
 
 
 @jit
