@@ -44,15 +44,23 @@ class Service:
         return asyncio.run_coroutine_threadsafe(done(), self._loop).result()
 
     async def _connect(self, reader, writer):
-        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self.target)
-        await asyncio.gather(self._carry(reader, server_writer), self._carry(server_reader, writer))
+        try:
+            server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self.target)
+            await asyncio.gather(self._carry(reader, server_writer), self._carry(server_reader, writer))
+        finally:
+            writer.close()
 
     async def _carry(self, reader, writer):
-        with contextlib.suppress(ConnectionError):
+        try:
             while piece := await reader.read(1 << 16):
                 writer.write(piece)
                 await writer.drain()
-        writer.close()
+        except ConnectionError:
+            pass
+        finally:  # ended from outside, too: what is left open is found by whichever test runs next
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
 
     def close(self):
         async def end():
