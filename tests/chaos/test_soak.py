@@ -7,8 +7,8 @@ from pathlib import Path
 
 LOADTESTS = Path(__file__).resolve().parents[2] / "loadtests"
 TIMES = ("How many calls were refused or late?", "Flat: p50_ms")
-# With the most requests at a time, for longer than a test lasts. What is resident is private or shared; the private part
-# is asked for by itself.
+# With the most requests at a time, for longer than a test lasts. What is resident is private or shared; the private
+# part is asked for by itself.
 GROWS = ("Flat: shared_mib", "Flat: resident_mib", "Flat: descriptors")
 
 
