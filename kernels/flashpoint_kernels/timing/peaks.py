@@ -54,9 +54,8 @@ def find_peaks(device: str, dtype: str, slices: Slices) -> Iterator[float]:
         while taken[0] < PRODUCT_MS:
             n *= 2
             matrix = torch.randn(n, n, device=device).to(DTYPES[name])
-            torch.mm(
-                matrix, matrix
-            )  # unseen: the first of a process starts the library, the first of a size loads code
+            # Not timed: the first product of a process starts the library, the first of a size loads its code.
+            torch.mm(matrix, matrix)
             yield slices.end()
             slices.begin()
             taken = clock.time(partial(torch.mm, matrix, matrix), 1)

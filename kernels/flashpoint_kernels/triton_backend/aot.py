@@ -138,16 +138,16 @@ def faults(report: Report) -> list[str]:
     if half and report.level == 0 and report.head_dim <= 128 and report.spill_bytes:
         found.append(f"{report.spill_bytes} bytes spilled")
     kernel = report.kernel.removesuffix("_hopper")
-    wide, along = (report.block_m, report.block_n)[
-        :: -1 if kernel == "backward_kv" else 1
-    ]  # a tile as it is multiplied
-    if half and kernel in _PRODUCTS and wide >= 64 and MATRIX[report.arch] not in report.matrix_instructions:
+    rows, columns = report.block_m, report.block_n
+    if kernel == "backward_kv":  # it multiplies the transposed tile
+        rows, columns = columns, rows
+    if half and kernel in _PRODUCTS and rows >= 64 and MATRIX[report.arch] not in report.matrix_instructions:
         found.append(f"no {MATRIX[report.arch]}, but {', '.join(report.matrix_instructions) or 'nothing'}")
     if report.kernel.endswith("hopper") and not report.copies:
         found.append("no copies by descriptor")
     if report.kernel.endswith("hopper") and not report.specialised:
         found.append("its warps have no roles")
-    if report.kernel.endswith("hopper") and report.beside < along // 2:  # a thread's share of 64 rows of scores
+    if report.kernel.endswith("hopper") and report.beside < columns // 2:  # a thread's share of 64 rows of scores
         found.append(f"{report.beside} exponentials beside a product")
     return found
 

@@ -128,8 +128,10 @@ _SM100: Table = {
 TABLES: dict[int, Table] = {80: _SM80, 86: _SM86, 89: _SM86, 90: _SM90, 100: _SM100, 120: _SM86}
 
 # The kernels of hopper.py and hopper_backward.py, for level 0 on sm_90: four warps a group, and tiles that are held in
-# shared memory as stages. The forward's are FlashAttention-3's for two groups (its tile_size.h), at powers of two.
-# The backward's are the largest that spill nothing; two accumulators of D 256 are more than a group has registers for.
+# shared memory as stages. The forward's at D 128 is FlashAttention-3's of causal problems (its hopper/tile_size.h); at
+# 64 two of the three groups that it takes, and at 256 the power of two below its 80 keys. The backward's are the
+# largest that spill nothing (at D 128, twice as large spills 136 bytes in dQ and 112 in dK with dV); two accumulators
+# of D 256 are more than a group has registers for.
 HOPPER = {
     64: {"forward": Tile(128, 128, 4), "backward_kv": Tile(64, 128, 4), "backward_q": Tile(128, 128, 4)},
     128: {"forward": Tile(128, 128, 4), "backward_kv": Tile(32, 128, 4, 3), "backward_q": Tile(128, 64, 4)},

@@ -28,7 +28,6 @@ _Role = tuple[Callable[..., None], tuple[Any, ...]]
 
 def jit(do_not_specialize: Any = None) -> Any:
     """`gluon.jit`, with arguments or without."""
-
     return triton.jit(do_not_specialize) if callable(do_not_specialize) else triton.jit
 
 

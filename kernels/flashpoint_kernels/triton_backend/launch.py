@@ -217,7 +217,7 @@ def _forward_hopper(launch: Launch) -> Iterator[Call]:
 
 
 def _calls_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -> Iterator[Call]:
-    """A kernel of hopper.py or hopper_backward.py, by its name in `Config`, in launches of PROGRAMS_OF_HOPPER."""
+    """A kernel of hopper.py or hopper_backward.py, by its name in `Config`: PROGRAMS_OF_HOPPER a launch at most."""
     # Not before it is asked for: see gluon.py.
     from flashpoint_kernels.triton_backend import hopper, hopper_backward
 
