@@ -105,9 +105,9 @@ def compile_stage(results: Results) -> bool:
     return not wrong
 
 
-def sources(folder: str) -> str:
-    """One SHA-256 of all Python files below a folder of the repository: results are of these, committed or not."""
-    files = sorted((ROOT / folder).rglob("*.py"))
+def sources(*folders: str) -> str:
+    """One SHA-256 of all Python files below folders of the repository: results are of these, committed or not."""
+    files = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     each = [f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
     return hashlib.sha256("\n".join(each).encode()).hexdigest()
 
@@ -120,7 +120,7 @@ def tests_stage(results: Results) -> bool:
     parts = {"general": (TRITON_TESTS, "0"), "backends": (BACKENDS_TESTS, "0")}
     if has_hopper():
         parts["hopper"] = (TRITON_TESTS, "1")
-    of = sources("tests/kernels")
+    of = sources("tests/kernels", "tests/support/kernels")
     found = {
         name: run for name, run in results.found.get("tests", {}).items() if (run["exit_code"], run["of"]) == (0, of)
     }

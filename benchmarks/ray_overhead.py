@@ -24,7 +24,7 @@ import numpy as np
 from serving import MALLOC, MIB, ROOT, Connection, Measured, environment, message, process, ready, service, until
 
 sys.path.append(str(ROOT))  # Ray is started as the tests do
-from tests.ray.conftest import deploy, free_port
+from tests.support.ray_cluster import deploy, free_port
 
 os.environ.pop("TRITON_INTERPRET", None)  # which the tests set: nothing is to be interpreted here
 

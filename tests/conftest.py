@@ -6,6 +6,8 @@ Set before anything imports triton, which decides when a kernel is decorated.
 import contextlib
 import os
 
+import pytest
+
 DEVICE = os.environ.get("FLASHPOINT_TEST_DEVICE", "cpu")
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
@@ -22,3 +24,28 @@ with contextlib.suppress(ImportError):
         "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
     hypothesis.settings.load_profile("patient")
+
+
+@pytest.fixture(scope="session")
+def server():
+    """A server with default settings, which all tests of a pytest process share: leave it as you found it."""
+    from tests.support.servers import serve
+
+    server = serve()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def start_server():
+    """A factory: `start_server(ready=True, interpret=False, **settings)`; what it starts ends with the module."""
+    from tests.support.servers import serve
+
+    with contextlib.ExitStack() as stack:
+
+        def start(**how):
+            server = serve(**how)
+            stack.callback(server.stop)
+            return server
+
+        yield start

@@ -111,7 +111,7 @@ def support() -> str:
 def extremes() -> str:
     """What the tests hold each backend to where inputs are at the edges of floating point."""
     sys.path.append(str(ROOT))
-    from tests.kernels.extremes import ANSWERS, CASES, HALF, WORDS
+    from tests.support.kernels.extremes import ANSWERS, CASES, HALF, WORDS
 
     merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for case in CASES.values():

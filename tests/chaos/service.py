@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from tests.chaos import clock
-from tests.e2e.conftest import ServerProcess
+from tests.support.servers import ServerProcess
 
 START = 300.0  # seconds to be ready: an engine takes 5 s of a core, of which a busy machine gives little
 POLL = 0.1
@@ -146,7 +146,7 @@ class Service:
 def role_of(command: list[str]) -> str | None:
     """By its command line; None for what the standard library runs beside."""
     text = " ".join(command)
-    words = {"flashpoint_server.worker": "http", "engine_process": "engine", "faulty_engine": "engine"}
+    words = {"flashpoint_server.worker": "http", "engine_process": "engine", "faulty.engine": "engine"}
     words["codec_process"] = "codec"
     return next((role for word, role in words.items() if word in text), None)
 

@@ -24,7 +24,7 @@ def faulty(tmp_path_factory):
     """A service with bugs on demand, in which nothing is found without one, and the file that says which."""
     file = tmp_path_factory.mktemp("chaos") / "bug"
     file.write_text("")
-    program = ("-m", "tests.e2e.faulty_server")
+    program = ("-m", "tests.support.faulty.server")
     chaos = Chaos(Service(1, contained=False, program=program, environment={"FLASHPOINT_TEST_BUG": str(file)}), SEED)
     yield chaos, file
     chaos.load.stop()

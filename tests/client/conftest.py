@@ -3,10 +3,10 @@ import contextlib
 import threading
 
 import pytest
-from raw_server import RawServer
-from scripted_server import ScriptedServer
 
 import flashpoint
+from tests.support.raw_server import RawServer
+from tests.support.scripted_server import ScriptedServer
 
 
 @pytest.fixture

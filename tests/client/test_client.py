@@ -12,12 +12,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from scripted_server import message
 
 import flashpoint
 import flashpoint.torch
 from flashpoint import _exchange
 from flashpoint.wire import MEDIA_TYPE, decode_options, head_size, parse_head
+from tests.support.scripted_server import message
 
 Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
 

@@ -7,13 +7,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from test_proof import EVENTS, JOB, REPORT, says, streams
-from test_proof_schemas import ROW
 
 import flashpoint
 from flashpoint import cli, wire
 from flashpoint.commands import running
 from flashpoint.commands.tables import number, size
+from tests.support.proof_answers import EVENTS, JOB, REPORT, ROW, says, streams
 
 GRID = ("--q-len", "64", "--head-dim", "16")
 MEASURED = ROW | {"ms": 1.25, "ms_p20": 1.0, "ms_p80": 2.0, "tflops": 0.5, "speedup_over_naive": 3.5, "peak_bytes": 2e6}

@@ -5,10 +5,10 @@ import re
 import threading
 
 import pytest
-from test_proof_schemas import FIGURES, ROW
 
 from flashpoint import BenchmarkJob, VerifyReport
 from flashpoint.plots import KINDS, plot_benchmark, plot_verification
+from tests.support.proof_answers import FIGURES, ROW
 
 PEAKS = {
     "float32": {"tflops": 0.5, "gb_per_s": 50.0, "sheet_tflops": 0.75, "sheet_gb_per_s": 60.0, "sheet": "its maker"}

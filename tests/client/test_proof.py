@@ -1,59 +1,25 @@
 """verify and benchmark of both clients, against a server that answers as it is told."""
 
-import json
 import threading
 
 import httpx
 import numpy as np
 import pytest
-from test_proof_schemas import FIGURES, ROW
 
 import flashpoint
 from flashpoint import _exchange
 from flashpoint.benchmark_schema import EVENT
 from flashpoint.wire import MEDIA_TYPE, decode_options, head_size, parse_head
+from tests.support.proof_answers import EVENTS, JOB, REPORT, ROW, SHAPES, frames, says, streams
 
 JSON = "application/json"
 Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
-JUDGED = {
-    **FIGURES, "name": "o", "bound": 1e-6, "rule": "r", "ok": True, "torch": FIGURES,
-    "histogram": [{"exponent": -7, "count": 24}], "cosine": "NaN",
-}  # fmt: skip
-REPORT = {"ok": True, "backend": "tiled", "device": "cpu", "dtype": "float32", "seconds": 0.5, "tensors": [JUDGED]}
-SHAPES = [{"q_len": 128, "head_dim": 64}]
-JOB = {"id": "j1", "created": "2026-01-01T00:00:00Z", "request": {"shapes": SHAPES}, "total": 2}
-STATE = {"kind": "state", "at": "2026-01-01T00:00:00Z"}
-EVENTS = [
-    {"id": 1, "state": "running", **STATE},
-    {"id": 2, "kind": "progress", "done": 0, "total": 2, "backend": "naive"},
-    {"id": 3, "kind": "row", "done": 1, "total": 2, "row": ROW},
-    {"id": 4, "kind": "row", "done": 2, "total": 2, "row": ROW | {"skipped": "too large"}},
-    {"id": 5, "state": "done", **STATE},
-]
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Retries without the wait."""
     monkeypatch.setattr(_exchange, "FIRST_DELAY", 0.001)
-
-
-def says(document, status=200):
-    return lambda h: h.answer(status, json.dumps(document).encode(), JSON)
-
-
-def frames(events):
-    return "".join(f"id: {e['id']}\nevent: {e['kind']}\ndata: {json.dumps(e)}\n\n" for e in events).encode()
-
-
-def streams(events, end=lambda handler: handler.end_chunks()):
-    def step(handler):
-        handler.begin_chunks()
-        for event in events:
-            handler.chunk(b": still here\n\n" + frames([event]))
-        end(handler)
-
-    return step
 
 
 def heard(client, *arguments):

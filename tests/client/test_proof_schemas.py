@@ -9,15 +9,7 @@ from pydantic import ValidationError
 from flashpoint import BenchmarkJob, BenchmarkRequest, BenchmarkRow, Shape, VerifyReport, VerifyRequest
 from flashpoint.benchmark_schema import EVENT
 from flashpoint.validation import field_problems
-
-ROW = {
-    "backend": "tiled", "version": "0.1.0", "device": "a CPU", "direction": "forward", "dtype": "float32",
-    "causal": False, "batch": 1, "q_heads": 2, "kv_heads": 1, "q_len": 128, "kv_len": 128, "head_dim": 64,
-    "value_dim": 64,
-}  # fmt: skip
-FIGURES = dict.fromkeys(("max_abs", "max_rel", "rms"), 1e-7) | {
-    "cosine": 1.0, "worst_index": [0, 1], "worst_value": 0.5, "worst_expected": 0.5,
-}  # fmt: skip
+from tests.support.proof_answers import FIGURES, ROW
 
 
 def test_a_shape_follows_from_what_is_given():

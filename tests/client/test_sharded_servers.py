@@ -10,12 +10,12 @@ from collections import deque
 
 import numpy as np
 import pytest
-from raw_server import until_closed
-from scripted_server import ScriptedServer, message
 
 import flashpoint
 from flashpoint import sharded
 from flashpoint.wire import head_size, parse_head
+from tests.support.raw_server import until_closed
+from tests.support.scripted_server import ScriptedServer, message
 
 Q, K, V = np.random.default_rng(0).standard_normal((3, 1, 2, 12, 4), dtype=np.float32)
 

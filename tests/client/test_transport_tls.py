@@ -5,11 +5,11 @@ import subprocess
 
 import numpy as np
 import pytest
-from raw_server import read_head, read_request, until_closed
-from scripted_server import message
 
 import flashpoint
 from flashpoint.wire import MEDIA_TYPE
+from tests.support.raw_server import read_head, read_request, until_closed
+from tests.support.scripted_server import message
 
 Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
 TINY = np.zeros((1, 4), np.float32)

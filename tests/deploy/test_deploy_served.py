@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 import flashpoint
-from tests.e2e.conftest import wait_for
-from tests.e2e.messages import message, normal, post
+from tests.support.messages import message, normal, post
+from tests.support.servers import wait_for
 
 CALLERS = 3
 SMALL = message({name: normal(1, 1, 2, 4, seed=seed) for seed, name in enumerate("qkv")})

@@ -1,146 +1,18 @@
-"""Real `flashpoint serve` processes: one for the session, and a factory for those with other settings."""
+"""Clients that several files share."""
 
-import contextlib
-import http.client
-import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-
-import psutil
 import pytest
-
-from tests.conftest import DEVICE
-
-START_SECONDS = 240  # importing torch takes 3 s on an idle machine, and minutes on one with much else to do
-
-
-class ServerProcess:
-    """A server on an ephemeral port of 127.0.0.1; `lines` are its log, parsed, as far as it has come."""
-
-    def __init__(self, command, environment):
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
-        self.pid = self.process.pid
-        self.lines = []
-        self.noise = []  # what is not JSON
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        try:
-            listening = self.wait_for_line(lambda line: line["event"] == "listening")
-        except BaseException:
-            self.end()
-            raise
-        self.port, self.url = listening["port"], listening["url"]
-
-    def _read(self):
-        for text in self.process.stderr:
-            try:
-                self.lines.append(json.loads(text))
-            except ValueError:
-                self.noise.append(text)
-
-    def wait_for_line(self, matches):
-        """The first log line that matches."""
-        return wait_for(
-            lambda: next((line for line in list(self.lines) if matches(line)), None),
-            lambda: f"the log has no such line: {self.lines[-5:]} {self.noise}",
-            stop=lambda: self.process.poll() is not None and not self._reader.is_alive(),
-        )
-
-    def get(self, path):
-        """Status and parsed JSON of a GET."""
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            return response.status, json.load(response)
-
-    def children(self, module):
-        """The pids of the processes below it that run `module` of the server, or the tests' own in its place."""
-        below = psutil.Process(self.pid).children(recursive=True)
-        names = {f"flashpoint_server.{module}", f"tests.e2e.faulty_{module.partition('_')[0]}"}
-        return [child.pid for child in below if names & set(child.cmdline())]
-
-    @property
-    def engine_pid(self):
-        (pid,) = self.children("engine_process")
-        return pid
-
-    def wait_ready(self):
-        wait_for(lambda: self.get("/health/ready")[0] == 200, lambda: f"not ready: {self.lines} {self.noise}")
-        return self
-
-    def wait_exit(self):
-        """The exit code of a process that is ending."""
-        code = self.process.wait(START_SECONDS)
-        self._reader.join()
-        self.process.stderr.close()
-        return code
-
-    def stop(self):
-        """End it as an operator would, and see that it ends well."""
-        try:
-            if self.process.returncode is None:
-                self.process.send_signal(signal.SIGTERM)
-                assert self.wait_exit() == 0, (self.lines[-5:], self.noise)
-            assert not self.noise, self.noise
-        finally:
-            self.end()
-
-    def end(self):
-        """Leave nothing of it, in whatever state it is: what is left fails the test in which it is collected."""
-        self.process.kill()
-        self.wait_exit()
-
-
-def wait_for(found, otherwise, stop=lambda: False, seconds=START_SECONDS):
-    """What `found` returns once that is true; fails with `otherwise` after a deadline, or at `stop`."""
-    deadline = time.monotonic() + seconds
-    while True:
-        last = stop() or time.monotonic() > deadline  # looked at first: what came before it counts
-        if value := found():
-            return value
-        assert not last, otherwise()
-        time.sleep(0.02)
-
-
-def serve(*, ready=True, interpret=False, program=("-m", "flashpoint_server.cli"), environment=(), **settings):
-    """Start a server with `settings` as flags; under Triton's interpreter with `interpret`, with more `environment`.
-
-    On a GPU (`make gpu-serve`) there is nothing to interpret.
-    """
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("FLASHPOINT_", "TRITON_INTERPRET"))}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {"port": 0, "device": DEVICE, **settings}.items()]
-    variables = {
-        **inherited,
-        **({"TRITON_INTERPRET": "1"} if interpret and DEVICE == "cpu" else {}),
-        **dict(environment),
-    }
-    server = ServerProcess([sys.executable, *program, *flags], variables)
-    try:
-        return server.wait_ready() if ready else server
-    except BaseException:
-        server.end()
-        raise
-
-
-@pytest.fixture(scope="session")
-def server():
-    server = serve()
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module")
-def start_server():
-    """A factory: `start_server(ready=True, interpret=False, **settings)`; what it starts ends with the module."""
-    with contextlib.ExitStack() as stack:
+def connected(server):
+    from tests.support.jax_calls import Counted
 
-        def start(**how):
-            server = serve(**how)
-            stack.callback(server.stop)
-            return server
+    with Counted(server.url) as client:
+        yield client
 
-        yield start
+
+@pytest.fixture
+def jax_client(connected):
+    """A client that counts its calls; none so far."""
+    connected.asked = ()
+    return connected

@@ -1,4 +1,4 @@
-"""Batches and survival: real processes, Triton's kernels under its interpreter, faults on demand (faulty_engine.py)."""
+"""Batches and survival: real processes, Triton's kernels under its interpreter, faults on demand."""
 
 import concurrent.futures
 import contextlib
@@ -9,13 +9,13 @@ import signal
 import psutil
 import pytest
 import torch
-from conftest import wait_for
-from messages import message, normal, post, problem, read_metrics
-from test_processes import segments, send
 
 from flashpoint_server.admission import FEW
+from tests.support.messages import message, normal, post, problem, read_metrics
+from tests.support.servers import wait_for
+from tests.support.sockets import segments, send
 
-PROGRAM = ("-m", "tests.e2e.faulty_server")
+PROGRAM = ("-m", "tests.support.faulty.server")
 
 
 def forward(seed, length=5, heads=2, **options):

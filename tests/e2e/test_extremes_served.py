@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from messages import JSON, message, post
 
-from tests.kernels.extremes import CASES
-from tests.kernels.solving import backward, forward
+from tests.support.kernels.extremes import CASES
+from tests.support.kernels.solving import backward, forward
+from tests.support.messages import JSON, message, post
 
 
 def bits(tensors):

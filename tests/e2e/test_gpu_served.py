@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from messages import message, post
+
+from tests.support.messages import message, post
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,19 @@ import urllib.request
 import httpx
 import pytest
 import torch
-from messages import JSON, PROBLEM, SAFETENSORS, Reply, message, message_head, normal, post, problem, reply
+
+from tests.support.messages import (
+    JSON,
+    PROBLEM,
+    SAFETENSORS,
+    Reply,
+    message,
+    message_head,
+    normal,
+    post,
+    problem,
+    reply,
+)
 
 MIB = 1 << 20
 SMALL = {name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")}

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from messages import JSON, SAFETENSORS, message, normal, post
 
 from flashpoint_kernels import spec, support
+from tests.support.messages import JSON, SAFETENSORS, message, normal, post
 
 CPU_BACKENDS = ("torch", "tiled", "reference")
 

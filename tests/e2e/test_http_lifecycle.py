@@ -14,8 +14,9 @@ import httpx
 import psutil
 import pytest
 import torch
-from conftest import wait_for
-from messages import JSON, SAFETENSORS, Reply, message, normal, post, problem
+
+from tests.support.messages import JSON, SAFETENSORS, Reply, message, normal, post, problem
+from tests.support.servers import wait_for
 
 SMALL = {name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")}
 GOOD = message(SMALL)

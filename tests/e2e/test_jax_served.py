@@ -7,40 +7,10 @@ import pytest
 
 import flashpoint
 from flashpoint.jax import attention
+from tests.support.jax_calls import derived, same, tensors
 
 # The largest error, in parts of the largest number: of a rounding to the dtype, and of the sums behind it.
 BOUNDS = {"float64": 1e-14, "float32": 4e-6, "float16": 2**-9, "bfloat16": 2**-6}
-
-
-class Counted(flashpoint.Client):
-    """A client that knows what it was asked for."""
-
-    asked = ()
-
-    def attention(self, q, k, v, **keywords):
-        self.asked += ("o",)
-        return super().attention(q, k, v, **keywords)
-
-    def attention_grad(self, do, q, k, v, **keywords):
-        self.asked += (keywords["grads"],)
-        return super().attention_grad(do, q, k, v, **keywords)
-
-
-@pytest.fixture(scope="module")
-def connected(server):
-    with Counted(server.url) as client:
-        yield client
-
-
-@pytest.fixture
-def client(connected):
-    connected.asked = ()
-    return connected
-
-
-def tensors(*shapes, dtype="float32", seed=0):
-    rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
 
 
 def close(found, expected):
@@ -49,21 +19,6 @@ def close(found, expected):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
         assert one.shape == other.shape
         assert np.abs(one - other).max() <= bound * np.abs(other).max()
-
-
-def same(found, expected):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other), strict=True)
-
-
-def derived(function):
-    """(do, *inputs) → function(*inputs) and what do is by each of them."""
-
-    def both(do, *inputs):
-        value, back = jax.vjp(function, *inputs)
-        return value, *back(do)
-
-    return both
 
 
 def exact(function, *arguments):
@@ -86,28 +41,28 @@ CASES = {
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("case", CASES)
-def test_value_and_gradients_are_those_of_jax(client, case, wrap):
+def test_value_and_gradients_are_those_of_jax(jax_client, case, wrap):
     served, own = CASES[case]
     given = tensors(DO, *QKV)
-    found = wrap(derived(lambda *x: attention(*x, client=client, layout="bshd", **served)))(*given)
+    found = wrap(derived(lambda *x: attention(*x, client=jax_client, layout="bshd", **served)))(*given)
     close(found, exact(lambda *x: jax.nn.dot_product_attention(*x, **own), *given))
-    assert client.asked == ("o", ("dk", "dq", "dv"))
+    assert jax_client.asked == ("o", ("dk", "dq", "dv"))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_types_have_half_gradients(client, dtype):
+def test_half_types_have_half_gradients(jax_client, dtype):
     given = tensors(DO, *QKV, dtype=dtype)
-    found = jax.jit(derived(lambda *x: attention(*x, client=client, layout="bshd")))(*given)
+    found = jax.jit(derived(lambda *x: attention(*x, client=jax_client, layout="bshd")))(*given)
     assert {t.dtype.name for t in found} == {dtype}
     close(found, exact(jax.nn.dot_product_attention, *given))
 
 
-def test_gradients_of_a_mask_and_through_grad_and_jit(client):
+def test_gradients_of_a_mask_and_through_grad_and_jit(jax_client):
     def loss(call, q, k, v, bias):
         return (call(q, k, v, bias) ** 2).mean()
 
     def served(q, k, v, bias):
-        return attention(q, k, v, client=client, attn_mask=bias, layout="bshd")
+        return attention(q, k, v, client=jax_client, attn_mask=bias, layout="bshd")
 
     def own(q, k, v, bias):
         return jax.nn.dot_product_attention(q, k, v, bias)
@@ -120,7 +75,7 @@ def test_gradients_of_a_mask_and_through_grad_and_jit(client):
         expected = graded(own, *(np.asarray(t, np.float64) for t in inputs))
     close(found, expected)
     close(jax.grad(loss, 4)(served, *inputs), expected[1][3])
-    assert client.asked[-1] == ("dattn_mask",)  # what is not needed is not asked for
+    assert jax_client.asked[-1] == ("dattn_mask",)  # what is not needed is not asked for
 
 
 def dense(q, k, v, sinks):
@@ -130,12 +85,12 @@ def dense(q, k, v, sinks):
     return jnp.einsum("bhij,bhjd->bhid", jax.nn.softmax(s)[..., :-1], v), jax.nn.logsumexp(s, -1)
 
 
-def test_gradients_of_sinks_and_through_lse(client):
+def test_gradients_of_sinks_and_through_lse(jax_client):
     inputs = tensors((2, 3, 9, 8), (2, 3, 11, 8), (2, 3, 11, 5), (3,))
     do, dlse = tensors((2, 3, 9, 5), (2, 3, 9), seed=1)
 
     def served(q, k, v, sinks):
-        return attention(q, k, v, client=client, sinks=sinks, return_lse=True)
+        return attention(q, k, v, client=jax_client, sinks=sinks, return_lse=True)
 
     def scalar(call):
         def value(do, dlse, *inputs):
@@ -152,19 +107,19 @@ def test_gradients_of_sinks_and_through_lse(client):
     close(jax.grad(lambda q: served(q, *inputs[1:])[1].sum())(inputs[0]), lse_alone)
 
 
-def test_float64_is_exact(client):
+def test_float64_is_exact(jax_client):
     """Held against the definition: JAX's own has its softmax in float32."""
     with jax.enable_x64(True):
         given = tensors((1, 2, 9, 5), (1, 2, 9, 8), (1, 2, 11, 8), (1, 2, 11, 5), (2,), dtype="float64")
-        found = jax.jit(derived(lambda q, k, v, sinks: attention(q, k, v, client=client, sinks=sinks)))(*given)
+        found = jax.jit(derived(lambda q, k, v, sinks: attention(q, k, v, client=jax_client, sinks=sinks)))(*given)
         assert {t.dtype.name for t in found} == {"float64"}
         close(found, jax.jit(derived(lambda *x: dense(*x)[0]))(*given))
 
 
-def test_ragged_sequences(client):
+def test_ragged_sequences(jax_client):
     q, k, v = tensors((12, 4, 8), (15, 2, 8), (15, 2, 8))
     starts, key_starts = [0, 4, 4, 12], [0, 6, 7, 15]
-    options = {"client": client, "layout": "thd", "causal": True, "return_lse": True}
+    options = {"client": jax_client, "layout": "thd", "causal": True, "return_lse": True}
     o, lse = jax.jit(lambda a, b: attention(q, k, v, cu_seqlens_q=a, cu_seqlens_k=b, **options))(
         jnp.asarray(starts), jnp.asarray(key_starts)
     )
@@ -172,11 +127,11 @@ def test_ragged_sequences(client):
     same((o[4:], lse[:, 4:]), (one, own))
 
 
-def test_dropout_keeps_its_seed_and_a_new_one_compiles_nothing(client):
+def test_dropout_keeps_its_seed_and_a_new_one_compiles_nothing(jax_client):
     """o is linear in v, so do·o = dv·v when, and only when, both calls drop the same."""
     do, q, k, v = tensors(*[(1, 2, 33, 8)] * 4)
     compiled = jax.jit(
-        lambda seed, *x: derived(lambda v: attention(*x, v, client=client, dropout_p=0.5, dropout_seed=seed))(do, v)
+        lambda seed, *x: derived(lambda v: attention(*x, v, client=jax_client, dropout_p=0.5, dropout_seed=seed))(do, v)
     )
     answers = [compiled(seed, q, k) for seed in jax.random.bits(jax.random.key(0), 2)]
     for o, dv in answers:
@@ -184,14 +139,14 @@ def test_dropout_keeps_its_seed_and_a_new_one_compiles_nothing(client):
     assert (answers[0][0] != answers[1][0]).any()
     assert compiled._cache_size() == 1
     with pytest.raises(flashpoint.InvalidInputError, match="dropout_seed: must be given"):
-        attention(q, k, v, client=client, dropout_p=0.5)
+        attention(q, k, v, client=jax_client, dropout_p=0.5)
 
 
-def test_a_step_that_is_run_again_and_a_loop(client):
+def test_a_step_that_is_run_again_and_a_loop(jax_client):
     q, k, v = tensors(*[(1, 2, 9, 8)] * 3)
 
     def layer(x, _):
-        return attention(x, k, v, client=client, causal=True), None
+        return attention(x, k, v, client=jax_client, causal=True), None
 
     def loss(layer):
         return lambda q: (jax.lax.scan(layer, q, length=3)[0] ** 2).sum()
@@ -200,19 +155,19 @@ def test_a_step_that_is_run_again_and_a_loop(client):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_second_derivative_raises(client, wrap):
+def test_a_second_derivative_raises(jax_client, wrap):
     q, k, v = tensors(*[(1, 1, 5, 8)] * 3)
 
     def first(q):
-        return jax.grad(lambda q: (attention(q, k, v, client=client) ** 2).sum())(q).sum()
+        return jax.grad(lambda q: (attention(q, k, v, client=jax_client) ** 2).sum())(q).sum()
 
     with pytest.raises(RuntimeError, match="second-order gradients of attention are not available"):
         wrap(jax.grad(first))(q)
     with pytest.raises(TypeError, match="forward-mode"):
-        wrap(lambda q: jax.jvp(lambda q: attention(q, k, v, client=client), (q,), (q,)))(q)
+        wrap(lambda q: jax.jvp(lambda q: attention(q, k, v, client=jax_client), (q,), (q,)))(q)
 
 
-def test_errors_name_the_field(client, caplog):
+def test_errors_name_the_field(jax_client, caplog):
     q, k, v = tensors(*[(1, 2, 9, 8)] * 3)
     invalid = flashpoint.InvalidInputError
     for wrong, message in (
@@ -228,12 +183,12 @@ def test_errors_name_the_field(client, caplog):
         ({"sinks": jnp.ones(3)}, "422 invalid_request: sinks"),  # the server's
     ):
         with pytest.raises(invalid, match=message):
-            attention(q, k, v, client=client, **wrong)
+            attention(q, k, v, client=jax_client, **wrong)
     with pytest.raises(invalid, match="k: must have as many dimensions as q"):
-        jax.jit(lambda q: attention(q, k[0], v, client=client))(q)
+        jax.jit(lambda q: attention(q, k[0], v, client=jax_client))(q)
     with pytest.raises(invalid, match="alibi_slopes: has no gradient"):
-        jax.jit(jax.grad(lambda slopes: attention(q, k, v, client=client, alibi_slopes=slopes).sum()))(jnp.ones(2))
-    compiled = jax.jit(lambda sinks: attention(q, k, v, client=client, sinks=sinks))
+        jax.jit(jax.grad(lambda slopes: attention(q, k, v, client=jax_client, alibi_slopes=slopes).sum()))(jnp.ones(2))
+    compiled = jax.jit(lambda sinks: attention(q, k, v, client=jax_client, sinks=sinks))
     with pytest.raises(RuntimeError, match=r"InvalidInputError: 422 invalid_request: sinks: shape \[3\] must be \[2\]"):
         compiled(jnp.ones(3))
     assert "jax.pure_callback failed" in caplog.text

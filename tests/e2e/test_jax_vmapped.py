@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_jax_served import client, connected, derived, same, tensors  # noqa: F401
 
 from flashpoint.jax import attention
+from tests.support.jax_calls import derived, same, tensors
 
 N, S, T, D = 3, 5, 7, 8
 Q, K, V = (2, 4, S, D), (2, 2, T, D), (2, 2, T, 6)  # bhsd
@@ -46,7 +46,7 @@ def mapped_shape(shape, axis):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_what_one_after_another_is(client, case):  # noqa: F811
+def test_it_is_what_one_after_another_is(jax_client, case):
     shapes, axes, options, requests = CASES[case]
     options = dict(options)
     extra, more = options.pop("extra", None), options.pop("mapped", {})
@@ -54,12 +54,12 @@ def test_it_is_what_one_after_another_is(client, case):  # noqa: F811
 
     def both(more, do, *inputs):
         def call(q, k, v, *rest):
-            return attention(q, k, v, client=client, **options, **more, **({extra: rest[0]} if extra else {}))
+            return attention(q, k, v, client=jax_client, **options, **more, **({extra: rest[0]} if extra else {}))
 
         return derived(call)(do, *inputs)
 
     found = jax.block_until_ready(jax.jit(jax.vmap(both, (0, *axes)))(more, *inputs))
-    assert len(client.asked) == 2 * requests
+    assert len(jax_client.asked) == 2 * requests
     rows = []
     for n in range(N):
         one = [t if axis is None else np.take(np.asarray(t), n, axis) for t, axis in zip(inputs, axes, strict=True)]
@@ -67,42 +67,44 @@ def test_it_is_what_one_after_another_is(client, case):  # noqa: F811
     same(found, jax.tree.map(lambda *t: np.stack(t), *rows))
 
 
-def test_maps_within_maps_are_one_request(client):  # noqa: F811
+def test_maps_within_maps_are_one_request(jax_client):
     q, k, v = tensors((2, 3, S, D), (3, T, D), (2, T, 6))
 
     def one(q, k, v):
-        return attention(q, k, v, client=client, return_lse=True)
+        return attention(q, k, v, client=jax_client, return_lse=True)
 
     found = jax.block_until_ready(jax.vmap(jax.vmap(one, (0, 0, None)), (0, None, 0))(q, k, v))
-    assert client.asked == ("o",)
+    assert jax_client.asked == ("o",)
     rows = [[one(q[i, j], k[j], v[i]) for j in range(3)] for i in range(2)]
     same(found, jax.tree.map(lambda *t: np.stack(t).reshape(2, 3, *t[0].shape), *[o for row in rows for o in row]))
 
 
-def test_gradients_of_a_loss_over_a_map(client):  # noqa: F811
+def test_gradients_of_a_loss_over_a_map(jax_client):
     """What the examples have in common gets the sum of theirs, in one request."""
     q, k, v, sinks = tensors((N, *Q), (N, *K), V, (4,))
 
     def loss(each):
         def one(q, k, v, sinks):
-            return (attention(q, k, v, client=client, sinks=sinks) ** 2).sum()
+            return (attention(q, k, v, client=jax_client, sinks=sinks) ** 2).sum()
 
         return lambda *x: each(one)(*x).sum()
 
     every = (0, 1, 2, 3)
     mapped = loss(lambda one: jax.vmap(one, (0, 0, None, None)))
     found = jax.block_until_ready(jax.jit(jax.grad(mapped, every))(q, k, v, sinks))
-    assert len(client.asked) == 2
+    assert len(jax_client.asked) == 2
     summed = loss(lambda one: lambda q, k, v, sinks: sum(one(a, b, v, sinks) for a, b in zip(q, k, strict=True)))
     expected = jax.jit(jax.grad(summed, every))(q, k, v, sinks)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_ragged_sequences_with_a_gap_are_refused(client):  # noqa: F811
+def test_ragged_sequences_with_a_gap_are_refused(jax_client):
     q, k, v = tensors(*[(N, 12, 1, D)] * 3)
+
+    def ragged(q, k, v, starts):
+        return attention(q, k, v, client=jax_client, layout="thd", cu_seqlens_q=starts, cu_seqlens_k=starts)
+
     starts = STARTS.at[1, 2].set(11)  # laid behind one another, it would not show
     with pytest.raises(RuntimeError, match="cu_seqlens_q"):
-        jax.vmap(lambda q, k, v, a: attention(q, k, v, client=client, layout="thd", cu_seqlens_q=a, cu_seqlens_k=a))(
-            q, k, v, starts
-        )
+        jax.vmap(ragged)(q, k, v, starts)

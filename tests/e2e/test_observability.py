@@ -13,8 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from conftest import START_SECONDS, wait_for
-from messages import message, normal, post
+
+from tests.support.messages import message, normal, post
+from tests.support.servers import START_SECONDS, wait_for
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"

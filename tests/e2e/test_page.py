@@ -10,8 +10,9 @@ import httpx
 import pytest
 import torch
 from axe_playwright_python.sync_playwright import Axe
-from messages import JSON, message, normal, post
 from playwright.sync_api import expect, sync_playwright
+
+from tests.support.messages import JSON, message, normal, post
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))), None

@@ -13,12 +13,13 @@ import psutil
 import pytest
 import torch
 from annotated_types import Le
-from conftest import wait_for
-from messages import SAFETENSORS, message, normal, post, problem, read_metrics
 
 from flashpoint_server.parent import NICENESS
 from flashpoint_server.settings import LONGEST, Settings
 from tests.conftest import DEVICE
+from tests.support.messages import SAFETENSORS, message, normal, post, problem, read_metrics
+from tests.support.servers import wait_for
+from tests.support.sockets import nothing_inside, read_all, segments, send
 
 QKV = {name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")}
 SMALL = message(QKV)
@@ -35,39 +36,11 @@ def shows_only(answer, value):
     return bool((answer.tensors["o"] == value).all())
 
 
-def send(server, body, *, length=None):
-    """A raw connection on which a request was sent, its body cut where `body` ends if `length` says more."""
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-    head = f"POST /attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\nConnection: close\r\n"
-    try:
-        connection.sendall(f"{head}Content-Length: {length or len(body)}\r\n\r\n".encode() + body)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def read_all(connection):
-    """The body of the answer."""
-    with connection, connection.makefile("rb") as file:
-        return file.read().split(b"\r\n\r\n", 1)[1]
-
-
 def values_of(body):
     """The distinct values of a float32 answer."""
     return set(
         torch.frombuffer(bytearray(body[8 + int.from_bytes(body[:8], "little") :]), dtype=torch.float32).tolist()
     )
-
-
-def segments(pid):
-    """The staging memory files that a process maps, by inode."""
-    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return {line.split()[4] for line in maps if "flashpoint-staging" in line}
-
-
-def nothing_inside(server):
-    wait_for(lambda: server.get("/info")[1]["load"] == {"requests": 0, "bytes": 0}, lambda: "work that never ends")
 
 
 def test_canary_slow_readers_and_reused_memory_show_nobody_elses_bytes(server):

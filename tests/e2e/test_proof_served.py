@@ -10,11 +10,11 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import wait_for
-from messages import JSON, SAFETENSORS, message, normal, post, problem
 
 import flashpoint
 from flashpoint.benchmark_schema import BenchmarkJob
+from tests.support.messages import JSON, SAFETENSORS, message, normal, post, problem
+from tests.support.servers import wait_for
 
 SHAPE = {"q_heads": 4, "kv_heads": 2, "q_len": 33, "kv_len": 40, "head_dim": 16}
 GRID = {"shapes": [{"q_heads": 2, "q_len": 64, "head_dim": 16}], "max_seconds": 0.05, "warmup_ms": 1.0}

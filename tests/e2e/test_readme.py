@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.documents import BLOCK, same
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
@@ -25,7 +27,6 @@ PAGES = (
     "docs/torch.md",
     "docs/jax.md",
 )
-BLOCK = r"((?:(?!```).*\n)*)"
 EXAMPLE = re.compile(rf"^```(sh|python)\n{BLOCK}```\n\n```(text|json)\n{BLOCK}```$", re.MULTILINE)
 END = "<end of the example>"
 RUN_EACH = f"import runpy, sys\nfor path in sys.argv[1:]: runpy.run_path(path); print({END!r}, flush=True)"
@@ -39,17 +40,6 @@ def examples(page, language):
 
 SHELL = [(page, number) for page in PAGES for number in range(len(examples(page, "sh")))]
 PYTHON = [page for page in PAGES if examples(page, "python")]
-
-
-def same(found, printed):
-    """Equal, but for the last digits of numbers, in which processors differ."""
-    if isinstance(printed, float):
-        return isinstance(found, float) and abs(found - printed) <= 1e-5 * max(1.0, abs(printed))
-    if isinstance(printed, list) and isinstance(found, list):
-        return len(found) == len(printed) and all(map(same, found, printed))
-    if isinstance(printed, dict) and isinstance(found, dict):
-        return found.keys() == printed.keys() and all(same(found[key], printed[key]) for key in printed)
-    return type(found) is type(printed) and found == printed
 
 
 @pytest.mark.parametrize(("page", "number"), SHELL)

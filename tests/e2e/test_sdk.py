@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from dense_attention import close, dense, tensors
 
 import flashpoint
+from tests.support.dense_attention import close, dense, tensors
 
 
 @pytest.fixture(scope="module")

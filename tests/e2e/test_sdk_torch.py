@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from dense_attention import close, dense, tensors
 
 import flashpoint
 from flashpoint.torch import attention
+from tests.support.dense_attention import close, dense, tensors
 
 
 @pytest.fixture(scope="module")

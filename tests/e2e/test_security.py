@@ -12,11 +12,11 @@ import time
 
 import pytest
 import torch
-from conftest import wait_for
-from messages import JSON, SAFETENSORS, Reply, message, normal, post, problem, reply
 
 from flashpoint_server.serving import open_to_all
 from flashpoint_server.settings import Settings
+from tests.support.messages import JSON, SAFETENSORS, Reply, message, normal, post, problem, reply
+from tests.support.servers import wait_for
 
 GOOD = message({name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")})
 ORIGIN = "https://page.example"

@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from messages import JSON, message, post
-from test_processes import nothing_inside, send
+
+from tests.support.messages import JSON, message, post
+from tests.support.sockets import nothing_inside, send
 
 CANARY = np.frombuffer(b"CANARY!!", np.float32)  # two numbers, 12.890933 and 5.4667136e-19
 B, H, S, D = 2, 4, 512, 64

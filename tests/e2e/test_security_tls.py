@@ -12,12 +12,12 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from conftest import wait_for
-from messages import SAFETENSORS, message, reply
 from pydantic import ValidationError
 
 import flashpoint
 from flashpoint_server import Settings
+from tests.support.messages import SAFETENSORS, message, reply
+from tests.support.servers import wait_for
 
 Q = np.random.default_rng(0).standard_normal((1, 2, 5, 8), np.float32)
 ROWS = 1 << 12

@@ -5,8 +5,6 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from conftest import wait_for
-from messages import message, normal, post
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -15,6 +13,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.trace import TracerProvider
 
 import flashpoint
+from tests.support.messages import message, normal, post
+from tests.support.servers import wait_for
 
 PARTS = ["decode", "queue", "compute", "encode"]
 

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_readme import BLOCK, same
+
+from tests.support.documents import BLOCK, same
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/tutorial.md"
 STEP = re.compile(rf"^```(sh|python)\n{BLOCK}```\n\n```(text|json)\n{BLOCK}```$", re.MULTILINE)

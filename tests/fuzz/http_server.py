@@ -29,7 +29,7 @@ def forward(seed: int = 0) -> bytes:
 
 
 class Attacked:
-    """`server` is one of tests/e2e/conftest.py, started with SETTINGS."""
+    """`server` is one of tests/support/servers.py, started with SETTINGS."""
 
     def __init__(self, server: Any) -> None:
         self.server = server

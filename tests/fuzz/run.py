@@ -23,11 +23,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.conftest import serve
 from tests.fuzz.http_cases import all_cases
 from tests.fuzz.http_fuzz import attack
 from tests.fuzz.http_server import SETTINGS, Attacked
 from tests.fuzz.targets import TARGETS
+from tests.support.servers import serve
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS, FOUND = Path(__file__).parent / "corpus", ROOT / ".fuzz"

@@ -9,8 +9,8 @@ import torch
 from flashpoint_kernels import Options, ProblemError, attention, verify
 from flashpoint_kernels.support import choose_backend, unsupported
 from tests.conftest import DEVICE
-from tests.kernels.solving import backward, forward, normal, qkv, spec_of
-from tests.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pairs, tensors_of
+from tests.support.kernels.solving import backward, forward, normal, qkv, spec_of
+from tests.support.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pairs, tensors_of
 
 BACKENDS = ["torch", "tiled", "reference"]
 DTYPES = ["float32", "float16", "bfloat16"]

@@ -9,7 +9,7 @@ import torch
 
 from flashpoint_kernels import Options, Problem, ProblemError, available_backends, run
 from flashpoint_kernels.support import choose_backend
-from tests.kernels.solving import backward, forward, normal, poisoned, qkv, spec_of
+from tests.support.kernels.solving import backward, forward, normal, poisoned, qkv, spec_of
 
 
 @pytest.mark.parametrize(("interpret", "last"), [("1", ["triton"]), ("0", []), ("", [])])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.conftest import DEVICE
-from tests.kernels.extremes import ANSWERS, CASES, COLUMN, KEY, ONE, ROW, plain
-from tests.kernels.solving import backward, forward, normal, qkv
+from tests.support.kernels.extremes import ANSWERS, CASES, COLUMN, KEY, ONE, ROW, plain
+from tests.support.kernels.solving import backward, forward, normal, qkv
 
 BACKENDS = ["triton", "torch", "tiled", "reference"]
 EPS32 = torch.finfo(torch.float32).eps

@@ -10,7 +10,7 @@ import torch
 
 from flashpoint_kernels import Options, ProblemError, attention, attention_backward
 from tests.conftest import DEVICE
-from tests.kernels.solving import backward, forward, normal, qkv
+from tests.support.kernels.solving import backward, forward, normal, qkv
 
 NAMES = ("q", "k", "v")
 

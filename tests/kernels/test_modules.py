@@ -10,7 +10,7 @@ from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_att
 from flashpoint_kernels import attention
 from flashpoint_kernels.modules import Block, FlashAttention
 from tests.conftest import DEVICE
-from tests.kernels.solving import normal
+from tests.support.kernels.solving import normal
 
 HEADS = [(4, 4), (4, 2), (4, 1)]
 

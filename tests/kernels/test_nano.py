@@ -15,7 +15,7 @@ from flashpoint_kernels import Options, attention, verify
 from flashpoint_kernels.nano import nano_attention, nano_forward, tile_rows
 from flashpoint_kernels.triton_backend.config import padded
 from flashpoint_kernels.triton_backend.configurations import SHARED_KIB
-from tests.kernels.solving import normal, qkv
+from tests.support.kernels.solving import normal, qkv
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -86,7 +86,7 @@ def test_a_tile_uses_the_shared_memory_that_there_is() -> None:
 def test_compiled_for_two_generations() -> None:
     """It fits the device's shared memory and registers, and its products are the matrix unit's."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.nano_compiled"]
+    command = [sys.executable, "-m", "tests.support.kernels.nano_compiled"]
     root = Path(__file__).parents[2]
     run = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=300, check=True)
     found = [json.loads(line) for line in run.stdout.splitlines()]

@@ -17,7 +17,7 @@ from flashpoint_kernels import Options, ProblemError, attention, attention_backw
 from flashpoint_kernels.ops import literal
 from flashpoint_kernels.spec import FORWARD_TENSORS
 from tests.conftest import DEVICE
-from tests.kernels.solving import normal, qkv
+from tests.support.kernels.solving import normal, qkv
 
 FORWARD = torch.ops.flashpoint.attention.default
 BACKWARD = torch.ops.flashpoint.attention_backward.default

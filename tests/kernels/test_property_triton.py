@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flashpoint_kernels import verify
-from tests.kernels.triton_cases import FACTORS, options_of, possible, tensors_of
+from tests.support.kernels.triton_cases import FACTORS, options_of, possible, tensors_of
 
 cases = st.fixed_dictionaries({name: st.sampled_from(levels) for name, levels in FACTORS.items()}).filter(possible)
 lengths = st.integers(1, 80)

@@ -10,8 +10,8 @@ import torch
 from flashpoint_kernels import Options, Problem, reference
 from flashpoint_kernels.timing.memory import peak_bytes
 from tests.conftest import DEVICE
-from tests.kernels.solving import backward, forward, normal, qkv
-from tests.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
+from tests.support.kernels.solving import backward, forward, normal, qkv
+from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
 
 
 def by_loops(t: dict[str, np.ndarray], options: Options, b: int, h: int, i: int) -> tuple[np.ndarray, float]:

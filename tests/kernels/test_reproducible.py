@@ -25,7 +25,7 @@ from flashpoint_kernels.reproducible import (
     with_all_threads,
 )
 from flashpoint_kernels.spec import Row
-from tests.kernels.solving import backward, forward, normal, qkv
+from tests.support.kernels.solving import backward, forward, normal, qkv
 
 DIM, HEADS = 40, 3
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flashpoint_kernels import Options, Problem, run, tiled, verify
 from flashpoint_kernels.timing.memory import peak_bytes
 from tests.conftest import DEVICE
-from tests.kernels.solving import backward, forward, normal, qkv
+from tests.support.kernels.solving import backward, forward, normal, qkv
 
 
 def strided(t: torch.Tensor, kind: str) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from flashpoint_kernels.timing.case import TIMED, Case
 from flashpoint_kernels.timing.implementations import IMPLEMENTATIONS, CannotRunError
-from tests.kernels.solving import backward, forward, qkv
+from tests.support.kernels.solving import backward, forward, qkv
 
 ON_CPU = ("naive", "naive_explicit", "torch", "tiled", "sdpa_flash", "sdpa_math")
 

@@ -7,7 +7,7 @@ import torch
 
 from flashpoint_kernels import Problem, run, verify
 from tests.conftest import DEVICE
-from tests.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
+from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")]
 

@@ -11,7 +11,7 @@ from flashpoint_kernels import Options, Problem, triton_backend
 from flashpoint_kernels.support import launch_key
 from flashpoint_kernels.triton_backend.launch import Launch
 from tests.conftest import DEVICE
-from tests.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
+from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
 
 
 def _request(rng: random.Random, seed: int, options: dict[str, object], *, dim: int = 16) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from flashpoint_kernels.dispatch import with_forwards
 from flashpoint_kernels.triton_backend import launch
 from flashpoint_kernels.triton_backend.launch import backward_calls, forward_calls
 from tests.conftest import DEVICE
-from tests.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
+from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and torch.cuda.get_device_capability() != (9, 0), reason="the path of sm_90"

@@ -7,7 +7,7 @@ import torch
 
 from flashpoint_kernels import Options, Problem, run, verify
 from tests.conftest import DEVICE
-from tests.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pairs, tensors_of
+from tests.support.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pairs, tensors_of
 
 SINGLES = [PLAIN | {name: level} for name, levels in FACTORS.items() for level in levels[1:]]
 HEAD_DIMS = [(1, 1), (3, 256), (32, 32), (59, 59), (96, 96), (111, 64), (160, 160)]

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flashpoint_kernels import Options, ProblemError, verify
 from flashpoint_kernels.verification import Verification
 from tests.conftest import DEVICE
-from tests.kernels.solving import backward, forward, normal, qkv
+from tests.support.kernels.solving import backward, forward, normal, qkv
 
 
 def errors_of(found: Verification) -> dict[str, bool]:

@@ -4,16 +4,9 @@ import os
 
 import pytest
 
-from tests.e2e.conftest import serve
-
 URL = os.environ.get("FLASHPOINT_OIP_URL", "")
 
 
 @pytest.fixture(scope="session")
-def url():
-    if URL:
-        yield URL.rstrip("/")
-        return
-    server = serve()
-    yield server.url
-    server.stop()
+def url(request):
+    return URL.rstrip("/") or request.getfixturevalue("server").url

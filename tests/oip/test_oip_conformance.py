@@ -7,8 +7,9 @@ import json
 
 import pytest
 import torch
-from oip_message import LENGTH, PACK, UNPACK, call, entry, infer, request, wanted
-from oip_problem import BOUNDS, GRAD, B, D, H, S, near, problem, truth
+
+from tests.support.oip.message import LENGTH, PACK, UNPACK, call, entry, infer, request, wanted
+from tests.support.oip.problem import BOUNDS, GRAD, B, D, H, S, near, problem, truth
 
 MODELS = {"attention": ("o", "lse"), "attention_grad": ("dq", "dk", "dv", "dattn_mask", "dsinks")}
 SMALL = problem()

@@ -12,10 +12,6 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
-from grpc_calls import Caller, Request, port_of, refused, request
-from oip_cases import CASES, REFUSED, ask, judge
-from oip_message import infer, raw
-from oip_problem import GRAD, problem
 
 from flashpoint.jsonwire import FieldError
 from flashpoint.wire import WireError
@@ -23,8 +19,12 @@ from flashpoint_server.grpc.framing import before, split
 from flashpoint_server.grpc.request import RAW_INPUTS, parse
 from flashpoint_server.grpc.statuses import STATUSES
 from flashpoint_server.refusal import STATUS
-from tests.e2e.conftest import serve
-from tests.e2e.messages import read_metrics
+from tests.support.messages import read_metrics
+from tests.support.oip.cases import CASES, REFUSED, ask, judge
+from tests.support.oip.grpc_calls import Caller, Request, port_of, refused, request
+from tests.support.oip.message import infer, raw
+from tests.support.oip.problem import GRAD, problem
+from tests.support.servers import serve
 
 MIB = 1 << 20
 CLIENTS = Path(__file__).parent / "clients"

@@ -1,6 +1,6 @@
 """What callers over gRPC do reaches the queue: who leaves it or is late costs the others nothing, and no message is
 read of who may not ask, or comes when there is no room. Triton's kernels run under its interpreter, and wait where they
-are told to (tests/e2e/faulty_engine.py)."""
+are told to (tests/support/faulty/engine.py)."""
 
 import contextlib
 import json
@@ -13,10 +13,10 @@ import urllib.request
 
 import grpc
 import pytest
-from grpc_calls import Caller, port_of, refused, request
-from oip_problem import problem
 
-from tests.e2e.conftest import serve, wait_for
+from tests.support.oip.grpc_calls import Caller, port_of, refused, request
+from tests.support.oip.problem import problem
+from tests.support.servers import serve, wait_for
 
 LIMIT = 8
 ALL, LOOKS = ((("authorization", f"Bearer {key}"),) for key in ("all", "looks"))
@@ -30,7 +30,7 @@ class Held:
     def __init__(self, gates):
         self.gates = gates / "open"
         self.server = serve(
-            program=("-m", "tests.e2e.faulty_server"),
+            program=("-m", "tests.support.faulty.server"),
             interpret=True,
             log_level="debug",
             environment={"FLASHPOINT_TEST_GATE": str(self.gates)},

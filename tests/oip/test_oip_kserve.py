@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from oip_cases import CASES, ask, judge
+
+from tests.support.oip.cases import CASES, ask, judge
 
 PROGRAM = Path(__file__).parent / "clients" / "kserve_client.py"
 KSERVE = "kserve==0.21.0"

@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from oip_message import LENGTH, PACK, call, entry, infer, raw, request, wanted
-from oip_problem import D, H, S, problem
+
+from tests.support.oip.message import LENGTH, PACK, call, entry, infer, raw, request, wanted
+from tests.support.oip.problem import D, H, S, problem
 
 SMALL = problem()
 Q = entry("q", SMALL["q"])

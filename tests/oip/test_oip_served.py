@@ -6,11 +6,11 @@ import zlib
 
 import pytest
 import torch
-from oip_message import LENGTH, call, infer, raw, request, wanted
-from oip_problem import GRAD, problem
 
-from tests.e2e.conftest import serve
-from tests.e2e.messages import message
+from tests.support.messages import message
+from tests.support.oip.message import LENGTH, call, infer, raw, request, wanted
+from tests.support.oip.problem import GRAD, problem
+from tests.support.servers import serve
 
 MIB = 1 << 20
 SMALL = problem()

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from oip_message import LENGTH, NAMES, call, infer, raw, wanted
-from oip_problem import GRAD, B, D, H, S, near, problem, truth
 from pydantic import ValidationError
 
 from flashpoint_server import Settings
-from tests.e2e.conftest import serve, wait_for
+from tests.support.oip.message import LENGTH, NAMES, call, infer, raw, wanted
+from tests.support.oip.problem import GRAD, B, D, H, S, near, problem, truth
+from tests.support.servers import serve, wait_for
 
 MIB = 1 << 20
 PATH = "/v2/models/attention/infer"

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from oip_cases import CASES, COMPRESSED, ask, judge
+
+from tests.support.oip.cases import CASES, COMPRESSED, ask, judge
 
 PROGRAM = Path(__file__).parent / "clients" / "triton_client.py"
 

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import flashpoint
-from tests.e2e.dense_attention import close, dense, tensors
-from tests.e2e.messages import message, post
-from tests.ray.conftest import deploy, wait_for
+from tests.support.dense_attention import close, dense, tensors
+from tests.support.messages import message, post
+from tests.support.ray_cluster import deploy, wait_for
 
 pytestmark = pytest.mark.full
 PATIENCE = 300  # seconds for Ray to change its mind, on a machine that does other things

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import flashpoint
-from tests.e2e.dense_attention import close, dense, tensors
-from tests.e2e.messages import JSON, PROBLEM, message, post
-from tests.ray.conftest import END_SECONDS, ENGINE, deploy, wait_for
+from tests.support.dense_attention import close, dense, tensors
+from tests.support.messages import JSON, PROBLEM, message, post
+from tests.support.ray_cluster import END_SECONDS, ENGINE, deploy, wait_for
 
 QUEUE_LIMIT = 4
 

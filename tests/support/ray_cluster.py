@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from tests.e2e.conftest import wait_for
+from tests.support.servers import wait_for
 
 DRIVER = Path(__file__).with_name("ray_driver.py")
 ENGINE = "flashpoint_server.engine_process"

@@ -1,4 +1,4 @@
-"""An engine whose device fails as its jobs' ids say; no start of the service itself can reach it (see faulty_server).
+"""An engine whose device fails as its jobs' ids say; no start of the service itself can reach it (see server.py).
 
 gate-…, wait-…  wait until the file of that suffix, otherwise named by FLASHPOINT_TEST_GATE, is there
 oom-…, once-…   have no memory, never or the first time        bug-…   fails as nobody foresaw
@@ -8,7 +8,7 @@ unfit-…         nothing can be compiled for it, and nobody foresaw that
 At its start it waits for others to leave it memory while the gate .short is there, and finds another device once the
 gate .moved is.
 
-And with bugs that callers must see: seeded_bugs.py.
+And with bugs that callers must see: bugs.py.
 """
 
 import os
@@ -24,7 +24,7 @@ import torch
 from flashpoint_server import engine_process, serving_engine
 from flashpoint_server.device import Device, DeviceLostError, OutOfMemoryError
 from flashpoint_server.messages import Channel, Done
-from tests.e2e.seeded_bugs import Seeded
+from tests.support.faulty.bugs import Seeded
 
 SWAP, LOSE = Seeded("swap"), Seeded("lose")
 

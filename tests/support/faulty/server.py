@@ -1,10 +1,10 @@
-"""The service with engines that fail on demand (faulty_engine.py), and with bugs on demand (seeded_bugs.py)."""
+"""The service with engines that fail on demand (tests/support/faulty/engine.py), and with bugs on demand (bugs.py)."""
 
 import sys
 
 from flashpoint_server import Settings, compute, create_app, logs, serving
 from flashpoint_server.staging import Staging
-from tests.e2e.seeded_bugs import Seeded
+from tests.support.faulty.bugs import Seeded
 
 LEAK = Seeded("leak")
 
@@ -19,5 +19,5 @@ if __name__ == "__main__":
     compute.Staging = LeakingStaging
     settings = Settings(_cli_parse_args=sys.argv[1:])
     logs.configure(settings.log_format, settings.log_level)
-    app = create_app(settings, engine_module="tests.e2e.faulty_engine")
+    app = create_app(settings, engine_module="tests.support.faulty.engine")
     sys.exit(serving.serve_on(serving.listen(settings), app))

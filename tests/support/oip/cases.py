@@ -8,8 +8,9 @@ import subprocess
 
 import numpy as np
 import torch
-from oip_message import DATATYPES
-from oip_problem import BOUNDS, GRAD, S, near, problem, truth
+
+from tests.support.oip.message import DATATYPES
+from tests.support.oip.problem import BOUNDS, GRAD, S, near, problem, truth
 
 SINKS = torch.tensor([0.5, -1.0])
 MASK = ((torch.arange(S)[:, None] + torch.arange(S)) % 3 > 0) | torch.eye(S, dtype=torch.bool)

@@ -3,9 +3,9 @@
 import contextlib
 
 import grpc
-from oip_message import NAMES, raw
 
 from flashpoint_server.grpc import protos
+from tests.support.oip.message import NAMES, raw
 
 SERVICE = "inference.GRPCInferenceService"
 TYPED = {"BOOL": "bool_contents", "INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents",

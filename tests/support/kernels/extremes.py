@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.kernels.solving import normal, qkv
+from tests.support.kernels.solving import normal, qkv
 
 ROW, KEY, COLUMN = 2, 4, 3  # where the one element is: of a query, of a key, and its column
 

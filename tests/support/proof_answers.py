@@ -1,0 +1,47 @@
+"""Answers of /verify and /benchmark for servers that follow a script."""
+
+import json
+
+JSON = "application/json"
+
+ROW = {
+    "backend": "tiled", "version": "0.1.0", "device": "a CPU", "direction": "forward", "dtype": "float32",
+    "causal": False, "batch": 1, "q_heads": 2, "kv_heads": 1, "q_len": 128, "kv_len": 128, "head_dim": 64,
+    "value_dim": 64,
+}  # fmt: skip
+FIGURES = dict.fromkeys(("max_abs", "max_rel", "rms"), 1e-7) | {
+    "cosine": 1.0, "worst_index": [0, 1], "worst_value": 0.5, "worst_expected": 0.5,
+}  # fmt: skip
+JUDGED = {
+    **FIGURES, "name": "o", "bound": 1e-6, "rule": "r", "ok": True, "torch": FIGURES,
+    "histogram": [{"exponent": -7, "count": 24}], "cosine": "NaN",
+}  # fmt: skip
+REPORT = {"ok": True, "backend": "tiled", "device": "cpu", "dtype": "float32", "seconds": 0.5, "tensors": [JUDGED]}
+SHAPES = [{"q_len": 128, "head_dim": 64}]
+JOB = {"id": "j1", "created": "2026-01-01T00:00:00Z", "request": {"shapes": SHAPES}, "total": 2}
+STATE = {"kind": "state", "at": "2026-01-01T00:00:00Z"}
+EVENTS = [
+    {"id": 1, "state": "running", **STATE},
+    {"id": 2, "kind": "progress", "done": 0, "total": 2, "backend": "naive"},
+    {"id": 3, "kind": "row", "done": 1, "total": 2, "row": ROW},
+    {"id": 4, "kind": "row", "done": 2, "total": 2, "row": ROW | {"skipped": "too large"}},
+    {"id": 5, "state": "done", **STATE},
+]
+
+
+def says(document, status=200):
+    return lambda h: h.answer(status, json.dumps(document).encode(), JSON)
+
+
+def frames(events):
+    return "".join(f"id: {e['id']}\nevent: {e['kind']}\ndata: {json.dumps(e)}\n\n" for e in events).encode()
+
+
+def streams(events, end=lambda handler: handler.end_chunks()):
+    def step(handler):
+        handler.begin_chunks()
+        for event in events:
+            handler.chunk(b": still here\n\n" + frames([event]))
+        end(handler)
+
+    return step
