@@ -73,7 +73,7 @@ docker-steps: $(VENV)/.dev
 
 # The Helm chart with each file of deploy/helm/examples, rendered by Helm and held against Kubernetes' schemas.
 charts: $(VENV)/.dev
-	$(BIN)/python tests/deploy/charts.py
+	$(BIN)/python tests/support/charts.py
 
 # The whole service on a GPU: its batches, its faults and its speed.
 gpu-serve: $(VENV)/.dev

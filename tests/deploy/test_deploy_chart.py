@@ -17,8 +17,8 @@ from flashpoint_server import processes, settings, supervisor
 from flashpoint_server.metrics import Metrics
 from flashpoint_server.settings import Settings
 
-charts = pytest.importorskip("charts", reason="helm-python-sdk has no build for this platform")
-from charts import CHART, DEPLOY, EXAMPLES, NEWEST, VALIDATED, render, report, validate  # noqa: E402
+charts = pytest.importorskip("tests.support.charts", reason="helm-python-sdk has no build for this platform")
+from tests.support.charts import CHART, DEPLOY, EXAMPLES, NEWEST, VALIDATED, render, report, validate  # noqa: E402
 
 ROOT = DEPLOY.parent
 EVERYTHING = EXAMPLES["everything"]

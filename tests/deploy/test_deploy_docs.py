@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-charts = pytest.importorskip("charts", reason="helm-python-sdk has no build for this platform")
+charts = pytest.importorskip("tests.support.charts", reason="helm-python-sdk has no build for this platform")
 
 PAGE = (charts.DEPLOY.parent / "docs/kubernetes.md").read_text()
 BLOCKS = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]

@@ -15,8 +15,8 @@ import jsonschema
 import pytest
 import yaml
 
-charts = pytest.importorskip("charts", reason="helm-python-sdk has no build for this platform")
-from charts import DEPLOY, NEWEST, OLDEST, validate  # noqa: E402
+charts = pytest.importorskip("tests.support.charts", reason="helm-python-sdk has no build for this platform")
+from tests.support.charts import DEPLOY, NEWEST, OLDEST, validate  # noqa: E402
 
 RAY = yaml.safe_load((DEPLOY / "kuberay/rayservice.yaml").read_text())
 KSERVE = yaml.safe_load((DEPLOY / "kserve/inferenceservice.yaml").read_text())

@@ -132,7 +132,7 @@ def test_no_call_is_lost_when_a_pod_is_replaced(start_server, new, service_to):
 
 
 def test_probes_and_prometheus_ask_what_the_server_answers(new):
-    charts = pytest.importorskip("charts", reason="helm-python-sdk has no build for this platform")
+    charts = pytest.importorskip("tests.support.charts", reason="helm-python-sdk has no build for this platform")
     new.wait_ready()
     rendered = charts.render(charts.EXAMPLES["everything"])
     (chart,) = [m["spec"]["template"]["spec"]["containers"][0] for m in rendered if m["kind"] == "Deployment"]

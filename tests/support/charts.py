@@ -1,6 +1,6 @@
 """Render the Helm chart as Helm does, and hold what comes out against the schemas of the kinds that it is of.
 
-`python tests/deploy/charts.py` writes what was rendered and validated into deploy/helm/validated.txt (`make charts`).
+`python tests/support/charts.py` writes what was rendered and validated into deploy/helm/validated.txt (`make charts`).
 """
 
 from __future__ import annotations
