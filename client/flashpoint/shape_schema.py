@@ -47,16 +47,17 @@ class Shape(Request):
     batch: Size = Field(default=1, description="sequences, B")
     q_heads: Count = Field(default=1, description="query heads, Hq")
     kv_heads: Count = Field(
-        default_factory=lambda data: data["q_heads"],
+        default_factory=lambda data: data.get("q_heads", 1),
         description="key/value heads, Hk, of which q_heads is a multiple; q_heads if not given",
     )
     q_len: Size = Field(description="queries of a sequence, Sq")
     kv_len: Size = Field(
-        default_factory=lambda data: data["q_len"], description="keys of a sequence, Sk; q_len if not given"
+        default_factory=lambda data: data.get("q_len", 0), description="keys of a sequence, Sk; q_len if not given"
     )
     head_dim: Count = Field(description="columns of q and k, D")
     value_dim: Count = Field(
-        default_factory=lambda data: data["head_dim"], description="columns of v and o, Dv; head_dim if not given"
+        default_factory=lambda data: data.get("head_dim", 1),
+        description="columns of v and o, Dv; head_dim if not given",
     )
 
     @model_validator(mode="after")

@@ -1,0 +1,113 @@
+"""Run the tests with other versions of Python and with the oldest libraries: `make test-versions`.
+
+- Python 3.12 and 3.13: the tests of the SDK, the wire formats and the HTTP side, without torch and triton.
+- Python 3.11: the same and the service itself, with the lowest version of each library that pyproject.toml allows.
+  torch and triton keep the versions of constraints.txt; benchmarks/compat.py covers other versions of Triton.
+
+Environments stay in build/versions, so that a second run is quick. Exits with 1 where a test fails. A Python that is
+not on this machine is named, and is no failure.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HOME = ROOT / "build" / "versions"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = ("server", "grpc", "otel")
+# Of the extra dev, what these tests import.
+TOOLS = ("hypothesis", "psutil", "pytest", "pytest-randomly", "pytest-xdist", "pyyaml", "safetensors")
+HTTP_SIDE = ("tests/client", "tests/server", "tests/fuzz")
+SERVED = ("http_errors", "http_exact", "http_lifecycle", "observability", "page", "sdk", "traces")
+SERVICE = (
+    *HTTP_SIDE,
+    *(f"tests/e2e/test_{name}.py" for name in SERVED),
+    "tests/oip/test_oip_conformance.py",
+    "tests/oip/test_oip_grpc_queue.py",
+)
+
+
+def main() -> int:
+    results = {f"Python {version}": newer(version) for version in ("3.12", "3.13")}
+    results["lowest versions"] = lowest()
+    for name, result in results.items():
+        print(f"{name}: {result}")
+    return 1 if "failed" in results.values() else 0
+
+
+def newer(version: str) -> str:
+    """The HTTP side on another Python, without torch."""
+    python = find_python(version)
+    if python is None:
+        return f"not tested: install Python {version}"
+    pins = (ROOT / "constraints.txt").read_text()
+    wanted = [line for line in requirements(EXTRAS) if name_of(line) not in ("torch", "triton")]
+    pins = "\n".join(line for line in pins.splitlines() if name_of(line) not in ("torch", "triton"))
+    return run_tests(python, version, [*wanted, *TOOLS], pins, HTTP_SIDE)
+
+
+def lowest() -> str:
+    """The service with the lowest versions. Tools of the tests keep theirs: no user installs them."""
+    pins = {name_of(line): line for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    kept = [pins[name] for name in ("torch", "triton", *map(name_of, TOOLS))]
+    wanted = [line for line in requirements(EXTRAS) if name_of(line) not in ("torch", "triton")]
+    floors = [re.sub(r">=([^,]+).*", r"==\1", line) for line in wanted]
+    # Old libraries use what the newest of their own dependencies deprecate.
+    more = ("-W", "ignore::DeprecationWarning")
+    return run_tests(sys.executable, "lowest", [*floors, "torch", "triton", *TOOLS], "\n".join(kept), SERVICE, more)
+
+
+def requirements(extras: tuple[str, ...]) -> list[str]:
+    """What the project with these extras asks for, its own extras resolved."""
+    found, todo = list(PROJECT["dependencies"]), list(extras)
+    while todo:
+        for line in PROJECT["optional-dependencies"][todo.pop()]:
+            if own := re.fullmatch(r"flashpoint\[(.*)\]", line):
+                todo += own[1].split(",")
+            else:
+                found.append(line)
+    return sorted(set(found))
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[\[=<>;, ]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+def find_python(version: str) -> str | None:
+    """An interpreter of this version that runs: on the PATH, or one that pyenv installed."""
+    root = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
+    for path in (shutil.which(f"python{version}"), *sorted(glob.glob(f"{root}/versions/{version}.*/bin/python"))):
+        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return path
+    return None
+
+
+def run_tests(
+    python: str, name: str, wanted: list[str], pins: str, tests: tuple[str, ...], more: tuple[str, ...] = ()
+) -> str:
+    """Install into an environment of its own and run the tests there: "passed" or "failed"."""
+    home = HOME / name
+    print(f"== {name}: installing into {home.relative_to(ROOT)}", flush=True)
+    if not home.exists():
+        subprocess.run([python, "-m", "venv", home], check=True)
+    constraints = home / "constraints.txt"
+    constraints.write_text(pins + "\n")
+    pip = [home / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "-c", constraints, *wanted], check=True)
+    subprocess.run([*pip, "--no-deps", "-e", ROOT], check=True)
+    print(f"== {name}: {', '.join(tests)}", flush=True)
+    command = [home / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"]
+    ran = subprocess.run([*command, "-m", "not gpu and not full and not slow", *more, *tests], cwd=ROOT, check=False)
+    return "passed" if ran.returncode == 0 else "failed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
