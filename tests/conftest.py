@@ -49,3 +49,30 @@ def start_server():
             return server
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def receiver():
+    """A receiver of the spans that `gated` sends."""
+    from tests.support.otlp import Receiver
+
+    receiver = Receiver()
+    yield receiver
+    receiver.stop()
+
+
+@pytest.fixture(scope="session")
+def gated(receiver, tmp_path_factory):
+    """A server with Triton's kernels under its interpreter, whose engine waits and fails on demand.
+
+    All tests of a pytest process share it: open its gates again, and leave an engine that is ready. It has little
+    shared memory, and gives up a body, or the reading of an answer, that pauses for two seconds.
+    """
+    from tests.support.gated import GatedServer
+    from tests.support.servers import serve
+
+    settings = {"body_timeout": 2, "body_rate": 1 << 30, "staging_bytes": 256 << 20, "otlp_endpoint": receiver.url}
+    soon = {"OTEL_BSP_SCHEDULE_DELAY": "50"}  # milliseconds
+    gated = GatedServer(serve, tmp_path_factory.mktemp("gates"), interpret=True, environment=soon, **settings)
+    yield gated
+    gated.server.stop()

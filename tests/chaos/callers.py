@@ -42,6 +42,7 @@ class Outcome:
     began: float  # `time.monotonic` seconds
     ended: float
     detail: str = ""
+    opened: float | None = None  # when its connection may have been opened, where that was before the call
 
 
 class WrongError(Exception):
@@ -99,6 +100,7 @@ class Caller(threading.Thread, ABC):
     """Calls while `going` is set; between two calls of its own it may be told to wait, with no connection open."""
 
     count = 3  # questions
+    opened: float | None = None  # `time.monotonic` seconds, of what stays open between calls
 
     def __init__(self, name: str, load: Load, rng: np.random.Generator) -> None:
         super().__init__(name=name, daemon=True)
@@ -125,7 +127,7 @@ class Caller(threading.Thread, ABC):
 
     def call(self, question: Question) -> str:
         """Ask, and note what became of it; its kind."""
-        began, kind, detail = time.monotonic(), "right", ""
+        began, opened, kind, detail = time.monotonic(), self.opened, "right", ""
         try:
             detail = self.ask(question)
             kind = "refused" if detail else "right"
@@ -139,7 +141,7 @@ class Caller(threading.Thread, ABC):
             kind, detail = "wrong", f"{type(error).__name__}: {error}"
         if kind != "right":
             self.leave()
-        self.book.add(Outcome(kind, self.name, began, time.monotonic(), detail))
+        self.book.add(Outcome(kind, self.name, began, time.monotonic(), detail, opened))
         if kind == "lost":
             time.sleep(AFTER_NOTHING)
         return kind
@@ -163,6 +165,7 @@ class Plain(Caller):
 
     def ask(self, question: Question) -> str:
         if self.connection is None:
+            self.opened = time.monotonic()
             self.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.load.patience)
         name = secrets.token_hex(8)
         headers = {**question.headers, **self.headers, "X-Request-Id": name}
@@ -180,7 +183,7 @@ class Plain(Caller):
     def leave(self) -> None:
         if self.connection is not None:
             self.connection.close()
-            self.connection = None
+            self.connection = self.opened = None
 
 
 class Gradient(Plain):
@@ -230,6 +233,7 @@ class Sdk(Caller):
 
     def ask(self, question: Question) -> str:
         if self.client is None:
+            self.opened = time.monotonic()
             self.client = flashpoint.Client(
                 f"http://127.0.0.1:{self.port}", timeout=self.load.patience, retries=self.retries
             )
@@ -250,7 +254,7 @@ class Sdk(Caller):
     def leave(self) -> None:
         if self.client is not None:
             self.client.close()
-            self.client = None
+            self.client = self.opened = None
 
 
 class SdkGradient(Sdk):

@@ -10,7 +10,7 @@ import time
 from tests.chaos.service import START
 from tests.chaos.world import World
 
-NOT_READY = 10.0  # seconds in which /health/ready must say that an engine is gone or stopped
+NOT_READY = 60.0  # seconds in which /health/ready must say that an engine is gone or stopped; ends a hang
 STOPPED = (0.1, 1.5)  # seconds that a process stands still
 
 

@@ -35,7 +35,9 @@ class World:
             self._broken.append((began, time.monotonic() + GRACE))
 
     def may_break(self, outcome: Outcome) -> bool:
-        return any(outcome.began <= end and outcome.ended >= began for began, end in self._broken)
+        """Whether its connection was there, or was opened, while connections might break."""
+        first = outcome.began if outcome.opened is None else outcome.opened
+        return any(first <= end and outcome.ended >= began for began, end in self._broken)
 
     def wait(self, low: float, high: float) -> None:
         """A fault lasts for a while of its own choice."""

@@ -1,18 +1,91 @@
 import asyncio
 import contextlib
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
 import flashpoint
+from flashpoint import _client, _exchange, _transport, cli
 from tests.support.raw_server import RawServer
 from tests.support.scripted_server import ScriptedServer
+
+
+@pytest.fixture(autouse=True)
+def kept_connections(monkeypatch):
+    """A client keeps its idle connections, however long a busy machine takes from one call to the next."""
+    monkeypatch.setattr(_transport, "IDLE_SECONDS", 3600.0)
+
+
+@pytest.fixture
+def delays(monkeypatch):
+    """The seconds that the clients wait before each retry, in order. They do not wait in fact."""
+    asked = []
+
+    async def sleep(delay):
+        asked.append(delay)
+
+    monkeypatch.setattr(_client, "time", SimpleNamespace(sleep=asked.append))
+    monkeypatch.setattr(_client, "asyncio", SimpleNamespace(sleep=sleep))
+    return asked
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command; its exit code, stdout and stderr."""
+
+    def run(*arguments):
+        code = cli.main([str(a) for a in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+class Clock:
+    """Stands in for the module `time`: the real time, and what a test adds to it."""
+
+    time = staticmethod(time.time)
+
+    def __init__(self):
+        self._added = 0.0
+
+    def monotonic(self):
+        return time.monotonic() + self._added
+
+    def advance(self, seconds):
+        self._added += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """`clock(*modules)` is the `Clock` of these modules of the client."""
+
+    def install(*modules):
+        clock = Clock()
+        for module in modules:
+            monkeypatch.setattr(module, "time", clock)
+        return clock
+
+    return install
+
+
+@pytest.fixture
+def timed_waits(monkeypatch):
+    """A call exceeds its timeout only while it waits for a socket, however long the machine takes in between."""
+    began = []
+
+    def monotonic():
+        began.append(time.monotonic())
+        return began[0]
+
+    monkeypatch.setattr(_exchange, "time", SimpleNamespace(monotonic=monotonic))
 
 
 @pytest.fixture
 def scripted():
     server = ScriptedServer()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.002})
     thread.start()
     yield server
     server.shutdown()
@@ -21,7 +94,7 @@ def scripted():
 
 
 class Twin:
-    """`AsyncClient` driven from a test that is not async, so that each test runs on both clients."""
+    """`AsyncClient` driven from a test that is not async, so that each test runs with both clients."""
 
     def __init__(self, *args, **settings):
         self._loop = asyncio.new_event_loop()
@@ -34,6 +107,7 @@ class Twin:
     def close(self):
         if not self._loop.is_closed():
             self._loop.run_until_complete(self._client.aclose())
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())  # as asyncio.run does
             self._loop.close()
 
 

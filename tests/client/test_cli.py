@@ -1,3 +1,5 @@
+"""`flashpoint COMMAND`: how it finds and runs a command, and what it says where there is none."""
+
 import os
 import subprocess
 import sys
@@ -13,28 +15,25 @@ FLASHPOINT = Path(sys.executable).parent / "flashpoint"
 CAPACITY = ("--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8")
 
 
-def flashpoint_command(*arguments):
-    return subprocess.run([FLASHPOINT, *arguments], capture_output=True, text=True)
+def test_help_lists_the_commands_that_are_installed(capsys):
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "\n  serve      starts a server\n" in out
+    assert out.startswith("usage: flashpoint COMMAND")
 
 
-def test_help_lists_the_commands_that_are_installed():
-    done = flashpoint_command("--help")
-    assert done.returncode == 0
-    assert "\n  serve      starts a server\n" in done.stdout
-    assert done.stdout.startswith("usage: flashpoint COMMAND")
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"flashpoint {flashpoint.__version__}\n"
 
 
-def test_version():
-    done = flashpoint_command("--version")
-    assert (done.returncode, done.stdout) == (0, f"flashpoint {flashpoint.__version__}\n")
-
-
-def test_no_command_and_an_unknown_one_say_what_there_is():
+def test_no_command_and_an_unknown_one_say_what_there_is(capsys):
     for arguments in ([], ["sevre"]):
-        done = flashpoint_command(*arguments)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "\n  serve      starts a server\n" in done.stderr
-    assert done.stderr.startswith("flashpoint: no command 'sevre'")
+        assert cli.main(arguments) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "\n  serve      starts a server\n" in err
+    assert err.startswith("flashpoint: no command 'sevre'")
 
 
 def brought_by_a_package(tmp_path, monkeypatch, text):
@@ -72,8 +71,25 @@ def test_every_command_of_ours_names_an_extra_and_says_what_it_does():
     assert set(cli._ABOUT) == {point.name for point in points}
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("capacity", *CAPACITY, "--json", "-")])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_help_that_nobody_reads_is_no_error(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["--help"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"),
+    [
+        (["capacity", *CAPACITY, "--json", "-"], ""),
+        pytest.param(["--help"], "1", marks=pytest.mark.slow),
+        pytest.param(["--help"], "", marks=pytest.mark.slow),
+        pytest.param(["--version"], "", marks=pytest.mark.slow),
+        pytest.param(["--version"], "1", marks=pytest.mark.slow),
+        pytest.param(["capacity", *CAPACITY, "--json", "-"], "1", marks=pytest.mark.slow),
+    ],
+)
 def test_a_reader_that_has_read_enough_is_no_error(arguments, unbuffered):
     read, write = os.pipe()
     os.close(read)

@@ -5,7 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -97,6 +97,7 @@ def arrays(dtype):
     return hnp.arrays(np.uint16, shapes).map(lambda a: a.view(ml_dtypes.bfloat16))
 
 
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(DTYPES)).flatmap(lambda dtype: st.tuples(st.just(dtype), arrays(dtype))))
 def test_tensors_round_trip_bit_for_bit(pair):
     dtype, array = pair

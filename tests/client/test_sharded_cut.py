@@ -29,7 +29,7 @@ def seen_by_the_service(q_len, kv_len, causal, causal_alignment, window):
     return seen(q_len, kv_len, offset, left, min(right, 0) if causal else right)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80)
 @given(bands(), st.integers(1, 4), st.integers(1, 4), st.booleans())
 @example(Band(0, 5, 5, UNBOUNDED, 0), 2, 2, True)
 @example(Band(5, 0, -5, UNBOUNDED, 0), 2, 2, True)
@@ -46,7 +46,7 @@ def test_every_pair_that_is_seen_is_in_one_piece(band, query_parts, key_parts, s
     np.testing.assert_array_equal(found, seen(*band))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 @given(LENGTH, LENGTH, st.booleans(), st.integers(1, 4), st.integers(1, 4))
 def test_causal_pieces_need_no_window(q_len, kv_len, top_left, query_parts, key_parts):
     """So that a backend that knows causality alone computes them."""

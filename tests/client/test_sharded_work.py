@@ -1,10 +1,10 @@
-"""Who is asked what, without asking anyone."""
+"""Which server is asked which question next, without a server."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
 
+from flashpoint._shards import work as module
 from flashpoint._shards.work import Work
 from flashpoint.errors import DeadlineExceededError, OverloadedError, ServerError
 
@@ -12,25 +12,33 @@ FULL = OverloadedError("full", status=429)
 CRASHED = ServerError("crashed", status=500)
 
 
+NOW = 1000.0
+
+
+@pytest.fixture(autouse=True)
+def stopped_clock(monkeypatch):
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: NOW))
+
+
 def work(questions=1, servers=2, retries=1, seconds=60.0):
     asked = [SimpleNamespace(shard=SimpleNamespace(pairs=pairs)) for pairs in range(questions)]
-    return Work(asked, servers, retries, None if seconds is None else time.monotonic() + seconds)
+    return Work(asked, servers, retries, None if seconds is None else NOW + seconds)
 
 
 def half_time_is_over(item):
-    item.late = time.monotonic()
+    item.late = NOW
 
 
 def test_another_server_has_a_question_from_half_time_on():
     one = work()
     item = one.take(0)
-    assert 29 < one.patience(1) <= 30
+    assert one.patience(1) == 30
     assert one.take(1) is None
     half_time_is_over(item)
     assert one.patience(1) == 0
     assert one.take(0) is None
     assert one.take(1) is item
-    assert 29 < item.late - time.monotonic() <= 30  # for a third
+    assert item.late == NOW + 30  # for a third server
 
 
 def test_what_waits_comes_first():
@@ -98,3 +106,11 @@ def test_the_deadline_ends_the_waiting():
     one = work(seconds=-1)
     with pytest.raises(DeadlineExceededError):
         one.patience(0)
+
+
+def test_a_server_rests_as_long_as_it_asks_for_and_at_most_to_the_deadline():
+    one = work(seconds=60)
+    asks = OverloadedError("full", status=429, retry_after=20)
+    assert one.failed(0, one.take(0), asks) == 20
+    asks.retry_after = 61
+    assert one.failed(1, one.take(1), asks) == 60

@@ -1,4 +1,4 @@
-"""The clients' own transports over real sockets: framings, early answers, broken and stale connections, deadlines."""
+"""The clients' own transports over real sockets: framings, early answers, broken and idle connections, deadlines."""
 
 import asyncio
 import os
@@ -15,12 +15,14 @@ import uvloop
 import flashpoint
 from flashpoint import _transport
 from flashpoint.wire import MEDIA_TYPE
-from tests.support.raw_server import read_head, read_request, until_closed
+from tests.support.raw_server import PATIENCE, read_head, read_request, until_closed
 from tests.support.scripted_server import message
+from tests.support.servers import wait_for
 
 Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
 TINY = np.zeros((1, 4), np.float32)
-BIG = np.zeros((1, 16 << 20), np.float32)  # more than the buffers between two sockets hold
+BIG = np.zeros((1, 4 << 20), np.float32)  # 16 MiB: more than the buffers hold between a client and a SMALL receiver
+SMALL = 1 << 16  # bytes of a server's receive buffer
 GOOD = message({"o": Q})
 TYPE = f"Content-Type: {MEDIA_TYPE}\r\n".encode()
 
@@ -99,7 +101,7 @@ BROKEN = {
     "two lengths": answer(head=b"Content-Length: 3\r\n"),
     "half an answer": answer()[:-8],
     "half a chunk": unframed(b"Transfer-Encoding: chunked\r\n", chunked()[:-20]),
-    "chunks that are none": unframed(b"Transfer-Encoding: chunked\r\n", b"zz\r\n"),
+    "malformed chunks": unframed(b"Transfer-Encoding: chunked\r\n", b"zz\r\n"),
 }
 
 
@@ -143,9 +145,9 @@ def test_tensors_go_and_come_without_a_copy(raw, connect):
 
 
 def test_bytes_keep_their_order_through_small_buffers(raw, connect):
-    """Odd sizes, a slow reader, a slow writer: every partial send and receive continues where it stopped."""
+    """Odd sizes in pieces: every partial send and receive continues where the one before it stopped."""
     rng = np.random.default_rng(0)
-    tensors = [rng.integers(0, 256, (1, n), np.uint8) for n in (3_000_001, 70_001, 5)]
+    tensors = [rng.integers(0, 256, (1, n), np.uint8) for n in (1_000_001, 70_001, 5)]
 
     def talk(connection):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 20_000)
@@ -167,14 +169,14 @@ def test_an_answer_before_the_end_of_the_request_is_read(raw, connect, after):
         read_head(connection)
         connection.sendall(refusal(b"413 Content Too Large"))
         if after == "waits":
-            over.wait()
+            over.wait(PATIENCE)
         elif after == "drains":
             until_closed(connection)
         elif after == "resets":
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
-    client = connect(raw(talk).url, retries=0, timeout=30)
-    for _ in range(1 if after == "waits" else 10):
+    client = connect(raw(talk, receive_buffer=SMALL).url, retries=0)
+    for _ in range(1 if after == "waits" else 5):
         with pytest.raises(flashpoint.TooLargeError, match="early"):
             client.attention(BIG, TINY, TINY)
     over.set()
@@ -201,7 +203,7 @@ def test_an_interim_answer_does_not_end_the_request(raw, connect):
 
 def test_a_server_that_hangs_up_on_a_request_is_a_failed_connection(raw, connect):
     with pytest.raises(flashpoint.ConnectionFailedError):
-        connect(raw(read_head).url, retries=0).attention(BIG, TINY, TINY)
+        connect(raw(read_head, receive_buffer=SMALL).url, retries=0).attention(BIG, TINY, TINY)
 
 
 def test_a_connection_that_was_closed_while_idle_is_replaced(raw, connect):
@@ -213,7 +215,7 @@ def test_a_connection_that_was_closed_while_idle_is_replaced(raw, connect):
     client = connect(server.url, retries=0)
     for round in (1, 2, 3):
         assert np.array_equal(client.attention(Q, Q, Q), Q)
-        wait_for(lambda round=round: server.closed == round)
+        wait_for(lambda round=round: server.closed == round, lambda: "the connection stays open")
     assert server.opened == 3
 
 
@@ -229,7 +231,7 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(scripted, connect
 
 def test_no_more_idle_connections_are_kept_than_there_may_be(scripted, monkeypatch):
     monkeypatch.setattr(_transport, "IDLE_CONNECTIONS", 1)
-    barrier = threading.Barrier(2, timeout=10)
+    barrier = threading.Barrier(2, timeout=PATIENCE)
 
     def together(handler):
         barrier.wait()
@@ -256,7 +258,7 @@ def test_closing_the_client_closes_its_connections(raw, connect):
     client.attention(Q, Q, Q)
     assert server.closed == 0
     client.close()
-    wait_for(lambda: server.closed == 1)
+    wait_for(lambda: server.closed == 1, lambda: "the connection stays open")
 
 
 def test_a_client_closed_under_a_call_lets_it_end_and_keeps_nothing(raw):
@@ -265,7 +267,7 @@ def test_a_client_closed_under_a_call_lets_it_end_and_keeps_nothing(raw):
     def talk(connection):
         read_request(connection)
         connection.sendall(answer()[:-8])
-        closed.wait()
+        closed.wait(PATIENCE)
         connection.sendall(answer()[-8:])
         until_closed(connection)
 
@@ -274,45 +276,30 @@ def test_a_client_closed_under_a_call_lets_it_end_and_keeps_nothing(raw):
     found = []
     thread = threading.Thread(target=lambda: found.append(client.attention(Q, Q, Q)))
     thread.start()
-    wait_for(lambda: server.opened == 1)
+    wait_for(lambda: server.opened == 1, lambda: "nobody connects")
     client.close()
     closed.set()
     thread.join()
     assert np.array_equal(found[0], Q)
-    wait_for(lambda: server.closed == 1)
+    wait_for(lambda: server.closed == 1, lambda: "the connection stays open")
 
 
-def test_a_server_that_falls_silent_within_its_answer_meets_the_timeout(raw, connect):
-    body, over = answer(), threading.Event()
-
+@pytest.mark.parametrize("where", ["within its answer", "within the request"])
+def test_a_server_that_falls_silent_meets_the_timeout(raw, connect, where):
     def talk(connection):
         read_request(connection)
-        connection.sendall(body[:-40])
-        over.wait(1.5)
-        connection.sendall(body[-40:-20])
-        until_closed(connection)
-
-    client = connect(raw(talk).url, timeout=2)
-    start = time.monotonic()
-    with pytest.raises(flashpoint.DeadlineExceededError):
-        client.attention(Q, Q, Q)
-    assert 2 <= time.monotonic() - start < 3
-    over.set()
-
-
-def test_a_server_that_stops_reading_meets_the_timeout(raw, connect):
-    over = threading.Event()
-
-    def talk(connection):
+        connection.sendall(answer())
         read_head(connection)
-        over.wait()
+        if where == "within its answer":
+            connection.sendall(answer()[:-40])
+        over.wait(PATIENCE)
 
-    client = connect(raw(talk).url, timeout=0.5)
-    start = time.monotonic()
+    over = threading.Event()
+    client = connect(raw(talk, receive_buffer=SMALL).url, retries=0)
+    client.attention(Q, Q, Q)  # the timeout of the next call passes behind the connection
     with pytest.raises(flashpoint.DeadlineExceededError):
-        client.attention(BIG, TINY, TINY)
+        client.attention(BIG if where == "within the request" else Q, TINY, TINY, timeout=0.2)
     over.set()
-    assert 0.5 <= time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("when", ["sending", "waiting", "receiving"])
@@ -335,30 +322,33 @@ def test_a_cancelled_call_closes_its_connection(raw, when):
                 time.sleep(0.01)
             return until_closed(connection)
 
-        server = raw(talk)
+        server = raw(talk, receive_buffer=SMALL)
         async with flashpoint.AsyncClient(server.url, retries=0) as client:
             call = asyncio.create_task(client.attention(BIG if when == "sending" else Q, Q, Q))
             await reached.wait()
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
-            await asyncio.to_thread(wait_for, lambda: server.closed == 1)
+            await asyncio.to_thread(wait_for, lambda: server.closed == 1, lambda: "the connection stays open")
             assert np.array_equal(await client.attention(Q, Q, Q), Q)
 
     asyncio.run(run())
 
 
 def test_the_async_client_runs_in_uvloop(scripted):
+    done = threading.Event()
+
     async def run():
         async with flashpoint.AsyncClient(scripted.url) as client:
             big = BIG[:, : 1 << 20] + 1
             found = await asyncio.gather(*(client.attention(big + i, TINY, TINY) for i in range(4)))
             assert all(np.array_equal(o, big + i) for i, o in enumerate(found))
-            scripted.script.append(lambda h: time.sleep(0.5))
+            scripted.script.append(lambda h: done.wait(PATIENCE))
             with pytest.raises(flashpoint.DeadlineExceededError):
                 await client.attention(Q, Q, Q, timeout=0.1)
 
     uvloop.run(run())
+    done.set()
 
 
 @pytest.mark.parametrize("no_proxy", [False, True])
@@ -384,10 +374,3 @@ def test_a_proxy_of_the_environment_is_asked_unless_it_is_excepted(raw, scripted
         with pytest.raises(flashpoint.AuthenticationError):
             client.attention(Q, Q, Q)
     assert asked == ([] if no_proxy else [f"{scripted.url}/attention"])
-
-
-def wait_for(condition, seconds=10):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
@@ -131,6 +131,7 @@ ENTRY = st.fixed_dictionaries({
 })  # fmt: skip
 
 
+@settings(max_examples=50)
 @given(st.dictionaries(st.sampled_from(["q", "k", "__metadata__"]) | st.text(max_size=3), ENTRY | JSON, max_size=3))
 def test_a_head_that_parses_describes_its_bytes_exactly(entries):
     try:
@@ -151,6 +152,7 @@ TENSOR = st.tuples(NAME, st.sampled_from(sorted(ITEMSIZE)), st.lists(st.integers
 METADATA = st.dictionaries(NAME, st.text(st.characters(codec="utf-8"), max_size=20), max_size=4)
 
 
+@settings(max_examples=50)
 @given(st.lists(TENSOR, max_size=6, unique_by=lambda t: t[0]), METADATA)
 def test_what_is_built_is_read_back(tensors, metadata):
     built = build_head(tensors, metadata)
@@ -201,6 +203,7 @@ def test_the_safetensors_library_agrees_about_what_is_bad(bad):
         safetensors.numpy.load(head_of(BAD[bad]) + bytes(64))
 
 
+@settings(max_examples=50)
 @given(st.dictionaries(NAME.filter(lambda name: name != "format"), JSON, max_size=4))
 def test_options_round_trip(options):
     try:

@@ -17,7 +17,10 @@ from flashpoint_server import processes, settings, supervisor
 from flashpoint_server.metrics import Metrics
 from flashpoint_server.settings import Settings
 
-charts = pytest.importorskip("tests.support.charts", reason="helm-python-sdk has no build for this platform")
+charts = pytest.importorskip(
+    "tests.support.charts",
+    reason="pip install helm-python-sdk (not built for all platforms)",
+)
 from tests.support.charts import CHART, DEPLOY, EXAMPLES, NEWEST, VALIDATED, render, report, validate  # noqa: E402
 
 ROOT = DEPLOY.parent
@@ -44,12 +47,14 @@ def exported():
     return {family.name + suffix for family in Metrics().families() for suffix in suffixes[family.type]}
 
 
+@pytest.mark.slow
 def test_what_helm_renders_is_what_was_validated():
     assert VALIDATED.read_text() == report(), "run make charts"
 
 
-def test_a_misspelt_field_would_be_seen():
+def test_what_helm_renders_is_valid_and_a_misspelt_field_would_be_seen():
     for manifest in render(EVERYTHING) + render(KEDA):
+        validate(manifest, NEWEST)
         for place in {"metadata", "spec"} & manifest.keys():
             wrong = copy.deepcopy(manifest)
             wrong[place]["mispelt"] = 1
@@ -249,7 +254,10 @@ def test_alerts_and_dashboard_are_those_of_this_repository():
     )
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool here (Debian: prometheus)")
+@pytest.mark.skipif(
+    shutil.which("promtool") is None,
+    reason="install Debian's package prometheus (apt-get install prometheus): it has promtool",
+)
 def test_prometheus_can_read_what_keda_asks_it(tmp_path):
     triggers = of_kind(render(KEDA), "ScaledObject")["spec"]["triggers"]
     rules = [{"record": f"asked{n}", "expr": trigger["metadata"]["query"]} for n, trigger in enumerate(triggers)]

@@ -15,7 +15,10 @@ import jsonschema
 import pytest
 import yaml
 
-charts = pytest.importorskip("tests.support.charts", reason="helm-python-sdk has no build for this platform")
+charts = pytest.importorskip(
+    "tests.support.charts",
+    reason="pip install helm-python-sdk (not built for all platforms)",
+)
 from tests.support.charts import DEPLOY, NEWEST, OLDEST, validate  # noqa: E402
 
 RAY = yaml.safe_load((DEPLOY / "kuberay/rayservice.yaml").read_text())

@@ -1,7 +1,7 @@
 """What Kubernetes asks of a pod, asked of real servers: the probes, and a rolling update in which no call is lost.
 
-In the update a balancer of connections has a Service's place: the new pod is ready, the old one leaves the Service, and
-gets SIGTERM.
+In the update, a balancer of connections acts as the Service: once the new pod is ready, the old one leaves the Service
+and gets SIGTERM.
 """
 
 import asyncio
@@ -16,17 +16,18 @@ import pytest
 import yaml
 
 import flashpoint
+from tests.support.gated import GatedServer
 from tests.support.messages import message, normal, post
 from tests.support.servers import wait_for
 
 CALLERS = 3
-SMALL = message({name: normal(1, 1, 2, 4, seed=seed) for seed, name in enumerate("qkv")})
-LONG_TENSORS = {name: normal(1, 3, 2000, 2, seed=seed) for seed, name in enumerate(["q", "k", "v", "do"])}
-LONG = message(LONG_TENSORS, backend="reference")  # seconds of float64
+TENSORS = {name: normal(1, 1, 2, 4, seed=seed) for seed, name in enumerate(["q", "k", "v", "do"])}
+FORWARD = message({name: TENSORS[name] for name in "qkv"})
+BACKWARD = message(TENSORS, backend="reference")
 
 
 class Service:
-    """Connections go to `target`; those that are open stay where they are, as with kube-proxy."""
+    """New connections go to `target`; open ones stay where they are, as with kube-proxy."""
 
     def __init__(self, target):
         self.target = target
@@ -57,7 +58,7 @@ class Service:
                 await writer.drain()
         except ConnectionError:
             pass
-        finally:  # ended from outside, too: what is left open is found by whichever test runs next
+        finally:  # also when it is cancelled: what stays open would fail another test
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
@@ -82,14 +83,11 @@ def service_to():
         yield lambda target: services.enter_context(contextlib.closing(Service(target)))
 
 
-@pytest.fixture(scope="module")
-def new(start_server):
-    """The pod that stays; perhaps not ready yet."""
-    return start_server(ready=False)
-
-
-def test_no_call_is_lost_when_a_pod_is_replaced(start_server, new, service_to):
-    old = start_server(log_level="debug", shutdown_timeout=300)  # as long as a busy machine may take
+@pytest.mark.slow
+def test_no_call_is_lost_when_a_pod_is_replaced(start_server, tmp_path, service_to):
+    new = start_server(ready=False)
+    gated = GatedServer(start_server, tmp_path, shutdown_timeout=3600)
+    old = gated.server
     service = service_to(old.port)
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 2, 16, 32), np.float32) for _ in "qkv")
@@ -97,25 +95,26 @@ def test_no_call_is_lost_when_a_pod_is_replaced(start_server, new, service_to):
     over = threading.Event()
 
     def call(given):
-        with flashpoint.Client(service.url) as client:
+        with flashpoint.Client(service.url, timeout=600) as client:
             while not over.is_set():
                 given.append(client.attention(q, k, v, causal=True))
 
     with ThreadPoolExecutor() as pool:
         calling = [pool.submit(call, given) for given in answers]
         try:
-            wait_for(lambda: all(answers), lambda: "nobody was answered")
+            wait_for(lambda: all(answers), lambda: "a caller was not answered")
             new.wait_ready()
-            long = pool.submit(post, service, "/attention/grad", LONG, x_request_id="long")
-            old.wait_for_line(lambda line: line["event"] == "begin" and line["request_id"] == "long")
+            begun = pool.submit(post, service, "/attention/grad", BACKWARD, x_request_id="gate-begun")
+            gated.wait_begun("gate-begun")
             service.target = new.port
             old.process.send_signal(signal.SIGTERM)
             old.wait_for_line(lambda line: line["event"] == "draining")
-            # Who keeps a connection is sent elsewhere, and so does not come back on it until no retry is left.
-            refused = post(old, "/attention", SMALL)
+            # A caller that keeps its connection is told to make another, or it would use up its retries here.
+            refused = post(old, "/attention", FORWARD)
             assert (refused.status, refused.json["code"]) == (503, "draining")
             assert refused.headers["connection"] == "close"
-            assert long.result().status == 200
+            gated.gate("gate").touch()
+            assert begun.result().status == 200
             assert old.wait_exit() == 0
             counts = [len(given) for given in answers]
             wait_for(
@@ -123,25 +122,28 @@ def test_no_call_is_lost_when_a_pod_is_replaced(start_server, new, service_to):
                 lambda: "a caller was left behind",
             )
         finally:
+            gated.gate("gate").touch()
             over.set()
         for caller in calling:
             caller.result()
-    assert any(line["event"] == "request" and line["route"] == "/attention" for line in new.lines)
+    new.wait_for_line(lambda line: line["event"] == "request" and line["route"] == "/attention")
     first = answers[0][0]
     assert all(np.array_equal(answer, first) for given in answers for answer in given)
 
 
-def test_probes_and_prometheus_ask_what_the_server_answers(new):
-    charts = pytest.importorskip("tests.support.charts", reason="helm-python-sdk has no build for this platform")
-    new.wait_ready()
+def test_probes_and_prometheus_ask_what_the_server_answers(server):
+    charts = pytest.importorskip(
+        "tests.support.charts",
+        reason="pip install helm-python-sdk (not built for all platforms)",
+    )
     rendered = charts.render(charts.EXAMPLES["everything"])
     (chart,) = [m["spec"]["template"]["spec"]["containers"][0] for m in rendered if m["kind"] == "Deployment"]
     kserve = yaml.safe_load((charts.DEPLOY / "kserve/inferenceservice.yaml").read_text())["spec"]["predictor"]
     for container in (chart, *kserve["containers"]):
         paths = [container[f"{probe}Probe"]["httpGet"]["path"] for probe in ("startup", "readiness", "liveness")]
         assert [path.rpartition("/")[2] for path in paths] == ["ready", "ready", "live"]
-        assert [new.get(path)[0] for path in paths] == [200, 200, 200]
+        assert [server.get(path)[0] for path in paths] == [200, 200, 200]
     (monitor,) = [m for m in rendered if m["kind"] == "ServiceMonitor"]
     (endpoint,) = monitor["spec"]["endpoints"]
-    assert httpx.get(f"{new.url}{endpoint['path']}").text.startswith("# HELP flashpoint_")
-    assert new.get("/v2/models/attention")[1]["name"] == "attention"  # what KServe's PROTOCOL v2 says of it
+    assert httpx.get(f"{server.url}{endpoint['path']}", timeout=60).text.startswith("# HELP flashpoint_")
+    assert server.get("/v2/models/attention")[1]["name"] == "attention"  # as KServe's protocol v2 has it

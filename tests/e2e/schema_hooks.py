@@ -1,4 +1,4 @@
-"""What schemathesis needs to know of us: how a safetensors message is drawn, and what must become of it.
+"""Hooks of schemathesis: how it draws a safetensors message, and what the server must answer.
 
 Loaded by `schemathesis` in a process of its own, as schemathesis.toml says.
 """
@@ -16,7 +16,7 @@ MISSPELT = {"casual": "true", "window_left": "3"}
 
 @st.composite
 def messages(draw):
-    """A message that is valid but, at times, for an option that nobody knows; with `do`, or without."""
+    """A message that is valid, but for an unknown option at times; with `do`, or without."""
     dtype = draw(st.sampled_from(["float16", "bfloat16", "float32", "float64"]))
     batch, q_len, kv_len, dim, value_dim = (draw(st.integers(least, 5)) for least in (1, 0, 1, 1, 1))
     kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
@@ -87,7 +87,7 @@ schemathesis.openapi.media_type(SAFETENSORS, messages(), aliases=["application/o
 
 @schemathesis.hook
 def filter_case(context, case):
-    """A header that nobody knows is no error in HTTP; a field that nobody knows, in a body, is one of ours."""
+    """An unknown header is no error in HTTP; an unknown field in a body is an error of this API."""
     return "x-schemathesis-unknown-property" not in case.headers
 
 

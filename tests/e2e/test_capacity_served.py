@@ -1,29 +1,65 @@
-"""The calculator's rates, measured at a real server, and a prediction from them."""
-
-import math
-import statistics
-import time
+"""The calculator's rates and predictions against a real server, by a clock that only the calls move on."""
 
 import numpy as np
+import pytest
 
 import flashpoint
 from flashpoint import capacity
 
-# A wrong unit or a forgotten term is farther off than this, and a busy machine between two measurements is not.
-FACTOR = 6.0
+RATES = {"call": 2e-3, "upload": 1e9, "download": 5e8, "flops": 1e11, "grad_flops": 5e10, "memory": 2e10}
 
 
-def test_a_prediction_is_of_the_order_of_what_a_call_takes(server):
-    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 1536, 64), dtype=np.float32)
-    with flashpoint.Client(server.url) as client:
+class Clock:
+    """Replaces the module `time`."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+class Timed(flashpoint.Client):
+    """Makes each call, and moves the clock on by what it would take at RATES."""
+
+    def __init__(self, url, clock):
+        super().__init__(url)
+        self._clock = clock
+
+    def attention(self, q, k, v, **options):
+        result = super().attention(q, k, v, **options)
+        (queries,), (keys,) = options.get("q_lengths", q.shape[2:3]), options.get("kv_lengths", k.shape[2:3])
+        products = 2 * q.shape[1] * queries * keys * (q.shape[3] + v.shape[3])
+        read = k.shape[1] * keys * (k.shape[3] + v.shape[3]) * k.itemsize
+        seconds = max(products / RATES["flops"], read / RATES["memory"])
+        return self._move_on(result, (q, k, v), seconds)
+
+    def attention_grad(self, do, q, k, v, *, o, lse, **options):
+        result = super().attention_grad(do, q, k, v, o=o, lse=lse, **options)
+        products = 2 * q.shape[1] * q.shape[2] * k.shape[2] * (3 * q.shape[3] + 2 * v.shape[3])
+        return self._move_on(result, (do, q, k, v, o, lse), products / RATES["grad_flops"])
+
+    def _move_on(self, result, sent, compute):
+        answer, meta = result if isinstance(result[-1], flashpoint.Meta) else (result, None)
+        received = answer if isinstance(answer, tuple) else (answer,)
+        if meta is not None:
+            meta.timings["compute"] = 1000 * compute
+        self._clock.now += RATES["call"] + compute
+        self._clock.now += sum(t.nbytes for t in sent) / RATES["upload"]
+        self._clock.now += sum(t.nbytes for t in received) / RATES["download"]
+        return result
+
+
+@pytest.mark.slow
+def test_the_rates_are_those_of_the_server_and_predict_what_a_call_takes(server, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(capacity, "time", clock)
+    monkeypatch.setattr(capacity, "REPEATS", 1)
+    with Timed(server.url, clock) as client:
         rates = capacity.measure(client, shared=True)
-        assert all(
-            0 < rate < math.inf for rate in (rates.call, rates.upload, rates.download, rates.flops, rates.memory)
-        )
-        predicted = capacity.predict(capacity.need(flashpoint.Shape(q_heads=8, q_len=1536, head_dim=64)), rates)
-        took = []
-        for _ in range(3):
-            began = time.perf_counter()
-            client.attention(q, k, v)
-            took.append(time.perf_counter() - began)
-    assert 1 / FACTOR < statistics.median(took) / predicted.seconds < FACTOR
+        assert {name: getattr(rates, name) for name in RATES} == pytest.approx(RATES, rel=0.02)
+        assert rates.shared
+        predicted = capacity.predict(capacity.need(flashpoint.Shape(q_heads=8, q_len=256, head_dim=64)), rates)
+        q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 256, 64), dtype=np.float32)
+        before = clock.now
+        client.attention(q, k, v)
+        assert clock.now - before == pytest.approx(predicted.seconds, rel=0.02)

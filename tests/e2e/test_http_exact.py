@@ -173,7 +173,7 @@ def gold(name, length):
 
 @pytest.mark.parametrize(("backend", "name"), CLAIMED)
 def test_float32_is_within_2e_6_of_float64(server, backend, name):
-    # The reference is the same formula as the truth; its path through the service does not need the length.
+    # The reference is the same formula as the truth, so a short problem shows its path through the service.
     length = 96 if backend == "reference" else 512
     tensors, options = {512: OPTIONS, 96: SHORT}[length][name]
     expected = gold(name, length)
@@ -188,10 +188,16 @@ def test_float32_is_within_2e_6_of_float64(server, backend, name):
         assert error(found[tensor], expected[tensor]) <= bound, tensor
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(
-    ("backend", "name"), [(b, n) for b, n in CLAIMED if b != "reference" and claims(b, n, torch.float16)]
-)
+def half_cases():
+    """Each problem in both half types, one of them in the fast tier."""
+    cases = [(backend, name) for backend, name in CLAIMED if backend != "reference"]
+    cases = [(backend, name) for backend, name in cases if claims(backend, name, torch.float16)]
+    for (n, (backend, name)), (i, dtype) in itertools.product(enumerate(cases), enumerate(HALVES)):
+        marks = [] if n % 2 == i else pytest.mark.slow
+        yield pytest.param(backend, name, dtype, marks=marks, id=f"{backend}-{name}-{dtype}")
+
+
+@pytest.mark.parametrize(("backend", "name", "dtype"), [*half_cases()])
 def test_half_types_are_as_near_as_torchs_own_arithmetic(server, backend, name, dtype):
     """max|out − gold| ≤ 2 × max|same-dtype arithmetic − gold| + 1e-5; gradients 3 ×."""
     tensors, options = SHORT[name]
@@ -307,7 +313,7 @@ def test_empty_dimensions(server, backend, batch, sq, sk):
 
 
 def test_nan_and_infinity_are_answered(server):
-    """In the request's own rows: not an error, and not another batch element's."""
+    """In the rows of the request that has them: they are no error, and reach no other batch element."""
     t = {n: normal(2, 1, 4, 8, seed=i) for i, n in enumerate("qkv")}
     clean = post(server, "/attention", message(t, backend="tiled")).tensors["o"]
     t["q"][0, 0, 1, 0] = math.nan
@@ -352,7 +358,7 @@ def test_what_an_answer_says_beside_its_tensors(server):
     assert answer.headers["x-batch-size"] == "1"
     parts = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
     assert list(parts) == ["decode", "queue", "compute", "encode"]
-    assert all(0 <= float(ms) < 60_000 for ms in parts.values())
+    assert all(float(ms) >= 0 for ms in parts.values())
     octets = post(server, "/attention", message(t), "application/octet-stream")
     assert octets.headers["content-type"] == SAFETENSORS
 
@@ -379,6 +385,7 @@ def interpreted(start_server):
     return start_server(interpret=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRITON)
 def test_the_triton_kernels_answer_exactly_under_the_interpreter(interpreted, name):
     q, k, options = TRITON[name]

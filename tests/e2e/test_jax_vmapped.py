@@ -11,11 +11,11 @@ from tests.support.jax_calls import derived, same, tensors
 N, S, T, D = 3, 5, 7, 8
 Q, K, V = (2, 4, S, D), (2, 2, T, D), (2, 2, T, 6)  # bhsd
 O = (2, 4, S, 6)  # noqa: E741
-SEEN = jnp.tri(S, T, 2).astype(bool)
-LENGTHS = jnp.array([[1, 7], [3, 3], [0, 5]])
+SEEN = np.tri(S, T, 2).astype(bool)
+LENGTHS = np.array([[1, 7], [3, 3], [0, 5]])
 RAGGED = (12, 4, D), (12, 4, D), (9, 2, D), (9, 2, D)
 STARTING = {"layout": "thd", "cu_seqlens_q": [0, 3, 12], "cu_seqlens_k": [0, 4, 9]}
-STARTS = jnp.array([[0, 3, 12], [0, 0, 12], [0, 5, 12]])
+STARTS = np.array([[0, 3, 12], [0, 0, 12], [0, 5, 12]])
 
 # name: shapes of do, q, k, v and what else has a gradient; its axes that are mapped; options; requests of a direction.
 CASES = {
@@ -28,16 +28,16 @@ CASES = {
     "a bias": ((O, Q, K, V, (4, 1, T)), (0, 0, 0, 0, 0), {"extra": "attn_mask"}, 1),
     "a bias in common": ((O, Q, K, V, (S, T)), (0, 0, 0, 0, None), {"extra": "attn_mask"}, 1),
     "a mask in common": ((O, Q, K, V), (0, 0, 0, 0), {"attn_mask": SEEN}, 1),
-    "slopes": ((O, Q, K, V), (0, 0, 0, 0), {"mapped": {"alibi_slopes": jnp.arange(12.0).reshape(N, 4) / 8}}, 1),
-    "slopes in common": ((O, Q, K, V), (0, 0, 0, 0), {"alibi_slopes": jnp.arange(8.0).reshape(2, 4)}, 1),
+    "slopes": ((O, Q, K, V), (0, 0, 0, 0), {"mapped": {"alibi_slopes": np.arange(12.0).reshape(N, 4) / 8}}, 1),
+    "slopes in common": ((O, Q, K, V), (0, 0, 0, 0), {"alibi_slopes": np.arange(8.0).reshape(2, 4)}, 1),
     "lengths": ((O, Q, K, V), (0, 0, 0, 0), {"mapped": {"kv_lengths": LENGTHS}}, 1),
     "sinks": ((O, Q, K, V, (4,)), (0, 0, 0, 0, 0), {"extra": "sinks", "q_lengths": [5, 2]}, 1),
     "sinks in common": ((O, Q, K, V, (4,)), (0, 0, 0, 0, None), {"extra": "sinks", "attn_mask": SEEN}, 1),
-    "sinks and slopes": ((O, Q, K, V, (4,)), (0,) * 5, {"extra": "sinks", "alibi_slopes": jnp.arange(4.0)}, 1),
+    "sinks and slopes": ((O, Q, K, V, (4,)), (0,) * 5, {"extra": "sinks", "alibi_slopes": np.arange(4.0)}, 1),
     "ragged": (RAGGED, (0,) * 4, {"layout": "thd", "mapped": {"cu_seqlens_q": STARTS}, "cu_seqlens_k": [0, 4, 9]}, 1),
     "ragged, with sinks": ((*RAGGED, (4,)), (0,) * 5, {"extra": "sinks", **STARTING}, 1),
     "sinks and lengths": ((O, Q, K, V, (4,)), (0,) * 5, {"extra": "sinks", "mapped": {"kv_lengths": LENGTHS}}, N),
-    "dropout": ((O, Q, K, V), (0,) * 4, {"dropout_p": 0.5, "mapped": {"dropout_seed": jnp.arange(N)}}, N),
+    "dropout": ((O, Q, K, V), (0,) * 4, {"dropout_p": 0.5, "mapped": {"dropout_seed": np.arange(N)}}, N),
 }  # fmt: skip
 
 
@@ -45,7 +45,16 @@ def mapped_shape(shape, axis):
     return shape if axis is None else (*shape[:axis], N, *shape[axis:])
 
 
-@pytest.mark.parametrize("case", CASES)
+# The fast tier has each way of mapping once: of q, k, v, masks, slopes, lengths and sinks, and where there is no way.
+FAST = {
+    "other axes, and one in common", "one head", "a bias", "a mask in common", "slopes", "lengths", "sinks in common",
+    "ragged", "ragged, with sinks", "sinks and lengths", "dropout",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_it_is_what_one_after_another_is(jax_client, case):
     shapes, axes, options, requests = CASES[case]
     options = dict(options)
@@ -80,7 +89,7 @@ def test_maps_within_maps_are_one_request(jax_client):
 
 
 def test_gradients_of_a_loss_over_a_map(jax_client):
-    """What the examples have in common gets the sum of theirs, in one request."""
+    """An input that is not mapped gets the sum of the examples' gradients, in one request."""
     q, k, v, sinks = tensors((N, *Q), (N, *K), V, (4,))
 
     def loss(each):
@@ -105,6 +114,6 @@ def test_ragged_sequences_with_a_gap_are_refused(jax_client):
     def ragged(q, k, v, starts):
         return attention(q, k, v, client=jax_client, layout="thd", cu_seqlens_q=starts, cu_seqlens_k=starts)
 
-    starts = STARTS.at[1, 2].set(11)  # laid behind one another, it would not show
+    starts = jnp.asarray(STARTS).at[1, 2].set(11)  # laid behind one another, it would not show
     with pytest.raises(RuntimeError, match="cu_seqlens_q"):
         jax.vmap(ragged)(q, k, v, starts)

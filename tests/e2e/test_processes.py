@@ -1,12 +1,15 @@
-"""The service as processes that share memory: nobody reads another's bytes, and nothing is left of those who vanish."""
+"""The service as processes that share memory: no caller reads another's bytes, and what a client or a process that
+vanishes has held is released."""
 
 import concurrent.futures
 import contextlib
+import http.client
+import json
 import os
 import resource
 import signal
-import socket
 import textwrap
+import threading
 from pathlib import Path
 
 import psutil
@@ -17,9 +20,9 @@ from annotated_types import Le
 from flashpoint_server.parent import NICENESS
 from flashpoint_server.settings import LONGEST, Settings
 from tests.conftest import DEVICE
-from tests.support.messages import SAFETENSORS, message, normal, post, problem, read_metrics
+from tests.support.messages import JSON, SAFETENSORS, message, normal, post, problem, read_metrics
 from tests.support.servers import wait_for
-from tests.support.sockets import nothing_inside, read_all, segments, send
+from tests.support.sockets import connect, nothing_inside, read_all, segments, send
 
 QKV = {name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")}
 SMALL = message(QKV)
@@ -44,11 +47,11 @@ def values_of(body):
 
 
 def test_canary_slow_readers_and_reused_memory_show_nobody_elses_bytes(server):
-    """Answers that wait unread while a hundred others of the same size are computed, sent, cut off and cancelled."""
+    """Answers that wait unread while fifty others are computed, sent, cut off and cancelled."""
     slow = [(value, send(server, constant(value))) for value in range(1, 7)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        busy = [pool.submit(post, server, "/attention", constant(-value, 1 << 11)) for value in range(1, 61)]
-        for value in range(20):
+        busy = [pool.submit(post, server, "/attention", constant(-value, 1 << 11)) for value in range(1, 31)]
+        for value in range(10):
             body = constant(1000 + value)
             with send(server, body[: len(body) // 2], length=len(body)):
                 pass  # half a body, then gone
@@ -70,27 +73,34 @@ def test_a_client_that_never_reads_holds_up_nobody(server):
     nothing_inside(server)
 
 
-@pytest.fixture(scope="module")
-def brief(start_server):
-    """A server that soon gives up what nobody takes."""
-    return start_server(body_timeout=2, body_rate=1 << 30)
+def wide(value, rows):
+    """As `constant`, of small tensors: the answer, (1, 4, rows, 256) float32, is 256 times as large as the body."""
+    q, k = torch.zeros(1, 4, rows, 1), torch.zeros(1, 4, 1, 1)
+    return message({"q": q, "k": k, "v": torch.full((1, 4, 1, 256), float(value))})
 
 
-def given_up(server):
-    """How many answers have been, so far."""
-    return sum(line.get("code") == "answer_timeout" for line in list(server.lines))
+def unread(server, value, name):
+    """A connection on which the server sends an answer of 16 MiB, which is more than the sockets hold."""
+    return send(server, wide(value, 1 << 12), request_id=name, receive_buffer=1 << 16)
 
 
-def test_an_answer_that_nobody_takes_is_dropped_after_a_while(brief):
-    with send(brief, constant(2, 4 * ROWS)):  # 32 MiB: more than the sockets' buffers hold
-        line = brief.wait_for_line(lambda line: line.get("code") == "answer_timeout")
-        assert line["status"] == 200
-        nothing_inside(brief)
-    assert shows_only(post(brief, "/attention", constant(4)), 4)
+def given_up(server, name):
+    """The log line of a request whose answer the server has given up, once there is one."""
+    line = server.wait_for_request(name)
+    assert (line["status"], line["code"]) == (200, "answer_timeout")
+    return line
 
 
+def test_an_answer_that_nobody_takes_is_dropped_after_a_while(gated):
+    with unread(gated.server, 2, "untaken"):
+        given_up(gated.server, "untaken")
+        nothing_inside(gated.server)
+    assert post(gated.server, "/attention", SMALL).status == 200
+
+
+@pytest.mark.slow
 def test_a_time_may_be_as_long_as_the_settings_allow(start_server):
-    """Eleven days: in no timer, of the kernel or of an event loop, is it too much."""
+    """Eleven days are not too much for any timer, of the kernel or of an event loop."""
     bounds = [(name, bound) for name, field in Settings.model_fields.items() for bound in field.metadata]
     longest = {name: bound.le for name, bound in bounds if bound in (Le(LONGEST), Le(1000 * LONGEST))}
     assert {"body_timeout", "header_timeout", "keep_alive", "max_timeout_ms", "shutdown_timeout"} <= set(longest)
@@ -99,8 +109,9 @@ def test_a_time_may_be_as_long_as_the_settings_allow(start_server):
     server.stop()
 
 
+@pytest.mark.slow
 def test_canary_on_a_server_that_is_not_ours(start_server, tmp_path):
-    """The application under plain uvicorn, which promises nothing of its buffers."""
+    """The application under plain uvicorn, which does not say when its buffers are free."""
     program = tmp_path / "plain.py"
     program.write_text(
         textwrap.dedent("""
@@ -127,26 +138,27 @@ def test_canary_on_a_server_that_is_not_ours(start_server, tmp_path):
 
 
 def test_memory_is_reused_and_giants_are_given_back(server):
-    for _ in range(3):  # whatever the pool has to grow to
+    nothing_inside(server)
+    for _ in range(3):  # the pool grows to what it needs
         assert shows_only(post(server, "/attention", constant(3)), 3)
     before = segments(server.pid)
-    for value in range(10):
+    for value in range(4):
         assert shows_only(post(server, "/attention", constant(value)), value)
     assert segments(server.pid) == before
     giant = post(server, "/attention", constant(5, 20 * ROWS))  # 160 MiB in, 160 MiB out
     assert shows_only(giant, 5)
     wait_for(lambda: segments(server.pid) == before, lambda: "a giant's segment stays")
-    assert shows_only(post(server, "/attention", constant(6)), 6)  # the engine hears of the giant's end before this
+    assert shows_only(post(server, "/attention", constant(6)), 6)  # the engine is told to unmap it before this
     wait_for(lambda: segments(server.engine_pid) <= before, lambda: "the engine keeps a giant's segment")
 
 
 def test_a_thousand_idle_connections(server):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
     try:
         with contextlib.ExitStack() as idle:
             for _ in range(1000):
-                idle.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+                idle.enter_context(connect(server))
             assert shows_only(post(server, "/attention", constant(9, 64)), 9)
             assert server.get("/health/ready")[0] == 200
     finally:
@@ -166,31 +178,38 @@ def test_every_thread_of_an_engine_leaves_the_cores_to_http_first(server):
     assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {http + NICENESS}
 
 
-def test_a_killed_engine_costs_what_it_had_begun_and_no_more(start_server):
-    server = start_server(log_level="debug")
-    engine, before = server.engine_pid, post(server, "/attention", SMALL)
-    long = message({n: normal(1, 3, 3000, 2, seed=s) for s, n in enumerate(["q", "k", "v"])}, backend="reference")
+def test_a_killed_engine_costs_what_it_had_begun_and_no_more(gated):
+    """What it computes is refused, its benchmark fails, and what waits is answered by the next engine."""
+    server, engine = gated.server, gated.server.engine_pid
+    before, alone = post(server, "/attention", SMALL), message(QKV, backend="reference")
+    timed = {"shapes": [{"q_len": 8, "head_dim": 8}], "backends": ["naive"]}
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        runs = pool.submit(post, server, "/attention", long, x_request_id="runs")
-        server.wait_for_line(lambda line: line["event"] == "begin" and line["request_id"] == "runs")
-        waiting = [pool.submit(post, server, "/attention", message(QKV, backend="reference")) for _ in range(6)]
-        wait_for(lambda: server.get("/info")[1]["load"]["requests"] == 7, lambda: "they never got in")
-        os.kill(engine, signal.SIGKILL)
-        problem(runs.result(), 503, "engine_lost")
-        assert runs.result().headers["retry-after"]
-        wait_for(lambda: server.get("/health/ready")[0] == 503, lambda: "ready without an engine")
+        with gated.busy(pool, alone) as running:
+            waiting = [gated.post(pool, "waits", alone) for _ in range(6)]
+            benchmark = post(server, "/benchmark", json.dumps(timed).encode(), JSON)
+            assert benchmark.status == 202
+            gated.gate("closed").touch()  # the next engine waits at its start
+            os.kill(engine, signal.SIGKILL)
+            problem(running.result(), 503, "engine_lost")
+            assert running.result().headers["retry-after"]
+            wait_for(lambda: server.get("/health/ready")[0] == 503, lambda: "ready without an engine")
+            problem(post(server, "/attention", SMALL), 503, "not_ready")
+            assert server.get("/health/live")[0] == 200
+            gated.gate("closed").unlink()
         assert all(answer.result().status == 200 for answer in waiting)
-    assert server.get("/health/live")[0] == 200
     server.wait_ready()
     assert server.engine_pid != engine
     assert not psutil.pid_exists(engine)  # not even as a zombie
+    job = server.get(benchmark.headers["location"])[1]
+    assert (job["state"], job["errors"]) == ("failed", ["the engine died with it"])
     assert post(server, "/attention", SMALL).body == before.body
     nothing_inside(server)
 
 
 def test_a_stopped_engine_is_not_ready_and_answers_when_it_goes_on(server):
-    """By a signal, as a debugger does it: it lives, and does nothing with what it is sent."""
+    """Stopped by a signal, as a debugger does it: the process lives, and does nothing with what it is sent."""
     engine, before = server.engine_pid, post(server, "/attention", SMALL)
+    nothing_inside(server)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         os.kill(engine, signal.SIGSTOP)
         try:
@@ -207,59 +226,61 @@ def test_a_stopped_engine_is_not_ready_and_answers_when_it_goes_on(server):
     assert server.engine_pid == engine
 
 
-def test_an_engine_that_cannot_map_a_segment_drops_it_and_serves_on(brief):
+def test_an_engine_that_cannot_map_a_segment_drops_it_and_serves_on(gated):
     """Its address space is full for one request's memory: that request is refused, and the next ones are answered."""
-    server, engine = brief, brief.engine_pid
+    server, engine = gated.server, gated.server.engine_pid
     room = psutil.Process(engine).memory_info().vms + (64 << 20)
     before = resource.prlimit(engine, resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
     try:
-        problem(post(server, "/attention", constant(1, 16 * ROWS)), 503, "out_of_memory")
+        problem(post(server, "/attention", wide(1, 1 << 15)), 503, "out_of_memory")  # 128 MiB
     finally:
         resource.prlimit(engine, resource.RLIMIT_AS, before)
     server.wait_ready()
-    assert shows_only(post(server, "/attention", constant(2)), 2)
+    assert post(server, "/attention", SMALL).status == 200
     assert server.engine_pid == engine
     nothing_inside(server)
 
 
-def test_a_server_killed_while_its_engine_starts_leaves_none(start_server):
-    server = start_server(ready=False)
-    wait_for(lambda: server.children("engine_process"), lambda: "no engine")
-    family = [p.pid for p in psutil.Process(server.pid).children(recursive=True)]
-    server.process.kill()
-    assert server.wait_exit() == -signal.SIGKILL
-    wait_for(lambda: not any(map(_alive, family)), lambda: f"left behind: {family}")
+def test_work_that_never_fits_the_staging_memory_is_413(gated):
+    problem(post(gated.server, "/attention", wide(1, 1 << 17)), 413, "work_too_large")
+    assert post(gated.server, "/attention", SMALL).status == 200
 
 
-def test_work_that_never_fits_the_staging_memory_is_413(start_server):
-    server = start_server(staging_bytes=64 << 20)
-    problem(post(server, "/attention", constant(1, 8 * ROWS)), 413, "work_too_large")
-    assert shows_only(post(server, "/attention", constant(1)), 1)
+def test_an_answer_given_up_is_never_another_requests(gated):
+    """Clients read nothing until their answers are given up, and then all there is; others reuse the memory."""
+    server, over = gated.server, threading.Event()
+    connections = {f"slow-{value}": (value, unread(server, value, f"slow-{value}")) for value in range(1, 5)}
 
+    def reuse():
+        while not over.is_set():
+            with contextlib.suppress(http.client.HTTPException, ConnectionError):  # where this one is given up, too
+                post(server, "/attention", wide(-1, 1 << 12))
 
-def test_an_answer_given_up_is_never_another_requests(brief):
-    """A client reads nothing until its answer is given up, and then all there is, while the memory is taken again."""
-    before = given_up(brief)
-    connections = [send(brief, constant(value, 4 * ROWS)) for value in range(1, 5)]
-    while given_up(brief) < before + len(connections):
-        post(brief, "/attention", constant(-1, 4 * ROWS))
-    for value, connection in enumerate(connections, 1):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reusing = pool.submit(reuse)
+        try:
+            for name in connections:
+                given_up(server, name)
+        finally:
+            over.set()
+        reusing.result()
+    for value, connection in connections.values():
+        received = bytearray()
         with connection, contextlib.suppress(ConnectionError):
-            connection.settimeout(5)
-            received = bytearray()
             while piece := connection.recv(1 << 20):
                 received += piece
-            answer = bytes(received).split(b"\r\n\r\n", 1)[1]
-            start = 8 + int.from_bytes(answer[:8], "little")
-            whole = answer[start : start + (len(answer) - start) // 4 * 4]
-            assert set(torch.frombuffer(bytearray(whole), dtype=torch.float32).tolist()) <= {float(value)}
+        answer = bytes(received).split(b"\r\n\r\n", 1)[1]
+        start = 8 + int.from_bytes(answer[:8], "little")
+        whole = answer[start : start + (len(answer) - start) // 4 * 4]
+        assert whole
+        assert set(torch.frombuffer(bytearray(whole), dtype=torch.float32).tolist()) == {float(value)}
 
 
 def test_a_request_behind_a_direct_body_may_close_with_bytes_behind_it(server):
     body = constant(4, 1 << 10)
     request = f"POST /attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\n"
     request += f"Content-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+    with connect(server) as connection:
         connection.sendall(request.encode() + body)
         with connection.makefile("rb") as file:
             assert file.readline() == b"HTTP/1.1 200 OK\r\n"
@@ -267,6 +288,7 @@ def test_a_request_behind_a_direct_body_may_close_with_bytes_behind_it(server):
             assert b"HTTP/1.1 200 OK" in file.read()
 
 
+@pytest.mark.slow
 def test_several_workers_on_one_port_survive_each_others_death(start_server):
     server = start_server(workers=2)
     wait_for(lambda: len(server.children("worker")) == 2, lambda: "two workers")
@@ -290,17 +312,18 @@ def test_several_workers_on_one_port_survive_each_others_death(start_server):
     assert not any(psutil.pid_exists(pid) for pid in family)
 
 
-def test_a_killed_server_leaves_no_process(start_server):
-    server = start_server()
+@pytest.mark.parametrize("ready", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["starting", "ready"])
+def test_a_killed_server_leaves_no_process(start_server, ready):
+    server = start_server(ready=ready)
+    wait_for(lambda: server.children("engine_process"), lambda: "no engine")
     family = [p.pid for p in psutil.Process(server.pid).children(recursive=True)]
-    assert family
     server.process.kill()
     assert server.wait_exit() == -signal.SIGKILL
     wait_for(lambda: not any(map(_alive, family)), lambda: f"left behind: {family}")
 
 
 def _alive(pid):
-    """Whether it runs; an orphan's zombie is its new parent's to bury."""
+    """Whether it runs; the zombie of an orphan is reaped by its new parent."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
@@ -311,7 +334,7 @@ def test_a_refusal_from_the_head_comes_before_the_body(server, expect):
     """A body that is never sent: the answer says 422 all the same, and no 100 before it."""
     bad = message({"q": torch.zeros(2, 1, 4096, 64), "k": torch.zeros(2, 1, 8, 32), "v": torch.zeros(2, 1, 8, 64)})
     head = bad[: 8 + int.from_bytes(bad[:8], "little")]
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+    with connect(server) as connection:
         lines = f"POST /attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\nContent-Length: {len(bad)}\r\n"
         if expect:
             lines += "Expect: 100-continue\r\n"
@@ -326,7 +349,7 @@ def test_two_requests_on_one_connection_at_once(server):
     """Pipelined: the second request's head comes in the packet of the first one's last bytes."""
     body = constant(4, 1 << 10)
     request = f"POST /attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\nContent-Length: {len(body)}\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+    with connect(server) as connection:
         connection.sendall((f"{request}\r\n".encode() + body) + f"{request}Connection: close\r\n\r\n".encode() + body)
         with connection.makefile("rb") as file:
             answers = file.read()

@@ -1,11 +1,7 @@
-"""/verify and /benchmark of a real server, as the client, the command line and a stranger use them."""
+"""/verify and /benchmark of a real server. Their keys' rights and limits are in test_http_errors.py."""
 
-import http.client
 import json
-import os
 import re
-import signal
-import time
 
 import numpy as np
 import pytest
@@ -13,7 +9,7 @@ import torch
 
 import flashpoint
 from flashpoint.benchmark_schema import BenchmarkJob
-from tests.support.messages import JSON, SAFETENSORS, message, normal, post, problem
+from tests.support.messages import JSON, SAFETENSORS, ask, message, normal, post, problem
 from tests.support.servers import wait_for
 
 SHAPE = {"q_heads": 4, "kv_heads": 2, "q_len": 33, "kv_len": 40, "head_dim": 16}
@@ -122,37 +118,29 @@ def test_a_benchmark_is_timed_watched_drawn_and_kept(server, client):
     for event in events:
         state = state.after(event)
     assert state == job  # the events are all there is
-    for kind in ("time", "tflops", "speedup", "memory", "roofline"):
-        status, picture = fetch(server, f"/benchmark/{run.id}/plot.svg?kind={kind}")
-        assert (status, b"<svg" in picture[:2000]) == (200, True), kind
-    status, picture = fetch(server, f"/benchmark/{run.id}/plot.png")
-    assert (status, picture[:4]) == (200, b"\x89PNG")
-    assert fetch(server, f"/benchmark/{run.id}/plot.svg?kind=pie")[0] == 422
-    assert fetch(server, f"/benchmark/{run.id}/plot.gif")[0] == 404
+    for kind in ("time", "roofline"):  # test_page.py shows all of them
+        answer = ask(server, f"/benchmark/{run.id}/plot.svg?kind={kind}")
+        assert (answer.status, b"<svg" in answer.body[:2000]) == (200, True), kind
+    answer = ask(server, f"/benchmark/{run.id}/plot.png")
+    assert (answer.status, answer.body[:4]) == (200, b"\x89PNG")
+    assert ask(server, f"/benchmark/{run.id}/plot.svg?kind=pie").status == 422
+    assert ask(server, f"/benchmark/{run.id}/plot.gif").status == 404
     assert run.cancel() == job  # it has ended: nothing changes
-
-
-def fetch(server, path, **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("GET", path, headers=headers)
-    answer = connection.getresponse()
-    body = answer.read()
-    connection.close()
-    return answer.status, body
 
 
 def test_events_go_on_where_a_listener_left_them(server, client):
     run = client.benchmark(**GRID, backends=["torch", "tiled"])
     run.wait()
-    _, whole = fetch(server, f"/benchmark/{run.id}/events")
+    whole = ask(server, f"/benchmark/{run.id}/events").body
     ids = re.findall(rb"^id: (\d+)$", whole, re.MULTILINE)
     middle = ids[len(ids) // 2]
-    _, rest = fetch(server, f"/benchmark/{run.id}/events", **{"Last-Event-ID": middle.decode()})
+    rest = ask(server, f"/benchmark/{run.id}/events", last_event_id=middle.decode()).body
     assert re.findall(rb"^id: (\d+)$", rest, re.MULTILINE) == ids[len(ids) // 2 + 1 :]
     assert whole.endswith(rest)
 
 
-def test_traffic_goes_on_beside_a_benchmark_which_stops_within_a_second(server, client):
+def test_traffic_goes_on_beside_a_benchmark_which_can_be_cancelled(server, client):
+    """Its one case would take ten minutes."""
     long = {"shapes": [{"batch": 2, "q_heads": 4, "q_len": 256, "head_dim": 32}], "max_seconds": 600.0}
     run = client.benchmark(**long, backends=["naive"], relative_precision=1e-9)
     wait_for(lambda: run.job().state == "running", lambda: "it never began")
@@ -160,9 +148,7 @@ def test_traffic_goes_on_beside_a_benchmark_which_stops_within_a_second(server, 
     for _ in range(5):
         assert np.allclose(client.attention(q, q, q), 1.0)
     assert run.job().state == "running"
-    began = time.monotonic()
     assert run.cancel().state == "cancelled"
-    assert time.monotonic() - began < 1.0
     assert [event.state for event in run.events() if event.kind == "state"][-1] == "cancelled"
 
 
@@ -185,27 +171,3 @@ def test_a_job_that_asks_too_much_is_told_the_bound(server):
     problem(post(server, "/benchmark", b" " * (1 << 17), JSON), 413, "body_too_large")
     status, document = server.get("/benchmark/none")
     assert (status, document["code"]) == (404, "not_found")
-
-
-def test_one_caller_has_half_of_the_jobs_and_dies_with_the_engine_only(start_server):
-    server = start_server(benchmark_jobs=2)
-    first = grid(server, max_seconds=600.0, relative_precision=1e-9, backends=["naive"])
-    assert first.status == 202
-    assert first.headers["location"] == f"/benchmark/{first.json['id']}"
-    problem(grid(server), 429, "queue_full")
-    os.kill(server.engine_pid, signal.SIGKILL)
-    job = wait_for(
-        lambda: (found := server.get(first.headers["location"])[1])["state"] == "failed" and found, lambda: "not failed"
-    )
-    assert job["errors"] == ["the engine died with it"]
-    server.wait_ready()
-    assert grid(server).status == 202
-
-
-def test_rights(start_server):
-    server = start_server(api_keys="a-key:attention,b-key:benchmark+verify")
-    problem(grid(server), 401, "unauthorized")
-    body = json.dumps({"shape": SHAPE}).encode()
-    problem(post(server, "/verify", body, JSON, authorization="Bearer a-key"), 403, "forbidden")
-    assert post(server, "/verify", body, JSON, authorization="Bearer b-key").json["ok"]
-    assert post(server, "/benchmark", json.dumps(GRID).encode(), JSON, authorization="Bearer b-key").status == 202

@@ -1,7 +1,7 @@
 """The examples of the README and of docs/ run as they are printed, and print what is printed below them.
 
-An example is a fenced block of sh (with curl) or python, directly followed by one of text or json: its output. The
-Python of a page runs in one process, every block in a namespace of its own.
+An example is a fenced block of sh (with curl) or python, directly followed by one of text or json: its output. Python
+examples run in one process for several pages, every block in a namespace of its own.
 """
 
 import json
@@ -15,18 +15,15 @@ import pytest
 from tests.support.documents import BLOCK, same
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (
-    "README.md",
-    "docs/http.md",
-    "docs/oip.md",
-    "docs/sdk.md",
-    "docs/sharded.md",
+CLIENT = ("README.md", "docs/http.md", "docs/oip.md", "docs/sdk.md", "docs/sharded.md")  # seconds
+LONGER = (  # seconds each: they import torch or jax, compile, or compute for a while
     "docs/when-remote-attention-pays.md",
     "docs/kernels.md",
     "docs/timing.md",
     "docs/torch.md",
     "docs/jax.md",
 )
+PAGES = CLIENT + LONGER
 EXAMPLE = re.compile(rf"^```(sh|python)\n{BLOCK}```\n\n```(text|json)\n{BLOCK}```$", re.MULTILINE)
 END = "<end of the example>"
 RUN_EACH = f"import runpy, sys\nfor path in sys.argv[1:]: runpy.run_path(path); print({END!r}, flush=True)"
@@ -39,14 +36,17 @@ def examples(page, language):
 
 
 SHELL = [(page, number) for page in PAGES for number in range(len(examples(page, "sh")))]
-PYTHON = [page for page in PAGES if examples(page, "python")]
+PYTHON = [
+    pytest.param(CLIENT, id="client"),
+    *(pytest.param((page,), id=page, marks=pytest.mark.slow) for page in LONGER),
+]
 
 
 @pytest.mark.parametrize(("page", "number"), SHELL)
 def test_a_shell_example_prints_what_the_page_says(server, page, number):
     code, kind, output = examples(page, "sh")[number]
     code = code.replace("localhost:8000", f"127.0.0.1:{server.port}")
-    ran = subprocess.run(["bash", "-e"], input=code, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(["bash", "-e"], input=code, capture_output=True, text=True, timeout=600, check=False)
     assert ran.returncode == 0, ran.stderr
     if kind == "json":
         assert same(json.loads(ran.stdout), json.loads(output)), ran.stdout
@@ -54,9 +54,9 @@ def test_a_shell_example_prints_what_the_page_says(server, page, number):
         assert ran.stdout == output
 
 
-@pytest.mark.parametrize("page", PYTHON)
-def test_the_python_examples_print_what_the_page_says(server, page, tmp_path):
-    found = examples(page, "python")
+@pytest.mark.parametrize("pages", PYTHON)
+def test_the_python_examples_print_what_the_page_says(server, pages, tmp_path):
+    found = [example for page in pages for example in examples(page, "python")]
     for number, (code, _, _) in enumerate(found):
         (tmp_path / f"{number}.py").write_text(code.replace("http://localhost:8000", server.url))
     paths = [str(tmp_path / f"{number}.py") for number in range(len(found))]
@@ -72,7 +72,7 @@ def test_the_python_examples_print_what_the_page_says(server, page, tmp_path):
 
 
 def test_the_readme_has_its_examples():
-    """A fence that is off would leave an example out in silence."""
+    """An example with a misspelt fence would not be found, and not be run."""
     assert len(examples("README.md", "sh")) == 1
     assert len(examples("README.md", "python")) == 2
 

@@ -1,4 +1,4 @@
-"""`pip install .` alone gives a working client: in a venv of its own, against a real server, without torch."""
+"""`pip install .` alone gives a client that works without torch, in a venv of its own, with a real server."""
 
 import subprocess
 import sys
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # pip installs into a new venv
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
@@ -48,7 +49,7 @@ print("works")
 
 @pytest.fixture(scope="module")
 def venv(tmp_path_factory):
-    """The `bin` of a venv with the wheel of this tree, and what it needs."""
+    """The `bin` of a venv with the wheel of this tree and its dependencies."""
     home = tmp_path_factory.mktemp("clean") / "venv"
     subprocess.run([sys.executable, "-m", "venv", home], check=True)
     pip = [home / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check"]

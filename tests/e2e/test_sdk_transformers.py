@@ -1,11 +1,9 @@
-"""`register` on a decoder: grouped heads, causal masks, padding, a key/value cache, and errors that are not hidden."""
+"""`register` on a decoder: grouped heads, causal masks, padding, a key/value cache, and errors that callers see."""
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import flashpoint
-from flashpoint.integrations.transformers import register
 
 SIZES = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -13,9 +11,17 @@ SIZES = {
 }  # fmt: skip
 
 
-def llama(attention):
+def register(*arguments):
+    from flashpoint.integrations.transformers import register  # seconds: not whenever tests are collected
+
+    register(*arguments)
+
+
+def llama(attention, **more):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation=attention)).eval()
+    return LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation=attention, **more)).eval()
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +68,7 @@ def test_a_decoders_gradients_agree_with_eager(models):
 
 def test_training_with_dropout_runs_on_the_servers_dropout(client):
     register(client, "remote_attention_with_dropout")
-    torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, attention_dropout=0.5, attn_implementation="remote_attention_with_dropout")
-    model = LlamaForCausalLM(config)
+    model = llama("remote_attention_with_dropout", attention_dropout=0.5)
     outputs = [model.train()(TOKENS, labels=TOKENS).loss for _ in range(2)]
     assert outputs[0] != outputs[1]
     outputs[0].backward()

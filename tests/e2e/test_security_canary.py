@@ -1,4 +1,4 @@
-"""Memory is used again from request to request: nobody is answered out of it with what another has left there."""
+"""Memory is used again from request to request. An answer holds nothing of what an earlier request left there."""
 
 import json
 
@@ -27,7 +27,7 @@ def zeros(names="qkv", **more):
 
 
 def held(answer):
-    """Bytes of an answer, which must be one, and hold no canary."""
+    """The answer, which must have succeeded and hold no canary."""
     assert answer.status == 200, answer.body
     assert b"CANARY" not in answer.body
     return answer
@@ -35,22 +35,22 @@ def held(answer):
 
 @pytest.fixture(autouse=True)
 def left_behind(server):
-    """Every slot that the tests below get has been filled with canaries, in ways that end differently."""
+    """Fill every memory slot that a test gets with canaries, by requests that end in different ways."""
     body = canaries()
     for cut in (len(body) // 3, len(body) - 1):
         with send(server, body[:cut], length=len(body)):
-            pass  # gone within its body
+            pass  # the client leaves within its body
     with send(server, body):
-        pass  # gone before its answer
+        pass  # the client leaves before its answer
     refused = message({name: filled(B, H, S, D) for name in "qkv"} | {"kv_lengths": torch.tensor([1, S + 1])})
-    assert post(server, "/attention", refused).status == 422  # found in what its body holds
+    assert post(server, "/attention", refused).status == 422  # refused for what its body holds
     assert post(server, "/attention", body).status == 200
     assert post(server, "/attention/grad", canaries(("q", "k", "v", "do"))).status == 200
     nothing_inside(server)
 
 
 def test_rows_that_nobody_computes_are_zero(server):
-    """Padding, sequences without keys, masks that hide all: what no kernel has written would be another's bytes."""
+    """Padding, sequences without keys and masks that hide all keys: no kernel writes those rows."""
     lengths = {"q_lengths": torch.tensor([1, S]), "kv_lengths": torch.tensor([S, 0])}
     answer = held(post(server, "/attention", message(zeros(**lengths), return_lse=True)))
     assert not answer.tensors["o"].any()

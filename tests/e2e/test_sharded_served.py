@@ -1,9 +1,13 @@
-"""`flashpoint.sharded` over three real servers: against float64 and against one server, forward and gradients."""
+"""`flashpoint.sharded` against float64 and against one server, forward and gradients.
+
+Three clients of one real server have the place of three servers in most tests: the calls and their parts are the same.
+The slow tests have three servers. tests/client has what becomes of a part whose server fails.
+"""
 
 import asyncio
 import contextlib
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -15,21 +19,22 @@ from hypothesis import strategies as st
 import flashpoint
 import flashpoint.torch
 from flashpoint import sharded
+from tests.support.gated import GatedServer
+from tests.support.servers import wait_for
 
 BFLOAT16 = ml_dtypes.bfloat16
 
 
-@pytest.fixture(scope="module")
-def servers(server, start_server):
-    """The session's, and two more, which start at the same time."""
-    more = [start_server(ready=False) for _ in range(2)]
-    return [server, *(each.wait_ready() for each in more)]
-
-
-@pytest.fixture(scope="module")
-def clients(servers):
+@contextlib.contextmanager
+def clients_of(*servers):
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(flashpoint.Client(each.url)) for each in servers]
+        yield [stack.enter_context(flashpoint.Client(each.url, timeout=600)) for each in servers]
+
+
+@pytest.fixture(scope="module")
+def clients(server):
+    with clients_of(server, server, server) as clients:
+        yield clients
 
 
 def normal(*shape, dtype=np.float32, seed=0):
@@ -37,7 +42,7 @@ def normal(*shape, dtype=np.float32, seed=0):
 
 
 def near(found, expected, bound):
-    """Within `bound` of the largest; infinities are the same."""
+    """Check that they differ by at most `bound` times the largest number, and that infinities are the same."""
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     found, expected = found.astype(np.float64), expected.astype(np.float64)
     finite = np.isfinite(expected)
@@ -51,7 +56,7 @@ SIZES = st.sampled_from((0, 1, 5, 17, 40))
 
 @st.composite
 def problems(draw):
-    """(q, k, v, do, keywords, grads) of any layout, rank, dtype and option that is sharded."""
+    """(q, k, v, do, keywords, grads) with any layout, rank, dtype and option that can be sharded."""
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     numbers = np.random.default_rng(draw(st.integers(0, 1000)))
     layout, dtype = pick("bhsd", "bshd", "thd"), pick(np.float32, np.float32, np.float32, np.float16, BFLOAT16)
@@ -96,8 +101,8 @@ def problems(draw):
     return q, k, v, do, keywords, grads
 
 
-# Of the largest number in the answer: what one server's own answers are held to, and for half types twice their unit,
-# for a part is rounded before it is merged.
+# Relative to the largest number in the answer: the bound of one server's own answers; for half types twice their unit,
+# because a part is rounded before it is merged.
 BOUNDS = {np.dtype(np.float32): 4e-6, np.dtype(np.float16): 2**-9, np.dtype(BFLOAT16): 2**-6}
 
 
@@ -131,8 +136,8 @@ def test_half_answers_err_by_two_roundings_and_no_more(clients, dtype, unit):
     assert np.abs(once - o).max() < 1e-5  # sent as float32, nothing is rounded to half
 
 
-def test_causal_work_is_cut_into_equal_parts(servers, clients):
-    """Who answers which is a race: a server that is quick takes the part of one that has not begun."""
+def check_causal_work(clients):
+    """It is cut into equal parts. Which server answers which part is a race."""
     q, k, v, do = (normal(1, 2, 600, 16, seed=seed) for seed in range(4))
     for parts in ((1, 3), (3, 1), None):
         o, found = sharded.attention(clients, q, k, v, causal=True, parts=parts, with_meta=True)
@@ -141,10 +146,21 @@ def test_causal_work_is_cut_into_equal_parts(servers, clients):
         work = [part.pairs for part in found]
         assert len(work) == 3
         assert max(work) < 1.02 * min(work)
-        assert {part.url for part in found} <= {each.url for each in servers}
+        assert {part.url for part in found} <= {client.url for client in clients}
     dq, dk, dv = sharded.attention_grad(clients, do, q, k, v, causal=True, parts=(1, 3))
     for found, expected in zip((dq, dk, dv), clients[0].attention_grad(do, q, k, v, causal=True), strict=True):
         near(found, expected, 8e-6)
+
+
+def test_causal_work_is_cut_into_equal_parts(clients):
+    check_causal_work(clients)
+
+
+@pytest.mark.slow
+def test_three_servers_share_causal_work(server, start_server):
+    more = [start_server(ready=False) for _ in range(2)]
+    with clients_of(server, *(each.wait_ready() for each in more)) as clients:
+        check_causal_work(clients)
 
 
 def test_one_query_over_many_keys_cuts_the_keys(clients):
@@ -155,7 +171,7 @@ def test_one_query_over_many_keys_cuts_the_keys(clients):
 
 
 def test_float64_is_not_merged(clients):
-    """Its keys stay together, so that float32's lse rounds nothing."""
+    """Its keys are not cut: merging needs the lse, which is float32 and would round the answer."""
     q, k, v, do = (normal(2, 4, 90, 16, dtype=np.float64, seed=seed) for seed in range(4))
     o, parts = sharded.attention(clients, q, k, v, causal=True, with_meta=True)
     near(o, clients[0].attention(q, k, v, causal=True), 1e-14)
@@ -166,7 +182,7 @@ def test_float64_is_not_merged(clients):
 
 
 def test_answers_are_the_same_bits_every_time(clients):
-    """Whoever answers first, parts are merged in their own order."""
+    """Parts are merged in their own order, in whatever order they are answered."""
     q, k, v, do = (normal(1, 2, 200, 16, seed=seed) for seed in range(4))
     runs = [sharded.attention_grad(clients, do, q, k, v, parts=(2, 4), causal=True) for _ in range(3)]
     for run in runs[1:]:
@@ -200,12 +216,12 @@ def test_derivatives_in_torch_over_all_servers(clients):
         assert torch.equal(flashpoint.torch.attention(q, k, v, client=clients), sharded.attention(clients, q, k, v))
 
 
-def test_the_asynchronous_form(servers, clients):
+def test_the_asynchronous_form(clients):
     q, k, v, do = (normal(1, 2, 50, 8, seed=seed) for seed in range(4))
 
     async def run():
         async with contextlib.AsyncExitStack() as stack:
-            own = [await stack.enter_async_context(flashpoint.AsyncClient(each.url)) for each in servers]
+            own = [await stack.enter_async_context(flashpoint.AsyncClient(each.url)) for each in clients]
             return await asyncio.gather(
                 sharded.async_attention(own, q, k, v, parts=(1, 3)),
                 sharded.async_attention_grad(own, do, q, k, v, parts=(1, 3)),
@@ -217,24 +233,38 @@ def test_the_asynchronous_form(servers, clients):
         assert np.array_equal(found, expected)
 
 
-def test_a_server_killed_on_the_way_costs_time_and_nothing_else(servers, start_server):
-    """It dies with a shard in its hands; the others answer that too, forward and gradients."""
-    victim = start_server()
-    q, k, v, do = (normal(1, 2, 1500, 64, seed=seed) for seed in range(4))
-    with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(flashpoint.Client(each.url)) for each in (victim, *servers[:2])]
-        expected = clients[1].attention_grad(do, q, k, v)
-        found = []
-        how = {"parts": (4, 6), "with_meta": True}
-        call = threading.Thread(target=lambda: found.append(sharded.attention_grad(clients, do, q, k, v, **how)))
-        call.start()
-        victim.wait_for_line(lambda line: line["event"] == "request" and line["route"] == "/attention/grad")
-        victim.process.send_signal(signal.SIGKILL)
-        call.join()
-        assert victim.wait_exit() == -signal.SIGKILL
-        ((grads, parts),) = found
-        for own, wanted in zip(grads, expected, strict=True):
-            near(own, wanted, 8e-6)
-        theirs = [part for part in parts if part.url == victim.url and part.path == "/attention/grad"]
-        assert 1 <= len(theirs) < 24
-        assert sum(part.meta.retries for part in parts) >= 1
+@pytest.fixture(scope="module")
+def survivor(start_server, tmp_path_factory):
+    return GatedServer(start_server, tmp_path_factory.mktemp("survivor"), interpret=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_part_of_a_killed_server_is_answered_by_another(server, survivor, start_server, tmp_path, direction):
+    """The gates hold both servers until each has a part; one is killed, the other answers both parts."""
+    victim = GatedServer(start_server, tmp_path, interpret=True)
+    survivor.gate("gate").unlink(missing_ok=True)
+    q, k, v, do = (normal(1, 2, 40, 16, seed=seed) for seed in range(4))
+    name = f"gate-{direction}"
+    how = {"parts": (1, 2), "with_meta": True, "request_id": name, "backend": "triton"}
+    with clients_of(server, victim.server, survivor.server) as (one, *two), ThreadPoolExecutor() as pool:
+        o, lse = one.attention(q, k, v, return_lse=True)
+        if direction == "forward":
+            call = pool.submit(lambda: sharded.attention(two, q, k, v, return_lse=True, **how))
+            expected = [o, lse]
+        else:
+            expected = one.attention_grad(do, q, k, v)
+            call = pool.submit(lambda: sharded.attention_grad(two, do, q, k, v, o=o, lse=lse, **how))
+        try:
+            for gated in (victim, survivor):
+                wait_for(lambda: gated.begun(name) or call.done(), lambda: "no part for a server")  # noqa: B023
+            assert not call.done(), call.result()
+            victim.server.process.send_signal(signal.SIGKILL)
+            assert victim.server.wait_exit() == -signal.SIGKILL
+        finally:
+            survivor.gate("gate").touch()
+        found, parts = call.result()
+    for own, wanted in zip(found, expected, strict=True):
+        near(own, wanted, 8e-6)
+    assert {part.url for part in parts} == {survivor.server.url}
+    assert sum(part.meta.retries for part in parts) >= 1

@@ -1,4 +1,4 @@
-"""The example trains: local, torch's own and served attention go down one curve."""
+"""The example trains: local, torch's own and served attention have the same curve."""
 
 import functools
 import importlib.util
@@ -28,7 +28,7 @@ EPSILON = 4e-6
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """For sizes this small a second one only waits, and where other tests run beside it, long."""
+    """A second thread gains nothing for sizes this small, and costs much beside other tests."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -67,8 +67,9 @@ def test_it_learns(curves):
         assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.slow
 def test_our_kernels_go_down_it_too(example):
-    """Triton's, under the interpreter: two steps, so that both a forward and what a backward made of it are in."""
+    """Triton's kernels, interpreted. The loss of the second step needs a forward and a backward of the first."""
     triton = functools.partial(example.attention, backend="triton")
     small = TINY | {"steps": 2, "batch": 1, "layers": 1}
     expected = example.train(example.sdpa, **small)
@@ -77,7 +78,7 @@ def test_our_kernels_go_down_it_too(example):
 
 @pytest.mark.parametrize("wrong", [{"scale": 1.01 / 8**0.5}, {"causal_alignment": "top_left", "window": (30, 0)}])
 def test_the_bound_finds_attention_that_is_a_little_wrong(example, curves, wrong):
-    """A scale that is a hundredth off; the farthest key of the last query left out."""
+    """A scale that is wrong by 1 %; a window that leaves out the farthest key of the last query."""
 
     def call(*args, window, **options):
         return example.attention(*args, **options | wrong)
@@ -92,6 +93,7 @@ def test_the_same_seed_gives_the_same_curve(example, curves):
     assert example.train(local, **TINY | {"seed": 4}) != curves["local"]
 
 
+@pytest.mark.slow
 def test_the_example_prints_and_draws(server, tmp_path):
     picture, record = tmp_path / "curves.png", tmp_path / "curves.json"
     command = [sys.executable, "-W", "error", EXAMPLE, "--attention", "local", "sdpa", "served", "--steps", "3"]

@@ -1,7 +1,8 @@
-"""Triton's interpreter, quicker by a third: it puts its own functions into `triton.language` once for each process.
+"""Two changes that make Triton's interpreter faster by more than a third, without changing what it computes.
 
-It does so again whenever one kernel calls another, and looks through all of the language to do it. Nothing compiles in
-a process that interprets.
+It puts its own functions into `triton.language` whenever one kernel calls another, and searches the whole language to
+do so: here it does this once in each process, since nothing compiles in a process that interprets. It builds a table of
+dtypes for every operator of a kernel: here it looks each dtype up once.
 """
 
 from types import FunctionType
@@ -13,10 +14,11 @@ from triton.runtime import interpreter
 from tests.conftest import DEVICE
 
 _replaced: dict[tuple[bool, bool], Any] = {}
+_dtypes: dict[str, Any] = {}
 
 
 def _replace_once(fn: FunctionType) -> Any:
-    """As `_patch_lang`: what undoes the changes that it made, which are none where they are there already."""
+    """Like `_patch_lang`: return the object that undoes its changes. It has none to undo if they were made before."""
     names = fn.__globals__.values()
     seen = any(value is interpreter.tl for value in names), any(value is interpreter.tl.core for value in names)
     if seen not in _replaced:
@@ -24,6 +26,15 @@ def _replace_once(fn: FunctionType) -> Any:
     return type(_replaced[seen])()
 
 
+def _dtype_once(dtype: Any) -> Any:
+    """Like `_get_np_dtype`; a dtype's name tells it from every other."""
+    if dtype.name not in _dtypes:
+        _dtypes[dtype.name] = _dtype(dtype)
+    return _dtypes[dtype.name]
+
+
 if DEVICE == "cpu" and triton.__version__.startswith("3.7."):  # other versions (`make compat`) may do it otherwise
     _replace = interpreter._patch_lang
     interpreter._patch_lang = _replace_once
+    _dtype = interpreter._get_np_dtype
+    interpreter._get_np_dtype = _dtype_once

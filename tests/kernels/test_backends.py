@@ -1,6 +1,7 @@
 """What every backend in torch must do: each option it claims, judged against float64, and the edges of the contract."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -48,8 +49,13 @@ def test_every_pair_of_options(backend: str) -> None:
         check(backend, case, 37, 70)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", ["torch", "tiled"])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        pytest.param(*case, marks=[] if case == ("torch", "bfloat16") else pytest.mark.slow)
+        for case in product(("torch", "tiled"), DTYPES)
+    ],
+)
 def test_shapes_and_head_dimensions(backend: str, dtype: str) -> None:
     for n, (q_len, kv_len) in enumerate(SHAPES[:-2]):
         dims = (DIMS[n], DIMS[n])
@@ -72,7 +78,7 @@ def test_every_head_dimension(backend: str, dtype: str, dims: tuple[int, int]) -
     check(backend, PLAIN | {"dtype": dtype, "band": "top_left", "dims": dims}, 113, 203)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("backend", ["torch", "tiled"])
 def test_two_millionths_of_the_largest_value(backend: str, causal: bool) -> None:
     """Issue bar: B1 H4 N512 D32 float32 within 2e-6 of float64, forward and gradients, with no other allowance."""

@@ -1,7 +1,8 @@
 """The kernels compile for GPUs that are not here: no spills in the fast variants, no atomics, the right instructions.
 
-In processes of their own, without the interpreter. Here, what stands for all variants; all of them in
-`make compile-all`, whose findings in benchmarks/results/ are of the tiles that ship.
+They compile in processes of their own, without the interpreter. The fast tier compiles one kernel, `make test-all` one
+of each kernel and each architecture, `make test-full` all that stand for all variants, and `make compile-all` all
+variants. The findings of the latter are in benchmarks/results/; a test checks that they belong to the tiles in use.
 """
 
 import json
@@ -28,20 +29,53 @@ FINE = Report(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def reports() -> list[dict[str, Any]]:
+# A kernel of Hopper's path, which Gluon compiles; test_compile_ahead.py compiles one of the general path.
+ONE = [Variant("forward_hopper", 90, "bfloat16", 64)]
+COMPILE = """
+import json, sys
+from dataclasses import asdict
+from flashpoint_kernels.triton_backend.aot import compile_variant, faults
+from flashpoint_kernels.triton_backend.shipped import Variant
+
+for variant in json.loads(sys.argv[1]):
+    report = compile_variant(Variant(*variant))
+    print(json.dumps({**asdict(report), "faults": faults(report)}))
+"""
+
+
+def one_of_each() -> list[Variant]:
+    """Of those that stand for all: the first of each architecture, and the first of each kernel."""
+    found: dict[object, Variant] = {}
+    for variant in representative():
+        found.setdefault(variant.arch, variant)
+        found.setdefault(variant.kernel, variant)
+    return list(dict.fromkeys(found.values()))
+
+
+def compiled(*command: str) -> list[dict[str, Any]]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "flashpoint_kernels.triton_backend.aot"]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    run = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=3600, check=False)
     assert run.stdout, run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-def test_what_stands_for_all_variants_is_without_faults(reports: list[dict[str, Any]]) -> None:
+def assert_without_faults(reports: list[dict[str, Any]], variants: list[Variant]) -> None:
     """Registers, shared memory, spills, matrix instructions, atomics, copies by descriptor, roles of warps."""
-    assert [tuple(report[name] for name in Variant._fields) for report in reports] == representative()
-    assert {report["arch"] for report in reports} == set(TABLES)
+    assert [tuple(report[name] for name in Variant._fields) for report in reports] == variants
     assert [report for report in reports if report["faults"]] == []
+
+
+@pytest.mark.parametrize(
+    "variants", [pytest.param(ONE, id="one"), pytest.param(one_of_each(), marks=pytest.mark.slow, id="one of each")]
+)
+def test_what_is_compiled_is_without_faults(variants: list[Variant]) -> None:
+    assert_without_faults(compiled("-c", COMPILE, json.dumps(variants)), variants)
+
+
+@pytest.mark.full
+def test_what_stands_for_all_variants_is_without_faults() -> None:
+    assert {variant.arch for variant in representative()} == set(TABLES)
+    assert_without_faults(compiled("-m", "flashpoint_kernels.triton_backend.aot"), representative())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is not compiled yet is known, and compiled aside, by Triton's own path up to the launch, for an absent GPU.
+"""What is not compiled yet is known, and compiled in advance, by Triton's own path up to the launch, for an absent GPU.
 
 In processes without the interpreter that pretend to have an sm_90 (`triton_backend.ahead`).
 """
@@ -8,24 +8,34 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, triton_backend
 
-SCRIPT = """
+PROBLEM = """
 import torch
 from flashpoint_kernels import Options, Problem, triton_backend
 from flashpoint_kernels.triton_backend import ahead
 
 ahead.pretend(90)
 
-def problem(direction, **options):
-    shapes = {"q": (1, 2, 9, 16), "k": (1, 1, 2000, 16), "v": (1, 1, 2000, 16), "do": (1, 2, 9, 16)}
+def problem(direction, keys=2000, **options):
+    shapes = {"q": (1, 2, 9, 16), "k": (1, 1, keys, 16), "v": (1, 1, keys, 16), "do": (1, 2, 9, 16)}
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     if direction == "forward":
         del tensors["do"]
     return Problem.create(tensors, Options(**options), direction)
 
+"""
+FORWARD = """
+forward = problem("forward", keys=9)
+assert not triton_backend.compiled([forward])
+triton_backend.compile_ahead([forward]).result()
+assert triton_backend.compiled([forward])
+assert not triton_backend.compiled([problem("forward", keys=9, window=(5, 5))]), "another variant"
+"""
+SCRIPT = """
 forward, window = problem("forward"), problem("forward", window=(5, 5))
 assert not triton_backend.compiled([forward])
 triton_backend.compile_ahead([forward]).result()
@@ -35,8 +45,7 @@ gradient = problem("backward")
 assert not triton_backend.compiled([gradient])
 triton_backend.compile_ahead([gradient]).result()
 assert triton_backend.compiled([gradient])
-single = problem("forward", softcap=1.0)
-single = Problem.create(single.tensors | {n: single.tensors[n][:, :, :9] for n in "kv"}, Options(softcap=1.0))
+single = problem("forward", keys=9, softcap=1.0)
 triton_backend.compile_ahead([single]).result()
 assert triton_backend.compiled([problem("forward", softcap=1.0)]), "whose many keys are split: of the same launch key"
 """
@@ -49,11 +58,17 @@ def test_interpreted_kernels_are_always_compiled() -> None:
     assert triton_backend.compile_ahead([problem]).result() is None
 
 
+@pytest.mark.slow
+def test_what_was_compiled_ahead_is_known_to_be_compiled(tmp_path: Path) -> None:
+    assert {path.stem for path in compiled(tmp_path, "-c", PROBLEM + FORWARD)} >= {"attention_forward"}
+
+
+@pytest.mark.slow
 def test_a_variant_is_compiled_ahead_into_the_cache_that_processes_share(tmp_path: Path) -> None:
-    made = [compiled(tmp_path, "-c", SCRIPT, FLASHPOINT_HOPPER="1") for _ in range(2)]
+    made = [compiled(tmp_path, "-c", PROBLEM + SCRIPT, FLASHPOINT_HOPPER="1") for _ in range(2)]
     kernels = {path.stem for path in made[0]}
-    # Nine queries of 2000 keys are split, and so go through pointers, their gradient's forward too. Of sinks there are
-    # none, but requests of the same launch key may have some.
+    # Nine queries of 2000 keys are split, so they go through pointers; so does the forward of their gradient.
+    # This request has no sinks, but others of the same launch key may have some.
     assert kernels == {
         "attention_forward", "merge_parts", "attention_delta", "attention_backward_kv", "attention_backward_q",
         "attention_backward_sinks",
@@ -61,10 +76,11 @@ def test_a_variant_is_compiled_ahead_into_the_cache_that_processes_share(tmp_pat
     assert made[0] == made[1], "the second process compiled again"
 
 
+@pytest.mark.slow
 def test_what_an_image_has_compiled_a_server_on_that_gpu_does_not_compile_again(tmp_path: Path) -> None:
-    """By the same key: problems of other lengths, batches and head counts, as a server proves and warms itself with."""
+    """Problems of other lengths, batches and head counts have the same key; a server starts with such problems."""
     module = "flashpoint_kernels.triton_backend.ahead"
-    asked = ("--arch", "90", "--dtypes", "bfloat16", "--head-dims", "64", "--levels", "0")
+    asked = ("--arch", "90", "--dtypes", "bfloat16", "--head-dims", "16", "--levels", "0", "--processes", "1")
     before = compiled(tmp_path, "-m", module, *asked)
     assert {path.stem for path in before} >= {"attention_forward", "attention_backward_kv", "attention_backward_q"}
     assert compiled(tmp_path, "-c", WARM) == before
@@ -77,7 +93,7 @@ from flashpoint_kernels.triton_backend import ahead
 
 ahead.pretend(90)
 for batch, heads, length in ((1, 1, 16), (2, 4, 333), (3, 8, 4096)):
-    q = torch.zeros(batch, heads, length, 64, dtype=torch.bfloat16)
+    q = torch.zeros(batch, heads, length, 16, dtype=torch.bfloat16)
     for names, direction in (("qkv", "forward"), (("q", "k", "v", "do"), "backward")):
         problem = Problem.create(dict.fromkeys(names, q), Options(causal=length > 16), direction)
         triton_backend.compile_ahead([problem]).result()
@@ -85,7 +101,7 @@ for batch, heads, length in ((1, 1, 16), (2, 4, 333), (3, 8, 4096)):
 
 
 def compiled(cache: Path, *arguments: str, **variables: str) -> dict[Path, int]:
-    """What is in `cache` after such a process: each kernel's file, and when it was written."""
+    """Run a process with this cache; return the file of each kernel that is in it then, and when it was written."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(cache), **variables}
     run = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)

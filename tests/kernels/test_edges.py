@@ -1,6 +1,6 @@
 """Inputs at the edge of what floats hold, and of what autograd may ask: each once went wrong, or could."""
 
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -31,20 +31,25 @@ def test_a_second_derivative_raises_and_is_never_silently_zero(loss: str) -> Non
         torch.autograd.grad(first.square().sum(), q)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_choice_of_gradients(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "count"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] if case == ("triton", 2) else [])
+        for case in product(BACKENDS, (1, 2))
+    ],
+)
+def test_every_choice_of_gradients(backend: str, count: int) -> None:
     everything = ("dq", "dk", "dv") if backend == "torch" else ("dq", "dk", "dv", "dattn_mask", "dsinks")
     t = inputs()
     if backend != "torch":
         t |= {"attn_mask": torch.zeros(6, 9, device=DEVICE), "sinks": torch.zeros(2, device=DEVICE)}
     whole = Problem.create(t, Options(grads=everything), "backward")
     run([whole], backend)
-    for count in (1, 2):
-        for grads in combinations(everything, count):
-            part = Problem.create(t, Options(grads=grads), "backward")
-            run([part], backend)
-            assert list(part.outputs) == list(grads)
-            assert all(torch.equal(part.outputs[name], whole.outputs[name]) for name in grads)
+    for grads in combinations(everything, count):
+        part = Problem.create(t, Options(grads=grads), "backward")
+        run([part], backend)
+        assert list(part.outputs) == list(grads)
+        assert all(torch.equal(part.outputs[name], whole.outputs[name]) for name in grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -103,12 +108,21 @@ def test_a_large_head_dimension_of_the_values_alone_is_judged() -> None:
     assert verify(inputs(), Options(grads=("dv",))).ok
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("scale", [-0.3, 0.0])
-@pytest.mark.parametrize(("q_len", "kv_len"), [(17, 17), (17, 8), (8, 17)])
-def test_a_scale_may_be_negative_or_zero(backend: str, q_len: int, kv_len: int, scale: float, masked: bool) -> None:
-    """A key that may not be seen has −∞ for its score whatever the scale, which it must not be multiplied by."""
+FEW = ((True, -0.3, (17, 8)), (False, 0.0, (8, 17)))
+SCALED = product(BACKENDS, (False, True), (-0.3, 0.0), ((17, 17), (17, 8), (8, 17)))
+
+
+@pytest.mark.parametrize(
+    ("backend", "masked", "scale", "lengths"),
+    [
+        # Of the interpreted kernels, each scale once in the fast tier.
+        pytest.param(*case, marks=[pytest.mark.slow] if case[0] == "triton" and case[1:] not in FEW else [])
+        for case in SCALED
+    ],
+)
+def test_a_scale_may_be_negative_or_zero(backend: str, masked: bool, scale: float, lengths: tuple[int, int]) -> None:
+    """The score of a hidden key is −∞ whatever the scale: the scale must not multiply it."""
+    q_len, kv_len = lengths
     t = inputs(q_len, kv_len, 16) | ({"attn_mask": torch.randn(q_len, kv_len).to(DEVICE)} if masked else {})
     for alignment in ("top_left", "bottom_right"):
         found = verify(t, Options(backend=backend, scale=scale, causal=True, causal_alignment=alignment))

@@ -69,26 +69,19 @@ def test_what_has_no_mistake_is_computed() -> None:
     torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mistake", ["reads early", "overwrites", "frees early", "arrives twice"])
-def test_a_tile_that_is_read_too_early_or_written_too_early_is_seen(
-    mistake: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gl, "PATIENCE", 1.0)
-    try:
-        found, right = run(mistake)
-    except triton.runtime.errors.InterpreterError:
-        return  # the roles lost one another
+@pytest.mark.parametrize("mistake", ["reads early", "frees early"])
+def test_a_tile_that_is_read_or_freed_too_early_gives_a_wrong_answer(mistake: str) -> None:
+    found, right = run(mistake)
     assert not torch.allclose(found.double(), right, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("mistake", "error"),
-    [
-        ("does not wait", "a product is used that was not waited for"),
-        ("expects more", "phase 0 has not ended in 1 s"),
-    ],
-)
-def test_what_cannot_go_on_is_an_error(mistake: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gl, "PATIENCE", 1.0)
-    with pytest.raises(triton.runtime.errors.InterpreterError, match=error):
+def test_a_product_that_is_used_before_it_is_waited_for_is_an_error() -> None:
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="a product is used that was not waited for"):
+        run("does not wait")
+
+
+@pytest.mark.parametrize("mistake", ["overwrites", "arrives twice", "expects more"])
+def test_roles_that_wait_for_each_other_forever_are_an_error(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gl, "PATIENCE", 0.25)
+    with pytest.raises(triton.runtime.errors.InterpreterError, match=r"(not ended|not come to a stop) in 0\.25 s"):
         run(mistake)

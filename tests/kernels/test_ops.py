@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -85,8 +85,13 @@ def test_the_cases_have_every_option_and_tensor() -> None:
     assert {name for make, _ in CASES.values() for name in make()} == set(FORWARD_TENSORS)
 
 
-# The interpreter takes 15 s for what opcheck repeats; which backend runs is nothing that the dispatcher sees.
-@pytest.mark.parametrize("case", [case for case in CASES if case != "triton"])
+def cases(fast: Iterable[str], *, without: str = "") -> list[Any]:
+    """All but one; those that are not `fast` are slow."""
+    return [pytest.param(case, marks=[] if case in fast else pytest.mark.slow) for case in CASES if case != without]
+
+
+# The interpreter takes 15 s for what opcheck repeats, and the dispatcher does not see which backend runs.
+@pytest.mark.parametrize("case", cases({"thd", "dropout", "float mask"}, without="triton"))
 def test_opcheck(case: str) -> None:
     """Schema, autograd's registration, the fake kernels' shapes and strides, and both traced with symbolic sizes."""
     given = arguments(case)
@@ -115,7 +120,7 @@ def loss_and_gradients(call: Callable[..., Any], tensors: dict[str, Tensor]) -> 
     return [*answers, *torch.autograd.grad([x.double().cos().sum() for x in answers], wanted)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases({"thd", "dropout", "float mask", "triton"}))
 def test_compiled_whole_it_gives_the_same_bits(case: str) -> None:
     """Of o, lse and every gradient; aot_eager runs what was traced without making code of its own of it."""
     torch.compiler.reset()
@@ -200,7 +205,8 @@ def test_without_autograd_or_without_data() -> None:
     assert (o.shape, lse.shape, o.device.type) == ((2, 4, 5, 8), (2, 4, 5), "meta")
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++: install g++ (apt-get install g++)")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor() -> None:
     """A model around it, made into code: its own products round as they like, attention's bits go through."""

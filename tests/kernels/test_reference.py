@@ -165,11 +165,11 @@ def test_a_long_sequence_is_taken_some_queries_at_a_time(
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="resident memory is the CPU's")
 def test_what_is_materialised_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    t = {name: x.double() for name, x in qkv(1, 1, 2048, 2048, 16).items()}
-    matrix = 2048 * 2048 * 8
-    monkeypatch.setattr(reference, "CHUNK", 1 << 16)  # half a MiB; the whole matrix is 32
+    t = {name: x.double() for name, x in qkv(1, 1, 1024, 1024, 16).items()}
+    matrix = 1024 * 1024 * 8
+    monkeypatch.setattr(reference, "CHUNK", 1 << 14)  # an eighth of a MiB; the whole matrix is 8
     for solve in (forward, backward):
-        solve("reference", t)  # what the first call loads is not its own
+        solve("reference", t)  # what the first call loads is not counted
         peak = peak_bytes(partial(solve, "reference", t), "cpu")
         assert peak is not None
         assert peak < matrix

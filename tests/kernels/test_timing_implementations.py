@@ -45,7 +45,7 @@ def test_answers_are_the_references(
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile compiles C++: install g++ (apt-get install g++)")
 @pytest.mark.parametrize("causal", [False, True])
 def test_flex_computes_the_same(causal: bool) -> None:
     case = Case(

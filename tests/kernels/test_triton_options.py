@@ -1,5 +1,6 @@
 """Every option in the Triton kernels, alone and in pairs, forward and backward, judged against float64 by `verify`."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,10 @@ from tests.conftest import DEVICE
 from tests.support.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pairs, tensors_of
 
 SINGLES = [PLAIN | {name: level} for name, levels in FACTORS.items() for level in levels[1:]]
+# Of these, some show nothing of the kernels that no other case shows.
+REPEATED = ({"mask": "heads"}, {"dims": (64, 64)})
+# With these the interpreter takes one sequence: the strides of the batch are the same kernel code for all of them.
+ONE_SEQUENCE = ("dtype", "band", "softcap", "alibi", "sinks", "dropout", "group", "dims")
 HEAD_DIMS = [(1, 1), (3, 256), (32, 32), (59, 59), (96, 96), (111, 64), (160, 160)]
 HEAD_DIMS += [(192, 128), (224, 224), (256, 256)]
 # (Sq, Sk) of the reference page up to 239: one row, one key, primes, tile edges. The last two end inside the same tiles
@@ -17,49 +22,71 @@ HEAD_DIMS += [(192, 128), (224, 224), (256, 256)]
 SHAPES = [(1, 1), (3, 3), (64, 1), (239, 1), (1, 239), (113, 203), (128, 217), (113, 211), (108, 200)]
 
 
-def check(case: dict[str, Any], q_len: int, kv_len: int, **more: Any) -> None:
-    found = verify(tensors_of(case, q_len, kv_len), options_of(case, **more))
+def check(case: dict[str, Any], q_len: int, kv_len: int, *, batch: int = 2, **more: Any) -> None:
+    """`batch`: how many sequences the interpreter takes; a GPU always takes two."""
+    found = verify(tensors_of(case, q_len, kv_len, batch=batch if DEVICE == "cpu" else 2), options_of(case, **more))
     assert found.backend == "triton"
     assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
 
 
-@pytest.mark.parametrize("case", [PLAIN, *(case for case in SINGLES if case["layout"] != "thd")], ids=name_of)
+def singles() -> Iterator[Any]:
+    for case in (PLAIN, *SINGLES):
+        if case["layout"] != "thd":
+            slow = any(case == PLAIN | level for level in REPEATED)
+            yield pytest.param(case, marks=[pytest.mark.slow] if slow else [], id=name_of(case))
+
+
+@pytest.mark.parametrize("case", [*singles()])
 def test_each_option_alone(case: dict[str, Any]) -> None:
-    check(case, 70, 90)
+    """In the interpreter: more queries and keys than one step of each loop over them takes."""
+    one = any(case[name] != PLAIN[name] for name in ONE_SEQUENCE)
+    check(case, *((37, 70) if DEVICE == "cpu" else (70, 90)), batch=1 if one else 2)
 
 
-@pytest.mark.parametrize("band", FACTORS["band"])
+@pytest.mark.parametrize(
+    "band",
+    [band if band in ("full", "causal") else pytest.param(band, marks=pytest.mark.slow) for band in FACTORS["band"]],
+)
 def test_ragged(band: str) -> None:
     check(PLAIN | {"layout": "thd", "band": band}, 70, 90)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", pairs(), ids=name_of)
 def test_every_pair_of_options(case: dict[str, Any]) -> None:
     check(case, 37, 70)
 
 
-@pytest.mark.parametrize(("q_len", "kv_len"), SHAPES[:-2])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len"),
+    [shape if shape in ((1, 1), (113, 203)) else pytest.param(*shape, marks=pytest.mark.slow) for shape in SHAPES[:-2]],
+)
 def test_lengths(q_len: int, kv_len: int) -> None:
-    check(PLAIN | {"band": "causal", "group": 2}, q_len, kv_len)
+    check(PLAIN | {"band": "causal", "group": 2}, q_len, kv_len, batch=1)
 
 
-@pytest.mark.parametrize("scale", [1.0, -0.3, 0.0, 1e-42])
+@pytest.mark.parametrize("scale", [-0.3, *(pytest.param(scale, marks=pytest.mark.slow) for scale in (1.0, 0.0, 1e-42))])
 def test_any_scale(scale: float) -> None:
-    """The fast variant takes the largest score for that of the largest product: not where the scale is not positive."""
-    check(PLAIN | {"band": "causal"}, 20, 70, scale=scale)
+    """The fast variant takes the largest score from the largest product, which is right for positive scales only."""
+    check(PLAIN | {"band": "causal"}, 20, 70, batch=1, scale=scale)
 
 
-# Every width in float32; of those, in 16 bits, one that is padded and the widest.
+# In the fast tier: a padded width and the widest. In 16 bits the others are in the wide sweep.
 WIDTHS = [
-    pytest.param(dtype, dim, marks=[] if dtype == "float32" or dim in (40, 128) else pytest.mark.full)
+    pytest.param(
+        dtype, dim,
+        marks=[] if (dtype, dim) in (("float32", 40), ("bfloat16", 128))
+        else pytest.mark.slow if dtype == "float32" or dim in (40, 128)
+        else pytest.mark.full,
+    )
     for dtype in FACTORS["dtype"]
     for dim in (16, 40, 64, 80, 128)
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("dtype", "dim"), WIDTHS)
 def test_head_dimensions(dtype: str, dim: int) -> None:
-    check(PLAIN | {"dtype": dtype, "dims": (dim, dim)}, 33, 70)
+    check(PLAIN | {"dtype": dtype, "dims": (dim, dim)}, 33, 70, batch=1)
 
 
 @pytest.mark.full
@@ -77,10 +104,18 @@ def test_every_option_at_every_length(case: dict[str, Any], q_len: int, kv_len: 
     check(case, q_len, kv_len)
 
 
-def test_few_queries_and_many_keys_are_split_and_merged() -> None:
-    """Longer than one part of a split problem in any configuration's terms, with sinks counted once."""
-    for case in (PLAIN | {"sinks": True}, PLAIN | {"band": "window", "sinks": True}, PLAIN | {"dropout": True}):
-        check(case, 2, 300 if DEVICE == "cpu" else 5000)
+@pytest.mark.parametrize(
+    "case",
+    [
+        PLAIN | {"sinks": True},
+        pytest.param(PLAIN | {"band": "window", "sinks": True}, marks=pytest.mark.slow),
+        pytest.param(PLAIN | {"dropout": True}, marks=pytest.mark.slow),
+    ],
+    ids=name_of,
+)
+def test_few_queries_and_many_keys_are_split_and_merged(case: dict[str, Any]) -> None:
+    """More keys than one part of a split problem takes in any configuration; a sink is counted once."""
+    check(case, 2, 140 if DEVICE == "cpu" else 5000, batch=1)
 
 
 def test_strided_unaligned_and_expanded_inputs() -> None:
@@ -96,7 +131,7 @@ def test_strided_unaligned_and_expanded_inputs() -> None:
 
 
 def test_precision_tf32_is_taken() -> None:
-    check(PLAIN, 40, 40, precision="tf32")
+    check(PLAIN, 40, 40, batch=1, precision="tf32")
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

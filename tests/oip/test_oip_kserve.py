@@ -1,4 +1,4 @@
-"""KServe's own client, unmodified, in an environment made for it: its pins are not ours. Run by `make test-kserve`."""
+"""KServe's own client, unmodified, in an environment of its own, as its pins differ. Run by `make test-kserve`."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a server must refuse, part of the conformance suite: with which status, saying what, and living on."""
+"""Requests that a server must refuse, part of the conformance suite: the status, the message, and that it goes on."""
 
 import json
 

@@ -1,5 +1,6 @@
-"""/v2 as part of our server: the same bits, keys, limits and counts as its other calls."""
+"""/v2 has the same bits, keys, limits and counts as the other routes of the server."""
 
+import contextlib
 import gzip
 import socket
 import zlib
@@ -8,9 +9,11 @@ import pytest
 import torch
 
 from tests.support.messages import message
+from tests.support.oip.grpc_calls import Caller
+from tests.support.oip.grpc_calls import request as rpc_request
 from tests.support.oip.message import LENGTH, call, infer, raw, request, wanted
 from tests.support.oip.problem import GRAD, problem
-from tests.support.servers import serve
+from tests.support.servers import wait_for
 
 MIB = 1 << 20
 SMALL = problem()
@@ -18,49 +21,40 @@ PATH = "/v2/models/attention/infer"
 
 
 @pytest.fixture(scope="module")
-def server():
-    """Small limits, keys, and two HTTP processes on the port."""
-    server = serve(
-        workers=2,
-        api_keys="all,asks:attention,looks:info+metrics",
-        body_limit=MIB,
-        json_limit=65536,
-        head_limit=4096,
-        max_timeout_ms=60_000,
-    )
-    yield server
-    server.stop()
+def locked(held):
+    """With keys and small limits."""
+    return held.server
 
 
 KEY = {"authorization": "Bearer all"}
 
 
 @pytest.mark.parametrize(("path", "model", "names"), [("", "attention", "qkv"), ("/grad", "attention_grad", GRAD)])
-def test_an_answer_is_bit_for_bit_that_of_the_other_encoding(server, path, model, names):
+def test_an_answer_is_bit_for_bit_that_of_the_other_encoding(locked, path, model, names):
     tensors = problem(names=names)
     body = message(tensors, causal=True, window=[7, -1])
-    ours = call(server.url, "POST", "/attention" + path, body, content_type="application/vnd.safetensors", **KEY)
+    ours = call(locked.url, "POST", "/attention" + path, body, content_type="application/vnd.safetensors", **KEY)
     assert ours.status == 200, ours.body
     asked = {"causal": True, "window_left": 7, "binary_data_output": True}
-    theirs = infer(server.url, model, tensors, parameters=asked, headers=KEY)
+    theirs = infer(locked.url, model, tensors, parameters=asked, headers=KEY)
     data = b"".join(raw(t) for t in theirs.tensors.values())
     assert ours.body.endswith(data)
     assert theirs.headers["x-backend"] == theirs.head["parameters"]["backend"] == ours.headers["x-backend"]
     assert theirs.headers["server-timing"].startswith("decode;dur=")
 
 
-def test_a_key_is_needed_and_its_right(server):
+def test_a_key_is_needed_and_its_right(locked):
     for headers, status in (({}, 401), ({"authorization": "Bearer looks"}, 403)):
-        refused = infer(server.url, "attention", SMALL, headers=headers)
+        refused = infer(locked.url, "attention", SMALL, headers=headers)
         assert refused.status == status
         assert "key" in refused.error
-    for path, right in (("", "looks"), ("/models/attention", "looks"), ("/models/attention/stats", "looks")):
-        assert call(server.url, "GET", "/v2" + path).status == 401
-        assert call(server.url, "GET", "/v2" + path, authorization="Bearer asks").status == 403
-        assert call(server.url, "GET", "/v2" + path, authorization=f"Bearer {right}").status == 200
-    assert infer(server.url, "attention", SMALL, headers={"authorization": "Bearer asks"}).status == 200
+    for path, right in (("", "looks"), ("/models/attention", "looks"), ("/models/attention/stats", "counts")):
+        assert call(locked.url, "GET", "/v2" + path).status == 401
+        assert call(locked.url, "GET", "/v2" + path, authorization="Bearer asks").status == 403
+        assert call(locked.url, "GET", "/v2" + path, authorization=f"Bearer {right}").status == 200
+    assert infer(locked.url, "attention", SMALL, headers={"authorization": "Bearer asks"}).status == 200
     for path in ("/health/live", "/health/ready", "/models/attention/ready"):
-        assert call(server.url, "GET", "/v2" + path).status == 200
+        assert call(locked.url, "GET", "/v2" + path).status == 200
 
 
 LARGE = {name: torch.zeros(1, 1, 512, 256) for name in "qkv"}  # 1.5 MiB
@@ -68,7 +62,7 @@ WIDE = {name: torch.zeros(1, 1, 64, 256) for name in "qkv"}  # 64 KiB of answer,
 
 
 def bomb(coding):
-    """A head and tensors that fit, and what follows them does not."""
+    """A head and tensors within the limit, and bytes after them that exceed it."""
     head, _ = request(LARGE)
     packed = zlib.compressobj(9, wbits=31 if coding == "gzip" else 15)
     return packed.compress(head + bytes(8 * MIB)) + packed.flush(), {LENGTH: len(head), "content-encoding": coding}
@@ -86,33 +80,33 @@ TOO_LARGE = {
 
 
 @pytest.mark.parametrize("how", TOO_LARGE)
-def test_a_body_over_the_limit_is_413(server, how):
+def test_a_body_over_the_limit_is_413(locked, how):
     body, headers = TOO_LARGE[how]()
-    reply = call(server.url, "POST", PATH, body, **KEY, **headers)
+    reply = call(locked.url, "POST", PATH, body, **KEY, **headers)
     assert reply.status == 413, reply.body
     assert "limit" in reply.error
-    assert infer(server.url, "attention", SMALL, headers=KEY).status == 200
+    assert infer(locked.url, "attention", SMALL, headers=KEY).status == 200
 
 
-def test_an_answer_in_numbers_has_a_limit_and_one_in_bytes_has_not(server):
+def test_an_answer_in_numbers_has_a_limit_and_one_in_bytes_has_none(locked):
     wide = {**WIDE, "q": torch.zeros(1, 1, 65, 256)}
-    assert infer(server.url, "attention", wide, headers=KEY).status == 413
+    assert infer(locked.url, "attention", wide, headers=KEY).status == 413
     asked = [wanted("o", binary_data=True), wanted("lse", binary_data=False)]
-    assert infer(server.url, "attention", wide, headers=KEY, outputs=asked).status == 200
+    assert infer(locked.url, "attention", wide, headers=KEY, outputs=asked).status == 200
 
 
-def test_a_head_before_bytes_has_its_limit(server):
-    reply = infer(server.url, "attention", SMALL, headers=KEY, id="x" * 4096)
+def test_a_head_before_bytes_has_its_limit(locked):
+    reply = infer(locked.url, "attention", SMALL, headers=KEY, id="x" * 4096)
     assert reply.status == 400
     assert "4096" in reply.error
 
 
-def test_a_request_is_refused_from_its_head(server):
-    """Nothing behind the head is sent, and the answer comes all the same."""
+def test_a_request_is_refused_from_its_head(locked):
+    """The answer comes although the client sends nothing after the head."""
     head, data = request(SMALL, parameters={"casual": True})
     fields = {LENGTH: len(head), "content-length": len(head + data), "host": "there", **KEY}
     text = f"POST {PATH} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+    with socket.create_connection(("127.0.0.1", locked.port), timeout=600) as sock:
         sock.sendall(text.encode() + b"\r\n" + head)
         got = b""
         while b"casual" not in got:
@@ -123,52 +117,64 @@ def test_a_request_is_refused_from_its_head(server):
 
 
 @pytest.mark.parametrize(("ms", "us"), [(60_000, 1), (1, 60_000_000)])
-def test_the_sooner_deadline_counts(server, ms, us):
-    tensors = {name: torch.zeros(1, 1, 300, 64) for name in "qkv"}
-    asked = {"timeout": us, "backend": "reference", "binary_data_output": True}
-    late = infer(server.url, "attention", tensors, headers={**KEY, "x-timeout-ms": ms}, parameters=asked)
+def test_the_sooner_deadline_counts(held, ms, us):
+    with held.shut() as name:
+        headers = {**KEY, "x-request-id": name, "x-timeout-ms": ms}
+        asked = {"timeout": us, "backend": "reference"}
+        late = infer(held.server.url, "attention", SMALL, headers=headers, parameters=asked)
     assert late.status == 504
     assert "deadline" in late.error
 
 
-def test_the_headers_of_the_other_calls_are_checked_here_too(server):
-    bad = infer(server.url, "attention", SMALL, headers={**KEY, "x-priority": 12}, parameters={"priority": 1})
+def test_the_headers_of_the_other_routes_are_checked(locked):
+    bad = infer(locked.url, "attention", SMALL, headers={**KEY, "x-priority": 12}, parameters={"priority": 1})
     assert bad.status == 422
     assert "X-Priority" in bad.error
 
 
-def test_statistics_are_those_of_all_http_processes(server):
+@pytest.mark.slow
+def test_workers_share_the_grpc_port_and_their_statistics(start_server):
+    server = start_server(workers=2, grpc_port=0)
+
+    def ports():
+        return [line["port"] for line in list(server.lines) if line["event"] == "listening for gRPC"]
+
     def count():
-        (stats,) = call(server.url, "GET", "/v2/models/attention/stats", **KEY).head["model_stats"]
+        (stats,) = call(server.url, "GET", "/v2/models/attention/stats").head["model_stats"]
         return stats["inference_stats"]["success"]["count"]
 
-    before = count()
-    for _ in range(12):  # on a connection each, which one of the two takes
-        assert infer(server.url, "attention", SMALL, headers=KEY).status == 200
-    assert {count() for _ in range(8)} == {before + 12}
-    metrics = call(server.url, "GET", "/metrics", **KEY).body.decode()
-    assert f'flashpoint_model_requests_total{{how="success",model="attention"}} {before + 12}.0' in metrics
+    wait_for(lambda: len(ports()) == 2, ports)
+    (port,) = set(ports())
+    for _ in range(8):  # either worker may take a connection
+        with contextlib.closing(Caller(port)) as caller:
+            wait_for(lambda caller=caller: caller.ask("ServerReady").ready, lambda: "not ready")
+            assert caller.infer(rpc_request(SMALL)).bits
+    for _ in range(12):
+        assert infer(server.url, "attention", SMALL).status == 200
+    wait_for(lambda: count() == 20, count)  # a worker may count a request after it has sent the answer
+    assert {count() for _ in range(8)} == {20}
+    metrics = call(server.url, "GET", "/metrics").body.decode()
+    assert 'flashpoint_model_requests_total{how="success",model="attention"} 20.0' in metrics
 
 
-def test_shared_memory_is_off_where_nobody_asked_for_it(server):
+def test_shared_memory_is_off_by_default(server):
     for method, path in (("GET", "/status"), ("POST", "/unregister"), ("POST", "/region/a/register")):
         body = b"{}" if method == "POST" else None
-        reply = call(server.url, method, "/v2/systemsharedmemory" + path, body, **KEY)
+        reply = call(server.url, method, "/v2/systemsharedmemory" + path, body)
         assert reply.status == 404
         assert "off" in reply.error
     place = {"shared_memory_region": "a", "shared_memory_byte_size": MIB}
-    reply = infer(server.url, "attention", SMALL, headers=KEY, outputs=[wanted("o", **place)])
+    reply = infer(server.url, "attention", SMALL, outputs=[wanted("o", **place)])
     assert reply.status == 422
     assert "off" in reply.error
-    assert "system_shared_memory" not in call(server.url, "GET", "/v2", **KEY).head["extensions"]
+    assert "system_shared_memory" not in call(server.url, "GET", "/v2").head["extensions"]
 
 
-def test_each_request_has_its_log_line(server):
-    found = infer(server.url, "attention", SMALL, headers={**KEY, "x-request-id": "one-of-v2"})
+def test_each_request_has_its_log_line(locked):
+    found = infer(locked.url, "attention", SMALL, headers={**KEY, "x-request-id": "one-of-v2"})
     assert found.headers["x-request-id"] == "one-of-v2"
-    line = server.wait_for_line(lambda line: line.get("request_id") == "one-of-v2")
+    line = locked.wait_for_request("one-of-v2")
     assert line["route"] == PATH
     assert line["status"] == 200
     assert line["backend"] == "torch"
     assert line["shapes"] == {name: [1, 2, 24, 16] for name in "qkv"}
-    assert not [line for line in server.lines if line["event"] == "failed"]

@@ -1,4 +1,5 @@
-"""Tensors that never move: system shared memory, driven by tritonclient's own utilities, and by what is wrong."""
+"""System shared memory: tritonclient's own utilities, each kind of tensor in a region, and wrong requests. Regions that
+change during a computation: test_oip_grpc_queue.py."""
 
 import contextlib
 import json
@@ -6,7 +7,6 @@ import os
 import secrets
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import shared_memory
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from flashpoint_server import Settings
 from tests.support.oip.message import LENGTH, NAMES, call, infer, raw, wanted
 from tests.support.oip.problem import GRAD, B, D, H, S, near, problem, truth
-from tests.support.servers import serve, wait_for
+from tests.support.servers import wait_for
 
 MIB = 1 << 20
 PATH = "/v2/models/attention/infer"
@@ -26,15 +26,13 @@ NBYTES = B * H * S * D * 4
 
 
 @pytest.fixture(scope="module")
-def server():
-    server = serve(shared_memory_bytes=MIB, log_level="debug")
-    yield server
-    server.stop()
+def server(rpc_server):
+    return rpc_server
 
 
 @pytest.fixture
 def memory(server):
-    """An object of 64 KiB: its bytes, and its key, which no answer and no line of the log may repeat."""
+    """A shared memory object of 64 KiB and its key, which must not appear in the log."""
     key = "flashpoint-test-" + secrets.token_hex(8)
     block = shared_memory.SharedMemory(key, create=True, size=1 << 16)
     try:
@@ -53,7 +51,7 @@ def register(server, name, key, offset=0, byte_size=1 << 16):
 
 
 def lying(name, t, region, offset):
-    """An input in shared memory."""
+    """An input in a region."""
     place = {"shared_memory_region": region, "shared_memory_byte_size": t.numel() * t.element_size()}
     return {"name": name, "shape": list(t.shape), "datatype": NAMES[t.dtype],
             "parameters": {**place, "shared_memory_offset": offset}}  # fmt: skip
@@ -71,7 +69,8 @@ def ask(server, inputs, outputs=None, parameters=None, data=b"", model="attentio
 
 
 def test_tritonclients_own_utilities(server):
-    done = subprocess.run([sys.executable, PROGRAM, server.url.removeprefix("http://")], capture_output=True, text=True)
+    command = [sys.executable, PROGRAM, server.url.removeprefix("http://")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["extension"]
@@ -85,7 +84,7 @@ def test_tritonclients_own_utilities(server):
 
 @pytest.mark.parametrize("start", [0, 3, 4, 64])
 def test_inputs_and_outputs_of_several_regions_and_of_the_body(server, memory, start):
-    """q and k in shared memory at any alignment, v behind the head, o in shared memory, lse in numbers."""
+    """q and k in regions at any alignment, v in the body, o in a region, lse as numbers in JSON."""
     block, key = memory
     tensors = problem()
     assert register(server, "low", key, 0, 1 << 15).status == 200
@@ -149,45 +148,6 @@ def test_a_region_may_go_while_it_is_used_and_come_again(server, memory):
     wait_for(lambda: key not in Path(f"/proc/{server.engine_pid}/maps").read_text(), lambda: "still mapped")
 
 
-@contextlib.contextmanager
-def running(server, memory, name):
-    """A request that has begun in a region of that name, small, and long in float64: its reply, and what is right."""
-    block, key = memory
-    assert register(server, name, key).status == 200
-    shape, nbytes = (4096, 1), 1 << 14
-    q, k, v = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
-    for i, t in enumerate((q, k, v)):
-        block.buf[i * nbytes :][:nbytes] = raw(t)
-    inputs = [lying(n, t, name, i * nbytes) for i, (n, t) in enumerate(zip("qkv", (q, k, v), strict=True))]
-    output = [wanted("o", **place(name, nbytes, 3 * nbytes))]
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask, server, inputs, output, {"backend": "reference"}, headers={"x-request-id": name})
-        server.wait_for_line(lambda line: line["event"] == "begin" and line["request_id"] == name)
-        yield asked, (q.double() @ k.double().T).softmax(-1) @ v.double()
-
-
-def test_a_request_that_runs_keeps_its_region(server, memory):
-    """It is unregistered meanwhile, and the answer is there all the same; then the engine lets go of it."""
-    block, key = memory
-    with running(server, memory, "held") as (asked, expected):
-        assert call(server.url, "POST", "/v2/systemsharedmemory/region/held/unregister", b"").status == 200
-        assert not asked.done()
-        assert asked.result().status == 200
-    found = torch.frombuffer(bytearray(block.buf[3 << 14 :]), dtype=torch.float32).view(expected.shape)
-    near(found, expected, 2e-6)
-    wait_for(lambda: key not in Path(f"/proc/{server.engine_pid}/maps").read_text(), lambda: "still mapped")
-
-
-def test_a_caller_that_takes_its_memory_back_costs_an_engine_and_no_more(server, memory):
-    before = server.engine_pid
-    with running(server, memory, "taken") as (asked, _):
-        os.truncate(f"/dev/shm/{memory[1]}", 4096)
-        assert asked.result().status == 503
-    server.wait_ready()
-    assert server.engine_pid != before
-    assert infer(server.url, "attention", problem()).status == 200
-
-
 WRONG = {
     "another region": ({"shared_memory_region": "none"}, "none"),
     "beyond the region": ({"shared_memory_offset": (1 << 16) - 8}, "not in the region"),
@@ -244,7 +204,7 @@ def test_what_may_not_be_registered(server, memory):
     finally:
         link.unlink()
     assert register(server, "good", key).status == 200
-    assert register(server, "good", key).status == 422  # as it is named already
+    assert register(server, "good", key).status == 422  # the name is taken
     path = "/v2/systemsharedmemory/region/good/register"
     assert call(server.url, "POST", path, b"{").status == 400
     assert call(server.url, "POST", path, b'{"key": "' + b"x" * 5000 + b'"}').status == 413

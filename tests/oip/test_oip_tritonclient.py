@@ -1,4 +1,4 @@
-"""NVIDIA's own client, unmodified, synchronous and asyncio: every call it has that is served."""
+"""NVIDIA's own client, unmodified, synchronous and asyncio: each of its calls that the server supports."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.support.oip.cases import CASES, COMPRESSED, ask, judge
 PROGRAM = Path(__file__).parent / "clients" / "triton_client.py"
 
 
-@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+@pytest.mark.parametrize("kind", ["sync", pytest.param("asyncio", marks=pytest.mark.slow)])
 def test_tritonclient(url, kind, tmp_path):
     cases = [*CASES, *COMPRESSED]
     report, answers = ask([sys.executable, PROGRAM, kind], tmp_path, url, cases)

@@ -1,6 +1,11 @@
+"""What is let in: requests, bytes and FLOPs at once, and the size of one request."""
+
+from types import SimpleNamespace
+
 import pytest
 
 from flashpoint_kernels.spec import Options, TensorInfo, plan
+from flashpoint_server import admission as module
 from flashpoint_server.admission import Admission, check_size
 from flashpoint_server.refusal import STATUS, Refusal
 from flashpoint_server.settings import Settings
@@ -35,10 +40,21 @@ def test_flops_are_counted_once_they_are_known():
             second.price(41)
         assert caught.value.status == 429
         second.price(40)
-        assert admission.oldest_seconds >= 0
-    assert (admission.flops, admission.oldest_seconds) == (0, 0)
+    assert admission.flops == 0
     with admission.permit(0) as alone:
         alone.price(1000)
+
+
+def test_the_age_of_the_oldest_request(monkeypatch):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    admission = Admission(Settings())
+    with admission.permit(0):
+        clock.now += 5
+        with admission.permit(0):
+            clock.now += 2
+            assert admission.oldest_seconds == 7
+    assert admission.oldest_seconds == 0
 
 
 def test_alone_a_request_of_any_size_is_let_in():

@@ -1,21 +1,21 @@
-"""What runs without a server speaks the schemas of one: the kernels' rows, judgements and presets are the client's."""
+"""What runs without a server has the schemas of one: the kernels' rows, judgements and presets are those of the SDK."""
 
 import dataclasses
-import subprocess
-import sys
 from typing import get_args
 
 import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
 import torch
 
-from flashpoint import BenchmarkRequest, BenchmarkRow, VerifyReport, VerifyRequest
+from flashpoint import BenchmarkRow, VerifyReport, VerifyRequest
 from flashpoint.benchmark_schema import Preset, TimedDtype
 from flashpoint.verify_schema import Decade, Judgement, TensorErrors
 from flashpoint_kernels import verification
-from flashpoint_kernels.timing import PRESETS, ROW_FIELDS, preset
+from flashpoint_kernels.timing import PRESETS, ROW_FIELDS
 from flashpoint_kernels.timing.case import DTYPES
 from flashpoint_server.drawn import draw
-from flashpoint_server.local import cases_of
 
 
 def test_the_schemas_are_the_kernels_own():
@@ -31,25 +31,6 @@ def test_the_schemas_are_the_kernels_own():
     assert {field.name for field in dataclasses.fields(verification.Verification)} <= set(VerifyReport.model_fields)
 
 
-def test_a_preset_is_timed_on_the_backends_that_are_named():
-    every = cases_of(BenchmarkRequest(preset="seeds"), "cpu")
-    assert every == preset("seeds", "cpu")
-    named = cases_of(BenchmarkRequest(preset="seeds", backends=("tiled", "flex")), "cpu")
-    assert [case.backend for case in named[:2]] == ["tiled", "flex"]
-    assert {case.problem for case in named} == {case.problem for case in every}
-    assert len(named) == 2 * len({case.problem for case in every})
-
-
-def test_a_grid_is_every_combination():
-    request = BenchmarkRequest.model_validate(
-        {"shapes": [{"q_len": n, "head_dim": 64, "kv_heads": 1} for n in (64, 128)], "causal": [False, True],
-         "directions": ["forward", "both"], "dtypes": ["float32", "bfloat16"], "backends": ["naive"]}
-    )  # fmt: skip
-    assert len(cases_of(request, "cpu")) == 16
-    unnamed = cases_of(request.model_copy(update={"backends": ()}), "cpu")
-    assert {"naive", "tiled", "torch"} <= {case.backend for case in unnamed}
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_a_seed_draws_the_same_problem_in_every_dtype_but_for_rounding(dtype):
     shape = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": 5, "kv_len": 7, "head_dim": 3, "value_dim": 6}
@@ -62,10 +43,3 @@ def test_a_seed_draws_the_same_problem_in_every_dtype_but_for_rounding(dtype):
     assert all(torch.equal(t, exact[name].to(t.dtype)) for name, t in drawn.items())
     assert drawn["q"].dtype == getattr(torch, dtype)
     assert not torch.equal(draw(VerifyRequest.model_validate(body | {"seed": 12}), "cpu")["q"], exact["q"])
-
-
-def test_the_commands_need_no_torch_to_ask_a_server():
-    program = "import sys, flashpoint.commands.verify, flashpoint.commands.benchmark, flashpoint.commands.info"
-    check = "; print([m for m in ('torch', 'triton', 'matplotlib', 'flashpoint_server') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", program + check], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"

@@ -58,7 +58,7 @@ def test_a_slot_is_another_requests_only_when_every_holder_let_go(pool):
     assert (slot.segment, slot.offset) == ((last := pool.take(MIB)).segment, last.offset)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 3 * MIB), st.booleans()), max_size=40))
 def test_slots_never_overlap(requests):
     pool = Pool(256 * MIB)

@@ -1,14 +1,22 @@
-"""What an engine answers a second, as far as it had work, and what is refused for it."""
+"""The measured speed of an engine, and what is refused because of it."""
 
-import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
+from flashpoint_server import admission as module
 from flashpoint_server.admission import FEW, PATIENCE, Admission
 from flashpoint_server.pace import WINDOW, Pace
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
+
+NOW = 1000.0
+
+
+@pytest.fixture(autouse=True)
+def stopped_clock(monkeypatch):
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: NOW))
 
 
 def test_a_rate_is_that_of_a_window_without_a_pause():
@@ -30,26 +38,26 @@ def test_a_pause_is_no_work_and_tells_no_speed():
     assert pace.rate == 0
 
 
-def test_who_would_wait_for_too_much_of_its_time_is_refused_at_once():
+def test_a_request_that_would_wait_for_too_much_of_its_time_is_refused_at_once():
     admission = Admission(Settings())
     with ExitStack() as inside:
-        for _ in range(FEW):  # who keep the engine busy, so that it shows its speed again where it was seen to be slow
-            inside.enter_context(admission.permit(0)).price(1000, time.monotonic() + 1, 100.0)
+        for _ in range(FEW):  # so many are let in at any speed: they keep the engine busy, which shows its speed again
+            inside.enter_context(admission.permit(0)).price(1000, NOW + 1, 100.0)
         one = inside.enter_context(admission.permit(0))
         wait = FEW * 10
-        with pytest.raises(Refusal, match=rf"takes {wait} s, and this one has [0-9]+ s") as caught:
-            one.price(1000, time.monotonic() + wait / PATIENCE - 1, 100.0)
+        with pytest.raises(Refusal, match=rf"takes {wait} s, and this one has {2 * wait - 1} s") as caught:
+            one.price(1000, NOW + wait / PATIENCE - 1, 100.0)
         assert caught.value.code == "queue_full"
-        one.price(1000, time.monotonic() + wait / PATIENCE + 1, 100.0)
+        one.price(1000, NOW + wait / PATIENCE, 100.0)
 
 
-def test_who_does_not_wait_for_others_is_let_in():
+def test_a_request_that_does_not_wait_for_others_is_let_in():
     admission = Admission(Settings())
     with ExitStack() as inside:
         for _ in range(FEW):
             inside.enter_context(admission.permit(0)).price(1000)
         small = inside.enter_context(admission.permit(0))
-        small.price(1, time.monotonic() + 1, 100.0)  # large ones make way for it
+        small.price(1, NOW + 1, 100.0)  # it goes before large ones
         small.price(1000, None, 100.0)  # without a deadline it waits for as long as it takes
-        small.price(1000, time.monotonic() + 1, 0.0)  # where no speed is known, nobody can tell
-        small.price(1000, time.monotonic() - 1, 100.0)  # late already: that is 504, once its turn comes
+        small.price(1000, NOW + 1, 0.0)  # no speed is known
+        small.price(1000, NOW - 1, 100.0)  # late already: that is 504, once its turn comes

@@ -1,6 +1,7 @@
 """Every test that docs/security.md names is there, and is no less than a test."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -10,11 +11,15 @@ ROOT = Path(__file__).parents[2]
 LINKS = re.findall(r"\]\(\.\./(tests/[\w/]+\.py)#(\w+)\)", (ROOT / "docs" / "security.md").read_text())
 
 
+@functools.cache
+def functions(path):
+    return {f.name for f in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(f, ast.FunctionDef)}
+
+
 @pytest.mark.parametrize(("path", "name"), sorted(set(LINKS)))
 def test_a_claims_test_is_there(path, name):
-    functions = [f.name for f in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(f, ast.FunctionDef)]
     assert name.startswith("test_")
-    assert name in functions
+    assert name in functions(path)
 
 
 def test_no_claim_is_linked_in_another_way():

@@ -1,4 +1,4 @@
-"""Messages as a stranger would write them: http.client, and the safetensors package's own reader and writer."""
+"""Requests made without our client: http.client, and the safetensors package's own reader and writer."""
 
 import contextlib
 import http.client
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import safetensors.torch
 import torch
 
+PATIENCE = 240  # seconds for an answer; only there to end a hang
 SAFETENSORS = "application/vnd.safetensors"
 JSON = "application/json"
 PROBLEM = "application/problem+json"
@@ -44,18 +45,26 @@ def message(tensors, **options):
 
 
 def message_head(entries, metadata=None):
-    """A head with any entries, right or wrong."""
+    """A safetensors head with any entries, valid or not."""
     text = json.dumps({**({"__metadata__": metadata} if metadata else {}), **entries}).encode()
     return len(text).to_bytes(8, "little") + text
 
 
 def post(server, path, body, media=SAFETENSORS, **headers):
-    """POST on a connection of its own; `x_timeout_ms=5` is the header X-Timeout-Ms."""
+    """POST on a new connection; `x_timeout_ms=5` is the header X-Timeout-Ms."""
     named = {name.replace("_", "-"): str(value) for name, value in headers.items()}
     if media is not None:
         named["Content-Type"] = media
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)) as connection:
         connection.request("POST", path, body, named, encode_chunked=not isinstance(body, bytes))
+        return reply(connection.getresponse())
+
+
+def ask(server, path, method="GET", **headers):
+    """A request without a body, on a new connection; headers as in `post`."""
+    named = {name.replace("_", "-"): str(value) for name, value in headers.items()}
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)) as connection:
+        connection.request(method, path, headers=named)
         return reply(connection.getresponse())
 
 
@@ -65,7 +74,7 @@ def reply(response):
 
 def read_metrics(server):
     """The samples of /metrics, by name and labels."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
         text = answer.read().decode()
     return {name: float(value) for name, value in re.findall(r"^([^#\s]+) (\S+)$", text, re.MULTILINE)}
@@ -87,3 +96,11 @@ def problem(answer, status, code):
     assert document["title"]
     assert document["detail"]
     return document
+
+
+def refused_by_protocol(server):
+    """Check that /v2 takes no work, and says so in its own form of an error."""
+    asked = [server.get(path) for path in ("/v2/health/ready", "/v2/models/attention/ready")]
+    answer = post(server, "/v2/models/attention/infer", b"{}", None)
+    for status, document in (*asked, (answer.status, answer.json)):
+        assert (status, list(document)) == (503, ["error"])

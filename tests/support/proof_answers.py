@@ -1,4 +1,4 @@
-"""Answers of /verify and /benchmark for servers that follow a script."""
+"""Answers of /verify and /benchmark for a `ScriptedServer`."""
 
 import json
 

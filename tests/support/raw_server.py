@@ -1,20 +1,25 @@
-"""A server that is nothing but a socket: for what a well-behaved one never does."""
+"""A server that is nothing but a socket, to do what a well-behaved one never does."""
 
 import contextlib
 import socket
 import threading
 
+PATIENCE = 60  # seconds; only there to end a hang
+
 
 class RawServer:
     """Runs `talk(connection)` in a thread for each connection, and closes the connection when that returns.
 
-    `opened` counts connections, `closed` those that are over. With `tls`, an `ssl.SSLContext`, they are of TLS.
+    `opened` counts the connections, `closed` those that are over. With `tls`, an `ssl.SSLContext`, they are of TLS.
+    With `receive_buffer`, the kernel takes few bytes that `talk` does not read.
     """
 
-    def __init__(self, talk, tls=None):
+    def __init__(self, talk, tls=None, receive_buffer=None):
         self._talk = talk
         self._tls = tls
         self._listener = socket.create_server(("127.0.0.1", 0))
+        if receive_buffer is not None:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self._connections = []
         self._threads = []
         self.opened = self.closed = 0
@@ -28,7 +33,7 @@ class RawServer:
     def __exit__(self, *_):
         for each in (self._listener, *self._connections):
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # wakes who waits for it
+                each.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
         for thread in self._threads:
             thread.join()
         self._listener.close()
@@ -41,7 +46,7 @@ class RawServer:
         with contextlib.suppress(OSError):
             while True:
                 connection = self._listener.accept()[0]
-                # Else an answer behind TLS's tickets waits for their acknowledgement: hanging up would lose it.
+                # Otherwise an answer behind TLS's tickets waits for their acknowledgement: hanging up would lose it.
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._connections.append(connection)
                 self.opened += 1
@@ -58,7 +63,7 @@ class RawServer:
 
 
 def read_head(connection):
-    """A request's head, what of its body came with it, and how many bytes that body has; empty at the end."""
+    """A request's head, the part of its body that came with it, and the size of that body; empty at the end."""
     received = b""
     while b"\r\n\r\n" not in received:
         if not (data := connection.recv(1 << 16)):

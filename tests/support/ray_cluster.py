@@ -20,15 +20,15 @@ from tests.support.servers import wait_for
 
 DRIVER = Path(__file__).with_name("ray_driver.py")
 ENGINE = "flashpoint_server.engine_process"
-# Ray's own processes and two engines that import torch take 15 s on an idle machine with two cores.
-START_SECONDS = 240
-END_SECONDS = 240
-# What would lead Ray or a replica elsewhere, or have each process of Ray's traced.
+# Ray's processes and two engines that import torch take 15 s on an idle machine with two cores, minutes on a busy one.
+START_SECONDS = 900
+END_SECONDS = 900
+# Variables that would direct Ray or a replica elsewhere, or trace each of Ray's processes.
 OTHERS = ("FLASHPOINT_", "RAY_", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "COVERAGE_")
 
 
 class Cluster:
-    """`serve run` of one application on a port of 127.0.0.1; `lines` are what Ray and the replicas have said."""
+    """`serve run` of one application on a port of 127.0.0.1; `lines` is the output of Ray and the replicas."""
 
     def __init__(self, directory, deployment, arguments, gpus, environment):
         self.port = free_port()
@@ -49,7 +49,7 @@ class Cluster:
         path = Path(directory, "serve.yaml")
         path.write_text(yaml.safe_dump(configuration))
         self.process = subprocess.Popen(
-            [sys.executable, DRIVER, directory, "8", str(gpus), path],
+            [sys.executable, DRIVER, directory, "8", str(gpus), str(START_SECONDS), path],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -58,7 +58,7 @@ class Cluster:
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_AUTH_MODE": "disabled",
                 "RAY_raylet_start_wait_time_s": str(START_SECONDS),
-                # A proxy that a busy machine keeps waiting is not a sick one: Ray would put another in its place.
+                # Else Ray would replace a proxy that is slow because the machine is busy.
                 "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(START_SECONDS),
                 "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(START_SECONDS),
                 **environment,
@@ -90,7 +90,7 @@ class Cluster:
 
     @property
     def ready(self):
-        """How many replicas have ever been ready, by their own log."""
+        """How many replicas have been ready since the start, according to their log."""
         said = [line for line in self.lines if '"event":"ready"' in line and '"flashpoint.engine"' in line]
         return len({re.search(r"pid=(\d+)", line)[1] for line in said if '"title"' not in line})
 
@@ -114,12 +114,12 @@ class Cluster:
         return self
 
     def interrupt(self):
-        """As a person would, with ^C: the application ends first, and then its Ray."""
+        """Interrupt it, as ^C does: the application ends first, then its Ray."""
         self.below("")
         self.process.send_signal(signal.SIGINT)
 
     def stop(self):
-        """End it, and see that nothing of it is left."""
+        """End it, and check that no process of it is left."""
         if self.process.poll() is None:
             self.interrupt()
         try:

@@ -1,4 +1,4 @@
-"""A server that answers as it is told, over a real socket: for what a healthy server does not do on demand."""
+"""A server that follows a script, over a real socket, to answer as a healthy server does not on demand."""
 
 import json
 import socket
@@ -19,7 +19,7 @@ class ScriptedServer(ThreadingHTTPServer):
     """Answers each request by the next of `script`, and then by sending q back as o.
 
     A step is a function of the handler, which has `body`, `answer(...)` and the `http.server` methods. `requests` holds
-    (method, path, headers, body), `connections` counts what was accepted.
+    (method, path, headers, body), `connections` counts the connections.
     """
 
     daemon_threads = True
@@ -64,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(status, json.dumps(document).encode(), "application/problem+json", **headers)
 
     def begin_chunks(self, status=200, media="text/event-stream", **headers):
-        """An answer whose length nobody knows yet: `chunk` and `end_chunks` follow."""
+        """Begin an answer of unknown length: `chunk` and `end_chunks` follow."""
         self.send_response(status)
         self.send_header("Content-Type", media)
         self.send_header("Transfer-Encoding", "chunked")

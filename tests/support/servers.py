@@ -14,17 +14,17 @@ import psutil
 
 from tests.conftest import DEVICE
 
-START_SECONDS = 240  # importing torch takes 3 s on an idle machine, and minutes on one with much else to do
+START_SECONDS = 240  # a start takes 4 s on an idle machine, and minutes on a busy one
 
 
 class ServerProcess:
-    """A server on an ephemeral port of 127.0.0.1; `lines` are its log, parsed, as far as it has come."""
+    """A server on an ephemeral port of 127.0.0.1; `lines` are the parsed lines of its log so far."""
 
     def __init__(self, command, environment):
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
         self.pid = self.process.pid
         self.lines = []
-        self.noise = []  # what is not JSON
+        self.noise = []  # lines that are not JSON
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
@@ -49,15 +49,21 @@ class ServerProcess:
             stop=lambda: self.process.poll() is not None and not self._reader.is_alive(),
         )
 
+    def wait_for_request(self, request_id):
+        """The log line of a request that is over."""
+        return self.wait_for_line(lambda line: line["event"] == "request" and line["request_id"] == request_id)
+
     def get(self, path):
         """Status and parsed JSON of a GET."""
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+        with contextlib.closing(
+            http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_SECONDS)
+        ) as connection:
             connection.request("GET", path)
             response = connection.getresponse()
             return response.status, json.load(response)
 
     def children(self, module):
-        """The pids of the processes below it that run `module` of the server, or the tests' own in its place."""
+        """The pids of its descendants that run `module` of the server, or the module of the tests that replaces it."""
         below = psutil.Process(self.pid).children(recursive=True)
         names = {f"flashpoint_server.{module}", f"tests.support.faulty.{module.partition('_')[0]}"}
         return [child.pid for child in below if names & set(child.cmdline())]
@@ -72,14 +78,14 @@ class ServerProcess:
         return self
 
     def wait_exit(self):
-        """The exit code of a process that is ending."""
+        """Wait for the end of the process; its exit code."""
         code = self.process.wait(START_SECONDS)
         self._reader.join()
         self.process.stderr.close()
         return code
 
     def stop(self):
-        """End it as an operator would, and see that it ends well."""
+        """End it by SIGTERM, and check that it exits with 0 and has logged nothing but JSON."""
         try:
             if self.process.returncode is None:
                 self.process.send_signal(signal.SIGTERM)
@@ -89,16 +95,16 @@ class ServerProcess:
             self.end()
 
     def end(self):
-        """Leave nothing of it, in whatever state it is: what is left fails the test in which it is collected."""
+        """Kill it, in whatever state it is, and release its pipe."""
         self.process.kill()
         self.wait_exit()
 
 
 def wait_for(found, otherwise, stop=lambda: False, seconds=START_SECONDS):
-    """What `found` returns once that is true; fails with `otherwise` after a deadline, or at `stop`."""
+    """Poll `found` until it is true, and return its value; fails with `otherwise` at a deadline, or at `stop`."""
     deadline = time.monotonic() + seconds
     while True:
-        last = stop() or time.monotonic() > deadline  # looked at first: what came before it counts
+        last = stop() or time.monotonic() > deadline  # evaluated before `found`: what came before the stop counts
         if value := found():
             return value
         assert not last, otherwise()

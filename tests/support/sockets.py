@@ -3,14 +3,30 @@
 import socket
 from pathlib import Path
 
-from tests.support.messages import SAFETENSORS
+from tests.support.messages import PATIENCE, SAFETENSORS
 from tests.support.servers import wait_for
 
 
-def send(server, body, *, length=None):
-    """A raw connection on which a request was sent, its body cut where `body` ends if `length` says more."""
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+def connect(server, *, receive_buffer=None):
+    """A connection to the server. With `receive_buffer`, the kernel takes few bytes that the client does not read."""
+    connection = socket.socket()
+    try:
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(PATIENCE)
+        connection.connect(("127.0.0.1", server.port))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def send(server, body, *, length=None, request_id=None, receive_buffer=None):
+    """A connection on which a request was sent; `length` is its Content-Length, where it is not that of `body`."""
+    connection = connect(server, receive_buffer=receive_buffer)
     head = f"POST /attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\nConnection: close\r\n"
+    if request_id is not None:
+        head += f"X-Request-Id: {request_id}\r\n"
     try:
         connection.sendall(f"{head}Content-Length: {length or len(body)}\r\n\r\n".encode() + body)
     except BaseException:
@@ -32,4 +48,5 @@ def segments(pid):
 
 
 def nothing_inside(server):
-    wait_for(lambda: server.get("/info")[1]["load"] == {"requests": 0, "bytes": 0}, lambda: "work that never ends")
+    """Wait until the server has no request inside."""
+    wait_for(lambda: server.get("/info")[1]["load"] == {"requests": 0, "bytes": 0}, lambda: "requests that never end")

@@ -1,6 +1,7 @@
-"""A forward and its gradients of which no byte moves: `triton_shared_memory.py HOST:PORT`, a report on stdout."""
+"""Attention and its gradients in shared memory: `triton_shared_memory.py HOST:PORT`; prints a report."""
 
 import json
+import os
 import sys
 
 import numpy as np
@@ -10,6 +11,7 @@ from tritonclient.utils import InferenceServerException
 
 SHAPE, NAMES = (2, 3, 40, 32), ("q", "k", "v", "do")
 NBYTES = 4 * int(np.prod(SHAPE))
+INPUTS, OUTPUTS = (f"/flashpoint_{name}_{os.getpid()}" for name in ("inputs", "outputs"))
 
 
 def truth(q, k, v, do):
@@ -26,14 +28,14 @@ def worst(found, expected):
 def main(url):
     tensors = np.random.default_rng(0).standard_normal((4, *SHAPE)).astype(np.float32)
     report = {"input_size": 4 * NBYTES, "output_size": 2 * NBYTES}
-    given = shm.create_shared_memory_region("inputs", "/flashpoint_inputs", 4 * NBYTES)
-    made = shm.create_shared_memory_region("outputs", "/flashpoint_outputs", 2 * NBYTES)
+    given = shm.create_shared_memory_region("inputs", INPUTS, 4 * NBYTES)
+    made = shm.create_shared_memory_region("outputs", OUTPUTS, 2 * NBYTES)
     try:
         shm.set_shared_memory_region(given, list(tensors))
         with triton.InferenceServerClient(url) as client:
             report["extension"] = "system_shared_memory" in client.get_server_metadata()["extensions"]
-            client.register_system_shared_memory("inputs", "/flashpoint_inputs", 4 * NBYTES)
-            client.register_system_shared_memory("outputs", "/flashpoint_outputs", 2 * NBYTES)
+            client.register_system_shared_memory("inputs", INPUTS, 4 * NBYTES)
+            client.register_system_shared_memory("outputs", OUTPUTS, 2 * NBYTES)
             report["registered"] = client.get_system_shared_memory_status()
 
             def ask(model, count, output, at):

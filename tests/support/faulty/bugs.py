@@ -1,4 +1,4 @@
-"""Bugs that callers must see (tests/chaos): the file that FLASHPOINT_TEST_BUG names says which one there is, if any.
+"""Bugs that tests/chaos must find: the file that FLASHPOINT_TEST_BUG names contains the name of the bug, or nothing.
 
 swap   an answer is that of the last one of its shape      lose   an answer is never sent
 leak   the memory of a request stays held
@@ -7,11 +7,11 @@ leak   the memory of a request stays held
 import os
 from pathlib import Path
 
-EVERY = 5  # the last of so many answers is lost, or its memory leaked
+EVERY = 5  # every fifth answer is lost, or its memory leaked
 
 
 class Seeded:
-    """Whether a bug shows, counted."""
+    """Counts occasions, and says at which the bug shows."""
 
     def __init__(self, name):
         self.name = name

@@ -1,14 +1,20 @@
-"""An engine whose device fails as its jobs' ids say; no start of the service itself can reach it (see server.py).
+"""An engine that fails, and waits, as the ids of its requests say. Only tests start it (see server.py).
 
-gate-…, wait-…  wait until the file of that suffix, otherwise named by FLASHPOINT_TEST_GATE, is there
-oom-…, once-…   have no memory, never or the first time        bug-…   fails as nobody foresaw
-hang-…          never ends                                     gone-…  the device is lost
-unfit-…         nothing can be compiled for it, and nobody foresaw that
+gate-…, wait-…  the launch waits until the gate of that name is open
+oom-…, once-…   out of memory, always or the first time     bug-…   an unexpected exception
+hang-…          the launch never ends                       gone-…  the device is lost
+unfit-…         an unexpected exception while its kernels are compiled
+late-…          its kernels are compiled only once the gate `compiled` is open
 
-At its start it waits for others to leave it memory while the gate .short is there, and finds another device once the
-gate .moved is.
+A gate is a file beside FLASHPOINT_TEST_GATE, with its name for a suffix; it is open while the file exists. At its start
+the engine waits while `.closed` exists, finds too little memory once where `.short` exists, and finds another device
+where `.moved` exists.
 
-And with bugs that callers must see: bugs.py.
+It logs `queued` for a request that it has put into its queue, and `dropped` for one that it has taken out of it. On the
+CPU it does not check its backends at the start, which takes 3 s under Triton's interpreter: the tests that start the
+service's own engine cover that check.
+
+It also has bugs on demand (bugs.py).
 """
 
 import os
@@ -19,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import structlog
 import torch
 
 from flashpoint_server import engine_process, serving_engine
@@ -28,6 +35,8 @@ from tests.support.faulty.bugs import Seeded
 
 SWAP, LOSE = Seeded("swap"), Seeded("lose")
 
+log = structlog.stdlib.get_logger("flashpoint.engine")
+
 
 def gate(which):
     return Path(os.environ.get("FLASHPOINT_TEST_GATE", os.devnull)).with_suffix(f".{which}")
@@ -36,28 +45,31 @@ def gate(which):
 class FaultyDevice(Device):
     def __init__(self, info):
         super().__init__(info)
-        self.launches = 1  # also on a GPU: what a gate holds up, all others wait for
+        self.launches = 1  # also on a GPU: all others wait for a launch that a gate holds up
+        self.lanes = max(self.lanes, 2)  # also on one core: the engine takes requests while a gate holds up a launch
         self.seen = set()
-        self.last = {}  # answers, by their shapes
+        self.last = {}  # answers by their shapes
         self.compiler = ThreadPoolExecutor(1)
-        self.short = []  # of memory: what launches held that had too little
+        self.short = []  # weak references to what launches held when they ran out of memory
 
     @classmethod
     def open(cls, asked):
+        while gate("closed").exists():
+            time.sleep(0.005)
         if gate("short").exists():
             gate("short").rename(gate("left"))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.")
         return super().open(asked)
 
     def prove(self):
-        super().prove()
+        if not self.is_cpu:
+            super().prove()
         if gate("moved").exists():
             self.info = msgspec.structs.replace(self.info, name="cuda:7")
 
     def compile(self, job):
-        """late-…: the kernels of its launch key are compiled only once the gate .compiled is open."""
         if job.submit.request_id.startswith("unfit-"):
-            raise KeyError("what nobody foresaw")
+            raise KeyError("an unexpected error")
         if not job.submit.request_id.startswith("late-"):
             return super().compile(job)
         return self.compiler.submit(self.wait, "compiled")
@@ -68,7 +80,7 @@ class FaultyDevice(Device):
             time.sleep(0.005)
 
     def empty_cache(self):
-        """What a launch had taken is free by now, or there would be no more memory than before."""
+        """By now the engine must have released what the launches held that ran out of memory."""
         super().empty_cache()
         if any(held() is not None for held in self.short):
             os._exit(3)
@@ -85,7 +97,7 @@ class FaultyDevice(Device):
                     self.seen.add(name)
                     self.run_short()
                 case "bug":
-                    raise KeyError("what nobody foresaw")
+                    raise KeyError("an unexpected error")
                 case "hang":
                     time.sleep(3600)
                 case "gone":
@@ -107,6 +119,18 @@ class FaultyDevice(Device):
             self.last[shapes] = own
 
 
+class TellingEngine(serving_engine.ServingEngine):
+    def _admit(self, entry):
+        super()._admit(entry)
+        log.debug("queued", request_id=entry.submit.request_id)
+
+    def _remove(self, unwanted):
+        removed = super()._remove(unwanted)
+        for entry in removed:
+            log.debug("dropped", request_id=entry.submit.request_id)
+        return removed
+
+
 class LosingChannel(Channel):
     def send(self, message, descriptors=()):
         if not (isinstance(message, Done) and LOSE.shows()):
@@ -115,4 +139,5 @@ class LosingChannel(Channel):
 
 if __name__ == "__main__":
     serving_engine.Channel = LosingChannel
+    serving_engine.ServingEngine = TellingEngine
     sys.exit(engine_process.main(FaultyDevice))

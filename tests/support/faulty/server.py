@@ -15,9 +15,19 @@ class LeakingStaging(Staging):
             super().release()
 
 
+def fail():
+    raise KeyError("an unexpected error")
+
+
+def typed(number: int):
+    return number
+
+
 if __name__ == "__main__":
     compute.Staging = LeakingStaging
     settings = Settings(_cli_parse_args=sys.argv[1:])
     logs.configure(settings.log_format, settings.log_level)
     app = create_app(settings, engine_module="tests.support.faulty.engine")
+    app.add_api_route("/fail", fail)
+    app.add_api_route("/typed", typed)
     sys.exit(serving.serve_on(serving.listen(settings), app))

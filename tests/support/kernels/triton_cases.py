@@ -63,11 +63,13 @@ def pairs() -> list[dict[str, Any]]:
     return cases
 
 
-def tensors_of(case: dict[str, Any], q_len: int, kv_len: int, *, seed: int = 0) -> dict[str, torch.Tensor]:
-    """The tensors of a gradient request for `case`, B = 2 and 2 key/value heads (three sequences in thd)."""
+def tensors_of(
+    case: dict[str, Any], q_len: int, kv_len: int, *, seed: int = 0, batch: int = 2
+) -> dict[str, torch.Tensor]:
+    """The tensors of a gradient request for `case`, with 2 key/value heads. In thd there are always three sequences."""
     g = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, case["dtype"])
-    (dim, value_dim), batch, kv_heads = case["dims"], 2, 2
+    (dim, value_dim), kv_heads = case["dims"], 2
     heads = kv_heads * case["group"]
 
     def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""What real clients are to ask, each in a process of its own: two definitions of one protobuf package cannot share one.
+"""The calls that real clients make. Each client runs in its own process: one process cannot hold two definitions of
+one protobuf package.
 
-A program is given a directory with `cases.json` and `tensors.npz`, and leaves `answers.npz` and `report.json` there.
+A client program reads `cases.json` and `tensors.npz` from a directory and writes `answers.npz` and `report.json` there.
 """
 
 import json
@@ -43,7 +44,7 @@ def case(
     arguments=None,
     **parameters,
 ):
-    """One call. `arguments` are those of a client's `infer` beside it."""
+    """One call. `arguments` are further arguments of the client's `infer`."""
     names = tensors or (GRAD if model == "attention_grad" else "qkv")
     inputs = {
         n.partition(".")[0]: {"tensor": n if "." in n else f"{n}.{datatype}", "datatype": datatype} for n in names
@@ -96,20 +97,20 @@ REFUSED = {
 
 
 def ask(command, home, url, cases):
-    """Run a program; (its report, its answers)."""
+    """Run a client program; returns (its report, its answers)."""
     (home / "cases.json").write_text(json.dumps(cases))
-    # numpy has no bfloat16: every value of it is one of float32.
+    # numpy has no bfloat16; float32 holds each of its values.
     np.savez(
         home / "tensors.npz", **{n: (t.float() if t.is_floating_point() else t).numpy() for n, t in TENSORS.items()}
     )
     address = url.removeprefix("http://")
-    done = subprocess.run([*command, address, str(home)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, address, str(home)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads((home / "report.json").read_text()), dict(np.load(home / "answers.npz"))
 
 
 def judge(report, answers, cases, refused=REFUSED):
-    """Every case is answered, right, with its own id, or `refused` as it must be."""
+    """Check that each case got a correct answer with its own id, or the error that `refused` names."""
     expected = {}
     for one in cases:
         name = one["name"]

@@ -1,4 +1,4 @@
-"""Calls by gRPC's own channel, of messages made of the protocol's file: those that no client would send, too."""
+"""Calls through gRPC's own channel, with messages built from the .proto file; also messages that no client sends."""
 
 import contextlib
 
@@ -11,6 +11,7 @@ SERVICE = "inference.GRPCInferenceService"
 TYPED = {"BOOL": "bool_contents", "INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents",
          "FP64": "fp64_contents"}  # fmt: skip
 Request, Response = protos.message("inference.ModelInferRequest"), protos.message("inference.ModelInferResponse")
+HANG = 600  # seconds; ends a call that hangs, and nothing else
 NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -23,7 +24,7 @@ def say(parameters, values):
 def request(
     tensors, *, model="attention", typed=False, outputs=(), inputs=None, wanted=None, version="", id="", **options
 ):
-    """`typed` inputs are in numbers. `inputs` and `wanted` are parameters of inputs and outputs, by their names."""
+    """`typed` inputs are sent as numbers. `inputs` and `wanted` map names to parameters of inputs and outputs."""
     message = Request(model_name=model, model_version=version, id=id)
     say(message.parameters, options)
     for name, t in tensors.items():
@@ -41,7 +42,7 @@ def request(
 
 
 class Answer:
-    """A message, and what came behind it."""
+    """A message and its trailing metadata."""
 
     def __init__(self, message, call):
         self.message = message
@@ -55,7 +56,7 @@ class Answer:
 
     @property
     def numbers(self):
-        """The numbers of each output, where they came as such."""
+        """The numbers of each output of an answer without raw bytes."""
         assert not self.message.raw_output_contents
         found = {}
         for output in self.message.outputs:
@@ -75,24 +76,24 @@ class Caller:
         return self.channel.unary_unary(f"/{service}/{name}")
 
     def infer(self, message, **how):
-        """Ask, and wait for the answer; `message` may be bytes. Raises grpc.RpcError."""
+        """Call and wait for the answer; `message` may be bytes. Raises grpc.RpcError."""
         sent = message if isinstance(message, bytes) else message.SerializeToString()
-        answer, call = self.method("ModelInfer").with_call(sent, **{"timeout": 60, **how})
+        answer, call = self.method("ModelInfer").with_call(sent, **{"timeout": HANG, **how})
         return Answer(Response.FromString(answer), call)
 
     def begin(self, message, **how):
-        """The same in the background: the call, with `result` and `cancel`."""
-        return self.method("ModelInfer").future(message.SerializeToString(), **{"timeout": 60, **how})
+        """Start the same call in the background, without a deadline; returns the call, with `result` and `cancel`."""
+        return self.method("ModelInfer").future(message.SerializeToString(), **how)
 
     def ask(self, name, service=SERVICE, /, **fields):
-        """Any other method."""
+        """Call any other method."""
         asked, answered = protos.methods(service)[name]
-        return answered.FromString(self.method(name, service)(asked(**fields).SerializeToString(), timeout=60))
+        return answered.FromString(self.method(name, service)(asked(**fields).SerializeToString(), timeout=HANG))
 
 
 @contextlib.contextmanager
 def refused(status, *words):
-    """Inside, a call ends with that status, and says why."""
+    """The call made inside must fail with this status and with these words."""
     found = []
     try:
         yield found

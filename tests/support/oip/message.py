@@ -1,4 +1,4 @@
-"""Infer requests and answers as the protocol's own pages spell them: http.client, json and torch, nothing of ours."""
+"""Inference requests and answers as the protocol's documents define them: http.client, json and torch, no own code."""
 
 import contextlib
 import gzip
@@ -45,7 +45,7 @@ class Reply:
 
     @property
     def tensors(self):
-        """Every output, in the answer's order."""
+        """All outputs, in the order of the answer."""
         assert self.status == 200, self.body
         found, start = {}, int(self.headers.get(LENGTH, len(self.body)))
         for output in self.head["outputs"]:
@@ -72,7 +72,7 @@ def raw(t):
 
 
 def entry(name, t, binary=True):
-    """An input of the head."""
+    """An input as the JSON head names it."""
     said = {"name": name, "shape": list(t.shape), "datatype": NAMES[t.dtype]}
     if binary:
         return {**said, "parameters": {"binary_data_size": t.numel() * t.element_size()}}
@@ -84,7 +84,7 @@ def wanted(name, **parameters):
 
 
 def request(tensors, *, outputs=None, parameters=None, numbers=(), **more):
-    """(JSON, bytes behind it) of a request; tensors named in `numbers` are in the JSON, and the answer is binary."""
+    """(JSON, bytes that follow it) of a request; the JSON holds the tensors that `numbers` names."""
     head = {"inputs": [entry(n, t, n not in numbers) for n, t in tensors.items()], **more}
     if outputs is not None:
         head["outputs"] = outputs
@@ -94,10 +94,10 @@ def request(tensors, *, outputs=None, parameters=None, numbers=(), **more):
 
 
 def call(url, method, path, body=None, **headers):
-    """`content_encoding="gzip"` is the header Content-Encoding."""
+    """Send a request; `content_encoding="gzip"` sets the header Content-Encoding."""
     named = {name.replace("_", "-"): str(value) for name, value in headers.items()}
     where = urllib.parse.urlsplit(url)
-    with contextlib.closing(http.client.HTTPConnection(where.hostname, where.port, timeout=60)) as connection:
+    with contextlib.closing(http.client.HTTPConnection(where.hostname, where.port, timeout=600)) as connection:
         connection.putrequest(method, where.path + path, skip_accept_encoding=True)
         chunked = body is not None and not isinstance(body, bytes)
         if chunked:
@@ -112,7 +112,7 @@ def call(url, method, path, body=None, **headers):
 
 
 def infer(url, model, tensors, *, coding=None, headers=None, **how):
-    """Ask for an inference; `coding` compresses the request."""
+    """Send an inference request; `coding` compresses it."""
     head, data = request(tensors, **how)
     headers = dict(headers or {})
     if data:

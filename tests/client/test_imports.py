@@ -1,0 +1,30 @@
+"""What an import of the SDK brings along, in a process of its own: torch and JAX only where they are needed."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("fastapi", "flashpoint_server", "jax", "matplotlib", "torch", "transformers", "triton")
+
+
+def imported(program):
+    """The modules of HEAVY that `program` has imported."""
+    program += f"\nimport sys\nprint([name for name in {HEAVY} if name in sys.modules])"
+    command = [sys.executable, "-W", "error", "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_the_client_and_its_commands_import_nothing_heavy(scripted):
+    commands = ["import flashpoint.cli"]
+    if importlib.util.find_spec("typer"):
+        commands += [f"import flashpoint.commands.{name}" for name in ("benchmark", "capacity", "info", "verify")]
+    call = f"flashpoint.Client({scripted.url!r}).attention(*[numpy.ones((2, 3), 'f4')] * 3)"
+    assert imported("\n".join(["import flashpoint, numpy", *commands, call])) == "[]"
+
+
+@pytest.mark.slow
+def test_the_jax_functions_import_no_torch():
+    pytest.importorskip("jax", reason="install the extra: pip install '.[jax]'")
+    assert imported("import flashpoint.jax") == "['jax']"
