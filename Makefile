@@ -1,37 +1,53 @@
-# Each target does its own set-up in .venv; the second time is quick.
+# Each target installs what it needs into .venv; the second time is quick.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8000
 PYTEST := $(BIN)/python -m pytest
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: install serve test coverage test-full test-cluster test-kserve test-kernels-full lint format compile-all compat gpu gpu-serve docker-steps charts audit loadtest chaos soak overload clean fuzz
+.PHONY: install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint format compile-all compat gpu gpu-serve docker-steps charts audit loadtest chaos soak overload clean fuzz
 
 install: $(VENV)/.server
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 $(VENV)/.server: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server]'
+	@echo "Installing the server into $(VENV): 1.9 GB, some minutes, most of it torch."
+	$(PIP) -e '.[server]'
 	@touch $@
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "Installing the server and the tools of its tests into $(VENV): 3.7 GB, some minutes."
+	$(PIP) -e '.[dev]'
 	@touch $(VENV)/.server $@
 
 serve: $(VENV)/.server
 	$(BIN)/flashpoint serve --port $(PORT)
 
-# Two files at a time: half of them wait for processes that they have started. In their own order, which begins with the
-# longest; xdist's would have those of few and long tests at the end, and one of them alone.
-SUITE := -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not full"
+# Three tiers, each in random order (the first line of the output has the seed; ARGS="-p randomly -p no:cacheprovider
+# --randomly-seed=N" repeats it). Files are shared out among processes; a file's tests share its servers.
+#   test       every feature, endpoint, option and error once; 3 minutes
+#   test-all   everything but the wide sweeps; 10 minutes; what CI runs
+#   test-full  the wide sweeps, too
+WORKERS ?= 3
+# Tests start many processes: each would compile the sources anew.
+export PYTHONDONTWRITEBYTECODE =
+SUITE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.dev
-	$(PYTEST) $(SUITE)
+	$(PYTEST) $(SUITE) -m "not gpu and not full and not slow" $(ARGS)
 
-# The same, and which lines no test runs. Takes a third longer.
-coverage: $(VENV)/.dev
-	$(PYTEST) $(SUITE) --cov --cov-report=term
+test-all: $(VENV)/.dev
+	$(PYTEST) $(SUITE) -m "not gpu and not full" $(ARGS)
 
 test-full: $(VENV)/.dev
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) $(SUITE) -m "not gpu" $(ARGS)
+
+# Python 3.12 and 3.13 without torch, and the lowest versions of every library. Environments stay in build/versions.
+test-versions: $(VENV)/.dev
+	$(BIN)/python tests/versions.py
+
+# test-all, and which lines no test runs. Takes a third longer.
+coverage: $(VENV)/.dev
+	$(PYTEST) $(SUITE) -m "not gpu and not full" --cov --cov-report=term $(ARGS)
 
 # Ray Serve for minutes: replicas that come and go under load.
 test-cluster: $(VENV)/.dev
@@ -99,7 +115,7 @@ overload: $(VENV)/.dev
 # Bytes that nobody should send, for MINUTES to each reader of them; ONLY="headers http" for some. Findings: .fuzz/
 fuzz: MINUTES ?= 10
 $(VENV)/.fuzz: $(VENV)/.dev
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	$(PIP) -e '.[fuzz]'
 	@touch $@
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python -m tests.fuzz.run --minutes $(MINUTES) $(if $(ONLY),--only $(ONLY)) $(FUZZ)
