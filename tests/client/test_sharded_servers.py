@@ -271,14 +271,16 @@ def test_cancelling_it_cancels_every_shard(raw):
 
 
 def test_an_interrupt_ends_every_thread(raw):
-    """SIGINT reaches the main thread, which waits for the others."""
+    """SIGINT reaches the main thread, which waits for the others, also where a shell has it ignored."""
     quiet = [silent(raw) for _ in range(2)]
+    before_test = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt():
         connected(*quiet)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     with contextlib.ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGINT, before_test)
         clients = [stack.enter_context(flashpoint.Client(server.url, timeout=600)) for server in quiet]
         before = threading.active_count()
         thread = threading.Thread(target=interrupt)
