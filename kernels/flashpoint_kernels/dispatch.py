@@ -52,7 +52,7 @@ def run(problems: Sequence[Problem], backend: str) -> None:
         if backend == "torch" and len(problems) == 1 and (whole := with_all_threads(problems[0])).threads:
             run_part(whole, backend)
         else:
-            spread([partial(run_part, part, backend) for problem in problems for part in split(problem)])
+            spread([partial(run_part, part, backend) for problem in problems for part in split(problem, backend)])
     else:
         _run(problems, backend)
 
@@ -76,7 +76,7 @@ def _run(problems: Sequence[Problem], backend: str) -> None:
         forwards, problems = ([], problems) if backend in _OWN_FORWARD else with_forwards(problems)
         if forwards:
             if backend == "tiled" and kind == "cpu":  # their heads can be told apart, though the gradients' may not be
-                forwards = [part for problem in forwards for part in split(problem)]
+                forwards = [part for problem in forwards for part in split(problem, backend)]
             _module(backend).forward(forwards)
         _module(backend).backward(problems)
 

@@ -6,6 +6,7 @@ numbers: as easy as 1, 2, 3") is at least p·2³², with key = the seed's low an
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,17 +30,17 @@ def room_for(heads: int, queries: int, keys: int, device: torch.device) -> Tenso
 def kept_bits(
     seed: int,
     p: float,
-    sequence: int,
+    sequences: Sequence[int],
     heads: range,
     queries: range,
     keys: range,
     device: torch.device,
     room: Tensor | None = None,
 ) -> Tensor:
-    """(heads, queries, keys) of int32, all bits set where kept and none where dropped, to be and-ed with a float32's.
+    """Return (sequences·heads, queries, keys) int32: all bits set where kept, none where dropped.
 
-    For query heads, queries and keys of `sequence`; the ranges are of step 1. Memory is O(the tile): the mask is in
-    `room` where that is given, which tiles may use in turn.
+    To be and-ed with the bits of a float32. The ranges are of step 1. Memory is O(the tile): the mask is in `room`
+    where that is given, which tiles may use in turn.
     """
 
     def indices(r: range) -> Tensor:
@@ -47,14 +48,14 @@ def kept_bits(
 
     first = keys.start // 4
     columns = range(first, max(first, -(-keys.stop // 4)))
-    shape = (len(heads), len(queries), len(columns))
+    shape = (len(sequences) * len(heads), len(queries), len(columns))
     memory = _Memory(shape, room_for(*shape[:2], len(keys), device) if room is None else room)
     words = _philox(
         seed,
         indices(columns)[None, None, :],
         indices(queries)[None, :, None],
-        indices(heads)[:, None, None],
-        torch.full((1, 1, 1), sequence, dtype=torch.int64, device=device),
+        indices(heads).repeat(len(sequences))[:, None, None],
+        torch.tensor(sequences, device=device).repeat_interleave(_each(sequences, heads))[:, None, None],
         memory,
     )
     # Two words in each int64, one in each int32: there a comparison is of vectors, where one that gives bool is not.
@@ -64,6 +65,11 @@ def kept_bits(
     bits.gt_(drop_below(p) - 2**31 - 1).neg_()
     skipped = keys.start - 4 * first
     return bits[..., skipped : skipped + len(keys)]
+
+
+def _each(sequences: Sequence[int], heads: range) -> int:
+    """How often a sequence's number is repeated: one number serves all heads of one sequence."""
+    return 1 if len(sequences) == 1 else len(heads)
 
 
 _SIGNS = -0x7FFFFFFF80000000  # the highest bit of either half

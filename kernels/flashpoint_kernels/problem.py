@@ -11,13 +11,13 @@ Views share the user's memory; a broadcast dimension of the mask has stride 0.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from flashpoint_kernels.cost import flops_of
 from flashpoint_kernels.spec import (
     INDEX_TENSORS,
     Direction,
@@ -118,11 +118,26 @@ class Problem:
             return t if spec.options.layout == "bhsd" else t.transpose(1, 2)
         return _one_head(t, 4)
 
-    def mask_part(self, t: Tensor, row: Row) -> Tensor:
-        """What `row` uses of `t`, which has `attn_mask`'s own shape: (Hq|1, sq|1, sk|1), 1 where broadcast."""
+    def mask_part(self, t: Tensor, rows: Sequence[Row]) -> Tensor:
+        """Return what `rows`, of equal lengths, use of `t`, which has `attn_mask`'s own shape.
+
+        The shape is (n|1,Hq|1,sq|1,sk|1), 1 where the mask is broadcast. A view where the rows are consecutive.
+        """
         t = _one_head(t.reshape((1,) * (self.spec.rank - t.ndim) + tuple(t.shape)), 4)
-        batch = row.batch if t.shape[0] > 1 else 0
-        return t[batch, :, : row.q_len if t.shape[2] > 1 else 1, : row.kv_len if t.shape[3] > 1 else 1]
+        row = rows[0]
+        own = t[:, :, : row.q_len if t.shape[2] > 1 else 1, : row.kv_len if t.shape[3] > 1 else 1]
+        if own.shape[0] == 1:
+            return own
+        if _consecutive(rows):
+            return own.narrow(0, row.batch, len(rows))
+        return own.index_select(0, torch.tensor([row.batch for row in rows], device=t.device))
+
+    def put_mask_part(self, t: Tensor, rows: Sequence[Row], part: Tensor) -> None:
+        """Write back what `mask_part` has copied out of `t`; a view needs nothing."""
+        if part.shape[0] > 1 and not _consecutive(rows):
+            full = _one_head(t.reshape((1,) * (self.spec.rank - t.ndim) + tuple(t.shape)), 4)
+            own = full[:, :, : part.shape[2], : part.shape[3]]
+            own.index_copy_(0, torch.tensor([row.batch for row in rows], device=t.device), part)
 
     def empty_like_output(self, name: str) -> Tensor:
         """Fresh memory of the shape, layout and dtype of `o` or `lse`, for a forward whose answer is not asked."""
@@ -132,26 +147,42 @@ class Problem:
         shape = (*self.tensors["q"].shape[:-1], spec.value_dim)
         return torch.empty(shape, dtype=DTYPES[spec.dtype], device=self.device)
 
-    def batches(self, most: int = 1) -> Iterator[tuple[Row, dict[str, Tensor]]]:
-        """Each sequence as a batch of one, with views of its own valid rows: q (1,Hq,sq,D), mask (1,Hq,sq,sk)…
+    def batches(self, most: Callable[[Row], int] | None = None) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
+        """Yield sequences of equal lengths with views of their valid rows: q (n,Hq,sq,D), lse (n,Hq,sq)…
 
-        Inputs and outputs alike, by name; `sinks` (Hq,) and `alibi_slopes` (1,Hq). Padding is not in the views: a
-        backend that writes through them first calls `clear_outputs`. Up to `most` neighbours of equal lengths come as
-        one batch of a padded layout, with the first one's row: q (n,Hq,sq,D).
+        Inputs and outputs alike, by name, without `attn_mask` and its gradient (see `mask_part`) and `dsinks`; `sinks`
+        (Hq,) and `alibi_slopes` (n,Hq). `most(row)` is how many sequences as long as `row` may come together, 0 to
+        leave them out; by default each comes alone. Padding is not in the views: a backend that writes through them
+        first calls `clear_outputs`. Sequences that do not lie together are copied, and their outputs are copied back
+        when the next ones are taken.
         """
-        views = {name: self.canonical(name, t) for named in (self.tensors, self.outputs) for name, t in named.items()
-                 if name not in _NOT_OF_ROWS}  # fmt: skip
-        for row, count in self._alike(most):
-            yield row, {name: _own(name, view, row, count) for name, view in views.items()}
+        inputs = {name: self.canonical(name, t) for name, t in self.tensors.items() if name not in _NOT_OF_ROWS}
+        outputs = {name: self.canonical(name, t) for name, t in self.outputs.items() if name not in _NOT_OF_ROWS}
+        for rows in self._alike(most):
+            if _consecutive(rows):
+                yield rows, {name: _own(name, view, rows) for name, view in (inputs | outputs).items()}
+                continue
+            gathered = {name: _gathered(name, view, rows) for name, view in inputs.items()}
+            answers = {name: torch.empty_like(_gathered(name, view, rows)) for name, view in outputs.items()}
+            yield rows, gathered | answers
+            for name, view in outputs.items():
+                _scatter(name, view, rows, answers[name])
 
-    def _alike(self, most: int) -> Iterator[tuple[Row, int]]:
-        for _, same in itertools.groupby(self.rows, lambda row: (row.q_len, row.kv_len)):
-            while some := tuple(itertools.islice(same, most)):
-                yield some[0], len(some)
+    def _alike(self, most: Callable[[Row], int] | None) -> Iterator[tuple[Row, ...]]:
+        if most is None:
+            yield from ((row,) for row in self.rows)
+            return
+        alike: dict[tuple[int, int], list[Row]] = {}
+        for row in self.rows:
+            alike.setdefault((row[3], row[6]), []).append(row)  # by q_len and kv_len
+        for same in alike.values():
+            if not (count := most(same[0])):
+                continue
+            yield from (tuple(same[start : start + count]) for start in range(0, len(same), count))
 
     def sequences(self) -> Iterator[tuple[Row, dict[str, Tensor]]]:
-        """As `batches`, without the dimension of the batch: q (Hq,sq,D), lse (Hq,sq), alibi_slopes (Hq,)…"""
-        for row, x in self.batches():
+        """Yield each sequence as in `batches`, without the dimension of the batch: q (Hq,sq,D), lse (Hq,sq)…"""
+        for (row,), x in self.batches():
             yield row, {name: t if name == "sinks" else t[0] for name, t in x.items()}
 
     @property
@@ -162,9 +193,7 @@ class Problem:
     @property
     def flops(self) -> int:
         """As `Spec.flops`, of the sequences' own lengths."""
-        if not (pairs := self.spec.q_len * self.spec.kv_len * (1 if self.spec.ragged else self.spec.batch)):
-            return 0
-        return self.spec.flops * sum(row.q_len * row.kv_len for row in self.rows) // pairs
+        return flops_of(self.spec, sum(row.q_len * row.kv_len for row in self.rows))
 
     def heads(self, start: int, stop: int) -> Problem:
         """The problem of key/value heads [start, stop) and their query heads alone, over the same memory.
@@ -195,6 +224,13 @@ class Problem:
         first_head = self.first_head + start * group
         return replace(self, spec=own, tensors=tensors, outputs=outputs, cut_of=spec.kv_heads, first_head=first_head)
 
+    def of_rows(self, start: int, stop: int) -> Problem:
+        """Return the problem of sequences [start, stop) alone, over the same memory.
+
+        Not for what is summed over sequences: dsinks, and the gradient of a mask that sequences share.
+        """
+        return replace(self, rows=self.rows[start:stop])
+
     def clear_outputs(self) -> None:
         """Write the answer of a row that attends to nothing wherever a sequence's own rows may not cover an output.
 
@@ -203,7 +239,22 @@ class Problem:
         if all(0 < row.q_len == row.q_rows and 0 < row.kv_len == row.kv_rows for row in self.rows):
             return
         for name, t in self.outputs.items():
-            t.fill_(float("-inf") if name == "lse" else 0.0)
+            self._own_part(name, t).fill_(float("-inf") if name == "lse" else 0.0)
+
+    def _own_part(self, name: str, t: Tensor) -> Tensor:
+        """What this problem's sequences write of an output: all of it but where it is a part of a larger problem."""
+        if not self.rows or name == "dsinks":
+            return t
+        first, last = self.rows[0], self.rows[-1]
+        if name == "dattn_mask":
+            view = _one_head(t.reshape((1,) * (self.spec.rank - t.ndim) + tuple(t.shape)), 4)
+            return view if view.shape[0] == 1 else view[first.batch : last.batch + 1]
+        view = self.canonical(name, t)
+        if not self.spec.ragged:
+            return view[first.batch : last.batch + 1]
+        if name in _KEY_ROWS:
+            return view[:, :, first.kv_start : last.kv_start + last.kv_rows]
+        return view[:, :, first.q_start : last.q_start + last.q_rows]
 
 
 def _one_head(t: Tensor, rank: int) -> Tensor:
@@ -219,19 +270,66 @@ def shared_by_heads(mask: Sequence[int]) -> bool:
 
 
 _KEY_ROWS = {"k", "v", "dk", "dv"}
-_NOT_OF_ROWS = {*INDEX_TENSORS, "dattn_mask", "dsinks"}
+_NOT_OF_ROWS = {*INDEX_TENSORS, "attn_mask", "dattn_mask", "dsinks"}
 
 
-def _own(name: str, view: Tensor, row: Row, count: int) -> Tensor:
+def _consecutive(rows: Sequence[Row]) -> bool:
+    """Whether the memory of sequences of equal lengths lies together, so that a view shows them."""
+    return rows[-1].index - rows[0].index == len(rows) - 1
+
+
+def _span(name: str, row: Row) -> tuple[int, int]:
+    """The first row and the valid rows of a sequence in the canonical view of a tensor."""
+    return (row.kv_start, row.kv_len) if name in _KEY_ROWS else (row.q_start, row.q_len)
+
+
+def _own(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
+    """A view of consecutive sequences: (n, …)."""
+    row, count = rows[0], len(rows)
     if name == "sinks":
         return view
-    own = view if view.shape[0] == 1 else view.narrow(0, row.index if name == "alibi_slopes" else row.batch, count)
     if name == "alibi_slopes":
-        return own
-    if name == "attn_mask":
-        return own[:, :, : row.q_len, : row.kv_len]
-    start, length = (row.kv_start, row.kv_len) if name in _KEY_ROWS else (row.q_start, row.q_len)
-    return own if length == own.shape[2] else own.narrow(2, start, length)
+        return view.narrow(0, row.index, count)
+    start, length = _span(name, row)
+    if view.shape[0] > 1 or row.batch != rows[-1].batch:
+        view = view.narrow(0, row.batch, count)
+    elif count > 1:  # packed: (1, H, n·length, …) is (n, H, length, …)
+        return parted(view[0].narrow(1, start, count * length), 1, (count, length)).transpose(0, 1)
+    return view if length == view.shape[2] else view.narrow(2, start, length)
+
+
+def _gathered(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
+    """A copy of sequences of equal lengths, wherever they lie: (n, …)."""
+    if name == "sinks":
+        return view
+    if name == "alibi_slopes":
+        return view.index_select(0, torch.tensor([row.index for row in rows], device=view.device))
+    start, length = _span(name, rows[0])
+    if rows[0].batch != rows[-1].batch:
+        own = view.narrow(2, start, length)
+        return own.index_select(0, torch.tensor([row.batch for row in rows], device=view.device))
+    return parted(view[0].index_select(1, _positions(name, view, rows)), 1, (len(rows), length)).transpose(0, 1)
+
+
+def _scatter(name: str, view: Tensor, rows: Sequence[Row], answer: Tensor) -> None:
+    """Write what `_gathered` has copied back to where it came from."""
+    start, length = _span(name, rows[0])
+    if rows[0].batch != rows[-1].batch:
+        index = torch.tensor([row.batch for row in rows], device=view.device)
+        view.narrow(2, start, length).index_copy_(0, index, answer.to(view.dtype))
+    else:
+        view[0].index_copy_(1, _positions(name, view, rows), answer.transpose(0, 1).flatten(1, 2))
+
+
+def _positions(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
+    """The rows of a packed tensor that sequences of equal lengths hold, one sequence after the other."""
+    starts = torch.tensor([_span(name, row)[0] for row in rows], device=view.device)
+    return (starts[:, None] + torch.arange(_span(name, rows[0])[1], device=view.device)).flatten()
+
+
+def parted(t: Tensor, dim: int, sizes: tuple[int, int]) -> Tensor:
+    """A view of `t` with one dimension as two, the first of them slower."""
+    return t.view(*t.shape[:dim], *sizes, *t.shape[dim + 1 :])
 
 
 def narrowed(t: Tensor) -> Tensor:

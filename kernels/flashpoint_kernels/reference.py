@@ -65,7 +65,7 @@ def solve_backward(problem: Problem, dtype: torch.dtype) -> None:
         if "dsinks" in shared:
             sums["dsinks"] = shared["dsinks"]
         if "dattn_mask" in shared:
-            sums["dattn_mask"] = problem.mask_part(shared["dattn_mask"], row)
+            sums["dattn_mask"] = problem.mask_part(shared["dattn_mask"], [row])[0]
         for queries in _chunks(problem, row):
             rows = slice(queries.start, queries.stop)
             for name, grad in _gradients(problem, row, inputs, x, queries, dtype).items():
@@ -125,8 +125,8 @@ def _inputs(problem: Problem, row: Row, x: dict[str, Tensor], dtype: torch.dtype
     if "alibi_slopes" in x:
         slopes = problem.tensors["alibi_slopes"]
         own["alibi_slopes"] = slopes[row.index] if slopes.ndim == 2 else slopes
-    if "attn_mask" in x:
-        own["attn_mask"] = problem.mask_part(problem.tensors["attn_mask"], row)
+    if problem.spec.has("attn_mask"):
+        own["attn_mask"] = problem.mask_part(problem.tensors["attn_mask"], [row])[0]
     return {name: t if t.dtype == torch.bool else t.to(dtype) for name, t in own.items()}
 
 
@@ -172,7 +172,7 @@ def attend(problem: Problem, row: Row, x: dict[str, Tensor], queries: range) -> 
     lse = torch.logsumexp(s, dim=-1).masked_fill(dead[..., 0], float("-inf"))
     if options.dropout_p:
         assert problem.seed is not None, "a problem with dropout has a seed"
-        everything = (row.index, problem.query_heads, queries, range(row.kv_len))
+        everything = ([row.index], problem.query_heads, queries, range(row.kv_len))
         keep = kept_bits(problem.seed, options.dropout_p, *everything, s.device) != 0
         p = torch.where(keep, p / (1.0 - options.dropout_p), 0.0)
     return p @ v.repeat_interleave(group, 0), lse

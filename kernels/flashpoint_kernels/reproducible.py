@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flashpoint_kernels.cost import NOMINAL, Rates, row_seconds
 from flashpoint_kernels.problem import Problem, shared_by_heads
 from flashpoint_kernels.spec import Row
 from flashpoint_kernels.support import whole_vectors
@@ -28,9 +29,11 @@ from flashpoint_kernels.support import whole_vectors
 # second thread costs a third at 18 MiFLOP, a fifth at 32 and 50, and saves a tenth at 72, two fifths at 128.
 FLOPS_PER_THREAD = 1 << 25
 
-# Some milliseconds: views and calls of torch cost a tenth of that. Parts of FLOPS_PER_THREAD made a gradient at
-# (1,8,128,64) take 7.2 ms where one part takes 4.6 (2 cores, busy with other work).
-FLOPS_PER_PART = 1 << 27
+# Predicted seconds of a part, by `cost.NOMINAL`. Views and calls of torch cost a tenth of that: parts of a quarter made
+# a gradient at (1,8,128,64) take 7.2 ms where one part takes 4.6 (2 cores, busy with other work).
+PART_SECONDS = 3e-3
+
+_TOGETHER = 1 << 20  # elements of q, of k or of the scores in one call: 4 MiB in float32, which a call may copy
 
 
 def _cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -46,17 +49,56 @@ CORES = _cores()
 _ALIGNMENT = 64  # bytes: a cache line, an AVX-512 register, and what torch's allocator gives
 
 
-def split(problem: Problem) -> list[Problem]:
-    """A problem of the CPU as parts that may run at the same time, in any order: one for each FLOPS_PER_PART of work.
+def split(problem: Problem, backend: str) -> list[Problem]:
+    """Return a problem of the CPU as parts of about PART_SECONDS, which may run at the same time and in any order.
 
-    At most one for each key/value head; one, where heads cannot be told apart or it is a part already.
+    It is cut between sequences, and a sequence that is longer than a part is cut between its key/value heads. What is
+    summed over sequences or heads stays together. Where the cuts are does not change bits.
     """
-    heads = problem.spec.kv_heads
-    parts = min(problem.flops // FLOPS_PER_PART, heads)
-    if parts < 2 or problem.cut_of or not can_be_cut(problem):
+    if problem.cut_of or not problem.rows:
         return [problem]
-    edges = [part * heads // parts for part in range(parts + 1)]
-    return [problem.heads(start, stop) for start, stop in itertools.pairwise(edges)]
+    heads = problem.spec.kv_heads if can_be_cut(problem) else 1
+    parts = []
+    for start, stop, seconds in _runs(problem, NOMINAL[backend]):
+        part = problem if stop - start == len(problem.rows) else problem.of_rows(start, stop)
+        count = min(int(seconds / PART_SECONDS), heads)
+        if count < 2:
+            parts.append(part)
+            continue
+        edges = [n * heads // count for n in range(count + 1)]
+        parts += [part.heads(first, last) for first, last in itertools.pairwise(edges)]
+    return parts
+
+
+def _runs(problem: Problem, rates: Rates) -> list[tuple[int, int, float]]:
+    """Cut the sequences of a problem into runs of about PART_SECONDS at most: first, end and seconds of each."""
+    most = PART_SECONDS if _sums_no_sequences(problem) else float("inf")
+    costs: dict[tuple[int, int], float] = {}
+    runs: list[tuple[int, int, float]] = []
+    called: set[tuple[int, int]] = set()
+    start, seconds = 0, 0.0
+    for place, row in enumerate(problem.rows):
+        lengths = row[3], row[6]  # q_len and kv_len; by number, for there may be 65,536 of them
+        if (cost := costs.get(lengths)) is None:
+            cost = costs[lengths] = row_seconds(problem.spec, rates, row)
+        added = cost if lengths in called else cost + rates.call
+        if place > start and seconds + added > most:
+            runs.append((start, place, seconds))
+            start, seconds, called = place, 0.0, set()
+            added = cost + rates.call
+        called.add(lengths)
+        seconds += added
+    return [*runs, (start, len(problem.rows), seconds)]
+
+
+def _sums_no_sequences(problem: Problem) -> bool:
+    """Whether no output is a sum over sequences."""
+    features, spec = problem.spec.features, problem.spec
+    if "dattn_mask" in features and spec.batch > 1:
+        shape = spec.tensors["attn_mask"].shape
+        if len(shape) < spec.rank or shape[0] == 1:
+            return False
+    return "dsinks" not in features
 
 
 def can_be_cut(problem: Problem) -> bool:
@@ -67,6 +109,24 @@ def can_be_cut(problem: Problem) -> bool:
     if "dattn_mask" in spec.features and shared_by_heads(spec.tensors["attn_mask"].shape):
         return False
     return spec.ragged or spec.rank == 4
+
+
+def sharing(problem: Problem, row: Row) -> int:
+    """Return how many sequences of the lengths of `row` may share a call of an operator, with the bits each has alone.
+
+    Each runs on one thread alone, and then so does the call. With all threads (`with_all_threads`) a call keeps its
+    bits where sequences have no mask. tests/kernels/test_reproducible.py holds both for torch's operators.
+    """
+    spec = problem.spec
+    if problem.threads > 1 and spec.has("attn_mask"):
+        return 1
+    if not problem.threads and thread_count(problem, row) > 1:
+        return 1
+    elements = max(
+        spec.q_heads * row.q_len * max(spec.head_dim, spec.value_dim),
+        spec.kv_heads * row.kv_len * max(spec.head_dim, spec.value_dim),
+    )
+    return max(1, _TOGETHER // max(elements, 1))
 
 
 def spread(calls: Sequence[Callable[[], None]]) -> None:
@@ -100,16 +160,6 @@ def thread_count(problem: Problem, row: Row) -> int:
 # operators do not change with the threads, where each has a task.
 _FEWEST_QUERIES = 16
 _BLOCK = 256  # queries, at most, of one task of the forward
-
-
-def is_one_task(problem: Problem, row: Row) -> bool:
-    """Whether a sequence alone may be one task of torch's fused operators, in which BLAS then has several threads.
-
-    Among others it is a task of one thread: such a sequence has its own bits in a call of its own alone.
-    """
-    spec = problem.spec
-    tasks = spec.kv_heads if spec.direction == "backward" else spec.q_heads * max(1, row.q_len // _BLOCK)
-    return tasks < 2 and thread_count(problem, row) > 1
 
 
 def with_all_threads(problem: Problem) -> Problem:

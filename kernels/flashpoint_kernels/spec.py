@@ -318,10 +318,8 @@ class Spec:
             if errors:
                 raise ProblemError(errors)
             cu_q, cu_k = index["cu_seqlens_q"], index["cu_seqlens_k"]
-            return tuple(
-                Row(b, 0, cu_q[b], nq := cu_q[b + 1] - cu_q[b], nq, cu_k[b], nk := cu_k[b + 1] - cu_k[b], nk)
-                for b in range(self.batch)
-            )
+            nq, nk = ([b - a for a, b in itertools.pairwise(cu)] for cu in (cu_q, cu_k))
+            return _rows(self.batch, itertools.repeat(0), cu_q, nq, nq, cu_k, nk, nk)
         for name, longest in (("q_lengths", self.q_len), ("kv_lengths", self.kv_len)):
             if name in index and any(not 0 <= n <= longest for n in index[name]):
                 errors.append((name, f"must lie between 0 and {longest}"))
@@ -329,7 +327,13 @@ class Spec:
             raise ProblemError(errors)
         q_lengths = index.get("q_lengths") or [self.q_len] * self.batch
         kv_lengths = index.get("kv_lengths") or [self.kv_len] * self.batch
-        return tuple(Row(b, b, 0, q_lengths[b], self.q_len, 0, kv_lengths[b], self.kv_len) for b in range(self.batch))
+        zero, q_rows, kv_rows = (itertools.repeat(n) for n in (0, self.q_len, self.kv_len))
+        return _rows(self.batch, itertools.count(), zero, q_lengths, q_rows, zero, kv_lengths, kv_rows)
+
+
+def _rows(count: int, *columns: Iterable[int]) -> tuple[Row, ...]:
+    """Make rows from their columns after `index`: quickly, for there may be 65,536."""
+    return tuple(map(Row._make, zip(range(count), *columns, strict=False)))
 
 
 def plan(tensors: Mapping[str, TensorInfo], options: Options, direction: Direction) -> Spec:

@@ -77,21 +77,8 @@ def launch_key(spec: Spec, backend: str) -> tuple[Any, ...]:
 
 
 _VECTOR = 16  # float32s of an AVX-512 register
-_TOGETHER = 1 << 20  # elements of q or of k: 4 MiB in float32, which a call of its own does not cost, and a copy may
 
 
 def whole_vectors(spec: Spec) -> bool:
     """Whether rows are of whole vectors: then torch's fused CPU operators sum in one order, whoever else is there."""
     return spec.head_dim % _VECTOR == 0 and spec.value_dim % _VECTOR == 0
-
-
-def neighbours(spec: Spec, backend: str) -> int:
-    """How many sequences of equal lengths share a call of `backend` on the CPU, with the bits that each has alone.
-
-    Seen of torch 2.13's fused operators, and tests/kernels/test_reproducible.py holds it. What is not float32 or not
-    contiguous is copied for the call, hence the bound.
-    """
-    if backend != "torch" or spec.ragged or spec.has("attn_mask") or not whole_vectors(spec):
-        return 1
-    q, k = spec.q_heads * spec.q_len * spec.head_dim, spec.kv_heads * spec.kv_len * spec.head_dim
-    return max(1, _TOGETHER // max(q, k, 1))

@@ -5,10 +5,11 @@ see, keeping a running maximum m, a running sum l and an unnormalised output. Ba
 probabilities from `lse`; with delta = rowsum(o∘do) − dlse, ds = P∘(dP − delta) gives every gradient.
 
 Everything is float32 inside. The query heads that share a key/value head are stacked into the rows of one matrix
-product, so grouped heads need no copy of k or v. Shapes, for one sequence (G = Hq / Hk):
+product, so grouped heads need no copy of k or v. Short sequences of equal lengths are computed together, as if the
+heads of each were more heads of one. Shapes, for n sequences (G = Hq / Hk):
 
-    q, dq  (Hk, G, sq, D)     do  (Hk, G, sq, Dv)     a tile's rows  (Hk, G·bm, D|Dv)
-    k, dk  (Hk, sk, D)        v, dv  (Hk, sk, Dv)     a tile's scores  (Hq, bm, bn)
+    q, dq  (n·Hk, G, sq, D)     do  (n·Hk, G, sq, Dv)     a tile's rows  (n·Hk, G·bm, D|Dv)
+    k, dk  (n·Hk, sk, D)        v, dv  (n·Hk, sk, Dv)     a tile's scores  (n·Hq, bm, bn)
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from flashpoint_kernels import bounds
 from flashpoint_kernels.dropout import kept_bits, room_for
-from flashpoint_kernels.problem import Problem, narrowed
-from flashpoint_kernels.reproducible import aligned, can_be_cut, threads
+from flashpoint_kernels.problem import Problem, narrowed, parted
+from flashpoint_kernels.reproducible import aligned, can_be_cut, sharing, threads
 from flashpoint_kernels.spec import Row, mask_shape
 
 INF = float("inf")
@@ -40,15 +41,16 @@ BACKWARD_TILE = (1024, 256)
 # 440 and 315 to 330.
 DROPOUT_FORWARD_TILE = (1024, 1024)
 DROPOUT_BACKWARD_TILE = (2048, 512)
+_TILE_SCORES = 1 << 18  # of all sequences that are computed together
 _FEWEST_QUERIES = 16  # on 32 heads their products take a fifth longer than on one, of the same size
 
 
 def forward(problems: Sequence[Problem]) -> None:
     for problem in problems:
         problem.clear_outputs()
-        for row, x in _with_queries(problem):
-            with threads(problem, row):
-                _forward(Tiles.of(problem, row, x), x.get("o"), x.get("lse"))
+        for rows, x in _with_queries(problem):
+            with threads(problem, rows[0]):
+                _forward(Tiles.of(problem, rows, x), x.get("o"), x.get("lse"))
 
 
 def backward(problems: Sequence[Problem]) -> None:
@@ -61,15 +63,17 @@ def backward(problems: Sequence[Problem]) -> None:
             for name in ("dattn_mask", "dsinks")
             if name in problem.outputs and not (name == "dattn_mask" and _own_mask(problem))
         }
-        for row, x in _with_queries(problem):
-            with threads(problem, row):
+        for rows, x in _with_queries(problem):
+            with threads(problem, rows[0]):
                 own: dict[str, Tensor] = {name: x[name] for name in ("dq", "dk", "dv") if name in x}
                 if "dsinks" in shared:
                     own["dsinks"] = shared["dsinks"]
                 if "dattn_mask" in problem.outputs:
                     mask = shared.get("dattn_mask", problem.outputs["dattn_mask"])
-                    own["dattn_mask"] = problem.mask_part(mask, row)
-                _backward(Tiles.of(problem, row, x), x, own)
+                    own["dattn_mask"] = problem.mask_part(mask, rows)
+                _backward(Tiles.of(problem, rows, x), x, own)
+                if "dattn_mask" in own:
+                    problem.put_mask_part(mask, rows, own["dattn_mask"])
         for name, total in shared.items():
             if total is not problem.outputs[name]:
                 problem.outputs[name].copy_(total)
@@ -80,16 +84,21 @@ def _own_mask(problem: Problem) -> bool:
     return problem.tensors["attn_mask"].numel() == math.prod(mask_shape(problem.spec))
 
 
-def _with_queries(problem: Problem) -> Iterator[tuple[Row, dict[str, Tensor]]]:
+def _with_queries(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
     """The sequences that have work: without a query every answer is what `clear_outputs` has written."""
-    return ((row, x) for row, x in problem.sequences() if row.q_len)
+
+    def most(row: Row) -> int:
+        scores = problem.spec.q_heads * row.q_len * max(row.kv_len, 1)
+        return min(sharing(problem, row), max(1, _TILE_SCORES // scores)) if row.q_len else 0
+
+    return problem.batches(most)
 
 
 def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
     block_m, block_n = t.block(DROPOUT_FORWARD_TILE if t.dropout_p else FORWARD_TILE)
     memory, room = t.memory(block_m, block_n), t.room(block_m, block_n)
     for i0, i1 in _steps(0, t.q_len, block_m):
-        q = t.rows(t.q, i0, i1)
+        q = t.queries(t.q, i0, i1)
         # A sink is a key of no value that has been seen already.
         m = t.sinks.repeat(1, i1 - i0, 1)
         total = (m > -INF).float()
@@ -107,23 +116,23 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
             m = m_new
         if o is not None:
             kept = total.masked_fill(total == 0, 1.0).mul_(1.0 - t.dropout_p)
-            o[:, i0:i1] = acc.view(t.heads, i1 - i0, -1).div_(kept)
+            o[:, :, i0:i1] = parted(acc.view(t.heads, i1 - i0, -1).div_(kept), 0, t.each)
         if lse is not None:
-            lse[:, i0:i1] = (_finite(m) + total.log())[..., 0]
+            lse[:, :, i0:i1] = parted((_finite(m) + total.log())[..., 0], 0, t.each)
 
 
 def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
     """Write dq, dk, dv and a dattn_mask of each score's own into `out`; add to its dsinks (Hq,) and to a mask's
-    gradient that scores share (Hq|1, sq|1, sk|1)."""
+    gradient that scores share (n|1, Hq|1, sq|1, sk|1)."""
     do = t.grouped(x["do"])
     delta = (t.grouped(x["o"]) * do).sum(-1).view(t.heads, -1, 1)
+    lse = x["lse"].float().reshape(t.heads, -1, 1)
     if "dlse" in x:
-        delta = delta - x["dlse"].float()[..., None].masked_fill(x["lse"][..., None] == float("-inf"), 0.0)
+        delta = delta - x["dlse"].float().reshape(lse.shape).masked_fill(lse == -INF, 0.0)
     # With lse = +∞ in place of −∞ a row that attends to nothing gets probabilities of 0 from exp(s − lse).
-    lse = x["lse"].float()[..., None]
     lse = torch.where(lse == -INF, INF, lse)
     if "dsinks" in out:
-        out["dsinks"] -= (torch.exp(t.sinks - lse) * delta).sum((1, 2))
+        out["dsinks"] -= (torch.exp(t.sinks - lse) * delta).sum((1, 2)).view(t.each).sum(0)
     if not out.keys() - {"dsinks"}:
         return
     dq = torch.zeros_like(t.q) if "dq" in out else None
@@ -140,9 +149,9 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
         first, end = t.query_range(j0, j1)
         if own_mask:
             for unseen in (slice(0, first), slice(max(first, end), None)):
-                out["dattn_mask"][:, unseen, j0:j1] = 0.0
+                out["dattn_mask"][:, :, unseen, j0:j1] = 0.0
         for i0, i1 in _steps(first, end, block_m):
-            q, do_i = t.rows(t.q, i0, i1), t.rows(do, i0, i1)
+            q, do_i = t.queries(t.q, i0, i1), t.queries(do, i0, i1)
             tile = (*q.shape[:2], j1 - j0)
             s, slope = t.scores(q, i0, i1, j0, j1, memory, with_slope=True)
             p = s.sub_(lse[:, i0:i1]).exp_()
@@ -157,10 +166,10 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
             else:
                 ds = dp.mul_(kept).addcmul_(p, delta[:, i0:i1], value=-1.0)
             if own_mask:
-                out["dattn_mask"][:, i0:i1, j0:j1] = ds
+                out["dattn_mask"][:, :, i0:i1, j0:j1] = parted(ds, 0, t.each)
             elif "dattn_mask" in out:
                 part = _part(out["dattn_mask"], i0, i1, j0, j1)
-                part += ds.sum_to_size(part.shape)
+                part += parted(ds, 0, t.each).sum_to_size(part.shape)
             if slope is not None:
                 ds.mul_(slope)
             if dq is not None:
@@ -169,45 +178,52 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
                 dk.baddbmm_(ds.view(tile).mT, q)  # q carries the scale
         for name, grad in (("dk", dk), ("dv", dv)):
             if name in out:
-                out[name][:, j0:j1] = grad
+                out[name][:, :, j0:j1] = parted(grad, 0, (len(t.rows), t.problem.spec.kv_heads))
     if dq is not None:
-        out["dq"].copy_(dq.mul_(t.scale).view(t.heads, t.q_len, -1))
+        out["dq"].copy_(dq.mul_(t.scale).view(*t.each, t.q_len, -1))
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """One sequence, ready to be cut into tiles: its float32 tensors (q already scaled) and its score modification."""
+    """Sequences of equal lengths, ready to be cut into tiles: their float32 tensors, q already scaled, and masks."""
 
     problem: Problem
-    row: Row
+    rows: Sequence[Row]
     q: Tensor
     k: Tensor
     v: Tensor
-    sinks: Tensor  # (Hq, 1, 1); −∞ where there are none
-    slopes: Tensor | None  # (Hq, 1, 1)
-    mask: Tensor | None  # (Hq, sq, sk), bool or float
+    sinks: Tensor  # (n·Hq, 1, 1); −∞ where there are none
+    slopes: Tensor | None  # (n·Hq, 1, 1)
+    mask: Tensor | None  # (n|1, Hq|1, sq|1, sk|1), bool or float
     offset: int
 
     @classmethod
-    def of(cls, problem: Problem, row: Row, x: dict[str, Tensor]) -> Tiles:
-        spec = problem.spec
+    def of(cls, problem: Problem, rows: Sequence[Row], x: dict[str, Tensor]) -> Tiles:
+        spec, row, count = problem.spec, rows[0], len(rows)
         q = aligned(x["q"], torch.float32) * spec.scale
-        sinks = x["sinks"] if "sinks" in x else q.new_full((spec.q_heads,), -INF)
+        sinks = x["sinks"].repeat(count) if "sinks" in x else q.new_full((count * spec.q_heads,), -INF)
+        mask = problem.tensors.get("attn_mask")
         return cls(
             problem,
-            row,
-            q.view(spec.kv_heads, spec.q_heads // spec.kv_heads, row.q_len, spec.head_dim),
-            aligned(x["k"], torch.float32),
-            aligned(x["v"], torch.float32),
+            rows,
+            q.view(count * spec.kv_heads, spec.q_heads // spec.kv_heads, row.q_len, spec.head_dim),
+            aligned(x["k"], torch.float32).flatten(0, 1),
+            aligned(x["v"], torch.float32).flatten(0, 1),
             sinks[:, None, None],
-            x["alibi_slopes"][:, None, None] if "alibi_slopes" in x else None,
-            x.get("attn_mask"),
+            x["alibi_slopes"].reshape(-1, 1, 1) if "alibi_slopes" in x else None,
+            None if mask is None else problem.mask_part(mask, rows),
             spec.offset(row.q_len, row.kv_len),
         )
 
     @property
+    def each(self) -> tuple[int, int]:
+        """Sequences, and the query heads of each."""
+        return len(self.rows), self.problem.spec.q_heads
+
+    @property
     def heads(self) -> int:
-        return self.problem.spec.q_heads
+        """Query heads of all sequences."""
+        return len(self.rows) * self.problem.spec.q_heads
 
     @property
     def scale(self) -> float:
@@ -215,11 +231,11 @@ class Tiles:
 
     @property
     def q_len(self) -> int:
-        return self.row.q_len
+        return self.rows[0].q_len
 
     @property
     def kv_len(self) -> int:
-        return self.row.kv_len
+        return self.rows[0].kv_len
 
     @property
     def dropout_p(self) -> float:
@@ -239,11 +255,11 @@ class Tiles:
         return self.q.new_empty(self.heads * min(queries, self.q_len) * min(keys, self.kv_len))
 
     def grouped(self, t: Tensor) -> Tensor:
-        """(Hq, sq, X) as float32 (Hk, G, sq, X)."""
+        """(n, Hq, sq, X) as float32 (n·Hk, G, sq, X)."""
         return aligned(t, torch.float32).view(*self.q.shape[:3], t.shape[-1])
 
-    def rows(self, t: Tensor, i0: int, i1: int) -> Tensor:
-        """Queries i0 … i1 of a grouped tensor (Hk, G, sq, X) as the rows of a product, (Hk, G·bm, X)."""
+    def queries(self, t: Tensor, i0: int, i1: int) -> Tensor:
+        """Queries i0 … i1 of a grouped tensor (n·Hk, G, sq, X) as the rows of a product, (n·Hk, G·bm, X)."""
         return t[:, :, i0:i1].reshape(t.shape[0], -1, t.shape[-1])
 
     def key_range(self, i0: int, i1: int) -> tuple[int, int]:
@@ -259,7 +275,7 @@ class Tiles:
     def scores(
         self, q: Tensor, i0: int, i1: int, j0: int, j1: int, memory: Tensor, with_slope: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """(Hq, bm, bn) scores of queries i0 … i1 (the rows `q`) and keys j0 … j1, −∞ where unseen, in `memory`.
+        """(n·Hq, bm, bn) scores of queries i0 … i1 (the rows `q`) and keys j0 … j1, −∞ where unseen, in `memory`.
 
         Softcap, then ALiBi and the float mask are added, then keys that may not be seen are removed. With `with_slope`
         also softcap's slope ds/d(scale·q·k), None where there is no softcap.
@@ -281,11 +297,11 @@ class Tiles:
             if self.slopes is not None:
                 s.addcmul_(self.slopes, ahead.abs().float(), value=-1.0)
         if self.mask is not None:
-            mask = self.mask[:, i0:i1, j0:j1]
+            mask, each = _part(self.mask, i0, i1, j0, j1), parted(s, 0, self.each)
             if mask.dtype == torch.bool:
-                s.masked_fill_(~mask, -INF)
+                each.masked_fill_(~mask, -INF)
             else:
-                s.add_(narrowed(mask) if mask.dtype == torch.float64 else mask)
+                each.add_(narrowed(mask) if mask.dtype == torch.float64 else mask)
         if not full:
             s.masked_fill_((ahead < -left) | (ahead > right), -INF)
         return s, slope
@@ -296,10 +312,11 @@ class Tiles:
         return room_for(*tile, self.q.device) if self.dropout_p else None
 
     def drop(self, p: Tensor, i0: int, i1: int, j0: int, j1: int, room: Tensor, out: Tensor) -> Tensor:
-        """The probabilities `p` (Hq, bm, bn) with 0 for those that dropout drops, in `out`."""
+        """The probabilities `p` (n·Hq, bm, bn) with 0 for those that dropout drops, in `out`."""
         assert self.problem.seed is not None, "a problem with dropout has a seed"
         tile = (self.problem.query_heads, range(i0, i1), range(j0, j1))
-        bits = kept_bits(self.problem.seed, self.dropout_p, self.row.index, *tile, self.q.device, room)
+        sequences = [row.index for row in self.rows]
+        bits = kept_bits(self.problem.seed, self.dropout_p, sequences, *tile, self.q.device, room)
         torch.bitwise_and(p.view(torch.int32), bits, out=out.view(torch.int32))
         return out
 
@@ -319,7 +336,7 @@ def _finite(m: Tensor) -> Tensor:
 
 
 def _part(t: Tensor, i0: int, i1: int, j0: int, j1: int) -> Tensor:
-    """The tile of `t` (Hq|1, sq|1, sk|1), dimensions of 1 kept."""
-    rows = slice(i0, i1) if t.shape[1] > 1 else slice(None)
-    columns = slice(j0, j1) if t.shape[2] > 1 else slice(None)
-    return t[:, rows, columns]
+    """The tile of `t` (n|1, Hq|1, sq|1, sk|1), dimensions of 1 kept."""
+    queries = slice(i0, i1) if t.shape[2] > 1 else slice(None)
+    keys = slice(j0, j1) if t.shape[3] > 1 else slice(None)
+    return t[:, :, queries, keys]

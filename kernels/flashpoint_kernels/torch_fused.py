@@ -4,7 +4,7 @@ On the CPU `_scaled_dot_product_flash_attention_for_cpu`, on CUDA torch's FlashA
 and its memory-efficient kernel for the rest; each with its own backward from the saved `o` and `lse`. These operators
 are private to torch: a test guards their signatures, and the gpu tests prove the CUDA half of this file on a device.
 
-Sequences share a call where its bits do not change with the batch (`support.neighbours`), else each is a batch of
+Sequences share a call where its bits do not change with the batch (`reproducible.sharing`), else each is a batch of
 one. What the operators leave out is put right here: they know the diagonal from the top left alone, have no answer (or
 crash) without keys, and give `lse` 0 for a masked row.
 """
@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashpoint_kernels.problem import Problem, narrowed
-from flashpoint_kernels.reproducible import aligned, aligned_heads, is_one_task, threads
+from flashpoint_kernels.reproducible import aligned, aligned_heads, sharing, threads
 from flashpoint_kernels.spec import Row
-from flashpoint_kernels.support import neighbours
 
 INF = float("inf")
 _LOOKED_AT = 1 << 20  # scores at a time
@@ -35,9 +34,9 @@ _memory: Any = torch.utils.deterministic  # whose property mypy does not see
 def forward(problems: Sequence[Problem]) -> None:
     for problem in problems:
         problem.clear_outputs()
-        for row, x in _with_work(problem):
-            with threads(problem, row):
-                o, lse = Call.of(problem, row, x).forward()
+        for rows, x in _with_work(problem):
+            with threads(problem, rows[0]):
+                o, lse = Call.of(problem, rows, x).forward()
                 x["o"].copy_(o)
                 if "lse" in x:
                     x["lse"].copy_(lse)
@@ -47,9 +46,9 @@ def backward(problems: Sequence[Problem]) -> None:
     """Runs the forward itself where `o` and `lse` are not given."""
     for problem in problems:
         problem.clear_outputs()
-        for row, x in _with_work(problem):
-            with threads(problem, row):
-                call = Call.of(problem, row, x)
+        for rows, x in _with_work(problem):
+            with threads(problem, rows[0]):
+                call = Call.of(problem, rows, x)
                 o, lse = (x["o"], x["lse"]) if "lse" in x else call.forward()
                 # As the forward's answer is rounded, so that a caller who brings it gets the same bits.
                 o = aligned_heads(o.to(x["q"].dtype), call.q.dtype)
@@ -69,12 +68,14 @@ def backward(problems: Sequence[Problem]) -> None:
                         x[name].copy_(grad)
 
 
-def _with_work(problem: Problem) -> Iterator[tuple[Row, dict[str, Tensor]]]:
+def _with_work(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
     """The sequences with a query and a key: the operators divide by zero without, and the answer is written already."""
-    most = neighbours(problem.spec, "torch") if problem.device.type == "cpu" and len(problem.rows) > 1 else 1
-    if most > 1 and any(is_one_task(problem, row) for row in problem.rows):
-        most = 1
-    return ((row, x) for row, x in problem.batches(most) if row.q_len and row.kv_len)
+    on_cpu = problem.device.type == "cpu"
+
+    def most(row: Row) -> int:
+        return (sharing(problem, row) if on_cpu else 1) if row.q_len and row.kv_len else 0
+
+    return problem.batches(most)
 
 
 _asking = threading.Lock()
@@ -114,15 +115,15 @@ class Call:
     q: Tensor
     k: Tensor
     v: Tensor
-    bias: Tensor | None  # (1, Hq|1, sq|1, sk|1) float32
-    dead: Tensor | None  # (1, Hq|1, sq|1) bool
+    bias: Tensor | None  # (n|1, Hq|1, sq|1, sk|1) float32
+    dead: Tensor | None  # (n|1, Hq|1, sq|1) bool
     causal: bool
     scale: float
     turned: float  # what q was multiplied by, so that `scale` is above 0, which the operators take for granted
 
     @classmethod
-    def of(cls, problem: Problem, row: Row, x: dict[str, Tensor]) -> Call:
-        spec = problem.spec
+    def of(cls, problem: Problem, rows: Sequence[Row], x: dict[str, Tensor]) -> Call:
+        spec, row = problem.spec, rows[0]
         # The CPU operators' half arithmetic was seen to miss the test rule (float16 dv at 512 × 512): float32 keeps it.
         # CUDA's take a mask in q's dtype alone, where another's numbers would be rounded, and −1e6 be −∞ in float16.
         mask = problem.tensors.get("attn_mask")
@@ -135,8 +136,8 @@ class Call:
         offset = spec.offset(row.q_len, row.kv_len)
         causal = spec.options.causal and offset < row.kv_len - 1  # else the first query sees every key already
         bias = None
-        if "attn_mask" in x:
-            bias = problem.mask_part(problem.tensors["attn_mask"], row)[None]
+        if mask is not None:
+            bias = problem.mask_part(mask, rows)
             if bias.dtype == torch.bool:
                 bias = torch.zeros(bias.shape, device=bias.device).masked_fill_(~bias, -INF)
             bias = narrowed(bias) if bias.dtype == torch.float64 else bias.float()
@@ -167,24 +168,28 @@ class Call:
     def _look_again(self, rows: Tensor, o: Tensor, lse: Tensor) -> None:
         """Put right those of `rows` (n,Hq,sq) whose largest score is NaN or −∞: the operator says o = 0 and lse = 0.
 
-        It drops a NaN where the keys are fewer than a vector of floats has.
+        It drops a NaN where the keys are fewer than a vector of floats has. All rows of a head are looked at together,
+        and several heads, because one key of score 0 makes lse = 0 in every row.
         """
-        group = self.q.shape[1] // self.k.shape[1]
-        at_once = max(1, _LOOKED_AT // self.k.shape[2])
-        keys = torch.arange(self.k.shape[2])
-        for n, head in rows.any(-1).nonzero().tolist():
-            for some in torch.split(rows[n, head].nonzero()[:, 0], at_once):
-                s = self.scale * (self.q[n, head, some] @ self.k[n, head // group].mT)
-                if self.bias is not None:
-                    bias = self.bias.expand(1, self.q.shape[1], self.q.shape[2], -1)
-                    s += bias[0, head, some]
+        (n, heads, sq, _), sk = self.q.shape, self.k.shape[2]
+        group = heads // self.k.shape[1]
+        bias = None if self.bias is None else self.bias.expand(n, heads, sq, sk)
+        keys, height = torch.arange(sk), max(1, _LOOKED_AT // sk)
+        for some in torch.split(rows.any(-1).nonzero(), max(1, _LOOKED_AT // (sq * sk))):
+            batch, head = some.unbind(1)
+            k = self.k[batch, head // group].mT
+            for start in range(0, sq, height):
+                queries = slice(start, min(start + height, sq))
+                s = self.scale * (self.q[batch, head, queries] @ k)
+                if bias is not None:
+                    s += bias[batch, head, queries]
                 if self.causal:
-                    s.masked_fill_(keys > some[:, None], -INF)
-                most = s.amax(-1)
-                o[n, head, some[most.isnan()]] = torch.nan
-                lse[n, head, some[most.isnan()]] = torch.nan
-                o[n, head, some[most == -INF]] = 0.0
-                lse[n, head, some[most == -INF]] = -INF
+                    s.masked_fill_(keys > torch.arange(queries.start, queries.stop)[:, None], -INF)
+                most, asked = s.amax(-1), rows[batch, head, queries]
+                for found, answer, sum_of_exp in ((most.isnan(), torch.nan, torch.nan), (most == -INF, 0.0, -INF)):
+                    which, row = (found & asked).nonzero().unbind(1)
+                    o[batch[which], head[which], row + start] = answer
+                    lse[batch[which], head[which], row + start] = sum_of_exp
 
     def backward_cpu(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(

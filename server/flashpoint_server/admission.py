@@ -6,15 +6,17 @@ import time
 
 from flashpoint_kernels.spec import Spec
 from flashpoint_server.limits import Quota
+from flashpoint_server.price import Price
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
 
 PATIENCE = 0.5  # part of its time that a request may wait for others: their speed is an estimate, its own work is left
+FREE = Price(0, 0.0)
 FEW = 4  # requests that are let in beside each other whatever the speed was: an engine that idles shows none
 
 
 class Permit:
-    """One request inside, as a context: the bytes of its tensors, its FLOPs, and when it came (`time.monotonic`).
+    """One request inside, as a context: the bytes of its tensors, its price, and when it came (`time.monotonic`).
 
     `quota` is of the key that it came with, where that has limits.
     """
@@ -23,7 +25,7 @@ class Permit:
         self._admission = admission
         self.nbytes = nbytes
         self.quota = quota
-        self.flops = 0
+        self.price = FREE
         self.since = time.monotonic()
 
     def __enter__(self) -> Permit:
@@ -32,12 +34,23 @@ class Permit:
     def __exit__(self, *_: object) -> None:
         self._admission.leave(self)
 
-    def price(self, flops: int, deadline: float | None = None, rate: float = 0.0) -> None:
-        """Once it is known what the request asks. `rate` is in FLOP/s, 0 where it is not known. Raises Refusal 429."""
-        if deadline is not None and rate:
-            self._admission.check_wait(flops, deadline - time.monotonic(), rate)
-        self._admission.add_flops(flops, self.quota)
-        self.flops = flops
+    def charge(self, price: Price, deadline: float | None = None, pace: float = 0.0) -> None:
+        """Count the price, once it is known what the request asks. Raises Refusal 429.
+
+        `pace` is how many predicted seconds are answered a second, 0 where it is not known.
+        """
+        if deadline is not None and pace:
+            self._admission.check_wait(price.seconds, deadline - time.monotonic(), pace)
+        self._admission.add(price, self.quota)
+        self.price = price
+
+    def correct(self, price: Price) -> None:
+        """Count a lower price than was charged, once the lengths of the sequences are known."""
+        before, self.price = self.price, price
+        self._admission.correct(before, price)
+        if self.quota is not None:
+            self.quota.give_back("flops", before.flops - price.flops)
+            self.quota.give_back("seconds", before.seconds - price.seconds)
 
 
 class Admission:
@@ -47,9 +60,11 @@ class Admission:
         self._requests_limit = settings.queue_limit
         self._bytes_limit = settings.queue_bytes
         self._flops_limit = settings.queue_flops
+        self._seconds_limit = settings.queue_seconds
         self._inside: dict[Permit, None] = {}  # in the order in which they came
         self.bytes = 0
         self.flops = 0
+        self.seconds = 0.0  # predicted
 
     @property
     def requests(self) -> int:
@@ -79,31 +94,44 @@ class Admission:
     def leave(self, permit: Permit) -> None:
         del self._inside[permit]
         self.bytes -= permit.nbytes
-        self.flops -= permit.flops
+        self.correct(permit.price, FREE)
         if permit.quota is not None:
             permit.quota.leave()
 
-    def check_wait(self, flops: int, seconds: float, rate: float) -> None:
-        """Whether work of `flops` that has so many seconds left may join the queue. Raises Refusal 429.
+    def check_wait(self, predicted: float, seconds: float, pace: float) -> None:
+        """Whether work of so many predicted seconds may join the queue with `seconds` left. Raises Refusal 429.
 
-        Else, with more asked than is served, each would come to its turn when its time is just over: all that is
-        computed would be too late. Larger requests count for as much as this one, for it does not wait for their ends.
+        Otherwise, with more asked than is served, each request would get its turn just after its deadline, and all
+        computing would be too late. Larger requests count for as much as this one, because it passes the rest of them.
         """
-        if self.flops <= (patience := seconds * PATIENCE) * rate or patience <= 0 or self.requests <= FEW:
+        if self.seconds <= (patience := seconds * PATIENCE) * pace or patience <= 0 or self.requests <= FEW:
             return
-        if (wait := sum(min(permit.flops, flops) for permit in self._inside) / rate) > patience:
+        if (wait := sum(min(permit.price.seconds, predicted) for permit in self._inside) / pace) > patience:
             raise Refusal(
-                "queue_full", f"what is served before it takes {wait:.2g} s, and this one has {seconds:.2g} s"
+                "queue_full",
+                f"the requests before this one take {wait:.2g} s, and it has {seconds:.2g} s until its deadline",
             )
 
-    def add_flops(self, flops: int, quota: Quota | None) -> None:
-        if self.requests > 1 and self.flops + flops > self._flops_limit:
+    def add(self, price: Price, quota: Quota | None) -> None:
+        """Count a request's price. Raises Refusal 429 where the queue, or its key, has no room for it."""
+        if self.requests > 1 and self.flops + price.flops > self._flops_limit:
             raise Refusal(
-                "queue_full", f"the requests being served need {self.flops:.3g} FLOPs, and this one {flops:.3g}"
+                "queue_full", f"the requests being served need {self.flops:.3g} FLOPs, and this one {price.flops:.3g}"
+            )
+        if self.requests > 1 and self.seconds + price.seconds > self._seconds_limit:
+            raise Refusal(
+                "queue_full",
+                f"the requests being served take {self.seconds:.3g} s of a core, and this one {price.seconds:.3g} s",
             )
         if quota is not None:
-            quota.take("flops", flops)
-        self.flops += flops
+            quota.take("flops", price.flops)
+            quota.take("seconds", price.seconds)
+        self.correct(FREE, price)
+
+    def correct(self, before: Price, after: Price) -> None:
+        """Count one price in place of another."""
+        self.flops += after.flops - before.flops
+        self.seconds += after.seconds - before.seconds
 
 
 def check_size(spec: Spec, memory: int, sequence_limit: int) -> None:

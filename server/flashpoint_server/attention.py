@@ -8,7 +8,7 @@ import numpy as np
 
 from flashpoint_kernels.spec import Direction, ProblemError, Spec, TensorInfo
 from flashpoint_kernels.support import choose_backend
-from flashpoint_server.admission import check_size
+from flashpoint_server.admission import Permit, check_size
 from flashpoint_server.compute import Call, ComputeRoute, deadline_of, priority_of
 from flashpoint_server.encode import Part, encode
 from flashpoint_server.exchange import Way
@@ -16,6 +16,7 @@ from flashpoint_server.job import Answer, AttentionJob, Timings
 from flashpoint_server.message import SafetensorsMessage, make_spec, read_json
 from flashpoint_server.messages import DeviceInfo
 from flashpoint_server.negotiation import answer_encoding, request_encoding
+from flashpoint_server.price import Price, price_of
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.service import Service
 from flashpoint_server.staging import Staging
@@ -47,7 +48,7 @@ class AttentionRoute(ComputeRoute):
             inputs = [(name, TensorInfo(array.dtype.name, array.shape)) for name, array in arrays.items()]
             spec = make_spec(dict(inputs), options, self._direction)
             backend = self._backend(spec, device, spec.output_bytes if wanted.is_json else 0)
-            permit.price(spec.flops, body.deadline, service.engine.rate)
+            permit.charge(price_of(spec, backend, device), body.deadline, service.engine.pace)
             staging = self.stage(inputs, spec.outputs, inside)
             for name, view in staging.views(staging.inputs).items():
                 view[:] = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data
@@ -56,15 +57,22 @@ class AttentionRoute(ComputeRoute):
             spec = message.spec(self._direction)
             backend = self._backend(spec, device, spec.output_bytes if wanted.is_json else 0)
             permit = self.admit(call, spec.input_bytes + spec.output_bytes)
-            permit.price(spec.flops, body.deadline, service.engine.rate)
+            permit.charge(price_of(spec, backend, device), body.deadline, service.engine.pace)
             staging = self.stage(message.inputs(), spec.outputs, inside)
             await message.receive(body, staging.views(staging.inputs).values())
-        job, answer = await self.solve(call, spec, backend, staging, priority)
+        self.correct(permit, spec, backend, device, staging)
+        job, answer = await self.solve(call, spec, backend, staging, permit.price, priority)
         parts = await encode(job, answer, wanted, service.codec)
         await self.finish(call, job, answer, {"content-type": wanted.media_type}, parts)
 
+    @staticmethod
+    def correct(permit: Permit, spec: Spec, backend: str, device: DeviceInfo, staging: Staging) -> None:
+        """Price the request again by the lengths of its sequences, where they have come with its body."""
+        if index := staging.index():
+            permit.correct(price_of(spec, backend, device, index))
+
     async def solve(
-        self, call: Call, spec: Spec, backend: str, staging: Staging, priority: int
+        self, call: Call, spec: Spec, backend: str, staging: Staging, price: Price, priority: int
     ) -> tuple[AttentionJob, Answer]:
         """Have what is staged computed. Raises Refusal and ClientGoneError."""
         exchange = call.exchange
@@ -75,6 +83,7 @@ class AttentionRoute(ComputeRoute):
             backend=backend,
             staging=staging,
             timings=Timings(exchange.arrived),
+            price=price,
             deadline=call.body.deadline,
             priority=priority,
         )

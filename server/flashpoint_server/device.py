@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import structlog
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from torch import Tensor
 from flashpoint.errors import InvalidInputError
 from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyRequest
-from flashpoint_kernels import Problem, available_backends, run, triton_backend
+from flashpoint_kernels import Problem, available_backends, calibration, run, triton_backend
+from flashpoint_kernels.cost import Rates
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.reproducible import CORES, split
@@ -65,13 +67,18 @@ NO_COPIES = Stages(0.0, 0.0)
 
 
 class Device:
-    """One device and the backends that it has. `lanes` threads serve it, which make `launches` at a time at most."""
+    """One device and the backends that it has.
+
+    `lanes` threads serve it. They make at most `launches` launches and run at most `cores` parts at a time, and one
+    more part that is short while all others are long (see serving_engine).
+    """
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
         self.is_cpu = info.name == "cpu"
         # On a GPU two streams: one copies while the other computes. The third thread listens.
-        self.lanes, self.launches = (CORES, 1) if self.is_cpu else (3, 2)
+        self.cores = info.cores
+        self.lanes, self.launches = (self.cores + 1, 1) if self.is_cpu else (3, 2)
         self._streams = threading.local()
         self._pinned: set[int] = set()  # addresses
         self._memory, self._looked = 0, -MEMORY_SECONDS
@@ -82,7 +89,8 @@ class Device:
         torch.set_num_threads(1)  # what takes more says so itself: see flashpoint_kernels.reproducible
         name = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
         if not name.startswith("cuda"):
-            return cls(DeviceInfo("cpu", device_name("cpu"), _ram(), available_backends("cpu"), _speed("cpu") * CORES))
+            speed = _speed("cpu") * CORES
+            return cls(DeviceInfo("cpu", device_name("cpu"), _ram(), available_backends("cpu"), speed, cores=CORES))
         if not torch.cuda.is_available():
             raise RuntimeError(f"device {asked} is asked for, and torch finds no CUDA device")
         properties = torch.cuda.get_device_properties(name)
@@ -111,6 +119,16 @@ class Device:
             self._warm()
 
         self.empty_cache()
+
+    def calibrate(self) -> None:
+        """Measure what the work of each backend takes here; requests are priced by it from then on."""
+        rates = {backend: self.measure(backend) for backend in self.info.backends}
+        self.info = msgspec.structs.replace(self.info, rates=rates)
+        log.info("calibrated", rates={name: one._asdict() for name, one in rates.items()})
+
+    def measure(self, backend: str) -> Rates:
+        """Return the rates of one backend."""
+        return calibration.measure(backend) if self.is_cpu else calibration.of_gpu(backend, self.info.speed)
 
     def _warm(self) -> None:
         """Compile, all at a time, what most requests will need: 16-bit attention and its gradients without options."""
@@ -199,7 +217,7 @@ class Device:
 
     def cuts(self, backend: str) -> bool:
         """Whether a request of `backend` is cut into `parts`, which run on several lanes; else it is a launch."""
-        return self.is_cpu and backend in ("torch", "tiled")
+        return self.is_cpu and backend != "triton"
 
     def compile(self, job: Placed) -> Future[None] | None:
         """None where the kernels of a Triton job are compiled; else the end of compiling them, aside.
@@ -215,7 +233,7 @@ class Device:
 
     def parts(self, job: Placed) -> list[Problem]:
         """A job that this device cuts, in parts, which compute in its shared memory. Raises Refusal 422."""
-        return split(_in_place(job))
+        return split(_in_place(job), job.submit.backend)
 
     def run(self, part: Problem, backend: str) -> None:
         """Compute a part. Raises OutOfMemoryError."""

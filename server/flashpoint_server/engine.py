@@ -57,6 +57,9 @@ log = structlog.stdlib.get_logger("flashpoint.engine")
 # One step of priority is worth this much waiting, so that no job starves: one of priority 0 that is 9 s older than one
 # of priority 9 goes first.
 PRIORITY_SECONDS = 1.0
+# Requests that come later pass a request for so many times as long as it takes, if they are that much shorter. With 1 a
+# short request waited for all that came before it and was not done in its predicted time.
+PASSED = 10.0
 
 
 class State(enum.Enum):
@@ -101,7 +104,7 @@ class Engine:
         self.failure: str | None = None
         self._pid = 0
         self.pace = Pace()
-        self.load = 0  # FLOPs of what it has been sent and has not answered
+        self.load = 0.0  # predicted seconds of what it has been sent and has not answered
         self._address = address
         self._channel: Channel[FromEngine] | None = None
         self._sent: dict[int, Sent] = {}
@@ -134,8 +137,9 @@ class Engine:
         self._sent[number] = sent
         job.staging.slot.mark = False
         job.staging.hold()
-        self.load += job.flops
-        self._send(job.message(number, sent.since + job.seconds(self.device.speed) - job.priority * PRIORITY_SECONDS))
+        self.load += job.price.seconds
+        wait = PASSED * job.price.seconds - job.priority * PRIORITY_SECONDS
+        self._send(job.message(number, sent.since + wait))
 
     @property
     def unbegun(self) -> Iterator[Sent]:
@@ -225,7 +229,7 @@ class Engine:
         sent = self._sent.pop(message.id)
         self._let_go(sent)
         if isinstance(message, Done):
-            self.pace.did(sent.job.flops, time.monotonic())
+            self.pace.did(sent.job.price.seconds, time.monotonic())
             asyncio.get_running_loop().call_soon(self._computed, message)  # behind who waits for the answer
         if sent.future.done():
             return
@@ -246,7 +250,7 @@ class Engine:
             self._traces.launch(done)
 
     def _let_go(self, sent: Sent) -> None:
-        self.load -= sent.job.flops
+        self.load -= sent.job.price.seconds
         sent.job.staging.release()
 
     def _died(self) -> None:
@@ -341,8 +345,8 @@ class Engines:
         return max((time.monotonic() - sent.since for sent in unbegun), default=0.0)
 
     @property
-    def rate(self) -> float:
-        """FLOPs that they answer a second while they have work, as far as that was seen; else 0."""
+    def pace(self) -> float:
+        """Predicted seconds that they answer a second while they have work, as far as that was seen; else 0."""
         return sum(engine.pace.rate for engine in self._ready())
 
     def _ready(self) -> Iterator[Engine]:

@@ -59,6 +59,7 @@ def main(kind: type[Device] | None = None) -> int:
     try:
         device = (kind or Device).open(asked.device)
         device.prove()
+        device.calibrate()
     except Exception as error:
         if may_pass(error):
             log.exception("cannot start", device=asked.device)

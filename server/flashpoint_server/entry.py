@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import mul
+from typing import NamedTuple
 
 from flashpoint_kernels import Problem
 from flashpoint_kernels.spec import INDEX_TENSORS, Row, Spec
@@ -19,7 +21,26 @@ from flashpoint_server.messages import Batch, Channel, Prove, Submit, ToEngine
 from flashpoint_server.waiting import Budget
 
 KEPT = 256  # of a peer; some KiB each
+FEW_SEQUENCES = 64  # of a request whose problem is kept, and made while others wait for the queue: under a millisecond
+LONG_SECONDS = 0.01  # a part that is predicted to take longer leaves a lane to short ones
 _MOST = 1e18  # FLOPs that a message can say, far beyond any device
+
+
+class Lengths(NamedTuple):
+    """What is known of a request's sequences: how many, their (query, key) pairs, and the longest of either."""
+
+    sequences: int
+    pairs: int
+    longest_q: int
+    longest_k: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Lengths:
+        q, k = [row[3] for row in rows], [row[6] for row in rows]  # q_len and kv_len, of up to 65,536
+        return cls(len(rows), sum(map(mul, q, k)), max(q, default=0), max(k, default=0))
+
+
+NO_LENGTHS = Lengths(0, 0, 0, 0)
 
 
 @dataclass(eq=False)
@@ -94,9 +115,10 @@ class Entry:
     key: Hashable | None
     arrived: float
     began: float = 0.0  # in `time.perf_counter` seconds; 0 until it has begun
-    rows: tuple[Row, ...] = ()
+    lengths: Lengths = NO_LENGTHS
     seed: int | None = None
     parts: deque[Problem] = field(default_factory=deque)  # that nobody has taken
+    part_seconds: float = 0.0  # that a part of it is predicted to take
     left: int = 0  # parts that have not ended
     failure: Exception | None = None
 
@@ -133,16 +155,33 @@ class Entry:
     def problem(self, device: Device) -> list[Problem]:
         """What it asks, in parts. Raises Refusal 422."""
         assert self.asked is not None
-        if self.asked.by_value:
+        if self.asked.by_value or self.asked.spec.batch > FEW_SEQUENCES:
             return device.parts(self.placed)
         if not self.asked.parts:
             self.asked.parts = device.parts(self.placed)
         return self.asked.parts
 
+    def cut(self, device: Device) -> None:
+        """Make its parts. Raises Refusal 422."""
+        self.parts.extend(parts := self.problem(device))
+        self.left, self.seed = len(parts), parts[0].seed
+        self.part_seconds = self.submit.seconds / max(len(parts), 1)
+        self.lengths = Lengths.of([row for part in parts if not part.first_head for row in part.rows])
+
+    @property
+    def long(self) -> bool:
+        """Whether a part of it, or all of it where it is not cut yet, takes longer than others may have to wait."""
+        return (self.part_seconds if self.left else self.submit.seconds) > LONG_SECONDS
+
+    @property
+    def many(self) -> bool:
+        """Whether its sequences are so many that to make its parts takes a while."""
+        return self.asked is not None and self.asked.spec.batch > FEW_SEQUENCES
+
     def alone(self, budget: Budget) -> Batch:
         """What it amounts to by itself."""
         assert self.asked is not None
-        if self.asked.by_value:
+        if self.asked.by_value or self.many:
             return account([self], budget, 0)
         if self.asked.alone is None:
             self.asked.alone = account([self], budget, 0)
@@ -157,16 +196,16 @@ class Entry:
         """(query, key) pairs of its sequences, and the FLOPs of each."""
         spec = self.spec
         priced = spec.q_len * spec.kv_len * (1 if spec.ragged else spec.batch)  # those that its FLOPs count
-        return sum(row.q_len * row.kv_len for row in self.rows), spec.flops / max(priced, 1)
+        return self.lengths.pairs, spec.flops / max(priced, 1)
 
 
 def account(batch: Sequence[Entry], budget: Budget, splits: int) -> Batch:
     """What a launch of these amounts to, and what padding all sequences to the longest would have added."""
-    longest_q = max((row.q_len for entry in batch for row in entry.rows), default=0)
-    longest_k = max((row.kv_len for entry in batch for row in entry.rows), default=0)
+    longest_q = max(entry.lengths.longest_q for entry in batch)
+    longest_k = max(entry.lengths.longest_k for entry in batch)
     flops = padding = 0.0
     for entry in batch:
         pairs, cost = entry.pairs()
         flops += pairs * cost
-        padding += (len(entry.rows) * longest_q * longest_k - pairs) * cost
+        padding += (entry.lengths.sequences * longest_q * longest_k - pairs) * cost
     return Batch(int(min(flops, _MOST)), int(min(padding, _MOST)), budget.fill(batch), splits)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashpoint_kernels.spec import Spec
-from flashpoint_kernels.support import neighbours
 from flashpoint_server.messages import Prove, Submit, pack_options
+from flashpoint_server.price import Price
 from flashpoint_server.staging import Staging
 
 PARTS = ("decode", "queue", "compute", "encode")  # of a request's way
-CALL_SECONDS = 2e-4  # of each call of an operator, beside its FLOPs: 0.14 ms on the CPU's torch backend, 0.5 on tiled
 
 
 @dataclass(eq=False)
@@ -56,16 +55,9 @@ class Job(ABC):
     id: str
     staging: Staging
     timings: Timings
+    price: Price
     deadline: float | None = None
     priority: int = 0
-
-    @property
-    @abstractmethod
-    def flops(self) -> int: ...
-
-    @abstractmethod
-    def seconds(self, speed: float) -> float:
-        """About how long it takes on a device of that speed, in FLOP/s."""
 
     @abstractmethod
     def message(self, number: int, rank: float) -> Submit | Prove:
@@ -87,14 +79,6 @@ class AttentionJob(Job):
     spec: Spec
     backend: str
 
-    @property
-    def flops(self) -> int:
-        return min(self.spec.flops, 1 << 62)
-
-    def seconds(self, speed: float) -> float:
-        calls = -(-self.spec.batch // neighbours(self.spec, self.backend))
-        return self.flops / speed + calls * CALL_SECONDS
-
     def message(self, number: int, rank: float) -> Submit:
         return Submit(
             id=number,
@@ -106,7 +90,8 @@ class AttentionJob(Job):
             inputs=self.staging.described(self.staging.inputs),
             outputs=self.staging.described(self.staging.outputs),
             mark=self.staging.slot.mark_at,
-            flops=self.flops,
+            flops=self.price.flops,
+            seconds=self.price.seconds,
             rank=rank,
             deadline=self.deadline,
         )
@@ -117,14 +102,6 @@ class ProofJob(Job):
     """A verification: of the tensors that are staged, with `request` their options, or of what `request` draws."""
 
     request: bytes
-    price: int  # FLOPs
-
-    @property
-    def flops(self) -> int:
-        return self.price
-
-    def seconds(self, speed: float) -> float:
-        return self.price / speed
 
     def message(self, number: int, rank: float) -> Prove:
         return Prove(
@@ -134,7 +111,8 @@ class ProofJob(Job):
             segment=self.staging.slot.segment.number,
             inputs=self.staging.described(self.staging.inputs),
             mark=self.staging.slot.mark_at,
-            flops=self.flops,
+            flops=self.price.flops,
+            seconds=self.price.seconds,
             rank=rank,
             deadline=self.deadline,
         )

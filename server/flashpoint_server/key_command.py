@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from flashpoint_server.key_file import RIGHTS, check_name
 
-_LIMITS = ("requests_per_second", "bytes_per_second", "flops_per_second", "concurrent")
+_LIMITS = ("requests_per_second", "bytes_per_second", "flops_per_second", "compute_seconds_per_second", "concurrent")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

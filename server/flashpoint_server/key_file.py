@@ -39,6 +39,8 @@ class KeyEntry(BaseModel):
     """bytes of tensors in and out; of a JSON body, of its text"""
     flops_per_second: Rate | None = None
     """floating-point operations of attention, gradients and verifications"""
+    compute_seconds_per_second: Rate | None = None
+    """predicted seconds of one core, or of the GPU, that attention, gradients and verifications take"""
     concurrent: Annotated[int, Field(ge=1, strict=True)] | None = None
     """requests for compute inside at once"""
 

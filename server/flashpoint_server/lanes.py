@@ -26,10 +26,21 @@ class Work(NamedTuple):
 
 
 class Lanes:
-    """`count` threads, the caller's among them. `listen` waits for work, and None is its end; `more` does not wait."""
+    """`count` threads, the caller's among them.
 
-    def __init__(self, count: int, listen: Callable[[], Work | None], more: Callable[[], Work | None]) -> None:
+    `listen` waits for work, and returns None at the end; `hear` takes in what has come; `more` returns work without
+    waiting for it. One thread at a time listens or hears.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        listen: Callable[[], Work | None],
+        hear: Callable[[], None],
+        more: Callable[[], Work | None],
+    ) -> None:
         self._listen = listen
+        self._hear = hear
         self._more = more
         self._turn = threading.Lock()
         self._others = [threading.Thread(target=self._lane, name=f"lane {n}", daemon=True) for n in range(1, count)]
@@ -52,8 +63,17 @@ class Lanes:
     def _work(self) -> None:
         while (work := self._next()) is not None:
             work.run()
-            while (more := self._more()) is not None:
+            while (more := self._next_at_once()) is not None:
                 more.run()
+
+    def _next_at_once(self) -> Work | None:
+        """More work, chosen among all that has come: where every thread is at work, nobody else listens."""
+        if self._turn.acquire(blocking=False):
+            try:
+                self._hear()
+            finally:
+                self._turn.release()
+        return self._more()
 
     def _next(self) -> Work | None:
         with self._turn:

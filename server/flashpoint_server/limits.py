@@ -24,9 +24,14 @@ BURST = 1.0  # seconds: a bucket holds what its rate gives in that time
 MOST_PROCESSES = 256
 PATIENCE = 0.01  # seconds for the lock, which others hold for microseconds, unless they were stopped while they did
 
-What = Literal["requests", "bytes", "flops"]
-_PLACES: dict[What, int] = {"requests": 0, "bytes": 1, "flops": 2}
-_WORDS: dict[What, str] = {"requests": "requests", "bytes": "bytes", "flops": "floating-point operations"}
+What = Literal["requests", "bytes", "flops", "seconds"]
+_PLACES: dict[What, int] = {"requests": 0, "bytes": 1, "flops": 2, "seconds": 3}
+_WORDS: dict[What, str] = {
+    "requests": "requests",
+    "bytes": "bytes",
+    "flops": "floating-point operations",
+    "seconds": "seconds of computing",
+}
 _COUNTS = len(_PLACES)  # where the processes' counts of requests inside begin
 
 
@@ -77,6 +82,7 @@ class Quota:
             "requests": entry.requests_per_second,
             "bytes": entry.bytes_per_second,
             "flops": entry.flops_per_second,
+            "seconds": entry.compute_seconds_per_second,
         }
         self._rates = {what: rate for what, rate in rates.items() if rate is not None}
         self._concurrent = entry.concurrent
@@ -87,6 +93,12 @@ class Quota:
         if what in self._rates:
             with self._spent.locked():
                 self._take(what, cost)
+
+    def give_back(self, what: What, amount: float) -> None:
+        """Return what was taken beyond the true cost."""
+        if (rate := self._rates.get(what)) is not None and amount > 0:
+            with self._spent.locked():
+                self._spent.numbers[_PLACES[what]] -= amount / rate
 
     def enter(self, nbytes: int) -> None:
         """A request for compute comes inside with `nbytes` of tensors, until `leave`. Raises Refusal 429."""

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from flashpoint_kernels.cost import Rates
 from flashpoint_kernels.spec import Direction, Options
 
 LARGEST_MESSAGE = 1 << 17
@@ -61,6 +62,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     outputs: list[Tensor]
     mark: int
     flops: int
+    seconds: float  # predicted, of one core
     rank: float
     deadline: float | None
 
@@ -76,6 +78,7 @@ class Prove(msgspec.Struct, frozen=True, tag=True):
     inputs: list[Tensor]
     mark: int
     flops: int
+    seconds: float
     rank: float
     deadline: float | None
 
@@ -107,7 +110,8 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 class DeviceInfo(msgspec.Struct, frozen=True):
     """`name` as torch has it ("cpu", "cuda:0"), `title` for people, bytes of memory, and the backends it has proven.
 
-    `speed` is that of a matrix product, in FLOP/s, all cores together: good for guessing how long work takes.
+    `speed` is that of a matrix product, in FLOP/s, all cores together. `rates` has, for each backend, the seconds that
+    its work takes one core, or the GPU. `cores` is how many of them work at a time; 1 for a GPU.
     """
 
     name: str
@@ -115,6 +119,8 @@ class DeviceInfo(msgspec.Struct, frozen=True):
     memory: int
     backends: tuple[str, ...]
     speed: float
+    rates: dict[str, Rates] = {}
+    cores: int = 1
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

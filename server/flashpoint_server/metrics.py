@@ -66,6 +66,9 @@ class Metrics:
             "requests": gauge("queue_requests", "Requests inside: arriving, waiting, running, leaving", "livesum"),
             "bytes": gauge("queue_bytes", "Bytes of the tensors of those", "livesum"),
             "flops": gauge("queue_flops", "FLOPs of those", "livesum"),
+            "seconds": gauge(
+                "queue_predicted_seconds", "Seconds of computing that those are predicted to take", "livesum"
+            ),
             "oldest_seconds": gauge("queue_oldest_seconds", "Age of the oldest of those", "livemax"),
             "staging_slots": gauge("staging_slots", "Slots of staging memory that requests hold", "livesum"),
         }

@@ -6,19 +6,20 @@ WINDOW = 0.5  # seconds without a pause that tell a speed; shorter ones, of a se
 
 
 class Pace:
-    """FLOPs answered a second while there is work, half of it from the last window; 0 where there was none yet."""
+    """Predicted seconds answered a second while there is work, half of it from the last window; 0 at first."""
 
     def __init__(self) -> None:
         self.rate = 0.0
         self._since = 0.0
-        self._done = 0
+        self._done = 0.0
 
     def begin(self, now: float) -> None:
         """There is work again; `now` in `time.monotonic` seconds."""
-        self._since, self._done = now, 0
+        self._since, self._done = now, 0.0
 
-    def did(self, flops: int, now: float) -> None:
-        self._done += flops
+    def did(self, seconds: float, now: float) -> None:
+        """A request of so many predicted seconds was answered."""
+        self._done += seconds
         if (passed := now - self._since) >= WINDOW:
             rate = self._done / passed
             self.rate = (self.rate + rate) / 2 if self.rate else rate

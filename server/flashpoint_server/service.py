@@ -93,6 +93,7 @@ class Service:
             requests=inside.requests,
             bytes=inside.bytes,
             flops=inside.flops,
+            seconds=inside.seconds,
             oldest_seconds=inside.oldest_seconds,
             staging_slots=self.pool.taken,
         )

@@ -1,8 +1,10 @@
 """An engine at work: it hears the HTTP processes, runs what they ask on its device, and answers.
 
-Several threads share the listening and the work (lanes.py). A request of the CPU's fast backends is cut into parts,
-which the lanes take one by one in the queue's order (waiting.py): the cores are shared by all requests that wait, and a
-small one waits for a part of a large one at most. Everything else is a launch, of as many requests as may share it.
+Several threads share the listening and the work (lanes.py). On a CPU a request is cut into parts, between its sequences
+and between its heads. The lanes take them one by one in the queue's order (waiting.py): the cores are shared by all
+requests that wait, and between two parts a request that is cancelled or late ends. A part runs on one core; where all
+cores run long parts, one lane more takes short ones. On a GPU, and under Triton's interpreter, work is a launch of as
+many requests as may share it.
 
     waiting → begun → answered      waiting → cancelled, late: answered without having begun
 """
@@ -37,7 +39,7 @@ from flashpoint_server.device import (
     Stages,
     check,
 )
-from flashpoint_server.entry import Entry, Peer, account
+from flashpoint_server.entry import Entry, Lengths, Peer, account
 from flashpoint_server.lanes import Lanes, Work
 from flashpoint_server.messages import (
     Attach,
@@ -66,9 +68,8 @@ from flashpoint_server.watchdog import Watchdog
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 PEER_PATIENCE = 5.0  # seconds that all others wait for an HTTP process that does not read its answers
-# Work of some milliseconds, where nothing else waits: nobody need listen, and to wake another thread costs a tenth.
-BRIEF = 3 << 26  # FLOPs; one part
-BRIEF_ROWS = 8  # sequences: each costs up to half a millisecond beside its FLOPs
+# One part of some milliseconds, where nothing else waits: nobody need listen, and to wake another thread costs a tenth.
+BRIEF_SECONDS = 0.004  # predicted
 BRIEF_BYTES = 1 << 24
 HOLD_SECONDS = 0.05  # that others are held back for a benchmark's slice, while something still runs
 # A thread that wants Python back after its op waits that long for one that computes in Python; 5 ms is the default.
@@ -89,10 +90,12 @@ class ServingEngine:
         self._waiting: Waiting[Entry] = Waiting(budget)
         self._compiled: set[Hashable] = set()  # launch keys
         self._held: dict[Hashable, list[Entry]] = {}  # until their launch key is compiled
+        self._cutting: list[Entry] = []  # whose parts are being made
         self._timing = timing
         self._peers: list[Peer] = []
         self._launches = 0
         self._running = 0  # works of any kind
+        self._long = 0  # of these, the ones that others may not have to wait for
         self._numbers = itertools.count(1 + secrets.randbits(62))  # of launches; who traces them takes them for unique
         self._alone = False  # a slice of a benchmark runs, and nothing beside it
         self._holding: float | None = None  # since when nothing begins, so that a slice may
@@ -110,7 +113,7 @@ class ServingEngine:
 
     def run(self) -> None:
         """Until SIGTERM; what runs then is finished and answered."""
-        Lanes(self._device.lanes, self._listen, self._take).run()
+        Lanes(self._device.lanes, self._listen, partial(self._hear_all, 0), self._take).run()
 
     # Listening
 
@@ -133,7 +136,7 @@ class ServingEngine:
             return None
         if self._holding is not None:
             return self._holding + HOLD_SECONDS
-        return self._waiting.closes() if self._launches < self._device.launches else None
+        return self._waiting.closes() if self._may_launch else None
 
     def _hear_all(self, timeout: float | None) -> None:
         ready = self._selector.select(timeout)
@@ -241,8 +244,13 @@ class ServingEngine:
         return found
 
     def _cancel(self, peer: Peer, number: int) -> None:
-        for entry in self._remove(lambda entry: entry.peer is peer and entry.submit.id == number):
+        def asked(entry: Entry) -> bool:
+            return entry.peer is peer and entry.submit.id == number
+
+        for entry in self._remove(asked):
             self._drop_parts(entry, out_of_time())
+        for entry in filter(asked, self._cutting):
+            entry.failure = out_of_time()
 
     def _drop_parts(self, entry: Entry, error: Exception) -> None:
         """Nobody takes the rest of it; it is answered when the parts that run have ended, at once where none does."""
@@ -256,6 +264,9 @@ class ServingEngine:
         """The HTTP process is gone: so is all that it asked for."""
         with self._lock:
             self._remove(lambda entry: entry.peer is peer)
+            for entry in self._cutting:
+                if entry.peer is peer:
+                    entry.failure = out_of_time()
             if peer not in self._peers:
                 return
             self._peers.remove(peer)
@@ -295,8 +306,7 @@ class ServingEngine:
                         return None  # it is alone as soon as these have ended, for nothing else begins
                     self._timing.postpone(now)  # what runs takes long: nobody waits for that to end
                 self._holding = None
-                groups = self._launches < self._device.launches
-                found = self._waiting.take(time.monotonic(), groups=groups)
+                found = self._waiting.take(time.monotonic(), groups=self._may_launch, may=self._has_lane)
                 if not found:
                     return None
                 batch = [entry for entry in found if self._may_run(entry)]
@@ -307,16 +317,34 @@ class ServingEngine:
                     entry.peer.running += 1
                 if batch[0].key is not None:
                     self._launches += 1
+                    self._long += 1
                     return Work(partial(self._launch, batch), brief=False)
                 (entry,) = batch
+                long = entry.long
+                self._long += long
+                if not entry.left:
+                    self._cutting.append(entry)
+                    return Work(partial(self._cut, entry, long), brief=False)
                 part = entry.parts.popleft()
                 if entry.parts:
                     self._waiting.put(entry)
                     self._wake()
-                small = entry.flops <= BRIEF and len(entry.rows) <= BRIEF_ROWS and entry.nbytes <= BRIEF_BYTES
+                small = entry.submit.seconds <= BRIEF_SECONDS and entry.nbytes <= BRIEF_BYTES
                 brief = small and not self._waiting
-                return Work(partial(self._compute, entry, part), brief)
+                return Work(partial(self._compute, entry, part, long), brief)
             return None
+
+    @property
+    def _may_launch(self) -> bool:
+        """Whether a launch may begin: on a CPU it takes a core."""
+        free = self._running < self._device.cores or not self._device.is_cpu
+        return free and self._launches < self._device.launches
+
+    def _has_lane(self, entry: Entry) -> bool:
+        """Whether a part of it may begin: while a core is free, and, where all run long parts, if it is short."""
+        if self._running < self._device.cores:
+            return True
+        return not entry.long and self._long >= self._device.cores and self._running == self._long
 
     def _wake(self) -> None:
         """Have whoever listens look for work: there may be some that it has not seen come."""
@@ -326,27 +354,50 @@ class ServingEngine:
 
     def _may_run(self, entry: Entry) -> bool:
         """Whether it is to run now; if not, it is answered. What is cut, and has not begun, begins here."""
+        late = entry.submit.deadline is not None and time.monotonic() >= entry.submit.deadline
         if entry.began:
-            return True
+            if late:
+                self._drop_parts(entry, out_of_time())
+            return not late
         try:
             if not entry.mapped:
                 raise OutOfMemoryError
-            if entry.submit.deadline is not None and time.monotonic() >= entry.submit.deadline:
+            if late:
                 raise out_of_time()
             entry.begin()
             self._log.debug("begin", request_id=entry.submit.request_id, kind=type(entry.submit).__name__)
             if entry.key is None:
-                entry.parts.extend(entry.problem(self._device))
-                entry.left, entry.rows, entry.seed = len(entry.parts), entry.parts[0].rows, entry.parts[0].seed
+                if not entry.many:
+                    entry.cut(self._device)
             elif isinstance(entry.submit, Submit):
-                entry.rows = check(entry.placed)
+                entry.lengths = Lengths.of(check(entry.placed))
         except Exception as error:
             entry.failure = error
             self._answer(entry)
             return False
         return True
 
-    def _compute(self, entry: Entry, part: Problem) -> None:
+    def _cut(self, entry: Entry, long: bool) -> None:
+        """Make the parts of a request of many sequences, without the lock: to go through them takes a while."""
+        failure: Exception | None = None
+        try:
+            entry.cut(self._device)
+        except Exception as error:
+            failure = error
+        with self._lock:
+            self._cutting.remove(entry)
+            self._running -= 1
+            self._long -= long
+            entry.peer.running -= 1
+            if failure is not None:
+                self._fail([entry], failure)
+            elif entry.failure is not None:  # it was cancelled meanwhile
+                self._drop_parts(entry, entry.failure)
+            else:
+                self._waiting.put(entry)
+            self._let_go(entry.peer)
+
+    def _compute(self, entry: Entry, part: Problem, long: bool) -> None:
         backend, failure = entry.placed.submit.backend, None
         try:
             with self._watchdog.watched():
@@ -360,6 +411,7 @@ class ServingEngine:
         del part
         with self._lock:
             self._running -= 1
+            self._long -= long
             entry.peer.running -= 1
             entry.left -= 1
             if failure is not None:
@@ -379,6 +431,7 @@ class ServingEngine:
             with self._lock:
                 self._launches -= 1
                 self._running -= 1
+                self._long -= 1
                 for entry in batch:
                     entry.peer.running -= 1
                     self._let_go(entry.peer)

@@ -91,6 +91,8 @@ class Settings(BaseSettings):
     """bytes of input and answer tensors that are admitted at once; a request alone is always admitted"""
     queue_flops: Annotated[int, Field(ge=1)] = 1 << 50
     """floating-point operations of the requests admitted at once; a request alone is always admitted"""
+    queue_seconds: Seconds = 600.0
+    """predicted seconds of computing, on one core or the GPU, of the requests admitted at once; one alone always is"""
     batch_flops: Annotated[int, Field(ge=1)] = 1 << 42
     """floating-point operations of one launch; a request over it runs alone"""
     batch_bytes: Bytes = 1024 * MIB

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from flashpoint_kernels.spec import ITEMSIZE, TensorInfo
+import numpy as np
+
+from flashpoint_kernels.spec import INDEX_TENSORS, ITEMSIZE, TensorInfo
 from flashpoint_server.memory import Pool, PoolFullError, Segment, Slot, aligned, size_class
 from flashpoint_server.messages import Tensor
 from flashpoint_server.oip.regions import Region
@@ -82,6 +84,14 @@ class Staging:
     def views(self, places: Mapping[str, Place]) -> dict[str, memoryview]:
         """The bytes of each tensor that lies in the slot."""
         return {name: self.slot.view(p.start, p.size) for name, p in places.items() if p.region is None}
+
+    def index(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The values of index tensors, which always lie in the slot; empty where there are none."""
+        return {
+            name: np.frombuffer(self.slot.view(p.start, p.size), p.dtype)
+            for name, p in self.inputs.items()
+            if name in INDEX_TENSORS
+        }
 
     def described(self, places: Mapping[str, Place]) -> list[Tensor]:
         """The tensors as the engine is told of them: offsets are within the segment."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from functools import cache
 from importlib.metadata import version
@@ -38,7 +39,7 @@ class Info(BaseModel):
     backends: list[str] = Field(description="in the order in which `auto` prefers them")
     options: dict[str, list[str]] = Field(description="what each backend can do, of the words in `features`")
     load: dict[str, int] = Field(description="requests that are admitted now, and the bytes of their tensors")
-    limits: dict[str, int] = Field(description="bytes, counts and milliseconds, as the names say")
+    limits: dict[str, int] = Field(description="bytes, counts, seconds and milliseconds, as the names say")
 
 
 def router(service: Service) -> APIRouter:
@@ -78,6 +79,7 @@ def router(service: Service) -> APIRouter:
                 "queue_requests": settings.queue_limit,
                 "queue_bytes": settings.queue_bytes,
                 "queue_flops": settings.queue_flops,
+                "queue_seconds": math.ceil(settings.queue_seconds),
                 "batch_bytes": settings.batch_bytes,
                 "batch_flops": settings.batch_flops,
                 "default_timeout_ms": settings.default_timeout_ms,

@@ -30,6 +30,7 @@ from flashpoint_server.job import ProofJob, Timings
 from flashpoint_server.message import SafetensorsMessage, decode_json, read_text
 from flashpoint_server.messages import DeviceInfo
 from flashpoint_server.negotiation import request_encoding
+from flashpoint_server.price import Price, proof_price
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.staging import Staging
 
@@ -64,18 +65,18 @@ class VerifyRoute(ComputeRoute):
         report = (await self.run(job, call)).report
         await self.reply(call, [(b"content-type", jsonwire.MEDIA_TYPE.encode())], [report])
 
-    async def _safetensors(self, call: Call, device: DeviceInfo) -> tuple[bytes, int, Staging]:
+    async def _safetensors(self, call: Call, device: DeviceInfo) -> tuple[bytes, Price, Staging]:
         """What is asked, its price, and the tensors in their places. Raises Refusal."""
         message = await SafetensorsMessage.begin(call.body, self.service.settings.head_limit)
         inputs = message.inputs()
         options, price = self._check(dict(inputs), wire.decode_options(message.metadata), device)
         permit = self.admit(call, sum(info.nbytes for _, info in inputs))
-        permit.price(price)
+        permit.charge(price)
         staging = self.stage(inputs, {}, call.inside)
         await message.receive(call.body, staging.views(staging.inputs).values())
         return options, price, staging
 
-    async def _json(self, call: Call, device: DeviceInfo) -> tuple[bytes, int, Staging]:
+    async def _json(self, call: Call, device: DeviceInfo) -> tuple[bytes, Price, Staging]:
         permit = self.admit(call, call.body.length or call.body.limit)
         text, arrays = await read_text(call.body), Arrays()
         if (drawn := _drawn(text)) is not None:
@@ -84,14 +85,16 @@ class VerifyRoute(ComputeRoute):
             arrays, said = await decode_json(text, self.service.codec, call.body.deadline)
             infos = {name: TensorInfo(array.dtype.name, array.shape) for name, array in arrays.items()}
             request, price = self._check(infos, said, device)
-        permit.price(price)
+        permit.charge(price)
         inputs = [(name, TensorInfo(array.dtype.name, array.shape)) for name, array in arrays.items()]
         staging = self.stage(inputs, {}, call.inside)
         for name, view in staging.views(staging.inputs).items():
             view[:] = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data
         return request, price, staging
 
-    def _check(self, infos: Mapping[str, TensorInfo], said: Mapping[str, Any], device: DeviceInfo) -> tuple[bytes, int]:
+    def _check(
+        self, infos: Mapping[str, TensorInfo], said: Mapping[str, Any], device: DeviceInfo
+    ) -> tuple[bytes, Price]:
         """The options of tensors that a caller sends, in JSON, and their price. Raises Refusal 413 and 422."""
         known = (*_PROBLEM, *ANSWERS)
         if unknown := [name for name in infos if name not in known]:
@@ -108,16 +111,14 @@ class VerifyRoute(ComputeRoute):
             raise invalid(error.errors) from None
         return options.model_dump_json().encode(), self._price(spec, device)
 
-    def _price(self, spec: Spec, device: DeviceInfo) -> int:
-        """FLOPs of the problem itself. Raises Refusal 413.
-
-        A score costs about as much as 64 columns do, however few there are, and everything is there in float64, too.
-        """
+    def _price(self, spec: Spec, device: DeviceInfo) -> Price:
+        """Return what it costs to verify the problem, which is held in float64, too. Raises Refusal 413."""
         check_size(spec, device.memory // IN_FLOAT64, self.service.settings.sequence_limit)
-        columns = spec.head_dim + spec.value_dim
-        price = min(spec.flops * max(64, columns) // columns, 1 << 62)
-        if price > (most := self.service.settings.verify_flops):
-            raise Refusal("work_too_large", f"to verify this takes {price:.3g} FLOPs, over the {most:.3g} allowed")
+        price = proof_price(spec, device)
+        if price.flops > (most := self.service.settings.verify_flops):
+            raise Refusal(
+                "work_too_large", f"to verify this takes {price.flops:.3g} FLOPs, over the {most:.3g} allowed"
+            )
         return price
 
 

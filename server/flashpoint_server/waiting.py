@@ -1,8 +1,8 @@
 """The engine's queue: what runs next, and which requests run in one launch.
 
-In the order of `Submit.rank`, which is a time: that of the request, later by as long as its work takes, earlier by its
-priority. So small work passes large work that has just come, and nothing is passed for ever. Requests that share a
-launch key run in one launch, up to a budget of FLOPs and bytes; lengths, batch sizes and head counts are free.
+In the order of `Submit.rank`, which is a time: that of the request, later by ten times its predicted seconds, earlier
+by its priority. So short work passes long work, and nothing is passed for ever. Requests that share a launch key run in
+one launch, up to a budget of FLOPs and bytes; lengths, batch sizes and head counts are free.
 
 A batch closes when its budget is full, or when its oldest request has waited for `delay`; with a delay of 0 at once.
 """
@@ -67,11 +67,16 @@ class Waiting(Generic[W]):
             self._queue = [item for item in self._queue if item not in found]
         return found
 
-    def take(self, now: float, *, groups: bool) -> list[W]:
-        """The next to run, together; empty where nothing may begin. `groups` says whether a launch may."""
+    def take(self, now: float, *, groups: bool, may: Callable[[W], bool] = lambda _: True) -> list[W]:
+        """The next to run, together; empty where nothing may begin.
+
+        `groups` says whether a launch may begin, `may` which of the items that run by themselves.
+        """
         passed: set[Hashable] = set()
         for item in self._queue:
             if item.key is None:
+                if not may(item):
+                    continue
                 self._queue.remove(item)
                 return [item]
             if groups and item.key not in passed:

@@ -142,7 +142,7 @@ class InferMethod(ComputeRoute):
         for given, tensor in zip(in_raw, tensors, strict=True):
             placed.views[given.name][:] = tensor
         del message, tensors
-        job, answer = await route.solve(call, placed.spec, placed.backend, placed.staging, max(priority, head.priority))
+        job, answer = await route.solve_placed(call, placed, device, max(priority, head.priority))
         parts = await encode(model.name, VERSION, head.id, placed.wanted, job, answer, service.codec)
         await route.finish(call, job, answer, {}, parts)
         service.metrics.models.computed(model.name, answer.batch_size, job.timings.stages())

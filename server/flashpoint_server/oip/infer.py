@@ -17,6 +17,7 @@ from flashpoint_server.attention import AttentionRoute
 from flashpoint_server.body import Body
 from flashpoint_server.compute import Call, deadline_of, priority_of
 from flashpoint_server.exchange import Exchange
+from flashpoint_server.job import Answer, AttentionJob
 from flashpoint_server.message import read_text
 from flashpoint_server.messages import DeviceInfo
 from flashpoint_server.oip.answers import compressed, encode
@@ -24,6 +25,7 @@ from flashpoint_server.oip.head import Head, Input, Wanted, parse
 from flashpoint_server.oip.inflated import WINDOW_BITS, InflatedBody
 from flashpoint_server.oip.models import VERSION, Model
 from flashpoint_server.oip.regions import Region, check_apart
+from flashpoint_server.price import price_of
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.service import Service
 from flashpoint_server.staging import Staging
@@ -40,6 +42,7 @@ class Placed(NamedTuple):
 
     spec: Spec
     backend: str
+    permit: Permit
     wanted: tuple[Wanted, ...]
     staging: Staging
     views: dict[str, memoryview]
@@ -99,12 +102,20 @@ class InferRoute(AttentionRoute):
         placed = self.place(call, head, device, permit)
         await body.into([placed.views[i.name] for i in head.inputs if i.array is None and i.shared is None], rest)
 
-        job, answer = await self.solve(call, placed.spec, placed.backend, placed.staging, max(priority, head.priority))
+        job, answer = await self.solve_placed(call, placed, device, max(priority, head.priority))
         parts, fields = await encode(self._model.name, VERSION, head.id, placed.wanted, job, answer, service.codec)
         if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:  # exactly: see docs/oip.md
             parts, fields["content-encoding"] = await compressed(parts, coding), coding
         await self.finish(call, job, answer, fields, parts)
         service.metrics.models.computed(self._model.name, answer.batch_size, job.timings.stages())
+
+    async def solve_placed(
+        self, call: Call, placed: Placed, device: DeviceInfo, priority: int
+    ) -> tuple[AttentionJob, Answer]:
+        """Have a request computed whose tensors are all in their places. Raises Refusal and ClientGoneError."""
+        spec, backend, permit, _, staging, _ = placed
+        self.correct(permit, spec, backend, device, staging)
+        return await self.solve(call, spec, backend, staging, permit.price, priority)
 
     def place(self, call: Call, head: Head, device: DeviceInfo, permit: Permit | None = None) -> Placed:
         """Priced, let in unless it has a permit, and given room, with what its head has of tensors. Raises Refusal."""
@@ -115,7 +126,7 @@ class InferRoute(AttentionRoute):
         in_numbers = sum(spec.outputs[o.name].nbytes for o in wanted if not (o.binary or o.shared))
         backend = self._backend(spec, device, in_numbers)
         permit = permit or self.admit(call, spec.input_bytes + spec.output_bytes)
-        permit.price(spec.flops, call.body.deadline, self.service.engine.rate)
+        permit.charge(price_of(spec, backend, device), call.body.deadline, self.service.engine.pace)
         elsewhere = self._elsewhere(owner, head.inputs, wanted, spec)
         inputs = [(given.name, given.info) for given in head.inputs]
         staging = self.stage(inputs, spec.outputs, call.inside, elsewhere)
@@ -125,7 +136,7 @@ class InferRoute(AttentionRoute):
                 views[given.name][:] = np.ascontiguousarray(given.array).reshape(-1).view(np.uint8).data
             elif given.shared is not None and given.name in views:
                 views[given.name][:] = self.service.regions.read(owner, given.name, given.info, given.shared)
-        return Placed(spec, backend, wanted, staging, views)
+        return Placed(spec, backend, permit, wanted, staging, views)
 
     def _elsewhere(
         self, owner: str, inputs: tuple[Input, ...], wanted: tuple[Wanted, ...], spec: Spec

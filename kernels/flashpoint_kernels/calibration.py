@@ -1,0 +1,93 @@
+"""Measure how long a backend's work takes one core of this CPU: the `cost.Rates` that predictions are made of.
+
+Each rate is a difference of two small problems. They take about 0.2 s for all backends together. Time is the thread's
+own processor time, so that other work on the machine does not change the rates. For a GPU they follow from its peak.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from flashpoint_kernels.cost import NOMINAL, SCORE_OPTIONS, Rates
+from flashpoint_kernels.dispatch import run_part
+from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.reproducible import split
+from flashpoint_kernels.spec import Options
+from flashpoint_kernels.support import SUPPORT
+
+_REPEATS = 2  # the least of these counts
+_LENGTH = {"torch": 256, "tiled": 256, "reference": 96}  # some milliseconds a problem
+_NARROW, _WIDE = 16, 128  # head dimensions
+_SEQUENCES = {"torch": 2048, "tiled": 2048, "reference": 16}
+_LEAST = 0.1  # of a nominal rate: noise must not make anything free
+_OF_PEAK = 0.3  # that a kernel reaches on a GPU, as assumed: not measured on a GPU
+_INTERPRETED = Rates(2e-2, 1e-2, 1e-9, 1e-7, {})  # Triton's interpreter, measured once; nobody serves with it
+
+
+def measure(backend: str) -> Rates:
+    """Return the rates of a backend on one core of this CPU."""
+    if backend == "triton":
+        return _INTERPRETED
+    length, count = _LENGTH[backend], _SEQUENCES[backend]
+    narrow, wide = _problem(1, length, _NARROW), _problem(1, length, _WIDE)
+    one, many = (_seconds(lambda n=n: _solve(_problem(n, 1, _NARROW), backend)) for n in (1, count))
+    slow, slower = (_seconds(lambda problem=problem: run_part(problem, backend)) for problem in (narrow, wide))
+    scores = length * length * narrow.spec.q_heads
+    least = NOMINAL[backend]
+    sequence = max((many - one) / (count - 1), _LEAST * least.sequence)
+    flop = max((slower - slow) / (wide.flops - narrow.flops), _LEAST * least.flop)
+    score = max((slow - one - narrow.flops * flop) / scores, _LEAST * least.score)
+    options = {}
+    for name in SCORE_OPTIONS:
+        if name in SUPPORT[backend]:
+            problem = _with_option(narrow, name)
+            taken = _seconds(lambda problem=problem: run_part(problem, backend)) - slow
+            options[name] = max(taken / scores, _LEAST * least.options[name])
+    return Rates(max(one - sequence, _LEAST * least.call), sequence, flop, score, options)
+
+
+def _solve(problem: Problem, backend: str) -> None:
+    """Run a problem of many sequences as an engine does: cut, part after part."""
+    for part in split(problem, backend):
+        run_part(part, backend)
+
+
+def of_gpu(backend: str, peak: float) -> Rates:
+    """Return the rates of a backend on a GPU that multiplies matrices at `peak` FLOP/s."""
+    rates = NOMINAL[backend]
+    return rates._replace(flop=1 / (_OF_PEAK * peak), score=0.0, options={})
+
+
+def _problem(sequences: int, length: int, dim: int) -> Problem:
+    t = torch.full((sequences, 2, length, dim), 0.1)
+    return Problem.create(dict.fromkeys(("q", "k", "v"), t), Options())
+
+
+def _with_option(problem: Problem, name: str) -> Problem:
+    """The same problem with one of SCORE_OPTIONS."""
+    spec, tensors, options = problem.spec, dict(problem.tensors), problem.spec.options
+    if name == "softcap":
+        options = replace(options, softcap=1.0)
+    elif name == "dropout":
+        options = replace(options, dropout_p=0.5, dropout_seed=0)
+    elif name == "alibi_slopes":
+        tensors[name] = torch.zeros(spec.q_heads)
+    else:
+        dtype = torch.bool if name == "bool_mask" else torch.float32
+        tensors["attn_mask"] = torch.ones(spec.q_len, spec.kv_len, dtype=dtype)
+    return Problem.create(tensors, options)
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    """Return the processor time of this thread for a call that was made once before."""
+    call()
+    taken = []
+    for _ in range(_REPEATS):
+        began = time.thread_time()
+        call()
+        taken.append(time.thread_time() - began)
+    return min(taken)
