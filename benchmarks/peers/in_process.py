@@ -29,7 +29,7 @@ def problem(tensors: dict[str, torch.Tensor]) -> Problem:
 
 def run_on_one(tensors: dict[str, torch.Tensor]) -> None:
     """As a lane of the engine does it: the parts of the call, one after the other."""
-    for part in split(problem(tensors)):
+    for part in split(problem(tensors), "torch"):
         run([part], "torch")
 
 

@@ -95,7 +95,7 @@ def test_gradients_are_those_of_finite_differences(case: dict[str, object]) -> N
             own["q"] = own["q"][:, : row.q_len]
             own |= {n: own[n][:, : row.kv_len] for n in ("k", "v")}
             if "attn_mask" in tensors:
-                own["attn_mask"] = problem.mask_part(given.get("attn_mask", tensors["attn_mask"]), row)
+                own["attn_mask"] = problem.mask_part(given.get("attn_mask", tensors["attn_mask"]), [row])[0]
             if "alibi_slopes" in x:
                 own["alibi_slopes"] = x["alibi_slopes"].double()
             if "sinks" in given:

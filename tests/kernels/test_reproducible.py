@@ -100,9 +100,10 @@ def test_bits_of_a_request_cut_by_heads_are_those_of_the_whole(backend: str, opt
     t["attn_mask"] = torch.randn(2, 4, 600, 560, generator=torch.Generator().manual_seed(1))
     inputs = {name: x for name, x in t.items() if name != "do"}
     whole = Problem.create(inputs, Options(**options, return_lse=True))  # type: ignore[arg-type]
-    parts = split(whole)
-    assert len(parts) == 2
-    assert [len(split(part)) for part in parts] == [1, 1]
+    parts = split(whole, backend)
+    assert {part.spec.kv_heads for part in parts} == {1}
+    assert sum(len(part.rows) for part in parts) == 4  # two sequences of two heads
+    assert all(split(part, backend) == [part] for part in parts)
     run([whole], backend)
     saved = {name: x.clone() for name, x in whole.outputs.items()}
     for x in whole.outputs.values():
@@ -114,14 +115,14 @@ def test_bits_of_a_request_cut_by_heads_are_those_of_the_whole(backend: str, opt
     gradient = Problem.create(t | saved, Options(**options), "backward")  # type: ignore[arg-type]
     run([gradient], backend)
     again = Problem.create(t | saved, Options(**options), "backward")  # type: ignore[arg-type]
-    for part in reversed(split(again)):
+    for part in reversed(split(again, backend)):
         run([part], backend)
     assert all(torch.equal(again.outputs[name], x) for name, x in gradient.outputs.items())
 
 
 def test_parts_draw_the_mask_and_give_the_gradients_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout counts heads from the request's first; sinks and a mask of each head's own have gradients by head."""
-    monkeypatch.setattr(reproducible, "FLOPS_PER_PART", 1 << 10)
+    monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-7)
     t = qkv(2, 6, 20, 30, 8, kv_heads=3)
     t |= {"sinks": normal(6), "attn_mask": normal(6, 20, 30), "alibi_slopes": normal(2, 6).abs()}
     grads = ("dq", "dk", "dv", "dattn_mask", "dsinks")
@@ -130,7 +131,7 @@ def test_parts_draw_the_mask_and_give_the_gradients_of_the_whole(monkeypatch: py
     packed |= {"sinks": t["sinks"], "alibi_slopes": t["alibi_slopes"]}
     packed |= {"cu_seqlens_q": torch.tensor([0, 13, 40]), "cu_seqlens_k": torch.tensor([0, 40, 60])}
     for tensors, more in ((t, options), (packed, replace(options, layout="thd", grads=("dq", "dv", "dsinks")))):
-        assert len(split(Problem.create(tensors, more, "backward"))) == 3
+        assert len(split(Problem.create(tensors, more, "backward"), "tiled")) == 3
         found = verify(tensors, more)
         assert found.ok, [e for e in found.tensors if not e.ok]
 
@@ -139,14 +140,14 @@ def test_what_is_summed_over_heads_is_not_cut() -> None:
     t = qkv(1, 4, 800, 800, 32)
     for shape, parts in (((800, 800), 1), ((1, 800, 1), 1), ((4, 1, 1), 4), ((1, 4, 800, 800), 4)):
         problem = Problem.create(t | {"attn_mask": torch.zeros(shape)}, Options(grads=("dq", "dattn_mask")), "backward")
-        assert len(split(problem)) == parts
+        assert len(split(problem, "tiled")) == parts
 
 
 def test_parts_for_the_gradient_of_a_mask_run_on_one_thread_each() -> None:
     """A part of one head has a mask of one head, which is not one that heads share."""
     t = qkv(1, 4, 800, 800, 32) | {"attn_mask": torch.zeros(4, 800, 800)}
     problem = Problem.create(t, Options(grads=("dattn_mask",)), "backward")
-    assert [thread_count(part, part.rows[0]) for part in split(problem)] == [max(1, CORES // 4)] * 4
+    assert [thread_count(part, part.rows[0]) for part in split(problem, "tiled")] == [max(1, CORES // 4)] * 4
 
 
 def test_the_thread_count_is_a_function_of_the_sequences_own_shape() -> None:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flashpoint_kernels import Options, Problem, ProblemError, attention, attention_backward, torch_fused, verify
-from flashpoint_kernels.support import neighbours
+from flashpoint_kernels.reproducible import sharing
 from tests.conftest import DEVICE
 from tests.support.kernels.solving import backward, forward, normal, qkv, spec_of
 
@@ -105,8 +105,8 @@ def test_backward_takes_the_lse_of_any_backend() -> None:
 def test_sequences_share_a_call_while_what_is_copied_for_it_is_small() -> None:
     """A query, many keys: bfloat16 keys and values become float32, 8 MiB for a call and not 128 for the whole batch."""
     t = {name: x for name, x in qkv(64, 2, 1, 2048, 64, dtype=torch.bfloat16, seed=1).items() if name != "do"}
-    assert neighbours(spec_of(t, Options(), "forward"), "torch") == 4
-    assert neighbours(spec_of(qkv(8, 2, 2048, 1, 64), Options(), "backward"), "torch") == 4
+    problem = Problem.create(t, Options())
+    assert sharing(problem, problem.rows[0]) == 4
     with Made() as made:
         forward("torch", t)
     if DEVICE == "cpu":

@@ -7,6 +7,7 @@ import pytest
 from flashpoint_kernels.spec import Options, TensorInfo, plan
 from flashpoint_server import admission as module
 from flashpoint_server.admission import Admission, check_size
+from flashpoint_server.price import Price
 from flashpoint_server.refusal import STATUS, Refusal
 from flashpoint_server.settings import Settings
 
@@ -31,18 +32,20 @@ def test_requests_and_bytes_are_counted_while_they_are_inside():
     assert (admission.requests, admission.bytes) == (0, 0)
 
 
-def test_flops_are_counted_once_they_are_known():
-    admission = Admission(Settings(queue_flops=100))
+def test_flops_and_predicted_seconds_are_counted_once_they_are_known():
+    admission = Admission(Settings(queue_flops=100, queue_seconds=10))
     with admission.permit(0) as first, admission.permit(0) as second:
-        first.price(60)
-        assert admission.flops == 60
+        first.charge(Price(60, 6.0))
+        assert (admission.flops, admission.seconds) == (60, 6.0)
         with pytest.raises(Refusal, match="60 FLOPs, and this one 41") as caught:
-            second.price(41)
+            second.charge(Price(41, 0.1))
         assert caught.value.status == 429
-        second.price(40)
-    assert admission.flops == 0
+        with pytest.raises(Refusal, match="take 6 s of a core, and this one 4.1 s"):
+            second.charge(Price(40, 4.1))
+        second.charge(Price(40, 4.0))
+    assert (admission.flops, admission.seconds) == (0, 0)
     with admission.permit(0) as alone:
-        alone.price(1000)
+        alone.charge(Price(1000, 100.0))
 
 
 def test_the_age_of_the_oldest_request(monkeypatch):

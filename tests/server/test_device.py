@@ -50,7 +50,7 @@ def submit(inputs, outputs, room=1 << 16, **options):
         made.append(Tensor(name, "float32", shape, 0, at))
         at += 4 * int(np.prod(shape))
     packed = pack_options(Options(**options))
-    job = Submit(0, "an-id", "forward", packed, "tiled", 0, placed, made, 0, 0, 0.0, None)
+    job = Submit(0, "an-id", "forward", packed, "tiled", 0, placed, made, 0, 0, 0.0, 0.0, None)
     return Placed(job, spec_of(job), {0: memory})
 
 

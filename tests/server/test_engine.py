@@ -17,6 +17,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 from flashpoint_kernels.spec import Options, TensorInfo, plan
 from flashpoint_server import engine
+from flashpoint_server.admission import FREE
 from flashpoint_server.benchmarks import Benchmarks
 from flashpoint_server.engine import Engines, State
 from flashpoint_server.job import AttentionJob, Timings
@@ -60,7 +61,7 @@ class Bench:
         data = np.random.default_rng(0).standard_normal(info.shape, np.float32)
         for view in staging.views(staging.inputs).values():
             view[:] = data.reshape(-1).view(np.uint8).data
-        return AttentionJob(id=name, spec=spec, backend="reference", staging=staging, timings=Timings(0.0), **how)
+        return AttentionJob(id=name, spec=spec, backend="reference", staging=staging, timings=Timings(0.0), price=FREE, **how)
 
     async def answer(self, job):
         """The output of a job; its memory is released."""
@@ -187,7 +188,7 @@ def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
                 tensors = [Tensor(name, "float32", (1, 1), 7, 0) for name in "qkv"]
                 options = pack_options(Options())
                 # A late one, which is answered at once.
-                late = Submit(0, "deaf", "forward", options, "reference", 7, tensors, [], 0, 0, 0.0, 0.0)
+                late = Submit(0, "deaf", "forward", options, "reference", 7, tensors, [], 0, 0, 0.0, 0.0, 0.0)
                 message = msgspec.msgpack.encode(late)
                 deaf.settimeout(PATIENCE)
 

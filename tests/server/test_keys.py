@@ -16,6 +16,7 @@ from flashpoint_server.key_command import main as key_command
 from flashpoint_server.key_file import KeyEntry, read
 from flashpoint_server.keys import ANYONE, Keyring
 from flashpoint_server.limits import BURST, Quota, Shared, Spent
+from flashpoint_server.price import Price
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
 
@@ -223,15 +224,26 @@ def test_requests_by_the_second(clock):
 
 
 def test_a_big_request_is_let_in_and_paid_for_by_the_next(clock):
-    limited = quota(bytes_per_second=1000, flops_per_second=10)
+    limited = quota(bytes_per_second=1000, flops_per_second=10, compute_seconds_per_second=0.1)
     with Admission(Settings()).permit(60_000, limited) as permit:
-        permit.price(5)
+        permit.charge(Price(5, 0.0))
         assert refused(limited.enter, 1) == 59
-        permit.price(25)
-        assert refused(permit.price, 1) == 2
+        permit.charge(Price(25, 0.0))
+        assert refused(permit.charge, Price(1, 0.0)) == 2
         clock.now += 58.5
         assert refused(limited.enter, 1) == 1
-        permit.price(1)
+        permit.charge(Price(1, 0.0))
+
+
+def test_computing_is_limited_in_predicted_seconds_and_what_was_not_needed_is_given_back(clock):
+    limited = quota(compute_seconds_per_second=0.5)
+    with Admission(Settings()).permit(0, limited) as permit:
+        permit.charge(Price(10, 30.0))
+        assert refused(permit.charge, Price(1, 0.1)) == 59  # a bucket is as deep as what a second gives
+        permit.correct(Price(10, 3.0))
+        assert refused(permit.charge, Price(1, 0.1)) == 5
+        clock.now += 5.1
+        permit.charge(Price(1, 0.1))
 
 
 def test_requests_at_once_are_counted_until_they_have_left():

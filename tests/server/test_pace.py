@@ -1,4 +1,4 @@
-"""The measured speed of an engine, and what is refused because of it."""
+"""The measured pace of an engine, in predicted seconds a second, and the requests that are refused because of it."""
 
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ import pytest
 from flashpoint_server import admission as module
 from flashpoint_server.admission import FEW, PATIENCE, Admission
 from flashpoint_server.pace import WINDOW, Pace
+from flashpoint_server.price import Price
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
 
@@ -22,12 +23,12 @@ def stopped_clock(monkeypatch):
 def test_a_rate_is_that_of_a_window_without_a_pause():
     pace = Pace()
     pace.begin(100.0)
-    pace.did(50, 100.0 + WINDOW / 2)
+    pace.did(0.5, 100.0 + WINDOW / 2)
     assert pace.rate == 0
-    pace.did(50, 100.0 + WINDOW)
-    assert pace.rate == 100 / WINDOW
-    pace.did(300, 100.0 + 2 * WINDOW)
-    assert pace.rate == 200 / WINDOW  # half of it the new window's
+    pace.did(0.5, 100.0 + WINDOW)
+    assert pace.rate == 1 / WINDOW
+    pace.did(3, 100.0 + 2 * WINDOW)
+    assert pace.rate == 2 / WINDOW  # half of it the new window's
 
 
 def test_a_pause_is_no_work_and_tells_no_speed():
@@ -42,22 +43,22 @@ def test_a_request_that_would_wait_for_too_much_of_its_time_is_refused_at_once()
     admission = Admission(Settings())
     with ExitStack() as inside:
         for _ in range(FEW):  # so many are let in at any speed: they keep the engine busy, which shows its speed again
-            inside.enter_context(admission.permit(0)).price(1000, NOW + 1, 100.0)
+            inside.enter_context(admission.permit(0)).charge(Price(0, 10.0), NOW + 1, 1.0)
         one = inside.enter_context(admission.permit(0))
         wait = FEW * 10
-        with pytest.raises(Refusal, match=rf"takes {wait} s, and this one has {2 * wait - 1} s") as caught:
-            one.price(1000, NOW + wait / PATIENCE - 1, 100.0)
+        with pytest.raises(Refusal, match=rf"take {wait} s, and it has {2 * wait - 1} s until its deadline") as caught:
+            one.charge(Price(0, 10.0), NOW + wait / PATIENCE - 1, 1.0)
         assert caught.value.code == "queue_full"
-        one.price(1000, NOW + wait / PATIENCE, 100.0)
+        one.charge(Price(0, 10.0), NOW + wait / PATIENCE, 1.0)
 
 
 def test_a_request_that_does_not_wait_for_others_is_let_in():
     admission = Admission(Settings())
     with ExitStack() as inside:
         for _ in range(FEW):
-            inside.enter_context(admission.permit(0)).price(1000)
+            inside.enter_context(admission.permit(0)).charge(Price(0, 10.0))
         small = inside.enter_context(admission.permit(0))
-        small.price(1, NOW + 1, 100.0)  # it goes before large ones
-        small.price(1000, None, 100.0)  # without a deadline it waits for as long as it takes
-        small.price(1000, NOW + 1, 0.0)  # no speed is known
-        small.price(1000, NOW - 1, 100.0)  # late already: that is 504, once its turn comes
+        small.charge(Price(0, 0.01), NOW + 1, 1.0)  # it goes before large ones
+        small.charge(Price(0, 10.0), None, 1.0)  # without a deadline it waits for as long as it takes
+        small.charge(Price(0, 10.0), NOW + 1, 0.0)  # no speed is known
+        small.charge(Price(0, 10.0), NOW - 1, 1.0)  # late already: that is 504, once its turn comes

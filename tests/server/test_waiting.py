@@ -46,6 +46,14 @@ def test_what_runs_by_itself_goes_on_while_no_launch_may_begin():
     assert queue.take(0.0, groups=True) == [grouped]
 
 
+def test_an_item_that_may_not_begin_is_passed():
+    long, short = Item(0.0, None, flops=9), Item(1.0, None)
+    queue = waiting(long, short)
+    assert queue.take(0.0, groups=True, may=lambda item: item.flops == 1) == [short]
+    assert queue.take(0.0, groups=True, may=lambda item: item.flops == 1) == []
+    assert queue.take(0.0, groups=True) == [long]
+
+
 def test_a_budget_closes_a_batch_and_what_is_over_it_runs_alone():
     items = [Item(float(n), flops=40) for n in range(5)]
     assert waiting(*items, flops=100).take(0.0, groups=True) == items[:2]

@@ -5,12 +5,16 @@ oom-…, once-…   out of memory, always or the first time     bug-…   an une
 hang-…          the launch never ends                       gone-…  the device is lost
 unfit-…         an unexpected exception while its kernels are compiled
 late-…          its kernels are compiled only once the gate `compiled` is open
+step-…          its second part waits until the gate `step` is open
+
+Requests of the `reference` backend are launches, one at a time; those of `torch` and `tiled` are cut into parts.
 
 A gate is a file beside FLASHPOINT_TEST_GATE, with its name for a suffix; it is open while the file exists. At its start
 the engine waits while `.closed` exists, finds too little memory once where `.short` exists, and finds another device
 where `.moved` exists.
 
-It logs `queued` for a request that it has put into its queue, and `dropped` for one that it has taken out of it. On the
+It logs `queued` for a request that it has put into its queue, `part` for each part that it begins, `held` for one that
+waits, and `dropped` for a request that it has taken out of the queue. It predicts with fixed rates. On the
 CPU it does not check its backends at the start, which takes 3 s under Triton's interpreter: the tests that start the
 service's own engine cover that check.
 
@@ -21,6 +25,7 @@ import os
 import sys
 import time
 import weakref
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +33,7 @@ import msgspec
 import structlog
 import torch
 
+from flashpoint_kernels.cost import NOMINAL
 from flashpoint_server import engine_process, serving_engine
 from flashpoint_server.device import Device, DeviceLostError, OutOfMemoryError
 from flashpoint_server.messages import Channel, Done
@@ -66,6 +72,12 @@ class FaultyDevice(Device):
             super().prove()
         if gate("moved").exists():
             self.info = msgspec.structs.replace(self.info, name="cuda:7")
+
+    def measure(self, backend):
+        return NOMINAL[backend]
+
+    def cuts(self, backend):
+        return super().cuts(backend) and backend != "reference"
 
     def compile(self, job):
         if job.submit.request_id.startswith("unfit-"):
@@ -120,9 +132,21 @@ class FaultyDevice(Device):
 
 
 class TellingEngine(serving_engine.ServingEngine):
+    parts = Counter()  # that have begun, by the name of their request
+
     def _admit(self, entry):
         super()._admit(entry)
         log.debug("queued", request_id=entry.submit.request_id)
+
+    def _compute(self, entry, part, long):
+        name = entry.submit.request_id
+        self.parts[name] += 1
+        number = self.parts[name]
+        log.debug("part", request_id=name, number=number)
+        if name.startswith("step-") and number == 2:
+            log.debug("held", request_id=name)
+            FaultyDevice.wait("step")
+        super()._compute(entry, part, long)
 
     def _remove(self, unwanted):
         removed = super()._remove(unwanted)
