@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -34,8 +35,8 @@ def measure(backend: str) -> Rates:
         return _INTERPRETED
     length, count = _LENGTH[backend], _SEQUENCES[backend]
     narrow, wide = _problem(1, length, _NARROW), _problem(1, length, _WIDE)
-    one, many = (_seconds(lambda n=n: _solve(_problem(n, 1, _NARROW), backend)) for n in (1, count))
-    slow, slower = (_seconds(lambda problem=problem: run_part(problem, backend)) for problem in (narrow, wide))
+    one, many = (_seconds(partial(_solve, _problem(n, 1, _NARROW), backend)) for n in (1, count))
+    slow, slower = (_seconds(partial(run_part, problem, backend)) for problem in (narrow, wide))
     scores = length * length * narrow.spec.q_heads
     least = NOMINAL[backend]
     sequence = max((many - one) / (count - 1), _LEAST * least.sequence)
@@ -45,7 +46,7 @@ def measure(backend: str) -> Rates:
     for name in SCORE_OPTIONS:
         if name in SUPPORT[backend]:
             problem = _with_option(narrow, name)
-            taken = _seconds(lambda problem=problem: run_part(problem, backend)) - slow
+            taken = _seconds(partial(run_part, problem, backend)) - slow
             options[name] = max(taken / scores, _LEAST * least.options[name])
     return Rates(max(one - sequence, _LEAST * least.call), sequence, flop, score, options)
 

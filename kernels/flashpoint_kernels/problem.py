@@ -119,25 +119,30 @@ class Problem:
         return _one_head(t, 4)
 
     def mask_part(self, t: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Return what `rows`, of equal lengths, use of `t`, which has `attn_mask`'s own shape.
+        """Return what `rows`, of equal lengths, use of `t`, which has `attn_mask`'s own shape, or `own_part`'s of it.
 
         The shape is (n|1,Hq|1,sq|1,sk|1), 1 where the mask is broadcast. A view where the rows are consecutive.
         """
-        t = _one_head(t.reshape((1,) * (self.spec.rank - t.ndim) + tuple(t.shape)), 4)
+        t, first = self._mask_sequences(t)
         row = rows[0]
         own = t[:, :, : row.q_len if t.shape[2] > 1 else 1, : row.kv_len if t.shape[3] > 1 else 1]
         if own.shape[0] == 1:
             return own
         if _consecutive(rows):
-            return own.narrow(0, row.batch, len(rows))
-        return own.index_select(0, torch.tensor([row.batch for row in rows], device=t.device))
+            return own.narrow(0, row.batch - first, len(rows))
+        return own.index_select(0, torch.tensor([row.batch - first for row in rows], device=t.device))
 
     def put_mask_part(self, t: Tensor, rows: Sequence[Row], part: Tensor) -> None:
         """Write back what `mask_part` has copied out of `t`; a view needs nothing."""
         if part.shape[0] > 1 and not _consecutive(rows):
-            full = _one_head(t.reshape((1,) * (self.spec.rank - t.ndim) + tuple(t.shape)), 4)
+            full, first = self._mask_sequences(t)
             own = full[:, :, : part.shape[2], : part.shape[3]]
-            own.index_copy_(0, torch.tensor([row.batch for row in rows], device=t.device), part)
+            own.index_copy_(0, torch.tensor([row.batch - first for row in rows], device=t.device), part)
+
+    def _mask_sequences(self, t: Tensor) -> tuple[Tensor, int]:
+        """Return a mask with all four dimensions, and which sequence of the batch is its first."""
+        t = _one_head(t.reshape((1,) * (self.spec.rank - t.ndim) + tuple(t.shape)), 4)
+        return t, self.rows[0].batch if t.shape[0] == len(self.rows) else 0
 
     def empty_like_output(self, name: str) -> Tensor:
         """Fresh memory of the shape, layout and dtype of `o` or `lse`, for a forward whose answer is not asked."""
@@ -238,11 +243,15 @@ class Problem:
         """
         if all(0 < row.q_len == row.q_rows and 0 < row.kv_len == row.kv_rows for row in self.rows):
             return
-        for name, t in self.outputs.items():
-            self._own_part(name, t).fill_(float("-inf") if name == "lse" else 0.0)
+        for name in self.outputs:
+            self.own_part(name).fill_(float("-inf") if name == "lse" else 0.0)
 
-    def _own_part(self, name: str, t: Tensor) -> Tensor:
-        """What this problem's sequences write of an output: all of it but where it is a part of a larger problem."""
+    def own_part(self, name: str) -> Tensor:
+        """Return a view of what this problem's sequences write of an output, in its canonical dimensions.
+
+        That is all of it but in a part of a larger problem (`of_rows`): other parts may be written at the same time.
+        """
+        t = self.outputs[name]
         if not self.rows or name == "dsinks":
             return t
         first, last = self.rows[0], self.rows[-1]

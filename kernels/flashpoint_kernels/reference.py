@@ -53,7 +53,7 @@ def solve_backward(problem: Problem, dtype: torch.dtype) -> None:
     # What sequences or chunks share is summed before it is rounded to its output's dtype.
     sum_dtype = torch.promote_types(dtype, torch.float32)
     shared: dict[str, Tensor] = {
-        name: torch.zeros_like(problem.outputs[name], dtype=sum_dtype)
+        name: torch.zeros_like(problem.own_part(name), dtype=sum_dtype)
         for name in ("dattn_mask", "dsinks")
         if name in problem.outputs
     }
@@ -79,7 +79,7 @@ def solve_backward(problem: Problem, dtype: torch.dtype) -> None:
         for name in sums.keys() & {"dk", "dv"}:
             x[name].copy_(sums[name])
     for name, total in shared.items():
-        problem.outputs[name].copy_(total)
+        problem.own_part(name).copy_(total)
 
 
 def _gradients(

@@ -59,7 +59,7 @@ def backward(problems: Sequence[Problem]) -> None:
         # What is summed over sequences or heads is, in float32: in its output where that is its dtype, else rounded at
         # the end. A mask of which each score has its own number is written where its gradient belongs.
         shared: dict[str, Tensor] = {
-            name: problem.outputs[name].float().zero_()
+            name: problem.own_part(name).float().zero_()
             for name in ("dattn_mask", "dsinks")
             if name in problem.outputs and not (name == "dattn_mask" and _own_mask(problem))
         }
@@ -75,8 +75,8 @@ def backward(problems: Sequence[Problem]) -> None:
                 if "dattn_mask" in own:
                     problem.put_mask_part(mask, rows, own["dattn_mask"])
         for name, total in shared.items():
-            if total is not problem.outputs[name]:
-                problem.outputs[name].copy_(total)
+            if total.dtype != problem.outputs[name].dtype:
+                problem.own_part(name).copy_(total)
 
 
 def _own_mask(problem: Problem) -> bool:

@@ -1,11 +1,11 @@
-"""Short sequences that share calls of an operator: right, with the bits that each has alone, in any order of lengths."""
+"""Short sequences share calls of an operator: the answers are right and have the bits that each sequence has alone."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashpoint_kernels import Options, Problem, verify
+from flashpoint_kernels import Options, Problem, reproducible, verify
 from flashpoint_kernels.cost import NOMINAL, extent_of, flops_of, seconds_of
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.reproducible import PART_SECONDS, sharing, split
@@ -101,8 +101,9 @@ def test_bits_are_those_of_each_sequence_alone(lengths, layout, heads, dim, dtyp
 
 
 @given(
-    lengths=LENGTHS, layout=st.sampled_from(["bhsd", "bshd", "thd"]), mask=st.sampled_from(["none", "own", "shared", "row"]),
-    extras=st.booleans(), options=OPTIONS, backend=st.sampled_from(["torch", "tiled"]),
+    lengths=LENGTHS, layout=st.sampled_from(["bhsd", "bshd", "thd"]),
+    mask=st.sampled_from(["none", "own", "shared", "row"]), extras=st.booleans(), options=OPTIONS,
+    backend=st.sampled_from(["torch", "tiled"]),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
 def test_answers_agree_with_float64(lengths, layout, mask, extras, options, backend):
@@ -139,6 +140,28 @@ def test_what_is_summed_over_sequences_is_not_cut_between_them():
         assert {len(part.rows) < 2048 for part in parts} == {cut}, grads
     own = t | {"attn_mask": normal(2048, 1, 4, 4)}
     assert len(split(Problem.create(own, Options(grads=("dattn_mask",)), "backward"), "tiled")) > 1
+
+
+@pytest.mark.parametrize("mask", ["own", "row"])
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_writes_the_answers_of_its_own_sequences_alone(backend, mask, dtype, monkeypatch):
+    """In any order of the parts, which may run at the same time."""
+    lengths = [(0, 3), (2, 3), (2, 0), (1, 3), (2, 3)]
+    t = problem_of(lengths, "bhsd", 2, 8, dtype, mask, False)
+    t["attn_mask"] = t["attn_mask"].to(dtype)
+    options = Options(grads=("dq", "dk", "dv", "dattn_mask"))
+    whole = Problem.create(t, options, "backward")
+    run_part(whole, backend)
+    monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-9)
+    for order in (1, -1):
+        problem = Problem.create(t, options, "backward")
+        parts = split(problem, backend)
+        assert [len(part.rows) for part in parts if not part.first_head] == [1] * 5
+        for part in parts[::order]:
+            run_part(part, backend)
+        for name, x in whole.outputs.items():
+            assert torch.equal(problem.outputs[name], x), name
 
 
 def test_only_sequences_of_one_thread_share_a_call():

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from flashpoint_kernels import Options, Problem, ProblemError, attention, attention_backward, torch_fused, verify
 from flashpoint_kernels.reproducible import sharing
 from tests.conftest import DEVICE
-from tests.support.kernels.solving import backward, forward, normal, qkv, spec_of
+from tests.support.kernels.solving import backward, forward, normal, qkv
 
 SCHEMAS = {
     "_scaled_dot_product_flash_attention_for_cpu":

@@ -61,7 +61,9 @@ class Bench:
         data = np.random.default_rng(0).standard_normal(info.shape, np.float32)
         for view in staging.views(staging.inputs).values():
             view[:] = data.reshape(-1).view(np.uint8).data
-        return AttentionJob(id=name, spec=spec, backend="reference", staging=staging, timings=Timings(0.0), price=FREE, **how)
+        return AttentionJob(
+            id=name, spec=spec, backend="reference", staging=staging, timings=Timings(0.0), price=FREE, **how
+        )
 
     async def answer(self, job):
         """The output of a job; its memory is released."""

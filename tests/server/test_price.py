@@ -1,4 +1,4 @@
-"""The price of a request: FLOPs, and the seconds that it is predicted to take, from its head and then from its lengths."""
+"""The price of a request: its FLOPs and predicted seconds, from its head and then from its lengths."""
 
 import numpy as np
 import pytest

@@ -28,6 +28,7 @@ import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import structlog
@@ -132,7 +133,7 @@ class FaultyDevice(Device):
 
 
 class TellingEngine(serving_engine.ServingEngine):
-    parts = Counter()  # that have begun, by the name of their request
+    parts: ClassVar = Counter()  # that have begun, by the name of their request
 
     def _admit(self, entry):
         super()._admit(entry)
