@@ -92,8 +92,11 @@ def test_bits_do_not_depend_on_the_callers_thread_count() -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "tiled"])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "layout": "bshd"}])
-def test_bits_of_a_request_cut_by_heads_are_those_of_the_whole(backend: str, options: dict[str, object]) -> None:
+def test_bits_of_a_request_cut_by_heads_are_those_of_the_whole(
+    backend: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On two heads a key/value head, in both layouts, with a mask of each head's own where the backend takes one."""
+    monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-4)
     t = qkv(2, 4, 600, 560, 32, kv_heads=2)
     if options.get("layout") == "bshd":
         t = {name: x.transpose(1, 2).contiguous() for name, x in t.items()}
@@ -136,15 +139,17 @@ def test_parts_draw_the_mask_and_give_the_gradients_of_the_whole(monkeypatch: py
         assert found.ok, [e for e in found.tensors if not e.ok]
 
 
-def test_what_is_summed_over_heads_is_not_cut() -> None:
+def test_what_is_summed_over_heads_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-4)
     t = qkv(1, 4, 800, 800, 32)
     for shape, parts in (((800, 800), 1), ((1, 800, 1), 1), ((4, 1, 1), 4), ((1, 4, 800, 800), 4)):
         problem = Problem.create(t | {"attn_mask": torch.zeros(shape)}, Options(grads=("dq", "dattn_mask")), "backward")
         assert len(split(problem, "tiled")) == parts
 
 
-def test_parts_for_the_gradient_of_a_mask_run_on_one_thread_each() -> None:
+def test_parts_for_the_gradient_of_a_mask_run_on_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of one head has a mask of one head, which is not one that heads share."""
+    monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-4)
     t = qkv(1, 4, 800, 800, 32) | {"attn_mask": torch.zeros(4, 800, 800)}
     problem = Problem.create(t, Options(grads=("dattn_mask",)), "backward")
     assert [thread_count(part, part.rows[0]) for part in split(problem, "tiled")] == [max(1, CORES // 4)] * 4
