@@ -5,7 +5,7 @@ oom-…, once-…   out of memory, always or the first time     bug-…   an une
 hang-…          the launch never ends                       gone-…  the device is lost
 unfit-…         an unexpected exception while its kernels are compiled
 late-…          its kernels are compiled only once the gate `compiled` is open
-step-…          its second part waits until the gate `step` is open
+step-…          its second part waits, and no further one begins, until the gate `step` is open
 
 Requests of the `reference` backend are launches, one at a time; those of `torch` and `tiled` are cut into parts.
 
@@ -148,6 +148,11 @@ class TellingEngine(serving_engine.ServingEngine):
             log.debug("held", request_id=name)
             FaultyDevice.wait("step")
         super()._compute(entry, part, long)
+
+    def _has_lane(self, entry):
+        name = entry.submit.request_id
+        held = name.startswith("step-") and self.parts[name] >= 2 and not gate("step").exists()
+        return not held and super()._has_lane(entry)
 
     def _remove(self, unwanted):
         removed = super()._remove(unwanted)

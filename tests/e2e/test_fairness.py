@@ -1,0 +1,104 @@
+"""A large request lets small ones pass between its parts, and stops there when its client leaves or it is late."""
+
+import concurrent.futures
+
+import pytest
+import torch
+
+from tests.support.messages import message, normal, post, problem
+from tests.support.servers import wait_for
+from tests.support.short_sequences import KINDS, short_sequences
+from tests.support.sockets import nothing_inside, send
+
+SMALL = message({name: normal(1, 2, 5, 8, seed=seed) for seed, name in enumerate("qkv")})
+
+
+@pytest.fixture
+def pool():
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+@pytest.fixture
+def step(gated):
+    """The gate of the second part of a request named step-…; open at the end."""
+    gate = gated.gate("step")
+    gate.unlink(missing_ok=True)
+    yield gate
+    gate.touch()
+
+
+def parts_of(gated, name):
+    return [line for line in list(gated.server.lines) if line["event"] == "part" and line["request_id"] == name]
+
+
+def wait_held(gated, name):
+    """Until the second part of the request waits at its gate."""
+    gated.server.wait_for_line(lambda line: line["event"] == "held" and line["request_id"] == name)
+
+
+# The engine of the tests runs requests of `reference` whole: they have a test of their own.
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "plain" else pytest.mark.slow) for kind in KINDS[:-1]]
+)
+def test_a_small_request_is_answered_between_the_parts_of_a_large_one(gated, pool, step, kind):
+    tensors, options = short_sequences(kind)
+    large = gated.post(pool, "step", message(tensors, **options))
+    wait_held(gated, large.name)
+    assert post(gated.server, "/attention", SMALL).status == 200
+    assert not large.done()
+    step.touch()
+    answer = large.result()
+    assert len(parts_of(gated, large.name)) > 2
+    if kind == "dropout":
+        assert set(answer.tensors["o"].unique().tolist()) == {0.0, 2.0}
+    else:
+        assert torch.equal(answer.tensors["o"], torch.ones_like(tensors["q"]))
+
+
+def test_a_request_whose_client_leaves_starts_no_further_part(gated, step):
+    tensors, options = short_sequences("plain")
+    with send(gated.server, message(tensors, **options), request_id="step-leaves"):
+        wait_held(gated, "step-leaves")
+    assert gated.server.wait_for_request("step-leaves")["code"] == "client_gone"
+    gated.wait_dropped("step-leaves")
+    step.touch()
+    nothing_inside(gated.server)
+    assert post(gated.server, "/attention", SMALL).status == 200
+    assert len(parts_of(gated, "step-leaves")) == 2
+
+
+def test_a_late_request_starts_no_further_part(gated, pool, step):
+    """Its deadline passes while its second part runs, or before."""
+    tensors, options = short_sequences("plain")
+    late = gated.post(pool, "step", message(tensors, **options), x_timeout_ms=2000)
+    problem(late.result(), 504, "deadline_exceeded")
+    gated.wait_dropped(late.name)
+    step.touch()
+    nothing_inside(gated.server)
+    assert post(gated.server, "/attention", SMALL).status == 200
+    assert len(parts_of(gated, late.name)) <= 2
+
+
+@pytest.mark.slow
+def test_a_small_request_passes_an_exact_one_of_many_sequences(server, pool):
+    """The large one takes 20 s of a core in float64. Its client leaves, and its other parts are not computed."""
+    tensors, options = short_sequences("reference")
+    with send(server, message(tensors, **options), request_id="exact"):
+        wait_for(lambda: server.get("/info")[1]["load"]["requests"], lambda: "it does not arrive")
+        assert post(server, "/attention", SMALL).status == 200
+        assert server.get("/info")[1]["load"]["requests"] == 1
+    assert server.wait_for_request("exact")["code"] == "client_gone"
+    nothing_inside(server)
+
+
+@pytest.mark.slow
+def test_a_price_in_predicted_seconds_fills_the_queue(start_server):
+    server = start_server(queue_seconds=0.01)
+    tensors, options = short_sequences("reference")
+    large = message(tensors, **options)
+    with send(server, large, request_id="first"):
+        wait_for(lambda: server.get("/info")[1]["load"]["requests"], lambda: "it does not arrive")
+        refused = post(server, "/attention", large)
+        problem(refused, 429, "queue_full")
+        assert "s of a core" in refused.json["detail"]
