@@ -42,8 +42,8 @@ LARGE = (8, 16, 1024, 64)  # 32 MiB each
 PATH = "/v2/models/attention/infer"
 
 
-def infer(tensors: dict[str, np.ndarray[Any, Any]]) -> tuple[bytes, dict[str, str]]:
-    """A request in bytes, and its header fields."""
+def infer(tensors: dict[str, np.ndarray[Any, Any]], **options: Any) -> tuple[bytes, dict[str, str]]:
+    """Return a request in bytes, and its header fields."""
     inputs = [
         {
             "name": name,
@@ -53,7 +53,7 @@ def infer(tensors: dict[str, np.ndarray[Any, Any]]) -> tuple[bytes, dict[str, st
         }
         for name, t in tensors.items()
     ]
-    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True, **options}}).encode()
     return head + b"".join(t.tobytes() for t in tensors.values()), {"inference_header_content_length": str(len(head))}
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +64,9 @@ class Problem:
     cut_of: int = 0  # key/value heads of the request that this is a part of, see `heads`; 0 for a whole one
     first_head: int = 0  # which query head of that request is its first
     threads: int = 0  # that it may have beyond `reproducible.thread_count`, for they do not change its bits; 0: none
+    # The calls of a backend that read and write in place. An engine runs a problem again, with other numbers in the
+    # same memory, and need not make the views of a small call anew. Not shared with what `replace` makes of it.
+    calls: list[Any] = field(default_factory=list, init=False)
 
     @classmethod
     def create(
@@ -128,13 +132,13 @@ class Problem:
         own = t[:, :, : row.q_len if t.shape[2] > 1 else 1, : row.kv_len if t.shape[3] > 1 else 1]
         if own.shape[0] == 1:
             return own
-        if _consecutive(rows):
+        if consecutive(rows):
             return own.narrow(0, row.batch - first, len(rows))
         return own.index_select(0, torch.tensor([row.batch - first for row in rows], device=t.device))
 
     def put_mask_part(self, t: Tensor, rows: Sequence[Row], part: Tensor) -> None:
         """Write back what `mask_part` has copied out of `t`; a view needs nothing."""
-        if part.shape[0] > 1 and not _consecutive(rows):
+        if part.shape[0] > 1 and not consecutive(rows):
             full, first = self._mask_sequences(t)
             own = full[:, :, : part.shape[2], : part.shape[3]]
             own.index_copy_(0, torch.tensor([row.batch - first for row in rows], device=t.device), part)
@@ -164,7 +168,7 @@ class Problem:
         inputs = {name: self.canonical(name, t) for name, t in self.tensors.items() if name not in _NOT_OF_ROWS}
         outputs = {name: self.canonical(name, t) for name, t in self.outputs.items() if name not in _NOT_OF_ROWS}
         for rows in self._alike(most):
-            if _consecutive(rows):
+            if consecutive(rows):
                 yield rows, {name: _own(name, view, rows) for name, view in (inputs | outputs).items()}
                 continue
             gathered = {name: _gathered(name, view, rows) for name, view in inputs.items()}
@@ -176,6 +180,10 @@ class Problem:
     def _alike(self, most: Callable[[Row], int] | None) -> Iterator[tuple[Row, ...]]:
         if most is None:
             yield from ((row,) for row in self.rows)
+            return
+        if len(self.rows) == 1:
+            if most(self.rows[0]):
+                yield self.rows
             return
         alike: dict[tuple[int, int], list[Row]] = {}
         for row in self.rows:
@@ -282,8 +290,8 @@ _KEY_ROWS = {"k", "v", "dk", "dv"}
 _NOT_OF_ROWS = {*INDEX_TENSORS, "attn_mask", "dattn_mask", "dsinks"}
 
 
-def _consecutive(rows: Sequence[Row]) -> bool:
-    """Whether the memory of sequences of equal lengths lies together, so that a view shows them."""
+def consecutive(rows: Sequence[Row]) -> bool:
+    """Return whether the memory of sequences of equal lengths lies together, so that a view shows them."""
     return rows[-1].index - rows[0].index == len(rows) - 1
 
 

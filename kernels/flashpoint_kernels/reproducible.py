@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -180,20 +179,27 @@ def with_all_threads(problem: Problem) -> Problem:
     return replace(problem, threads=torch.get_num_threads())
 
 
-@contextmanager
-def threads(problem: Problem, row: Row) -> Iterator[None]:
-    """Run torch's CPU operations with the threads that `problem` may have; the count before is restored."""
-    if problem.device.type != "cpu":
-        yield
-        return
-    before, wanted = torch.get_num_threads(), problem.threads or thread_count(problem, row)
-    if before != wanted:
-        torch.set_num_threads(wanted)
-    try:
-        yield
-    finally:
-        if before != wanted:
-            torch.set_num_threads(before)
+def threads(problem: Problem, row: Row) -> exactly:
+    """Run torch's CPU operations with the threads that `problem` may have, of which `row` is the longest sequence."""
+    return exactly(0 if problem.device.type != "cpu" else problem.threads or thread_count(problem, row))
+
+
+class exactly:  # noqa: N801  # a context manager, which reads as a word
+    """Run torch's CPU operations with `count` threads, 0 for as many as there are; the count before is restored."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._before = 0
+
+    def __enter__(self) -> int:
+        if self._count and (before := torch.get_num_threads()) != self._count:
+            torch.set_num_threads(self._count)
+            self._before = before
+        return self._count
+
+    def __exit__(self, *_: object) -> None:
+        if self._before:
+            torch.set_num_threads(self._before)
 
 
 def aligned(t: Tensor, dtype: torch.dtype) -> Tensor:

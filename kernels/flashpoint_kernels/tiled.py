@@ -168,8 +168,9 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
             if own_mask:
                 out["dattn_mask"][:, :, i0:i1, j0:j1] = parted(ds, 0, t.each)
             elif "dattn_mask" in out:
-                part = _part(out["dattn_mask"], i0, i1, j0, j1)
-                part += parted(ds, 0, t.each).sum_to_size(part.shape)
+                part, own = _part(out["dattn_mask"], i0, i1, j0, j1), parted(ds, 0, t.each)
+                # First of each sequence, as it would be by itself.
+                part += own.sum_to_size(own.shape[0], *part.shape[1:]).sum_to_size(part.shape)
             if slope is not None:
                 ds.mul_(slope)
             if dq is not None:

@@ -47,17 +47,18 @@ class AttentionRoute(ComputeRoute):
             arrays, options = await read_json(body, service.codec)
             inputs = [(name, TensorInfo(array.dtype.name, array.shape)) for name, array in arrays.items()]
             spec = make_spec(dict(inputs), options, self._direction)
-            backend = self._backend(spec, device, spec.output_bytes if wanted.is_json else 0)
+            backend = self._backend(spec, device)
+            self._check_numbers(spec.output_bytes if wanted.is_json else 0)
             permit.charge(price_of(spec, backend, device), body.deadline, service.engine.pace)
             staging = self.stage(inputs, spec.outputs, inside)
             for name, view in staging.views(staging.inputs).items():
                 view[:] = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data
         else:
             message = await SafetensorsMessage.begin(body, settings.head_limit)
-            spec = message.spec(self._direction)
-            backend = self._backend(spec, device, spec.output_bytes if wanted.is_json else 0)
+            spec, backend, price, _ = message.plan(self._direction, device, self._backend)
+            self._check_numbers(spec.output_bytes if wanted.is_json else 0)
             permit = self.admit(call, spec.input_bytes + spec.output_bytes)
-            permit.charge(price_of(spec, backend, device), body.deadline, service.engine.pace)
+            permit.charge(price, body.deadline, service.engine.pace)
             staging = self.stage(message.inputs(), spec.outputs, inside)
             await message.receive(body, staging.views(staging.inputs).values())
         self.correct(permit, spec, backend, device, staging)
@@ -108,17 +109,16 @@ class AttentionRoute(ComputeRoute):
         await self.reply(call, [(name.encode(), value.encode()) for name, value in said.items()], parts)
         self.service.metrics.took(job.timings.stages())
 
-    def _backend(self, spec: Spec, device: DeviceInfo, as_json: int) -> str:
-        """The backend that will run `spec`, once that is known to fit, `as_json` bytes of its answer in numbers.
-
-        Raises Refusal 413 and 422.
-        """
+    def _backend(self, spec: Spec, device: DeviceInfo) -> str:
+        """Return the backend that will run `spec`, once that is known to fit. Raises Refusal 413 and 422."""
         try:
             backend = choose_backend(spec, device.backends)
         except ProblemError as error:
             raise invalid(error.errors) from None
-        settings = self.service.settings
-        check_size(spec, device.memory, settings.sequence_limit)
-        if as_json > (limit := settings.json_limit):
-            raise Refusal("work_too_large", f"an answer of {as_json} bytes is over JSON's limit of {limit}")
+        check_size(spec, device.memory, self.service.settings.sequence_limit)
         return backend
+
+    def _check_numbers(self, size: int) -> None:
+        """Check the bytes of an answer that are sent as JSON numbers. Raises Refusal 413."""
+        if size > (limit := self.service.settings.json_limit):
+            raise Refusal("work_too_large", f"an answer of {size} bytes is over JSON's limit of {limit}")

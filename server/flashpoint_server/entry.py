@@ -53,6 +53,7 @@ class Asked:
 
     spec: Spec
     parts: list[Problem] = field(default_factory=list)
+    lengths: Lengths = NO_LENGTHS  # of those
     alone: Batch | None = None  # what it amounts to by itself
 
     @cached_property
@@ -152,21 +153,20 @@ class Entry:
         tensors = [*submit.inputs, *submit.outputs] if isinstance(submit, Submit) else submit.inputs
         return submit.segment in segments and all(t.segment in segments for t in tensors)
 
-    def problem(self, device: Device) -> list[Problem]:
-        """What it asks, in parts. Raises Refusal 422."""
-        assert self.asked is not None
-        if self.asked.by_value or self.asked.spec.batch > FEW_SEQUENCES:
-            return device.parts(self.placed)
-        if not self.asked.parts:
-            self.asked.parts = device.parts(self.placed)
-        return self.asked.parts
-
     def cut(self, device: Device) -> None:
-        """Make its parts. Raises Refusal 422."""
-        self.parts.extend(parts := self.problem(device))
+        """Make its parts, or take those that were made before. Raises Refusal 422."""
+        asked = self.asked
+        assert asked is not None
+        if not (parts := asked.parts):
+            parts = device.parts(self.placed)
+            self.lengths = Lengths.of([row for part in parts if not part.first_head for row in part.rows])
+            if not (asked.by_value or self.many):
+                asked.parts, asked.lengths = parts, self.lengths
+        else:
+            self.lengths = asked.lengths
+        self.parts.extend(parts)
         self.left, self.seed = len(parts), parts[0].seed
-        self.part_seconds = self.submit.seconds / max(len(parts), 1)
-        self.lengths = Lengths.of([row for part in parts if not part.first_head for row in part.rows])
+        self.part_seconds = self.submit.seconds / len(parts)
 
     @property
     def long(self) -> bool:

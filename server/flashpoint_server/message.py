@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -15,6 +15,8 @@ from flashpoint.validation import field_problems
 from flashpoint_kernels.spec import Direction, Options, ProblemError, Spec, TensorInfo, plan
 from flashpoint_server.body import Body
 from flashpoint_server.codec import Arrays, Codec
+from flashpoint_server.messages import DeviceInfo
+from flashpoint_server.price import Price, price_of
 from flashpoint_server.refusal import Refusal, invalid
 
 M = TypeVar("M", bound=BaseModel)
@@ -31,12 +33,22 @@ def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direc
         raise invalid(error.errors) from None
 
 
+class Plan(NamedTuple):
+    """How a problem will be computed: on which backend of `device`, at which price."""
+
+    spec: Spec
+    backend: str
+    price: Price
+    device: DeviceInfo
+
+
 @dataclass(frozen=True)
 class _Reading:
     """A head, and the problems it was found to ask for. Shared between requests: nothing in it changes."""
 
     head: wire.Head
     specs: dict[Direction, Spec] = field(default_factory=dict)
+    plans: dict[Direction, Plan] = field(default_factory=dict)
 
 
 def _read(text: bytes) -> _Reading:
@@ -86,6 +98,18 @@ class SafetensorsMessage:
         if direction not in specs:
             specs[direction] = make_spec(dict(self.inputs()), wire.decode_options(head.metadata), direction)
         return specs[direction]
+
+    def plan(self, direction: Direction, device: DeviceInfo, choose: Callable[[Spec, DeviceInfo], str]) -> Plan:
+        """Return the plan of the problem: the one made before for this head and `device`, else a new one.
+
+        `choose` returns the backend. Raises Refusal 413 and 422.
+        """
+        plans = self._reading.plans
+        if (plan := plans.get(direction)) is None or plan.device is not device:
+            spec = self.spec(direction)
+            backend = choose(spec, device)
+            plan = plans[direction] = Plan(spec, backend, price_of(spec, backend, device), device)
+        return plan
 
     @property
     def metadata(self) -> dict[str, str]:

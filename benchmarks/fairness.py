@@ -1,0 +1,245 @@
+"""Time small requests while others send the most expensive ones that they may: `python benchmarks/fairness.py`.
+
+Each row has one kind of large request, 65,536 sequences of one token, over one protocol. Four clients in a process of
+their own keep one such request in flight each, and one client sends small requests one after the other. In the last
+rows all large requests come with one key that has a limit, and the small ones with another key. The percentiles of the
+small requests, and the seconds of a large request alone, go to benchmarks/results/fairness-<cpu>.json. Takes about
+five minutes. Exits with 1 where a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import http.client
+import json
+import multiprocessing
+import os
+import re
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from protocol import PATH, infer
+from rpc import METHOD, free_port
+from rpc import message as rpc_message
+from serving import ROOT, SMALL, environment, message, service, target
+
+from flashpoint import wire
+from flashpoint_server.grpc import protos
+
+COUNT = 65536
+LARGE = 4  # requests in flight
+PATIENCE = 120.0  # seconds for one answer; a longer wait is a failure of the run
+OPTIONS: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 2.0},
+    "dropout": {"dropout_p": 0.5, "dropout_seed": 1},
+    "reference": {"backend": "reference"},
+}
+KINDS = ("plain", "mask", "kv_lengths", "thd", *OPTIONS)
+PROTOCOLS = ("http", "oip", "grpc")
+LIMITS = {"1 MFLOP/s": {"flops_per_second": 1e6}, "one request at a time": {"concurrent": 1}}
+Tensors = dict[str, np.ndarray[Any, Any]]
+
+
+def large(kind: str) -> tuple[Tensors, dict[str, Any]]:
+    one = np.ones((COUNT, 1, 1, 1), np.float32)
+    tensors, options = {"q": one, "k": one, "v": one}, dict(OPTIONS.get(kind, {}))
+    if kind == "mask":
+        tensors["attn_mask"] = np.zeros((COUNT, 1, 1, 1), np.float32)
+    elif kind == "kv_lengths":
+        tensors["kv_lengths"] = np.ones(COUNT, np.int64)
+    elif kind == "thd":
+        starts = np.arange(COUNT + 1, dtype=np.int64)
+        tensors = {name: t[:, 0] for name, t in tensors.items()} | {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        options["layout"] = "thd"
+    return tensors, options
+
+
+class Caller:
+    """One client with one prepared request, on a connection that is kept."""
+
+    def __init__(
+        self, protocol: str, ports: dict[str, int], tensors: Tensors, options: dict[str, Any], key: str
+    ) -> None:
+        self._key = {"Authorization": f"Bearer {key}"} if key else {}
+        if protocol == "grpc":
+            request = protos.message("inference.ModelInferRequest").FromString(rpc_message(tensors))
+            for name, value in options.items():
+                kind = {int: "int64_param", float: "double_param", str: "string_param"}[type(value)]
+                setattr(request.parameters[name], kind, value)
+            unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+            self._channel = grpc.insecure_channel(f"127.0.0.1:{ports['grpc']}", options=unlimited)
+            self._call, self._body = self._channel.unary_unary(METHOD), request.SerializeToString()
+            self.send = self._grpc
+            return
+        self._http = http.client.HTTPConnection("127.0.0.1", ports["http"], timeout=PATIENCE)
+        if protocol == "oip":
+            self._body, fields = infer(tensors, **options)
+            self._path = PATH
+            self._headers = {name.replace("_", "-"): value for name, value in fields.items()} | self._key
+        else:
+            self._path, self._body = "/attention", message(tensors, **options)
+            self._headers = {"Content-Type": wire.MEDIA_TYPE} | self._key
+        self.send = self._over_http
+
+    def _over_http(self) -> bool:
+        self._http.request("POST", self._path, self._body, self._headers)
+        answer = self._http.getresponse()
+        answer.read()
+        if answer.status not in (200, 429):
+            raise RuntimeError(f"{self._path}: {answer.status}")
+        return answer.status == 200
+
+    def _grpc(self) -> bool:
+        try:
+            self._call(self._body, timeout=PATIENCE, metadata=[(n.lower(), value) for n, value in self._key.items()])
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise
+            return False
+        return True
+
+
+def load(protocol: str, ports: dict[str, int], kind: str, key: str, answered: Any, stop: Any) -> None:
+    """Keep LARGE requests in flight until `stop`; count those that were answered."""
+
+    def one() -> None:
+        caller = Caller(protocol, ports, *large(kind), key)
+        while not stop.is_set():
+            if caller.send():
+                with answered.get_lock():
+                    answered.value += 1
+
+    for _ in range(LARGE):
+        threading.Thread(target=one, daemon=True).start()
+    stop.wait()
+
+
+@contextlib.contextmanager
+def loaded(protocol: str, ports: dict[str, int], kind: str, key: str) -> Iterator[Any]:
+    """Large requests come while this is open; yields how many were answered."""
+    spawn = multiprocessing.get_context("spawn")
+    answered, stop = spawn.Value("i", 0), spawn.Event()
+    child = spawn.Process(target=load, args=(protocol, ports, kind, key, answered, stop))
+    child.start()
+    try:
+        yield answered
+    finally:
+        stop.set()
+        child.join(PATIENCE)
+
+
+def inside(port: int) -> int:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as connection:
+        connection.request("GET", "/info", headers={"Authorization": "Bearer small-caller"})
+        found: int = json.load(connection.getresponse())["load"]["requests"]
+        return found
+
+
+def wait(port: int, least: int, most: int = 1 << 30) -> None:
+    """Until so many requests are inside."""
+    deadline = time.monotonic() + PATIENCE
+    while not least <= inside(port) <= most:
+        if time.monotonic() > deadline:
+            raise RuntimeError("the load does not come, or does not end")
+        time.sleep(0.01)
+
+
+def row(
+    protocol: str, ports: dict[str, int], kind: str, calls: int, *, key: str = "", limit: str = ""
+) -> dict[str, Any]:
+    """One row of the table: small requests alone, a large one alone, and small ones beside large ones."""
+    t = np.random.default_rng(0).random(SMALL, np.float32)
+    small = Caller("http", ports, dict.fromkeys("qkv", t), {}, "small-caller")
+    alone = [seconds(small) for _ in range(calls)]
+    big = Caller(protocol, ports, *large(kind), "small-caller")
+    large_alone = [seconds(big) for _ in range(1 if kind == "reference" else 3)]
+    with loaded(protocol, ports, kind, key or "small-caller") as answered:
+        wait(ports["http"], 1 if limit else LARGE)
+        before, began = answered.value, time.perf_counter()
+        beside = []
+        while len(beside) < calls or time.perf_counter() - began < 2.0:
+            beside.append(seconds(small))
+        done = answered.value - before
+    wait(ports["http"], 0, 0)
+    found = {
+        "kind": kind,
+        "protocol": protocol,
+        **({"limit": limit} if limit else {}),
+        "large_alone_seconds": round(statistics.median(large_alone), 4),
+        "large_answered": done,
+        "small_calls": len(beside),
+        "small_alone_ms": percentiles(alone),
+        "small_beside_ms": percentiles(beside),
+    }
+    print(json.dumps(found), flush=True)
+    return found
+
+
+def seconds(caller: Caller) -> float:
+    began = time.perf_counter()
+    if not caller.send():
+        raise RuntimeError("a request of the measurement was refused")
+    return time.perf_counter() - began
+
+
+def percentiles(found: list[float]) -> dict[str, float]:
+    return {f"p{p}": round(float(np.percentile(found, p)) * 1e3, 2) for p in (50, 99, 100)}
+
+
+def keys(path: Path) -> None:
+    """Three keys: of the small requests, without limits, and one for each of LIMITS."""
+    names = {"small-caller": {}, **{f"limited-{n}": limit for n, limit in enumerate(LIMITS.values())}}
+    lines = []
+    for name, limits in names.items():
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        lines += [f"[{name}]", f'sha256 = "{digest}"', 'rights = ["attention", "info"]']
+        lines += [f"{field} = {value}" for field, value in limits.items()]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--calls", type=int, default=200, help="small requests of each row, at least")
+    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS)
+    parser.add_argument("--protocols", nargs="*", default=PROTOCOLS, choices=PROTOCOLS)
+    asked = parser.parse_args()
+    about, rows = environment() | {"grpcio": grpc.__version__}, []
+    with tempfile.TemporaryDirectory() as folder:
+        keys(file := Path(folder) / "keys.toml")
+        ports = {"grpc": free_port()}
+        os.environ |= {"FLASHPOINT_GRPC_PORT": str(ports["grpc"]), "FLASHPOINT_API_KEYS_FILE": str(file)}
+        with service() as (_, ports["http"], _):
+            for protocol in asked.protocols:
+                rows += [row(protocol, ports, kind, asked.calls) for kind in asked.kinds]
+            for n, limit in enumerate(LIMITS):
+                for kind in asked.kinds:
+                    rows.append(row("http", ports, kind, asked.calls, key=f"limited-{n}", limit=limit))
+    worst = max(one["small_beside_ms"]["p99"] for one in rows)
+    targets = [target("p99 of a small request beside large ones", worst, "ms", most=250.0)]
+    if "plain" in asked.kinds:
+        plain = max(one["large_alone_seconds"] for one in rows if one["kind"] == "plain")
+        targets.append(target(f"{COUNT} sequences of one token, plain", plain, "seconds", most=1.0))
+    result = {"environment": about, "small_shape": SMALL, "large_in_flight": LARGE, "targets": targets, "rows": rows}
+    for one in targets:
+        print(f"{one['what']:<50} {one['value']:>8} {one['unit']:<8} at most {one['at_most']:<8} "
+              f"{'met' if one['met'] else 'MISSED'}")  # fmt: skip
+    name = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
+    path = asked.out / f"fairness-{name}.json"
+    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    print(f"written: {path}")
+    return 0 if all(one["met"] for one in targets) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
