@@ -160,9 +160,8 @@ class Call:
 
     def reads(self, x: Mapping[str, Tensor]) -> bool:
         """Return whether the operators read the tensors `x` themselves, not copies, and no mask."""
-        return self.bias is None and all(
-            t.data_ptr() == x[n].data_ptr() for n, t in zip("qkv", (self.q, self.k, self.v))
-        )
+        given = ((self.q, x["q"]), (self.k, x["k"]), (self.v, x["v"]))
+        return self.bias is None and all(t.data_ptr() == own.data_ptr() for t, own in given)
 
     def answer(self, x: Mapping[str, Tensor]) -> None:
         """Write o, and lse where it is asked, of a forward."""
