@@ -1,7 +1,6 @@
 """The tile loop: any shape, stride and mix of options, in memory that does not grow with Sq·Sk."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -9,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashpoint_kernels import Options, Problem, reproducible, run, tiled, verify
-from flashpoint_kernels.timing.memory import peak_bytes
+from flashpoint_kernels import Options, Problem, run, tiled, verify
 from tests.conftest import DEVICE
+from tests.support.kernels.made import Made
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
 
@@ -138,33 +137,22 @@ def test_sharp_softmax_does_not_overflow() -> None:
     torch.testing.assert_close(o[clear], expected[clear], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="memory of the process")
 @pytest.mark.parametrize("solve", [forward, backward])
-def test_peak_memory_is_a_fraction_of_the_materialised(
-    solve: Callable[..., object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Less than a twentieth of a float64 matrix of scores, which the reference would hold if it did not cut it."""
+def test_a_tile_is_a_fraction_of_the_materialised(solve: Callable[..., object]) -> None:
+    """Less than a hundredth of a float32 matrix of scores."""
     n = 8192
-    # A thread holds a tile of its own, however many cores the machine has.
-    monkeypatch.setattr(reproducible, "CORES", 2)
-    call = partial(solve, "tiled", qkv(1, 1, n, n, 16), window=(512, 0))
-    call()  # what libraries keep after the first call is not counted
-    held = peak_bytes(call, "cpu")
-    if held is not None:
-        assert held < n * n * 8 / 20
+    t = qkv(1, 1, n, n, 16)
+    with Made() as made:
+        solve("tiled", t, window=(512, 0))
+    assert 0 < made.largest < n * n * 4 / 100
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="memory of the process")
 def test_a_tile_of_many_heads_is_no_larger_than_that_of_one() -> None:
     """The gradient of a mask that 32 heads share, which is not cut by heads: tiles of 1024 × 256 would hold 32 MiB."""
     t = qkv(1, 32, 1024, 1024, 8) | {"attn_mask": normal(1024, 1024)}
-
-    def call() -> None:
+    with Made() as made:
         backward("tiled", t, grads=["dattn_mask"])
-
-    call()
-    if (held := peak_bytes(call, "cpu")) is not None:
-        assert held < 24 << 20
+    assert 0 < made.largest <= 4 << 20
 
 
 @pytest.mark.parametrize("size", [(5, 5, 6), (300, 300, 64), (129, 130, 20)], ids=str)

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from flashpoint_kernels import Options, Problem, ProblemError, attention, attention_backward, torch_fused, verify
 from flashpoint_kernels.reproducible import sharing
 from tests.conftest import DEVICE
+from tests.support.kernels.made import Made
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
 SCHEMAS = {
@@ -39,20 +38,6 @@ SCHEMAS = {
         "Tensor philox_seed, Tensor philox_offset, float dropout_p, bool[4] grad_input_mask, bool is_causal=False, *, "
         "float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)",
 }  # fmt: skip
-
-
-class Made(TorchDispatchMode):
-    """`largest`: the bytes of the largest tensor that an operator made while this was entered."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        found = func(*args, **(kwargs or {}))
-        for x in tree_leaves(found):
-            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given:
-                self.largest = max(self.largest, x.untyped_storage().nbytes())
-        return found
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -1,0 +1,21 @@
+"""What operators make: the memory that a computation needs, whatever else the process does meanwhile."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Made(TorchDispatchMode):
+    """Inside, `largest` is the bytes of the largest tensor that an operator has made in this thread."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        found = func(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, x.untyped_storage().nbytes())
+        return found
