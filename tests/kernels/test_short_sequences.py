@@ -71,13 +71,16 @@ def solved(t, options, direction, backend):
     return problem.outputs
 
 
-@given(
+any_problem = given(
     lengths=LENGTHS, layout=st.sampled_from(["bhsd", "bshd", "thd"]), heads=st.sampled_from([1, 2, 4]),
     dim=st.sampled_from([1, 8, 24]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     mask=st.sampled_from(["none", "own", "shared", "row"]), extras=st.booleans(), options=OPTIONS,
     backend=st.sampled_from(["torch", "tiled"]),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+
+
+@any_problem
+@settings(max_examples=25)
 def test_bits_are_those_of_each_sequence_alone(lengths, layout, heads, dim, dtype, mask, extras, options, backend):
     """Forward and gradients, the sequences of one request against requests of one sequence."""
     t = problem_of(lengths, layout, heads, dim, dtype, "none" if layout == "thd" else mask, extras)
@@ -106,7 +109,7 @@ def test_bits_are_those_of_each_sequence_alone(lengths, layout, heads, dim, dtyp
     mask=st.sampled_from(["none", "own", "shared", "row"]), extras=st.booleans(), options=OPTIONS,
     backend=st.sampled_from(["torch", "tiled"]),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25)
 def test_answers_agree_with_float64(lengths, layout, mask, extras, options, backend):
     """All options, with every gradient that the problem has."""
     mask = "none" if layout == "thd" else mask
@@ -118,6 +121,13 @@ def test_answers_agree_with_float64(lengths, layout, mask, extras, options, back
         given = Options(**options, **more, layout=layout, grads=grads, backend="tiled")
     found = verify(t, given)
     assert found.ok, [e for e in found.tensors if not e.ok]
+
+
+@pytest.mark.slow
+@any_problem
+@settings(max_examples=300)
+def test_bits_of_more_problems_are_those_of_each_sequence_alone(**drawn):
+    test_bits_are_those_of_each_sequence_alone.hypothesis.inner_test(**drawn)
 
 
 @pytest.mark.parametrize("backend", ["torch", "tiled", "reference"])
