@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from starlette.types import Receive, Scope
 
 from flashpoint_server.places import Places
-from flashpoint_server.protocol import EXTENSION, Direct
+from flashpoint_server.protocol import EXTENSION, GRACE, Direct
 from flashpoint_server.refusal import Refusal, out_of_time
 from flashpoint_server.settings import Settings
 
@@ -72,12 +72,11 @@ class Body:
             self.complete = self.direct.ended
             return self._took(chunk)
         end = self._patience(time.monotonic())
-        try:
-            async with asyncio.timeout(end - time.monotonic()):
-                chunk = await self._chunk()
-        except TimeoutError:
-            raise self._too_late(end) from None
-        return self._took(chunk)
+        for left in (end - time.monotonic(), GRACE):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    return self._took(await self._chunk())
+        raise self._too_late(end)
 
     def _took(self, chunk: bytes) -> bytes:
         self._received += len(chunk)
@@ -123,12 +122,14 @@ class Body:
         over: asyncio.Future[None] = loop.create_future()  # received, or given up
         timer: asyncio.TimerHandle | None = None
 
-        def look() -> None:
+        def look(grace: float = GRACE) -> None:
             nonlocal timer
             self._received = before + places.filled_bytes
             due = self._patience(max(began, places.filled_last))
             if (left := due - time.monotonic()) > 0:
                 timer = loop.call_later(left, look)
+            elif grace:
+                timer = loop.call_later(grace, look, 0.0)
             elif not over.done():
                 over.set_exception(self._too_late(due))
 

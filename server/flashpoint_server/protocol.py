@@ -12,6 +12,7 @@ States of a connection: parsing (`_Parsing`) → receiving (`_Receiver`) → par
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import socket
 from collections.abc import Callable, Iterator
@@ -31,6 +32,8 @@ EXTENSION = "flashpoint.direct"
 # Bytes of one read for the parser. What it sees of a body is copied several times on its way: let it be little.
 PARSED_AT_ONCE = 1 << 15
 _SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # of all connections: what is read is copied before the next read
+# An event loop that had to wait for a core runs its timers before it looks at its sockets: what is late may be there.
+GRACE = 0.02  # seconds to look
 ENCRYPTED_AT_ONCE = 1 << 20  # bytes: half a millisecond, for which all others wait
 
 # Bounds of a request's head; nginx and h11 have the same of bytes, more fields than a browser, a proxy and we send.
@@ -91,7 +94,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         if self._late is None:
-            self._late = self.loop.call_later(self.config.header_timeout, self.transport.abort)
+            self._late = self.loop.call_later(self.config.header_timeout, self._look_once_more)
+
+    def _look_once_more(self) -> None:
+        self._late = self.loop.call_later(GRACE, self.transport.abort)
 
     def _head_is_there(self) -> None:
         self.barren = 0
@@ -285,14 +291,14 @@ class Direct:
     async def _left(self, end: float) -> bool:
         """Wait until the transport has sent all it holds; at `end` drop the connection, and say False."""
         http = self._http
-        try:
-            async with asyncio.timeout_at(end):
-                await http.flow.drain()
-        except TimeoutError:
-            http.transport.abort()  # which the transport does in a later turn of the loop: until then it may still send
-            await http.flow.drain()
-            return False
-        return True
+        for seconds in (end - http.loop.time(), GRACE):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await http.flow.drain()
+                    return True
+        http.transport.abort()  # which the transport does in a later turn of the loop: until then it may still send
+        await http.flow.drain()
+        return False
 
 
 def _pieces(parts: list[Part]) -> Iterator[list[Part]]:
