@@ -93,7 +93,8 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _invalid)
     for path, route in posts.items():  # known to the framework, which answers any other method with 405
         app.router.routes.append(Route(path, route, methods=["POST"]))
-    for router in (status.router, benchmark_routes.router, oip.router, memory_routes.router, page.router):
+    memory = (memory_routes.router, memory_routes.cuda_router)
+    for router in (status.router, benchmark_routes.router, oip.router, *memory, page.router):
         app.include_router(routes := router(service))
         words |= {part for route in routes.routes for part in _words(route)}
     openapi.install(app, PATHS)
