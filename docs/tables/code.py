@@ -22,9 +22,10 @@ from .markdown import ROOT, table
 WHEN = {
     "malformed_body": "the body cannot be parsed: bad JSON, a bad safetensors head, offsets that overlap or overrun, "
     "fewer or more bytes than the head says",
-    "malformed_head": "the request is not HTTP/1.1",
+    "malformed_head": "the request is not HTTP/1.1, or its `Host` is missing, doubled or not valid",
     "unauthorized": "no key, or one that is not known",
-    "forbidden": "the key has not that right",
+    "forbidden": "the key lacks this permission",
+    "cross_site": "a browser sent it for a page of another site, whose origin `--cors-origins` does not allow",
     "not_found": "no such address",
     "method_not_allowed": "the address has other methods; `Allow` names them",
     "not_acceptable": "`Accept` takes neither encoding",
@@ -33,11 +34,13 @@ WHEN = {
     "work_too_large": "the work could never fit: the device's memory, the limit of sequences, a JSON answer's limit, "
     "a verification's",
     "unsupported_media_type": "the body has another type than the two, or a content coding",
+    "host_not_allowed": "the server does not answer to this `Host`: see `--allowed-hosts`",
     "invalid_request": "well-formed, but not valid: names, shapes, dtypes, values of options and of headers; `errors` "
     "names each field",
     "queue_full": "as many requests, bytes, FLOPs or benchmarks are inside as may be",
     "key_limit": "over the limits of the key; `Retry-After` says when it may again, at least after",
     "head_too_large": "the request's line and fields are over 64 KiB, or the fields over 128",
+    "transfer_encoding": "`Transfer-Encoding` is not `chunked`",
     "internal_error": "our bug, logged with the request's id",
     "not_ready": "the server is starting, or its engine starts again",
     "draining": "the server is shutting down",

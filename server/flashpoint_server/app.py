@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
 
@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
-from starlette.routing import Match, Route
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flashpoint_kernels.spec import Direction
@@ -80,7 +80,8 @@ def create_app(
     posts["/verify"] = VerifyRoute(service)
     for model in MODELS.values():
         posts |= dict.fromkeys(oip.infer_paths(model), InferRoute(service, model))
-    told = (posts.keys(), service.metrics, service.traces)
+    words = {part for path in posts for part in path.split("/")}
+    told = (posts.keys(), service.metrics, service.traces, words, service.sites.check)
     direct: Mapping[str, ASGIApp] = posts
     if settings.cors_origins:
         app.add_middleware(Cors, settings)
@@ -92,13 +93,18 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _invalid)
     for path, route in posts.items():  # known to the framework, which answers any other method with 405
         app.router.routes.append(Route(path, route, methods=["POST"]))
-    app.include_router(status.router(service))
-    app.include_router(benchmark_routes.router(service))
-    app.include_router(oip.router(service))
-    app.include_router(memory_routes.router(service))
-    app.include_router(page.router(service))
+    memory = (memory_routes.router, memory_routes.cuda_router)
+    for router in (status.router, benchmark_routes.router, oip.router, *memory, page.router):
+        app.include_router(routes := router(service))
+        words |= {part for route in routes.routes for part in _words(route)}
     openapi.install(app, PATHS)
     return app
+
+
+def _words(route: BaseRoute) -> Iterable[str]:
+    """The parts of its path that are the same in every request."""
+    assert isinstance(route, Route)
+    return (part for part in route.path.split("/") if "{" not in part)
 
 
 _ENDLESS = "/events"  # of a job, as long as it goes on

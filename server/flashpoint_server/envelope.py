@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +21,29 @@ if TYPE_CHECKING:
 
 log = structlog.stdlib.get_logger("flashpoint.http")
 
+_PARTS = 8  # of a path; /v2's longest has 7
 _NO_GUESSING = (b"x-content-type-options", b"nosniff")  # a browser takes an answer for what it says it is
 
 
 class Envelope:
-    """ASGI middleware, the outermost of ours; requests to `paths` are counted by their path, and traced."""
+    """ASGI middleware, the outermost of ours; requests to `paths` are counted by their path, and traced.
 
-    def __init__(self, app: ASGIApp, paths: Collection[str], metrics: Metrics, traces: Traces | None) -> None:
+    `words` are those that the addresses are made of: no other part of a path is logged, as it may be a key. `check`
+    raises Refusal for a request that no route is to see.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        paths: Collection[str],
+        metrics: Metrics,
+        traces: Traces | None,
+        words: Collection[str] = (),
+        check: Callable[[Exchange, str | None], None] | None = None,
+    ) -> None:
         self.app = app
+        self._words = words
+        self._check = check
         self._paths = paths
         self._metrics = metrics
         self._traces = traces
@@ -59,22 +74,29 @@ class Envelope:
             await send(message)
 
         try:
-            await self.app(scope, counted_receive, stamped_send)
+            try:
+                if self._check is not None:
+                    self._check(exchange, (scope.get("server") or (None,))[0])
+            except Refusal as refusal:
+                await send_refusal(stamped_send, exchange, refusal)
+            else:
+                await self.app(scope, counted_receive, stamped_send)
         except ClientGoneError:
             exchange.code = exchange.code or "client_gone"  # or cut off, and told why
         except Exception as error:
             log.exception("failed", request_id=exchange.request_id, error=type(error).__name__)
             if exchange.status is not None:
                 raise  # half an answer cannot be taken back: the connection is closed under it
-            refusal = Refusal("internal_error", "an error of the server, logged with this request's id")
-            await send_refusal(stamped_send, exchange, refusal)
+            said = Refusal("internal_error", "an error of the server, logged with this request's id")
+            await send_refusal(stamped_send, exchange, said)
         finally:
             seconds = time.perf_counter() - exchange.arrived
             known = exchange.path in self._paths
             self._metrics.ended(exchange, exchange.path if known else "other", seconds)
             if known and self._traces is not None:
                 self._traces.request(exchange, exchange.path)
-            self._log.info("request", **_said(exchange, seconds))
+            route = exchange.path if known else _masked(exchange.path, self._words)
+            self._log.info("request", **_said(exchange, route, seconds))
 
 
 async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more: bool = False) -> None:
@@ -91,12 +113,18 @@ async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-def _said(exchange: Exchange, seconds: float) -> Mapping[str, Any]:
+def _masked(path: str, words: Collection[str]) -> str:
+    """Return the path with * for each part that is not one of `words`, and for all beyond `_PARTS` parts."""
+    first, *parts = path.split("/", _PARTS)
+    return "/".join((first and "*", *(part if part in words else "*" for part in parts)))
+
+
+def _said(exchange: Exchange, route: str, seconds: float) -> Mapping[str, Any]:
     """Its log line."""
     fields: dict[str, Any] = {
         "request_id": exchange.request_id,
         "method": exchange.method,
-        "route": exchange.path,
+        "route": route,
         "status": exchange.status,
         "bytes_in": exchange.bytes_in,
         "bytes_out": exchange.bytes_out,

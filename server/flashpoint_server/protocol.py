@@ -15,15 +15,21 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator
 
 import httptools
+import structlog
 import uvicorn
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from flashpoint_server.encode import Part
 from flashpoint_server.exchange import Exchange
+from flashpoint_server.half_closed import HalfClosed
+from flashpoint_server.heads import HEAD_BYTES, too_large, with_host_of, wrong
+from flashpoint_server.http10 import answering, persistence
+from flashpoint_server.metrics import Metrics
 from flashpoint_server.places import Places
 from flashpoint_server.refusal import MEDIA_TYPE, Refusal
 
@@ -36,15 +42,9 @@ _SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # of all connections: what is 
 GRACE = 0.02  # seconds to look
 ENCRYPTED_AT_ONCE = 1 << 20  # bytes: half a millisecond, for which all others wait
 
-# Bounds of a request's head; nginx and h11 have the same of bytes, more fields than a browser, a proxy and we send.
-HEAD_BYTES = 1 << 16
-HEAD_FIELDS = 128
+MALFORMED = "malformed"  # the route, in metrics, of what is no request
 
-_WHY = {
-    "malformed_head": "this is not HTTP/1.1",
-    "malformed_body": "the chunks of the body are not HTTP/1.1's",
-    "head_too_large": "the request's head is too large",
-}
+log = structlog.stdlib.get_logger("flashpoint.http")
 
 
 class Config(uvicorn.Config):
@@ -52,6 +52,8 @@ class Config(uvicorn.Config):
 
     header_timeout = 10.0
     answer_timeout = 20.0
+    metrics: Metrics
+    half_closed: HalfClosed
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -64,7 +66,7 @@ class HttpProtocol(HttpToolsProtocol):
     """
 
     config: Config
-    wrong = "malformed_head"  # what a head is that cannot be parsed
+    wrong: Refusal | None = None  # of a head that the parser would take
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -78,6 +80,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.parsing = _Parsing(self)
         self.running: RequestResponseCycle | None = None
         self.watcher: Callable[[], None] | None = None
+        self.half_closed = False
         _switch(self, self.parsing)
 
     @property
@@ -86,9 +89,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     def looked_at(self) -> None:
         """After a read that ended otherwise than with a head or with some of a body."""
+        if self.transport.is_closing():
+            return
         if self.barren > HEAD_BYTES:
-            self.wrong = "head_too_large"
-            self.send_400_response("")
+            self.wrong = too_large()
+            self.send_400_response("the head has no end")
         elif self.cycle is None or self.cycle.response_complete:
             self._await_head()
 
@@ -106,21 +111,44 @@ class HttpProtocol(HttpToolsProtocol):
             self._late = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what cannot be parsed, as a problem, unless it came while another request was to be answered first."""
+        """Refuse what cannot be parsed, as a problem, unless it came while another request was to be answered first.
+
+        `msg` is the parser's reason.
+        """
         cycle = self.cycle
-        if cycle is None or cycle.response_complete:
-            self._send_problem(self.wrong, secrets.token_hex(16))
-        elif cycle is self.running and cycle.more_body and not cycle.response_started:
-            exchange = Exchange.open(cycle.scope)  # type: ignore[arg-type]  # which types it more closely
-            exchange.status, exchange.code = 400, "malformed_body"
-            exchange.bytes_out = self._send_problem(exchange.code, exchange.request_id)
-            cycle.disconnected = True  # whoever reads the body hears that there is no more, and nobody to answer
-            cycle.message_event.set()
+        if cycle is not None and not cycle.response_complete and cycle.more_body:
+            self._refuse_body(cycle)
+        else:
+            self._refuse_head(msg, answered=cycle is None or cycle.response_complete)
         self.transport.close()
 
-    def _send_problem(self, code: str, request_id: str) -> int:
+    def _refuse_body(self, cycle: RequestResponseCycle) -> None:
+        if cycle is self.running and not cycle.response_started:
+            exchange = Exchange.open(cycle.scope)  # type: ignore[arg-type]  # which types it more closely
+            refusal = Refusal("malformed_body", "the chunks of the body are not HTTP/1.1's")
+            exchange.status, exchange.code = refusal.status, refusal.code
+            exchange.bytes_out = self._send_problem(refusal, exchange.request_id)
+            cycle.disconnected = True  # whoever reads the body hears that there is no more, and nobody to answer
+            cycle.message_event.set()
+
+    def _refuse_head(self, reason: str, *, answered: bool) -> None:
+        """No route sees it, so it is counted and logged here: once for a connection, which ends."""
+        refusal = self.wrong or Refusal("malformed_head", "this is not HTTP/1.1")
+        exchange = Exchange("", "", {}, secrets.token_hex(16), status=refusal.status, code=refusal.code)
+        if answered:
+            exchange.bytes_out = self._send_problem(refusal, exchange.request_id)
+        self.config.metrics.ended(exchange, MALFORMED, time.perf_counter() - exchange.arrived)
+        log.warning(
+            "malformed request",
+            request_id=exchange.request_id,
+            peer=self.client and f"{self.client[0]}:{self.client[1]}",
+            status=exchange.status,
+            code=exchange.code,
+            reason=self.wrong.detail if self.wrong else reason,
+        )
+
+    def _send_problem(self, refusal: Refusal, request_id: str) -> int:
         """The bytes of its body."""
-        refusal = Refusal(code, _WHY[code])
         body = refusal.body(request_id)
         fields = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n"
         self.transport.write(b"%s%sconnection: close\r\n\r\n" % (STATUS_LINE[refusal.status], fields.encode()) + body)
@@ -131,9 +159,8 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             while data:
                 data = self._parse(data)
-        except httptools.HttpParserError:
-            self.logger.warning("Invalid HTTP request received.")
-            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserError as error:
+            self.send_400_response(str(error))
 
     def _parse(self, data: bytes) -> bytes:
         """What is to be parsed next: a head that wishes for another protocol (RFC 9110, §7.8) again, without the wish.
@@ -155,11 +182,16 @@ class HttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # it comes again: see `_parse`
         self._head_is_there()
-        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-        if size > HEAD_BYTES or len(self.headers) > HEAD_FIELDS:
-            self.wrong = "head_too_large"
-            raise ValueError("too much of a head")  # which the parser makes an error of its own
+        version = self.parser.get_http_version()
+        if not self.url.startswith(b"/"):
+            self.headers[:] = with_host_of(self.url, self.headers)
+        if refusal := wrong(version, self.url, self.headers):
+            self.wrong = refusal
+            raise ValueError(refusal.code)  # which the parser makes an error of its own
         super().on_headers_complete()
+        if version == "1.0":
+            self.cycle.keep_alive = self.parser.should_keep_alive()
+            self.cycle.waiting_for_100_continue = False  # which that version has not (RFC 9110, §10.1.1)
         self.scope["extensions"] = {EXTENSION: {"direct": Direct(self)}}
 
     def on_message_complete(self) -> None:
@@ -181,9 +213,40 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self.running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = answering(app, cycle)  # type: ignore[arg-type, assignment]  # which types them more closely
         super()._start_asgi_task(cycle, app)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether to keep the connection, now that the client sends no more: for the answers it waits for."""
+        running = self.running
+        if self.secure or running is None or running.response_complete or running.more_body:
+            return False  # nor is there half a connection of TLS
+        try:
+            self.config.half_closed.watch(self.transport.get_extra_info("socket"), self.transport.abort)
+        except OSError:  # no descriptor is left to wait with
+            return False
+        self.half_closed = True
+        if self.cycle is not running and self.cycle.more_body:
+            self.pipeline.popleft()
+            self.cycle = self.pipeline[0][0] if self.pipeline else running
+        self.cycle.keep_alive = False
+        if self.watcher is not None:
+            self.ask_whether_there()
+        return True
+
+    def ask_whether_there(self) -> None:
+        """Write to a client that has ended its sending: one that has gone answers with a reset.
+
+        This is an interim answer, which every client of HTTP/1.1 skips (RFC 9110, §15.2).
+        """
+        running = self.running
+        if running is not None and not running.response_started and running.scope["http_version"] != "1.0":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.half_closed:
+            self.config.half_closed.forget(self.transport.get_extra_info("socket"))
         if self.running is not None:
             self.running.disconnected = True  # uvicorn tells the last that came, which may wait behind this one
         super().connection_lost(exc)
@@ -256,7 +319,9 @@ class Direct:
         if self.gone:
             gone()
         http.watcher = gone
-        if not http.pipeline:
+        if http.half_closed:
+            http.ask_whether_there()
+        elif not http.pipeline:
             http.flow.resume_reading()  # else nobody would see it go
 
     def unwatch(self) -> None:
@@ -271,7 +336,7 @@ class Direct:
         if self.gone:
             return True
         cycle.response_started = True
-        fields = [*cycle.default_headers, *headers] + ([] if cycle.keep_alive else [(b"connection", b"close")])
+        fields = [*cycle.default_headers, *headers, *persistence(cycle)]
         head = b"".join((STATUS_LINE[status], *(b"%s: %s\r\n" % field for field in fields), b"\r\n"))
         end = http.loop.time() + seconds
         for piece in _pieces([head, *parts]) if http.secure else [[head, *parts]]:
@@ -317,7 +382,7 @@ class _State(asyncio.BufferedProtocol):
     def __init__(self, http: HttpProtocol) -> None:
         self._http = http
 
-    def eof_received(self) -> None:
+    def eof_received(self) -> bool | None:
         return None  # closes the transport: half a body is no request
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -332,6 +397,9 @@ class _State(asyncio.BufferedProtocol):
 
 class _Parsing(_State):
     """Every read goes through HTTP's parser."""
+
+    def eof_received(self) -> bool | None:
+        return self._http.eof_received()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return _SCRATCH

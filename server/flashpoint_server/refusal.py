@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from itertools import islice
@@ -15,6 +16,7 @@ STATUS = {
     "malformed_head": 400,
     "unauthorized": 401,
     "forbidden": 403,
+    "cross_site": 403,
     "not_found": 404,
     "method_not_allowed": 405,
     "not_acceptable": 406,
@@ -22,11 +24,13 @@ STATUS = {
     "body_too_large": 413,
     "work_too_large": 413,
     "unsupported_media_type": 415,
+    "host_not_allowed": 421,
     "invalid_request": 422,
     "queue_full": 429,
     "key_limit": 429,
     "head_too_large": 431,
     "internal_error": 500,
+    "transfer_encoding": 501,
     "not_ready": 503,
     "draining": 503,
     "out_of_memory": 503,
@@ -34,6 +38,9 @@ STATUS = {
     "deadline_exceeded": 504,
 }
 MOST_ERRORS = 32  # that one answer lists
+LONGEST_NAME = 200  # characters of a name or a value that an error repeats
+LONGEST_MESSAGE = 600  # characters of one error
+_LONG_NAME = re.compile(rf"\S{{{LONGEST_NAME + 1},}}")
 _RETRY_AFTER = {
     "queue_full": 1,
     "key_limit": 1,
@@ -57,8 +64,8 @@ class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours
     ) -> None:
         super().__init__(detail)
         self.code = code
-        self.detail = detail
         self.errors = tuple(errors)
+        self.detail = detail if self.errors else shortened(detail)
         self.status = STATUS[code]
         self.headers = dict(headers or {})
         if code in _RETRY_AFTER:
@@ -84,9 +91,23 @@ class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours
         return json.dumps(self.document(request_id), ensure_ascii=False).encode("utf-8", "replace")
 
 
+def shortened(text: str) -> str:
+    """Return an error's text without the middle of each long name or value in it, which a caller may have sent."""
+    if len(text) <= LONGEST_NAME:
+        return text
+    return _cut(_LONG_NAME.sub(lambda found: _cut(found[0], LONGEST_NAME), text), LONGEST_MESSAGE)
+
+
+def _cut(text: str, most: int) -> str:
+    end = most // 3
+    return text if len(text) <= most else f"{text[: most - end - 1]}…{text[-end:]}"
+
+
 def invalid(errors: Iterable[tuple[str, str]]) -> Refusal:
     """422, naming each field that is wrong, as far as a person would read; what has no name is the request's."""
-    listed = tuple((field or "request", message) for field, message in islice(errors, MOST_ERRORS))
+    listed = tuple(
+        (_cut(field or "request", LONGEST_NAME), shortened(message)) for field, message in islice(errors, MOST_ERRORS)
+    )
     return Refusal("invalid_request", "; ".join(f"{field}: {message}" for field, message in listed), errors=listed)
 
 

@@ -19,6 +19,7 @@ from flashpoint_server.metrics import Metrics
 from flashpoint_server.oip.regions import Regions
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
+from flashpoint_server.sites import Sites
 
 if TYPE_CHECKING:
     from flashpoint_server.traces import Traces
@@ -43,6 +44,7 @@ class Service:
         self.regions = Regions(settings.shared_memory_bytes, engines.forget_segment)
         self.codec = Codec()
         self.keys = Keyring(settings, shared)
+        self.sites = Sites(settings.allowed_hosts, settings.cors_origins)
         self.admission = Admission(settings)
         self.draining = False
         self._working = 0

@@ -7,8 +7,11 @@ and the exit code is 0. A second signal ends it at once, with 1.
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from ipaddress import ip_address
 from types import FrameType
@@ -21,6 +24,7 @@ from fastapi import FastAPI
 from flashpoint_server import supervisor, tls
 from flashpoint_server.app import create_app
 from flashpoint_server.engine import State
+from flashpoint_server.half_closed import HalfClosed
 from flashpoint_server.parent import keep_what_is_there, raise_descriptor_limit
 from flashpoint_server.protocol import Config, HttpProtocol
 from flashpoint_server.service import Service
@@ -29,6 +33,7 @@ from flashpoint_server.settings import Settings
 if TYPE_CHECKING:
     from flashpoint_server.grpc.server import RpcServer
 
+WARNING_SECONDS = 60  # between two lines that say the same
 LAST_BYTES = 1  # seconds, when it stops: what was admitted has been waited for, and this is for errors
 
 log = structlog.stdlib.get_logger("flashpoint.serving")
@@ -45,6 +50,7 @@ class _Server(uvicorn.Server):
         self.failed = False  # to listen for gRPC
         self.forced = False  # by a second signal
         self._draining: asyncio.Task[None] | None = None
+        self._next_warning = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -116,7 +122,18 @@ class _Server(uvicorn.Server):
         self._service.engine.close()
         self.should_exit = True
 
+    def _look_for_descriptors(self, now: float) -> None:
+        """Say that connections are dropped: the loop drops them without a word when there is no descriptor left."""
+        try:
+            os.close(os.eventfd(0))
+        except OSError as error:
+            if now >= self._next_warning:
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                log.error("connections are dropped", error=str(error), limit=limit, advice="raise ulimit -n")
+                self._next_warning = now + WARNING_SECONDS
+
     async def on_tick(self, counter: int) -> bool:
+        self._look_for_descriptors(time.monotonic())
         return await super().on_tick(counter) or self._service.engine.state is State.FAILED
 
 
@@ -173,6 +190,8 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
     raise_descriptor_limit()
     service: Service = app.state.service
     settings = service.settings
+    if ip_address(listener.getsockname()[0]).is_loopback and not service.keys.locked:
+        service.sites.only_loopback()
     config = Config(
         app,
         loop="uvloop",
@@ -188,6 +207,7 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
     )
     config.header_timeout = settings.header_timeout
     config.answer_timeout = 2 * settings.body_timeout  # later than a route's own, which says what happened
+    config.metrics, config.half_closed = service.metrics, HalfClosed()
     config.load()
     if settings.tls_cert is not None:
         config.ssl = tls.context(settings.tls_cert, settings.tls_key, settings.tls_client_ca)

@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from flashpoint import wire
 from flashpoint_server import tls
 from flashpoint_server.key_file import RIGHTS, read
+from flashpoint_server.sites import host_name
 
 MIB = 1 << 20
 
@@ -67,6 +68,9 @@ class Settings(BaseSettings):
     """PEM file of the certificate, and of those between it and its authority: HTTPS in place of HTTP"""
     cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
     """comma-separated origins whose pages may call from a browser, such as https://example.org; * is any"""
+
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
+    """comma-separated hosts that requests may name, without port, beside loopback names; *.example.org, * is any"""
 
     body_limit: Bytes = 1024 * MIB
     """bytes of a request's body"""
@@ -138,7 +142,7 @@ class Settings(BaseSettings):
         """Whether there is something that SIGHUP has read again."""
         return self.api_keys_file is not None or self.tls_cert is not None
 
-    @field_validator("api_keys", "cors_origins", mode="before")
+    @field_validator("api_keys", "cors_origins", "allowed_hosts", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
@@ -169,6 +173,15 @@ class Settings(BaseSettings):
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"{origin!r} is no origin, such as https://example.org, and not *")
         return origins
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            name = host.removeprefix("*.")
+            if host != "*" and ("*" in name or host_name(name) != name.lower()):
+                raise ValueError(f"{host!r} is no host name or address without a port, no *.example.org, and not *")
+        return hosts
 
     @field_validator("shared_memory_bytes")
     @classmethod

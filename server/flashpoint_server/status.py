@@ -1,4 +1,4 @@
-"""GET /health/live, /health/ready, /info and /metrics."""
+"""GET /health, /health/live, /health/ready, /info and /metrics."""
 
 from __future__ import annotations
 
@@ -16,11 +16,20 @@ from flashpoint_kernels.support import SUPPORT
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.metrics import MEDIA_TYPE
 from flashpoint_server.problem_schema import problems
+from flashpoint_server.refusal import Refusal
 from flashpoint_server.service import Service
 
 
 class Health(BaseModel):
     status: str = Field(examples=["ok"])
+
+
+class Overview(Health):
+    """`reason` says why it is not ready."""
+
+    live: bool
+    ready: bool
+    reason: str | None = None
 
 
 class Device(BaseModel):
@@ -44,6 +53,15 @@ class Info(BaseModel):
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter(tags=["status"])
+
+    @routes.get("/health", summary="Whether the process answers, and whether new work is taken")
+    async def health() -> Overview:
+        """200 while the process answers, ready or not: a balancer asks `/health/ready`, which answers 503 then."""
+        try:
+            service.check_working()
+        except Refusal as refusal:
+            return Overview(status="ok", live=True, ready=False, reason=refusal.detail)
+        return Overview(status="ok", live=True, ready=True)
 
     @routes.get("/health/live", summary="Whether the process answers")
     async def live() -> Health:

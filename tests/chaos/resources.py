@@ -113,7 +113,7 @@ def fill_staging(world: World) -> str | None:
     """Bodies that do not end hold slots until there are no more: others get 429, and all is given back."""
     q, k, v = np.zeros((1, 4, 1 << 13, 64), np.float32), *np.zeros((2, 1, 4, 1, 64), np.float32)
     question = safetensors({"q": q, "k": k, "v": v}, {}, "/attention")
-    head = f"POST /attention HTTP/1.1\r\nHost: x\r\nContent-Type: {question.headers['Content-Type']}\r\n"
+    head = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nContent-Type: {question.headers['Content-Type']}\r\n"
     head += f"Content-Length: {len(question.body)}\r\n\r\n"
     with contextlib.ExitStack() as held:
         for _ in range(SLOTS):

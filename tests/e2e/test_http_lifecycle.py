@@ -34,11 +34,13 @@ def background():
 def test_a_body_that_nobody_reads_leaves_its_connection_usable(server):
     """The server answers 404 before the body has come, discards the rest of it, and answers the next request."""
     with connect(server) as connection:
-        connection.sendall(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n" + bytes(1000))
+        connection.sendall(
+            b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000000\r\n\r\n" + bytes(1000)
+        )
         first = http.client.HTTPResponse(connection)
         first.begin()
         assert (first.status, len(first.read()) > 0) == (404, True)
-        connection.sendall(bytes(3_999_000) + b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(bytes(3_999_000) + b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         second = http.client.HTTPResponse(connection)
         second.begin()
         assert second.status == 200
@@ -47,7 +49,7 @@ def test_a_body_that_nobody_reads_leaves_its_connection_usable(server):
 def test_a_deadline_that_passes_while_the_body_comes_is_504(server):
     with connect(server) as connection:
         connection.sendall(
-            f"POST /attention HTTP/1.1\r\nHost: x\r\nX-Timeout-Ms: 50\r\nContent-Type: {SAFETENSORS}\r\n"
+            f"POST /attention HTTP/1.1\r\nHost: localhost\r\nX-Timeout-Ms: 50\r\nContent-Type: {SAFETENSORS}\r\n"
             f"Content-Length: {len(GOOD)}\r\n\r\n".encode()
             + GOOD[:-8]
         )
@@ -86,6 +88,9 @@ def test_out_of_memory_is_503_for_the_culprit_alone(server):
 def test_a_server_lives_before_it_is_ready_and_may_be_stopped_then(start_server, tmp_path):
     starting = GatedServer(start_server, tmp_path, closed=True).server  # its engine waits before it opens its device
     assert starting.get("/health/live") == (200, {"status": "ok"})
+    status, overview = starting.get("/health")
+    assert (status, overview["live"], overview["ready"]) == (200, True, False)
+    assert "engine" in overview["reason"]
     status, document = starting.get("/health/ready")
     assert (status, document["code"]) == (503, "not_ready")
     refused_by_protocol(starting)

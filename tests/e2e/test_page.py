@@ -1,10 +1,12 @@
 """The page in a real browser, Chromium without a window, at a real server."""
 
+import http.server
 import json
 import re
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -63,6 +65,58 @@ def page(open_page, server):
     page = open_page(server)
     expect(page.locator("#health")).to_have_text("Ready")
     return page
+
+
+@pytest.fixture
+def evil():
+    """The address of a page of another site, which sends to the server what needs no leave, and links to its page."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<!doctype html><title>Evil</title><a>prize</a>")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as site:
+        thread = threading.Thread(target=site.serve_forever)
+        thread.start()
+        yield f"http://localhost:{site.server_port}"  # to a browser, not the site of 127.0.0.1
+        site.shutdown()
+        thread.join()
+
+
+def test_a_page_of_another_site_computes_nothing_and_may_link_here(chromium, server, evil):
+    said = len(server.lines)
+    context = chromium.new_context()
+    context.set_default_timeout(PATIENCE_MS)
+    page = context.new_page()
+    page.goto(evil)
+    send = """async ([path, how]) => {
+        const answer = await fetch(path, how).catch(() => ({ type: "error" }));
+        return answer.type;
+    }"""
+    infer = f"{server.url}/v2/models/attention/infer"
+    body = json.dumps({"inputs": [{"name": n, "shape": [1, 1], "datatype": "FP32", "data": [1]} for n in "qkv"]})
+    sent = {"method": "POST", "mode": "no-cors", "headers": {"Content-Type": "text/plain"}, "body": body}
+    assert page.evaluate(send, [infer, sent]) == "opaque"  # sent, and its answer is hidden from the page
+    assert page.evaluate(send, [f"{server.url}/benchmark", {**sent, "body": "{}"}]) == "opaque"
+    assert (
+        page.evaluate(send, [infer, {**sent, "mode": "cors", "headers": {"Content-Type": "application/json"}}])
+        == "error"
+    )
+    page.evaluate("url => document.querySelector('a').href = url", server.url)
+    page.get_by_text("prize").click()
+    expect(page.locator("#health")).to_have_text("Ready")  # its scripts and what they ask are this site's own
+    lines = [line for line in server.lines[said:] if line["event"] == "request"]
+    refused = [(line["method"], line["route"]) for line in lines if line.get("code") == "cross_site"]
+    assert refused[:3] == [("POST", "/v2/models/attention/infer"), ("POST", "/benchmark"),
+                           ("OPTIONS", "/v2/models/attention/infer")]  # fmt: skip
+    assert len(refused) == 3
+    assert not [line for line in lines if line["route"] == "/v2/models/attention/infer" and "backend" in line]
+    context.close()
 
 
 def fill(form, **values):

@@ -278,13 +278,13 @@ def test_an_answer_given_up_is_never_another_requests(gated):
 
 def test_a_request_behind_a_direct_body_may_close_with_bytes_behind_it(server):
     body = constant(4, 1 << 10)
-    request = f"POST /attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\n"
+    request = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nContent-Type: {SAFETENSORS}\r\n"
     request += f"Content-Length: {len(body)}\r\n\r\n"
     with connect(server) as connection:
         connection.sendall(request.encode() + body)
         with connection.makefile("rb") as file:
             assert file.readline() == b"HTTP/1.1 200 OK\r\n"
-            connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\nGET /x")
+            connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\nGET /x")
             assert b"HTTP/1.1 200 OK" in file.read()
 
 
@@ -335,7 +335,8 @@ def test_a_refusal_from_the_head_comes_before_the_body(server, expect):
     bad = message({"q": torch.zeros(2, 1, 4096, 64), "k": torch.zeros(2, 1, 8, 32), "v": torch.zeros(2, 1, 8, 64)})
     head = bad[: 8 + int.from_bytes(bad[:8], "little")]
     with connect(server) as connection:
-        lines = f"POST /attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\nContent-Length: {len(bad)}\r\n"
+        lines = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nContent-Type: {SAFETENSORS}\r\n"
+        lines += f"Content-Length: {len(bad)}\r\n"
         if expect:
             lines += "Expect: 100-continue\r\n"
         connection.sendall(f"{lines}\r\n".encode() + (b"" if expect else head))
@@ -348,7 +349,9 @@ def test_a_refusal_from_the_head_comes_before_the_body(server, expect):
 def test_two_requests_on_one_connection_at_once(server):
     """Pipelined: the second request's head comes in the packet of the first one's last bytes."""
     body = constant(4, 1 << 10)
-    request = f"POST /attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\nContent-Length: {len(body)}\r\n"
+    request = (
+        f"POST /attention HTTP/1.1\r\nHost: localhost\r\nContent-Type: {SAFETENSORS}\r\nContent-Length: {len(body)}\r\n"
+    )
     with connect(server) as connection:
         connection.sendall((f"{request}\r\n".encode() + body) + f"{request}Connection: close\r\n\r\n".encode() + body)
         with connection.makefile("rb") as file:

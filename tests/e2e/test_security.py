@@ -128,7 +128,7 @@ def test_bytes_and_flops_are_charged_before_the_body_is_read(locked):
     body = message({name: torch.zeros(1, 1, 100, 64) for name in "qkv"})  # 100 KiB in and out
     assert post(locked, "/attention", body, **bearer("small")).status == 200
     with socket.create_connection(("127.0.0.1", locked.port), timeout=60) as connection:
-        head = f"POST /attention HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key_of('small')}\r\n"
+        head = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key_of('small')}\r\n"
         head += f"Content-Type: {SAFETENSORS}\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body[:1000])  # and no more
         response = http.client.HTTPResponse(connection)
@@ -142,7 +142,7 @@ def test_bytes_and_flops_are_charged_before_the_body_is_read(locked):
 
 def test_requests_at_once_are_counted_from_their_head(locked):
     with socket.create_connection(("127.0.0.1", locked.port), timeout=60) as connection:
-        head = f"POST /attention HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key_of('single')}\r\n"
+        head = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key_of('single')}\r\n"
         head += f"Content-Type: {SAFETENSORS}\r\nContent-Length: {len(GOOD)}\r\n\r\n"
         connection.sendall(head.encode() + GOOD[:-1])
         info = lambda: ask(locked, "GET", "/info", **bearer("looker")).json  # noqa: E731  # of either process
@@ -209,8 +209,8 @@ def closed(connection):
     return found
 
 
-HEAD = b"GET /health/live HTTP/1.1\r\nHost: x\r\n"
-CHUNKED = b"POST /attention HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+HEAD = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = b"POST /attention HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 ENDLESS = {
     "one field": (HEAD + b"X: ", b"x" * 4096),
     "fields": (HEAD, b"X: " + b"x" * 4091 + b"\r\n"),
@@ -314,7 +314,14 @@ def test_secrets_are_in_no_log(locked):
     with socket.create_connection(("127.0.0.1", locked.port), timeout=60) as connection:
         connection.sendall(f"GET / HTTP/1.1\r\nAuthorization: Bearer {key_of('alice')}\r\nBad\x01: \r\n\r\n".encode())
         closed(connection)
-    locked.wait_for_line(lambda line: line["event"] == "Invalid HTTP request received.")
+    locked.wait_for_line(lambda line: line["event"] == "malformed request" and line["reason"])
+    for number, path in enumerate(
+        ("/{}", "/benchmark/{}", "/attention/{}/events", "/static/{}?{}", "/v2/models/{}/ready")
+    ):
+        answer = ask(locked, "GET", path.replace("{}", key_of("alice")), x_request_id=f"misplaced-{number}")
+        assert answer.status in (401, 404)
+        route = locked.wait_for_request(f"misplaced-{number}")["route"]
+        assert route == path.partition("?")[0].replace("{}", "*")
     assert logged_secrets(locked) == []
 
 
@@ -346,6 +353,10 @@ def test_what_is_open_to_all_is_said():
     assert not open_to_all(Settings(), "::1")
     assert not open_to_all(Settings(api_keys="k"), "0.0.0.0")
     assert Settings().host == "127.0.0.1"
+
+
+def test_with_keys_a_server_answers_to_every_host(locked):
+    assert ask(locked, "GET", "/health", host="any.example").status == 200
 
 
 def test_without_origins_no_page_of_another_may_call(server):

@@ -147,7 +147,7 @@ def test_who_shows_no_certificate_or_another_ones_is_sent_nothing(server, author
 
 def test_neither_plain_http_nor_an_old_version_is_spoken(server, authority):
     with socket.create_connection(("localhost", server.port), timeout=60) as plain:
-        plain.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        plain.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"HTTP" not in plain.recv(1000)
     old = trusting(authority)
     with pytest.warns(DeprecationWarning, match="TLSv1_1"):
@@ -179,7 +179,7 @@ def test_a_head_that_never_ends_is_closed(start_server, authority):
     cut_off = (ConnectionError, ssl.SSLEOFError)  # on a slow machine within the handshake already
     with connected(server, trusting(authority)) as connection, contextlib.suppress(*cut_off):
         connection.connect()
-        connection.sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
+        connection.sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
         assert connection.sock.recv(1) == b""
 
 

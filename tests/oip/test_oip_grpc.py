@@ -32,6 +32,7 @@ from tests.support.oip.problem import GRAD, problem
 MIB = 1 << 20
 CLIENTS = Path(__file__).parent / "clients"
 SMALL = problem()
+SIZE = len(raw(SMALL["q"]))
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 
 
@@ -120,6 +121,23 @@ def test_numbers_are_taken_and_given_and_are_the_same_as_bytes(caller, dtype):
     assert caller.infer(request(tensors, outputs=outputs, binary_data_output=False)).numbers == found
 
 
+def test_what_clients_say_of_bytes_is_taken(caller):
+    """KServe's client says by default how long each input is; per output it can ask for bytes or numbers."""
+    expected = caller.infer(request(SMALL)).bits
+    message = sized(SIZE)
+    message.outputs.add(name="o").parameters["binary_data"].bool_param = True
+    assert caller.infer(message).bits == expected
+    numbers = caller.infer(request(SMALL, outputs=["o"], wanted={"o": {"binary_data": False}})).numbers["o"]
+    assert raw(torch.tensor(numbers)) == expected["o"]
+
+
+def test_cuda_shared_memory_is_off(caller):
+    """Triton's clients begin by unregistering it."""
+    caller.ask("CudaSharedMemoryUnregister")
+    caller.ask("CudaSharedMemoryUnregister", name="any")
+    assert not caller.ask("CudaSharedMemoryStatus").regions
+
+
 def test_long_numbers_are_read_and_written_too(caller):
     tensors = {name: torch.linspace(0, 1, 4 * 128 * 32).reshape(4, 128, 32) for name in "qkv"}
     expected = caller.infer(request(tensors)).bits["o"]
@@ -154,6 +172,8 @@ def test_tensors_in_shared_memory_never_move(server, caller):
         assert answer.bits == {"o": b"", "lse": expected["lse"]}
         assert answer.message.outputs[0].parameters["shared_memory_offset"].int64_param == 3 * size
         assert bytes(block.buf[3 * size :]) == expected["o"]
+        with refused("INVALID_ARGUMENT", f"must be {size} bytes, which a tensor of its shape and datatype has, not 8"):
+            caller.infer(request(SMALL, inputs=inputs | {"q": places[0] | {"shared_memory_byte_size": 8}}))
         del inputs["k"]  # it comes in the message
         alone = caller.infer(request(SMALL, inputs=inputs, outputs=["o"], wanted={"o": places[3]}))
         assert not alone.message.raw_output_contents
@@ -162,6 +182,7 @@ def test_tensors_in_shared_memory_never_move(server, caller):
             caller.infer(request(SMALL, inputs=inputs))
         with refused("NOT_FOUND", "mine"):
             caller.ask("SystemSharedMemoryStatus", name="mine")
+        caller.ask("SystemSharedMemoryUnregister", name="mine")  # again: nothing happens
         with refused("INVALID_ARGUMENT", "name"):
             caller.ask("SystemSharedMemoryRegister", name="a/b", key=f"/{key}", byte_size=1)
     finally:
@@ -180,6 +201,12 @@ def short(size, datatype="FP32"):
     message = request(SMALL)
     message.inputs[0].datatype = datatype
     message.raw_input_contents[0] = b"\0" * size
+    return message
+
+
+def sized(size, typed=False):
+    message = request(SMALL, typed=typed)
+    message.inputs[0].parameters["binary_data_size"].int64_param = size
     return message
 
 
@@ -228,7 +255,13 @@ WRONG = {
     "unknown output": (lambda: request(SMALL, outputs=["p"]), "INVALID_ARGUMENT", "'p'"),
     "output twice": (lambda: request(SMALL, outputs=["o", "o"]), "INVALID_ARGUMENT", "twice"),
     "unknown datatype": (lambda: numbers_of("FP8", 1), "INVALID_ARGUMENT", "'FP8'"),
-    "unknown parameter": (lambda: request(SMALL, inputs={"q": {"binary_data_size": 4}}), "INVALID_ARGUMENT", "binary"),
+    "unknown parameter": (lambda: request(SMALL, inputs={"q": {"binary": 4}}), "INVALID_ARGUMENT", "'binary'"),
+    "another size": (lambda: sized(4), "INVALID_ARGUMENT", f"size of 4 where its raw_input_contents have {SIZE}"),
+    "a size of numbers": (lambda: sized(SIZE, typed=True), "INVALID_ARGUMENT", "does not come as raw_input_contents"),
+    "bytes and numbers": (
+        lambda: request(SMALL, outputs=["o", "lse"], wanted={"lse": {"binary_data": False}}),
+        "INVALID_ARGUMENT", "same for all",
+    ),
     "raw missing": (without_raw, "INVALID_ARGUMENT", "'v' has neither raw_input_contents"),
     "raw of another size": (lambda: short(4), "INVALID_ARGUMENT", "'q' has 4 bytes where FP32"),
     "raw of another type": (lambda: short(4, "INT8"), "INVALID_ARGUMENT", "'q' has 4 bytes where INT8"),

@@ -133,7 +133,7 @@ def test_an_invalid_request_is_422_and_names_what_is_wrong(url, name):
         ("GET", "/v2/models/attention/versions/2", 404),
         ("POST", "/v2/models/nothing/infer", 404),
         ("POST", "/v2/models/attention/versions/2/infer", 404),
-        ("GET", "/v2/cudasharedmemory/status", 404),
+        ("POST", "/v2/cudasharedmemory/region/r/register", 404),
         ("GET", "/v2/models/attention/infer", 405),
         ("DELETE", "/v2/models/attention", 405),
         ("POST", "/v2/health/live", 405),

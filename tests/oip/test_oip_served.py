@@ -158,7 +158,7 @@ def test_workers_share_the_grpc_port_and_their_statistics(start_server):
 
 
 def test_shared_memory_is_off_by_default(server):
-    for method, path in (("GET", "/status"), ("POST", "/unregister"), ("POST", "/region/a/register")):
+    for method, path in (("GET", "/region/a/status"), ("POST", "/region/a/register")):
         body = b"{}" if method == "POST" else None
         reply = call(server.url, method, "/v2/systemsharedmemory" + path, body)
         assert reply.status == 404
@@ -168,6 +168,16 @@ def test_shared_memory_is_off_by_default(server):
     assert reply.status == 422
     assert "off" in reply.error
     assert "system_shared_memory" not in call(server.url, "GET", "/v2").head["extensions"]
+
+
+@pytest.mark.parametrize("kind", ["system", "cuda"])
+def test_what_is_off_has_no_regions_and_unregisters_nothing(server, kind):
+    """Triton's clients begin so, whatever the server has."""
+    path = f"/v2/{kind}sharedmemory"
+    assert call(server.url, "GET", f"{path}/status").head == []
+    for of in ("", "/region/any"):
+        reply = call(server.url, "POST", f"{path}{of}/unregister", b"")
+        assert (reply.status, reply.head) == (200, {})
 
 
 def test_each_request_has_its_log_line(locked):

@@ -21,8 +21,8 @@ def document():
 
 def test_every_route_is_there(document):
     assert set(document["paths"]) == {
-        *PATHS, "/verify", "/info", "/metrics", "/health/live", "/health/ready", "/benchmark", "/benchmark/{id}",
-        "/benchmark/{id}/events", "/benchmark/{id}/plot.{format}",
+        *PATHS, "/verify", "/info", "/metrics", "/health", "/health/live", "/health/ready",
+        "/benchmark", "/benchmark/{id}", "/benchmark/{id}/events", "/benchmark/{id}/plot.{format}",
         "/v2", "/v2/health/live", "/v2/health/ready", "/v2/repository/index", "/v2/models/stats", "/v2/models/{name}",
         *(f"/v2/models/{{name}}/{what}" for what in ("ready", "config", "stats")),
         *(f"/v2/models/{name}/infer" for name in ("attention", "attention_grad")),

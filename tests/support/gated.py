@@ -42,6 +42,10 @@ class GatedServer:
     def wait_begun(self, name):
         wait_for(lambda: self.begun(name), lambda: f"{name} has not begun: {self.server.lines[-9:]}")
 
+    def wait_queued(self, name):
+        """Until the request of this id is in the engine's queue."""
+        wait_for(lambda: self._said("queued", name), lambda: f"{name} is not queued")
+
     def post(self, pool, name, body, path="/attention", **headers):
         """Post in the background; returns the future, once the request is in the engine's queue or answered.
 
@@ -75,7 +79,7 @@ class GatedServer:
         """Inside, a client waits for its answer; then it leaves, and the server has noticed that. The request's id."""
         name = f"leaves-{os.urandom(4).hex()}"
         with send(self.server, body, request_id=name):
-            wait_for(lambda: self._said("queued", name), lambda: f"{name} is not queued")
+            self.wait_queued(name)
             yield name
         line = self.server.wait_for_request(name)
         assert (line["status"], line["code"]) == (None, "client_gone")

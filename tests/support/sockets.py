@@ -24,7 +24,7 @@ def connect(server, *, receive_buffer=None):
 def send(server, body, *, length=None, request_id=None, receive_buffer=None):
     """A connection on which a request was sent; `length` is its Content-Length, where it is not that of `body`."""
     connection = connect(server, receive_buffer=receive_buffer)
-    head = f"POST /attention HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\nConnection: close\r\n"
+    head = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nContent-Type: {SAFETENSORS}\r\nConnection: close\r\n"
     if request_id is not None:
         head += f"X-Request-Id: {request_id}\r\n"
     try:

@@ -34,15 +34,19 @@ def _statistics(asked: Any) -> str:
     return _model("/stats")(asked) if asked.name else "/v2/models/stats"
 
 
-def _region(below: str, of_all: bool = True) -> Callable[[Any], str]:
+def _region(below: str, of_all: bool = True, kind: str = "system") -> Callable[[Any], str]:
     """The address of a region, or where no name is given of all. Raises Refusal 422."""
 
     def path(asked: Any) -> str:
         if "/" in asked.name or not (asked.name or of_all):
             raise invalid([("name", "must be a name without '/'")])
-        return "/v2/systemsharedmemory" + (f"/region/{asked.name}{below}" if asked.name else below)
+        return f"/v2/{kind}sharedmemory" + (f"/region/{asked.name}{below}" if asked.name else below)
 
     return path
+
+
+def _regions(found: Any) -> dict[str, Any]:
+    return {"regions": {region["name"]: region for region in found}}
 
 
 def _registration(asked: Any) -> bytes:
@@ -65,13 +69,11 @@ METHODS: dict[str, dict[str, Method]] = {
         "ModelConfig": Method("GET", _model("/config"), answer=lambda config: {"config": config}),
         "ModelStatistics": Method("GET", _statistics),
         "RepositoryIndex": Method("POST", lambda _: "/v2/repository/index", answer=lambda models: {"models": models}),
-        "SystemSharedMemoryStatus": Method(
-            "GET",
-            _region("/status"),
-            answer=lambda found: {"regions": {region["name"]: region for region in found}},
-        ),
+        "SystemSharedMemoryStatus": Method("GET", _region("/status"), answer=_regions),
         "SystemSharedMemoryRegister": Method("POST", _region("/register", of_all=False), _registration),
         "SystemSharedMemoryUnregister": Method("POST", _region("/unregister")),
+        "CudaSharedMemoryStatus": Method("GET", _region("/status", kind="cuda"), answer=_regions),
+        "CudaSharedMemoryUnregister": Method("POST", _region("/unregister", kind="cuda")),
     },
     HEALTH: {
         "Check": Method("GET", _health, answer=lambda _: {"status": "SERVING"}, unready={"status": "NOT_SERVING"}),

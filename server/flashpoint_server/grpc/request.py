@@ -20,6 +20,7 @@ from flashpoint_server.oip.head import (
     Head,
     Input,
     Output,
+    binary_of,
     make_head,
     parameters_of,
     shared_at,
@@ -68,20 +69,22 @@ def parse(text: bytes, sizes: tuple[int, ...]) -> Asked:
     inputs = [_input(entry, None if in_numbers else raw) for entry in message.inputs]
     if left := len(list(raw)):
         raise WireError(f"there are {len(sizes)} raw_input_contents, {left} more than inputs that they are of")
-    outputs = [Output(o.name, shared=shared_at(o.name, _parameters(o.name, o.parameters))) for o in message.outputs]
-    said = _values(message.parameters)
-    return Asked(
-        message.model_name,
-        message.model_version,
-        make_head(message.id, inputs, outputs, said, binary=not in_numbers),
-    )
+    outputs = [_output(entry) for entry in message.outputs]
+    head = make_head(message.id, inputs, outputs, _values(message.parameters), binary=not in_numbers)
+    if len({output.binary for output in head.outputs if output.shared is None}) > 1:
+        raise FieldError("outputs", "binary_data must be the same for all: the answer is in bytes or in numbers")
+    return Asked(message.model_name, message.model_version, head)
 
 
 def _input(entry: Any, raw: Iterator[int] | None) -> Input:
     """`raw` are the sizes of the raw contents that follow; None where the inputs are in numbers."""
     name = entry.name
     info = tensor_info(name, list(entry.shape), entry.datatype)
-    shared = shared_at(name, _parameters(name, entry.parameters))
+    parameters = parameters_of(name, {"parameters": _values(entry.parameters)}, {"binary_data_size", *SHARED})
+    shared = shared_at(name, parameters)
+    said = parameters.get("binary_data_size")
+    if said is not None and (raw is None or shared is not None):
+        raise WireError(f"{name!r} has a binary_data_size, and does not come as raw_input_contents")
     if shared is not None:
         if entry.HasField("contents"):
             raise WireError(f"{name!r} has contents, and lies in shared memory")
@@ -92,7 +95,14 @@ def _input(entry: Any, raw: Iterator[int] | None) -> Input:
         raise WireError(f"{name!r} has neither raw_input_contents nor contents, nor lies in shared memory")
     if size != (due := size_of(info)):
         raise WireError(f"{name!r} has {size} bytes where {entry.datatype} of its shape has {due}")
+    if said is not None and said != size:
+        raise WireError(f"{name!r} has a binary_data_size of {said!r} where its raw_input_contents have {size} bytes")
     return Input(name, info, size=size)
+
+
+def _output(entry: Any) -> Output:
+    parameters = parameters_of(entry.name, {"parameters": _values(entry.parameters)}, {"binary_data", *SHARED})
+    return Output(entry.name, binary_of(parameters), shared_at(entry.name, parameters))
 
 
 def _numbers(name: str, info: TensorInfo, contents: Any) -> NDArray[Any]:
@@ -106,10 +116,6 @@ def _numbers(name: str, info: TensorInfo, contents: Any) -> NDArray[Any]:
         return np.fromiter(numbers, numpy_dtype(info.dtype), len(numbers)).reshape(info.shape)
     except OverflowError:
         raise FieldError(name, f"has a number that {DATATYPE_OF[info.dtype]} does not hold") from None
-
-
-def _parameters(name: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    return parameters_of(name, {"parameters": _values(said)}, SHARED)
 
 
 def _values(said: Mapping[str, Any]) -> dict[str, Any]:

@@ -211,8 +211,12 @@ def _output(entry: Any) -> Output:
     if not isinstance(name, str):
         raise WireError("an output has no name")
     parameters = parameters_of(name, entry, {"binary_data", *SHARED})
-    binary = _flag("binary_data", parameters["binary_data"]) if "binary_data" in parameters else None
-    return Output(name, binary, shared_at(name, parameters))
+    return Output(name, binary_of(parameters), shared_at(name, parameters))
+
+
+def binary_of(parameters: dict[str, Any]) -> bool | None:
+    """Whether an output's parameters ask for bytes; None where they say nothing of it. Raises FieldError."""
+    return _flag("binary_data", parameters["binary_data"]) if "binary_data" in parameters else None
 
 
 def shared_at(name: str, parameters: dict[str, Any]) -> Shared | None:

@@ -145,7 +145,7 @@ class InferRoute(AttentionRoute):
         """The tensors in shared memory, but for those whose values are checked: they are read once. Raises Refusal."""
         locate = partial(self.service.regions.locate, owner)
         given = {i.name: locate(i.name, i.info, i.shared) for i in inputs if i.shared and i.name not in INDEX_TENSORS}
-        asked = {o.name: locate(o.name, spec.outputs[o.name], o.shared) for o in wanted if o.shared}
+        asked = {o.name: locate(o.name, spec.outputs[o.name], o.shared, spare=True) for o in wanted if o.shared}
         if asked:
             check_apart(given, asked, {**spec.tensors, **spec.outputs})
         return given | asked

@@ -1,4 +1,8 @@
-"""/v2/systemsharedmemory: callers on this host register memory of theirs, see regions.py."""
+"""/v2/systemsharedmemory: callers on this host register memory of theirs, see regions.py.
+
+As in Triton, whose clients begin by unregistering whatever there may be: where shared memory is off there are no
+regions, and unregistering what is not there does nothing. CUDA shared memory is always off.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +48,12 @@ def router(service: Service) -> APIRouter:
     }
 
     def admit(request: Request) -> str:
-        """The owner of the regions that are spoken of: the caller's key. Raises Refusal 401, 403, 404."""
-        caller = service.admit(Exchange.of(request.scope), "admin")
-        if "origin" in request.headers:  # a page in a browser on this host, which would act for whoever looks at it
-            raise Refusal("forbidden", "shared memory is not for pages in a browser")
+        return _owner(service, request)
+
+    def check_on() -> None:
+        """Raises Refusal 404."""
         if not service.regions.limit:
             raise Refusal("not_found", "shared memory is off on this server: see --shared-memory-bytes")
-        return caller.name
 
     @routes.get("/status", summary="All regions of the key", responses=errors(401, 403))
     async def all_status(request: Request) -> list[RegionStatus]:
@@ -58,7 +61,9 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/region/{name}/status", summary="One region", responses=errors(401, 403, 404, 422))
     async def status(request: Request, name: str) -> list[RegionStatus]:
-        return [_status(service.regions.find(admit(request), name))]
+        owner = admit(request)
+        check_on()
+        return [_status(service.regions.find(owner, name))]
 
     @routes.post(
         "/region/{name}/register",
@@ -68,12 +73,13 @@ def router(service: Service) -> APIRouter:
     )
     async def register(request: Request, name: str) -> Nothing:
         owner = admit(request)
+        check_on()
         body = Body(request.scope, request.receive, request.headers, service.settings)
         asked = await read_model(body, Registration, REQUEST_LIMIT)
         service.regions.register(owner, name, asked.key, asked.offset, asked.byte_size)
         return Nothing()
 
-    @routes.post("/region/{name}/unregister", summary="Unregister one", responses=errors(401, 403, 404, 422))
+    @routes.post("/region/{name}/unregister", summary="Unregister one", responses=errors(401, 403, 422))
     async def unregister(request: Request, name: str) -> Nothing:
         service.regions.unregister(admit(request), name)
         return Nothing()
@@ -84,6 +90,32 @@ def router(service: Service) -> APIRouter:
         return Nothing()
 
     return routes
+
+
+def cuda_router(service: Service) -> APIRouter:
+    """No region of a GPU's memory can be registered: that there is none is all that a client may hear."""
+    routes = APIRouter(prefix="/v2/cudasharedmemory", tags=[TAG], include_in_schema=False)
+
+    @routes.get("/status")
+    async def all_status(request: Request) -> list[RegionStatus]:
+        _owner(service, request)
+        return []
+
+    @routes.post("/region/{name}/unregister")
+    @routes.post("/unregister")
+    async def unregister(request: Request) -> Nothing:
+        _owner(service, request)
+        return Nothing()
+
+    return routes
+
+
+def _owner(service: Service, request: Request) -> str:
+    """Return the caller's key, whose regions are spoken of. Raises Refusal 401, 403."""
+    caller = service.admit(Exchange.of(request.scope), "admin")
+    if "origin" in request.headers:  # a page in a browser on this host, which would act for whoever looks at it
+        raise Refusal("forbidden", "shared memory is not for pages in a browser")
+    return caller.name
 
 
 def _status(region: Region) -> RegionStatus:

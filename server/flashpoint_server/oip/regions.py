@@ -85,9 +85,9 @@ class Regions:
         self._bytes += region.mapped
 
     def unregister(self, owner: str, name: str) -> None:
-        """Raises Refusal 404."""
-        self.find(owner, name)
-        self._named.pop((owner, name)).release()
+        """Nothing happens where there is no such region, as in Triton: its clients begin by unregistering."""
+        if (region := self._named.pop((owner, name), None)) is not None:
+            region.release()
 
     def unregister_all(self, owner: str) -> None:
         for region in self.all(owner):
@@ -107,14 +107,21 @@ class Regions:
     def all(self, owner: str) -> list[Region]:
         return [region for (its_owner, _), region in self._named.items() if its_owner == owner]
 
-    def locate(self, owner: str, tensor: str, info: TensorInfo, shared: Shared) -> tuple[Region, int]:
-        """Where a tensor lies: its region, and from where on in that segment. Raises Refusal 422."""
+    def locate(
+        self, owner: str, tensor: str, info: TensorInfo, shared: Shared, *, spare: bool = False
+    ) -> tuple[Region, int]:
+        """Where a tensor lies: its region, and from where on in that segment. Raises Refusal 422.
+
+        With `spare` its place may have more bytes than it.
+        """
         region = self._named.get((owner, shared.region))
         if region is None:
             off = "" if self.limit else "; shared memory is off on this server"
             raise invalid([(tensor, f"no region {shared.region!r} is registered{off}")])
-        if shared.size < info.nbytes:
-            raise invalid([(tensor, f"{info.nbytes} bytes do not fit into shared_memory_byte_size {shared.size}")])
+        if shared.size < info.nbytes or (shared.size > info.nbytes and not spare):
+            due = f"at least {info.nbytes}" if spare else f"{info.nbytes}"
+            said = f"{due} bytes, which a tensor of its shape and datatype has, not {shared.size}"
+            raise invalid([(tensor, f"shared_memory_byte_size must be {said}")])
         if shared.offset + shared.size > region.size:
             raise invalid([(tensor, f"bytes {shared.offset} to {shared.offset + shared.size} are not in the region")])
         if not region.whole:

@@ -1,0 +1,57 @@
+"""The cases of a directory through KServe's gRPC client: `kserve_grpc_client.py ADDRESS DIRECTORY`."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import grpc
+import numpy as np
+from kserve import InferenceGRPCClient, InferInput, InferRequest
+from kserve.protocol.infer_type import RequestedOutput
+
+NUMPY = {"FP16": np.float16, "FP32": np.float32, "FP64": np.float64, "BOOL": bool, "INT32": np.int32, "INT64": np.int64}
+
+
+def asked(case, tensors):
+    inputs = []
+    for name, given in case["inputs"].items():
+        array = tensors[given["tensor"]]
+        inputs.append(InferInput(name, list(array.shape), given["datatype"]))
+        inputs[-1].set_data_from_numpy(array.astype(NUMPY[given["datatype"]]))
+    outputs = [RequestedOutput(name, {"binary_data": True}) for name in case["outputs"]]
+    parameters = {**case["parameters"], **case["arguments"]}
+    return InferRequest(
+        case["model"], inputs, request_id=case["name"], parameters=parameters, request_outputs=outputs or None
+    )
+
+
+async def ask(url, cases, tensors, answers):
+    report = {}
+    async with InferenceGRPCClient(url) as client:
+        report["ready"] = [
+            await client.is_server_live(),
+            await client.is_server_ready(),
+            await client.is_model_ready("attention"),
+        ]
+        for case in cases:
+            try:
+                answer = await client.infer(asked(case, tensors))
+            except grpc.RpcError as error:
+                report[case["name"]] = [error.code().name, error.details()]
+                continue
+            for output in answer.outputs:
+                answers[f"{case['name']}/{output.name}"] = output.as_numpy().astype(np.float64).reshape(output.shape)
+            report[case["name"]] = answer.id
+    return report
+
+
+def main(url, directory):
+    home, answers = Path(directory), {}
+    cases, tensors = json.loads((home / "cases.json").read_text()), dict(np.load(home / "tensors.npz"))
+    report = asyncio.run(ask(url, cases, tensors, answers))
+    np.savez(home / "answers.npz", **answers)
+    (home / "report.json").write_text(json.dumps(report))
+
+
+main(*sys.argv[1:])
