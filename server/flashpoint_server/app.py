@@ -19,9 +19,9 @@ from flashpoint_server import benchmark_routes, openapi, status
 from flashpoint_server.attention import AttentionRoute
 from flashpoint_server.compute import ComputeRoute
 from flashpoint_server.cors import Cors
+from flashpoint_server.counts import Shared
 from flashpoint_server.envelope import Envelope
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.limits import Shared
 from flashpoint_server.oip import memory_routes
 from flashpoint_server.oip import routes as oip
 from flashpoint_server.oip.errors import written
