@@ -25,7 +25,7 @@ _SOCKET = "Ray's proxies have the sockets: see http_options"
 NOT_HERE = {
     **dict.fromkeys(("host", "port", "keep_alive", "header_timeout"), _SOCKET),
     **dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca"), _SOCKET),
-    "grpc_port": "Ray's proxies hand on HTTP alone",
+    **dict.fromkeys(("grpc_port", "grpc_bytes"), "Ray's proxies hand on HTTP alone"),
     "workers": "a replica is one process: see num_replicas",
     "shared_memory_bytes": "a region is registered with one process, and Ray has several to choose from",
 }
