@@ -62,7 +62,8 @@ def create_app(
             inside.callback(service.close)
             service.pool.warm()
             service.engine.connect(addresses)
-            inside.push_async_callback(_ended, asyncio.ensure_future(service.watch_queue()))
+            for watching in (service.watch_queue(), service.keys_file.run()):
+                inside.push_async_callback(_ended, asyncio.ensure_future(watching))
             yield
 
     app = Application(

@@ -19,6 +19,7 @@ from flashpoint_server.metrics import Metrics
 from flashpoint_server.oip.regions import Regions
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
+from flashpoint_server.watch import Watch
 
 if TYPE_CHECKING:
     from flashpoint_server.traces import Traces
@@ -43,6 +44,7 @@ class Service:
         self.pool = Pool(settings.staging_bytes, engines.forget_segment, self.counts)
         self.regions = Regions(settings.shared_memory_bytes, engines.forget_segment)
         self.codec = Codec()
+        self.keys_file = Watch([settings.api_keys_file], lambda: self.keys.reload())
         self.keys = Keyring(settings, shared)
         self.admission = Admission(settings, self.counts)
         self.draining = False
