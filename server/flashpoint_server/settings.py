@@ -92,7 +92,7 @@ class Settings(BaseSettings):
     queue_bytes: Bytes = 4096 * MIB
     """bytes of input and answer tensors that are admitted at once; a request alone is always admitted"""
     grpc_bytes: Annotated[int, Field(ge=64 * MIB)] = 6144 * MIB
-    """most bytes of messages and answers over gRPC; one message has a sixth, and less with workers (docs/grpc.md)"""
+    """most bytes of memory for messages and answers over gRPC, of which one message has a sixth (docs/grpc.md)"""
     queue_flops: Annotated[int, Field(ge=1)] = 1 << 50
     """floating-point operations of the requests admitted at once; a request alone is always admitted"""
     queue_seconds: Seconds = 600.0

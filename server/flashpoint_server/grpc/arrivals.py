@@ -3,7 +3,8 @@
 gRPC hands over a message once all of it is there, and says nothing of it before. So a message that is awaited counts as
 the largest that is taken, and a call waits for that much room before its message is read. Until then flow control keeps
 the message with its sender, but for the first 64 KiB. What has come counts as its size. While gRPC hands a message over
-there are two more copies of it, for which room is set aside.
+there are two more copies of it, for which room is set aside; a large message's are given back to the system at once,
+because each of gRPC's threads has a heap of its own that keeps what was freed.
 
     waiting → reading → held (message, then answer) → released       reading → made way
 
@@ -26,7 +27,7 @@ from flashpoint_server.settings import Settings
 LARGEST_MESSAGE = (1 << 31) - 1  # bytes: gRPC's and protobuf's
 QUICK = 0.5  # seconds in which a small message has come, whatever else the machine does
 RATE = 16 << 20  # bytes a second of the largest message that keeps its room, beside --body-timeout, while others wait
-TRIMMED = 1 << 25  # bytes of a message after which the allocator gives free memory back to the system
+TRIMMED = 1 << 23  # bytes of a message after which the allocator gives free memory back to the system
 _COPIES = 2  # of one message at a time, beside it
 
 T = TypeVar("T")
@@ -47,17 +48,19 @@ class Hold:
         `until` is in `time.monotonic` seconds. Raises TimeoutError then, and Refusal (408, 429) where there is no room,
         or this message has to make way for others.
         """
-        reading, nbytes = _Reading(self), 0
+        reading = _Reading(self)
         try:
             async with asyncio.timeout(until - time.monotonic()) as reading.timeout:
                 await self._memory.room(reading)
                 found = await message()
-            nbytes = size(found)
-            return found
         except TimeoutError:
+            self._memory.failed(reading)
             raise reading.made_way or TimeoutError from None
-        finally:
-            self._memory.ended(reading, nbytes)
+        except BaseException:
+            self._memory.failed(reading)
+            raise
+        self._memory.came(reading, size(found))
+        return found
 
     @property
     def largest(self) -> int:
@@ -75,8 +78,8 @@ class Hold:
         self._memory.set(self, self.nbytes - nbytes)
 
     def release(self) -> None:
-        """Hold nothing any more."""
-        self._memory.set(self, 0)
+        """The call is over, and holds nothing any more."""
+        self._memory.over(self)
 
 
 class _Reading:
@@ -87,10 +90,11 @@ class _Reading:
         self.timeout = asyncio.timeout(None)
         self.since = 0.0  # when its room was given; 0 while it waits
         self.made_way: Refusal | None = None
+        self.leaving = False  # its room comes back once its call is over
         self.turn: asyncio.Future[None] | None = None
 
     def make_way(self, refusal: Refusal) -> None:
-        self.made_way = refusal
+        self.made_way, self.leaving = refusal, True
         self.timeout.reschedule(asyncio.get_running_loop().time())
 
 
@@ -100,7 +104,8 @@ class Memory:
     def __init__(self, settings: Settings, locked: bool, arriving: Count, inside: Callable[[], float]) -> None:
         """`locked`: callers have keys. `arriving` counts what is awaited; `inside`: how many requests are admitted."""
         part = settings.grpc_bytes // settings.workers
-        self.largest = min(settings.body_limit, LARGEST_MESSAGE, part // (4 + _COPIES))  # room for two of each key
+        messages = 4 if locked else 2  # of the largest: so that a key has room for two, one that makes way for others
+        self.largest = min(settings.body_limit, LARGEST_MESSAGE, part // (messages + _COPIES))
         self.limit = part - _COPIES * self.largest
         self._share = self.limit // 2 if locked else self.limit
         self._patience = settings.body_timeout
@@ -123,11 +128,8 @@ class Memory:
                 self._of[hold.owner] = owned
             else:
                 del self._of[hold.owner]
-            if more < 0:
-                if self._waiting:
-                    self._give_turns()
-                if more <= -TRIMMED:
-                    trim()
+            if more < 0 and self._waiting:
+                self._give_turns()
 
     def others(self, hold: Hold) -> bool:
         """Whether anybody else holds anything."""
@@ -153,23 +155,44 @@ class Memory:
         except TimeoutError:
             raise Refusal("queue_full", _NO_ROOM) from None
 
-    def ended(self, reading: _Reading, nbytes: int) -> None:
-        """The message of so many bytes has come, or nobody waits for it any more."""
+    def came(self, reading: _Reading, nbytes: int) -> None:
+        """The message has come, with so many bytes."""
+        del self._reading[reading]
+        self._awaited(reading)
+        if nbytes >= TRIMMED and _malloc_trim is not None:
+            _malloc_trim(0)  # milliseconds, where the copies have taken ten times as long
+        self.set(reading.hold, nbytes)
+
+    def failed(self, reading: _Reading) -> None:
+        """Nobody waits for the message any more. What has come of it is held until the call is over."""
         if reading in self._waiting:
             del self._waiting[reading]
-        elif reading in self._reading:
-            del self._reading[reading]
-        else:
+        elif reading not in self._reading:
             return  # refused
+        reading.leaving = True
+        self._awaited(reading)
+
+    def over(self, hold: Hold) -> None:
+        """A call has ended."""
+        failed = [reading for reading in self._reading if reading.hold is hold]
+        for reading in failed:
+            del self._reading[reading]
+        if failed and _malloc_trim is not None:
+            loop = asyncio.get_running_loop()
+            loop.run_in_executor(None, _malloc_trim, 0).add_done_callback(lambda _: self.set(hold, 0))
+        else:
+            self.set(hold, 0)
+
+    def _awaited(self, reading: _Reading) -> None:
+        """It was awaited, and is no longer."""
         if reading.hold.counted:
             self._arriving.add(-1)
-        self.set(reading.hold, nbytes)
 
     def _check_number(self) -> None:
         """Raises Refusal 429 where as many are admitted or awaited as may be, and no message is slow."""
         if self._arriving.total + self._inside() < self._queue_limit:
             return
-        first = next((one for one in self._reading if one.hold.counted and one.made_way is None), None)
+        first = next((one for one in self._reading if one.hold.counted and not one.leaving), None)
         if first is None or time.monotonic() - first.since <= self._patience:
             limit = self._queue_limit
             raise Refusal("queue_full", f"{limit} requests are being served, as many as the server admits")
@@ -201,7 +224,7 @@ class Memory:
         """Have one make way for a message of `owner`; else in how many seconds one has to. None: nobody has to."""
         full = self._of.get(owner, 0) + self.largest > self._share
         reading = [one for one in self._reading if not full or one.hold.owner == owner]
-        if not reading or any(one.made_way for one in reading):
+        if not reading or any(one.leaving for one in reading):
             return None
         now = time.monotonic()
         slow = reading[0].since + self._slow - now
@@ -220,12 +243,6 @@ _NO_ROOM = "other calls hold the memory for messages (--grpc-bytes), and this me
 
 def _too_slow() -> Refusal:
     return Refusal("body_timeout", "the message came too slowly")
-
-
-def trim() -> None:
-    """Give free memory back to the system, in a thread: gRPC's threads have a heap each, which keeps what was freed."""
-    if _malloc_trim is not None:
-        asyncio.get_running_loop().run_in_executor(None, _malloc_trim, 0)
 
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
