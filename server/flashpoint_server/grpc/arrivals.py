@@ -3,8 +3,8 @@
 gRPC hands over a message once all of it is there, and says nothing of it before. So a message that is awaited counts as
 the largest that is taken, and a call waits for that much room before its message is read. Until then flow control keeps
 the message with its sender, but for the first 64 KiB. What has come counts as its size. While gRPC hands a message over
-there are two more copies of it, for which room is set aside; a large message's are given back to the system at once,
-because each of gRPC's threads has a heap of its own that keeps what was freed.
+there are two more copies of it, for which room is set aside. Each of gRPC's threads has a heap of its own that keeps
+what was freed: that counts, too, until it is given back to the system.
 
     waiting → reading → held (message, then answer) → released       reading → made way
 
@@ -27,7 +27,7 @@ from flashpoint_server.settings import Settings
 LARGEST_MESSAGE = (1 << 31) - 1  # bytes: gRPC's and protobuf's
 QUICK = 0.5  # seconds in which a small message has come, whatever else the machine does
 RATE = 16 << 20  # bytes a second of the largest message that keeps its room, beside --body-timeout, while others wait
-TRIMMED = 1 << 23  # bytes of a message after which the allocator gives free memory back to the system
+KEPT = 1 << 26  # bytes that heaps may keep; to give them back, and to have them again, takes milliseconds
 _COPIES = 2  # of one message at a time, beside it
 
 T = TypeVar("T")
@@ -114,6 +114,7 @@ class Memory:
         self._arriving = arriving
         self._inside = inside
         self.held = 0
+        self._kept = 0  # most that was freed and that heaps may still have
         self._of: dict[str, int] = {}  # by owner
         self._reading: dict[_Reading, None] = {}  # in the order in which they began
         self._waiting: dict[_Reading, None] = {}  # in the order in which they came
@@ -137,7 +138,11 @@ class Memory:
 
     def fits(self, owner: str, nbytes: int) -> bool:
         """Whether there is room for so much more, in total and for its owner."""
-        return self.held + nbytes <= self.limit and self._of.get(owner, 0) + nbytes <= self._share
+        if self._of.get(owner, 0) + nbytes > self._share or self.held + nbytes > self.limit:
+            return False
+        if self.held + self._kept + nbytes > self.limit:
+            self._trim()
+        return True
 
     async def room(self, reading: _Reading) -> None:
         """Wait until there is room for the largest message. Raises Refusal 429."""
@@ -159,8 +164,9 @@ class Memory:
         """The message has come, with so many bytes."""
         del self._reading[reading]
         self._awaited(reading)
-        if nbytes >= TRIMMED and _malloc_trim is not None:
-            _malloc_trim(0)  # milliseconds, where the copies have taken ten times as long
+        self._kept += nbytes
+        if self._kept >= KEPT:
+            self._trim()
         self.set(reading.hold, nbytes)
 
     def failed(self, reading: _Reading) -> None:
@@ -177,11 +183,14 @@ class Memory:
         failed = [reading for reading in self._reading if reading.hold is hold]
         for reading in failed:
             del self._reading[reading]
-        if failed and _malloc_trim is not None:
-            loop = asyncio.get_running_loop()
-            loop.run_in_executor(None, _malloc_trim, 0).add_done_callback(lambda _: self.set(hold, 0))
-        else:
-            self.set(hold, 0)
+            self._kept += hold.nbytes  # what had come of it is not known
+        self.set(hold, 0)
+
+    def _trim(self) -> None:
+        """Give what heaps keep back to the system."""
+        self._kept = 0
+        if _malloc_trim is not None:
+            _malloc_trim(0)
 
     def _awaited(self, reading: _Reading) -> None:
         """It was awaited, and is no longer."""
