@@ -45,6 +45,10 @@ class Permit:
         self._admission.add(price, self.quota)
         self.price = price
 
+    def grow(self, nbytes: int) -> None:
+        """Count so many bytes more. Raises Refusal 429."""
+        self._admission.grow(self, nbytes)
+
     def correct(self, price: Price) -> None:
         """Count a lower price than was charged, once the lengths of the sequences are known."""
         before, self.price = self.price, price
@@ -111,6 +115,9 @@ class Admission:
         """Raises Refusal 429 where a request that is counted is one too many."""
         if (others := int(self._requests.total) - 1) >= self._requests_limit:
             raise Refusal("queue_full", f"{others} requests are being served, as many as the server admits")
+        self._check_bytes(others, nbytes)
+
+    def _check_bytes(self, others: int, nbytes: int) -> None:
         # Alone, a request of any size that passed the limits on a body is let in.
         if others and (held := int(self._bytes.total)) > self._bytes_limit:
             held -= nbytes
@@ -125,6 +132,12 @@ class Admission:
         del self._inside[permit]
         self._requests.add(-1)
         self._bytes.add(-permit.nbytes)
+
+    def grow(self, permit: Permit, nbytes: int) -> None:
+        """Count so many bytes more of a request that is inside. Raises Refusal 429."""
+        permit.nbytes += nbytes
+        self._bytes.add(nbytes)
+        self._check_bytes(int(self._requests.total) - 1, nbytes)
 
     def leave(self, permit: Permit) -> None:
         self._exit(permit)

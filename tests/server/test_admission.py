@@ -35,6 +35,17 @@ def test_requests_and_bytes_are_counted_while_they_are_inside():
     assert (admission.requests, admission.bytes) == (0, 0)
 
 
+def test_the_text_of_an_answer_counts_as_bytes_too():
+    admission = Admission(Settings(queue_bytes=100))
+    with admission.permit(60) as first, admission.permit(20) as second:
+        second.grow(20)
+        with pytest.raises(Refusal, match="hold 100 bytes, and this one needs 1"):
+            first.grow(1)
+    assert admission.bytes == 0
+    with admission.permit(60) as alone:
+        alone.grow(1000)
+
+
 def test_flops_and_predicted_seconds_are_counted_once_they_are_known():
     admission = Admission(Settings(queue_flops=100, queue_seconds=10))
     with admission.permit(0) as first, admission.permit(0) as second:
