@@ -25,6 +25,7 @@ NOT_OF_THE_CHART = {
     "device",
     "api_keys",
     "api_keys_file",
+    "insecure",
     "tls_cert",
     "tls_key",
     "tls_client_ca",

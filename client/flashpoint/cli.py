@@ -17,6 +17,7 @@ GROUP = "flashpoint.commands"
 _ABOUT = {
     "benchmark": "times attention, on every backend or those named",
     "capacity": "how long a request takes, and what a load needs",
+    "health": "asks the server on this host whether it lives",
     "info": "device, versions, backends, and the options of each",
     "key": "draws a key for a server's file of keys",
     "serve": "starts a server",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from flashpoint_kernels.spec import Spec
+from flashpoint_server.counts import Counts
 from flashpoint_server.limits import Quota
 from flashpoint_server.price import Price
 from flashpoint_server.refusal import Refusal
@@ -44,6 +45,10 @@ class Permit:
         self._admission.add(price, self.quota)
         self.price = price
 
+    def grow(self, nbytes: int) -> None:
+        """Count so many bytes more. Raises Refusal 429."""
+        self._admission.grow(self, nbytes)
+
     def correct(self, price: Price) -> None:
         """Count a lower price than was charged, once the lengths of the sequences are known."""
         before, self.price = self.price, price
@@ -54,21 +59,39 @@ class Permit:
 
 
 class Admission:
-    """Counts requests, from their head to the last byte of their answer, and the bytes and FLOPs that they bring."""
+    """Counts requests, from their head to the last byte of their answer, and the bytes and FLOPs that they bring.
 
-    def __init__(self, settings: Settings) -> None:
+    The limits hold over all HTTP processes. A request is counted before the sums are compared with the limits: two
+    processes that admit at the same moment may both refuse, but never exceed a limit together.
+    """
+
+    def __init__(self, settings: Settings, counts: Counts | None = None) -> None:
         self._requests_limit = settings.queue_limit
         self._bytes_limit = settings.queue_bytes
         self._flops_limit = settings.queue_flops
         self._seconds_limit = settings.queue_seconds
-        self._inside: dict[Permit, None] = {}  # in the order in which they came
-        self.bytes = 0
-        self.flops = 0
-        self.seconds = 0.0  # predicted
+        counts = counts or Counts()
+        self._requests, self._bytes = counts.requests, counts.bytes
+        self._flops, self._seconds = counts.flops, counts.seconds
+        self._inside: dict[Permit, None] = {}  # of this process, in the order in which they came
 
     @property
     def requests(self) -> int:
+        """Requests inside this process, as are the amounts below."""
         return len(self._inside)
+
+    @property
+    def bytes(self) -> int:
+        return int(self._bytes.own)
+
+    @property
+    def flops(self) -> int:
+        return int(self._flops.own)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted."""
+        return self._seconds.own
 
     @property
     def oldest_seconds(self) -> float:
@@ -77,24 +100,50 @@ class Admission:
 
     def permit(self, nbytes: int, quota: Quota | None = None) -> Permit:
         """Room for a request with so many bytes of tensors. Raises Refusal 429."""
-        if self.requests >= self._requests_limit:
-            raise Refusal("queue_full", f"{self.requests} requests are being served, as many as the server admits")
-        # Alone, a request of any size that passed the limits on a body is let in.
-        if self.requests and self.bytes + nbytes > self._bytes_limit:
-            raise Refusal(
-                "queue_full", f"the requests being served hold {self.bytes} bytes, and this one needs {nbytes}"
-            )
-        if quota is not None:  # last: what is refused for other reasons costs the key nothing
-            quota.enter(nbytes)
         permit = Permit(self, nbytes, quota)
-        self._inside[permit] = None
-        self.bytes += nbytes
+        self._enter(permit)
+        try:
+            self._check(nbytes)
+            if quota is not None:  # last: what is refused for other reasons costs the key nothing
+                quota.enter(nbytes)
+        except Refusal:
+            self._exit(permit)
+            raise
         return permit
 
-    def leave(self, permit: Permit) -> None:
+    def _check(self, nbytes: int) -> None:
+        """Raises Refusal 429 where a request that is counted is one too many."""
+        if (others := int(self._requests.total) - 1) >= self._requests_limit:
+            raise Refusal("queue_full", f"{others} requests are being served, as many as the server admits")
+        self._check_bytes(others, nbytes)
+
+    def _check_bytes(self, others: int, nbytes: int) -> None:
+        # Alone, a request of any size that passed the limits on a body is let in.
+        if others and (held := int(self._bytes.total)) > self._bytes_limit:
+            held -= nbytes
+            raise Refusal("queue_full", f"the requests being served hold {held} bytes, and this one needs {nbytes}")
+
+    def _enter(self, permit: Permit) -> None:
+        self._inside[permit] = None
+        self._requests.add(1)
+        self._bytes.add(permit.nbytes)
+
+    def _exit(self, permit: Permit) -> None:
         del self._inside[permit]
-        self.bytes -= permit.nbytes
+        self._requests.add(-1)
+        self._bytes.add(-permit.nbytes)
+
+    def grow(self, permit: Permit, nbytes: int) -> None:
+        """Count so many bytes more of a request that is inside. Raises Refusal 429."""
+        permit.nbytes += nbytes
+        self._bytes.add(nbytes)
+        self._check_bytes(int(self._requests.total) - 1, nbytes)
+
+    def leave(self, permit: Permit) -> None:
+        self._exit(permit)
         self.correct(permit.price, FREE)
+        if not self._inside:
+            self._seconds.set(0.0)  # what sums of floats have left over
         if permit.quota is not None:
             permit.quota.leave()
 
@@ -103,6 +152,7 @@ class Admission:
 
         Otherwise, with more asked than is served, each request would get its turn just after its deadline, and all
         computing would be too late. Larger requests count for as much as this one, because it passes the rest of them.
+        Queue and pace are this process's own: processes share the engine's pace as they share its queue.
         """
         if self.seconds <= (patience := seconds * PATIENCE) * pace or patience <= 0 or self.requests <= FEW:
             return
@@ -114,24 +164,38 @@ class Admission:
 
     def add(self, price: Price, quota: Quota | None) -> None:
         """Count a request's price. Raises Refusal 429 where the queue, or its key, has no room for it."""
-        if self.requests > 1 and self.flops + price.flops > self._flops_limit:
+        before = self._flops.own, self._seconds.own
+        self.correct(FREE, price)
+        try:
+            self._check_price(price)
+            if quota is not None:
+                quota.take("flops", price.flops)
+                quota.take("seconds", price.seconds)
+        except Refusal:
+            self._flops.set(before[0])
+            self._seconds.set(before[1])
+            raise
+
+    def _check_price(self, price: Price) -> None:
+        """Raises Refusal 429 where a price that is counted is too much."""
+        if self._requests.total <= 1:
+            return
+        if (flops := self._flops.total) > self._flops_limit:
+            flops -= price.flops
             raise Refusal(
-                "queue_full", f"the requests being served need {self.flops:.3g} FLOPs, and this one {price.flops:.3g}"
+                "queue_full", f"the requests being served need {flops:.3g} FLOPs, and this one {price.flops:.3g}"
             )
-        if self.requests > 1 and self.seconds + price.seconds > self._seconds_limit:
+        if (seconds := self._seconds.total) > self._seconds_limit:
+            seconds -= price.seconds
             raise Refusal(
                 "queue_full",
-                f"the requests being served take {self.seconds:.3g} s of a core, and this one {price.seconds:.3g} s",
+                f"the requests being served take {seconds:.3g} s of a core, and this one {price.seconds:.3g} s",
             )
-        if quota is not None:
-            quota.take("flops", price.flops)
-            quota.take("seconds", price.seconds)
-        self.correct(FREE, price)
 
     def correct(self, before: Price, after: Price) -> None:
         """Count one price in place of another."""
-        self.flops += after.flops - before.flops
-        self.seconds += after.seconds - before.seconds
+        self._flops.add(after.flops - before.flops)
+        self._seconds.add(after.seconds - before.seconds)
 
 
 def check_size(spec: Spec, memory: int, sequence_limit: int) -> None:

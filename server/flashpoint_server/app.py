@@ -19,9 +19,9 @@ from flashpoint_server import benchmark_routes, openapi, status
 from flashpoint_server.attention import AttentionRoute
 from flashpoint_server.compute import ComputeRoute
 from flashpoint_server.cors import Cors
+from flashpoint_server.counts import Shared
 from flashpoint_server.envelope import Envelope
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.limits import Shared
 from flashpoint_server.oip import memory_routes
 from flashpoint_server.oip import routes as oip
 from flashpoint_server.oip.errors import written
@@ -62,7 +62,8 @@ def create_app(
             inside.callback(service.close)
             service.pool.warm()
             service.engine.connect(addresses)
-            inside.push_async_callback(_ended, asyncio.ensure_future(service.watch_queue()))
+            for watching in (service.watch_queue(), service.keys_file.run()):
+                inside.push_async_callback(_ended, asyncio.ensure_future(watching))
             yield
 
     app = Application(

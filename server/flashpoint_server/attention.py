@@ -10,7 +10,7 @@ from flashpoint_kernels.spec import Direction, ProblemError, Spec, TensorInfo
 from flashpoint_kernels.support import choose_backend
 from flashpoint_server.admission import Permit, check_size
 from flashpoint_server.compute import Call, ComputeRoute, deadline_of, priority_of
-from flashpoint_server.encode import Part, encode
+from flashpoint_server.encode import Part, encode, text_bytes
 from flashpoint_server.exchange import Way
 from flashpoint_server.job import Answer, AttentionJob, Timings
 from flashpoint_server.message import SafetensorsMessage, make_spec, read_json
@@ -52,7 +52,7 @@ class AttentionRoute(ComputeRoute):
             permit.charge(price_of(spec, backend, device), body.deadline, service.engine.pace)
             staging = self.stage(inputs, spec.outputs, inside)
             for name, view in staging.views(staging.inputs).items():
-                view[:] = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data
+                view[:] = np.ascontiguousarray(arrays.pop(name)).reshape(-1).view(np.uint8).data
         else:
             message = await SafetensorsMessage.begin(body, settings.head_limit)
             spec, backend, price, _ = message.plan(self._direction, device, self._backend)
@@ -61,6 +61,8 @@ class AttentionRoute(ComputeRoute):
             permit.charge(price, body.deadline, service.engine.pace)
             staging = self.stage(message.inputs(), spec.outputs, inside)
             await message.receive(body, staging.views(staging.inputs).values())
+        if wanted.is_json:
+            permit.grow(text_bytes(spec.outputs.values()))
         self.correct(permit, spec, backend, device, staging)
         job, answer = await self.solve(call, spec, backend, staging, permit.price, priority)
         parts = await encode(job, answer, wanted, service.codec)

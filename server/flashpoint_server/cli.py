@@ -11,7 +11,7 @@ import structlog
 from pydantic import ValidationError
 
 from flashpoint_server import logs
-from flashpoint_server.serving import run
+from flashpoint_server.serving import open_to_all, run
 from flashpoint_server.settings import Settings
 
 log = structlog.stdlib.get_logger("flashpoint.settings")
@@ -24,17 +24,31 @@ _OF_CLIENTS = "FLASHPOINT_API_KEY"
 def serve(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal; the exit code. `argv` are the flags, of the process by default; see `Settings`."""
     flags = list(sys.argv[1:] if argv is None else argv)
-    try:
-        settings = Settings(_cli_parse_args=flags)  # type: ignore[call-arg]
-    except ValidationError as error:
-        for e in error.errors(include_input=False):
-            flag = ".".join(map(str, e["loc"])).replace("_", "-")
-            print(f"flashpoint serve: --{flag}: {e['msg'].removeprefix('Value error, ')}", file=sys.stderr)
+    if (settings := parse("flashpoint serve", flags)) is None:
+        return 2
+    if not settings.insecure and (address := open_to_all(settings)) is not None:
+        print(
+            f"flashpoint serve: --host: others than this host reach {address}, and nothing asks who calls. Either set "
+            "keys (--api-keys-file; see `flashpoint key --help`) or --tls-client-ca, or choose --insecure "
+            "(FLASHPOINT_INSECURE=true) to serve everybody, or --host 127.0.0.1 to serve this host alone",
+            file=sys.stderr,
+        )
         return 2
     logs.configure(settings.log_format, settings.log_level)
     for name, meant in misspelt(os.environ):
         log.warning("unknown setting", variable=name, perhaps=meant)
     return run(settings, flags)
+
+
+def parse(command: str, flags: list[str]) -> Settings | None:
+    """The settings of flags and variables; None where one is not right, which is printed, each with its flag."""
+    try:
+        return Settings(_cli_parse_args=flags, _cli_prog_name=command)  # type: ignore[call-arg]
+    except ValidationError as error:
+        for e in error.errors(include_input=False):
+            flag = ".".join(map(str, e["loc"])).replace("_", "-")
+            print(f"{command}: --{flag}: {e['msg'].removeprefix('Value error, ')}", file=sys.stderr)
+        return None
 
 
 def misspelt(variables: Iterable[str]) -> Iterator[tuple[str, str]]:

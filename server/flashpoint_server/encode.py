@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
 
 from flashpoint import jsonwire, wire
+from flashpoint_kernels.spec import TensorInfo
 from flashpoint_server.codec import Codec
 from flashpoint_server.job import Answer, AttentionJob
 from flashpoint_server.negotiation import Encoding
 
 Part = bytes | memoryview
+_NUMBER = 25  # most bytes of a float and its comma, such as -1.2345678806304932e-05
 
 
 async def encode(job: AttentionJob, answer: Answer, encoding: Encoding, codec: Codec) -> list[Part]:
@@ -28,6 +32,11 @@ async def encode(job: AttentionJob, answer: Answer, encoding: Encoding, codec: C
         return [await codec.encode(arrays, {"dtype": job.spec.dtype, **answer.metadata}, job.deadline)]
     tensors = tuple((name, place.dtype, place.shape) for name, place in places.items())
     return [_head(tensors, tuple(answer.metadata.items())), *(view for view in views.values() if len(view))]
+
+
+def text_bytes(tensors: Iterable[TensorInfo]) -> int:
+    """Most bytes of tensors in JSON, which an HTTP process holds until they are sent."""
+    return _NUMBER * sum(math.prod(info.shape) for info in tensors)
 
 
 @lru_cache(256)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import structlog
 
+from flashpoint_server.counts import Shared
 from flashpoint_server.key_file import RIGHTS, KeyEntry, Right, read
-from flashpoint_server.limits import Quota, Shared, Spent
+from flashpoint_server.limits import Quota, Spent
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
 

@@ -10,18 +10,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import math
-import mmap
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from flashpoint_server.counts import Shared, Table
 from flashpoint_server.key_file import KeyEntry
 from flashpoint_server.refusal import Refusal
 
 BURST = 1.0  # seconds: a bucket holds what its rate gives in that time
-MOST_PROCESSES = 256
 PATIENCE = 0.01  # seconds for the lock, which others hold for microseconds, unless they were stopped while they did
 
 What = Literal["requests", "bytes", "flops", "seconds"]
@@ -32,29 +30,17 @@ _WORDS: dict[What, str] = {
     "flops": "floating-point operations",
     "seconds": "seconds of computing",
 }
-_COUNTS = len(_PLACES)  # where the processes' counts of requests inside begin
-
-
-class Shared(NamedTuple):
-    """Where HTTP processes find the same numbers: a directory, and which of them this is. None: there is this one."""
-
-    directory: Path | None = None
-    process: int = 0
 
 
 class Spent:
     """The numbers of one key: its buckets, which have one writer at a time, and a count for each process."""
 
     def __init__(self, name: str, shared: Shared) -> None:
-        if shared.directory is None:
-            self._fd = os.memfd_create(f"flashpoint-key-{name}", os.MFD_CLOEXEC)
-        else:
-            self._fd = os.open(shared.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        size = 8 * (_COUNTS + MOST_PROCESSES)
-        os.ftruncate(self._fd, size)
-        self.numbers = memoryview(mmap.mmap(self._fd, size)).cast("d")
-        self.own = _COUNTS + shared.process
-        self.numbers[self.own] = 0  # this process has just begun, and the one before it has taken its requests along
+        self._table = Table(name, shared, 1)
+        self._fd = self._table.fd
+        self.numbers = self._table.numbers
+        self.inside = self._table.rows[0]
+        self.own = shared.process
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -104,13 +90,13 @@ class Quota:
         """A request for compute comes inside with `nbytes` of tensors, until `leave`. Raises Refusal 429."""
         spent = self._spent
         with spent.locked():
-            if self._concurrent is not None and sum(spent.numbers[_COUNTS:]) >= self._concurrent:
+            if self._concurrent is not None and sum(spent.inside) >= self._concurrent:
                 raise _refused(f"the key's limit is {self._concurrent} requests at once", 1)
             self._take("bytes", nbytes)
-            spent.numbers[spent.own] += 1
+            spent.inside[spent.own] += 1
 
     def leave(self) -> None:
-        self._spent.numbers[self._spent.own] -= 1
+        self._spent.inside[self._spent.own] -= 1
 
     def _take(self, what: What, cost: float) -> None:
         if (rate := self._rates.get(what)) is None:

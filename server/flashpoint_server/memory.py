@@ -13,9 +13,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import count
+
+from flashpoint_server.counts import Counts
 
 ALIGNMENT = 64  # a cache line; the widest vector load of a CPU, and more than a GPU's copy engine asks
 SMALLEST = 1 << 16
@@ -94,19 +97,35 @@ class Slot:
 
 
 class Pool:
-    """Slots of `limit` bytes in all. `dropped` is told the number of every segment that is given back."""
+    """Slots of `limit` bytes in all, together with the pools of the other HTTP processes.
 
-    def __init__(self, limit: int, dropped: Callable[[int], None] = lambda number: None) -> None:
+    `dropped` is told the number of every segment that is given back. A pool that finds no room says so in
+    `counts.wanted`, and the others give back what they do not use (`make_room`).
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        dropped: Callable[[int], None] = lambda number: None,
+        counts: Counts | None = None,
+    ) -> None:
+        counts = counts or Counts()
         self.limit = limit
         self._dropped = dropped
         self.segments: dict[int, Segment] = {}
         self.taken = 0  # slots
-        self._size = 0
+        self._staged = counts.staged  # bytes
+        self._wanted = counts.wanted  # when a pool last found no room, in `time.monotonic` seconds
+        self._trimmed = 0.0  # and when this one last made room
         self._free: dict[int, list[Slot]] = defaultdict(list)
 
     def warm(self) -> None:
-        """Make the first slots of common sizes before the first request needs them. Raises PoolFullError."""
-        for slot in [self.take(size) for size in WARM]:
+        """Make the first slots of common sizes before the first request needs them, as far as there is room."""
+        slots = []
+        with contextlib.suppress(PoolFullError):
+            for size in WARM:
+                slots.append(self.take(size))  # those before the failure are released, too
+        for slot in slots:
             slot.release()
 
     def take(self, size: int) -> Slot:
@@ -133,18 +152,37 @@ class Pool:
         for segment in list(self.segments.values()):
             self._drop(segment)
 
-    def _grow(self, size: int, *, touch: bool) -> Segment:
-        if self._size + size > self.limit:
+    def make_room(self) -> None:
+        """Give back what is not used, where another process has found no room since this was last done."""
+        if (wanted := self._wanted.largest) > self._trimmed:
+            self._trimmed = wanted
             self._trim()
-        if self._size + size > self.limit:
-            raise PoolFullError(f"{self._size} of {self.limit} bytes of staging memory are in use")
+
+    def _grow(self, size: int, *, touch: bool) -> Segment:
+        if not self._reserve(size):
+            self._trim()
+            if not self._reserve(size):
+                self._trimmed = time.monotonic()
+                self._wanted.set(self._trimmed)
+                raise PoolFullError(f"{self._staged.total:.0f} of {self.limit} bytes of staging memory are in use")
         try:
             segment = Segment(size, touch=touch)
-        except OSError as error:  # no descriptor, no memory, or no address space
-            raise PoolFullError(f"the system has no {size} bytes of staging memory left: {error}") from None
+        except BaseException as error:
+            self._staged.add(-size)
+            if isinstance(error, OSError):  # no descriptor, no memory, or no address space
+                message = f"the system has no {size} bytes of staging memory left: {error}"
+                raise PoolFullError(message) from None
+            raise
         self.segments[segment.number] = segment
-        self._size += size
         return segment
+
+    def _reserve(self, size: int) -> bool:
+        """Count `size` bytes more, where the limit allows them. Counted first: two processes never take the same."""
+        self._staged.add(size)
+        if self._staged.total <= self.limit:
+            return True
+        self._staged.add(-size)
+        return False
 
     def _trim(self) -> None:
         """Give back segments of which every slot is free: room for another size class."""
@@ -160,7 +198,7 @@ class Pool:
 
     def _drop(self, segment: Segment) -> None:
         del self.segments[segment.number]
-        self._size -= segment.size
+        self._staged.add(-segment.size)
         segment.close()
         self._dropped(segment.number)
 

@@ -23,12 +23,13 @@ from flashpoint_server.settings import Settings
 
 _SOCKET = "Ray's proxies have the sockets: see http_options"
 NOT_HERE = {
-    **dict.fromkeys(("host", "port", "keep_alive", "header_timeout"), _SOCKET),
+    **dict.fromkeys(("host", "port", "insecure", "keep_alive", "header_timeout"), _SOCKET),
     **dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca"), _SOCKET),
-    "grpc_port": "Ray's proxies hand on HTTP alone",
+    **dict.fromkeys(("grpc_port", "grpc_bytes"), "Ray's proxies hand on HTTP alone"),
     "workers": "a replica is one process: see num_replicas",
     "shared_memory_bytes": "a region is registered with one process, and Ray has several to choose from",
 }
+THE_IMAGES = {"host", "port", "insecure"}  # that the image has as variables, for `flashpoint serve`
 READY_SECONDS = 0.05  # between two looks at an engine that starts
 END_SECONDS = 5.0  # beyond the shutdown timeout: the engine's end, and Ray's own
 
@@ -93,7 +94,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     naming the setting.
     """
     settings = Settings(**arguments)
-    for name in settings.model_fields_set & NOT_HERE.keys():
+    for name in settings.model_fields_set & NOT_HERE.keys() - (THE_IMAGES - arguments.keys()):
         raise ValueError(f"{name}: not a setting on Ray Serve: {NOT_HERE[name]}")
     if settings.device == "all" or ":" in settings.device:
         raise ValueError(f"device: {settings.device} is not for Ray Serve, which gives each replica a device: say cuda")

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from flashpoint_server.admission import Admission
 from flashpoint_server.benchmarks import Benchmarks
 from flashpoint_server.codec import Codec
+from flashpoint_server.counts import Counts, Shared
 from flashpoint_server.engine import Engines
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.key_file import Right
 from flashpoint_server.keys import Caller, Keyring
-from flashpoint_server.limits import Shared
 from flashpoint_server.memory import Pool
 from flashpoint_server.messages import DeviceInfo
 from flashpoint_server.metrics import Metrics
@@ -20,6 +20,7 @@ from flashpoint_server.oip.regions import Regions
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
 from flashpoint_server.sites import Sites
+from flashpoint_server.watch import Watch
 
 if TYPE_CHECKING:
     from flashpoint_server.traces import Traces
@@ -40,12 +41,14 @@ class Service:
 
             self.traces = Traces(settings.otlp_endpoint)
         self.engine = engines = Engines(self.metrics, self.benchmarks, self.traces)
-        self.pool = Pool(settings.staging_bytes, engines.forget_segment)
+        self.counts = Counts(shared)
+        self.pool = Pool(settings.staging_bytes, engines.forget_segment, self.counts)
         self.regions = Regions(settings.shared_memory_bytes, engines.forget_segment)
         self.codec = Codec()
+        self.keys_file = Watch([settings.api_keys_file], lambda: self.keys.reload())
         self.keys = Keyring(settings, shared)
         self.sites = Sites(settings.allowed_hosts, settings.cors_origins)
-        self.admission = Admission(settings)
+        self.admission = Admission(settings, self.counts)
         self.draining = False
         self._working = 0
         self._idle = asyncio.Event()
@@ -84,9 +87,10 @@ class Service:
             self._idle.set()
 
     async def watch_queue(self) -> None:
-        """Keep the metrics of what is inside up to date, until cancelled."""
+        """Keep the metrics of what is inside up to date, and make room for other processes, until cancelled."""
         while True:
             self.report_queue()
+            self.pool.make_room()
             await asyncio.sleep(QUEUE_SECONDS)
 
     def report_queue(self) -> None:

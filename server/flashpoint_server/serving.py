@@ -29,6 +29,7 @@ from flashpoint_server.parent import keep_what_is_there, raise_descriptor_limit
 from flashpoint_server.protocol import Config, HttpProtocol
 from flashpoint_server.service import Service
 from flashpoint_server.settings import Settings
+from flashpoint_server.watch import Watch
 
 if TYPE_CHECKING:
     from flashpoint_server.grpc.server import RpcServer
@@ -51,6 +52,9 @@ class _Server(uvicorn.Server):
         self.forced = False  # by a second signal
         self._draining: asyncio.Task[None] | None = None
         self._next_warning = 0.0
+        settings = service.settings
+        self._certificate = Watch([settings.tls_cert, settings.tls_key], self._reload_certificate)
+        self._watching: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -59,6 +63,7 @@ class _Server(uvicorn.Server):
             return
         await super().startup(sockets)
         keep_what_is_there()
+        self._watching = asyncio.ensure_future(self._certificate.run())
         if self._service.settings.rereads:
             self._loop.add_signal_handler(signal.SIGHUP, self._reload)
         for listener in sockets or []:
@@ -67,6 +72,8 @@ class _Server(uvicorn.Server):
             log.info("listening", host=host, port=port, url=url)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         if self._grpc is not None:
             await self._grpc.stop(0 if self.forced else LAST_BYTES)
         await super().shutdown(sockets)
@@ -86,8 +93,11 @@ class _Server(uvicorn.Server):
 
     def _reload(self) -> None:
         """SIGHUP: keys and certificate are read again; what is wrong stays as it was, and the log says so."""
-        settings = self._service.settings
         self._service.keys.reload()
+        self._reload_certificate()
+
+    def _reload_certificate(self) -> None:
+        settings = self._service.settings
         if self.config.ssl is not None and settings.tls_cert is not None:
             try:
                 tls.load(self.config.ssl, settings.tls_cert, settings.tls_key)
@@ -145,7 +155,7 @@ def run(settings: Settings, argv: Sequence[str]) -> int:
         log.error("cannot listen", host=settings.host, port=settings.port, error=str(error))
         return 1
     with listener:
-        if open_to_all(settings, address := listener.getsockname()[0]):
+        if (address := open_to_all(settings)) is not None:
             log.warning("open to all who reach it", host=address, advice="set --api-keys-file, or --host 127.0.0.1")
         if settings.workers == 1:
             return serve_on(listener, create_app(settings))
@@ -161,10 +171,23 @@ def run(settings: Settings, argv: Sequence[str]) -> int:
             return supervisor.run(settings, [*argv, f"--grpc-port={port}"], listener)
 
 
-def open_to_all(settings: Settings, address: str) -> bool:
-    """Whether others than this host may call, and nothing asks who they are."""
-    locked = settings.api_keys or settings.api_keys_file or settings.tls_client_ca
-    return not (locked or ip_address(address).is_loopback)
+def open_to_all(settings: Settings) -> str | None:
+    """An address of `settings.host` that others than this host reach, where nothing asks who they are; else None."""
+    if settings.api_keys or settings.api_keys_file or settings.tls_client_ca:
+        return None
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        found = socket.getaddrinfo(
+            settings.host or None, settings.port, family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError:  # nobody can listen there, which `listen` says
+        return None
+    return next((str(where[0]) for *_, where in found if not _loopback(str(where[0]))), None)
+
+
+def _loopback(address: str) -> bool:
+    found = ip_address(address)
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
 def listen(settings: Settings) -> socket.socket:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliImplicitFlag, NoDecode, SettingsConfigDict
 
 from flashpoint import wire
 from flashpoint_server import tls
@@ -53,12 +53,14 @@ class Settings(BaseSettings):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|all)$")] = "auto"
     """auto, cpu, cuda, cuda:N or all; auto is CUDA where there is one, all is one engine for each CUDA device"""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
-    """HTTP processes on the port; the limits below on what is admitted and staged are each process's own"""
+    """HTTP processes on the port; the limits below hold for all of them together"""
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     """comma-separated bearer keys, each KEY (all rights) or KEY:right+right; see docs/security.md"""
     api_keys_file: Path | None = None
-    """TOML file of keys by name, with hash, rights and limits, which SIGHUP has read again (docs/security.md)"""
+    """TOML file of keys by name, with hash, rights and limits; it is read again when it changes (docs/security.md)"""
+    insecure: CliImplicitFlag[bool] = False
+    """serve everybody on an address that others reach, with neither keys nor --tls-client-ca; else that is refused"""
 
     tls_key: Path | None = None
     """PEM file of the certificate's key, where --tls-cert does not hold that too"""
@@ -93,6 +95,8 @@ class Settings(BaseSettings):
     """requests that are admitted at once: arriving, waiting, running or being answered"""
     queue_bytes: Bytes = 4096 * MIB
     """bytes of input and answer tensors that are admitted at once; a request alone is always admitted"""
+    grpc_bytes: Annotated[int, Field(ge=64 * MIB)] = 6144 * MIB
+    """most bytes of memory for messages and answers over gRPC, of which one message has a sixth (docs/grpc.md)"""
     queue_flops: Annotated[int, Field(ge=1)] = 1 << 50
     """floating-point operations of the requests admitted at once; a request alone is always admitted"""
     queue_seconds: Seconds = 600.0

@@ -87,7 +87,7 @@ def router(service: Service) -> APIRouter:
             device=Device(name=device.name, title=device.title, memory=device.memory) if device else None,
             backends=backends,
             options={backend: sorted(SUPPORT[backend]) for backend in backends},
-            load={"requests": service.admission.requests, "bytes": service.admission.bytes},
+            load={"requests": int(service.counts.requests.total), "bytes": int(service.counts.bytes.total)},
             limits={
                 "body_bytes": settings.body_limit,
                 "json_bytes": settings.json_limit,

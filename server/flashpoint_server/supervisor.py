@@ -11,10 +11,13 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
 
 import structlog
 from prometheus_client.multiprocess import mark_process_dead
 
+from flashpoint_server.counts import clear
 from flashpoint_server.metrics import DIRECTORY as METRICS_DIRECTORY
 from flashpoint_server.processes import Child, running_engines
 from flashpoint_server.settings import Settings
@@ -38,6 +41,13 @@ async def _run(settings: Settings, argv: Sequence[str], listener: socket.socket)
         engines = ",".join(address.hex() for address in addresses)
         metrics = inside.enter_context(tempfile.TemporaryDirectory(prefix="flashpoint-metrics-"))
         limits = inside.enter_context(tempfile.TemporaryDirectory(prefix="flashpoint-limits-"))
+        counts = Path(limits)
+
+        def forget(number: int, pid: int) -> None:
+            """Nothing of a worker that has ended counts any more: neither its gauges nor what it had inside."""
+            mark_process_dead(pid, metrics)  # type: ignore[no-untyped-call]
+            clear(counts, number)
+
         fixed = ["--listener", str(listener.fileno()), "--engines", engines, "--limits", limits]
         workers = [
             Child(
@@ -46,7 +56,7 @@ async def _run(settings: Settings, argv: Sequence[str], listener: socket.socket)
                 [*fixed, "--number", str(n), "--", *argv],
                 [listener.fileno()],
                 {METRICS_DIRECTORY: metrics},
-                lambda pid: mark_process_dead(pid, metrics),  # type: ignore[no-untyped-call]  # its gauges count no more
+                partial(forget, n),
             )
             for n in range(settings.workers)
         ]

@@ -5,10 +5,15 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
+# Of TLS 1.2; all of TLS 1.3 have the same two properties: keys that are forgotten, and authenticated encryption.
+CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
+
 
 def context(cert: Path, key: Path | None, client_ca: Path | None) -> ssl.SSLContext:
     """TLS 1.2 and later, by PEM files. Raises ValueError, which names the file that is wrong."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    made.minimum_version = ssl.TLSVersion.TLSv1_2
+    made.set_ciphers(CIPHERS)
     made.set_alpn_protocols(["http/1.1"])
     load(made, cert, key)
     if client_ca is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flashpoint_server import logs
 from flashpoint_server.app import create_app
-from flashpoint_server.limits import Shared
+from flashpoint_server.counts import Shared
 from flashpoint_server.parent import CANNOT_WORK, die_with_parent
 from flashpoint_server.serving import serve_on
 from flashpoint_server.settings import Settings
@@ -30,7 +30,7 @@ def main() -> int:
     settings = Settings(_cli_parse_args=asked.flags)  # type: ignore[call-arg]
     logs.configure(settings.log_format, settings.log_level)
     engines = [bytes.fromhex(address) for address in asked.engines.split(",")]
-    shared = Shared(asked.limits, asked.number)
+    shared = Shared(asked.limits, asked.number, settings.workers)
     ended = serve_on(socket.socket(fileno=asked.listener), app := create_app(settings, engines, shared=shared))
     return CANNOT_WORK if app.state.service.engine.failure else ended
 

@@ -21,11 +21,16 @@ charts = pytest.importorskip(
     "tests.support.charts",
     reason="pip install helm-python-sdk (not built for all platforms)",
 )
-from tests.support.charts import CHART, DEPLOY, EXAMPLES, NEWEST, VALIDATED, render, report, validate  # noqa: E402
+from tests.support.charts import CHART, DEPLOY, EXAMPLES, NEWEST, VALIDATED, report, validate  # noqa: E402
 
 ROOT = DEPLOY.parent
 EVERYTHING = EXAMPLES["everything"]
 KEDA = {"autoscaling": EXAMPLES["keda"]["autoscaling"]}
+
+
+def render(values=None, *how, **named):
+    """The chart with `values`, where nobody is asked for a key unless they say so."""
+    return charts.render({"insecure": True, **(values or {})}, *how, **named)
 
 
 def of_kind(manifests, kind):
@@ -85,6 +90,9 @@ def test_what_helm_renders_is_valid_and_a_misspelt_field_would_be_seen():
         ({"autoscaling": {"kind": "hpa", "minReplicas": 5, "maxReplicas": 4}}, "autoscaling.maxReplicas"),
         ({"settings": {"otlp_endpoint": "http://collector:4318"}}, "networkPolicy.egress"),
         ({"apiKeys": {"fileKey": "keys.toml"}}, "apiKeys.fileKey"),
+        ({"insecure": False}, "apiKeys.secret: empty, so that nobody is asked for a key"),
+        ({"insecure": "yes"}, "/insecure"),
+        ({"settings": {"insecure": True}}, "insecure"),
         ({"settings": {"host": "127.0.0.1"}}, "settings.host"),
         ({"settings": {"host": "localhost"}}, "settings.host"),
         ({"settings": {"grpc_port": 0}}, "settings.grpc_port"),
@@ -107,13 +115,33 @@ def test_a_pod_may_drain_for_as_long_as_its_server_does(shutdown, pre_stop):
     assert spec["terminationGracePeriodSeconds"] > pre_stop + longest
 
 
-@pytest.mark.parametrize(("workers", "staging"), [(1, 4 << 30), (4, 8 << 30), (3, (64 << 20) + 1)])
-def test_a_pods_memory_has_room_for_all_the_staging(workers, staging):
-    values = {"settings": {"workers": workers, "staging_bytes": staging}, "memory": {"processesMiB": 2048}}
-    resources = container(values)["resources"]
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("given", "processes"),
+    [
+        ({}, 256 + 112 * 32),
+        ({"grpc_port": 8001}, 6144 + 256 + 112 * 32),
+        ({"workers": 4, "staging_bytes": 8 << 30, "queue_bytes": 1 << 30, "json_limit": MIB}, 4 * (256 + 112)),
+        ({"workers": 3, "staging_bytes": (64 << 20) + 1, "grpc_port": 8001, "grpc_bytes": 64 << 20}, 64 + 3 * 3840),
+    ],
+)
+def test_a_pods_memory_has_room_for_all_that_its_settings_allow(given, processes):
+    """The formula of docs/kubernetes.md, with 2 GiB for the engine."""
+    resources = container({"settings": given, "memory": {"processesMiB": 2048}})["resources"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
-    memory = int(resources["limits"]["memory"].removesuffix("Mi")) << 20
-    assert workers * staging + (2048 << 20) <= memory < workers * (staging + (1 << 20)) + (2048 << 20)
+    memory = int(resources["limits"]["memory"].removesuffix("Mi"))
+    staging, queue = (given.get(name, Settings.model_fields[name].default) for name in ("staging_bytes", "queue_bytes"))
+    assert memory == -(-(staging + queue) // MIB) + processes + 2048
+
+
+def test_without_keys_everybody_is_served_by_choice_alone():
+    assert of_kind(render(), "ConfigMap")["data"]["FLASHPOINT_INSECURE"] == "true"
+    locked = charts.render(EXAMPLES["keys"])
+    assert of_kind(locked, "ConfigMap")["data"]["FLASHPOINT_INSECURE"] == "false"  # the image says true
+    for name, values in EXAMPLES.items():
+        assert charts.render(values), name
 
 
 @pytest.mark.parametrize("name", ["defaults", *EXAMPLES])
@@ -124,6 +152,7 @@ def test_the_server_reads_the_settings_as_they_were_given(name, monkeypatch):
         assert variable.removeprefix("FLASHPOINT_").lower() in Settings.model_fields
         monkeypatch.setenv(variable, value)
     read = Settings(_cli_parse_args=[])
+    assert read.insecure is True
     given = {**yaml.safe_load((CHART / "values.yaml").read_text())["settings"], **values.get("settings", {})}
     assert {name: getattr(read, name) for name in given} == given
     assert (read.port, read.device) == (

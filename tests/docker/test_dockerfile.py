@@ -1,6 +1,5 @@
 """What can be known of the image without building it. `make docker-steps` runs its steps (steps.py)."""
 
-import ast
 import fnmatch
 import json
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from flashpoint_server.settings import Settings
 from tests.docker.steps import ROOT, instructions
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -50,7 +50,7 @@ def test_the_linter_finds_nothing():
 def test_the_bases_are_of_exact_releases():
     bases = [rest.partition(" AS ")[0] for rest in every("FROM") if not rest.startswith("base-")]
     cuda, debian = bases
-    assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-runtime-ubuntu\d\d\.\d\d", cuda)
+    assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-base-ubuntu\d\d\.\d\d", cuda)
     assert re.fullmatch(r"debian:\d+\.\d+-slim", debian)
     assert every("ARG")[0] == "DEVICE=gpu"
 
@@ -125,17 +125,27 @@ def test_the_entry_point_links_what_is_compiled_and_runs_the_command(tmp_path):
 
 
 def test_the_health_check_asks_the_port_that_is_served():
+    """It is a command that reads the same variables: tests/server/test_settings.py and test_security_tls.py run it."""
     (check,) = every("HEALTHCHECK")
-    command = json.loads(check[check.index("[") :])
-    assert command[:2] == ["python", "-c"]
-    ast.parse(command[2])
-    assert "/health/live" in command[2]
+    assert json.loads(check[check.index("[") :]) == ["flashpoint", "health"]
+    assert "health" in PROJECT["entry-points"]["flashpoint.commands"]
     (environment,) = every("ENV", "service")
     (port,) = every("EXPOSE")
     assert f"FLASHPOINT_PORT={port}" in environment
     assert "FLASHPOINT_HOST=0.0.0.0" in environment
+    assert "FLASHPOINT_INSECURE=true" in environment  # `docker run` works, and the log warns
     assert json.loads(every("CMD")[0]) == ["flashpoint", "serve"]
     assert "flashpoint" in PROJECT["scripts"]
+
+
+def test_what_the_image_sets_is_a_setting(monkeypatch):
+    (environment,) = every("ENV", "service")
+    variables = dict(re.findall(r"(FLASHPOINT_\w+)=(\S+)", environment))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    settings = Settings(_cli_parse_args=[])
+    assert (settings.host, settings.port, settings.insecure) == ("0.0.0.0", 8000, True)
+    assert settings.model_fields_set - {"device"} == {"host", "port", "insecure"}
 
 
 def test_labels_are_those_of_the_project():

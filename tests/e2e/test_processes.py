@@ -312,6 +312,28 @@ def test_several_workers_on_one_port_survive_each_others_death(start_server):
     assert not any(psutil.pid_exists(pid) for pid in family)
 
 
+def test_limits_hold_over_all_workers_and_a_dead_one_has_nothing_inside(start_server):
+    """With one place, a body that is never sent takes it from both workers, until the one that has it dies."""
+    server = start_server(workers=2, queue_limit=1)
+    wait_for(lambda: len(server.children("worker")) == 2, lambda: "two workers")
+    wait_for(lambda: all(post(server, "/attention", SMALL).status == 200 for _ in range(8)), lambda: "one is not ready")
+    with send(server, SMALL[:-1], length=len(SMALL)) as held:
+        wait_for(lambda: server.get("/info")[1]["load"]["requests"] == 1, lambda: "it never comes inside")
+        for _ in range(16):
+            answer = post(server, "/attention", SMALL)
+            assert problem(answer, 429, "queue_full")["detail"].startswith("1 requests")
+        (victim,) = [pid for pid in server.children("worker") if connected_to(pid, held)]
+        os.kill(victim, signal.SIGKILL)
+        server.wait_for_line(lambda line: line["event"] == "lost" and line["pid"] == victim)
+        wait_for(lambda: server.get("/info")[1]["load"] == {"requests": 0, "bytes": 0}, lambda: "it stays inside")
+        assert post(server, "/attention", SMALL).status == 200
+
+
+def connected_to(pid, connection):
+    """Whether the process has the other end of the connection."""
+    return connection.getsockname() in [c.raddr for c in psutil.Process(pid).net_connections() if c.raddr]
+
+
 @pytest.mark.parametrize("ready", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["starting", "ready"])
 def test_a_killed_server_leaves_no_process(start_server, ready):
     server = start_server(ready=ready)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import flashpoint
+from flashpoint_server.cli import serve
 from flashpoint_server.serving import open_to_all
 from flashpoint_server.settings import Settings
 from tests.support.messages import JSON, SAFETENSORS, Reply, message, normal, post, problem, reply
@@ -283,26 +284,33 @@ def test_a_slow_head_is_closed_in_bounded_time(start_server):
 
 
 def test_keys_are_read_again_and_a_wrong_file_changes_nothing(locked, keys_path):
-    def reloaded(event):
+    """Each process reads the file when it changes, and at SIGHUP when it does not."""
+
+    def reread(event, change):
         seen = len([line for line in locked.lines if line["event"] == event])
-        locked.process.send_signal(signal.SIGHUP)
+        change()
         wait_for(
-            lambda: len([line for line in locked.lines if line["event"] == event]) == seen + 2,
+            lambda: len([line for line in locked.lines if line["event"] == event]) >= seen + 2,
             lambda: locked.lines[-5:],
         )
+
+    def put(text):
+        """As an editor does, or Kubernetes: no process sees half of it."""
+        new = keys_path.with_suffix(".new")
+        new.write_text(text) if isinstance(text, str) else write(new, text)
+        new.replace(keys_path)
 
     def statuses(name):
         return {post(locked, "/attention", GOOD, **bearer(name)).status for _ in range(8)}
 
     assert (statuses("carol"), statuses("demoted")) == ({401}, {200})
     assert statuses("spent") == {200, 429}
-    write(keys_path, {**KEYS, "carol": {"rights": ["attention"]}, "demoted": {"rights": ["info"]}})
-    reloaded("keys loaded")
+    reread("keys loaded", lambda: put({**KEYS, "carol": {"rights": ["attention"]}, "demoted": {"rights": ["info"]}}))
     assert (statuses("carol"), statuses("demoted")) == ({200}, {403})
     assert statuses("spent") == {429}  # what it has used is not forgotten
-    keys_path.write_text("[carol]")
-    reloaded("keys kept")
+    reread("keys kept", lambda: put("[carol]"))
     assert (statuses("carol"), statuses("demoted")) == ({200}, {403})
+    reread("keys kept", lambda: locked.process.send_signal(signal.SIGHUP))
 
 
 def test_secrets_are_in_no_log(locked):
@@ -346,17 +354,49 @@ def test_the_client_reads_the_refusal_of_a_body_that_it_still_sends(locked):
         assert client.attention(Q, Q, Q).shape == Q.shape
 
 
-def test_what_is_open_to_all_is_said():
-    assert open_to_all(Settings(), "0.0.0.0")
-    assert open_to_all(Settings(), "192.0.2.1")
-    assert not open_to_all(Settings(), "127.0.0.1")
-    assert not open_to_all(Settings(), "::1")
-    assert not open_to_all(Settings(api_keys="k"), "0.0.0.0")
+@pytest.mark.parametrize(
+    ("host", "found"),
+    [
+        ("127.0.0.1", None),
+        ("127.3.2.1", None),
+        ("localhost", None),
+        ("::1", None),
+        ("::ffff:127.0.0.1", None),
+        ("", "0.0.0.0"),
+        ("0.0.0.0", "0.0.0.0"),
+        ("::", "::"),
+        ("192.0.2.1", "192.0.2.1"),
+    ],
+)
+def test_an_address_that_others_reach_is_known_as_one(host, found, tmp_path):
+    """`192.0.2.1` is of documentation, and no machine's. With keys, or certificates of callers, all is well."""
+    settings = Settings(host=host)
+    assert open_to_all(settings) == found
+    assert open_to_all(settings.model_copy(update={"tls_client_ca": tmp_path})) is None
+    assert open_to_all(Settings(host=host, api_keys="k")) is None
+    assert open_to_all(Settings(host=host, insecure=True)) == found  # which is what the log warns of
     assert Settings().host == "127.0.0.1"
 
 
 def test_with_keys_a_server_answers_to_every_host(locked):
     assert ask(locked, "GET", "/health", host="any.example").status == 200
+
+
+def test_without_keys_others_are_served_by_choice_alone(capsys, monkeypatch):
+    """The refusal comes before there is a socket, and names both ways out. No machine has the address of this test."""
+    host = ["--host", "192.0.2.1", "--port", "0"]
+    assert serve(host) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("flashpoint serve: --host: others than this host reach 192.0.2.1")
+    for way in ("--api-keys-file", "--tls-client-ca", "--insecure", "FLASHPOINT_INSECURE=true", "--host 127.0.0.1"):
+        assert way in said
+    chosen = []
+    monkeypatch.setattr("flashpoint_server.cli.run", lambda settings, flags: chosen.append(settings.insecure) or 0)
+    monkeypatch.setattr("flashpoint_server.logs.configure", lambda *_: None)
+    assert serve([*host, "--insecure"]) == 0
+    monkeypatch.setenv("FLASHPOINT_INSECURE", "true")
+    assert serve(host) == 0
+    assert chosen == [True, True]
 
 
 def test_without_origins_no_page_of_another_may_call(server):

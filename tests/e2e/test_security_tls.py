@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 import flashpoint
 from flashpoint_server import Settings
+from flashpoint_server.health_command import main as health
 from tests.support.messages import SAFETENSORS, message, reply
 from tests.support.servers import wait_for
 
@@ -156,6 +157,42 @@ def test_neither_plain_http_nor_an_old_version_is_spoken(server, authority):
         ask(connection)
 
 
+def test_tls_1_2_has_forward_secrecy_and_authenticated_encryption(server, authority):
+    """Over HTTP and gRPC: suites with CBC, and those without a key exchange that is forgotten, are refused."""
+
+    def suite(port, ciphers):
+        context = trusting(authority)
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        context.set_ciphers(f"{ciphers}@SECLEVEL=0")
+        context.set_alpn_protocols(["h2"] if port == grpc_port(server) else ["http/1.1"])
+        with (
+            socket.create_connection(("localhost", port), timeout=60) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as encrypted,
+        ):
+            return encrypted.cipher()[0]
+
+    for port in (server.port, grpc_port(server)):
+        assert "GCM" in suite(port, "ECDHE+AESGCM")
+        for weak in ("ECDHE+AES:!AESGCM:!AESCCM", "DHE", "kRSA"):
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                suite(port, weak)
+
+
+def test_its_health_is_asked_for_through_tls(server, authority, capsys, start_server):
+    """The command has no certificate, and takes the server's, whoever has signed that."""
+    cert, key = authority.give("alive")
+    files = [f"--tls-cert={cert}", f"--tls-key={key}", f"--tls-client-ca={authority.file}"]
+    assert health([f"--port={server.port}", *files]) == 0
+    assert "handshake" in capsys.readouterr().out
+    assert health([f"--port={server.port}"]) == 1  # it speaks no plain HTTP
+    own = start_server(ready=False, tls_cert=cert, tls_key=key)
+    assert health([f"--port={own.port}", *files[:2]]) == 0
+    assert "/health/live is 200" in capsys.readouterr().out
+    own.stop()
+    assert health([f"--port={own.port}", *files]) == 1
+    assert "no answer" in capsys.readouterr().err
+
+
 def test_canary_slow_readers_see_nobody_elses_bytes(server, authority):
     """Answers wait unread, partly encrypted, while others are computed in memory that is used again."""
     context = trusting(authority)
@@ -200,6 +237,10 @@ def test_grpc_asks_for_a_certificate_too(server, authority):
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+def certificates_loaded(server):
+    return len([line for line in server.lines if line["event"] == "certificate loaded"])
+
+
 def test_a_new_certificate_is_shown_after_sighup(server, authority):
     def shown():
         """Over HTTP; over gRPC it is the same."""
@@ -225,7 +266,11 @@ def test_a_new_certificate_is_shown_after_sighup(server, authority):
     authority.give("server")
     server.process.send_signal(1)
     server.wait_for_line(lambda line: line["event"] == "certificate loaded")
-    assert shown() != before
+    second = shown()
+    assert second != before
+    seen = certificates_loaded(server)
+    authority.give("server")  # no signal: the files are watched
+    wait_for(lambda: certificates_loaded(server) > seen and shown() != second, lambda: server.lines[-5:])
     assert "s3cret" not in json.dumps(server.lines)
 
 

@@ -1,5 +1,6 @@
 """What is let in: requests, bytes and FLOPs at once, and the size of one request."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from flashpoint_kernels.spec import Options, TensorInfo, plan
 from flashpoint_server import admission as module
 from flashpoint_server.admission import Admission, check_size
+from flashpoint_server.counts import Counts, Shared, clear
+from flashpoint_server.limits import Spent
 from flashpoint_server.price import Price
 from flashpoint_server.refusal import STATUS, Refusal
 from flashpoint_server.settings import Settings
@@ -30,6 +33,17 @@ def test_requests_and_bytes_are_counted_while_they_are_inside():
     with pytest.raises(KeyError), admission.permit(10):
         raise KeyError
     assert (admission.requests, admission.bytes) == (0, 0)
+
+
+def test_the_text_of_an_answer_counts_as_bytes_too():
+    admission = Admission(Settings(queue_bytes=100))
+    with admission.permit(60) as first, admission.permit(20) as second:
+        second.grow(20)
+        with pytest.raises(Refusal, match="hold 100 bytes, and this one needs 1"):
+            first.grow(1)
+    assert admission.bytes == 0
+    with admission.permit(60) as alone:
+        alone.grow(1000)
 
 
 def test_flops_and_predicted_seconds_are_counted_once_they_are_known():
@@ -96,3 +110,45 @@ def test_a_problem_document_is_complete_for_every_code():
         assert (document["status"], document["code"], document["request_id"]) == (status, code, "an-id")
         assert document["title"]
         assert ("Retry-After" in Refusal(code, "because").headers) == (status in (429, 503))
+
+
+def shared(tmp_path, process, **settings):
+    counts = Counts(Shared(tmp_path, process, 3))
+    return Admission(Settings(**settings), counts), counts
+
+
+def test_limits_hold_over_all_processes_together(tmp_path):
+    """Requests, bytes, FLOPs and seconds of three processes count as one sum, and what has left counts no more."""
+    limits = {"queue_limit": 3, "queue_bytes": 100, "queue_flops": 100, "queue_seconds": 10}
+    (one, counts), (two, _), (three, _) = (shared(tmp_path, n, **limits) for n in range(3))
+    with one.permit(60) as first, two.permit(30) as second:
+        with pytest.raises(Refusal, match="hold 90 bytes, and this one needs 11"):
+            three.permit(11)
+        with three.permit(10), pytest.raises(Refusal, match="3 requests"):
+            one.permit(0)
+        first.charge(Price(60, 6.0))
+        with pytest.raises(Refusal, match="60 FLOPs, and this one 41"):
+            second.charge(Price(41, 0.0))
+        with pytest.raises(Refusal, match=re.escape("take 6 s of a core, and this one 4.1 s")):
+            second.charge(Price(0, 4.1))
+        second.charge(Price(40, 4.0))
+        assert (counts.requests.total, counts.bytes.total, counts.flops.total, counts.seconds.total) == (2, 90, 100, 10)
+        assert (two.requests, two.bytes, two.flops, two.seconds) == (1, 30, 40, 4.0)
+    assert (counts.requests.total, counts.bytes.total, counts.flops.total, counts.seconds.total) == (0, 0, 0, 0)
+    with three.permit(1000) as alone:
+        alone.charge(Price(1000, 100.0))
+
+
+def test_what_a_process_that_died_had_inside_counts_no_more(tmp_path):
+    """The supervisor clears its columns, in every file; and a successor that starts before that clears its own."""
+    (one, _), (two, counts) = (shared(tmp_path, n, queue_bytes=100) for n in range(2))
+    spent = [Spent("alice", Shared(tmp_path, n)) for n in range(2)]
+    for number in range(2):
+        spent[number].inside[number] = 3
+    one.permit(60).charge(Price(7, 1.0))
+    two.permit(40)
+    clear(tmp_path, 0)
+    assert (counts.requests.total, counts.bytes.total, counts.flops.total, counts.seconds.total) == (1, 40, 0, 0)
+    assert list(spent[1].inside[:3]) == [0, 3, 0]
+    _, successor = shared(tmp_path, 1)
+    assert (successor.requests.total, successor.bytes.total) == (0, 0)

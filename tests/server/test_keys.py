@@ -12,10 +12,11 @@ from pydantic import ValidationError
 
 from flashpoint_server import limits
 from flashpoint_server.admission import Admission
+from flashpoint_server.counts import Shared
 from flashpoint_server.key_command import main as key_command
 from flashpoint_server.key_file import KeyEntry, read
 from flashpoint_server.keys import ANYONE, Keyring
-from flashpoint_server.limits import BURST, Quota, Shared, Spent
+from flashpoint_server.limits import BURST, Quota, Spent
 from flashpoint_server.price import Price
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.settings import Settings
@@ -269,7 +270,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from flashpoint_server import limits
 from flashpoint_server.key_file import KeyEntry
-from flashpoint_server.limits import Quota, Shared, Spent
+from flashpoint_server.counts import Shared
+from flashpoint_server.limits import Quota, Spent
 from flashpoint_server.refusal import Refusal
 limits.time = SimpleNamespace(monotonic=lambda: 1000.0)  # nothing comes back, and nobody waits too long for the lock
 entry = KeyEntry(sha256="0" * 64, rights={"attention"}, requests_per_second=0.5, flops_per_second=1 << 14)

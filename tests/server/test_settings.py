@@ -2,6 +2,7 @@ import re
 
 import pytest
 
+from flashpoint_server.health_command import main as health
 from flashpoint_server.settings import Settings
 
 
@@ -44,3 +45,12 @@ def test_an_unknown_flag_is_refused(capsys):
         Settings(_cli_parse_args=["--queue", "9"])
     assert caught.value.code == 2
     assert "--queue" in capsys.readouterr().err
+
+
+def test_health_is_asked_where_the_server_is(server, capsys):
+    assert health(["--port", str(server.port)]) == 0
+    assert health(["--port", str(server.port), "--host", "0.0.0.0", "--insecure"]) == 0  # as in the image
+    assert capsys.readouterr().out == 2 * "alive: /health/live is 200\n"
+    assert health(["--port", "0"]) == 2
+    assert health(["--queue-limit", "0"]) == 2
+    assert "flashpoint health: --queue-limit: " in capsys.readouterr().err

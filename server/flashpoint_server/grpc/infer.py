@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from flashpoint_server.body import Body, ClientGoneError
 from flashpoint_server.compute import Call, ComputeRoute, deadline_of, priority_of
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.grpc.answer import encode
+from flashpoint_server.grpc.arrivals import LARGEST_MESSAGE, Hold
 from flashpoint_server.grpc.framing import split
 from flashpoint_server.grpc.request import CONTENTS, RAW_INPUTS, Asked, parse
 from flashpoint_server.oip.datatypes import DATATYPE_OF
@@ -27,7 +27,6 @@ from flashpoint_server.service import Service
 
 PATH = "/inference.GRPCInferenceService/ModelInfer"
 EXTENSION = "flashpoint.message"
-LARGEST_MESSAGE = (1 << 31) - 1  # bytes: gRPC's and protobuf's
 _ON_THE_WAY = 0.05  # seconds
 _HEAD_ROOM = 1 << 16  # bytes of an answer beside its tensors; it has some hundred
 
@@ -37,21 +36,24 @@ _parse_again = lru_cache(256)(parse)
 
 
 class Incoming(NamedTuple):
-    """A message that has not been read: `read` waits for it, None where none comes.
+    """A message that has not been read: `read` waits for it, None where none comes; `hold` counts its memory.
 
     `deadline` is the call's own, in `time.monotonic` seconds, and `nearly` when its caller may have given up for it:
     when gRPC tells a server of the time that is left, it rounds that up, by a hundredth at most.
     """
 
     read: Callable[[], Awaitable[bytes | None]]
+    hold: Hold
     deadline: float | None = None
     nearly: float = float("inf")
 
     @classmethod
-    def within(cls, read: Callable[[], Awaitable[bytes | None]], seconds: float | None) -> Incoming:
+    def within(cls, read: Callable[[], Awaitable[bytes | None]], hold: Hold, seconds: float | None) -> Incoming:
         """Of a call with so many seconds left; None for no end."""
         now = time.monotonic()
-        return cls(read) if seconds is None else cls(read, now + seconds, now + seconds * 0.99 - _ON_THE_WAY)
+        return (
+            cls(read, hold) if seconds is None else cls(read, hold, now + seconds, now + seconds * 0.99 - _ON_THE_WAY)
+        )
 
 
 class Message(Body):
@@ -61,32 +63,25 @@ class Message(Body):
         super().__init__(scope, receive, {}, service.settings)
         self.complete = True  # what is not read of a call that is over, gRPC throws away
         self.incoming: Incoming = scope["extensions"][EXTENSION]
-        self._timeout = asyncio.timeout(None)
 
     async def read(self) -> bytes:
         """Of its size nobody says anything before it is there: it may be as slow as the largest. Raises Refusal."""
-        patience = self._settings.body_timeout + self.limit / self._settings.body_rate
+        hold, settings = self.incoming.hold, self._settings
+        self.limit = hold.largest
+        patience = settings.body_timeout + self.limit / settings.body_rate
         end = _sooner(time.monotonic() + patience, self.deadline)
         assert end is not None
-        self._timeout = asyncio.timeout(end - time.monotonic())
         try:
-            async with self._timeout:
-                message = await self.incoming.read()
+            message = await hold.read(self.incoming.read, _size, end)
         except TimeoutError:
             raise self._too_late(end) from None
         if message is None:
             raise Refusal("malformed_body", f"there is no message, or one of more than {self.limit} bytes")
         return self._took(message)
 
-    @property
-    def slow(self) -> bool:
-        """Whether it has been awaited for as long as a body may pause."""
-        return time.monotonic() - self._began > self._settings.body_timeout
 
-    def give_up(self) -> None:
-        """Have `read`, which is waiting, raise Refusal: it came too slowly."""
-        if not self._timeout.expired():
-            self._timeout.reschedule(asyncio.get_running_loop().time())
+def _size(message: bytes | None) -> int:
+    return len(message or b"")
 
 
 class InferMethod(ComputeRoute):
@@ -95,7 +90,6 @@ class InferMethod(ComputeRoute):
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self._routes = {name: InferRoute(service, model) for name, model in MODELS.items()}
-        self._arriving: dict[Message, None] = {}  # in the order in which their calls came
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange.of(scope)
@@ -122,8 +116,8 @@ class InferMethod(ComputeRoute):
         body.deadline = _sooner(deadline_of(exchange.headers, service.settings), body.incoming.deadline)
         priority = priority_of(exchange.headers)
         device = self.begin(call.inside)
-        with self._room(body):
-            message = await body.read()
+        body.incoming.hold.owner = call.exchange.caller.name if call.exchange.caller else ""
+        message = await body.read()
         asked, tensors = await self._parsed(message, body.deadline)
         model, head = find(asked.model, asked.version), asked.head
         exchange.facts["model"] = model.name
@@ -137,35 +131,18 @@ class InferMethod(ComputeRoute):
             raise invalid([("outputs", f"{missing[0]}, which is answered as raw_output_contents")])
         if (size := spec.output_bytes + _HEAD_ROOM) > LARGEST_MESSAGE:
             raise Refusal("work_too_large", f"an answer of {size} bytes is over gRPC's limit of {LARGEST_MESSAGE}")
+        body.incoming.hold.add(2 * spec.output_bytes)  # the answer, joined, and gRPC's copy of it
         placed = route.place(call, head, device)
         in_raw = (given for given in head.inputs if given.array is None and given.shared is None)
         for given, tensor in zip(in_raw, tensors, strict=True):
             placed.views[given.name][:] = tensor
+        size = len(message)
         del message, tensors
+        body.incoming.hold.drop(size)
         job, answer = await route.solve_placed(call, placed, device, max(priority, head.priority))
         parts = await encode(model.name, VERSION, head.id, placed.wanted, job, answer, service.codec)
         await route.finish(call, job, answer, {}, parts)
         service.metrics.models.computed(model.name, answer.batch_size, job.timings.stages())
-
-    @contextmanager
-    def _room(self, body: Message) -> Iterator[None]:
-        """For one more message to come: what it brings is known only then. Raises Refusal 429.
-
-        Nobody sees whether any of a message has come, so a call may send nothing for hours. Where there is no room
-        left, the first that has been slow makes way.
-        """
-        limit = self.service.settings.queue_limit
-        if len(self._arriving) + self.service.admission.requests >= limit:
-            first = next(iter(self._arriving), None)
-            if first is None or not first.slow:
-                raise Refusal("queue_full", f"{limit} requests are being served, as many as the server admits")
-            del self._arriving[first]
-            first.give_up()
-        self._arriving[body] = None
-        try:
-            yield
-        finally:
-            self._arriving.pop(body, None)
 
     async def _parsed(self, message: bytes, deadline: float | None) -> tuple[Asked, list[memoryview]]:
         """What it asks, and the bytes of its tensors. Raises Refusal 400, 413, 422."""

@@ -1,14 +1,15 @@
 """The port for gRPC, and what is between it and the application: metadata are header fields, a message is a body.
 
-An inference's message is read by its route, when that wants it: the methods take a stream, of which a unary call is the
-shortest.
+Methods take a stream, of which a unary call is the shortest: so a message is read when its route wants it and there is
+memory for it (arrivals.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import grpc
@@ -20,7 +21,8 @@ from starlette.types import ASGIApp, Message
 from flashpoint_server.envelope import Envelope
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.grpc import protos
-from flashpoint_server.grpc.infer import EXTENSION, LARGEST_MESSAGE, PATH, Incoming, InferMethod
+from flashpoint_server.grpc.arrivals import LARGEST_MESSAGE, Hold, Memory
+from flashpoint_server.grpc.infer import EXTENSION, PATH, Incoming, InferMethod
 from flashpoint_server.grpc.methods import METHODS, SERVICE, Method
 from flashpoint_server.grpc.statuses import STATUSES
 from flashpoint_server.refusal import Refusal
@@ -30,7 +32,9 @@ SMALL_CALLS = 64  # calls that may be inside beside inferences, which the queue'
 MOST_DETAILS = 1024  # characters of an error: clients take some KiB of metadata, where each may be three
 _WHOLE = 1  # of compression's algorithms, as bits: none. What is compressed has no bound on what it amounts to
 
-Behaviour = Callable[[AsyncIterator[bytes], Any], Awaitable[bytes]]
+_KEY = "authorization"
+
+Behaviour = Callable[[object, Any], Awaitable[bytes]]
 
 
 class Reply(NamedTuple):
@@ -48,20 +52,22 @@ class RpcServer:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         """Raises OSError where it cannot listen."""
         settings = self._settings = service.settings
+        memory = Memory(settings, service.keys.locked, service.counts.arriving, lambda: service.counts.requests.total)
         self._server = grpc.aio.server(
             options=[
-                ("grpc.max_receive_message_length", min(settings.body_limit, LARGEST_MESSAGE)),
+                ("grpc.max_receive_message_length", memory.largest),
+                ("grpc.http2.bdp_probe", 0),  # else some MiB come of each message before it is read
                 ("grpc.max_send_message_length", LARGEST_MESSAGE),
                 ("grpc.compression_enabled_algorithms_bitset", _WHOLE),
                 ("grpc.so_reuseport", int(settings.workers > 1)),
             ],
             maximum_concurrent_rpcs=settings.queue_limit + SMALL_CALLS,
         )
-        infer = _infer(Envelope(InferMethod(service), {PATH}, service.metrics, service.traces))
+        infer = _infer(Envelope(InferMethod(service), {PATH}, service.metrics, service.traces), memory)
         for name, methods in METHODS.items():
             classes = protos.methods(name)
             behaviours = {
-                method: _small(app, settings.body_timeout, asked, *classes[method]) for method, asked in methods.items()
+                method: _small(app, service, memory, asked, *classes[method]) for method, asked in methods.items()
             }
             if name == SERVICE:
                 behaviours[PATH.rpartition("/")[2]] = infer
@@ -98,25 +104,23 @@ class RpcServer:
         await self._server.stop(seconds)
 
 
-def _infer(app: ASGIApp) -> Behaviour:
-    async def behaviour(messages: AsyncIterator[bytes], context: Any) -> bytes:
-        async def read() -> bytes | None:
-            return await anext(messages, None)
-
-        reply = await _ask(app, context, "POST", PATH, extension=Incoming.within(read, context.time_remaining()))
+def _infer(app: ASGIApp, memory: Memory) -> Behaviour:
+    async def behaviour(_: object, context: Any) -> bytes:
+        incoming = Incoming.within(_reader(context), _hold(memory, counted=True), context.time_remaining())
+        reply = await _ask(app, context, "POST", PATH, extension=incoming)
         return await _answered(reply, context)
 
     return behaviour
 
 
-def _small(app: ASGIApp, patience: float, method: Method, asked: Any, answered: Any) -> Behaviour:
-    """`patience`: seconds for the message, as whoever asks for health needs no key, and takes the place of a call."""
+def _small(app: ASGIApp, service: Service, memory: Memory, method: Method, asked: Any, answered: Any) -> Behaviour:
+    """Of a method whose message comes within the body's timeout, because who asks for health needs no key."""
 
-    async def behaviour(messages: AsyncIterator[bytes], context: Any) -> bytes:
+    async def behaviour(_: object, context: Any) -> bytes:
+        hold = _hold(memory, owner=_owner(service, context))
         try:
-            async with asyncio.timeout(patience):
-                came = await anext(messages, b"")
-            message = asked.FromString(came)
+            came = await hold.read(_reader(context), _size, time.monotonic() + service.settings.body_timeout)
+            message = asked.FromString(came or b"")
             path, body = method.path(message), method.body(message)
         except TimeoutError:
             await _end(context, "DEADLINE_EXCEEDED", "the message came too slowly")
@@ -132,6 +136,39 @@ def _small(app: ASGIApp, patience: float, method: Method, asked: Any, answered: 
         return bytes(ParseDict(document, answered(), ignore_unknown_fields=True).SerializeToString())
 
     return behaviour
+
+
+def _hold(memory: Memory, **what: Any) -> Hold:
+    """What this call holds, until its answer is sent. gRPC runs a call, that included, as one task."""
+    hold = Hold(memory, **what)
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(lambda _: hold.release())
+    return hold
+
+
+def _reader(context: Any) -> Callable[[], Awaitable[bytes | None]]:
+    """Read a message; None where none comes. gRPC's iterator would keep it until the garbage collector runs."""
+
+    async def read() -> bytes | None:
+        message = await context.read()
+        return None if message is grpc.aio.EOF else message
+
+    return read
+
+
+def _owner(service: Service, context: Any) -> str:
+    """The name of the call's key, '' where it has none that is known: such a call is refused later, if it needs one."""
+    if not service.keys.locked:
+        return ""
+    try:
+        return service.keys.find({name: value for name, value in context.invocation_metadata() if name == _KEY}).name
+    except Refusal:
+        return ""
+
+
+def _size(message: bytes | None) -> int:
+    return len(message or b"")
 
 
 async def _ask(

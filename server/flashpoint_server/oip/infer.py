@@ -16,6 +16,7 @@ from flashpoint_server.admission import Permit
 from flashpoint_server.attention import AttentionRoute
 from flashpoint_server.body import Body
 from flashpoint_server.compute import Call, deadline_of, priority_of
+from flashpoint_server.encode import text_bytes
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.job import Answer, AttentionJob
 from flashpoint_server.message import read_text
@@ -123,10 +124,12 @@ class InferRoute(AttentionRoute):
         owner = call.exchange.caller.name
         spec = head.spec(self._direction)
         wanted = head.wanted(spec)
-        in_numbers = sum(spec.outputs[o.name].nbytes for o in wanted if not (o.binary or o.shared))
+        in_numbers = [spec.outputs[o.name] for o in wanted if not (o.binary or o.shared)]
         backend = self._backend(spec, device)
-        self._check_numbers(in_numbers)
+        self._check_numbers(sum(info.nbytes for info in in_numbers))
         permit = permit or self.admit(call, spec.input_bytes + spec.output_bytes)
+        if in_numbers:
+            permit.grow(text_bytes(in_numbers))
         permit.charge(price_of(spec, backend, device), call.body.deadline, self.service.engine.pace)
         elsewhere = self._elsewhere(owner, head.inputs, wanted, spec)
         inputs = [(given.name, given.info) for given in head.inputs]

@@ -30,9 +30,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- add .Values.preStopSeconds (ceil .Values.settings.shutdown_timeout) 20 -}}
 {{- end -}}
 
+{{- /* What the settings allow, and what the processes take besides: docs/kubernetes.md has the formula and its reasons. */ -}}
 {{- define "flashpoint.memory" -}}
-{{- $staging := mul .Values.settings.workers (int64 (ceil (divf .Values.settings.staging_bytes 1048576))) -}}
-{{- add $staging .Values.memory.processesMiB -}}Mi
+{{- $settings := .Values.settings -}}
+{{- $grpc := ternary 0 $settings.grpc_bytes (kindIs "invalid" $settings.grpc_port) -}}
+{{- $http := mulf $settings.workers (addf 268435456 (mulf 112 $settings.json_limit)) -}}
+{{- $bytes := addf $settings.staging_bytes $settings.queue_bytes $grpc $http -}}
+{{- add (int64 (ceil (divf $bytes 1048576))) .Values.memory.processesMiB -}}Mi
 {{- end -}}
 
 {{- define "flashpoint.device" -}}
@@ -42,6 +46,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{- /* What values.schema.json cannot say, for it is of two values, or the chart's alone. */ -}}
 {{- define "flashpoint.checks" -}}
+{{- if not (or .Values.apiKeys.secret .Values.insecure) -}}
+{{- fail "apiKeys.secret: empty, so that nobody is asked for a key: name a Secret with keys, or set insecure: true to serve everybody who reaches the Service" -}}
+{{- end -}}
 {{- if and .Values.apiKeys.fileKey (not .Values.apiKeys.secret) -}}
 {{- fail "apiKeys.fileKey: needs apiKeys.secret, without which nobody is asked for a key" -}}
 {{- end -}}

@@ -1,0 +1,119 @@
+"""Numbers of the whole service: what each HTTP process has inside, in memory that all of them map, and the sums.
+
+A file is a table of doubles: some singles, then rows with one column for each process. A process writes to its own
+columns alone, so nobody needs a lock. The columns of a process that died are cleared by the supervisor at once, and by
+its successor.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+MOST_PROCESSES = 256
+SINGLES = 4  # numbers of a file that no process owns
+_NUMBER = 8  # bytes
+
+
+class Shared(NamedTuple):
+    """Where HTTP processes find the same numbers, which of them this is, and how many there are.
+
+    Without a directory there is only this one.
+    """
+
+    directory: Path | None = None
+    process: int = 0
+    processes: int = MOST_PROCESSES
+
+
+class Table:
+    """The numbers in the file `name`, with `rows` rows. `fd` is open for as long as the table is used."""
+
+    def __init__(self, name: str, shared: Shared, rows: int) -> None:
+        if shared.directory is None:
+            self.fd = os.memfd_create(f"flashpoint-{name}", os.MFD_CLOEXEC)
+        else:
+            self.fd = os.open(shared.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        size = _NUMBER * (SINGLES + rows * MOST_PROCESSES)
+        os.ftruncate(self.fd, size)
+        self.numbers = memoryview(mmap.mmap(self.fd, size)).cast("d")
+        starts = range(SINGLES, len(self.numbers), MOST_PROCESSES)
+        columns = 1 if shared.directory is None else shared.processes
+        self.rows = [self.numbers[start : start + columns] for start in starts]
+        for row in self.rows:
+            row[shared.process] = 0  # the process that had this column before has taken its requests along
+
+
+class Count:
+    """An amount that this process has inside, `own`; here it is the service's only process."""
+
+    __slots__ = ("own",)
+
+    def __init__(self) -> None:
+        self.own: float = 0
+
+    def set(self, own: float) -> None:
+        self.own = own
+
+    def add(self, amount: float) -> None:
+        self.own += amount
+
+    @property
+    def total(self) -> float:
+        """The sum over all HTTP processes."""
+        return self.own
+
+    @property
+    def largest(self) -> float:
+        """The largest of any HTTP process."""
+        return self.own
+
+
+class SharedCount(Count):
+    """The same where there are several processes: `row` has a column for each, and `process` is this one's."""
+
+    __slots__ = ("_process", "_row")
+
+    def __init__(self, row: memoryview[float], process: int) -> None:
+        super().__init__()
+        self._row = row
+        self._process = process
+
+    def set(self, own: float) -> None:
+        self.own = self._row[self._process] = own
+
+    def add(self, amount: float) -> None:
+        self.own = self._row[self._process] = self.own + amount
+
+    @property
+    def total(self) -> float:
+        return sum(self._row)
+
+    @property
+    def largest(self) -> float:
+        return max(self._row)
+
+
+class Counts:
+    """What is inside the service. The admission, the staging memory and gRPC each keep their own part of it."""
+
+    def __init__(self, shared: Shared = Shared()) -> None:  # noqa: B008  # a tuple
+        names = ("requests", "bytes", "flops", "seconds", "arriving", "staged", "wanted")
+        if shared.directory is None:
+            counts = [Count() for _ in names]
+        else:
+            self._table = Table("service.counts", shared, len(names))  # no name of a key: those have no dot
+            counts = [SharedCount(row, shared.process) for row in self._table.rows]
+        self.requests, self.bytes, self.flops, self.seconds, self.arriving, self.staged, self.wanted = counts
+
+
+def clear(directory: Path, process: int) -> None:
+    """Count nothing of a process that has ended."""
+    for path in directory.iterdir():
+        with path.open("r+b") as file:
+            starts = range(SINGLES * _NUMBER, path.stat().st_size, MOST_PROCESSES * _NUMBER)
+            for start in starts:
+                file.seek(start + process * _NUMBER)
+                file.write(bytes(_NUMBER))
