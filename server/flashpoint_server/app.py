@@ -62,7 +62,7 @@ def create_app(
             inside.callback(service.close)
             service.pool.warm()
             service.engine.connect(addresses)
-            inside.push_async_callback(_ended, asyncio.ensure_future(service.watch_queue()))
+            inside.push_async_callback(_ended, asyncio.ensure_future(service.keep_reporting()))
             yield
 
     app = Application(
@@ -81,11 +81,12 @@ def create_app(
     for model in MODELS.values():
         posts |= dict.fromkeys(oip.infer_paths(model), InferRoute(service, model))
     told = (posts.keys(), service.metrics, service.traces)
+    probes = status.PROBES | oip.PROBES
     direct: Mapping[str, ASGIApp] = posts
     if settings.cors_origins:
         app.add_middleware(Cors, settings)
         direct = {path: Cors(route, settings) for path, route in posts.items()}
-    app.add_middleware(Envelope, *told)
+    app.add_middleware(Envelope, *told, probes)
     app.posts = {path: Envelope(route, *told) for path, route in direct.items()}
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _framework_error)

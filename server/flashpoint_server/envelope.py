@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection, Mapping
 from functools import cached_property
@@ -14,22 +15,34 @@ from flashpoint_server.body import ClientGoneError
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.metrics import Metrics
 from flashpoint_server.oip.errors import written
-from flashpoint_server.refusal import Refusal
+from flashpoint_server.refusal import STATUS, Refusal
 
 if TYPE_CHECKING:
     from flashpoint_server.traces import Traces
 
 log = structlog.stdlib.get_logger("flashpoint.http")
 
+CLIENT_GONE = 499  # no status of HTTP: what nginx and others log for a client that went before its answer
 _NO_GUESSING = (b"x-content-type-options", b"nosniff")  # a browser takes an answer for what it says it is
 
 
 class Envelope:
-    """ASGI middleware, the outermost of ours; requests to `paths` are counted by their path, and traced."""
+    """ASGI middleware, the outermost of ours.
 
-    def __init__(self, app: ASGIApp, paths: Collection[str], metrics: Metrics, traces: Traces | None) -> None:
+    Requests to `paths` are counted by their path, and traced. Those to `probes` are logged at level debug.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        paths: Collection[str],
+        metrics: Metrics,
+        traces: Traces | None,
+        probes: Collection[str] = (),
+    ) -> None:
         self.app = app
         self._paths = paths
+        self._probes = probes
         self._metrics = metrics
         self._traces = traces
 
@@ -61,7 +74,12 @@ class Envelope:
         try:
             await self.app(scope, counted_receive, stamped_send)
         except ClientGoneError:
-            exchange.code = exchange.code or "client_gone"  # or cut off, and told why
+            if exchange.status is None:  # else it was cut off, and told why
+                exchange.status, exchange.code = CLIENT_GONE, "client_gone"
+        except asyncio.CancelledError:
+            if exchange.status is None:  # the server stops, and waits no longer
+                exchange.status, exchange.code = STATUS["draining"], "draining"
+            raise
         except Exception as error:
             log.exception("failed", request_id=exchange.request_id, error=type(error).__name__)
             if exchange.status is not None:
@@ -74,7 +92,8 @@ class Envelope:
             self._metrics.ended(exchange, exchange.path if known else "other", seconds)
             if known and self._traces is not None:
                 self._traces.request(exchange, exchange.path)
-            self._log.info("request", **_said(exchange, seconds))
+            tell = self._log.debug if not known and exchange.path in self._probes else self._log.info
+            tell("request", **_said(exchange, seconds))
 
 
 async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more: bool = False) -> None:

@@ -78,7 +78,7 @@ class GatedServer:
             wait_for(lambda: self._said("queued", name), lambda: f"{name} is not queued")
             yield name
         line = self.server.wait_for_request(name)
-        assert (line["status"], line["code"]) == (None, "client_gone")
+        assert (line["status"], line["code"]) == (499, "client_gone")
 
     def wait_dropped(self, name):
         """Until the engine has taken the request out of its queue."""
