@@ -13,6 +13,9 @@ from tests.support.sockets import connect, nothing_inside, send
 
 SMALL = message({name: normal(2, 3) for name in "qkv"})
 ALONE = message({name: normal(2, 3) for name in "qkv"}, backend="reference")
+LAUNCHES = "flashpoint_batch_size_count"
+# 16 MiB in the answer, which is more than sockets hold.
+LONG_ANSWER = message({"q": normal(1, 4, 1 << 12, 1), "k": normal(1, 4, 1, 1), "v": normal(1, 4, 1, 256)})
 OLDEST = "flashpoint_queue_oldest_seconds"
 AS_JSON = json.dumps({"q": [[1, 0]], "k": [[1, 0]], "v": [[1, 2]]}).encode()
 
@@ -62,6 +65,11 @@ def test_a_body_that_comes_slowly_and_an_answer_that_is_taken_slowly_are_not_que
     with send(server, SMALL[:-8], length=len(SMALL)):
         wait_for(lambda: gated.inside() == 1, lambda: "it never got in")
         assert read_metrics(server)["flashpoint_queue_requests"] == 1
+        assert read_metrics(server)[OLDEST] == 0
+    nothing_inside(server)
+    launches = read_metrics(server)[LAUNCHES]
+    with send(server, LONG_ANSWER, receive_buffer=1 << 16):
+        wait_for(lambda: read_metrics(server)[LAUNCHES] > launches, lambda: "it is not computed")
         assert read_metrics(server)[OLDEST] == 0
     nothing_inside(server)
     with concurrent.futures.ThreadPoolExecutor(1) as pool, gated.busy(pool, ALONE):
