@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from flashpoint_kernels.spec import Spec
 from flashpoint_server.counts import Counts
@@ -13,21 +14,23 @@ from flashpoint_server.settings import Settings
 
 PATIENCE = 0.5  # part of its time that a request may wait for others: their speed is an estimate, its own work is left
 FREE = Price(0, 0.0)
+WaitingSince = Callable[[], float | None]
 FEW = 4  # requests that are let in beside each other whatever the speed was: an engine that idles shows none
 
 
 class Permit:
-    """One request inside, as a context: the bytes of its tensors, its price, and when it came (`time.monotonic`).
+    """One request inside, as a context: the bytes of its tensors, and its price.
 
-    `quota` is of the key that it came with, where that has limits.
+    `quota` is of the key that it came with, where that has limits. `waiting_since` says since when the request has
+    waited for the service alone, in `time.monotonic` seconds: None while its body comes, and once its answer leaves.
     """
 
-    def __init__(self, admission: Admission, nbytes: int, quota: Quota | None) -> None:
+    def __init__(self, admission: Admission, nbytes: int, quota: Quota | None, waiting_since: WaitingSince) -> None:
         self._admission = admission
         self.nbytes = nbytes
         self.quota = quota
         self.price = FREE
-        self.since = time.monotonic()
+        self.waiting_since = waiting_since
 
     def __enter__(self) -> Permit:
         return self
@@ -95,12 +98,14 @@ class Admission:
 
     @property
     def oldest_seconds(self) -> float:
-        """Age of the request that has been inside for the longest; 0 where none is."""
-        return max((time.monotonic() - permit.since for permit in self._inside), default=0.0)
+        """For how long the request has waited for the service that has waited for the longest; 0 where none waits."""
+        since = (permit.waiting_since() for permit in self._inside)
+        oldest = min((began for began in since if began is not None), default=None)
+        return 0.0 if oldest is None else time.monotonic() - oldest
 
-    def permit(self, nbytes: int, quota: Quota | None = None) -> Permit:
+    def permit(self, nbytes: int, quota: Quota | None = None, waiting_since: WaitingSince = lambda: None) -> Permit:
         """Room for a request with so many bytes of tensors. Raises Refusal 429."""
-        permit = Permit(self, nbytes, quota)
+        permit = Permit(self, nbytes, quota, waiting_since)
         self._enter(permit)
         try:
             self._check(nbytes)

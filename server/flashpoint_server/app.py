@@ -62,7 +62,7 @@ def create_app(
             inside.callback(service.close)
             service.pool.warm()
             service.engine.connect(addresses)
-            for watching in (service.watch_queue(), service.keys_file.run()):
+            for watching in (service.keep_reporting(), service.keys_file.run()):
                 inside.push_async_callback(_ended, asyncio.ensure_future(watching))
             yield
 
@@ -83,11 +83,12 @@ def create_app(
         posts |= dict.fromkeys(oip.infer_paths(model), InferRoute(service, model))
     words = {part for path in posts for part in path.split("/")}
     told = (posts.keys(), service.metrics, service.traces, words, service.sites.check)
+    probes = status.PROBES | oip.PROBES
     direct: Mapping[str, ASGIApp] = posts
     if settings.cors_origins:
         app.add_middleware(Cors, settings)
         direct = {path: Cors(route, settings) for path, route in posts.items()}
-    app.add_middleware(Envelope, *told)
+    app.add_middleware(Envelope, *told, probes)
     app.posts = {path: Envelope(route, *told) for path, route in direct.items()}
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _framework_error)

@@ -29,9 +29,9 @@ class ClientGoneError(Exception):
 class Body:
     """The chunks of one body, in order.
 
-    `length` is what Content-Length says, `limit` the most bytes that are read, `deadline` the request's own, in
-    `time.monotonic` seconds; `complete` says that all of it has arrived, `direct` is there on a
-    server of ours (protocol.py).
+    `length` is what Content-Length says, `limit` the most bytes that are read. `deadline` is the request's own, and
+    `ended` when all of the body had arrived, in `time.monotonic` seconds; `complete` says that it has. `direct` is
+    there on a server of ours (protocol.py).
     """
 
     def __init__(self, scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings) -> None:
@@ -46,6 +46,7 @@ class Body:
         self.limit = settings.body_limit
         self.deadline: float | None = None
         self.complete = False
+        self.ended: float | None = None
 
     @property
     def received(self) -> int:
@@ -69,7 +70,7 @@ class Body:
         if self.complete:
             return b""
         if self.direct is not None and (chunk := self.direct.early()):
-            self.complete = self.direct.ended
+            self._see_end(self.direct.ended)
             return self._took(chunk)
         end = self._patience(time.monotonic())
         for left in (end - time.monotonic(), GRACE):
@@ -77,6 +78,10 @@ class Body:
                 async with asyncio.timeout(left):
                     return self._took(await self._chunk())
         raise self._too_late(end)
+
+    def _see_end(self, there: bool) -> None:
+        if there:
+            self.complete, self.ended = True, time.monotonic()
 
     def _took(self, chunk: bytes) -> bytes:
         self._received += len(chunk)
@@ -143,7 +148,8 @@ class Body:
         try:
             await over
             received.result()
-            self._received, self.complete = before + places.filled_bytes, True
+            self._received = before + places.filled_bytes
+            self._see_end(True)
         except ConnectionError:
             raise ClientGoneError from None
         finally:
@@ -157,7 +163,7 @@ class Body:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
-            self.complete = not message.get("more_body", False)
+            self._see_end(not message.get("more_body", False))
             if chunk := message.get("body", b""):
                 return bytes(chunk)
         return b""

@@ -11,6 +11,7 @@ import structlog
 from pydantic import ValidationError
 
 from flashpoint_server import logs
+from flashpoint_server.hangup import HANGUP
 from flashpoint_server.serving import open_to_all, run
 from flashpoint_server.settings import Settings
 
@@ -23,6 +24,7 @@ _OF_CLIENTS = "FLASHPOINT_API_KEY"
 
 def serve(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal; the exit code. `argv` are the flags, of the process by default; see `Settings`."""
+    HANGUP.catch()
     flags = list(sys.argv[1:] if argv is None else argv)
     if (settings := parse("flashpoint serve", flags)) is None:
         return 2

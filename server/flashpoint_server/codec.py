@@ -93,6 +93,11 @@ class Codec:
         if not call.cancelled():
             call.exception()  # looked at, for whoever has given up does not
 
+    @property
+    def pid(self) -> int:
+        """The process's id, 0 where there is none."""
+        return 0 if self._process is None else self._process.pid
+
     def close(self) -> None:
         """End the process, whatever it does; the next call starts another."""
         if self._call is not None:
@@ -119,6 +124,10 @@ class _Process:
             except BaseException:
                 self._sock.close()
                 raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     async def ask(self, message: Any) -> tuple[bool, Any]:
         """As `Codec._ask`. Raises EOFError, OSError and MemoryError: then it is of no use any more."""

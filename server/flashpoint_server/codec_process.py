@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from flashpoint_server.lines import take_stderr
 from flashpoint_server.parent import die_with_parent
 
 NUMBER = struct.Struct("<Q")  # of pieces, or of the bytes of one
@@ -61,6 +62,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True, help="the pid of the process that starts it")
     asked = parser.parse_args()
     die_with_parent(asked.parent)
+    take_stderr()
     with socket.socket(fileno=asked.socket) as sock:
         while True:
             try:

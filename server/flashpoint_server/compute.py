@@ -41,6 +41,10 @@ class Call:
     send: Send
     inside: ExitStack
 
+    def waiting_since(self) -> float | None:
+        """When its body ended, in `time.monotonic` seconds; None before that, and once its answer has begun."""
+        return self.body.ended if self.exchange.status is None else None
+
 
 class ComputeRoute(ABC):
     """The ASGI application of a call that an engine answers."""
@@ -79,7 +83,7 @@ class ComputeRoute(ABC):
         """Inside the limits, and counted until it is over. Raises Refusal 429."""
         caller = call.exchange.caller
         assert caller is not None  # who asks is looked at first
-        permit = call.inside.enter_context(self.service.admission.permit(nbytes, caller.quota))
+        permit = call.inside.enter_context(self.service.admission.permit(nbytes, caller.quota, call.waiting_since))
         metrics = self.service.metrics
         metrics.accepted()
 
@@ -132,7 +136,10 @@ class ComputeRoute(ABC):
                 timer.cancel()
 
     async def reply(self, call: Call, fields: list[tuple[bytes, bytes]], parts: list[Part]) -> None:
-        """Answer 200 out of memory that will be reused: when this returns nobody sends from it any more."""
+        """Answer 200 out of memory that will be reused: when this returns nobody sends from it any more.
+
+        Raises ClientGoneError where there is nobody to answer.
+        """
         exchange, direct, settings = call.exchange, call.body.direct, self.service.settings
         size = sum(map(len, parts))
         fields.append((b"content-length", b"%d" % size))
@@ -140,6 +147,8 @@ class ComputeRoute(ABC):
             await call.send({"type": "http.response.start", "status": 200, "headers": fields})
             await call.send({"type": "http.response.body", "body": b"".join(parts), "more_body": False})
             return
+        if direct.gone:
+            raise ClientGoneError
         exchange.status, exchange.bytes_out = 200, size
         fields.append((b"x-request-id", exchange.request_id.encode()))
         if not await direct.answer(200, fields, parts, settings.body_timeout + size / settings.body_rate):

@@ -147,6 +147,12 @@ class Engine:
         return (sent for sent in self._sent.values() if not sent.job.staging.slot.mark)
 
     @property
+    def process(self) -> tuple[str, int]:
+        """Its name, once its device is known, and its id, 0 while none is ready."""
+        name = f"engine-{self.device.name}" if self.device else ""
+        return name, self._pid if self.state is State.READY else 0
+
+    @property
     def stopped(self) -> bool:
         """Whether somebody has stopped its process (SIGSTOP, a debugger): it does nothing with what it is sent."""
         try:
@@ -246,6 +252,8 @@ class Engine:
 
     def _computed(self, done: Done) -> None:
         self._metrics.computed(done)
+        if done.dropped:
+            self._metrics.dropped(self.process[0], done.dropped)
         if self._traces is not None:
             self._traces.launch(done)
 
@@ -348,6 +356,10 @@ class Engines:
     def pace(self) -> float:
         """Predicted seconds that they answer a second while they have work, as far as that was seen; else 0."""
         return sum(engine.pace.rate for engine in self._ready())
+
+    def processes(self) -> Iterator[tuple[str, int]]:
+        """Name and id of each whose device is known; 0 for one that has died."""
+        return (engine.process for engine in self._engines if engine.device)
 
     def _ready(self) -> Iterator[Engine]:
         return (engine for engine in self._engines if engine.state is State.READY)

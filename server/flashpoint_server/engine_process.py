@@ -50,11 +50,11 @@ def main(kind: type[Device] | None = None) -> int:
     asked = parser.parse_args()
     die_with_parent(asked.parent)
     raise_descriptor_limit()
+    logs.configure(asked.log_format, asked.log_level)
     from flashpoint_server.device import Device, may_pass  # imports torch, which takes seconds
     from flashpoint_server.serving_engine import ServingEngine
     from flashpoint_server.timing_lane import TimingLane
 
-    logs.configure(asked.log_format, asked.log_level)
     listener = socket.socket(fileno=asked.listener)
     try:
         device = (kind or Device).open(asked.device)

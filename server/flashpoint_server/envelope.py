@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
@@ -14,7 +15,7 @@ from flashpoint_server.body import ClientGoneError
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.metrics import Metrics
 from flashpoint_server.oip.errors import written
-from flashpoint_server.refusal import Refusal
+from flashpoint_server.refusal import STATUS, Refusal
 
 if TYPE_CHECKING:
     from flashpoint_server.traces import Traces
@@ -22,14 +23,16 @@ if TYPE_CHECKING:
 log = structlog.stdlib.get_logger("flashpoint.http")
 
 _PARTS = 8  # of a path; /v2's longest has 7
+CLIENT_GONE = 499  # no status of HTTP: what nginx and others log for a client that went before its answer
 _NO_GUESSING = (b"x-content-type-options", b"nosniff")  # a browser takes an answer for what it says it is
 
 
 class Envelope:
-    """ASGI middleware, the outermost of ours; requests to `paths` are counted by their path, and traced.
+    """ASGI middleware, the outermost of ours.
 
-    `words` are those that the addresses are made of: no other part of a path is logged, as it may be a key. `check`
-    raises Refusal for a request that no route is to see.
+    Requests to `paths` are counted by their path, and traced. Those to `probes` are logged at level debug. `words` are
+    those that the addresses are made of: no other part of a path is logged, as it may be a key. `check` raises Refusal
+    for a request that no route is to see.
     """
 
     def __init__(
@@ -40,11 +43,13 @@ class Envelope:
         traces: Traces | None,
         words: Collection[str] = (),
         check: Callable[[Exchange, str | None], None] | None = None,
+        probes: Collection[str] = (),
     ) -> None:
         self.app = app
         self._words = words
         self._check = check
         self._paths = paths
+        self._probes = probes
         self._metrics = metrics
         self._traces = traces
 
@@ -82,7 +87,12 @@ class Envelope:
             else:
                 await self.app(scope, counted_receive, stamped_send)
         except ClientGoneError:
-            exchange.code = exchange.code or "client_gone"  # or cut off, and told why
+            if exchange.status is None:  # else it was cut off, and told why
+                exchange.status, exchange.code = CLIENT_GONE, "client_gone"
+        except asyncio.CancelledError:
+            if exchange.status is None:  # the server stops, and waits no longer
+                exchange.status, exchange.code = STATUS["draining"], "draining"
+            raise
         except Exception as error:
             log.exception("failed", request_id=exchange.request_id, error=type(error).__name__)
             if exchange.status is not None:
@@ -96,7 +106,8 @@ class Envelope:
             if known and self._traces is not None:
                 self._traces.request(exchange, exchange.path)
             route = exchange.path if known else _masked(exchange.path, self._words)
-            self._log.info("request", **_said(exchange, route, seconds))
+            tell = self._log.debug if not known and exchange.path in self._probes else self._log.info
+            tell("request", **_said(exchange, route, seconds))
 
 
 async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more: bool = False) -> None:

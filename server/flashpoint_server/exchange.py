@@ -29,7 +29,10 @@ class Way(NamedTuple):
 
 @dataclass(eq=False)
 class Exchange:
-    """`arrived` is in `time.perf_counter` seconds; `status` is None until the answer begins, `code` is a problem's."""
+    """`arrived` is in `time.perf_counter` seconds. `status` is None until the answer begins. `code` is a problem's.
+
+    A client that goes before its answer leaves status 499 and code client_gone.
+    """
 
     method: str
     path: str

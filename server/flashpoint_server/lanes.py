@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import structlog
 
+from flashpoint_server.lines import LINES
+
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 
@@ -58,6 +60,7 @@ class Lanes:
             self._work()
         except BaseException:  # a bug of ours: a process with one thread less would not be noticed, one that ends is
             log.critical("lane failed", exc_info=True)
+            LINES.flush()
             os._exit(1)
 
     def _work(self) -> None:

@@ -151,7 +151,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
     `copy_in` and `copy_out` are seconds of that, to and from a GPU. `memory` is what the engine holds of the device's,
     in bytes. `launch` numbers the launch, among all of all engines; `batch` tells of all that ran in it, to the first
-    of them alone.
+    of them alone. `dropped` is how many lines of its log the engine has dropped since its last Done.
     """
 
     id: int
@@ -164,6 +164,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     memory: int
     launch: int
     batch: Batch | None
+    dropped: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

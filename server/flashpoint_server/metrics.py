@@ -1,20 +1,25 @@
 """What is counted and timed, for Prometheus.
 
+What each process uses and which versions run is not counted, but looked up at each scrape (observed.py).
+
 One process keeps its own numbers. Several HTTP processes share a directory of memory-mapped files, which the supervisor
 names in PROMETHEUS_MULTIPROC_DIR before it starts them: whoever is scraped answers for all.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.messages import Done
+from flashpoint_server.messages import DeviceInfo, Done
+from flashpoint_server.observed import build_info, used
 from flashpoint_server.oip.statistics import Statistics
 
 MEDIA_TYPE = CONTENT_TYPE_LATEST
@@ -23,6 +28,7 @@ DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 _SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 STAGES = ("decode", "queue", "copy_in", "compute", "copy_out", "encode")
 _ENDS = ("answered", "refused", "cancelled")
+_PROCESS_ID = "flashpoint_process_id"
 
 
 class Metrics:
@@ -37,8 +43,8 @@ class Metrics:
         def histogram(name: str, help_: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"flashpoint_{name}", help_, labels, buckets=buckets, registry=registry)
 
-        def gauge(name: str, help_: str, mode: str) -> Gauge:
-            return Gauge(f"flashpoint_{name}", help_, registry=registry, multiprocess_mode=mode)  # type: ignore[arg-type]
+        def gauge(name: str, help_: str, mode: str, *labels: str) -> Gauge:
+            return Gauge(f"flashpoint_{name}", help_, labels, registry=registry, multiprocess_mode=mode)  # type: ignore[arg-type]
 
         self._requests = counter("requests", "Requests, by how they were answered", "route", "status", "reason")
         self._by_key = counter("key_requests", "Requests with a key, by its name", "key", "reason")
@@ -69,14 +75,19 @@ class Metrics:
             "seconds": gauge(
                 "queue_predicted_seconds", "Seconds of computing that those are predicted to take", "livesum"
             ),
-            "oldest_seconds": gauge("queue_oldest_seconds", "Age of the oldest of those", "livemax"),
+            "oldest_seconds": gauge(
+                "queue_oldest_seconds", "Longest wait of those for an answer, from the end of the body on", "livemax"
+            ),
             "staging_slots": gauge("staging_slots", "Slots of staging memory that requests hold", "livesum"),
         }
+        self._ready = gauge("ready", "1 while new work is taken, as GET /health/ready says, else 0", "livemin")
+        self._processes = gauge("process_id", "Process ids of the service's processes", "livemostrecent", "process")
+        self._dropped = counter("log_lines_dropped", "Lines of the log that nobody read in time", "process")
         self.models = Statistics(registry)
 
     def ended(self, exchange: Exchange, route: str, seconds: float) -> None:
         """A request is over, answered or not."""
-        self._requests.labels(route, str(exchange.status or 0), exchange.code or "ok").inc()
+        self._requests.labels(route, str(exchange.status), exchange.code or "ok").inc()
         if exchange.caller is not None and exchange.caller.name:
             self._by_key.labels(exchange.caller.name, exchange.code or "ok").inc()
         self._seconds.labels(route).observe(seconds)
@@ -115,17 +126,34 @@ class Metrics:
         self._restarts.inc()
 
     def queue(self, **now: float) -> None:
-        """What is inside, and `oldest_seconds`, the age of the oldest of that."""
+        """Set what is inside, and `oldest_seconds`, the age of the oldest of that."""
         for name, value in now.items():
             self._queue[name].set(value)
 
-    def families(self) -> Iterable[Metric]:
-        """What this process counts, as prometheus_client collects it."""
-        return self._registry.collect()
+    def ready(self, ready: bool) -> None:
+        """Set whether this process takes new work."""
+        self._ready.set(ready)
 
-    def exposition(self) -> bytes:
-        """What all HTTP processes count, in Prometheus' text format."""
-        return generate_latest(self.everywhere())
+    def process(self, name: str, pid: int) -> None:
+        """Set the id of a process, 0 while it does not run."""
+        self._processes.labels(name).set(pid)
+
+    def dropped(self, process: str, lines: int) -> None:
+        """Count lines of a process's log that were dropped; with 0, the metric is there before the first is."""
+        self._dropped.labels(process).inc(lines)
+
+    def families(self) -> Iterable[Metric]:
+        """What /metrics of this process alone has, as prometheus_client collects it."""
+        return itertools.chain(self._registry.collect(), [build_info(None)], used({"http-0": os.getpid()}))
+
+    def exposition(self, device: DeviceInfo | None) -> bytes:
+        """What all HTTP processes count, and what is looked up now, in Prometheus' text format."""
+        counted = list(self.everywhere().collect())
+        ids = (sample for family in counted if family.name == _PROCESS_ID for sample in family.samples)
+        processes = {sample.labels["process"]: int(sample.value) for sample in ids if sample.value}
+        registry = CollectorRegistry()
+        registry.register(_Collected([*counted, build_info(device), *used(processes)]))
+        return generate_latest(registry)
 
     def everywhere(self) -> CollectorRegistry:
         """What all HTTP processes count."""
@@ -134,3 +162,13 @@ class Metrics:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         return registry
+
+
+class _Collected(Collector):
+    """Families that have been collected, as `generate_latest` takes them."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

@@ -43,11 +43,13 @@ def raise_descriptor_limit() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel end this process when `parent`, a pid, ends, however that happens; ^C is the parent's to hear.
+    """Have the kernel end this process when `parent`, a pid, ends, however that happens.
 
-    To be called first: a parent that has ended by then is noticed, too.
+    Call it first: it also notices a parent that has ended already. SIGINT and SIGHUP, which a terminal sends to the
+    whole process group, are for the parent: this process ignores them.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)  # it is gone already
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

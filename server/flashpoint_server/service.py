@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING
 
 from flashpoint_server.admission import Admission
@@ -13,6 +14,7 @@ from flashpoint_server.engine import Engines
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.key_file import Right
 from flashpoint_server.keys import Caller, Keyring
+from flashpoint_server.lines import LINES
 from flashpoint_server.memory import Pool
 from flashpoint_server.messages import DeviceInfo
 from flashpoint_server.metrics import Metrics
@@ -25,7 +27,7 @@ from flashpoint_server.watch import Watch
 if TYPE_CHECKING:
     from flashpoint_server.traces import Traces
 
-QUEUE_SECONDS = 1.0  # between two looks; a process that is scraped looks then, too
+REPORT_SECONDS = 1.0  # between two reports; a process that is scraped makes one then, too
 
 
 class Service:
@@ -33,6 +35,7 @@ class Service:
 
     def __init__(self, settings: Settings, shared: Shared) -> None:
         self.settings = settings
+        self._shared = shared
         self.metrics = Metrics()
         self.benchmarks = Benchmarks(settings)
         self.traces: Traces | None = None
@@ -86,14 +89,34 @@ class Service:
         if not self._working:
             self._idle.set()
 
-    async def watch_queue(self) -> None:
-        """Keep the metrics of what is inside up to date, and make room for other processes, until cancelled."""
-        while True:
-            self.report_queue()
-            self.pool.make_room()
-            await asyncio.sleep(QUEUE_SECONDS)
+    @property
+    def ready(self) -> bool:
+        """Whether `check_working` passes."""
+        try:
+            self.check_working()
+        except Refusal:
+            return False
+        return True
 
-    def report_queue(self) -> None:
+    async def keep_reporting(self) -> None:
+        """Keep the metrics of the present state up to date, and make room for other processes, until cancelled."""
+        while True:
+            self.report()
+            self.pool.make_room()
+            await asyncio.sleep(REPORT_SECONDS)
+
+    def report(self) -> None:
+        """Set the metrics of the present state: what is inside, whether it is ready, and its processes."""
+        self.metrics.ready(self.ready)
+        number = self._shared.process
+        self.metrics.process(own := f"http-{number}", os.getpid())
+        self.metrics.dropped(own, LINES.dropped())
+        self.metrics.process(f"json-{number}", self.codec.pid)
+        for name, pid in self.engine.processes():
+            self.metrics.process(name, pid)
+            self.metrics.dropped(name, 0)
+        if self._shared.directory is not None:
+            self.metrics.process("supervisor", os.getppid())
         inside = self.admission
         self.metrics.queue(
             requests=inside.requests,

@@ -1,7 +1,7 @@
 """The process around the application: the socket, the signals, and an orderly end.
 
 SIGTERM or SIGINT: readiness goes false, new work is refused, what was admitted is answered within `shutdown_timeout`,
-and the exit code is 0. A second signal ends it at once, with 1.
+and the exit code is 0. A second signal ends it at once, with 1. SIGHUP: keys and certificate are read again.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
-from flashpoint_server import supervisor, tls
+from flashpoint_server import scratch, supervisor, tls
 from flashpoint_server.app import create_app
 from flashpoint_server.engine import State
 from flashpoint_server.half_closed import HalfClosed
+from flashpoint_server.hangup import HANGUP, NOTHING_TO_REREAD
 from flashpoint_server.parent import keep_what_is_there, raise_descriptor_limit
 from flashpoint_server.protocol import Config, HttpProtocol
 from flashpoint_server.service import Service
@@ -57,15 +58,14 @@ class _Server(uvicorn.Server):
         self._watching: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         if self._service.settings.grpc_port is not None and not await self._listen_for_grpc():
             self.failed = self.should_exit = True
             return
         await super().startup(sockets)
         keep_what_is_there()
         self._watching = asyncio.ensure_future(self._certificate.run())
-        if self._service.settings.rereads:
-            self._loop.add_signal_handler(signal.SIGHUP, self._reload)
+        HANGUP.listen(lambda: loop.call_soon_threadsafe(self._reload))
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
             url = f"{'https' if self.config.ssl else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -74,6 +74,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._watching is not None:
             self._watching.cancel()
+        HANGUP.listen(None)
         if self._grpc is not None:
             await self._grpc.stop(0 if self.forced else LAST_BYTES)
         await super().shutdown(sockets)
@@ -92,7 +93,11 @@ class _Server(uvicorn.Server):
         return True
 
     def _reload(self) -> None:
-        """SIGHUP: keys and certificate are read again; what is wrong stays as it was, and the log says so."""
+        """SIGHUP: read keys and certificate again. If one is wrong, keep the one before and say so in the log."""
+        settings = self._service.settings
+        if not settings.rereads:
+            log.info(NOTHING_TO_REREAD)
+            return
         self._service.keys.reload()
         self._reload_certificate()
 
@@ -149,6 +154,7 @@ class _Server(uvicorn.Server):
 
 def run(settings: Settings, argv: Sequence[str]) -> int:
     """Serve until a signal; the exit code, 1 where an engine cannot work. `argv` are the flags `settings` came from."""
+    scratch.remove_left()
     try:
         listener = listen(settings)
     except OSError as error:

@@ -41,6 +41,7 @@ from flashpoint_server.device import (
 )
 from flashpoint_server.entry import Entry, Lengths, Peer, account
 from flashpoint_server.lanes import Lanes, Work
+from flashpoint_server.lines import LINES
 from flashpoint_server.messages import (
     Attach,
     Batch,
@@ -450,6 +451,7 @@ class ServingEngine:
                 self._wake()
         if any(isinstance(one, JobEvent) and b"CUDA" in one.event for one in said) and self._device.lost():
             log.critical("device lost", by="a benchmark")
+            LINES.flush()
             os._exit(1)
 
     def _prove(self, entry: Entry, asked: Prove) -> None:
@@ -515,14 +517,16 @@ class ServingEngine:
             metadata: dict[str, Any] = {"backend": placed.submit.backend}
             if placed.spec.options.dropout_p:
                 metadata["dropout_seed"] = entry.seed
-            memory = self._device.memory()
-            reply = Done(submit.id, metadata, entry.began, time.perf_counter(), size, *stages, memory, number, about)
+            memory, dropped = self._device.memory(), LINES.dropped()
+            ended = time.perf_counter()
+            reply = Done(submit.id, metadata, entry.began, ended, size, *stages, memory, number, about, dropped)
         elif isinstance(error, Refusal):
             reply = Failed(submit.id, error.code, error.detail, list(error.errors))
         elif isinstance(error, OutOfMemoryError):
             reply = Failed(submit.id, "out_of_memory", "the device ran out of memory for this request", [])
         elif isinstance(error, DeviceLostError):
             log.critical("device lost", request_id=submit.request_id, error=str(error))
+            LINES.flush()
             os._exit(1)  # what runs is lost with it; what has not begun is another engine's
         else:
             log.error("failed", request_id=submit.request_id, error=type(error).__name__, exc_info=error)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
-from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -15,9 +13,12 @@ from flashpoint_kernels.spec import MAX_HEAD_DIM
 from flashpoint_kernels.support import SUPPORT
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.metrics import MEDIA_TYPE
+from flashpoint_server.observed import versions
 from flashpoint_server.problem_schema import problems
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.service import Service
+
+PROBES = {"/health", "/health/live", "/health/ready"}
 
 
 class Health(BaseModel):
@@ -83,7 +84,7 @@ def router(service: Service) -> APIRouter:
         backends = list(device.backends) if device else []
         return Info(
             version=version("flashpoint"),
-            versions=_versions(),
+            versions=versions(),
             device=Device(name=device.name, title=device.title, memory=device.memory) if device else None,
             backends=backends,
             options={backend: sorted(SUPPORT[backend]) for backend in backends},
@@ -112,13 +113,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/metrics", summary="Prometheus metrics", responses=text | problems(401, 403), response_class=Response)
     async def metrics(request: Request) -> Response:
         service.admit(Exchange.of(request.scope), "metrics")
-        service.report_queue()
-        return Response(service.metrics.exposition(), media_type=MEDIA_TYPE)
+        service.report()
+        return Response(service.metrics.exposition(service.engine.device), media_type=MEDIA_TYPE)
 
     return routes
-
-
-@cache
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    return found | {name: version(name) for name in ("torch", "triton", "numpy", "fastapi", "uvicorn")}

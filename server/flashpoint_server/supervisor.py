@@ -1,6 +1,7 @@
 """`flashpoint serve --workers N`: N HTTP processes on one port and one engine process a device, kept running.
 
 The supervisor holds the listening sockets and no requests. SIGTERM or SIGINT: the workers drain, then the engines stop.
+SIGHUP: the workers read keys and certificate again.
 """
 
 from __future__ import annotations
@@ -8,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 
 import structlog
 from prometheus_client.multiprocess import mark_process_dead
 
 from flashpoint_server.counts import clear
+from flashpoint_server.hangup import HANGUP, NOTHING_TO_REREAD
 from flashpoint_server.metrics import DIRECTORY as METRICS_DIRECTORY
 from flashpoint_server.processes import Child, running_engines
+from flashpoint_server.scratch import directory
 from flashpoint_server.settings import Settings
 
 log = structlog.stdlib.get_logger("flashpoint.supervisor")
@@ -34,34 +35,36 @@ def run(settings: Settings, argv: Sequence[str], listener: socket.socket) -> int
 
 async def _run(settings: Settings, argv: Sequence[str], listener: socket.socket) -> int:
     ended = asyncio.Event()
+    loop, workers = asyncio.get_running_loop(), list[Child]()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        loop.add_signal_handler(number, ended.set)
     async with AsyncExitStack() as inside:
+        HANGUP.listen(lambda: loop.call_soon_threadsafe(_reload, settings, workers))
+        inside.callback(HANGUP.listen, None)
         addresses = await inside.enter_async_context(running_engines(settings))
         engines = ",".join(address.hex() for address in addresses)
-        metrics = inside.enter_context(tempfile.TemporaryDirectory(prefix="flashpoint-metrics-"))
-        limits = inside.enter_context(tempfile.TemporaryDirectory(prefix="flashpoint-limits-"))
-        counts = Path(limits)
+        scratch = inside.enter_context(directory())
+        metrics, limits = scratch / "metrics", scratch / "limits"
+        for folder in (metrics, limits):
+            folder.mkdir()
 
         def forget(number: int, pid: int) -> None:
             """Nothing of a worker that has ended counts any more: neither its gauges nor what it had inside."""
-            mark_process_dead(pid, metrics)  # type: ignore[no-untyped-call]
-            clear(counts, number)
+            mark_process_dead(pid, str(metrics))  # type: ignore[no-untyped-call]
+            clear(limits, number)
 
-        fixed = ["--listener", str(listener.fileno()), "--engines", engines, "--limits", limits]
-        workers = [
+        fixed = ["--listener", str(listener.fileno()), "--engines", engines, "--limits", str(limits)]
+        workers += [
             Child(
                 f"worker {n}",
                 "flashpoint_server.worker",
                 [*fixed, "--number", str(n), "--", *argv],
                 [listener.fileno()],
-                {METRICS_DIRECTORY: metrics},
+                {METRICS_DIRECTORY: str(metrics)},
                 partial(forget, n),
             )
             for n in range(settings.workers)
         ]
-        if settings.rereads:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, workers)
         keeping = [asyncio.ensure_future(worker.keep()) for worker in workers]
         waiting = asyncio.ensure_future(ended.wait())
         # A worker that is not kept any more has said that it cannot work: its engine is broken.
@@ -77,7 +80,10 @@ async def _run(settings: Settings, argv: Sequence[str], listener: socket.socket)
     return 1 if broken else 0
 
 
-def _reload(workers: Sequence[Child]) -> None:
-    """Pass SIGHUP on: each worker reads keys and certificate again."""
+def _reload(settings: Settings, workers: Sequence[Child]) -> None:
+    """SIGHUP: pass it on, so that each worker reads keys and certificate again."""
+    if not settings.rereads:
+        log.info(NOTHING_TO_REREAD)
+        return
     for worker in workers:
         worker.signal(signal.SIGHUP)

@@ -53,7 +53,7 @@ class Traces:
         attributes: dict[str, Any] = {
             "http.request.method": exchange.method,
             "http.route": route,
-            "http.response.status_code": exchange.status or 0,
+            "http.response.status_code": exchange.status,
             "http.request.body.size": exchange.bytes_in,
             "http.response.body.size": exchange.bytes_out,
             "flashpoint.request_id": exchange.request_id,
@@ -64,7 +64,8 @@ class Traces:
         if (way := exchange.way) is not None:
             attributes |= {"flashpoint.backend": way.backend, "flashpoint.batch_size": way.batch_size}
             links = [Link(_launch(way.launch))]
-        failed = Status(StatusCode.ERROR if (exchange.status or 0) >= 500 else StatusCode.UNSET)
+        assert exchange.status is not None  # it is over
+        failed = Status(StatusCode.ERROR if exchange.status >= 500 else StatusCode.UNSET)
         name = f"{exchange.method} {route}"
         parent = above if above.is_valid else None
         self._tell(name, mine, parent, exchange.arrived, ended, attributes, links, SpanKind.SERVER, failed)

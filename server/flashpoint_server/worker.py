@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from flashpoint_server import logs
 from flashpoint_server.app import create_app
 from flashpoint_server.counts import Shared
+from flashpoint_server.hangup import HANGUP
 from flashpoint_server.parent import CANNOT_WORK, die_with_parent
 from flashpoint_server.serving import serve_on
 from flashpoint_server.settings import Settings
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True, help="the pid of the supervisor")
     asked = parser.parse_args()
     die_with_parent(asked.parent)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it is served: what is to be read again is read only then
+    HANGUP.catch()
     settings = Settings(_cli_parse_args=asked.flags)  # type: ignore[call-arg]
     logs.configure(settings.log_format, settings.log_level)
     engines = [bytes.fromhex(address) for address in asked.engines.split(",")]

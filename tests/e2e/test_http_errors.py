@@ -374,7 +374,7 @@ def test_a_client_that_vanishes_in_its_body_leaves_the_server_serving(server, pa
             'Content-Length: 1000\r\n\r\n{"shapes"'.encode()
         )
     line = server.wait_for_request(name)
-    assert (line["status"], line["code"]) == (None, "client_gone")
+    assert (line["status"], line["code"]) == (499, "client_gone")
     assert post(server, "/attention", GOOD).status == 200
 
 

@@ -61,7 +61,7 @@ def test_a_cancelled_call_and_a_late_one_are_not_in_the_batch_and_the_others_are
     assert grown('flashpoint_ended_total{how="answered"}') == answered
     assert grown('flashpoint_ended_total{how="cancelled"}') == 1
     assert grown('flashpoint_ended_total{how="refused"}') == overdue
-    assert grown(f'flashpoint_requests_total{{reason="client_gone",route="{METHOD}",status="0"}}') == 1
+    assert grown(f'flashpoint_requests_total{{reason="client_gone",route="{METHOD}",status="499"}}') == 1
     assert grown(f'flashpoint_requests_total{{reason="deadline_exceeded",route="{METHOD}",status="504"}}') >= overdue
     assert grown('flashpoint_model_requests_total{how="fail",model="attention"}') >= 1 + overdue
 

@@ -62,15 +62,17 @@ def test_flops_and_predicted_seconds_are_counted_once_they_are_known():
         alone.charge(Price(1000, 100.0))
 
 
-def test_the_age_of_the_oldest_request(monkeypatch):
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+def test_the_longest_wait_is_of_the_requests_that_wait_for_the_service_alone(monkeypatch):
+    """Not of those whose body still comes, or whose answer leaves: these have no beginning of their wait."""
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     admission = Admission(Settings())
-    with admission.permit(0):
-        clock.now += 5
-        with admission.permit(0):
-            clock.now += 2
-            assert admission.oldest_seconds == 7
+    waits = {"first": None, "second": 998.0}
+    with admission.permit(0, None, lambda: waits["first"]), admission.permit(0, None, lambda: waits["second"]):
+        assert admission.oldest_seconds == 2
+        waits["first"] = 993.0
+        assert admission.oldest_seconds == 7
+        waits["first"] = None
+        assert admission.oldest_seconds == 2
     assert admission.oldest_seconds == 0
 
 

@@ -82,7 +82,7 @@ class GatedServer:
             self.wait_queued(name)
             yield name
         line = self.server.wait_for_request(name)
-        assert (line["status"], line["code"]) == (None, "client_gone")
+        assert (line["status"], line["code"]) == (499, "client_gone")
 
     def wait_dropped(self, name):
         """Until the engine has taken the request out of its queue."""

@@ -77,6 +77,7 @@ class Message(Body):
             raise self._too_late(end) from None
         if message is None:
             raise Refusal("malformed_body", f"there is no message, or one of more than {self.limit} bytes")
+        self.ended = time.monotonic()
         return self._took(message)
 
 

@@ -209,7 +209,7 @@ async def _ask(
     }
     await app(scope, receive, send)
     exchange = Exchange.of(scope)
-    if exchange.status is None:
+    if not begun:  # nothing was answered
         raise asyncio.CancelledError
     fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in begun["headers"]}
     return Reply(begun["status"], fields, b"".join(parts), exchange.code)

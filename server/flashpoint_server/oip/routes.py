@@ -20,6 +20,12 @@ from flashpoint_server.service import Service
 _NAMED = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"enum": [*MODELS]}}]}
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "parameters", "schedule_policy", "statistics"]
 
+PROBES = {
+    "/v2/health/live",
+    "/v2/health/ready",
+    *(f"/v2/models/{name}{below}/ready" for name in MODELS for below in ("", f"/versions/{VERSION}")),
+}
+
 
 class Live(BaseModel):
     live: bool

@@ -3,6 +3,7 @@
 gate-…, wait-…  the launch waits until the gate of that name is open
 oom-…, once-…   out of memory, always or the first time     bug-…   an unexpected exception
 hang-…          the launch never ends                       gone-…  the device is lost
+loud-…          more lines are logged than the queue of the log holds
 unfit-…         an unexpected exception while its kernels are compiled
 late-…          its kernels are compiled only once the gate `compiled` is open
 step-…          its second part waits, and no further one begins, until the gate `step` is open
@@ -37,6 +38,7 @@ import torch
 from flashpoint_kernels.cost import NOMINAL
 from flashpoint_server import engine_process, serving_engine
 from flashpoint_server.device import Device, DeviceLostError, OutOfMemoryError
+from flashpoint_server.lines import ROOM
 from flashpoint_server.messages import Channel, Done
 from tests.support.faulty.bugs import Seeded
 
@@ -144,6 +146,9 @@ class TellingEngine(serving_engine.ServingEngine):
         self.parts[name] += 1
         number = self.parts[name]
         log.debug("part", request_id=name, number=number)
+        if name.startswith("loud-"):
+            for _ in range(2 * ROOM // 1000):
+                log.error("loud", request_id=name, text="x" * 1000)
         if name.startswith("step-") and number == 2:
             log.debug("held", request_id=name)
             FaultyDevice.wait("step")

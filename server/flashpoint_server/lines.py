@@ -1,0 +1,174 @@
+"""Lines on their way to stderr: a bounded queue, and one thread of the process that writes them.
+
+A reader of stderr may stop reading. A write to its full pipe then waits, without a limit. Only this thread waits: all
+others put their lines into the queue. A line that comes while the queue is full is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+STDERR = 2
+ROOM = 1 << 20  # bytes that may wait
+ATOMIC = 4096  # bytes of one write to a pipe that no other process's lines can cut (PIPE_BUF)
+PAUSE = 0.005  # seconds between two writes while lines keep coming: the thread is not woken for each of them
+FLUSH_SECONDS = 0.5  # that the end of a process waits for its reader; an engine has a second to end
+
+
+def _notice(dropped: int) -> bytes:
+    return b"%d lines were dropped: nobody read stderr fast enough" % dropped
+
+
+class Lines:
+    """See the module. When there is room again, `notice` makes the line that says how many lines were dropped."""
+
+    def __init__(self) -> None:
+        self.notice: Callable[[int], bytes] = _notice
+        # Reentrant: the garbage collector may run a finaliser that warns while this thread holds the lock.
+        self._lock = threading.RLock()
+        self._slept = threading.Condition(self._lock)
+        self._wake = threading.Lock()
+        self._wake.acquire()  # released once each time the thread is to wake up
+        self._lines: list[bytes] = []
+        self._bytes = 0  # waiting or being written
+        self._unsaid = 0  # lines dropped since the last notice
+        self._uncounted = 0  # lines dropped since `dropped` was asked
+        self._broken = False  # the last write failed
+        self._asleep = True
+
+    def start(self) -> None:
+        """Begin to write, in a thread that the end of the process does not wait for beyond FLUSH_SECONDS."""
+        threading.Thread(target=self._run, name="log writer", daemon=True).start()
+        atexit.register(self.flush)
+
+    def put(self, line: bytes) -> None:
+        """Queue a line, without its end. Never waits for the reader of stderr."""
+        with self._lock:
+            if self._bytes >= ROOM:
+                self._unsaid += 1
+                self._uncounted += 1
+                return
+            self._lines.append(line)
+            self._bytes += len(line) + 1
+            if not self._asleep:
+                return
+            self._asleep = False
+        self._wake.release()
+
+    def dropped(self) -> int:
+        """Return how many lines were dropped since the last call."""
+        if not self._uncounted:
+            return 0
+        with self._lock:
+            count, self._uncounted = self._uncounted, 0
+        return count
+
+    def flush(self, seconds: float = FLUSH_SECONDS) -> None:
+        """Wait until all lines are written, at most so many seconds: before the process ends."""
+        with self._lock:
+            self._slept.wait_for(lambda: self._asleep, seconds)
+
+    def _run(self) -> None:
+        while True:
+            self._wake.acquire()
+            while self._write_all():
+                time.sleep(PAUSE)
+
+    def _write_all(self) -> bool:
+        """Write what waits, then the notice if lines were dropped; whether there was anything to write."""
+        with self._lock:
+            lines, self._lines = self._lines, []
+            # A notice alone does not try a stderr that has just failed: it would try again and again.
+            unsaid = 0 if self._broken and not lines else self._unsaid
+            self._unsaid -= unsaid
+            if not (lines or unsaid):
+                self._asleep = True
+                self._slept.notify_all()
+                return False
+        for count, piece in _pieces(lines):
+            self._write(piece, count)
+        if unsaid:
+            self._write(self.notice(unsaid) + b"\n", 0)
+            if self._broken:
+                with self._lock:
+                    self._unsaid += unsaid
+        return True
+
+    def _write(self, piece: bytes, count: int) -> None:
+        """Write so many lines, which count as dropped if that fails."""
+        left = memoryview(piece)
+        while left:
+            try:
+                left = left[os.write(STDERR, left) :]
+                self._broken = False
+            except BlockingIOError:  # another process has made the pipe or terminal non-blocking
+                select.select([], [STDERR], [])
+            except OSError:
+                self._broken = True
+                break
+        with self._lock:
+            if count:
+                self._bytes -= len(piece)
+            if self._broken:
+                self._unsaid += count
+                self._uncounted += count
+
+
+def _pieces(lines: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines with their ends, as few pieces with at most ATOMIC bytes, each with its number of lines."""
+    piece: list[bytes] = []
+    size = 0
+    for line in lines:
+        if piece and size + len(line) + 1 > ATOMIC:
+            yield len(piece), b"\n".join(piece) + b"\n"
+            piece, size = [], 0
+        piece.append(line)
+        size += len(line) + 1
+    if piece:
+        yield len(piece), b"\n".join(piece) + b"\n"
+
+
+class _Text(io.TextIOBase):
+    """A `sys.stderr` that queues its lines: tracebacks, and libraries that print."""
+
+    encoding = "utf-8"
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        *whole, self._rest = (self._rest + text).split("\n")
+        for line in whole:
+            self._lines.put(line.encode(self.encoding, "backslashreplace"))
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return STDERR
+
+    def isatty(self) -> bool:
+        return os.isatty(STDERR)
+
+
+LINES = Lines()
+_began = False
+
+
+def take_stderr(notice: Callable[[int], bytes] = _notice) -> None:
+    """Have LINES write all that Python sends to stderr. `notice` makes the line that says how many were dropped."""
+    global _began
+    LINES.notice = notice
+    if not _began:
+        _began = True
+        LINES.start()
+        sys.stderr = _Text(LINES)

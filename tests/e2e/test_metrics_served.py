@@ -1,0 +1,137 @@
+"""Metrics of a real server: what they say of readiness, of the processes, of waiting, and of clients that vanish."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import re
+import signal
+
+from tests.support.messages import JSON, PATIENCE, ask, message, normal, post, read_metrics
+from tests.support.servers import wait_for
+from tests.support.sockets import connect, nothing_inside, send
+
+SMALL = message({name: normal(2, 3) for name in "qkv"})
+ALONE = message({name: normal(2, 3) for name in "qkv"}, backend="reference")
+LAUNCHES = "flashpoint_batch_size_count"
+# 16 MiB in the answer, which is more than sockets hold.
+LONG_ANSWER = message({"q": normal(1, 4, 1 << 12, 1), "k": normal(1, 4, 1, 1), "v": normal(1, 4, 1, 256)})
+OLDEST = "flashpoint_queue_oldest_seconds"
+AS_JSON = json.dumps({"q": [[1, 0]], "k": [[1, 0]], "v": [[1, 2]]}).encode()
+
+
+def test_ready_is_what_the_health_check_says(server):
+    server.wait_ready()
+    assert read_metrics(server)["flashpoint_ready"] == 1
+    os.kill(server.engine_pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: server.get("/health/ready")[0] == 503, lambda: "ready, with an engine that does nothing")
+        assert read_metrics(server)["flashpoint_ready"] == 0
+    finally:
+        os.kill(server.engine_pid, signal.SIGCONT)
+    server.wait_ready()
+    assert read_metrics(server)["flashpoint_ready"] == 1
+
+
+def test_build_info_says_what_info_says(server):
+    server.wait_ready()
+    text, info = ask(server, "/metrics").body.decode(), server.get("/info")[1]
+    (labels,) = re.findall(r"^flashpoint_build_info\{(.*)\} 1\.0$", text, re.MULTILINE)
+    said = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+    versions = {name: info["versions"][name] for name in ("python", "torch", "triton")}
+    device = {"device": info["device"]["name"], "title": info["device"]["title"]}
+    assert said == {"version": info["version"], **versions, **device}
+
+
+def test_each_process_has_its_time_memory_and_descriptors(server):
+    assert post(server, "/attention", AS_JSON, JSON).status == 200  # the process that reads JSON runs from here
+    (codec,) = server.children("codec_process")
+    found = read_metrics(server)
+    for name, pid in {"http-0": server.pid, "engine-cpu": server.engine_pid, "json-0": codec}.items():
+        assert found[f'flashpoint_process_id{{process="{name}"}}'] == pid
+        used = {what: found[f'process_{what}{{process="{name}"}}'] for what in (
+            "cpu_seconds_total", "resident_memory_bytes", "virtual_memory_bytes", "open_fds", "max_fds",
+            "start_time_seconds",
+        )}  # fmt: skip
+        assert all(value > 0 for value in used.values()), used
+    engine, own = (found[f'process_resident_memory_bytes{{process="{name}"}}'] for name in ("engine-cpu", "http-0"))
+    assert engine > own  # it has torch
+
+
+def test_a_body_that_comes_slowly_and_an_answer_that_is_taken_slowly_are_not_queued_work(gated):
+    """What waits for the engine is, from the end of its body on."""
+    server = gated.server
+    nothing_inside(server)
+    with send(server, SMALL[:-8], length=len(SMALL)):
+        wait_for(lambda: gated.inside() == 1, lambda: "it never got in")
+        assert read_metrics(server)["flashpoint_queue_requests"] == 1
+        assert read_metrics(server)[OLDEST] == 0
+    nothing_inside(server)
+    launches = read_metrics(server)[LAUNCHES]
+    with send(server, LONG_ANSWER, receive_buffer=1 << 16):
+        wait_for(lambda: read_metrics(server)[LAUNCHES] > launches, lambda: "it is not computed")
+        assert read_metrics(server)[OLDEST] == 0
+    nothing_inside(server)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, gated.busy(pool, ALONE):
+        first = read_metrics(server)[OLDEST]
+        assert first > 0
+        wait_for(lambda: read_metrics(server)[OLDEST] > first, lambda: "it does not age")
+    nothing_inside(server)
+    assert read_metrics(server)[OLDEST] == 0
+
+
+def test_json_that_waits_to_be_read_is_queued_work(server):
+    assert post(server, "/attention", AS_JSON, JSON).status == 200
+    (codec,) = server.children("codec_process")
+    os.kill(codec, signal.SIGSTOP)
+    try:
+        with asking(server, AS_JSON, f"queued-{os.urandom(4).hex()}"):
+            wait_for(lambda: read_metrics(server)[OLDEST] > 0, lambda: "it does not age")
+    finally:
+        os.kill(codec, signal.SIGCONT)
+    nothing_inside(server)
+
+
+@contextlib.contextmanager
+def asking(server, body, name):
+    """Inside, a client waits for an answer in JSON; then it has gone."""
+    head = f"POST /attention HTTP/1.1\r\nHost: x\r\nX-Request-Id: {name}\r\nContent-Type: {JSON}\r\n"
+    with connect(server) as connection:
+        connection.settimeout(PATIENCE)
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        yield
+
+
+def client_gone(server):
+    labels = 'reason="client_gone",route="/attention",status="499"'
+    return read_metrics(server).get(f"flashpoint_requests_total{{{labels}}}", 0)
+
+
+def test_a_client_that_vanishes_while_its_answer_is_written_is_499(server):
+    """In the log line and in the metric; there was nobody to take the answer."""
+    assert post(server, "/attention", SMALL, accept=JSON).status == 200
+    (codec,) = server.children("codec_process")
+    before, name = client_gone(server), f"vanishes-{os.urandom(4).hex()}"
+    computed = 'flashpoint_compute_flops_total{backend="torch"}'
+    flops = read_metrics(server)[computed]
+    os.kill(codec, signal.SIGSTOP)
+    try:
+        with send(server, SMALL, request_id=name, accept=JSON):
+            wait_for(lambda: read_metrics(server)[computed] > flops, lambda: "it is not computed")
+    finally:
+        os.kill(codec, signal.SIGCONT)
+    line = server.wait_for_request(name)
+    assert (line["status"], line["code"]) == (499, "client_gone")
+    wait_for(lambda: client_gone(server) == before + 1, lambda: read_metrics(server))
+
+
+def test_a_client_that_vanishes_from_the_queue_is_499_in_its_trace(gated, receiver):
+    trace = os.urandom(16).hex()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, gated.busy(pool, ALONE):
+        name = f"leaves-{os.urandom(4).hex()}"
+        with send(gated.server, ALONE, request_id=name, traceparent=f"00-{trace}-{1:016x}-01"):
+            wait_for(lambda: gated.inside() == 2, lambda: f"{name} never got in")
+        gated.server.wait_for_request(name)
+    (span,) = receiver.wait("POST /attention", trace)
+    said = {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
+    assert (said["http.response.status_code"], said["error.type"]) == (499, "client_gone")
