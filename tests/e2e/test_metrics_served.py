@@ -95,7 +95,7 @@ def test_json_that_waits_to_be_read_is_queued_work(server):
 @contextlib.contextmanager
 def asking(server, body, name):
     """Inside, a client waits for an answer in JSON; then it has gone."""
-    head = f"POST /attention HTTP/1.1\r\nHost: x\r\nX-Request-Id: {name}\r\nContent-Type: {JSON}\r\n"
+    head = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {name}\r\nContent-Type: {JSON}\r\n"
     with connect(server) as connection:
         connection.settimeout(PATIENCE)
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
