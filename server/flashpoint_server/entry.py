@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import selectors
+import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -17,9 +20,10 @@ from flashpoint_kernels import Problem
 from flashpoint_kernels.spec import INDEX_TENSORS, Row, Spec
 from flashpoint_server.device import Device, Placed, spec_of
 from flashpoint_server.memory import LARGEST
-from flashpoint_server.messages import Batch, Channel, Prove, Submit, ToEngine
+from flashpoint_server.messages import Batch, Channel, FromEngine, Prove, Submit, ToEngine
 from flashpoint_server.waiting import Budget
 
+PATIENCE = 5.0  # seconds that all others wait for an HTTP process that does not read its answers
 KEPT = 256  # of a peer; some KiB each
 FEW_SEQUENCES = 64  # of a request whose problem is kept, and made while others wait for the queue: under a millisecond
 LONG_SECONDS = 0.01  # a part that is predicted to take longer leaves a lane to short ones
@@ -99,11 +103,31 @@ class Peer:
             asked = self.known[key] = Asked(spec_of(submit))
         return asked
 
+    def send(self, reply: FromEngine) -> None:
+        """Send a message, with PATIENCE for a peer that does not read. Raises BlockingIOError, OSError, ValueError."""
+        try:
+            self.channel.send(reply)
+        except BlockingIOError:
+            with selectors.DefaultSelector() as writable:
+                writable.register(self.channel, selectors.EVENT_WRITE)
+                writable.select(PATIENCE)
+            self.channel.send(reply)
+
     def close(self, device: Device) -> None:
         """Leave it: once nothing runs in its memory, for that is what the end of the channel tells it."""
         self.channel.close()
         for number in list(self.segments):
             self.detach(number, device)
+
+
+def accept(listener: socket.socket) -> socket.socket | None:
+    """Accept a connection; None where another user asks, who may know the socket's name. Raises OSError."""
+    sock, _ = listener.accept()
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if user != os.getuid():
+        sock.close()
+        return None
+    return sock
 
 
 @dataclass(eq=False)

@@ -9,6 +9,8 @@ wake-up. Who has found work that takes a while, or leaves work behind, first pas
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -25,6 +27,27 @@ class Work(NamedTuple):
 
     run: Callable[[], None]
     brief: bool
+
+
+class Waker:
+    """A socket that wakes the listening thread: when another thread calls `wake`, or the process gets a SIGTERM."""
+
+    def __init__(self) -> None:
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._waker.fileno())
+        signal.signal(signal.SIGTERM, lambda *_: None)  # its number comes by the socket, to the thread that listens
+
+    def fileno(self) -> int:
+        return self._woken.fileno()
+
+    def wake(self) -> None:
+        self._waker.send(b"\0")
+
+    def ends(self) -> bool:
+        """Return whether a SIGTERM has come since the last call, once the socket is readable."""
+        return signal.SIGTERM in self._woken.recv(4096)
 
 
 class Lanes:

@@ -17,15 +17,12 @@ import itertools
 import os
 import secrets
 import selectors
-import signal
 import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
 
 import structlog
 
@@ -39,8 +36,8 @@ from flashpoint_server.device import (
     Stages,
     check,
 )
-from flashpoint_server.entry import Entry, Lengths, Peer, account
-from flashpoint_server.lanes import Lanes, Work
+from flashpoint_server.entry import Entry, Lengths, Peer, accept, account
+from flashpoint_server.lanes import Lanes, Waker, Work
 from flashpoint_server.lines import LINES
 from flashpoint_server.messages import (
     Attach,
@@ -48,8 +45,6 @@ from flashpoint_server.messages import (
     Cancel,
     Channel,
     Detach,
-    Done,
-    Failed,
     FromEngine,
     Hello,
     JobEvent,
@@ -61,14 +56,14 @@ from flashpoint_server.messages import (
     ToEngine,
     Unmapped,
 )
-from flashpoint_server.refusal import Refusal, out_of_time
+from flashpoint_server.refusal import out_of_time
+from flashpoint_server.replies import done, failed
 from flashpoint_server.timing_lane import Said, TimingLane
 from flashpoint_server.waiting import Budget, Waiting
 from flashpoint_server.watchdog import Watchdog
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
-PEER_PATIENCE = 5.0  # seconds that all others wait for an HTTP process that does not read its answers
 # One part of some milliseconds, where nothing else waits: nobody need listen, and to wake another thread costs a tenth.
 BRIEF_SECONDS = 0.004  # predicted
 BRIEF_BYTES = 1 << 24
@@ -105,12 +100,8 @@ class ServingEngine:
         self._stopping = self._asleep = False
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
-        self._woken, self._waker = socket.socketpair()
-        for end in (self._woken, self._waker):
-            end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        signal.set_wakeup_fd(self._waker.fileno())
-        signal.signal(signal.SIGTERM, lambda *_: None)  # its number comes by the socket, to whoever listens
+        self._waker = Waker()
+        self._selector.register(self._waker, selectors.EVENT_READ)
 
     def run(self) -> None:
         """Until SIGTERM; what runs then is finished and answered."""
@@ -145,18 +136,14 @@ class ServingEngine:
         for key, _ in ready:
             if key.fileobj is self._listener:
                 self._greet()
-            elif key.fileobj is self._woken:
-                self._stopping |= signal.SIGTERM in self._woken.recv(4096)
+            elif key.fileobj is self._waker:
+                self._stopping |= self._waker.ends()
             else:
                 self._hear(key.data)
 
     def _greet(self) -> None:
         with contextlib.suppress(OSError):
-            sock, _ = self._listener.accept()
-            # The socket's name is no secret: whoever is not of this user is not answered.
-            _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if user != os.getuid():
-                sock.close()
+            if (sock := accept(self._listener)) is None:
                 return
             peer = Peer(Channel(sock, ToEngine))
             peer.channel.send(Hello(self._device.info, os.getpid()))
@@ -351,7 +338,7 @@ class ServingEngine:
         """Have whoever listens look for work: there may be some that it has not seen come."""
         if self._asleep:
             self._asleep = False
-            self._waker.send(b"\0")
+            self._waker.wake()
 
     def _may_run(self, entry: Entry) -> bool:
         """Whether it is to run now; if not, it is answered. What is cut, and has not begun, begins here."""
@@ -510,41 +497,15 @@ class ServingEngine:
     def _answer(
         self, entry: Entry, size: int = 1, stages: Stages = NO_COPIES, about: Batch | None = None, number: int = 0
     ) -> None:
-        submit, error = entry.submit, entry.failure
-        reply: Done | Failed
-        if error is None:
-            placed = entry.placed
-            metadata: dict[str, Any] = {"backend": placed.submit.backend}
-            if placed.spec.options.dropout_p:
-                metadata["dropout_seed"] = entry.seed
-            memory, dropped = self._device.memory(), LINES.dropped()
-            ended = time.perf_counter()
-            reply = Done(submit.id, metadata, entry.began, ended, size, *stages, memory, number, about, dropped)
-        elif isinstance(error, Refusal):
-            reply = Failed(submit.id, error.code, error.detail, list(error.errors))
-        elif isinstance(error, OutOfMemoryError):
-            reply = Failed(submit.id, "out_of_memory", "the device ran out of memory for this request", [])
-        elif isinstance(error, DeviceLostError):
-            log.critical("device lost", request_id=submit.request_id, error=str(error))
-            LINES.flush()
-            os._exit(1)  # what runs is lost with it; what has not begun is another engine's
+        if entry.failure is None:
+            self._send(entry.peer, done(entry, size, stages, self._device.memory(), number, about))
         else:
-            log.error("failed", request_id=submit.request_id, error=type(error).__name__, exc_info=error)
-            reply = Failed(submit.id, "internal_error", "an error of the server, logged by its engine", [])
-        if error is not None:
-            error.__traceback__ = None  # whoever keeps the entry a while longer keeps no tensors
-        self._send(entry.peer, reply)
+            self._send(entry.peer, failed(entry))
 
     def _send(self, peer: Peer, reply: FromEngine) -> None:
-        """One that is gone is noticed when it is next heard; one that reads nothing for a while is dropped like it."""
+        """Forget a peer that reads nothing for a while; one that is gone is noticed when it is next heard."""
         try:
-            try:
-                peer.channel.send(reply)
-            except BlockingIOError:
-                with selectors.DefaultSelector() as writable:
-                    writable.register(peer.channel, selectors.EVENT_WRITE)
-                    writable.select(PEER_PATIENCE)
-                peer.channel.send(reply)
+            peer.send(reply)
         except BlockingIOError:
             log.error("peer dropped", reason="it does not read its answers")
             self._forget(peer)

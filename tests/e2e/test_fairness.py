@@ -69,15 +69,18 @@ def test_a_request_whose_client_leaves_starts_no_further_part(gated, step):
 
 
 def test_a_late_request_starts_no_further_part(gated, pool, step):
-    """Its deadline passes while its second part runs, or before."""
-    tensors, options = short_sequences("plain")
-    late = gated.post(pool, "step", message(tensors, **options), x_timeout_ms=2000)
-    problem(late.result(), 504, "deadline_exceeded")
+    """Deadlines double until one suffices for the way to the engine; it passes while the request is there."""
+    body = message(short_sequences("plain")[0])
+    for doubling in range(8):
+        late = gated.post(pool, "step", body, x_timeout_ms=1000 << doubling)
+        problem(late.result(), 504, "deadline_exceeded")
+        if parts_of(gated, late.name):
+            break
     gated.wait_dropped(late.name)
     step.touch()
     nothing_inside(gated.server)
     assert post(gated.server, "/attention", SMALL).status == 200
-    assert len(parts_of(gated, late.name)) <= 2
+    assert len(parts_of(gated, late.name)) in (1, 2)
 
 
 @pytest.mark.slow
