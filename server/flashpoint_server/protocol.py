@@ -231,11 +231,10 @@ class HttpProtocol(HttpToolsProtocol):
             self.pipeline.popleft()
             self.cycle = self.pipeline[0][0] if self.pipeline else running
         self.cycle.keep_alive = False
-        if self.watcher is not None:
-            self.ask_whether_there()
+        self._ask_whether_there()
         return True
 
-    def ask_whether_there(self) -> None:
+    def _ask_whether_there(self) -> None:
         """Write to a client that has ended its sending: one that has gone answers with a reset.
 
         This is an interim answer, which every client of HTTP/1.1 skips (RFC 9110, §15.2).
@@ -319,9 +318,7 @@ class Direct:
         if self.gone:
             gone()
         http.watcher = gone
-        if http.half_closed:
-            http.ask_whether_there()
-        elif not http.pipeline:
+        if not (http.half_closed or http.pipeline):
             http.flow.resume_reading()  # else nobody would see it go
 
     def unwatch(self) -> None:

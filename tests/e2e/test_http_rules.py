@@ -268,7 +268,7 @@ def test_without_descriptors_the_log_says_that_connections_are_dropped(server):
     resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (max(used) + 1, before[1]))
     try:
         with contextlib.ExitStack() as held:
-            for _ in range(max(used) + 1 - len(used)):  # as many as are left
+            for _ in range(max(used) + 1):  # as many as are left, and more, which wait to be accepted
                 connection = held.enter_context(socket.socket())
                 connection.settimeout(PATIENCE)
                 connection.connect(("127.0.0.1", server.port))

@@ -7,6 +7,8 @@ import os
 import re
 import signal
 
+import psutil
+
 from tests.support.messages import JSON, PATIENCE, ask, message, normal, post, read_metrics
 from tests.support.servers import wait_for
 from tests.support.sockets import connect, nothing_inside, send
@@ -102,6 +104,11 @@ def asking(server, body, name):
         yield
 
 
+def peers(server):
+    """The ports of the clients whose connections the server holds."""
+    return {found.raddr.port for found in psutil.Process(server.pid).net_connections("tcp") if found.raddr}
+
+
 def client_gone(server):
     labels = 'reason="client_gone",route="/attention",status="499"'
     return read_metrics(server).get(f"flashpoint_requests_total{{{labels}}}", 0)
@@ -116,8 +123,10 @@ def test_a_client_that_vanishes_while_its_answer_is_written_is_499(server):
     flops = read_metrics(server)[computed]
     os.kill(codec, signal.SIGSTOP)
     try:
-        with send(server, SMALL, request_id=name, accept=JSON):
+        with send(server, SMALL, request_id=name, accept=JSON) as connection:
+            port = connection.getsockname()[1]
             wait_for(lambda: read_metrics(server)[computed] > flops, lambda: "it is not computed")
+        wait_for(lambda: port not in peers(server), lambda: "the server does not notice")
     finally:
         os.kill(codec, signal.SIGCONT)
     line = server.wait_for_request(name)
