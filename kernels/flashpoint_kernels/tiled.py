@@ -25,6 +25,7 @@ from torch import Tensor
 from flashpoint_kernels import bounds
 from flashpoint_kernels.dropout import kept_bits, room_for
 from flashpoint_kernels.problem import Problem, narrowed, parted
+from flashpoint_kernels.products import add_product, product
 from flashpoint_kernels.reproducible import aligned, can_be_cut, sharing, threads
 from flashpoint_kernels.spec import Row, mask_shape
 
@@ -112,7 +113,7 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
             total.mul_(decay).add_(p.sum(-1, keepdim=True))
             if room is not None:
                 t.drop(p, i0, i1, j0, j1, room, p)
-            acc.mul_(decay.view(*acc.shape[:2], 1)).baddbmm_(p.view(*acc.shape[:2], -1), t.v[:, j0:j1])
+            add_product(acc.mul_(decay.view(*acc.shape[:2], 1)), p.view(*acc.shape[:2], -1), t.v[:, j0:j1])
             m = m_new
         if o is not None:
             kept = total.masked_fill(total == 0, 1.0).mul_(1.0 - t.dropout_p)
@@ -157,10 +158,10 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
             p = s.sub_(lse[:, i0:i1]).exp_()
             kept = p if room is None else t.drop(p, i0, i1, j0, j1, room, _shaped(most, p.shape))
             if "dv" in out:
-                dv.baddbmm_(kept.view(tile).mT, do_i)
+                add_product(dv, kept.view(tile).mT, do_i)
             if not out.keys() & {"dq", "dk", "dattn_mask"}:
                 continue
-            dp = torch.bmm(do_i, v.mT, out=_shaped(more, tile)).view(s.shape)
+            dp = product(do_i, v.mT, _shaped(more, tile)).view(s.shape)
             if room is None:
                 ds = dp.sub_(delta[:, i0:i1]).mul_(p)
             else:
@@ -174,9 +175,9 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
             if slope is not None:
                 ds.mul_(slope)
             if dq is not None:
-                dq[:, :, i0:i1] += torch.bmm(ds.view(tile), k).view(*dq.shape[:2], i1 - i0, -1)
+                dq[:, :, i0:i1] += product(ds.view(tile), k).view(*dq.shape[:2], i1 - i0, -1)
             if "dk" in out:
-                dk.baddbmm_(ds.view(tile).mT, q)  # q carries the scale
+                add_product(dk, ds.view(tile).mT, q)  # q carries the scale
         for name, grad in (("dk", dk), ("dv", dv)):
             if name in out:
                 out[name][:, :, j0:j1] = parted(grad, 0, (len(t.rows), t.problem.spec.kv_heads))
@@ -283,7 +284,7 @@ class Tiles:
         """
         left, right = self.problem.spec.window
         softcap = self.problem.spec.options.softcap
-        s = torch.bmm(q, self.k[:, j0:j1].mT, out=_shaped(memory, (*q.shape[:2], j1 - j0)))
+        s = product(q, self.k[:, j0:j1].mT, _shaped(memory, (*q.shape[:2], j1 - j0)))
         s = s.view(self.heads, i1 - i0, j1 - j0)
         slope = None
         if softcap:

@@ -1,14 +1,17 @@
 """Short sequences share calls of an operator: the answers are right and have the bits that each sequence has alone."""
 
+import itertools
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flashpoint_kernels import Options, Problem, reproducible, verify
 from flashpoint_kernels.cost import NOMINAL, extent_of, flops_of, seconds_of
 from flashpoint_kernels.dispatch import run_part
-from flashpoint_kernels.reproducible import PART_SECONDS, sharing, split
+from flashpoint_kernels.products import add_product, product
+from flashpoint_kernels.reproducible import PART_SECONDS, exactly, sharing, split
 from flashpoint_kernels.spec import Row
 from flashpoint_kernels.support import unsupported
 from tests.support.kernels.solving import normal, qkv
@@ -80,6 +83,10 @@ any_problem = given(
 
 
 @any_problem
+@example(  # one key/value head and one key: products of a matrix and a vector
+    [(9, 1), (9, 1)], "bhsd", 2, 24, torch.float32, "none", True,
+    {"causal": False, "window": (-1, -1), "softcap": 0.0, "dropout_p": 0.0}, "tiled",
+)  # fmt: skip
 @settings(max_examples=25)
 def test_bits_are_those_of_each_sequence_alone(lengths, layout, heads, dim, dtype, mask, extras, options, backend):
     """Forward and gradients, the sequences of one request against requests of one sequence."""
@@ -121,6 +128,26 @@ def test_answers_agree_with_float64(lengths, layout, mask, extras, options, back
         given = Options(**options, **more, layout=layout, grads=grads, backend="tiled")
     found = verify(t, given)
     assert found.ok, [e for e in found.tensors if not e.ok]
+
+
+SIZES = (1, 2, 3, 9, 18, 34, 128, 300)
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_a_product_has_the_same_bits_alone_and_among_others(rows):
+    """Plain, added, and with either matrix transposed, as the tiles of a forward and of a gradient have them."""
+    for inner, columns in itertools.product(SIZES, SIZES):
+        a, b, c = normal(3, rows, inner), normal(3, inner, columns, seed=1), normal(3, rows, columns, seed=2)
+        turned = [(a, b), (a.mT.contiguous().mT, b), (a, b.mT.contiguous().mT)]
+        for x, y in turned:
+            found = []
+            for count in (1, 2, 3):
+                total = c[:count].clone()
+                with exactly(1):  # as sequences that share a call have it
+                    add_product(total, x[:count], y[:count])
+                    found.append(torch.stack([product(x[:count], y[:count])[0], total[0]]))
+            assert torch.equal(found[0], found[2]), (rows, inner, columns)
+            assert torch.equal(found[1], found[2]), (rows, inner, columns)
 
 
 @pytest.mark.slow

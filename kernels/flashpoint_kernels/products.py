@@ -1,0 +1,35 @@
+"""Batched matrix products whose bits are the same for one matrix and for several.
+
+BLAS computes a single product with a dimension of 1 as one of a matrix and a vector, which sums in another order than
+the same product among others (torch 2.13 with MKL on the CPU). Here such a product is computed as the first of two.
+Products among two and more, and those without a dimension of 1, have the same bits in any number: a test holds both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return a (n,M,K) times b (n,K,N), in `out` where that is given."""
+    if not _is_thin(a, b):
+        return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+    first = torch.bmm(_twice(a), _twice(b))[:1]
+    return first if out is None else out.copy_(first)
+
+
+def add_product(t: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a (n,M,K) times b (n,K,N) to `t` (n,M,N)."""
+    if _is_thin(a, b):
+        t.copy_(torch.baddbmm(_twice(t), _twice(a), _twice(b))[:1])
+    else:
+        t.baddbmm_(a, b)
+
+
+def _is_thin(a: Tensor, b: Tensor) -> bool:
+    return a.shape[0] == 1 and 1 in (a.shape[1], a.shape[2], b.shape[2])
+
+
+def _twice(t: Tensor) -> Tensor:
+    return t.expand(2, -1, -1)
