@@ -91,7 +91,7 @@ def _several_mib(world: World) -> Question:
 
 
 def _head(question: Question) -> bytes:
-    fields = {"Host": "x", **question.headers, "Content-Length": str(len(question.body)), "Connection": "close"}
+    fields = {"Host": "localhost", **question.headers, "Content-Length": str(len(question.body)), "Connection": "close"}
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"POST {question.path} HTTP/1.1\r\n{lines}\r\n".encode()
 
