@@ -91,6 +91,7 @@ def of_all(server):
     return own + shared
 
 
+@pytest.mark.slow
 def test_messages_that_wait_and_messages_that_were_read_hold_no_more_than_the_limit(start_server):
     """Calls of 9 MiB, of which four may be read at once: the others stay with their senders until then."""
     server = start_server(grpc_port=0, grpc_bytes=64 * MIB, body_limit=10 * MIB, staging_bytes=64 * MIB)
