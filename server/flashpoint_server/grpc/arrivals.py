@@ -4,7 +4,8 @@ gRPC hands over a message once all of it is there, and says nothing of it before
 the largest that is taken, and a call waits for that much room before its message is read. Until then flow control keeps
 the message with its sender, but for the first 64 KiB. What has come counts as its size. While gRPC hands a message over
 there are two more copies of it, for which room is set aside. Each of gRPC's threads has a heap of its own that keeps
-what was freed: that counts, too, until it is given back to the system.
+what was freed: that counts, too, until it is given back to the system. Not counted: gRPC's buffers, up to 1 MiB for
+each connection on which a message arrives.
 
     waiting → reading → held (message, then answer) → released       reading → made way
 
