@@ -148,7 +148,8 @@ class Admission:
         self._exit(permit)
         self.correct(permit.price, FREE)
         if not self._inside:
-            self._seconds.set(0.0)  # what sums of floats have left over
+            self._flops.set(0.0)  # what sums of floats have left over
+            self._seconds.set(0.0)
         if permit.quota is not None:
             permit.quota.leave()
 
@@ -174,11 +175,20 @@ class Admission:
         try:
             self._check_price(price)
             if quota is not None:
-                quota.take("flops", price.flops)
-                quota.take("seconds", price.seconds)
+                self._take(price, quota)
         except Refusal:
             self._flops.set(before[0])
             self._seconds.set(before[1])
+            raise
+
+    @staticmethod
+    def _take(price: Price, quota: Quota) -> None:
+        """Charge a key. Raises Refusal 429, and then takes nothing."""
+        quota.take("flops", price.flops)
+        try:
+            quota.take("seconds", price.seconds)
+        except Refusal:
+            quota.give_back("flops", price.flops)
             raise
 
     def _check_price(self, price: Price) -> None:

@@ -247,6 +247,15 @@ def test_computing_is_limited_in_predicted_seconds_and_what_was_not_needed_is_gi
         permit.charge(Price(1, 0.1))
 
 
+def test_a_price_that_one_limit_refuses_is_not_charged_to_the_other(clock):
+    limited = quota(flops_per_second=10, compute_seconds_per_second=0.1)
+    with Admission(Settings()).permit(0, limited) as permit:
+        permit.charge(Price(5, 30.0))
+        refused(permit.charge, Price(25, 0.1))
+        permit.correct(Price(5, 0.0))
+        permit.charge(Price(1, 0.1))
+
+
 def test_requests_at_once_are_counted_until_they_have_left():
     limited, admission = quota(concurrent=2), Admission(Settings())
     with admission.permit(1, limited):
