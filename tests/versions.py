@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / "build" / "versions"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = ("server", "grpc", "otel")
-# Of the extra dev, what these tests import.
+# The packages of the extra dev that these tests import.
 TOOLS = ("hypothesis", "psutil", "pytest", "pytest-randomly", "pytest-xdist", "pyyaml", "safetensors")
 HTTP_SIDE = ("tests/client", "tests/server", "tests/fuzz")
 SERVED = ("http_errors", "http_exact", "http_lifecycle", "observability", "page", "sdk", "traces")

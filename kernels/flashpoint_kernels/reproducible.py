@@ -51,8 +51,8 @@ _ALIGNMENT = 64  # bytes: a cache line, an AVX-512 register, and what torch's al
 def split(problem: Problem, backend: str) -> list[Problem]:
     """Return a problem of the CPU as parts of about PART_SECONDS, which may run at the same time and in any order.
 
-    It is cut between sequences, and a sequence that is longer than a part is cut between its key/value heads. What is
-    summed over sequences or heads stays together. Where the cuts are does not change bits.
+    It is cut between sequences, and a sequence that is longer than a part is cut between its key/value heads. An
+    output that is a sum over sequences or heads keeps these together. The place of a cut does not change bits.
     """
     if problem.cut_of or not problem.rows:
         return [problem]

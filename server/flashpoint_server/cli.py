@@ -30,9 +30,9 @@ def serve(argv: Sequence[str] | None = None) -> int:
         return 2
     if not settings.insecure and (address := open_to_all(settings)) is not None:
         print(
-            f"flashpoint serve: --host: others than this host reach {address}, and nothing asks who calls. Either set "
-            "keys (--api-keys-file; see `flashpoint key --help`) or --tls-client-ca, or choose --insecure "
-            "(FLASHPOINT_INSECURE=true) to serve everybody, or --host 127.0.0.1 to serve this host alone",
+            f"flashpoint serve: --host: other machines can reach {address}, and the server has no keys. Set keys "
+            "(--api-keys-file; see `flashpoint key --help`) or --tls-client-ca. To serve everybody, set --insecure "
+            "(FLASHPOINT_INSECURE=true). To serve this machine alone, set --host 127.0.0.1",
             file=sys.stderr,
         )
         return 2

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from flashpoint_kernels import Problem
 from flashpoint_kernels.spec import INDEX_TENSORS, Row, Spec
+from flashpoint_kernels.support import launch_key
 from flashpoint_server.device import Device, Placed, spec_of
 from flashpoint_server.memory import LARGEST
 from flashpoint_server.messages import Batch, Channel, FromEngine, Prove, Submit, ToEngine
@@ -146,6 +147,19 @@ class Entry:
     part_seconds: float = 0.0  # that a part of it is predicted to take
     left: int = 0  # parts that have not ended
     failure: Exception | None = None
+
+    @classmethod
+    def of(cls, submit: Submit | Prove, peer: Peer, device: Device) -> Entry:
+        """Return the entry of a message that has just come. Raises ProblemError for what is no problem."""
+        if isinstance(submit, Prove):
+            return cls(submit, peer, None, object(), time.monotonic())
+        asked = peer.asked(submit)
+        key: Hashable | None = None
+        if submit.backend == "triton":
+            key = launch_key(asked.spec, "triton")
+        elif not device.cuts(submit.backend):
+            key = object()  # one request after the other: such a backend gains nothing from a common launch
+        return cls(submit, peer, asked, key, time.monotonic())
 
     @property
     def spec(self) -> Spec:

@@ -27,15 +27,7 @@ from functools import partial
 import structlog
 
 from flashpoint_kernels import Problem
-from flashpoint_kernels.support import launch_key
-from flashpoint_server.device import (
-    NO_COPIES,
-    Device,
-    DeviceLostError,
-    OutOfMemoryError,
-    Stages,
-    check,
-)
+from flashpoint_server.device import NO_COPIES, Device, DeviceLostError, OutOfMemoryError, Stages, check
 from flashpoint_server.entry import Entry, Lengths, Peer, accept, account
 from flashpoint_server.lanes import Lanes, Waker, Work
 from flashpoint_server.lines import LINES
@@ -160,7 +152,7 @@ class ServingEngine:
                 with self._lock:
                     match message:
                         case Submit() | Prove():
-                            self._admit(self._entry(message, peer))
+                            self._admit(Entry.of(message, peer, self._device))
                         case Time():
                             self._tell_all(self._timing.open(message))
                         case StopJob():
@@ -178,17 +170,6 @@ class ServingEngine:
         except Exception:  # whatever one peer sends or cannot have is no reason to fail the others
             log.exception("peer dropped")
             self._forget(peer)
-
-    def _entry(self, submit: Submit | Prove, peer: Peer) -> Entry:
-        if isinstance(submit, Prove):
-            return Entry(submit, peer, None, object(), time.monotonic())
-        asked = peer.asked(submit)
-        key: Hashable | None = None
-        if submit.backend == "triton":
-            key = launch_key(asked.spec, "triton")
-        elif not self._device.cuts(submit.backend):
-            key = object()  # one request after the other: such a backend gains nothing from a common launch
-        return Entry(submit, peer, asked, key, time.monotonic())
 
     def _admit(self, entry: Entry) -> None:
         """Into the queue; what needs a kernel that is not compiled yet waits for that aside, and nothing else does."""
@@ -262,7 +243,7 @@ class ServingEngine:
             self._let_go(peer)
 
     def _let_go(self, peer: Peer) -> None:
-        """Of one that is forgotten, once nothing runs in its memory: that is what closing the channel tells it."""
+        """Close a forgotten peer's channel once nothing runs in its memory: that tells the peer so."""
         if peer not in self._peers and not peer.running:
             peer.close(self._device)
 

@@ -184,7 +184,9 @@ class Settings(BaseSettings):
         for host in hosts:
             name = host.removeprefix("*.")
             if host != "*" and ("*" in name or host_name(name) != name.lower()):
-                raise ValueError(f"{host!r} is no host name or address without a port, no *.example.org, and not *")
+                raise ValueError(
+                    f"{host!r} is not allowed: give a host name or an address without a port, *.example.org, or *"
+                )
         return hosts
 
     @field_validator("shared_memory_bytes")

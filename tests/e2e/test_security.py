@@ -387,7 +387,7 @@ def test_without_keys_others_are_served_by_choice_alone(capsys, monkeypatch):
     host = ["--host", "192.0.2.1", "--port", "0"]
     assert serve(host) == 2
     said = capsys.readouterr().err
-    assert said.startswith("flashpoint serve: --host: others than this host reach 192.0.2.1")
+    assert said.startswith("flashpoint serve: --host: other machines can reach 192.0.2.1")
     for way in ("--api-keys-file", "--tls-client-ca", "--insecure", "FLASHPOINT_INSECURE=true", "--host 127.0.0.1"):
         assert way in said
     chosen = []

@@ -115,7 +115,7 @@ SCALED = product(BACKENDS, (False, True), (-0.3, 0.0), ((17, 17), (17, 8), (8, 1
 @pytest.mark.parametrize(
     ("backend", "masked", "scale", "lengths"),
     [
-        # Of the interpreted kernels, each scale once in the fast tier.
+        # The fast tier has each scale once with the interpreted kernels.
         pytest.param(*case, marks=[pytest.mark.slow] if case[0] == "triton" and case[1:] not in FEW else [])
         for case in SCALED
     ],

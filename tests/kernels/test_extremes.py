@@ -113,7 +113,7 @@ INTERPRETED = (
 
 
 def asked():
-    """Of the interpreted kernels, what differs in its dtype or sign alone is in the wide sweep."""
+    """Leave to the wide sweep the interpreted cases that differ in dtype or sign alone."""
     for backend in BACKENDS:
         for name, case in CASES.items():
             for dtype in case.dtypes:
