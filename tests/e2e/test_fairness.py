@@ -5,6 +5,7 @@ import concurrent.futures
 import pytest
 import torch
 
+from tests.support.gated import parts_of, wait_for_parts
 from tests.support.messages import message, normal, post, problem
 from tests.support.servers import wait_for
 from tests.support.short_sequences import KINDS, short_sequences
@@ -28,10 +29,6 @@ def step(gated):
     gate.touch()
 
 
-def parts_of(gated, name):
-    return [line for line in list(gated.server.lines) if line["event"] == "part" and line["request_id"] == name]
-
-
 def wait_held(gated, name):
     """Until the second part of the request waits at its gate."""
     gated.server.wait_for_line(lambda line: line["event"] == "held" and line["request_id"] == name)
@@ -49,7 +46,7 @@ def test_a_small_request_is_answered_between_the_parts_of_a_large_one(gated, poo
     assert not large.done()
     step.touch()
     answer = large.result()
-    assert len(parts_of(gated, large.name)) > 2
+    wait_for_parts(gated.server, large.name, 3)
     if kind == "dropout":
         assert set(answer.tensors["o"].unique().tolist()) == {0.0, 2.0}
     else:
@@ -65,7 +62,7 @@ def test_a_request_whose_client_leaves_starts_no_further_part(gated, step):
     step.touch()
     nothing_inside(gated.server)
     assert post(gated.server, "/attention", SMALL).status == 200
-    assert len(parts_of(gated, "step-leaves")) == 2
+    assert len(parts_of(gated.server, "step-leaves")) == 2
 
 
 def test_a_late_request_starts_no_further_part(gated, pool, step):
@@ -74,13 +71,13 @@ def test_a_late_request_starts_no_further_part(gated, pool, step):
     for doubling in range(8):
         late = gated.post(pool, "step", body, x_timeout_ms=1000 << doubling)
         problem(late.result(), 504, "deadline_exceeded")
-        if parts_of(gated, late.name):
+        if parts_of(gated.server, late.name):
             break
     gated.wait_dropped(late.name)
     step.touch()
     nothing_inside(gated.server)
     assert post(gated.server, "/attention", SMALL).status == 200
-    assert len(parts_of(gated, late.name)) in (1, 2)
+    assert len(parts_of(gated.server, late.name)) in (1, 2)
 
 
 @pytest.mark.slow

@@ -4,22 +4,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from tests.support.gated import parts_of, wait_for_parts
 from tests.support.oip.grpc_calls import HANG, request
 from tests.support.oip.held import ALL
 from tests.support.oip.message import infer, wanted
-from tests.support.servers import wait_for
 from tests.support.short_sequences import short_sequences
 
 KEY = dict(ALL)
-
-
-def parts_of(held, name):
-    return [line for line in list(held.server.lines) if line["event"] == "part" and line["request_id"] == name]
-
-
-def wait_second(held, name, answer):
-    """Until the second part of the request has begun, which waits at its gate. `answer` is the future of its answer."""
-    wait_for(lambda: len(parts_of(held, name)) == 2, lambda: f"{name} has no second part", answer.done)
 
 
 def large_call(held, name):
@@ -35,11 +26,11 @@ def small(held):
 def test_over_grpc(held):
     with held.shut("step") as name:
         large = large_call(held, name)
-        wait_second(held, name, large)
+        wait_for_parts(held.server, name, 2, large.done)  # which waits at its gate
         assert small(held).status == 200
         assert not large.done()
     assert large.result(HANG)
-    assert len(parts_of(held, name)) > 2
+    wait_for_parts(held.server, name, 3)
 
 
 def test_over_http(held):
@@ -47,19 +38,19 @@ def test_over_http(held):
     with ThreadPoolExecutor(1) as pool, held.shut("step") as name:
         how = {"headers": {**KEY, "x-request-id": name}, "outputs": [wanted("o", binary_data=True)]}
         large = pool.submit(infer, held.server.url, "attention", tensors, parameters=options, **how)
-        wait_second(held, name, large)
+        wait_for_parts(held.server, name, 2, large.done)  # which waits at its gate
         assert small(held).status == 200
         assert not large.done()
     assert torch.equal(large.result().tensors["o"], torch.ones_like(tensors["q"]))
-    assert len(parts_of(held, name)) > 2
+    wait_for_parts(held.server, name, 3)
 
 
 def test_a_cancelled_call_begins_no_further_part(held):
     with held.shut("step") as name:
         large = large_call(held, name)
-        wait_second(held, name, large)
+        wait_for_parts(held.server, name, 2, large.done)  # which waits at its gate
         large.cancel()
         held.wait_dropped(name)
     held.wait_inside(0)
     assert small(held).status == 200
-    assert len(parts_of(held, name)) == 2
+    assert len(parts_of(held.server, name)) == 2

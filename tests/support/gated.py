@@ -10,6 +10,16 @@ from tests.support.sockets import nothing_inside, send
 PROGRAM = ("-m", "tests.support.faulty.server")
 
 
+def parts_of(server, name):
+    """The log lines of the parts of a request that have begun."""
+    return [line for line in list(server.lines) if line["event"] == "part" and line["request_id"] == name]
+
+
+def wait_for_parts(server, name, count, stop=lambda: False):
+    """Until so many parts of a request have begun. Their lines may come after its answer."""
+    wait_for(lambda: len(parts_of(server, name)) >= count, lambda: f"{name} has not {count} parts", stop)
+
+
 class GatedServer:
     """`server` is the process, started by `start` with `settings`; the gates are files in `folder`.
 
