@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 STDERR = 2
 ROOM = 1 << 20  # bytes that may wait
 ATOMIC = 4096  # bytes of one write to a pipe that no other process's lines can cut (PIPE_BUF)
-PAUSE = 0.005  # seconds between two writes while lines keep coming: the thread is not woken for each of them
+PAUSE = 0.02  # seconds between two writes while lines keep coming: each wake-up takes the lock from the event loop
 FLUSH_SECONDS = 0.5  # that the end of a process waits for its reader; an engine has a second to end
 
 
