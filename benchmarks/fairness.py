@@ -34,7 +34,7 @@ from rpc import message as rpc_message
 from serving import ROOT, SMALL, environment, message, service, target
 
 from flashpoint import wire
-from flashpoint_server.grpc import protos
+from flashpoint_server.oip.grpc import protos
 
 COUNT = 65536
 LARGE = 4  # requests in flight

@@ -34,9 +34,9 @@ WAYS = ("flashpoint serve", "uvicorn", "Ray's proxy", "HAProxy")
 
 PLAIN = """
 import sys, uvicorn
-from flashpoint_server import logs
+from flashpoint_server.observability import logs
 from flashpoint_server.app import create_app
-from flashpoint_server.settings import Settings
+from flashpoint_server.config.settings import Settings
 logs.configure("json", "info")
 uvicorn.run(create_app(Settings(device="cpu")), port=int(sys.argv[1]), access_log=False, log_config=None)
 """

@@ -23,8 +23,8 @@ import numpy as np
 from protocol import PATH, infer
 from serving import MIB, ROOT, Connection, Measured, environment, service
 
-from flashpoint_server.grpc import protos
 from flashpoint_server.oip.datatypes import DATATYPE_OF
+from flashpoint_server.oip.grpc import protos
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 DIM = 64

@@ -127,7 +127,7 @@ def service(device: str = "cpu") -> Iterator[tuple[subprocess.Popen[str], int, f
     """`flashpoint serve`: its process, its port, and the seconds from its start until it was ready."""
     with tempfile.TemporaryFile() as log:
         began = time.perf_counter()
-        command = [sys.executable, "-m", "flashpoint_server.cli", "--port", "0", "--device", device]
+        command = [sys.executable, "-m", "flashpoint_server.cli.serve", "--port", "0", "--device", device]
         with process(command, stderr=log) as child:
             port = until(lambda: listening(log.fileno()), child)
             until(lambda: ready(port), child)
@@ -224,7 +224,7 @@ def small_calls(ours: Connection, bare: Connection, device: str, rounds: int, ca
 @contextlib.contextmanager
 def environment_of_the_engine() -> Iterator[None]:
     """The variables that the service gives its engines, for a child that computes as they do."""
-    from flashpoint_server.processes import ENGINE_VARIABLES
+    from flashpoint_server.ipc.processes import ENGINE_VARIABLES
 
     before = dict(os.environ)
     os.environ.update({name: value for name, value in ENGINE_VARIABLES.items() if name not in before})

@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from flashpoint_server.settings import Settings
+from flashpoint_server.config.settings import Settings
 from tables import TABLES
 
 DOCS = Path(__file__).resolve().parent

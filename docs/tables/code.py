@@ -12,10 +12,10 @@ from flashpoint_kernels.spec import BACKENDS
 from flashpoint_kernels.support import FEATURE_FIELDS, SUPPORT
 from flashpoint_kernels.timing.account import ALGORITHMS
 from flashpoint_kernels.timing.sheets import SHEETS
-from flashpoint_server.grpc.statuses import STATUSES
-from flashpoint_server.metrics import Metrics
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.observability.metrics import Metrics
+from flashpoint_server.oip.grpc.statuses import STATUSES
 from flashpoint_server.refusal import STATUS, Refusal
-from flashpoint_server.settings import Settings
 
 from .markdown import ROOT, table
 

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashpoint_server.app import create_app
-    from flashpoint_server.settings import Settings
+    from flashpoint_server.config.settings import Settings
 
 __all__ = ["Settings", "create_app"]
 
-_MODULES = {"create_app": "flashpoint_server.app", "Settings": "flashpoint_server.settings"}
+_MODULES = {"create_app": "flashpoint_server.app", "Settings": "flashpoint_server.config.settings"}
 
 
 def __getattr__(name: str) -> Any:

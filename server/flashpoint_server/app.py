@@ -15,24 +15,25 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flashpoint_kernels.spec import Direction
-from flashpoint_server import benchmark_routes, openapi, status
-from flashpoint_server.attention import AttentionRoute
-from flashpoint_server.compute import ComputeRoute
-from flashpoint_server.cors import Cors
-from flashpoint_server.counts import Shared
-from flashpoint_server.envelope import Envelope
+from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.cors import Cors
+from flashpoint_server.http.envelope import Envelope
+from flashpoint_server.ipc.counts import Shared
+from flashpoint_server.ipc.processes import ENGINE, running_engines
 from flashpoint_server.oip import memory_routes
 from flashpoint_server.oip import routes as oip
 from flashpoint_server.oip.errors import written
 from flashpoint_server.oip.infer import InferRoute
 from flashpoint_server.oip.models import MODELS
 from flashpoint_server.page import page
-from flashpoint_server.processes import ENGINE, running_engines
 from flashpoint_server.refusal import STATUS, Refusal, invalid
+from flashpoint_server.routes import benchmark as benchmark_routes
+from flashpoint_server.routes import openapi, status
+from flashpoint_server.routes.attention import AttentionRoute
+from flashpoint_server.routes.compute import ComputeRoute
+from flashpoint_server.routes.verify import VerifyRoute
 from flashpoint_server.service import Service
-from flashpoint_server.settings import Settings
-from flashpoint_server.verify import VerifyRoute
 
 PATHS: dict[str, Direction] = {"/attention": "forward", "/attention/grad": "backward"}
 _CODES = {status: code for code, status in reversed(STATUS.items())}  # a status's first code

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
-    from flashpoint_server.job import Timings
-    from flashpoint_server.keys import Caller
+    from flashpoint_server.access.keys import Caller
+    from flashpoint_server.ipc.job import Timings
 
 _KEY = "flashpoint.exchange"
 # What may be echoed into headers and logs; anything else is replaced by an id of ours.

@@ -13,13 +13,13 @@ import ray
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flashpoint_server import logs
 from flashpoint_server.app import Application, create_app
 from flashpoint_server.autoscaling import WAITING
-from flashpoint_server.engine import Engines, State
-from flashpoint_server.parent import raise_descriptor_limit
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.ipc.client import Engines, State
+from flashpoint_server.ipc.parent import raise_descriptor_limit
+from flashpoint_server.observability import logs
 from flashpoint_server.refusal import Refusal
-from flashpoint_server.settings import Settings
 
 _SOCKET = "Ray's proxies have the sockets: see http_options"
 NOT_HERE = {

@@ -6,26 +6,26 @@ import asyncio
 import os
 from typing import TYPE_CHECKING
 
-from flashpoint_server.admission import Admission
-from flashpoint_server.benchmarks import Benchmarks
-from flashpoint_server.codec import Codec
-from flashpoint_server.counts import Counts, Shared
-from flashpoint_server.engine import Engines
+from flashpoint_server.access.admission import Admission
+from flashpoint_server.access.keys import Caller, Keyring
+from flashpoint_server.config.key_file import Right
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.config.watch import Watch
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.key_file import Right
-from flashpoint_server.keys import Caller, Keyring
-from flashpoint_server.lines import LINES
-from flashpoint_server.memory import Pool
-from flashpoint_server.messages import DeviceInfo
-from flashpoint_server.metrics import Metrics
-from flashpoint_server.oip.regions import Regions
+from flashpoint_server.formats.codec import Codec
+from flashpoint_server.http.sites import Sites
+from flashpoint_server.ipc.client import Engines
+from flashpoint_server.ipc.counts import Counts, Shared
+from flashpoint_server.ipc.memory import Pool
+from flashpoint_server.ipc.messages import DeviceInfo
+from flashpoint_server.ipc.regions import Regions
+from flashpoint_server.observability.lines import LINES
+from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import Refusal
-from flashpoint_server.settings import Settings
-from flashpoint_server.sites import Sites
-from flashpoint_server.watch import Watch
+from flashpoint_server.routes.benchmarks import Benchmarks
 
 if TYPE_CHECKING:
-    from flashpoint_server.traces import Traces
+    from flashpoint_server.observability.traces import Traces
 
 REPORT_SECONDS = 1.0  # between two reports; a process that is scraped makes one then, too
 
@@ -40,7 +40,7 @@ class Service:
         self.benchmarks = Benchmarks(settings)
         self.traces: Traces | None = None
         if settings.otlp_endpoint:
-            from flashpoint_server.traces import Traces  # of an extra
+            from flashpoint_server.observability.traces import Traces  # of an extra
 
             self.traces = Traces(settings.otlp_endpoint)
         self.engine = engines = Engines(self.metrics, self.benchmarks, self.traces)

@@ -45,7 +45,7 @@ class Service:
         self.workers = workers
         self.contained = contained
         self.clock = clock.Clock.build()
-        self._program = program or ("-m", "tests.chaos.contained" if contained else "flashpoint_server.cli")
+        self._program = program or ("-m", "tests.chaos.contained" if contained else "flashpoint_server.cli.serve")
         self._environment = dict(environment)
         self.port = 0
         self.server: ServerProcess | None = None
@@ -146,7 +146,7 @@ class Service:
 def role_of(command: list[str]) -> str | None:
     """By its command line; None for what the standard library runs beside."""
     text = " ".join(command)
-    words = {"flashpoint_server.worker": "http", "engine_process": "engine", "faulty.engine": "engine"}
+    words = {"flashpoint_server.cli.worker": "http", "engine_process": "engine", "faulty.engine": "engine"}
     words["codec_process"] = "codec"
     return next((role for word, role in words.items() if word in text), None)
 

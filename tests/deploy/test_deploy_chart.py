@@ -13,9 +13,11 @@ import jsonschema
 import pytest
 import yaml
 
-from flashpoint_server import processes, settings, supervisor
-from flashpoint_server.metrics import Metrics
-from flashpoint_server.settings import Settings
+from flashpoint_server.cli import supervisor
+from flashpoint_server.config import settings
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.ipc import processes
+from flashpoint_server.observability.metrics import Metrics
 
 charts = pytest.importorskip(
     "tests.support.charts",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from flashpoint_server.settings import Settings
+from flashpoint_server.config.settings import Settings
 from tests.docker.steps import ROOT, instructions
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -125,7 +125,7 @@ def test_the_entry_point_links_what_is_compiled_and_runs_the_command(tmp_path):
 
 
 def test_the_health_check_asks_the_port_that_is_served():
-    """It is a command that reads the same variables: tests/server/test_settings.py and test_security_tls.py run it."""
+    """Its command reads the same variables. tests/server/config/test_settings.py and test_security_tls.py run it."""
     (check,) = every("HEALTHCHECK")
     assert json.loads(check[check.index("[") :]) == ["flashpoint", "health"]
     assert "health" in PROJECT["entry-points"]["flashpoint.commands"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashpoint_kernels.spec import Options, TensorInfo, plan
-from flashpoint_server.admission import FEW
+from flashpoint_server.access.admission import FEW
 from tests.support.gated import GatedServer
 from tests.support.messages import message, normal, post, problem, read_metrics, refused_by_protocol
 from tests.support.servers import wait_for

@@ -187,7 +187,7 @@ def test_a_server_whose_device_is_not_there_ends_with_a_reason():
 
 def start(*flags, **variables):
     """`flashpoint serve` with these flags, which ends by itself."""
-    command = [sys.executable, "-m", "flashpoint_server.cli", *flags]
+    command = [sys.executable, "-m", "flashpoint_server.cli.serve", *flags]
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **variables})
 
 

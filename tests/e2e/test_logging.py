@@ -11,7 +11,7 @@ import textwrap
 
 import pytest
 
-from flashpoint_server.lines import ROOM
+from flashpoint_server.observability.lines import ROOM
 from tests.conftest import DEVICE
 from tests.support.gated import PROGRAM
 from tests.support.messages import PATIENCE, ask, message, normal, post, read_metrics
@@ -94,7 +94,7 @@ def test_what_python_writes_to_stderr_waits_for_no_reader():
     """Prints, warnings, and tracebacks of threads and of the end of the process: more than a pipe holds."""
     program = textwrap.dedent(f"""
         import sys, threading, warnings
-        from flashpoint_server import logs
+        from flashpoint_server.observability import logs
 
         def fail():
             raise ValueError("x" * {PIPE})
@@ -119,7 +119,7 @@ def test_all_lines_are_written_before_the_end_of_a_process_whose_log_is_read():
     program = textwrap.dedent("""
         import threading
         import structlog
-        from flashpoint_server import logs
+        from flashpoint_server.observability import logs
 
         logs.configure("json", "info")
         log = structlog.stdlib.get_logger("test")

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 import flashpoint
 from flashpoint_server import Settings
-from flashpoint_server.health_command import main as health
+from flashpoint_server.cli.health import main as health
 from tests.support.messages import SAFETENSORS, message, reply
 from tests.support.servers import wait_for
 

@@ -42,7 +42,7 @@ def test_sighup_without_anything_to_read_again_is_logged_and_changes_nothing(ser
 def start_another(folder):
     """Start a server with this temporary directory, which ends at once, because its port is taken."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        command = [sys.executable, "-m", "flashpoint_server.cli", "--port", str(taken.getsockname()[1])]
+        command = [sys.executable, "-m", "flashpoint_server.cli.serve", "--port", str(taken.getsockname()[1])]
         variables = {**os.environ, "TMPDIR": str(folder)}
         ran = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     assert (ran.returncode, "cannot listen" in ran.stderr) == (1, True), ran.stderr

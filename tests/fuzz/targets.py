@@ -30,19 +30,19 @@ from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyRequest
 from flashpoint_kernels.spec import INDEX_TENSORS, Direction, Options, ProblemError, Spec, TensorInfo
 from flashpoint_kernels.support import choose_backend, launch_key
-from flashpoint_server.admission import check_size
-from flashpoint_server.body import Body
-from flashpoint_server.compute import deadline_of, priority_of
+from flashpoint_server.access.admission import check_size
+from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import combined
-from flashpoint_server.message import SafetensorsMessage, make_spec, read_model, read_text
-from flashpoint_server.messages import pack_options, read_options
-from flashpoint_server.negotiation import SERVED, answer_encoding, request_encoding
+from flashpoint_server.formats.message import SafetensorsMessage, make_spec, read_model, read_text
+from flashpoint_server.formats.negotiation import SERVED, answer_encoding, request_encoding
+from flashpoint_server.http.body import Body
+from flashpoint_server.ipc.messages import pack_options, read_options
 from flashpoint_server.oip import head as oip_head
 from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.inflated import InflatedBody
 from flashpoint_server.oip.memory_routes import Registration
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.settings import Settings
+from flashpoint_server.routes.compute import deadline_of, priority_of
 
 T = TypeVar("T")
 

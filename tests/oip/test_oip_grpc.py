@@ -17,11 +17,11 @@ import torch
 
 from flashpoint.jsonwire import FieldError
 from flashpoint.wire import WireError
-from flashpoint_server import cli
-from flashpoint_server.grpc.framing import before, split
-from flashpoint_server.grpc.request import RAW_INPUTS, parse
-from flashpoint_server.grpc.server import _end
-from flashpoint_server.grpc.statuses import STATUSES
+from flashpoint_server.cli import serve as cli
+from flashpoint_server.oip.grpc.framing import before, split
+from flashpoint_server.oip.grpc.request import RAW_INPUTS, parse
+from flashpoint_server.oip.grpc.server import _end
+from flashpoint_server.oip.grpc.statuses import STATUSES
 from flashpoint_server.refusal import STATUS
 from tests.support.messages import read_metrics
 from tests.support.oip.cases import CASES, REFUSED, ask, judge
@@ -393,7 +393,7 @@ def test_every_refusal_has_its_status():
 
 
 def test_a_grpc_port_that_is_taken_ends_the_server(server):
-    command = [sys.executable, "-m", "flashpoint_server.cli", "--port=0", f"--grpc-port={port_of(server)}"]
+    command = [sys.executable, "-m", "flashpoint_server.cli.serve", "--port=0", f"--grpc-port={port_of(server)}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 1
     assert "cannot listen" in done.stderr

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from flashpoint_server.grpc import protos
+from flashpoint_server.oip.grpc import protos
 from tests.support.messages import ask, message_head, post
 from tests.support.oip.grpc_calls import HANG, NO_LIMIT, port_of
 from tests.support.servers import wait_for

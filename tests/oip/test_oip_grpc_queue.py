@@ -15,7 +15,7 @@ import grpc
 import pytest
 import torch
 
-from flashpoint_server.admission import FEW
+from flashpoint_server.access.admission import FEW
 from tests.support.oip.grpc_calls import HANG, refused
 from tests.support.oip.held import ALL, LOOKS, HeldServer
 from tests.support.oip.message import call as http

@@ -8,11 +8,11 @@ PROGRAM = """
 import sys
 def say():
     print([name for name in ("torch", "triton", "grpc") if name in sys.modules])
-import flashpoint_server.app, flashpoint_server.cli, flashpoint_server.serving
+import flashpoint_server.app, flashpoint_server.cli.serve, flashpoint_server.cli.serving
 say()
 """
 GRPC = """
-import flashpoint_server.grpc.server
+import flashpoint_server.oip.grpc.server
 say()
 """
 

@@ -19,7 +19,7 @@ import yaml
 from tests.support.servers import wait_for
 
 DRIVER = Path(__file__).with_name("ray_driver.py")
-ENGINE = "flashpoint_server.engine_process"
+ENGINE = "flashpoint_server.engine.process"
 # Ray's processes and two engines that import torch take 15 s on an idle machine with two cores, minutes on a busy one.
 START_SECONDS = 900
 END_SECONDS = 900

@@ -111,7 +111,7 @@ def wait_for(found, otherwise, stop=lambda: False, seconds=START_SECONDS):
         time.sleep(0.02)
 
 
-def serve(*, ready=True, interpret=False, program=("-m", "flashpoint_server.cli"), environment=(), **settings):
+def serve(*, ready=True, interpret=False, program=("-m", "flashpoint_server.cli.serve"), environment=(), **settings):
     """Start a server with `settings` as flags; under Triton's interpreter with `interpret`, with more `environment`.
 
     On a GPU (`make gpu-serve`) there is nothing to interpret.

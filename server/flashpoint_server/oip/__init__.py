@@ -8,6 +8,7 @@ same shapes and options, and from there on a request is one of /attention's or /
     models.py, datatypes.py         which models there are, and what describes them
     routes.py, schema.py            all that is not inference; inference in OpenAPI
     statistics.py                   what was served, as Triton counts it
-    regions.py, memory_routes.py    tensors in callers' own shared memory
+    memory_routes.py                tensors in callers' own shared memory (ipc/regions.py)
     errors.py                       {"error": …}
+    grpc/                           the same in protobuf's framing
 """

@@ -13,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashpoint import jsonwire
-from flashpoint_server.codec import Codec
-from flashpoint_server.encode import Part
-from flashpoint_server.job import Answer, AttentionJob
-from flashpoint_server.memory import ALIGNMENT
-from flashpoint_server.negotiation import OCTETS
+from flashpoint_server.formats.codec import Codec
+from flashpoint_server.formats.encode import Part
+from flashpoint_server.formats.negotiation import OCTETS
+from flashpoint_server.ipc.job import Answer, AttentionJob
+from flashpoint_server.ipc.memory import ALIGNMENT
+from flashpoint_server.ipc.regions import Shared
 from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
 from flashpoint_server.oip.head import Wanted
 from flashpoint_server.oip.inflated import WINDOW_BITS
-from flashpoint_server.oip.regions import Shared
 
 # Floating-point numbers hardly compress, whatever the effort: this is the least.
 _LEVEL = 1

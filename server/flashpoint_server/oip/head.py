@@ -24,11 +24,11 @@ from flashpoint import jsonwire, strictjson
 from flashpoint.jsonwire import FieldError
 from flashpoint.wire import ITEMSIZE, RANK_LIMIT, TENSOR_LIMIT, WireError
 from flashpoint_kernels.spec import GRADS, Direction, Spec, TensorInfo
-from flashpoint_server.message import make_spec
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.formats.message import make_spec
+from flashpoint_server.ipc.regions import Shared
 from flashpoint_server.oip.datatypes import DTYPE_OF, numpy_dtype
-from flashpoint_server.oip.regions import Shared
 from flashpoint_server.refusal import invalid
-from flashpoint_server.settings import Settings
 
 ANSWERS: dict[Direction, tuple[str, ...]] = {"forward": ("o", "lse"), "backward": GRADS}
 PRIORITY_LEVELS = 10  # 1 is the highest, as in Triton; ours are 9 to 0

@@ -12,24 +12,24 @@ from starlette.types import Receive, Scope, Send
 from flashpoint import wire
 from flashpoint.jsonwire import FieldError
 from flashpoint_kernels.spec import INDEX_TENSORS, Spec
-from flashpoint_server.admission import Permit
-from flashpoint_server.attention import AttentionRoute
-from flashpoint_server.body import Body
-from flashpoint_server.compute import Call, deadline_of, priority_of
-from flashpoint_server.encode import text_bytes
+from flashpoint_server.access.admission import Permit
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.job import Answer, AttentionJob
-from flashpoint_server.message import read_text
-from flashpoint_server.messages import DeviceInfo
+from flashpoint_server.formats.encode import text_bytes
+from flashpoint_server.formats.message import read_text
+from flashpoint_server.http.body import Body
+from flashpoint_server.ipc.job import Answer, AttentionJob
+from flashpoint_server.ipc.messages import DeviceInfo
+from flashpoint_server.ipc.price import price_of
+from flashpoint_server.ipc.regions import Region, check_apart
+from flashpoint_server.ipc.staging import Staging
 from flashpoint_server.oip.answers import compressed, encode
 from flashpoint_server.oip.head import Head, Input, Wanted, parse
 from flashpoint_server.oip.inflated import WINDOW_BITS, InflatedBody
 from flashpoint_server.oip.models import VERSION, Model
-from flashpoint_server.oip.regions import Region, check_apart
-from flashpoint_server.price import price_of
 from flashpoint_server.refusal import Refusal, invalid
+from flashpoint_server.routes.attention import AttentionRoute
+from flashpoint_server.routes.compute import Call, deadline_of, priority_of
 from flashpoint_server.service import Service
-from flashpoint_server.staging import Staging
 
 HEAD_LENGTH = "inference-header-content-length"
 

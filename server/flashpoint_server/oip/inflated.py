@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from starlette.types import Receive, Scope
 
-from flashpoint_server.body import Body
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.http.body import Body
 from flashpoint_server.refusal import Refusal
-from flashpoint_server.settings import Settings
 
 WINDOW_BITS = {"gzip": 31, "deflate": 15}  # as zlib counts: with gzip's wrapping, and with zlib's own
 AT_ONCE = 1 << 17  # bytes inflated before others get their turn

@@ -1,4 +1,4 @@
-"""/v2/systemsharedmemory: callers on this host register memory of theirs, see regions.py.
+"""/v2/systemsharedmemory: callers on this host register memory of theirs, see ipc/regions.py.
 
 As in Triton, whose clients begin by unregistering whatever there may be: where shared memory is off there are no
 regions, and unregistering what is not there does nothing. CUDA shared memory is always off.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from flashpoint_server.body import Body
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.message import read_model
-from flashpoint_server.oip.regions import Region
+from flashpoint_server.formats.message import read_model
+from flashpoint_server.http.body import Body
+from flashpoint_server.ipc.regions import Region
 from flashpoint_server.oip.schema import TAG, errors
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.service import Service

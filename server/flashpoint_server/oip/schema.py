@@ -6,12 +6,12 @@ from typing import Any
 
 from flashpoint import jsonwire, wire
 from flashpoint.options import AttentionOptions
-from flashpoint_server.negotiation import OCTETS
+from flashpoint_server.formats.negotiation import OCTETS
 from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.head import PRIORITY_LEVELS
 from flashpoint_server.oip.models import MODELS, Model, datatypes
-from flashpoint_server.problem_schema import problems
 from flashpoint_server.refusal import STATUS
+from flashpoint_server.routes.problem_schema import problems
 
 TAG = "Open Inference Protocol"
 _ERROR = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}

@@ -4,7 +4,7 @@ import json
 
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from flashpoint_server.grpc import protos
+from flashpoint_server.oip.grpc import protos
 
 
 def differences(ours, theirs):

@@ -36,10 +36,11 @@ import structlog
 import torch
 
 from flashpoint_kernels.cost import NOMINAL
-from flashpoint_server import engine_process, serving_engine
-from flashpoint_server.device import Device, DeviceLostError, OutOfMemoryError
-from flashpoint_server.lines import ROOM
-from flashpoint_server.messages import Channel, Done
+from flashpoint_server.engine import process as engine_process
+from flashpoint_server.engine import serving as serving_engine
+from flashpoint_server.engine.device import Device, DeviceLostError, OutOfMemoryError
+from flashpoint_server.ipc.messages import Channel, Done
+from flashpoint_server.observability.lines import ROOM
 from tests.support.faulty.bugs import Seeded
 
 SWAP, LOSE = Seeded("swap"), Seeded("lose")

@@ -2,8 +2,11 @@
 
 import sys
 
-from flashpoint_server import Settings, compute, create_app, logs, serving
-from flashpoint_server.staging import Staging
+from flashpoint_server import Settings, create_app
+from flashpoint_server.cli import serving
+from flashpoint_server.ipc.staging import Staging
+from flashpoint_server.observability import logs
+from flashpoint_server.routes import compute
 from tests.support.faulty.bugs import Seeded
 
 LEAK = Seeded("leak")

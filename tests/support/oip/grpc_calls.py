@@ -4,7 +4,7 @@ import contextlib
 
 import grpc
 
-from flashpoint_server.grpc import protos
+from flashpoint_server.oip.grpc import protos
 from tests.support.oip.message import NAMES, raw
 
 SERVICE = "inference.GRPCInferenceService"

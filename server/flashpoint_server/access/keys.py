@@ -1,0 +1,110 @@
+"""Bearer keys: who is calling, and what they may do."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import structlog
+
+from flashpoint_server.access.limits import Quota, Spent
+from flashpoint_server.config.key_file import RIGHTS, KeyEntry, Right, read
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.ipc.counts import Shared
+from flashpoint_server.refusal import Refusal
+
+log = structlog.stdlib.get_logger("flashpoint.keys")
+
+
+class Caller(NamedTuple):
+    """Who has a key, by the key's name, which may be shown; '' where the server has no keys."""
+
+    name: str
+    rights: frozenset[Right]
+    quota: Quota | None = None
+
+    def use(self, right: Right) -> None:
+        """One call that needs `right`. Raises Refusal: 403, which does not name it, and 429 over the limits."""
+        if right not in self.rights:
+            raise Refusal("forbidden", "the key does not allow this")
+        if self.quota is not None:
+            self.quota.take("requests", 1)
+
+
+ANYONE = Caller("", frozenset(RIGHTS))
+
+
+class Keyring:
+    """The keys of `Settings.api_keys`, named key-1, key-2, …, and those of `Settings.api_keys_file`.
+
+    Without either, anyone may do all. No key is kept, only its hash. Raises ValueError where two are the same.
+    """
+
+    def __init__(self, settings: Settings, shared: Shared = Shared()) -> None:  # noqa: B008  # a tuple
+        self._fixed = dict(_listed([key.get_secret_value() for key in settings.api_keys]))
+        self._path = settings.api_keys_file
+        self._shared = shared
+        self._spent: dict[str, Spent] = {}
+        self._callers: list[tuple[bytes, Caller]] = []
+        self._load()
+
+    @property
+    def locked(self) -> bool:
+        """Whether a key is needed."""
+        return bool(self._callers)
+
+    def reload(self) -> None:
+        """Read the file again. Where it is not right all stays as it was, and the log says so."""
+        try:
+            self._load()
+        except (OSError, ValueError) as error:  # there may be no descriptor left for a new key's count
+            log.error("keys kept", error=str(error))
+        else:
+            log.info("keys loaded", keys=len(self._callers))
+
+    def find(self, headers: Mapping[str, str]) -> Caller:
+        """Whose key the request has. Raises Refusal 401, the same whatever is wrong with it."""
+        if not self._callers:
+            return ANYONE
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip())
+        found: Caller | None = None
+        for digest, caller in self._callers:  # all of them, so that the time tells nothing
+            if hmac.compare_digest(digest, given):
+                found = caller
+        if found is None or scheme.lower() != "bearer":
+            raise Refusal("unauthorized", "a known key is needed", headers={"WWW-Authenticate": "Bearer"})
+        return found
+
+    def _load(self) -> None:
+        entries = dict(self._fixed)
+        if self._path is not None:
+            for name, entry in read(self._path).items():
+                if name in entries:
+                    raise ValueError(f"{self._path}: {name} is the name of a key outside the file, too")
+                entries[name] = entry
+        if len({entry.sha256 for entry in entries.values()}) != len(entries):
+            raise ValueError("one key has two names: its rights would be either's")
+        self._callers = [(bytes.fromhex(entry.sha256), self._caller(name, entry)) for name, entry in entries.items()]
+
+    def _caller(self, name: str, entry: KeyEntry) -> Caller:
+        if not entry.model_dump(exclude={"sha256", "rights"}, exclude_none=True):
+            return Caller(name, entry.rights)
+        if name not in self._spent:  # what it has spent outlasts a change of its limits
+            self._spent[name] = Spent(name, self._shared)
+        return Caller(name, entry.rights, Quota(entry, self._spent[name]))
+
+
+def _listed(entries: list[str]) -> list[tuple[str, KeyEntry]]:
+    """Of `KEY` (every right) and `KEY:right+right`."""
+    parted = [entry.partition(":") for entry in entries]
+    return [
+        (f"key-{n}", KeyEntry(sha256=_digest(key).hex(), rights=frozenset(rights.split("+") if rights else RIGHTS)))  # type: ignore[arg-type]
+        for n, (key, _, rights) in enumerate(parted, 1)
+    ]
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "replace")).digest()

@@ -1,0 +1,112 @@
+"""What a key may still do: token buckets, and a count of what is inside, in memory that all HTTP processes share.
+
+A bucket is one number: the time at which it will be full again. What is taken moves it on, by as long as that takes to
+come back at the key's rate, and the key is refused while it is further off than the bucket is deep. So a request is let
+in while anything is left, however much it takes, and is paid for by the wait of the next: tensors have no usual size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import time
+from collections.abc import Iterator
+from typing import Literal
+
+from flashpoint_server.config.key_file import KeyEntry
+from flashpoint_server.ipc.counts import Shared, Table
+from flashpoint_server.refusal import Refusal
+
+BURST = 1.0  # seconds: a bucket holds what its rate gives in that time
+PATIENCE = 0.01  # seconds for the lock, which others hold for microseconds, unless they were stopped while they did
+
+What = Literal["requests", "bytes", "flops", "seconds"]
+_PLACES: dict[What, int] = {"requests": 0, "bytes": 1, "flops": 2, "seconds": 3}
+_WORDS: dict[What, str] = {
+    "requests": "requests",
+    "bytes": "bytes",
+    "flops": "floating-point operations",
+    "seconds": "seconds of computing",
+}
+
+
+class Spent:
+    """The numbers of one key: its buckets, which have one writer at a time, and a count for each process."""
+
+    def __init__(self, name: str, shared: Shared) -> None:
+        self._table = Table(name, shared, 1)
+        self._fd = self._table.fd
+        self.numbers = self._table.numbers
+        self.inside = self._table.rows[0]
+        self.own = shared.process
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Raises Refusal 429 where another process was stopped while it held the lock, for which nobody may wait."""
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise _refused("what the key has used cannot be looked up at the moment", 1) from None
+                os.sched_yield()
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
+class Quota:
+    """The limits of one key, `entry`, held against what it has `spent`."""
+
+    def __init__(self, entry: KeyEntry, spent: Spent) -> None:
+        rates: dict[What, float | None] = {
+            "requests": entry.requests_per_second,
+            "bytes": entry.bytes_per_second,
+            "flops": entry.flops_per_second,
+            "seconds": entry.compute_seconds_per_second,
+        }
+        self._rates = {what: rate for what, rate in rates.items() if rate is not None}
+        self._concurrent = entry.concurrent
+        self._spent = spent
+
+    def take(self, what: What, cost: float) -> None:
+        """Raises Refusal 429 where nothing of it is left."""
+        if what in self._rates:
+            with self._spent.locked():
+                self._take(what, cost)
+
+    def give_back(self, what: What, amount: float) -> None:
+        """Return what was taken beyond the true cost."""
+        if (rate := self._rates.get(what)) is not None and amount > 0:
+            with self._spent.locked():
+                self._spent.numbers[_PLACES[what]] -= amount / rate
+
+    def enter(self, nbytes: int) -> None:
+        """A request for compute comes inside with `nbytes` of tensors, until `leave`. Raises Refusal 429."""
+        spent = self._spent
+        with spent.locked():
+            if self._concurrent is not None and sum(spent.inside) >= self._concurrent:
+                raise _refused(f"the key's limit is {self._concurrent} requests at once", 1)
+            self._take("bytes", nbytes)
+            spent.inside[spent.own] += 1
+
+    def leave(self) -> None:
+        self._spent.inside[self._spent.own] -= 1
+
+    def _take(self, what: What, cost: float) -> None:
+        if (rate := self._rates.get(what)) is None:
+            return
+        numbers, place, now = self._spent.numbers, _PLACES[what], time.monotonic()
+        full = max(numbers[place], now)
+        if (wait := full - now - BURST) >= 0:
+            raise _refused(f"the key's limit is {rate:g} {_WORDS[what]} a second", wait)
+        numbers[place] = full + cost / rate
+
+
+def _refused(why: str, seconds: float) -> Refusal:
+    return Refusal("key_limit", why, headers={"Retry-After": str(max(1, math.ceil(seconds)))})

@@ -1,0 +1,1 @@
+"""`flashpoint serve`, `key` and `health`, and the processes around the application."""

@@ -1,0 +1,72 @@
+"""`flashpoint health`: ask the server on this host whether it lives. The image's health check (docs/docker.md)."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+import sys
+from collections.abc import Sequence
+
+from flashpoint_server.cli.serve import parse
+from flashpoint_server.config.settings import Settings
+
+PATH = "/health/live"
+PATIENCE = 4.0  # seconds
+_THIS_HOST = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Ask the server that was started with these settings (flags and variables of `serve`).
+
+    The exit code: 0 it answers, 1 it does not, 2 it was called wrongly.
+    """
+    flags = list(sys.argv[1:] if argv is None else argv)
+    settings = parse("flashpoint health", flags)
+    if settings is None:
+        return 2
+    if settings.port == 0:
+        print("flashpoint health: --port: 0 takes a free port; say which one the server has", file=sys.stderr)
+        return 2
+    try:
+        said = ask(settings)
+    except (OSError, http.client.HTTPException) as error:
+        print(f"flashpoint health: no answer on port {settings.port}: {error}", file=sys.stderr)
+        return 1
+    print(said)
+    return 0
+
+
+def ask(settings: Settings) -> str:
+    """What the server answered. Raises OSError and HTTPException where it did not.
+
+    Where the server wants a certificate of its callers (mTLS), which this command has none of, an answer to the
+    handshake is enough: the process that serves requests makes it.
+    """
+    host = _THIS_HOST.get(settings.host, settings.host)
+    if settings.tls_cert is None:
+        return _get(http.client.HTTPConnection(host, settings.port, timeout=PATIENCE))
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname = False  # it is this host, whatever name its certificate has, and is sent nothing secret
+    trusting.verify_mode = ssl.CERT_NONE
+    if settings.tls_client_ca is None:
+        return _get(http.client.HTTPSConnection(host, settings.port, timeout=PATIENCE, context=trusting))
+    with socket.create_connection((host, settings.port), PATIENCE) as connection:
+        try:
+            trusting.wrap_socket(connection, server_hostname=host).close()
+        except ssl.SSLError as error:
+            if "alert" not in str(error).lower():  # the alert that asks for a certificate is an answer
+                raise
+    return "alive: it answers the handshake"
+
+
+def _get(connection: http.client.HTTPConnection) -> str:
+    try:
+        connection.request("GET", PATH)
+        answer = connection.getresponse()
+        answer.read()
+    finally:
+        connection.close()
+    if answer.status >= 500:
+        raise http.client.HTTPException(f"{PATH} is {answer.status}")
+    return f"alive: {PATH} is {answer.status}"

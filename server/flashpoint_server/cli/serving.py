@@ -1,0 +1,250 @@
+"""The process around the application: the socket, the signals, and an orderly end.
+
+SIGTERM or SIGINT: readiness goes false, new work is refused, what was admitted is answered within `shutdown_timeout`,
+and the exit code is 0. A second signal ends it at once, with 1. SIGHUP: keys and certificate are read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from ipaddress import ip_address
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+
+from flashpoint_server.app import create_app
+from flashpoint_server.cli import scratch, supervisor
+from flashpoint_server.cli.hangup import HANGUP, NOTHING_TO_REREAD
+from flashpoint_server.config import tls
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.config.watch import Watch
+from flashpoint_server.http.half_closed import HalfClosed
+from flashpoint_server.http.protocol import Config, HttpProtocol
+from flashpoint_server.ipc.client import State
+from flashpoint_server.ipc.parent import keep_what_is_there, raise_descriptor_limit
+from flashpoint_server.service import Service
+
+if TYPE_CHECKING:
+    from flashpoint_server.oip.grpc.server import RpcServer
+
+WARNING_SECONDS = 60  # between two lines that say the same
+LAST_BYTES = 1  # seconds, when it stops: what was admitted has been waited for, and this is for errors
+
+log = structlog.stdlib.get_logger("flashpoint.serving")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which drains before it stops, and stops when its engine cannot start."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._grpc: RpcServer | None = None
+        self.failed = False  # to listen for gRPC
+        self.forced = False  # by a second signal
+        self._draining: asyncio.Task[None] | None = None
+        self._next_warning = 0.0
+        settings = service.settings
+        self._certificate = Watch([settings.tls_cert, settings.tls_key], self._reload_certificate)
+        self._watching: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = loop = asyncio.get_running_loop()
+        if self._service.settings.grpc_port is not None and not await self._listen_for_grpc():
+            self.failed = self.should_exit = True
+            return
+        await super().startup(sockets)
+        keep_what_is_there()
+        self._watching = asyncio.ensure_future(self._certificate.run())
+        HANGUP.listen(lambda: loop.call_soon_threadsafe(self._reload))
+        for listener in sockets or []:
+            host, port = listener.getsockname()[:2]
+            url = f"{'https' if self.config.ssl else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+            log.info("listening", host=host, port=port, url=url)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        HANGUP.listen(None)
+        if self._grpc is not None:
+            await self._grpc.stop(0 if self.forced else LAST_BYTES)
+        await super().shutdown(sockets)
+
+    async def _listen_for_grpc(self) -> bool:
+        from flashpoint_server.oip.grpc.server import RpcServer  # of an extra
+
+        settings = self._service.settings
+        try:
+            self._grpc = RpcServer(self.config.loaded_app, self._service)
+        except OSError as error:
+            log.error("cannot listen", host=settings.host, port=settings.grpc_port, error=str(error))
+            return False
+        await self._grpc.start()
+        log.info("listening for gRPC", host=settings.host, port=self._grpc.port)
+        return True
+
+    def _reload(self) -> None:
+        """SIGHUP: read keys and certificate again. If one is wrong, keep the one before and say so in the log."""
+        settings = self._service.settings
+        if not settings.rereads:
+            log.info(NOTHING_TO_REREAD)
+            return
+        self._service.keys.reload()
+        self._reload_certificate()
+
+    def _reload_certificate(self) -> None:
+        settings = self._service.settings
+        if self.config.ssl is not None and settings.tls_cert is not None:
+            try:
+                tls.load(self.config.ssl, settings.tls_cert, settings.tls_key)
+                if self._grpc is not None:
+                    self._grpc.reload()
+            except ValueError as error:
+                log.error("certificate kept", error=str(error))
+            else:
+                log.info("certificate loaded")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is None:
+            self.should_exit = True
+        else:  # this is called between two bytecodes of whatever runs: the loop does the rest
+            self._loop.call_soon_threadsafe(self._begin_drain, sig)
+
+    def _begin_drain(self, sig: int) -> None:
+        log.info("draining", signal=signal.Signals(sig).name)
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
+        else:
+            self.forced = True
+            self._abandon()
+
+    async def _drain(self) -> None:
+        if not await self._service.drain():
+            self._abandon()
+        self.should_exit = True
+
+    def _abandon(self) -> None:
+        log.warning("abandoned", requests=self._service.admission.requests)
+        self._service.engine.close()
+        self.should_exit = True
+
+    def _look_for_descriptors(self, now: float) -> None:
+        """Say that connections are dropped: the loop drops them without a word when there is no descriptor left."""
+        try:
+            os.close(os.eventfd(0))
+        except OSError as error:
+            if now >= self._next_warning:
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                log.error("connections are dropped", error=str(error), limit=limit, advice="raise ulimit -n")
+                self._next_warning = now + WARNING_SECONDS
+
+    async def on_tick(self, counter: int) -> bool:
+        self._look_for_descriptors(time.monotonic())
+        return await super().on_tick(counter) or self._service.engine.state is State.FAILED
+
+
+def run(settings: Settings, argv: Sequence[str]) -> int:
+    """Serve until a signal; the exit code, 1 where an engine cannot work. `argv` are the flags `settings` came from."""
+    scratch.remove_left()
+    try:
+        listener = listen(settings)
+    except OSError as error:
+        log.error("cannot listen", host=settings.host, port=settings.port, error=str(error))
+        return 1
+    with listener:
+        if (address := open_to_all(settings)) is not None:
+            log.warning("open to all who reach it", host=address, advice="set --api-keys-file, or --host 127.0.0.1")
+        if settings.workers == 1:
+            return serve_on(listener, create_app(settings))
+        if settings.grpc_port is None:
+            return supervisor.run(settings, argv, listener)
+        try:
+            shared = _reserve(settings.host, settings.grpc_port)
+        except OSError as error:
+            log.error("cannot listen", host=settings.host, port=settings.grpc_port, error=str(error))
+            return 1
+        with shared:
+            port = shared.getsockname()[1]
+            return supervisor.run(settings, [*argv, f"--grpc-port={port}"], listener)
+
+
+def open_to_all(settings: Settings) -> str | None:
+    """An address of `settings.host` that others than this host reach, where nothing asks who they are; else None."""
+    if settings.api_keys or settings.api_keys_file or settings.tls_client_ca:
+        return None
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        found = socket.getaddrinfo(
+            settings.host or None, settings.port, family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError:  # nobody can listen there, which `listen` says
+        return None
+    return next((str(where[0]) for *_, where in found if not _loopback(str(where[0]))), None)
+
+
+def _loopback(address: str) -> bool:
+    found = ip_address(address)
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+
+
+def listen(settings: Settings) -> socket.socket:
+    """The socket on `host` and `port`. Raises OSError."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+
+
+def _reserve(host: str, port: int) -> socket.socket:
+    """A port that the workers' sockets for gRPC share, none of which can be handed to gRPC. Raises OSError."""
+    shared = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        shared.bind((host, port))
+    except OSError:
+        shared.close()
+        raise
+    return shared
+
+
+def serve_on(listener: socket.socket, app: FastAPI) -> int:
+    """Serve an application of `create_app` on a listening socket, in this process; as `run`."""
+    raise_descriptor_limit()
+    service: Service = app.state.service
+    settings = service.settings
+    if ip_address(listener.getsockname()[0]).is_loopback and not service.keys.locked:
+        service.sites.only_loopback()
+    config = Config(
+        app,
+        loop="uvloop",
+        http=HttpProtocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # nothing here asks for the client's address
+        timeout_keep_alive=settings.keep_alive,
+        timeout_graceful_shutdown=LAST_BYTES,
+    )
+    config.header_timeout = settings.header_timeout
+    config.answer_timeout = 2 * settings.body_timeout  # later than a route's own, which says what happened
+    config.metrics, config.half_closed = service.metrics, HalfClosed()
+    config.load()
+    if settings.tls_cert is not None:
+        config.ssl = tls.context(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    server = _Server(config, service)
+    server.run(sockets=[listener])
+    if service.engine.failure:
+        log.error("failed", reason=service.engine.failure)
+        return 1
+    log.info("stopped")
+    return int(server.forced or server.failed)

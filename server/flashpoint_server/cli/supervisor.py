@@ -1,0 +1,89 @@
+"""`flashpoint serve --workers N`: N HTTP processes on one port and one engine process a device, kept running.
+
+The supervisor holds the listening sockets and no requests. SIGTERM or SIGINT: the workers drain, then the engines stop.
+SIGHUP: the workers read keys and certificate again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+
+import structlog
+from prometheus_client.multiprocess import mark_process_dead
+
+from flashpoint_server.cli.hangup import HANGUP, NOTHING_TO_REREAD
+from flashpoint_server.cli.scratch import directory
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.ipc.counts import clear
+from flashpoint_server.ipc.processes import Child, running_engines
+from flashpoint_server.observability.metrics import DIRECTORY as METRICS_DIRECTORY
+
+log = structlog.stdlib.get_logger("flashpoint.supervisor")
+
+_WORKER_MARGIN = 15.0  # seconds beyond the shutdown timeout that a worker may take to end
+
+
+def run(settings: Settings, argv: Sequence[str], listener: socket.socket) -> int:
+    """Until a signal; the exit code, 1 where an engine cannot work. `argv` are the flags that `settings` came from."""
+    return asyncio.run(_run(settings, argv, listener))
+
+
+async def _run(settings: Settings, argv: Sequence[str], listener: socket.socket) -> int:
+    ended = asyncio.Event()
+    loop, workers = asyncio.get_running_loop(), list[Child]()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    async with AsyncExitStack() as inside:
+        HANGUP.listen(lambda: loop.call_soon_threadsafe(_reload, settings, workers))
+        inside.callback(HANGUP.listen, None)
+        addresses = await inside.enter_async_context(running_engines(settings))
+        engines = ",".join(address.hex() for address in addresses)
+        scratch = inside.enter_context(directory())
+        metrics, limits = scratch / "metrics", scratch / "limits"
+        for folder in (metrics, limits):
+            folder.mkdir()
+
+        def forget(number: int, pid: int) -> None:
+            """Nothing of a worker that has ended counts any more: neither its gauges nor what it had inside."""
+            mark_process_dead(pid, str(metrics))  # type: ignore[no-untyped-call]
+            clear(limits, number)
+
+        fixed = ["--listener", str(listener.fileno()), "--engines", engines, "--limits", str(limits)]
+        workers += [
+            Child(
+                f"worker {n}",
+                "flashpoint_server.cli.worker",
+                [*fixed, "--number", str(n), "--", *argv],
+                [listener.fileno()],
+                {METRICS_DIRECTORY: str(metrics)},
+                partial(forget, n),
+            )
+            for n in range(settings.workers)
+        ]
+        keeping = [asyncio.ensure_future(worker.keep()) for worker in workers]
+        waiting = asyncio.ensure_future(ended.wait())
+        # A worker that is not kept any more has said that it cannot work: its engine is broken.
+        await asyncio.wait([waiting, *keeping], return_when=asyncio.FIRST_COMPLETED)
+        broken = not waiting.done()
+        waiting.cancel()
+        log.info("stopping", broken=broken)
+        patience = settings.shutdown_timeout + _WORKER_MARGIN
+        await asyncio.gather(*(worker.stop(patience) for worker in workers))
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
+    return 1 if broken else 0
+
+
+def _reload(settings: Settings, workers: Sequence[Child]) -> None:
+    """SIGHUP: pass it on, so that each worker reads keys and certificate again."""
+    if not settings.rereads:
+        log.info(NOTHING_TO_REREAD)
+        return
+    for worker in workers:
+        worker.signal(signal.SIGHUP)

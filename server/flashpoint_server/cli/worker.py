@@ -1,0 +1,39 @@
+"""One HTTP process of several: `python -m flashpoint_server.cli.worker --listener FD --engines HEX,… … -- FLAGS`."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from pathlib import Path
+
+from flashpoint_server.app import create_app
+from flashpoint_server.cli.hangup import HANGUP
+from flashpoint_server.cli.serving import serve_on
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.ipc.counts import Shared
+from flashpoint_server.ipc.parent import CANNOT_WORK, die_with_parent
+from flashpoint_server.observability import logs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--listener", type=int, required=True)
+    parser.add_argument("--engines", required=True, help="addresses of the engines, in hexadecimal")
+    parser.add_argument("--number", type=int, required=True, help="which of the HTTP processes this is")
+    parser.add_argument("--limits", type=Path, required=True, help="the directory where they count what keys use")
+    parser.add_argument("flags", nargs="*", help="those of `flashpoint serve`, behind --")
+    parser.add_argument("--parent", type=int, required=True, help="the pid of the supervisor")
+    asked = parser.parse_args()
+    die_with_parent(asked.parent)
+    HANGUP.catch()
+    settings = Settings(_cli_parse_args=asked.flags)  # type: ignore[call-arg]
+    logs.configure(settings.log_format, settings.log_level)
+    engines = [bytes.fromhex(address) for address in asked.engines.split(",")]
+    shared = Shared(asked.limits, asked.number, settings.workers)
+    ended = serve_on(socket.socket(fileno=asked.listener), app := create_app(settings, engines, shared=shared))
+    return CANNOT_WORK if app.state.service.engine.failure else ended
+
+
+if __name__ == "__main__":
+    sys.exit(main())

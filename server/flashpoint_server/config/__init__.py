@@ -1,0 +1,1 @@
+"""Settings, the file of keys, and certificates."""

@@ -1,0 +1,220 @@
+"""Every setting of the service, each a flag of `flashpoint serve` and a variable FLASHPOINT_<NAME>."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic_settings import BaseSettings, CliImplicitFlag, NoDecode, SettingsConfigDict
+
+from flashpoint import wire
+from flashpoint_server.config import tls
+from flashpoint_server.config.key_file import RIGHTS, read
+from flashpoint_server.http.sites import host_name
+
+MIB = 1 << 20
+
+_RIGHT = "|".join(RIGHTS)
+_KEY = re.compile(rf"[A-Za-z0-9._~+/-]+=*(:({_RIGHT})(\+({_RIGHT}))*)?")  # a token of RFC 6750, and its rights
+_ORIGIN = re.compile(r"\*|https?://[^/\s]+")
+
+LONGEST = 1_000_000  # seconds, eleven days: twice as many milliseconds are as much as a timer of the kernel holds
+
+Seconds = Annotated[float, Field(gt=0, le=LONGEST)]
+Bytes = Annotated[int, Field(ge=1)]
+
+
+class Settings(BaseSettings):
+    """Serve flash attention over HTTP.
+
+    Every flag is also an environment variable: --queue-limit is FLASHPOINT_QUEUE_LIMIT. A flag wins.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="FLASHPOINT_",
+        frozen=True,
+        use_attribute_docstrings=True,
+        hide_input_in_errors=True,  # keys are among it
+        cli_prog_name="flashpoint serve",
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+    )
+
+    host: str = "127.0.0.1"
+    """address to listen on; 0.0.0.0 for every interface"""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """port to listen on; 0 takes a free one, which the log names"""
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """port for gRPC, on the same address (docs/grpc.md); 0 takes a free one; needs the extra `grpc`"""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|all)$")] = "auto"
+    """auto, cpu, cuda, cuda:N or all; auto is CUDA where there is one, all is one engine for each CUDA device"""
+    workers: Annotated[int, Field(ge=1, le=256)] = 1
+    """HTTP processes on the port; the limits below hold for all of them together"""
+
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    """comma-separated bearer keys, each KEY (all rights) or KEY:right+right; see docs/security.md"""
+    api_keys_file: Path | None = None
+    """TOML file of keys by name, with hash, rights and limits; it is read again when it changes (docs/security.md)"""
+    insecure: CliImplicitFlag[bool] = False
+    """serve everybody on an address that others reach, with neither keys nor --tls-client-ca; else that is refused"""
+
+    tls_key: Path | None = None
+    """PEM file of the certificate's key, where --tls-cert does not hold that too"""
+    tls_client_ca: Path | None = None
+    """PEM file of authorities: who calls must show a certificate of one of them (mTLS)"""
+    tls_cert: Annotated[Path | None, Field(validate_default=True)] = None
+    """PEM file of the certificate, and of those between it and its authority: HTTPS in place of HTTP"""
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
+    """comma-separated origins whose pages may call from a browser, such as https://example.org; * is any"""
+
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
+    """comma-separated hosts that requests may name, without port, beside loopback names; *.example.org, * is any"""
+
+    body_limit: Bytes = 1024 * MIB
+    """bytes of a request's body"""
+    json_limit: Bytes = 32 * MIB
+    """bytes of a JSON body, and of the tensors of a JSON answer"""
+    head_limit: Annotated[int, Field(ge=64, le=wire.HEAD_LIMIT)] = wire.HEAD_LIMIT
+    """bytes of a safetensors head"""
+    sequence_limit: Annotated[int, Field(ge=1)] = 65536
+    """sequences of one request (its batch size): each is a row of a table"""
+    body_timeout: Seconds = 10.0
+    """seconds that a body may pause, and that it, or the reading of an answer, may be late by the rate below"""
+    body_rate: Annotated[int, Field(ge=1)] = 64 * 1024
+    """bytes a second that a body, and the reading of an answer, must reach in the long run"""
+    header_timeout: Seconds = 10.0
+    """seconds in which the head of a request must have come, from the connection's beginning or the head's"""
+    keep_alive: Annotated[int, Field(ge=0, le=LONGEST)] = 75
+    """seconds that an idle connection is kept"""
+
+    queue_limit: Annotated[int, Field(ge=1)] = 256
+    """requests that are admitted at once: arriving, waiting, running or being answered"""
+    queue_bytes: Bytes = 4096 * MIB
+    """bytes of input and answer tensors that are admitted at once; a request alone is always admitted"""
+    grpc_bytes: Annotated[int, Field(ge=64 * MIB)] = 6144 * MIB
+    """most bytes of memory for messages and answers over gRPC, of which one message has a sixth (docs/grpc.md)"""
+    queue_flops: Annotated[int, Field(ge=1)] = 1 << 50
+    """floating-point operations of the requests admitted at once; a request alone is always admitted"""
+    queue_seconds: Seconds = 600.0
+    """predicted seconds of computing, on one core or the GPU, of the requests admitted at once; one alone always is"""
+    batch_flops: Annotated[int, Field(ge=1)] = 1 << 42
+    """floating-point operations of one launch; a request over it runs alone"""
+    batch_bytes: Bytes = 1024 * MIB
+    """bytes of input and answer tensors of one launch; a request over it runs alone"""
+    max_queue_delay: Annotated[float, Field(ge=0, le=60)] = 0.0
+    """seconds that a request may wait for others to share its launch, while the device is idle; 0: it never waits"""
+    hang_timeout: Seconds = 600.0
+    """seconds after which a launch counts as hung: its engine is ended, and another started"""
+    staging_bytes: Annotated[int, Field(ge=64 * MIB)] = 4096 * MIB
+    """most bytes of memory shared with the engines, where bodies arrive and answers leave; it grows as it is needed"""
+    shared_memory_bytes: Annotated[int, Field(ge=0)] = 0
+    """most bytes of shared memory that callers on this host may register (docs/oip.md); 0: off. Needs one worker"""
+    verify_flops: Annotated[int, Field(ge=1)] = 1 << 38
+    """floating-point operations of a problem to verify, which runs in float64 and in torch's own math, too"""
+    benchmark_cases: Annotated[int, Field(ge=1)] = 512
+    """cases of one benchmark"""
+    benchmark_seconds: Seconds = 1800.0
+    """most seconds that the repeats of a benchmark's cases may take together"""
+    benchmark_call_seconds: Seconds = 2.0
+    """most seconds that one call of a case may take, as far as the device's speed tells: others wait so long at most"""
+    benchmark_slice_ms: Annotated[float, Field(gt=0, le=1000)] = 20.0
+    """milliseconds of a benchmark that run at a time; then whatever else waits runs for four times as long"""
+    benchmark_jobs: Annotated[int, Field(ge=1)] = 8
+    """benchmarks that may be queued or running; one caller may have half of them"""
+    benchmark_keep: Seconds = 3600.0
+    """seconds for which a benchmark can be asked for after its end"""
+    default_timeout_ms: Annotated[int, Field(ge=0, le=1000 * LONGEST)] = 0
+    """deadline of a request without X-Timeout-Ms, in milliseconds; 0 is none"""
+    max_timeout_ms: Annotated[int, Field(ge=1, le=1000 * LONGEST)] = 3_600_000
+    """longest deadline that X-Timeout-Ms may ask for; a longer one is cut to it"""
+    shutdown_timeout: Seconds = 30.0
+    """seconds that admitted work may take after SIGTERM"""
+
+    otlp_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
+    """where spans go, by OTLP over HTTP, such as http://localhost:4318/v1/traces; needs the extra `otel`"""
+    log_format: Literal["json", "console"] = "json"
+    """one JSON object a line, or columns for a person"""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """least severity that is logged"""
+
+    @property
+    def rereads(self) -> bool:
+        """Whether there is something that SIGHUP has read again."""
+        return self.api_keys_file is not None or self.tls_cert is not None
+
+    @field_validator("api_keys", "cors_origins", "allowed_hosts", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part for part in (piece.strip() for piece in value.split(",")) if part)
+        return value
+
+    @field_validator("api_keys_file")
+    @classmethod
+    def _keys_can_be_read(cls, path: Path | None) -> Path | None:
+        if path is not None:
+            read(path)
+        return path
+
+    @field_validator("tls_cert")
+    @classmethod
+    def _a_certificate_with_its_key(cls, cert: Path | None, info: ValidationInfo) -> Path | None:
+        key, client_ca = info.data.get("tls_key"), info.data.get("tls_client_ca")
+        if cert is not None:
+            tls.context(cert, key, client_ca)
+        elif key is not None or client_ca is not None:
+            raise ValueError("--tls-key and --tls-client-ca need it")
+        return cert
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin, such as https://example.org, and not *")
+        return origins
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            name = host.removeprefix("*.")
+            if host != "*" and ("*" in name or host_name(name) != name.lower()):
+                raise ValueError(
+                    f"{host!r} is not allowed: give a host name or an address without a port, *.example.org, or *"
+                )
+        return hosts
+
+    @field_validator("shared_memory_bytes")
+    @classmethod
+    def _one_process_knows_the_regions(cls, limit: int, info: ValidationInfo) -> int:
+        if limit and info.data.get("workers", 1) > 1:
+            raise ValueError("needs one worker: a region is registered with one HTTP process")
+        return limit
+
+    @field_validator("grpc_port")
+    @classmethod
+    def _with_grpc(cls, port: int | None) -> int | None:
+        if port is not None and find_spec("grpc") is None:
+            raise ValueError("needs the extra: pip install 'flashpoint[grpc]'")
+        return port
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _with_its_extra(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and find_spec("opentelemetry.exporter") is None:
+            raise ValueError("needs the extra: pip install 'flashpoint[otel]'")
+        return endpoint
+
+    @field_validator("api_keys")
+    @classmethod
+    def _known_rights(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for number, key in enumerate(keys, 1):
+            # Said by number: an error is printed and logged, and a key must not be.
+            if not _KEY.fullmatch(key.get_secret_value()):
+                raise ValueError(f"key {number} must be KEY or KEY:right+right; rights are {', '.join(RIGHTS)}")
+        return keys

@@ -1,0 +1,401 @@
+"""The device: the only module of the server that imports torch."""
+
+from __future__ import annotations
+
+import gc
+import math
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import structlog
+import torch
+from torch import Tensor
+
+from flashpoint.errors import InvalidInputError
+from flashpoint.options import AttentionOptions
+from flashpoint.verify_schema import VerifyRequest
+from flashpoint_kernels import Problem, available_backends, calibration, run, triton_backend
+from flashpoint_kernels.cost import Rates
+from flashpoint_kernels.dispatch import run_part
+from flashpoint_kernels.problem import DTYPES
+from flashpoint_kernels.reproducible import CORES, split
+from flashpoint_kernels.spec import INDEX_TENSORS, Options, ProblemError, Row, Spec, TensorInfo, plan
+from flashpoint_kernels.timing.environment import device_name, is_lost
+from flashpoint_server.engine import local
+from flashpoint_server.ipc import messages
+from flashpoint_server.ipc.messages import DeviceInfo, Prove, Submit
+from flashpoint_server.refusal import invalid
+
+log = structlog.stdlib.get_logger("flashpoint.engine")
+
+MEMORY_SECONDS = 0.1  # between two looks at how much of it is held
+
+
+class OutOfMemoryError(Exception):
+    """The device has no memory for this, at the moment at least."""
+
+
+class DeviceLostError(Exception):
+    """Nothing works on the device any more, in this process."""
+
+
+class Placed(NamedTuple):
+    """A job, what it asks for, and the segments of shared memory that its tensors lie in."""
+
+    submit: Submit
+    spec: Spec
+    memory: Mapping[int, mmap.mmap]
+
+
+class Stages(NamedTuple):
+    """Seconds that a launch spent on copies to and from a GPU."""
+
+    copy_in: float
+    copy_out: float
+
+
+NO_COPIES = Stages(0.0, 0.0)
+
+
+class Device:
+    """One device and the backends that it has.
+
+    `lanes` threads serve it. They make at most `launches` launches and run at most `cores` parts at a time, and one
+    more part that is short while all others are long (see serving_engine).
+    """
+
+    def __init__(self, info: DeviceInfo) -> None:
+        self.info = info
+        self.is_cpu = info.name == "cpu"
+        # On a GPU two streams: one copies while the other computes. The third thread listens.
+        self.cores = info.cores
+        self.lanes, self.launches = (self.cores + 1, 1) if self.is_cpu else (3, 2)
+        self._streams = threading.local()
+        self._pinned: set[int] = set()  # addresses
+        self._memory, self._looked = 0, -MEMORY_SECONDS
+
+    @classmethod
+    def open(cls, asked: str) -> Device:
+        """`asked` is auto, cpu, cuda or cuda:N. Raises RuntimeError where there is none such."""
+        torch.set_num_threads(1)  # what takes more says so itself: see flashpoint_kernels.reproducible
+        name = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
+        if not name.startswith("cuda"):
+            speed = _speed("cpu") * CORES
+            return cls(DeviceInfo("cpu", device_name("cpu"), _ram(), available_backends("cpu"), speed, cores=CORES))
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"device {asked} is asked for, and torch finds no CUDA device")
+        properties = torch.cuda.get_device_properties(name)
+        device = torch.device(name)
+        name = f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
+        backends = available_backends(name)
+        return cls(DeviceInfo(name, properties.name, properties.total_memory, backends, _speed(name)))
+
+    def prove(self) -> None:
+        """Check every backend's forward and gradients against the float64 reference, on this device.
+
+        Compilers do miscompile. Raises RuntimeError naming the backend that disagrees.
+        """
+        dtypes = [torch.float32, torch.bfloat16]
+        for backend in self.info.backends:
+            for dtype in dtypes if backend != "reference" else []:
+                for name, error in self._errors(backend, dtype).items():
+                    # Bounds that only a wrong result passes: rounding reaches a twentieth of them.
+                    bound = 1e-4 if dtype == torch.float32 else 0.1
+                    if not error <= bound:
+                        raise RuntimeError(
+                            f"the {backend} backend disagrees with the reference on {self.info.name}: "
+                            f"{name} in {dtype} is off by {error:.3g} of its largest value"
+                        )
+        if not self.is_cpu:
+            self._warm()
+
+        self.empty_cache()
+
+    def calibrate(self) -> None:
+        """Measure what the work of each backend takes here; requests are priced by it from then on."""
+        rates = {backend: self.measure(backend) for backend in self.info.backends}
+        self.info = msgspec.structs.replace(self.info, rates=rates)
+        log.info("calibrated", rates={name: one._asdict() for name, one in rates.items()})
+
+    def measure(self, backend: str) -> Rates:
+        """Return the rates of one backend."""
+        return calibration.measure(backend) if self.is_cpu else calibration.of_gpu(backend, self.info.speed)
+
+    def _warm(self) -> None:
+        """Compile, all at a time, what most requests will need: 16-bit attention and its gradients without options."""
+        compiling = []
+        for dtype, dim in product((torch.float16, torch.bfloat16), (64, 128)):
+            t = torch.zeros(1, 1, 16, dim, dtype=dtype, device=self.info.name)
+            problem = Problem.create(dict.fromkeys(("q", "k", "v", "do"), t), Options(), "backward")
+            compiling.append(triton_backend.compile_ahead([problem]))  # its forward with it
+        for done in compiling:
+            done.result()
+
+    def _errors(self, backend: str, dtype: torch.dtype) -> dict[str, float]:
+        """The largest error of each answer, relative to its largest value, on a small causal problem with GQA."""
+        generator = torch.Generator().manual_seed(7)
+        shapes = {"q": (2, 4, 37, 16), "k": (2, 2, 53, 16), "v": (2, 2, 53, 16), "do": (2, 4, 37, 16)}
+        tensors = {n: torch.randn(s, generator=generator).to(self.info.name, dtype) for n, s in shapes.items()}
+        options = Options(causal=True, return_lse=True)
+
+        def answers(backend: str) -> dict[str, Tensor]:
+            forward = Problem.create({n: tensors[n] for n in ("q", "k", "v")}, options)
+            run([forward], backend)
+            backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
+            run([backward], backend)
+            return {**forward.outputs, **backward.outputs}
+
+        truth = answers("reference")
+        return {
+            n: ((t.double() - truth[n].double()).abs().max() / truth[n].double().abs().max()).item()
+            for n, t in answers(backend).items()
+        }
+
+    def pin(self, memory: mmap.mmap) -> None:
+        """Lock shared memory for a GPU's copy engine; `unpin` before it is unmapped. Nothing to do on the CPU.
+
+        What the system does not let be locked is copied all the same, only not beside other work.
+        """
+        if self.is_cpu:
+            return
+        try:
+            with self._current():
+                torch.cuda.check_error(int(_cudart().cudaHostRegister(_address(memory), len(memory), 0)))
+        except RuntimeError as error:
+            log.warning("memory not pinned", size=len(memory), error=str(error))
+            with suppress(RuntimeError):  # the next launch of this thread is told of it, and what is told is forgotten
+                torch.zeros(1, device=self.info.name)
+        else:
+            self._pinned.add(_address(memory))
+
+    def unpin(self, memory: mmap.mmap) -> None:
+        if not self.is_cpu and (address := _address(memory)) in self._pinned:
+            self._pinned.remove(address)
+            with self._current():
+                torch.cuda.check_error(int(_cudart().cudaHostUnregister(address)))
+
+    def _current(self) -> AbstractContextManager[object]:
+        """torch's CUDA calls that name no device are about this one, in this thread."""
+        return nullcontext() if self.is_cpu else torch.cuda.device(self.info.name)
+
+    def lost(self) -> bool:
+        """Whether nothing works on a GPU any more in this process, as after an illegal access."""
+        return is_lost(self.info.name)
+
+    @contextmanager
+    def _told_apart(self) -> Iterator[None]:
+        """Turn what is raised when memory runs out, or the device is gone, into errors of ours.
+
+        What CUDA refuses may be wrong of one call alone: whether the device still works is asked of it.
+        """
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            said = str(error)
+            # Triton, cuBLAS and torch on the CPU ("DefaultCPUAllocator: can't allocate memory") say it in words alone.
+            if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said:
+                short = True
+            elif any(name in said for name in ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")):
+                if self.lost():
+                    raise DeviceLostError(said.splitlines()[0]) from error
+                short = "out of memory" in said or "ALLOC_FAILED" in said
+            else:
+                short = False
+            if short:
+                error.__traceback__ = None  # it holds the very tensors that did not fit
+                raise OutOfMemoryError from None
+            raise
+
+    def cuts(self, backend: str) -> bool:
+        """Whether a request of `backend` is cut into `parts`, which run on several lanes; else it is a launch."""
+        return self.is_cpu and backend != "triton"
+
+    def compile(self, job: Placed) -> Future[None] | None:
+        """None where the kernels of a Triton job are compiled; else the end of compiling them, aside.
+
+        Of its tensors the shapes are looked at, not the values; those of index tensors are `check`ed already.
+        """
+        if self.is_cpu:
+            return None  # interpreted
+        with self._told_apart():
+            problem = self._problem(job, lambda t: torch.empty(t.shape, dtype=DTYPES[t.dtype], device="meta"))
+            problem = replace(problem, device=torch.device(self.info.name))
+            return None if triton_backend.compiled([problem]) else triton_backend.compile_ahead([problem])
+
+    def parts(self, job: Placed) -> list[Problem]:
+        """A job that this device cuts, in parts, which compute in its shared memory. Raises Refusal 422."""
+        return split(_in_place(job), job.submit.backend)
+
+    def run(self, part: Problem, backend: str) -> None:
+        """Compute a part. Raises OutOfMemoryError."""
+        with self._told_apart():
+            run_part(part, backend)
+
+    def launch(self, jobs: Sequence[Placed]) -> tuple[list[int | None], Stages]:
+        """Compute jobs of one launch key from and into their memory; the seed of each, and what the copies took.
+
+        On a GPU the copies and the kernels go to the lane's own stream, with one wait at the end, so that one lane
+        copies while another computes. Raises OutOfMemoryError and DeviceLostError.
+        """
+        backend = jobs[0].submit.backend
+        if self.is_cpu:
+            with self._told_apart():
+                problems = [_in_place(job) for job in jobs]
+                run(problems, backend)
+            return [problem.seed for problem in problems], NO_COPIES
+        with self._told_apart(), torch.cuda.stream(self._stream()):
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
+            marks[0].record()
+            problems = [self._copied(job) for job in jobs]
+            marks[1].record()
+            run(problems, backend)
+            marks[2].record()
+            for job, problem in zip(jobs, problems, strict=True):
+                for t in job.submit.outputs:
+                    _in(job.memory, t).copy_(problem.outputs[t.name], non_blocking=True)
+            marks[3].record()
+            marks[3].synchronize()
+            stages = Stages(marks[0].elapsed_time(marks[1]) / 1000, marks[2].elapsed_time(marks[3]) / 1000)
+            return [problem.seed for problem in problems], stages
+
+    def _copied(self, job: Placed) -> Problem:
+        """The job's problem, its tensors on their way to the GPU."""
+
+        def there(t: messages.Tensor) -> Tensor:
+            copy = _bytes_in(job.memory, t).to(self.info.name, non_blocking=True)
+            return copy.ne(0) if t.dtype == "bool" else copy
+
+        return self._problem(job, there)
+
+    def _problem(self, job: Placed, there: Callable[[messages.Tensor], Tensor]) -> Problem:
+        """The job's problem, of its index tensors, whose values are read here, and of what `there` makes of others."""
+        tensors = {t.name: _in(job.memory, t) if t.name in INDEX_TENSORS else there(t) for t in job.submit.inputs}
+        return Problem.create(tensors, job.spec.options, job.spec.direction, spec=job.spec)
+
+    def _stream(self) -> torch.cuda.Stream:
+        """The lane's own."""
+        if not hasattr(self._streams, "stream"):
+            self._streams.stream = torch.cuda.Stream(self.info.name)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = self._streams.stream
+        return stream
+
+    def verify(self, asked: Prove, memory: Mapping[int, mmap.mmap]) -> bytes:
+        """The VerifyReport of what is asked, in JSON. Raises Refusal 422, OutOfMemoryError and DeviceLostError."""
+        with self._told_apart():
+            try:
+                if not asked.inputs:
+                    drawn = VerifyRequest.model_validate_json(asked.request)
+                    return local.verify(drawn, self.info.name).model_dump_json().encode()
+                given = {t.name: _in(memory, t) for t in asked.inputs}
+                given = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
+                options = Options(**AttentionOptions.model_validate_json(asked.request).model_dump())
+                return local.judge_given(given, options, self.info.name).model_dump_json().encode()
+            except InvalidInputError as error:
+                raise invalid((problem.field, problem.message) for problem in error.errors) from None
+
+    def empty_cache(self) -> None:
+        """Give back what nobody uses, before a second try."""
+        gc.collect()
+        if not self.is_cpu:
+            with self._current():
+                torch.cuda.empty_cache()
+
+    def memory(self) -> int:
+        """Bytes of the device's memory that this process holds: what is resident of it, on the CPU. A moment ago."""
+        now = time.monotonic()
+        if now >= self._looked + MEMORY_SECONDS:
+            self._looked = now
+            if self.is_cpu:
+                self._memory = int(os.pread(_STATM, 128, 0).split()[1]) * mmap.PAGESIZE
+            else:
+                self._memory = torch.cuda.memory_reserved(self.info.name)
+        return self._memory
+
+
+_PASSING = ("out of memory", "ALLOC_FAILED", "busy or unavailable", "uncorrectable ECC error")
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether what keeps a device from starting is none of its own: others that hold its memory, or an error in it."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _PASSING)
+
+
+def check(job: Placed) -> tuple[Row, ...]:
+    """The sequences of a job. Raises Refusal 422 where the values of index tensors do not fit: a head cannot tell."""
+    index = {t.name: _in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
+    try:
+        return job.spec.rows(index)
+    except ProblemError as error:
+        raise invalid(error.errors) from None
+
+
+def spec_of(submit: Submit) -> Spec:
+    infos = {t.name: TensorInfo(t.dtype, t.shape) for t in submit.inputs}
+    return plan(infos, messages.read_options(submit.options), submit.direction)
+
+
+def _in_place(job: Placed) -> Problem:
+    """Raises Refusal 422, as `check` does."""
+    submit, spec, memory = job
+    given = {t.name: _in(memory, t) for t in submit.inputs}
+    wanted = {t.name: _in(memory, t) for t in submit.outputs}
+    try:
+        return Problem.create(given, spec.options, spec.direction, spec=spec, outputs=wanted)
+    except ProblemError as error:
+        raise invalid(error.errors) from None
+
+
+_STATM = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _in(segments: Mapping[int, mmap.mmap], t: messages.Tensor) -> Tensor:
+    """The tensor, in shared memory."""
+    found = _bytes_in(segments, t)
+    return found.ne(0) if t.dtype == "bool" else found
+
+
+def _bytes_in(segments: Mapping[int, mmap.mmap], t: messages.Tensor) -> Tensor:
+    """As `_in`, but a bool as uint8: any byte is sent for one, and what is neither 0 nor 1 is undefined behaviour."""
+    dtype = torch.uint8 if t.dtype == "bool" else DTYPES[t.dtype]
+    if not (count := math.prod(t.shape)):
+        return torch.empty(t.shape, dtype=dtype)
+    return torch.frombuffer(segments[t.segment], dtype=dtype, count=count, offset=t.offset).view(t.shape)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _speed(device: str) -> float:
+    """FLOP/s of a matrix product by one thread, or by a GPU."""
+    n, dtype = (512, torch.float32) if device == "cpu" else (8192, torch.bfloat16)
+    t = torch.ones(n, n, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        (t @ t)[0, 0].item()
+        seconds.append(time.perf_counter() - began)
+    return 2 * n**3 / min(seconds)
+
+
+def _ram() -> int:
+    """Bytes of memory that this process may use: the machine's, or its container's where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+        total = min(total, int(text))
+    return total

@@ -1,0 +1,178 @@
+"""Verify, time and describe in this process, with no server: what the command line runs where it has no `--url`.
+
+The entry points of the group `flashpoint.local`: they take the requests that a server takes, and give what it answers.
+Needs torch.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import subprocess
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flashpoint._arrays import pack
+from flashpoint._proof import ANSWERS
+from flashpoint.benchmark_schema import (
+    BenchmarkEvent,
+    BenchmarkRequest,
+    BenchmarkRow,
+    DeviceEvent,
+    ProgressEvent,
+    RowEvent,
+    State,
+    StateEvent,
+)
+from flashpoint.errors import FieldProblem, InvalidInputError
+from flashpoint.options import AttentionOptions
+from flashpoint.verify_schema import VerifyReport, VerifyRequest
+from flashpoint_kernels import available_backends
+from flashpoint_kernels.problem import DTYPES
+from flashpoint_kernels.spec import Options, ProblemError
+from flashpoint_kernels.support import SUPPORT
+from flashpoint_kernels.timing import Timing, describe, run_grid
+from flashpoint_kernels.verification import Verification
+from flashpoint_kernels.verification import verify as judge
+from flashpoint_server.engine.cases import cases_of
+from flashpoint_server.engine.drawn import draw
+
+
+def benchmark(request: BenchmarkRequest) -> Iterator[BenchmarkEvent]:
+    """Time a grid; the events of a job, as a server streams them. Raises InvalidInputError at the first."""
+    return (event for event in slices(request, _device()) if event is not None)
+
+
+def slices(
+    request: BenchmarkRequest, device: str, slice_ms: float = 20.0
+) -> Generator[BenchmarkEvent | None, None, None]:
+    """`benchmark` for a device that has others to serve: at every yield it is idle, after about `slice_ms` of work.
+
+    A single call that takes longer is not split. Closed, it stops. Raises as `benchmark` does.
+    """
+    with _fields():
+        cases = cases_of(request, device)
+        timing = Timing(
+            precision=request.relative_precision,
+            max_seconds=request.max_seconds,
+            warmup_ms=request.warmup_ms,
+            slice_ms=slice_ms,
+        )
+    ids = itertools.count(1)
+    load = [round(x, 2) for x in os.getloadavg()]  # of what else ran when this began
+
+    def state(name: State, error: str | None = None) -> StateEvent:
+        return StateEvent(id=next(ids), state=name, at=datetime.datetime.now(datetime.UTC), error=error)
+
+    yield state("running")
+    at: tuple[int, str | None] | None = None
+    try:
+        with closing(run_grid(cases, device, timing)) as events:
+            for event in events:
+                if event["type"] == "device":
+                    found = event["environment"] | {"load_average": load, "commit": _commit()}
+                    yield DeviceEvent(id=next(ids), device=found["device"], environment=found)
+                elif event["type"] == "row":
+                    row = BenchmarkRow.model_validate(event["row"])
+                    yield RowEvent(id=next(ids), done=event["done"], total=event["total"], row=row)
+                elif at != (at := (event["done"], event["backend"])):
+                    yield ProgressEvent(
+                        id=next(ids), done=event["done"], total=event["total"], backend=event["backend"]
+                    )
+                else:
+                    yield None
+    except (RuntimeError, MemoryError) as error:
+        yield state("failed", f"{type(error).__name__}: {error}")
+        return
+    yield state("done")
+
+
+def verify(request: VerifyRequest, device: str | None = None) -> VerifyReport:
+    """Run a drawn problem on a backend, and judge it. Raises InvalidInputError."""
+    device, start = device or _device(), time.monotonic()
+    options = Options(**{name: getattr(request, name) for name in AttentionOptions.model_fields})
+    with _fields():
+        found = judge(draw(request, device), options)
+    report = _report(found, device, start, request.seed)
+    if request.direction != "backward":
+        return report
+    judged = tuple(t for t in report.tensors if t.name not in ("o", "lse"))
+    return report.model_copy(update={"tensors": judged, "ok": all(t.ok for t in judged)})
+
+
+def verify_tensors(tensors: Mapping[str, NDArray[Any]], options: AttentionOptions) -> VerifyReport:
+    """Judge a caller's own problem: its answers where there are any, else a backend's. Raises InvalidInputError."""
+    device = _device()
+    given = {name: _tensor(name, array).to(device) for name, array in tensors.items()}
+    return judge_given(given, Options(**dict(options)), device)
+
+
+def judge_given(given: Mapping[str, Tensor], options: Options, device: str) -> VerifyReport:
+    """`verify_tensors` of tensors that are on `device`."""
+    start = time.monotonic()
+    problem = {name: t for name, t in given.items() if name not in ANSWERS}
+    answers = {name: t for name, t in given.items() if name in ANSWERS}
+    with _fields():
+        found = judge(problem, options, answers=answers or None)
+    return _report(found, device, start)
+
+
+def _report(found: Verification, device: str, start: float, seed: int | None = None) -> VerifyReport:
+    about = {"device": describe(device)["device"], "seed": seed, "seconds": time.monotonic() - start}
+    return VerifyReport.model_validate(found.to_dict() | about)
+
+
+def _tensor(name: str, array: NDArray[Any]) -> Tensor:
+    packed = pack(name, array)
+    if not array.size:
+        return torch.empty(packed.shape, dtype=DTYPES[packed.dtype])
+    return torch.frombuffer(bytearray(packed.data), dtype=DTYPES[packed.dtype]).view(packed.shape)
+
+
+def info() -> dict[str, Any]:
+    """This machine as `/info` describes a server: versions, device, backends and the options that each has."""
+    name = _device()
+    found, backends = describe(name), available_backends(name)
+    return {
+        "name": "flashpoint",
+        "version": found["flashpoint"],
+        "versions": {package: found[package] for package in ("python", "torch", "triton")},
+        "device": {"name": name, "title": found["device"], "memory": found.get("memory_bytes")},
+        "backends": list(backends),
+        "options": {backend: sorted(SUPPORT[backend]) for backend in backends},
+    }
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _commit() -> str | None:
+    """The commit of this checkout; None where this file is no part of one, but installed."""
+
+    def git(*arguments: str) -> str:
+        command, here = ["git", *arguments], Path(__file__).parent
+        return subprocess.run(command, cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", __file__)
+        return git("rev-parse", "HEAD")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+@contextmanager
+def _fields() -> Iterator[None]:
+    """What the kernels refuse is refused with the client's own error."""
+    try:
+        yield
+    except ProblemError as error:
+        raise InvalidInputError(str(error), errors=[FieldProblem(*e) for e in error.errors]) from None

@@ -1,0 +1,83 @@
+"""The process of an engine: `python -m flashpoint_server.engine.process --listener FD --device NAME`.
+
+It inherits a listening socket, opens the device, proves its backends against the float64 reference, and then serves
+whoever connects (serving.py) until SIGTERM.
+
+    opening → serving → stopped      opening → broken: says why to whoever connects, and ends with CANNOT_WORK
+                                     opening → ended, to be started again: what is in the way may pass
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+import structlog
+
+from flashpoint_server.engine.waiting import Budget
+from flashpoint_server.ipc.messages import Broken, Channel, ToEngine
+from flashpoint_server.ipc.parent import (
+    CANNOT_WORK,
+    die_with_parent,
+    keep_what_is_there,
+    let_others_first,
+    raise_descriptor_limit,
+)
+from flashpoint_server.observability import logs
+
+if TYPE_CHECKING:
+    from flashpoint_server.engine.device import Device
+
+log = structlog.stdlib.get_logger("flashpoint.engine")
+
+
+def main(kind: type[Device] | None = None) -> int:
+    """`kind` is the class of the device: another one than the service's, in tests."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parent", type=int, required=True, help="the pid of the process that starts it")
+    parser.add_argument("--listener", type=int, required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--batch-flops", type=int, required=True)
+    parser.add_argument("--batch-bytes", type=int, required=True)
+    parser.add_argument("--max-queue-delay", type=float, required=True)
+    parser.add_argument("--hang-timeout", type=float, required=True)
+    parser.add_argument("--benchmark-slice-ms", type=float, required=True)
+    parser.add_argument("--benchmark-keep", type=float, required=True)
+    parser.add_argument("--log-format", required=True)
+    parser.add_argument("--log-level", required=True)
+    asked = parser.parse_args()
+    die_with_parent(asked.parent)
+    raise_descriptor_limit()
+    logs.configure(asked.log_format, asked.log_level)
+    from flashpoint_server.engine.device import Device, may_pass  # imports torch, which takes seconds
+    from flashpoint_server.engine.serving import ServingEngine
+    from flashpoint_server.engine.timing_lane import TimingLane
+
+    listener = socket.socket(fileno=asked.listener)
+    try:
+        device = (kind or Device).open(asked.device)
+        device.prove()
+        device.calibrate()
+    except Exception as error:
+        if may_pass(error):
+            log.exception("cannot start", device=asked.device)
+            return 1
+        log.exception("broken", device=asked.device)
+        sock, _ = listener.accept()
+        Channel(sock, ToEngine).send(Broken(f"{type(error).__name__}: {error}"))
+        return CANNOT_WORK
+    budget = Budget(asked.batch_flops, asked.batch_bytes, asked.max_queue_delay)
+    timing = TimingLane(device.info.name, asked.benchmark_slice_ms, asked.benchmark_keep)
+    engine = ServingEngine(listener, device, budget, timing, asked.hang_timeout)
+    keep_what_is_there()
+    if device.is_cpu:
+        let_others_first()  # to the cores that HTTP needs
+    log.info("ready", device=device.info.name, title=device.info.title, backends=device.info.backends)
+    engine.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

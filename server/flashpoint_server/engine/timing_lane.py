@@ -1,0 +1,152 @@
+"""Benchmarks beside what an engine serves: one at a time, alone on the device, a slice of some milliseconds at a time.
+
+    queued → running (a slice, others' turn, a slice …) → done, failed, cancelled → dropped
+
+While others wait a slice comes after four times as long for them, so that a benchmark takes a fifth of the device at
+most, and nobody waits for it longer than a slice. Whose benchmarks have run the least goes first.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections import defaultdict
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from flashpoint.benchmark_schema import ENDED, BenchmarkEvent, BenchmarkRequest, State, StateEvent
+from flashpoint_kernels.reproducible import CORES
+from flashpoint_server.engine import local
+from flashpoint_server.engine.cases import cases_of
+from flashpoint_server.ipc.messages import JobDropped, JobEvent, JobOpened, Time
+
+OTHERS_SHARE = 4  # times as long as a slice
+MOST_KEPT = 64  # jobs that have ended, for who asks for them later
+
+Said = JobOpened | JobEvent | JobDropped
+
+
+@dataclass(eq=False)
+class _Job:
+    asked: Time
+    events: Generator[BenchmarkEvent | None, None, None]
+    said: list[Said] = field(default_factory=list)
+    last: int = 0  # the number of its last event
+    unwanted: bool = False
+    ended: float | None = None  # in `time.monotonic` seconds
+
+
+class TimingLane:
+    """The jobs of one device. A slice is `begin`, `step`, while nothing else runs there, and `conclude`.
+
+    All calls but `step` are made under one lock, its owner's. What they give is to be said to everybody. `keep` is for
+    how many seconds a job that has ended is kept.
+    """
+
+    def __init__(self, device: str, slice_ms: float, keep: float) -> None:
+        self._device = device
+        self._slice_ms = slice_ms
+        self._keep = keep
+        self._jobs: dict[str, _Job] = {}
+        self._running: _Job | None = None
+        self._in_slice: _Job | None = None
+        self._outcome: BenchmarkEvent | Exception | None = None
+        self._used: defaultdict[str, float] = defaultdict(float)  # seconds, by owner
+        self._others_until = 0.0
+
+    def wants(self, now: float, *, others: bool) -> bool:
+        """Whether a slice is to run now; `others` says whether anything else waits."""
+        if self._running is None and not any(job.ended is None for job in self._jobs.values()):
+            return False
+        return not others or now >= self._others_until
+
+    def history(self) -> Iterator[Said]:
+        """All that has been said of the jobs that are kept."""
+        for job in self._jobs.values():
+            yield from job.said
+
+    def open(self, asked: Time) -> list[Said]:
+        """Queue a job, whose request has been checked."""
+        request = BenchmarkRequest.model_validate_json(asked.request)
+        job = _Job(asked, local.slices(request, self._device, self._slice_ms))
+        total = len(cases_of(request, self._device))
+        self._jobs[asked.job] = job
+        job.said.append(JobOpened(asked.job, asked.owner, asked.request, asked.created, total))
+        return [*job.said, *self._drop_old()]
+
+    def stop(self, name: str) -> list[Said]:
+        """Cancel a job, at the end of its slice where one runs; nothing, where it has ended."""
+        job = self._jobs.get(name)
+        if job is None or job.ended is not None:
+            return []
+        job.unwanted = True
+        return [] if job is self._in_slice else self._end(job, "cancelled")
+
+    def postpone(self, now: float) -> None:
+        """The device could not be had alone: others first."""
+        self._others_until = now + OTHERS_SHARE * self._slice_ms / 1000
+
+    def begin(self) -> None:
+        """Choose whose slice comes next; `wants` has said that there is one."""
+        self._in_slice = self._running = self._running or self._next()
+        self._outcome = None
+
+    def step(self) -> None:
+        """Run the slice. The one call that needs no lock, and that takes time."""
+        job = self._in_slice
+        assert job is not None
+        began, before = time.monotonic(), torch.get_num_threads()
+        torch.set_num_threads(CORES)
+        try:
+            self._outcome = next(job.events)
+        except Exception as error:
+            self._outcome = error
+        finally:
+            torch.set_num_threads(before)
+            took = time.monotonic() - began
+            self._used[job.asked.owner] += took
+            self._others_until = time.monotonic() + OTHERS_SHARE * took
+
+    def conclude(self) -> list[Said]:
+        """What is to be said after a slice."""
+        job, outcome, self._in_slice = self._in_slice, self._outcome, None
+        assert job is not None
+        if isinstance(outcome, Exception):
+            return self._end(job, "failed", f"{type(outcome).__name__}: {outcome}")
+        said: list[Said] = [] if outcome is None else [self._say(job, outcome)]
+        if isinstance(outcome, StateEvent) and outcome.state in ENDED:
+            self._close(job)
+        elif job.unwanted:
+            said += self._end(job, "cancelled")
+        return said
+
+    def _next(self) -> _Job:
+        return min(
+            (job for job in self._jobs.values() if job.ended is None), key=lambda job: self._used[job.asked.owner]
+        )
+
+    def _end(self, job: _Job, state: State, error: str | None = None) -> list[Said]:
+        self._close(job)
+        at = datetime.datetime.now(datetime.UTC)
+        return [self._say(job, StateEvent(id=job.last + 1, state=state, at=at, error=error))]
+
+    def _close(self, job: _Job) -> None:
+        if job is self._running:
+            self._running = None
+        job.events.close()
+        job.ended = time.monotonic()
+
+    def _say(self, job: _Job, event: BenchmarkEvent) -> JobEvent:
+        job.last = event.id
+        said = JobEvent(job.asked.job, event.model_dump_json().encode())
+        job.said.append(said)
+        return said
+
+    def _drop_old(self) -> list[Said]:
+        ended = [job for job in self._jobs.values() if job.ended is not None]
+        old = [job for job in ended if time.monotonic() - (job.ended or 0) > self._keep] + ended[:-MOST_KEPT]
+        for job in dict.fromkeys(old):
+            del self._jobs[job.asked.job]
+        return [JobDropped(job.asked.job) for job in dict.fromkeys(old)]

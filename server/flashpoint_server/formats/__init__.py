@@ -1,0 +1,1 @@
+"""Safetensors and JSON: bytes to tensors and options, and back."""

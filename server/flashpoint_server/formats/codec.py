@@ -1,0 +1,154 @@
+"""JSON bodies, read and written in a process of their own: seconds of Python for a large one, not the event loop's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from numpy.typing import NDArray
+
+from flashpoint import jsonwire
+from flashpoint_server.formats.codec_process import NUMBER, pack, room, unpack
+from flashpoint_server.refusal import Refusal, out_of_time
+
+Arrays = dict[str, NDArray[Any]]
+T = TypeVar("T")
+
+
+# Of one call; the largest takes a few. Then its process counts as hung: it is ended, and another makes the next call.
+HANG_SECONDS = 60.0
+
+
+class Codec:
+    """One process, started with the first JSON body, and again when it was lost. It makes one call at a time.
+
+    `deadline` is in `time.monotonic` seconds: behind it nobody waits, for a turn or for the end. A call that is given
+    up is made to its end all the same: another process costs more than most calls, and the next caller its deadline.
+    Every call raises Refusal 503 and 504.
+    """
+
+    def __init__(self) -> None:
+        self._process: _Process | None = None
+        self._turn = asyncio.Lock()
+        self._call: asyncio.Task[tuple[bool, Any]] | None = None
+
+    async def decode(self, text: bytes, deadline: float | None) -> tuple[Arrays, dict[str, Any]]:
+        """As `jsonwire.decode`. Raises WireError and FieldError."""
+        return await self.run(deadline, jsonwire.decode, text)
+
+    async def encode(
+        self, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any], deadline: float | None
+    ) -> bytes:
+        """As `jsonwire.encode`."""
+        return await self.run(deadline, jsonwire.encode, arrays, metadata)
+
+    async def run(self, deadline: float | None, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function of a module there. Raises what it raises."""
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise out_of_time()  # before it is begun, and made to its end for nobody
+        try:
+            async with asyncio.timeout(left):
+                await self._turn.acquire()
+                call = self._call = asyncio.create_task(self._ask((function, arguments)))
+                call.add_done_callback(self._pass_on)
+                await asyncio.wait([call])  # which goes on where this is given up
+            if call.cancelled():
+                raise Refusal("draining", "the server stopped before this request was done")
+            returned, value = call.result()
+        except TimeoutError:
+            raise out_of_time() from None
+        except (EOFError, ConnectionError):
+            raise Refusal("engine_lost", "the process that reads JSON was lost with this request") from None
+        except OSError as error:  # no descriptor or process to be had
+            raise Refusal("out_of_memory", f"the process that reads JSON cannot be started: {error}") from None
+        if returned:
+            found: T = value
+            return found
+        if isinstance(value, MemoryError):
+            raise Refusal("out_of_memory", "the process that reads JSON ran out of memory for this request")
+        raise value
+
+    async def _ask(self, message: Any) -> tuple[bool, Any]:
+        """Whether the call returned, and what it returned or raised."""
+        try:
+            if self._process is None:
+                self._process = _Process()
+            async with asyncio.timeout(HANG_SECONDS):
+                return await self._process.ask(message)
+        except BaseException as error:  # nobody may take the rest of this for the next answer
+            self._end()
+            if isinstance(error, TimeoutError):
+                raise EOFError from None
+            raise
+
+    def _pass_on(self, call: asyncio.Task[tuple[bool, Any]]) -> None:
+        self._turn.release()
+        if not call.cancelled():
+            call.exception()  # looked at, for whoever has given up does not
+
+    @property
+    def pid(self) -> int:
+        """The process's id, 0 where there is none."""
+        return 0 if self._process is None else self._process.pid
+
+    def close(self) -> None:
+        """End the process, whatever it does; the next call starts another."""
+        if self._call is not None:
+            self._call.cancel()
+        self._end()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.end()
+            self._process = None
+
+
+class _Process:
+    """A process that makes calls. Raises OSError where there is none to be had."""
+
+    def __init__(self) -> None:
+        self._sock, theirs = socket.socketpair()
+        self._sock.setblocking(False)
+        with theirs:
+            fd, parent = theirs.fileno(), os.getpid()
+            command = ["-m", "flashpoint_server.formats.codec_process", "--socket", str(fd), "--parent", str(parent)]
+            try:
+                self._process = subprocess.Popen([sys.executable, *command], pass_fds=[fd])
+            except BaseException:
+                self._sock.close()
+                raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ask(self, message: Any) -> tuple[bool, Any]:
+        """As `Codec._ask`. Raises EOFError, OSError and MemoryError: then it is of no use any more."""
+        loop = asyncio.get_running_loop()
+        for piece in pack(message):
+            await loop.sock_sendall(self._sock, piece)
+        returned, value = unpack([await self._read(await self._number()) for _ in range(await self._number())])
+        return returned, value
+
+    async def _number(self) -> int:
+        return int(NUMBER.unpack(await self._read(NUMBER.size))[0])
+
+    async def _read(self, size: int) -> memoryview:
+        loop, place, done = asyncio.get_running_loop(), room(size), 0
+        while done < size:
+            if not (count := await loop.sock_recv_into(self._sock, place[done:])):
+                raise EOFError
+            done += count
+        return place
+
+    def end(self) -> None:
+        self._sock.close()
+        self._process.kill()
+        self._process.wait()

@@ -1,0 +1,81 @@
+"""The process that reads and writes JSON: `python -m flashpoint_server.formats.codec_process --socket FD --parent PID`.
+
+It makes the calls that come over a stream socket (codec.py), one after the other, until that ends.
+
+A message is a pickle and the buffers beside it (PEP 574): their number, then each behind its size. Of a call it is
+(function, arguments), of an answer whether it returned and what it returned or raised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import socket
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from flashpoint_server.ipc.parent import die_with_parent
+from flashpoint_server.observability.lines import take_stderr
+
+NUMBER = struct.Struct("<Q")  # of pieces, or of the bytes of one
+
+
+def pack(message: Any) -> Iterator[bytes | memoryview]:
+    """What to send, in order; the memory of arrays is sent from where it is."""
+    buffers: list[pickle.PickleBuffer] = []
+    text = pickle.dumps(message, 5, buffer_callback=buffers.append)
+    yield NUMBER.pack(1 + len(buffers))
+    for piece in (memoryview(text), *(buffer.raw() for buffer in buffers)):
+        yield NUMBER.pack(piece.nbytes)
+        yield piece
+
+
+def unpack(pieces: Sequence[memoryview]) -> Any:
+    return pickle.loads(pieces[0], buffers=pieces[1:])
+
+
+def room(size: int) -> memoryview:
+    """Memory for a piece."""
+    return np.empty(size, np.uint8).data
+
+
+def _read(sock: socket.socket, size: int) -> memoryview:
+    place, done = room(size), 0
+    while done < size:
+        if not (count := sock.recv_into(place[done:])):
+            raise EOFError
+        done += count
+    return place
+
+
+def _number(sock: socket.socket) -> int:
+    return int(NUMBER.unpack(_read(sock, NUMBER.size))[0])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--socket", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True, help="the pid of the process that starts it")
+    asked = parser.parse_args()
+    die_with_parent(asked.parent)
+    take_stderr()
+    with socket.socket(fileno=asked.socket) as sock:
+        while True:
+            try:
+                function, arguments = unpack([_read(sock, _number(sock)) for _ in range(_number(sock))])
+            except (EOFError, ConnectionError):
+                return 0
+            try:
+                answer = True, function(*arguments)
+            except Exception as error:
+                answer = False, error
+            for piece in pack(answer):
+                sock.sendall(piece)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""A request's body as it arrives: limited in size and in time, and drained when the request is refused early."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterable, Mapping
+
+from starlette.types import Receive, Scope
+
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.http.places import Places
+from flashpoint_server.http.protocol import EXTENSION, GRACE, Direct
+from flashpoint_server.refusal import Refusal, out_of_time
+
+# What may still come of a refused body while the connection is kept. Most clients send all of it before they read, and
+# to throw it away is less than another connection costs.
+NEARLY = 1 << 20  # bytes
+
+# How long a refused client may go on sending before the connection is closed on it.
+DRAIN_SECONDS = 20.0
+
+
+class ClientGoneError(Exception):
+    """The client disconnected: there is nobody to answer."""
+
+
+class Body:
+    """The chunks of one body, in order.
+
+    `length` is what Content-Length says, `limit` the most bytes that are read. `deadline` is the request's own, and
+    `ended` when all of the body had arrived, in `time.monotonic` seconds; `complete` says that it has. `direct` is
+    there on a server of ours (protocol.py).
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings) -> None:
+        self._receive = receive
+        self.direct: Direct | None = scope.get("extensions", {}).get(EXTENSION, {}).get("direct")
+        self._draining: Direct | None = None
+        self._settings = settings
+        self._began = time.monotonic()
+        self._received = 0
+        length = headers.get("content-length", "")
+        self.length = int(length) if length.isdecimal() else None  # None where the body comes in chunks
+        self.limit = settings.body_limit
+        self.deadline: float | None = None
+        self.complete = False
+        self.ended: float | None = None
+
+    @property
+    def received(self) -> int:
+        """Bytes that have come, as far as they were wanted."""
+        return self._received
+
+    @property
+    def nearly_there(self) -> bool:
+        """Whether so little is sure to come that the server throws it away behind the answer."""
+        if self.direct is None or self._draining is not None or self.length is None:
+            return False
+        return self.direct.invited and self.length - self._received <= NEARLY
+
+    def check_length(self, length: int | None) -> None:
+        """Raises Refusal 413 where `length`, which somebody promises, is over the limit."""
+        if length is not None and length > self.limit:
+            raise Refusal("body_too_large", f"a body of {length} bytes is over the limit of {self.limit}")
+
+    async def next(self) -> bytes:
+        """The next chunk; empty when the body is at its end. Raises Refusal (408, 413, 504) and ClientGoneError."""
+        if self.complete:
+            return b""
+        if self.direct is not None and (chunk := self.direct.early()):
+            self._see_end(self.direct.ended)
+            return self._took(chunk)
+        end = self._patience(time.monotonic())
+        for left in (end - time.monotonic(), GRACE):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    return self._took(await self._chunk())
+        raise self._too_late(end)
+
+    def _see_end(self, there: bool) -> None:
+        if there:
+            self.complete, self.ended = True, time.monotonic()
+
+    def _took(self, chunk: bytes) -> bytes:
+        self._received += len(chunk)
+        self.check_length(self._received)
+        return chunk
+
+    def _patience(self, last: float) -> float:
+        """Until when the next bytes must have come, where the `last` came then; both in `time.monotonic` seconds.
+
+        A body may pause for `body_timeout`, and be late by as much against its least rate.
+        """
+        due = min(last, self._began + self._received / self._settings.body_rate) + self._settings.body_timeout
+        return due if self.deadline is None else min(due, self.deadline)
+
+    def _too_late(self, end: float) -> Refusal:
+        return out_of_time() if end == self.deadline else Refusal("body_timeout", "the body came too slowly")
+
+    async def into(self, places: Iterable[memoryview], head: bytes) -> None:
+        """Read the rest of the body, which begins with `head` (taken already), into `places`, which it must fill.
+
+        Straight from the socket where the server can do that, else chunk by chunk. Raises as `next` does, and 400 where
+        the sizes differ.
+        """
+        waiting = Places(places)
+        if len(head) > waiting.left:
+            raise _too_long()
+        waiting.copy(memoryview(head))
+        if self.direct is not None and self.length is not None and self.length - self._received == waiting.left:
+            await self._receive_directly(self.direct, waiting)
+            return
+        while chunk := await self.next():
+            if len(chunk) > waiting.left:
+                raise _too_long()
+            waiting.copy(memoryview(chunk))
+        if waiting.left:
+            raise Refusal("malformed_body", "the body ends before its last tensor does")
+
+    async def _receive_directly(self, direct: Direct, places: Places) -> None:
+        before = self._received - places.filled_bytes
+        received = direct.receive(places)
+        self._draining, began = direct, time.monotonic()
+        loop = asyncio.get_running_loop()
+        over: asyncio.Future[None] = loop.create_future()  # received, or given up
+        timer: asyncio.TimerHandle | None = None
+
+        def look(grace: float = GRACE) -> None:
+            nonlocal timer
+            self._received = before + places.filled_bytes
+            due = self._patience(max(began, places.filled_last))
+            if (left := due - time.monotonic()) > 0:
+                timer = loop.call_later(left, look)
+            elif grace:
+                timer = loop.call_later(grace, look, 0.0)
+            elif not over.done():
+                over.set_exception(self._too_late(due))
+
+        def end(_: object) -> None:
+            received.exception()  # looked at, for whoever has given up does not
+            if not over.done():
+                over.set_result(None)
+
+        received.add_done_callback(end)
+        look()
+        try:
+            await over
+            received.result()
+            self._received = before + places.filled_bytes
+            self._see_end(True)
+        except ConnectionError:
+            raise ClientGoneError from None
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if not received.done():
+                places.discard()  # at once: the memory is another request's when this returns
+
+    async def _chunk(self) -> bytes:
+        while not self.complete:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            self._see_end(not message.get("more_body", False))
+            if chunk := message.get("body", b""):
+                return bytes(chunk)
+        return b""
+
+    async def drain(self) -> None:
+        """Throw away what is still to come, within a bound.
+
+        Closing a connection with bytes unread resets it, and the client loses the answer it was sent.
+        """
+        with contextlib.suppress(ClientGoneError, TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                if self._draining is not None:
+                    await self._draining.drain()
+                while self._draining is None and not self.complete:
+                    await self._chunk()
+
+
+def _too_long() -> Refusal:
+    return Refusal("malformed_body", "the body goes on where its head says that it ends")

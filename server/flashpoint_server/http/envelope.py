@@ -1,0 +1,149 @@
+"""What every request gets, whatever its route: an id, a log line, and a problem document where our code fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.body import ClientGoneError
+from flashpoint_server.observability.metrics import Metrics
+from flashpoint_server.oip.errors import written
+from flashpoint_server.refusal import STATUS, Refusal
+
+if TYPE_CHECKING:
+    from flashpoint_server.observability.traces import Traces
+
+log = structlog.stdlib.get_logger("flashpoint.http")
+
+_PARTS = 8  # of a path; /v2's longest has 7
+CLIENT_GONE = 499  # no status of HTTP: what nginx and others log for a client that went before its answer
+_NO_GUESSING = (b"x-content-type-options", b"nosniff")  # a browser takes an answer for what it says it is
+
+
+class Envelope:
+    """ASGI middleware, the outermost of ours.
+
+    Requests to `paths` are counted by their path, and traced. Those to `probes` are logged at level debug. `words` are
+    those that the addresses are made of: no other part of a path is logged, as it may be a key. `check` raises Refusal
+    for a request that no route is to see.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        paths: Collection[str],
+        metrics: Metrics,
+        traces: Traces | None,
+        words: Collection[str] = (),
+        check: Callable[[Exchange, str | None], None] | None = None,
+        probes: Collection[str] = (),
+    ) -> None:
+        self.app = app
+        self._words = words
+        self._check = check
+        self._paths = paths
+        self._probes = probes
+        self._metrics = metrics
+        self._traces = traces
+
+    @cached_property
+    def _log(self) -> Any:
+        """`log`, as it is configured when the first request comes: it looks that up each time."""
+        return log.bind()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        exchange = Exchange.open(scope)
+
+        async def counted_receive() -> Message:
+            message = await receive()
+            exchange.bytes_in += len(message.get("body", b""))
+            return message
+
+        async def stamped_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                fields = [*message.get("headers", ()), (b"x-request-id", exchange.request_id.encode()), _NO_GUESSING]
+                message["headers"] = fields
+            else:
+                exchange.bytes_out += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            try:
+                if self._check is not None:
+                    self._check(exchange, (scope.get("server") or (None,))[0])
+            except Refusal as refusal:
+                await send_refusal(stamped_send, exchange, refusal)
+            else:
+                await self.app(scope, counted_receive, stamped_send)
+        except ClientGoneError:
+            if exchange.status is None:  # else it was cut off, and told why
+                exchange.status, exchange.code = CLIENT_GONE, "client_gone"
+        except asyncio.CancelledError:
+            if exchange.status is None:  # the server stops, and waits no longer
+                exchange.status, exchange.code = STATUS["draining"], "draining"
+            raise
+        except Exception as error:
+            log.exception("failed", request_id=exchange.request_id, error=type(error).__name__)
+            if exchange.status is not None:
+                raise  # half an answer cannot be taken back: the connection is closed under it
+            said = Refusal("internal_error", "an error of the server, logged with this request's id")
+            await send_refusal(stamped_send, exchange, said)
+        finally:
+            seconds = time.perf_counter() - exchange.arrived
+            known = exchange.path in self._paths
+            self._metrics.ended(exchange, exchange.path if known else "other", seconds)
+            if known and self._traces is not None:
+                self._traces.request(exchange, exchange.path)
+            route = exchange.path if known else _masked(exchange.path, self._words)
+            tell = self._log.debug if not known and exchange.path in self._probes else self._log.info
+            tell("request", **_said(exchange, route, seconds))
+
+
+async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more: bool = False) -> None:
+    """Answer with the refusal; with `more`, the caller still has to send a last, empty message."""
+    exchange.code = refusal.code
+    media_type, body = written(refusal, exchange)
+    headers = {"content-type": media_type, "content-length": str(len(body)), **refusal.headers}
+    start = {
+        "type": "http.response.start",
+        "status": refusal.status,
+        "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+    }
+    await send(start)
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _masked(path: str, words: Collection[str]) -> str:
+    """Return the path with * for each part that is not one of `words`, and for all beyond `_PARTS` parts."""
+    first, *parts = path.split("/", _PARTS)
+    return "/".join((first and "*", *(part if part in words else "*" for part in parts)))
+
+
+def _said(exchange: Exchange, route: str, seconds: float) -> Mapping[str, Any]:
+    """Its log line."""
+    fields: dict[str, Any] = {
+        "request_id": exchange.request_id,
+        "method": exchange.method,
+        "route": route,
+        "status": exchange.status,
+        "bytes_in": exchange.bytes_in,
+        "bytes_out": exchange.bytes_out,
+        "total_ms": round(seconds * 1000, 3),
+        **exchange.facts,
+    }
+    if exchange.caller is not None and exchange.caller.name:
+        fields["key"] = exchange.caller.name
+    if exchange.code:
+        fields["code"] = exchange.code
+    return fields

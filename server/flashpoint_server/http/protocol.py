@@ -1,0 +1,452 @@
+"""uvicorn's HTTP protocol with a way for a body to go from the socket straight to where it is wanted.
+
+ASGI hands a body over in pieces that were copied twice by then. Here a route that has read the head of its message asks
+for the rest to be received into memory of its own (`Direct.receive`): until that many bytes have come, the transport
+reads into that memory and HTTP's parser sees none of them. Its answer leaves from the memory it was computed into, in
+one write (`Direct.answer`). Routes reach it by the scope's extension `EXTENSION`; on any other server the extension is
+missing, and they read ASGI messages and send copies.
+
+States of a connection: parsing (`_Parsing`) → receiving (`_Receiver`) → parsing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import httptools
+import structlog
+import uvicorn
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.formats.encode import Part
+from flashpoint_server.http.half_closed import HalfClosed
+from flashpoint_server.http.heads import HEAD_BYTES, too_large, with_host_of, wrong
+from flashpoint_server.http.http10 import answering, persistence
+from flashpoint_server.http.places import Places
+from flashpoint_server.observability.metrics import Metrics
+from flashpoint_server.refusal import MEDIA_TYPE, Refusal
+
+EXTENSION = "flashpoint.direct"
+
+# Bytes of one read for the parser. What it sees of a body is copied several times on its way: let it be little.
+PARSED_AT_ONCE = 1 << 15
+_SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # of all connections: what is read is copied before the next read
+# An event loop that had to wait for a core runs its timers before it looks at its sockets: what is late may be there.
+GRACE = 0.02  # seconds to look
+ENCRYPTED_AT_ONCE = 1 << 20  # bytes: half a millisecond, for which all others wait
+
+MALFORMED = "malformed"  # the route, in metrics, of what is no request
+
+log = structlog.stdlib.get_logger("flashpoint.http")
+
+
+class Config(uvicorn.Config):
+    """uvicorn's, and the seconds in which a head must come, and some of an answer must be taken."""
+
+    header_timeout = 10.0
+    answer_timeout = 20.0
+    metrics: Metrics
+    half_closed: HalfClosed
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol; `set_write_buffer_limits(high=0)` pauses the writer while the transport holds any byte.
+
+    That is what lets memory be reused under an answer: uvloop keeps views, not copies, of what it has not sent yet.
+
+    `barren` counts the bytes that the parser has seen since it last found a head's end or some of a body: of a head, of
+    what chunks and trailers may carry, of blank lines. Their number is bounded, and so is the time that a head takes.
+    """
+
+    config: Config
+    wrong: Refusal | None = None  # of a head that the parser would take
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # Who takes nothing of an answer for so long, whatever it is, is cut off by the kernel (man 7 tcp).
+        patience = int(1000 * self.config.answer_timeout)
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
+        transport.set_write_buffer_limits(high=int(self.secure))  # TLS pauses at `high`, and what is not TLS above it
+        self.barren = 0
+        self._late: asyncio.TimerHandle | None = None
+        self._await_head()
+        self.parsing = _Parsing(self)
+        self.running: RequestResponseCycle | None = None
+        self.watcher: Callable[[], None] | None = None
+        self.half_closed = False
+        _switch(self, self.parsing)
+
+    @property
+    def secure(self) -> bool:
+        return self.scheme == "https"
+
+    def looked_at(self) -> None:
+        """After a read that ended otherwise than with a head or with some of a body."""
+        if self.transport.is_closing():
+            return
+        if self.barren > HEAD_BYTES:
+            self.wrong = too_large()
+            self.send_400_response("the head has no end")
+        elif self.cycle is None or self.cycle.response_complete:
+            self._await_head()
+
+    def _await_head(self) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(self.config.header_timeout, self._look_once_more)
+
+    def _look_once_more(self) -> None:
+        self._late = self.loop.call_later(GRACE, self.transport.abort)
+
+    def _head_is_there(self) -> None:
+        self.barren = 0
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what cannot be parsed, as a problem, unless it came while another request was to be answered first.
+
+        `msg` is the parser's reason.
+        """
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete and cycle.more_body:
+            self._refuse_body(cycle)
+        else:
+            self._refuse_head(msg, answered=cycle is None or cycle.response_complete)
+        self.transport.close()
+
+    def _refuse_body(self, cycle: RequestResponseCycle) -> None:
+        if cycle is self.running and not cycle.response_started:
+            exchange = Exchange.open(cycle.scope)  # type: ignore[arg-type]  # which types it more closely
+            refusal = Refusal("malformed_body", "the chunks of the body are not HTTP/1.1's")
+            exchange.status, exchange.code = refusal.status, refusal.code
+            exchange.bytes_out = self._send_problem(refusal, exchange.request_id)
+            cycle.disconnected = True  # whoever reads the body hears that there is no more, and nobody to answer
+            cycle.message_event.set()
+
+    def _refuse_head(self, reason: str, *, answered: bool) -> None:
+        """No route sees it, so it is counted and logged here: once for a connection, which ends."""
+        refusal = self.wrong or Refusal("malformed_head", "this is not HTTP/1.1")
+        exchange = Exchange("", "", {}, secrets.token_hex(16), status=refusal.status, code=refusal.code)
+        if answered:
+            exchange.bytes_out = self._send_problem(refusal, exchange.request_id)
+        self.config.metrics.ended(exchange, MALFORMED, time.perf_counter() - exchange.arrived)
+        log.warning(
+            "malformed request",
+            request_id=exchange.request_id,
+            peer=self.client and f"{self.client[0]}:{self.client[1]}",
+            status=exchange.status,
+            code=exchange.code,
+            reason=self.wrong.detail if self.wrong else reason,
+        )
+
+    def _send_problem(self, refusal: Refusal, request_id: str) -> int:
+        """The bytes of its body."""
+        body = refusal.body(request_id)
+        fields = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n"
+        self.transport.write(b"%s%sconnection: close\r\n\r\n" % (STATUS_LINE[refusal.status], fields.encode()) + body)
+        return len(body)
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                data = self._parse(data)
+        except httptools.HttpParserError as error:
+            self.send_400_response(str(error))
+
+    def _parse(self, data: bytes) -> bytes:
+        """What is to be parsed next: a head that wishes for another protocol (RFC 9110, §7.8) again, without the wish.
+
+        The parser takes what follows such a head for that protocol: a body would be lost, or taken for a request.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if (method := self.parser.get_method()) == b"CONNECT":
+                raise httptools.HttpParserError("nothing is tunnelled here") from None
+            line = b"%s %s HTTP/%s\r\n" % (method, self.url, self.parser.get_http_version().encode())
+            fields = [b"%s: %s\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+            self.parser = _parser(self)
+            return b"".join((line, *fields, b"\r\n", data[upgrade.args[0] :]))
+        return b""
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # it comes again: see `_parse`
+        self._head_is_there()
+        version = self.parser.get_http_version()
+        if not self.url.startswith(b"/"):
+            self.headers[:] = with_host_of(self.url, self.headers)
+        if refusal := wrong(version, self.url, self.headers):
+            self.wrong = refusal
+            raise ValueError(refusal.code)  # which the parser makes an error of its own
+        super().on_headers_complete()
+        if version == "1.0":
+            self.cycle.keep_alive = self.parser.should_keep_alive()
+            self.cycle.waiting_for_100_continue = False  # which that version has not (RFC 9110, §10.1.1)
+        self.scope["extensions"] = {EXTENSION: {"direct": Direct(self)}}
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.pipeline:
+            self.flow.pause_reading()  # what has come is answered before more is read, else it would heap up here
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self.barren = 0
+        if self.cycle.response_complete:
+            self._await_head()  # nobody will ask for more of it
+            return
+        self.flow.pause_reading()  # one piece at a time: what a route receives directly must come unparsed
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self.running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = answering(app, cycle)  # type: ignore[arg-type, assignment]  # which types them more closely
+        super()._start_asgi_task(cycle, app)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether to keep the connection, now that the client sends no more: for the answers it waits for."""
+        running = self.running
+        if self.secure or running is None or running.response_complete or running.more_body:
+            return False  # nor is there half a connection of TLS
+        try:
+            self.config.half_closed.watch(self.transport.get_extra_info("socket"), self.transport.abort)
+        except OSError:  # no descriptor is left to wait with
+            return False
+        self.half_closed = True
+        if self.cycle is not running and self.cycle.more_body:
+            self.pipeline.popleft()
+            self.cycle = self.pipeline[0][0] if self.pipeline else running
+        self.cycle.keep_alive = False
+        self._ask_whether_there()
+        return True
+
+    def _ask_whether_there(self) -> None:
+        """Write to a client that has ended its sending: one that has gone answers with a reset.
+
+        This is an interim answer, which every client of HTTP/1.1 skips (RFC 9110, §15.2).
+        """
+        running = self.running
+        if running is not None and not running.response_started and running.scope["http_version"] != "1.0":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.half_closed:
+            self.config.half_closed.forget(self.transport.get_extra_info("socket"))
+        if self.running is not None:
+            self.running.disconnected = True  # uvicorn tells the last that came, which may wait behind this one
+        super().connection_lost(exc)
+        self._head_is_there()
+        if self.watcher is not None:
+            self.watcher()
+
+
+class Direct:
+    """One request, from its head on, beside ASGI's `receive` and `send`."""
+
+    def __init__(self, http: HttpProtocol) -> None:
+        self._http = http
+        self._cycle = http.cycle
+        self._received: asyncio.Future[None] | None = None
+
+    def receive(self, places: Places) -> asyncio.Future[None]:
+        """Receive the rest of the body, all that ASGI's `receive` has not handed over, into `places` of that size.
+
+        Done when it is there; ConnectionError when the client goes first. Who gives up on it says `places.discard()`:
+        what still comes is then thrown away, see `drain`.
+        """
+        http, cycle = self._http, self._cycle
+        self._received = received = http.loop.create_future()
+        places.copy(memoryview(self.early()))  # came behind the head, and is parsed already
+        if places.full:
+            received.set_result(None)
+        elif self.gone:
+            received.set_exception(ConnectionError("the client disconnected"))
+        else:
+            if cycle.waiting_for_100_continue:
+                http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                cycle.waiting_for_100_continue = False
+            _switch(http, _Receiver(http, places, received))
+        return received
+
+    async def drain(self) -> None:
+        """After a `receive` that was given up: wait until the rest of the body has come and been thrown away."""
+        if self._received is not None:
+            await asyncio.wait({self._received})
+
+    def early(self) -> bytes:
+        """What has come of the body by now, and nobody has received."""
+        early, self._cycle.body = self._cycle.body, bytearray()
+        return bytes(early)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the body has come to its end."""
+        return not self._cycle.more_body
+
+    @property
+    def invited(self) -> bool:
+        """Whether the client need not be told to go on before it sends the body (RFC 9110, §10.1.1)."""
+        return not self._cycle.waiting_for_100_continue
+
+    @property
+    def gone(self) -> bool:
+        """Whether there is nobody to answer. uvicorn, which hears of it later, is told: it would answer 500."""
+        if self._http.transport.is_closing():
+            self._cycle.disconnected = True
+        return self._cycle.disconnected
+
+    def watch(self, gone: Callable[[], None]) -> None:
+        """Once the body has come, call `gone` when the client disconnects, at once where it has; until `unwatch`.
+
+        A client that has sent the next request already is not seen to go.
+        """
+        http = self._http
+        if self.gone:
+            gone()
+        http.watcher = gone
+        if not (http.half_closed or http.pipeline):
+            http.flow.resume_reading()  # else nobody would see it go
+
+    def unwatch(self) -> None:
+        self._http.watcher = None
+
+    async def answer(self, status: int, headers: list[tuple[bytes, bytes]], parts: list[Part], seconds: float) -> bool:
+        """Send the whole answer in one write; whether the client took it within `seconds`.
+
+        When this returns the transport holds none of the memory of `parts`. `headers` are valid, and say the length.
+        """
+        http, cycle = self._http, self._cycle
+        if self.gone:
+            return True
+        cycle.response_started = True
+        fields = [*cycle.default_headers, *headers, *persistence(cycle)]
+        head = b"".join((STATUS_LINE[status], *(b"%s: %s\r\n" % field for field in fields), b"\r\n"))
+        end = http.loop.time() + seconds
+        for piece in _pieces([head, *parts]) if http.secure else [[head, *parts]]:
+            if http.transport.is_closing():
+                return True
+            http.transport.writelines(piece)
+            if http.flow.write_paused and not await self._left(end):
+                return False
+        if not cycle.disconnected:
+            cycle.response_complete = True
+            cycle.message_event.set()
+            if not cycle.keep_alive:
+                http.transport.close()
+            cycle.on_response()
+        return True
+
+    async def _left(self, end: float) -> bool:
+        """Wait until the transport has sent all it holds; at `end` drop the connection, and say False."""
+        http = self._http
+        for seconds in (end - http.loop.time(), GRACE):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await http.flow.drain()
+                    return True
+        http.transport.abort()  # which the transport does in a later turn of the loop: until then it may still send
+        await http.flow.drain()
+        return False
+
+
+def _pieces(parts: list[Part]) -> Iterator[list[Part]]:
+    """`parts` in pieces: TLS encrypts, at once and into memory of its own, whatever it is given."""
+    if sum(map(len, parts)) <= ENCRYPTED_AT_ONCE:
+        yield parts
+        return
+    for part in parts:
+        for start in range(0, len(part), ENCRYPTED_AT_ONCE):
+            yield [part[start : start + ENCRYPTED_AT_ONCE]]
+
+
+class _State(asyncio.BufferedProtocol):
+    """The transport's protocol in one of the states: how it reads; all else is uvicorn's."""
+
+    def __init__(self, http: HttpProtocol) -> None:
+        self._http = http
+
+    def eof_received(self) -> bool | None:
+        return None  # closes the transport: half a body is no request
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._http.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._http.resume_writing()
+
+
+class _Parsing(_State):
+    """Every read goes through HTTP's parser."""
+
+    def eof_received(self) -> bool | None:
+        return self._http.eof_received()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _SCRATCH
+
+    def buffer_updated(self, nbytes: int) -> None:
+        http = self._http
+        http.barren += nbytes
+        http.data_received(bytes(_SCRATCH[:nbytes]))
+        if http.barren:
+            http.looked_at()
+
+
+class _Receiver(_State):
+    """Every read lands in its place."""
+
+    def __init__(self, http: HttpProtocol, places: Places, received: asyncio.Future[None]) -> None:
+        super().__init__(http)
+        self._places = places
+        self._received = received
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._places.next()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._places.filled(nbytes)
+        if not self._places.full:
+            return
+        http = self._http
+        # The parser still waits for this body: a fresh one takes the next request of the connection.
+        http.parser = _parser(http)
+        http.cycle.more_body = False
+        _switch(http, http.parsing)
+        if not self._received.done():
+            self._received.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._received.done():
+            self._received.set_exception(ConnectionError("the client disconnected"))
+        super().connection_lost(exc)
+
+
+def _parser(http: HttpProtocol) -> httptools.HttpRequestParser:
+    parser = httptools.HttpRequestParser(http)
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own: see its __init__
+    return parser
+
+
+def _switch(http: HttpProtocol, protocol: _State) -> None:
+    """Give the transport another protocol. It takes up how to read when it starts to: so pause, then resume."""
+    http.flow.resume_reading()
+    http.transport.pause_reading()
+    http.transport.set_protocol(protocol)
+    http.transport.resume_reading()

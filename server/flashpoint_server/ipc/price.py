@@ -1,0 +1,36 @@
+"""What a request costs: floating-point operations, and the seconds that it is predicted to take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from flashpoint_kernels.cost import extent_of, flops_of, seconds_of
+from flashpoint_kernels.spec import Spec
+from flashpoint_server.ipc.messages import DeviceInfo
+
+MOST_FLOPS = 1 << 62  # that a message can carry
+
+
+class Price(NamedTuple):
+    """`seconds` are of one core of the CPU, or of the GPU."""
+
+    flops: int
+    seconds: float
+
+
+def price_of(spec: Spec, backend: str, device: DeviceInfo, index: Mapping[str, Any] | None = None) -> Price:
+    """Return the price of a problem: of the lengths in its index tensors, or, without them, the highest it may have."""
+    extent = extent_of(spec, index)
+    flops = spec.flops if index is None else flops_of(spec, extent.pairs)
+    return Price(min(flops, MOST_FLOPS), seconds_of(spec, device.rates[backend], extent))
+
+
+def proof_price(spec: Spec, device: DeviceInfo) -> Price:
+    """Return the price of verifying a problem: a gradient in float64 and in torch's own arithmetic, and the backend's.
+
+    A score costs about as many operations as 64 columns do, however few there are.
+    """
+    columns = spec.head_dim + spec.value_dim
+    flops = min(spec.flops * max(64, columns) // columns, MOST_FLOPS)
+    return Price(flops, 3 * seconds_of(spec, device.rates["reference"], extent_of(spec)))

@@ -1,0 +1,115 @@
+"""Where the tensors of one request lie in its slot: inputs, then outputs, each at a 64-byte aligned place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashpoint_kernels.spec import INDEX_TENSORS, ITEMSIZE, TensorInfo
+from flashpoint_server.ipc.memory import Pool, PoolFullError, Segment, Slot, aligned, size_class
+from flashpoint_server.ipc.messages import Tensor
+from flashpoint_server.ipc.regions import Region
+from flashpoint_server.refusal import Refusal
+
+_NOTHING: Mapping[str, tuple[Region, int]] = {}
+
+
+class Place(NamedTuple):
+    """A tensor's place: `size` bytes from `start` on, within the slot, or within a caller's own `region`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+    region: Region | None = None
+
+
+@dataclass(eq=False)
+class Staging:
+    """A request's memory, from the first byte of its tensors to the last of its answer.
+
+    `regions` are callers' own, where tensors lie that never move. Whoever takes or holds it calls `release` once.
+    """
+
+    slot: Slot
+    inputs: dict[str, Place]
+    outputs: dict[str, Place]
+    regions: tuple[Region, ...]
+
+    @classmethod
+    def take(
+        cls,
+        pool: Pool,
+        inputs: Iterable[tuple[str, TensorInfo]],
+        outputs: Mapping[str, TensorInfo],
+        elsewhere: Mapping[str, tuple[Region, int]] = _NOTHING,
+    ) -> Staging:
+        """Room for the inputs, in this order, and the outputs, but for what lies `elsewhere` already.
+
+        Raises Refusal 429 where there is none, 413 where there never will be.
+        """
+        end = 0
+
+        def place(name: str, info: TensorInfo) -> Place:
+            nonlocal end
+            size = math.prod(info.shape) * ITEMSIZE[info.dtype]
+            if name in elsewhere:
+                region, start = elsewhere[name]
+                return Place(info.dtype, info.shape, start, size, region)
+            start, end = end, aligned(end + size)
+            return Place(info.dtype, info.shape, start, size)
+
+        placed = {name: place(name, info) for name, info in inputs}
+        answers = {name: place(name, info) for name, info in outputs.items()}
+        if size_class(end) > pool.limit:
+            raise Refusal("work_too_large", f"this needs {end} bytes of staging memory where there are {pool.limit}")
+        try:
+            slot = pool.take(end)
+        except PoolFullError as error:
+            raise Refusal("queue_full", str(error)) from None
+        regions = tuple({region for region, _ in elsewhere.values()})
+        for region in regions:
+            region.hold()
+        return cls(slot, placed, answers, regions)
+
+    @property
+    def segments(self) -> tuple[Segment | Region, ...]:
+        """Where the engine finds all that."""
+        return (self.slot.segment, *self.regions)
+
+    def views(self, places: Mapping[str, Place]) -> dict[str, memoryview]:
+        """The bytes of each tensor that lies in the slot."""
+        return {name: self.slot.view(p.start, p.size) for name, p in places.items() if p.region is None}
+
+    def index(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The values of index tensors, which always lie in the slot; empty where there are none."""
+        return {
+            name: np.frombuffer(self.slot.view(p.start, p.size), p.dtype)
+            for name, p in self.inputs.items()
+            if name in INDEX_TENSORS
+        }
+
+    def described(self, places: Mapping[str, Place]) -> list[Tensor]:
+        """The tensors as the engine is told of them: offsets are within the segment."""
+        ours, offset = self.slot.segment.number, self.slot.offset
+        return [
+            Tensor(name, p.dtype, p.shape, ours, offset + p.start)
+            if p.region is None
+            else Tensor(name, p.dtype, p.shape, p.region.number, p.start)
+            for name, p in places.items()
+        ]
+
+    def hold(self) -> None:
+        """One more holder: the engine, while it may write there."""
+        self.slot.hold()
+        for region in self.regions:
+            region.hold()
+
+    def release(self) -> None:
+        self.slot.release()
+        for region in self.regions:
+            region.release()

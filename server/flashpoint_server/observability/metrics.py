@@ -1,0 +1,174 @@
+"""What is counted and timed, for Prometheus.
+
+What each process uses and which versions run is not counted, but looked up at each scrape (observed.py).
+
+One process keeps its own numbers. Several HTTP processes share a directory of memory-mapped files, which the supervisor
+names in PROMETHEUS_MULTIPROC_DIR before it starts them: whoever is scraped answers for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.ipc.messages import DeviceInfo, Done
+from flashpoint_server.observability.observed import build_info, used
+from flashpoint_server.oip.statistics import Statistics
+
+MEDIA_TYPE = CONTENT_TYPE_LATEST
+DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+
+_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+STAGES = ("decode", "queue", "copy_in", "compute", "copy_out", "encode")
+_ENDS = ("answered", "refused", "cancelled")
+_PROCESS_ID = "flashpoint_process_id"
+
+
+class Metrics:
+    """Those of one application. Times are in seconds."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+
+        def counter(name: str, help_: str, *labels: str) -> Counter:
+            return Counter(f"flashpoint_{name}", help_, labels, registry=registry)
+
+        def histogram(name: str, help_: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"flashpoint_{name}", help_, labels, buckets=buckets, registry=registry)
+
+        def gauge(name: str, help_: str, mode: str, *labels: str) -> Gauge:
+            return Gauge(f"flashpoint_{name}", help_, labels, registry=registry, multiprocess_mode=mode)  # type: ignore[arg-type]
+
+        self._requests = counter("requests", "Requests, by how they were answered", "route", "status", "reason")
+        self._by_key = counter("key_requests", "Requests with a key, by its name", "key", "reason")
+        self._seconds = histogram("request_seconds", "From a request's head to its end", _SECONDS, "route")
+        self._accepted = counter("accepted", "Requests for compute that were let in")
+        ended = counter("ended", "Requests for compute that were let in and are over", "how")
+        self._ended = {how: ended.labels(how) for how in _ENDS}
+        self._bytes_in = counter("received_bytes", "Bytes of bodies received")
+        self._bytes_out = counter("sent_bytes", "Bytes of bodies sent")
+        stage = histogram("stage_seconds", "Parts of an answered request's way", _SECONDS, "stage")
+        self._stages = {name: stage.labels(name) for name in STAGES}
+
+        self._batch_size = histogram("batch_size", "Requests in one launch", (1, 2, 4, 8, 16, 32, 64, 128))
+        tenths = tuple(tenth / 10 for tenth in range(1, 11))
+        self._batch_fill = histogram("batch_fill", "Part of its budget that a launch used", tenths)
+        self._padding = counter("padding_saved_flops", "FLOPs that padding to the longest sequence would have added")
+        self._flops = counter("compute_flops", "FLOPs computed", "backend")
+        self._compute = counter("compute_seconds", "Seconds of launches, copies left out", "backend")
+        self._speed = gauge("kernel_tflops", "TFLOP/s of the last launch", "mostrecent")
+        self._memory = gauge("device_memory_bytes", "Of the device's memory, held by its engine", "mostrecent")
+        self._restarts = counter("engine_restarts", "Engines lost, and replaced")
+        self._splits = counter("out_of_memory_splits", "Batches cut in two for want of memory")
+
+        self._queue = {
+            "requests": gauge("queue_requests", "Requests inside: arriving, waiting, running, leaving", "livesum"),
+            "bytes": gauge("queue_bytes", "Bytes of the tensors of those", "livesum"),
+            "flops": gauge("queue_flops", "FLOPs of those", "livesum"),
+            "seconds": gauge(
+                "queue_predicted_seconds", "Seconds of computing that those are predicted to take", "livesum"
+            ),
+            "oldest_seconds": gauge(
+                "queue_oldest_seconds", "Longest wait of those for an answer, from the end of the body on", "livemax"
+            ),
+            "staging_slots": gauge("staging_slots", "Slots of staging memory that requests hold", "livesum"),
+        }
+        self._ready = gauge("ready", "1 while new work is taken, as GET /health/ready says, else 0", "livemin")
+        self._processes = gauge("process_id", "Process ids of the service's processes", "livemostrecent", "process")
+        self._dropped = counter("log_lines_dropped", "Lines of the log that nobody read in time", "process")
+        self.models = Statistics(registry)
+
+    def ended(self, exchange: Exchange, route: str, seconds: float) -> None:
+        """A request is over, answered or not."""
+        self._requests.labels(route, str(exchange.status), exchange.code or "ok").inc()
+        if exchange.caller is not None and exchange.caller.name:
+            self._by_key.labels(exchange.caller.name, exchange.code or "ok").inc()
+        self._seconds.labels(route).observe(seconds)
+        self._bytes_in.inc(exchange.bytes_in)
+        self._bytes_out.inc(exchange.bytes_out)
+
+    def accepted(self) -> None:
+        """A request for compute was let in: `left` will be said of it once."""
+        self._accepted.inc()
+
+    def left(self, how: str) -> None:
+        """`how`: answered, refused or cancelled."""
+        self._ended[how].inc()
+
+    def took(self, stages: Mapping[str, float]) -> None:
+        """Seconds by stage, of an answered request; a stage that it did not have is not counted."""
+        for name, seconds in stages.items():
+            if seconds:
+                self._stages[name].observe(seconds)
+
+    def computed(self, done: Done) -> None:
+        backend = done.metadata["backend"]
+        self._memory.set(done.memory)
+        if (batch := done.batch) is None:
+            return
+        seconds = max(done.ended - done.began - done.copy_in - done.copy_out, 1e-9)
+        self._batch_size.observe(done.batch_size)
+        self._batch_fill.observe(batch.fill)
+        self._padding.inc(batch.padding)
+        self._flops.labels(backend).inc(batch.flops)
+        self._compute.labels(backend).inc(seconds)
+        self._speed.set(batch.flops / seconds / 1e12)
+        self._splits.inc(batch.splits)
+
+    def engine_lost(self) -> None:
+        self._restarts.inc()
+
+    def queue(self, **now: float) -> None:
+        """Set what is inside, and `oldest_seconds`, the age of the oldest of that."""
+        for name, value in now.items():
+            self._queue[name].set(value)
+
+    def ready(self, ready: bool) -> None:
+        """Set whether this process takes new work."""
+        self._ready.set(ready)
+
+    def process(self, name: str, pid: int) -> None:
+        """Set the id of a process, 0 while it does not run."""
+        self._processes.labels(name).set(pid)
+
+    def dropped(self, process: str, lines: int) -> None:
+        """Count lines of a process's log that were dropped; with 0, the metric is there before the first is."""
+        self._dropped.labels(process).inc(lines)
+
+    def families(self) -> Iterable[Metric]:
+        """What /metrics of this process alone has, as prometheus_client collects it."""
+        return itertools.chain(self._registry.collect(), [build_info(None)], used({"http-0": os.getpid()}))
+
+    def exposition(self, device: DeviceInfo | None) -> bytes:
+        """What all HTTP processes count, and what is looked up now, in Prometheus' text format."""
+        counted = list(self.everywhere().collect())
+        ids = (sample for family in counted if family.name == _PROCESS_ID for sample in family.samples)
+        processes = {sample.labels["process"]: int(sample.value) for sample in ids if sample.value}
+        registry = CollectorRegistry()
+        registry.register(_Collected([*counted, build_info(device), *used(processes)]))
+        return generate_latest(registry)
+
+    def everywhere(self) -> CollectorRegistry:
+        """What all HTTP processes count."""
+        registry = self._registry
+        if DIRECTORY in os.environ:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return registry
+
+
+class _Collected(Collector):
+    """Families that have been collected, as `generate_latest` takes them."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

@@ -1,0 +1,52 @@
+"""What is looked up whenever somebody asks: the versions of the software, and what each process uses."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
+
+from prometheus_client import Metric, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily
+
+from flashpoint_server.ipc.messages import DeviceInfo
+
+_LIBRARIES = ("torch", "triton", "numpy", "fastapi", "uvicorn")
+_OF_BUILD = ("python", "torch", "triton")
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that are installed. Imports none of them."""
+    found = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def build_info(device: DeviceInfo | None) -> Metric:
+    """Return the metric that says what runs; without a device before the engine is ready."""
+    labels = {"version": version("flashpoint")} | {name: versions().get(name, "") for name in _OF_BUILD}
+    labels |= {"device": device.name, "title": device.title} if device else {"device": "", "title": ""}
+    what = "Versions and device of the service, as labels"
+    family = GaugeMetricFamily("flashpoint_build_info", what, labels=list(labels))
+    family.add_metric(list(labels.values()), 1)
+    return family
+
+
+def used(processes: Mapping[str, int]) -> Iterable[Metric]:
+    """Return processor time, memory and descriptors of each process, by its name, from /proc; its id is the value.
+
+    prometheus_client reads those of one process, and has no label to tell several apart.
+    """
+    families: dict[str, Metric] = {}
+    for name, pid in processes.items():
+        for found in ProcessCollector(pid=partial(int, pid), registry=None).collect():
+            family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+            for sample in found.samples:
+                family.add_sample(sample.name, {"process": name}, sample.value)
+    return families.values()

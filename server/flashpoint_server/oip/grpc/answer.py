@@ -1,0 +1,90 @@
+"""A ModelInferResponse: its head, and behind it the tensors, from the memory that they were computed into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashpoint_server.formats.codec import Codec
+from flashpoint_server.formats.encode import Part
+from flashpoint_server.ipc.job import Answer, AttentionJob
+from flashpoint_server.ipc.regions import Shared
+from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
+from flashpoint_server.oip.grpc import protos
+from flashpoint_server.oip.grpc.framing import before
+from flashpoint_server.oip.grpc.request import CONTENTS
+from flashpoint_server.oip.head import Wanted
+
+RAW_OUTPUTS = 6  # the field of the tensors' bytes
+
+_ModelInferResponse = protos.message("inference.ModelInferResponse")
+
+
+class _Output(NamedTuple):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shared: Shared | None
+
+
+class _About(NamedTuple):
+    model: str
+    version: str
+    identity: str
+    metadata: tuple[tuple[str, Any], ...]
+
+
+async def encode(
+    model: str, version: str, identity: str, wanted: Sequence[Wanted], job: AttentionJob, answer: Answer, codec: Codec
+) -> list[Part]:
+    """The parts, in order."""
+    places = job.staging.outputs
+    views = job.staging.views(places)
+    outputs = tuple(_Output(o.name, places[o.name].dtype, places[o.name].shape, o.shared) for o in wanted)
+    about = _About(model, version, identity, tuple(answer.metadata.items()))
+    here = [o for o in wanted if not o.shared]
+    if numbers := {o.name: _array(places[o.name], views[o.name]) for o in here if not o.binary}:
+        return [await codec.run(job.deadline, _head_with, about, outputs, numbers)]
+    parts: list[Part] = [_head_with(about, outputs, {}) if identity else _head(about, outputs)]
+    for output in wanted if here else ():  # those elsewhere have their place, too, and are empty
+        view = b"" if output.shared else views[output.name]
+        parts += [before(RAW_OUTPUTS, len(view)), view]
+    return parts
+
+
+def _array(place: Any, view: memoryview) -> NDArray[Any]:
+    return np.frombuffer(view, numpy_dtype(place.dtype))
+
+
+@lru_cache(256)
+def _head(about: _About, outputs: tuple[_Output, ...]) -> bytes:
+    """Kept where it has no id, which is another each time: a model's answers are of few shapes."""
+    return _head_with(about, outputs, {})
+
+
+def _head_with(about: _About, outputs: tuple[_Output, ...], numbers: Mapping[str, NDArray[Any]]) -> bytes:
+    message = _ModelInferResponse(model_name=about.model, model_version=about.version, id=about.identity)
+    for name, value in about.metadata:
+        _say(message.parameters[name], value)
+    for output in outputs:
+        entry = message.outputs.add(name=output.name, datatype=DATATYPE_OF[output.dtype], shape=output.shape)
+        if output.shared is not None:
+            _say(entry.parameters["shared_memory_region"], output.shared.region)
+            _say(entry.parameters["shared_memory_byte_size"], output.shared.size)
+            _say(entry.parameters["shared_memory_offset"], output.shared.offset)
+        elif output.name in numbers:
+            getattr(entry.contents, CONTENTS[output.dtype]).extend(numbers[output.name].tolist())
+    return bytes(message.SerializeToString())
+
+
+def _say(parameter: Any, value: str | int) -> None:
+    if isinstance(value, str):
+        parameter.string_param = value
+    elif value < 1 << 63:
+        parameter.int64_param = value
+    else:  # a seed may take all of 64 bits
+        parameter.uint64_param = value

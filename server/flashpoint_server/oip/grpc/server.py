@@ -1,0 +1,234 @@
+"""The port for gRPC, and what is between it and the application: metadata are header fields, a message is a body.
+
+Methods take a stream, of which a unary call is the shortest: so a message is read when its route wants it and there is
+memory for it (arrivals.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.aio
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import DecodeError
+from starlette.types import ASGIApp, Message
+
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.envelope import Envelope
+from flashpoint_server.oip.grpc import protos
+from flashpoint_server.oip.grpc.arrivals import LARGEST_MESSAGE, Hold, Memory
+from flashpoint_server.oip.grpc.infer import EXTENSION, PATH, Incoming, InferMethod
+from flashpoint_server.oip.grpc.methods import METHODS, SERVICE, Method
+from flashpoint_server.oip.grpc.statuses import STATUSES
+from flashpoint_server.refusal import Refusal
+from flashpoint_server.service import Service
+
+SMALL_CALLS = 64  # calls that may be inside beside inferences, which the queue's limit bounds: probes must get through
+MOST_DETAILS = 1024  # characters of an error: clients take some KiB of metadata, where each may be three
+_WHOLE = 1  # of compression's algorithms, as bits: none. What is compressed has no bound on what it amounts to
+
+_KEY = "authorization"
+
+Behaviour = Callable[[object, Any], Awaitable[bytes]]
+
+
+class Reply(NamedTuple):
+    """What the application answered; `code` is a refusal's."""
+
+    status: int
+    fields: dict[str, str]
+    body: bytes
+    code: str | None
+
+
+class RpcServer:
+    """gRPC's server, with the application's calls as its methods; `port` is where it listens."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        """Raises OSError where it cannot listen."""
+        settings = self._settings = service.settings
+        memory = Memory(settings, service.keys.locked, service.counts.arriving, lambda: service.counts.requests.total)
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", memory.largest),
+                ("grpc.http2.bdp_probe", 0),  # else some MiB come of each message before it is read
+                ("grpc.max_send_message_length", LARGEST_MESSAGE),
+                ("grpc.compression_enabled_algorithms_bitset", _WHOLE),
+                ("grpc.so_reuseport", int(settings.workers > 1)),
+            ],
+            maximum_concurrent_rpcs=settings.queue_limit + SMALL_CALLS,
+        )
+        infer = _infer(Envelope(InferMethod(service), {PATH}, service.metrics, service.traces), memory)
+        for name, methods in METHODS.items():
+            classes = protos.methods(name)
+            behaviours = {
+                method: _small(app, service, memory, asked, *classes[method]) for method, asked in methods.items()
+            }
+            if name == SERVICE:
+                behaviours[PATH.rpartition("/")[2]] = infer
+            handlers = {method: grpc.stream_unary_rpc_method_handler(take) for method, take in behaviours.items()}
+            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        address = f"{host}:{settings.grpc_port}"
+        try:
+            self.port: int = self._listen(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}") from error
+
+    def _listen(self, address: str) -> int:
+        if self._settings.tls_cert is None:
+            return int(self._server.add_insecure_port(address))
+        self.reload()
+        mutual = self._settings.tls_client_ca is not None
+        credentials = grpc.dynamic_ssl_server_credentials(self._certificate, lambda: self._certificate, mutual)
+        return int(self._server.add_secure_port(address, credentials))
+
+    def reload(self) -> None:
+        """Read the certificate, which is valid, for the connections that are to come."""
+        settings = self._settings
+        assert settings.tls_cert is not None
+        cert, key = settings.tls_cert.read_bytes(), (settings.tls_key or settings.tls_cert).read_bytes()
+        ca = settings.tls_client_ca.read_bytes() if settings.tls_client_ca is not None else None
+        self._certificate = grpc.ssl_server_certificate_configuration([(key, cert)], ca)
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self, seconds: float) -> None:
+        """Answer what has `seconds` to be answered, and end the rest."""
+        await self._server.stop(seconds)
+
+
+def _infer(app: ASGIApp, memory: Memory) -> Behaviour:
+    async def behaviour(_: object, context: Any) -> bytes:
+        incoming = Incoming.within(_reader(context), _hold(memory, counted=True), context.time_remaining())
+        reply = await _ask(app, context, "POST", PATH, extension=incoming)
+        return await _answered(reply, context)
+
+    return behaviour
+
+
+def _small(app: ASGIApp, service: Service, memory: Memory, method: Method, asked: Any, answered: Any) -> Behaviour:
+    """Of a method whose message comes within the body's timeout, because who asks for health needs no key."""
+
+    async def behaviour(_: object, context: Any) -> bytes:
+        hold = _hold(memory, owner=_owner(service, context))
+        try:
+            came = await hold.read(_reader(context), _size, time.monotonic() + service.settings.body_timeout)
+            message = asked.FromString(came or b"")
+            path, body = method.path(message), method.body(message)
+        except TimeoutError:
+            await _end(context, "DEADLINE_EXCEEDED", "the message came too slowly")
+        except DecodeError:
+            await _end(context, "INVALID_ARGUMENT", f"the message is no {asked.DESCRIPTOR.name}")
+        except Refusal as refusal:
+            await _end(context, STATUSES[refusal.code], refusal.detail)
+        reply = await _ask(app, context, method.verb, path, body)
+        if reply.status == 503 and method.unready is not None:
+            document = method.unready
+        else:
+            document = method.answer(json.loads(await _answered(reply, context)))
+        return bytes(ParseDict(document, answered(), ignore_unknown_fields=True).SerializeToString())
+
+    return behaviour
+
+
+def _hold(memory: Memory, **what: Any) -> Hold:
+    """What this call holds, until its answer is sent. gRPC runs a call, that included, as one task."""
+    hold = Hold(memory, **what)
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(lambda _: hold.release())
+    return hold
+
+
+def _reader(context: Any) -> Callable[[], Awaitable[bytes | None]]:
+    """Read a message; None where none comes. gRPC's iterator would keep it until the garbage collector runs."""
+
+    async def read() -> bytes | None:
+        message = await context.read()
+        return None if message is grpc.aio.EOF else message
+
+    return read
+
+
+def _owner(service: Service, context: Any) -> str:
+    """The name of the call's key, '' where it has none that is known: such a call is refused later, if it needs one."""
+    if not service.keys.locked:
+        return ""
+    try:
+        return service.keys.find({name: value for name, value in context.invocation_metadata() if name == _KEY}).name
+    except Refusal:
+        return ""
+
+
+def _size(message: bytes | None) -> int:
+    return len(message or b"")
+
+
+async def _ask(
+    app: ASGIApp, context: Any, verb: str, path: str, body: bytes = b"", extension: Incoming | None = None
+) -> Reply:
+    """What the application answers to a call. Raises CancelledError where nobody waits for it any more."""
+    parts: list[bytes] = []
+    begun: Message = {}
+    came = [body] if extension is None else []  # such a route reads its message itself
+
+    async def receive() -> Message:
+        if came:
+            return {"type": "http.request", "body": came.pop(), "more_body": False}
+        await asyncio.get_running_loop().create_future()  # who goes has this task cancelled
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            begun.update(message)
+        else:
+            parts.append(message.get("body", b""))
+
+    metadata = [(name, value) for name, value in context.invocation_metadata() if isinstance(value, str)]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "2",
+        "method": verb,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in metadata],
+        "client": None,
+        "server": None,
+        "extensions": {EXTENSION: extension},
+    }
+    await app(scope, receive, send)
+    exchange = Exchange.of(scope)
+    if not begun:  # nothing was answered
+        raise asyncio.CancelledError
+    fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in begun["headers"]}
+    return Reply(begun["status"], fields, b"".join(parts), exchange.code)
+
+
+async def _answered(reply: Reply, context: Any) -> bytes:
+    """The answer's body; a refusal ends the call. What header fields say beside that goes behind it, as metadata."""
+    beside = {name: value for name, value in reply.fields.items() if not name.startswith(("content-", "connection"))}
+    context.set_trailing_metadata(tuple(beside.items()))
+    if reply.status != 200:
+        said = json.loads(reply.body)
+        detail = said.get("detail") or said.get("error")
+        await _end(context, STATUSES[reply.code or "internal_error"], detail, context.trailing_metadata())
+    return reply.body
+
+
+async def _end(context: Any, status: str, detail: str, beside: tuple[tuple[str, str], ...] = ()) -> None:
+    """Refuse a call. Raises CancelledError where its caller has gone meanwhile, which else were logged as an error."""
+    try:
+        await context.abort(grpc.StatusCode[status], detail[:MOST_DETAILS], beside)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None

@@ -1,0 +1,200 @@
+"""What FastAPI cannot see of the service: the calls that are plain ASGI, in both encodings, with their errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from flashpoint import jsonwire, wire
+from flashpoint._proof import ANSWERS
+from flashpoint.benchmark_schema import BenchmarkRequest
+from flashpoint.options import AttentionOptions
+from flashpoint.verify_schema import VerifyReport, VerifyRequest
+from flashpoint_kernels.spec import BACKWARD_TENSORS, FORWARD_TENSORS, GRADS, Direction
+from flashpoint_server.oip import schema as oip
+from flashpoint_server.refusal import STATUS
+from flashpoint_server.routes import openapi_examples as examples
+from flashpoint_server.routes.problem_schema import Problem, problems
+
+_TENSORS = {
+    "q": "(B,Hq,Sq,D) in layout bhsd, (B,Sq,Hq,D) in bshd, (Tq,Hq,D) in thd; also (B,S,D) and (S,D), as one head",
+    "k": "(B,Hk,Sk,D), likewise",
+    "v": "(B,Hk,Sk,Dv), likewise",
+    "attn_mask": "booleans (true: attend) or numbers (added to the scaled scores), broadcastable to (B,Hq,Sq,Sk)",
+    "alibi_slopes": "(Hq,) or (B,Hq)",
+    "sinks": "(Hq,): one more logit a head in the softmax's denominator",
+    "q_lengths": "(B,): valid queries of padded sequences",
+    "kv_lengths": "(B,): valid keys of padded sequences",
+    "cu_seqlens_q": "(n+1,): where sequences begin in Tq, in layout thd",
+    "cu_seqlens_k": "(n+1,): where sequences begin in Tk, in layout thd",
+    "do": "the gradient of o, of o's shape",
+    "dlse": "the gradient of lse, of its shape",
+    "o": "the forward's answer; with it and lse the forward is not run again",
+    "lse": "(B,Hq,Sq), in layout thd (Hq,Tq)",
+    "dq": "of q's shape",
+    "dk": "of k's shape",
+    "dv": "of v's shape",
+    "dattn_mask": "of attn_mask's own shape",
+    "dsinks": "(Hq,)",
+}
+_HEADERS = {
+    "X-Request-Id": "echoed, or made",
+    "X-Backend": "the backend that ran",
+    "X-Batch-Size": "requests that ran in the same launch",
+    "Server-Timing": "decode, queue, compute and encode in milliseconds",
+}
+_SUMMARY = {"forward": "Attention", "backward": "Gradients of attention"}
+_ERRORS = sorted({status for code, status in STATUS.items() if code not in ("not_found", "method_not_allowed")})
+_KEYS: list[dict[str, list[str]]] = [{}, {"bearer": []}]  # a key where the server has keys
+
+
+def install(app: FastAPI, paths: dict[str, Direction]) -> None:
+    """Make `app.openapi` describe `paths` and /verify too, and what the other routes refer to."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        if "JsonTensor" not in schemas:
+            _add_schemas(schemas)
+            document["components"].setdefault("securitySchemes", {})["bearer"] = {"type": "http", "scheme": "bearer"}
+            for path, direction in paths.items():
+                document["paths"][path] = {"post": _operation(direction)}
+            document["paths"]["/verify"] = {"post": _verification()}
+            oip.add(document)
+            for operation in (each for path in document["paths"].values() for each in path.values()):
+                if "401" in operation["responses"]:
+                    operation["security"] = _KEYS
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend it
+
+
+def _add_schemas(schemas: dict[str, Any]) -> None:
+    number = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+    integer = {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}
+    for kind, element in (("Tensor", number), ("Booleans", {"type": "boolean"}), ("Integers", integer)):
+        rows = {"$ref": f"#/components/schemas/{kind}Rows"}
+        schemas[f"{kind}Rows"] = {"type": "array", "items": {"anyOf": [element, rows]}}
+        schemas[f"Json{kind}"] = _json_tensor(element, rows)
+    options = AttentionOptions.model_json_schema()["properties"]
+    dtype = {"enum": list(jsonwire.DTYPES), "default": "float32", "description": "of q, k, v, do and o"}
+
+    def request(names: tuple[str, ...], needed: list[str]) -> dict[str, Any]:
+        properties = {**_tensors(names), "dtype": dtype, **options}
+        return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
+
+    schemas["AttentionRequest"] = request(FORWARD_TENSORS, ["q", "k", "v"])
+    schemas["AttentionGradRequest"] = request(BACKWARD_TENSORS, ["q", "k", "v", "do"])
+    judged = tuple(name for name in ANSWERS if name not in BACKWARD_TENSORS)
+    schemas["VerifyTensors"] = request((*BACKWARD_TENSORS, *judged), ["q", "k", "v"])
+    models: tuple[type[BaseModel], ...] = (VerifyRequest, VerifyReport, BenchmarkRequest, Problem)
+    for model in models:
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}", mode="validation")
+        schemas.update(schema.pop("$defs", {}))
+        schemas[model.__name__] = schema
+
+    def answer(names: tuple[str, ...], needed: list[str]) -> dict[str, Any]:
+        said = {
+            "dtype": {"enum": list(jsonwire.DTYPES), "description": "of the tensors that have their input's"},
+            "backend": {"type": "string", "description": "the backend that ran"},
+            "dropout_seed": {"type": "integer", "description": "where dropout ran"},
+        }
+        properties = {**_tensors(names), **said}
+        needed = [*needed, "dtype", "backend"]
+        return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
+
+    schemas["AttentionAnswer"] = answer(("o", "lse"), ["o"])
+    schemas["AttentionGradAnswer"] = answer(GRADS, [])
+
+
+def _json_tensor(element: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+    size = {"type": "integer", "minimum": 0}
+    flat = {
+        "shape": {"type": "array", "items": size, "maxItems": wire.RANK_LIMIT},
+        "data": {"type": "array", "items": element},
+    }
+    return {
+        "description": "Nested lists, row-major, or the flat form, which empty tensors need.",
+        "anyOf": [rows, {"type": "object", "properties": flat, "required": [*flat], "additionalProperties": False}],
+    }
+
+
+def _tensors(names: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in names:
+        kinds = ["JsonIntegers"] if name in jsonwire.INDEX else ["JsonTensor"]
+        if name == "attn_mask":
+            kinds.append("JsonBooleans")
+        references = [{"$ref": f"#/components/schemas/{kind}"} for kind in kinds]
+        one: dict[str, Any] = references[0] if len(references) == 1 else {"anyOf": references}
+        found[name] = {**one, "description": _TENSORS[name]}
+    return found
+
+
+def _verification() -> dict[str, Any]:
+    """The operation of /verify: two kinds of request, one report."""
+    ours = _operation("forward")
+    kinds = [{"$ref": f"#/components/schemas/{name}"} for name in ("VerifyRequest", "VerifyTensors")]
+    content = ours["requestBody"]["content"]
+    content[jsonwire.MEDIA_TYPE] = {"schema": {"oneOf": kinds}, "examples": examples.VERIFY}
+    report = {"schema": {"$ref": "#/components/schemas/VerifyReport"}}
+    del ours["responses"]["406"]  # its answer is JSON, whatever Accept says
+    ours["responses"]["200"] = {"description": "The errors of every tensor", "content": {jsonwire.MEDIA_TYPE: report}}
+    return ours | {
+        "tags": ["proof"],
+        "summary": "How far a backend, or what the caller computed, is from float64",
+        "operationId": "verify",
+    }
+
+
+def _operation(direction: Direction) -> dict[str, Any]:
+    name = "Attention" if direction == "forward" else "AttentionGrad"
+    binary = {
+        "schema": {
+            "type": "string",
+            "format": "binary",
+            "description": "a safetensors file: the tensors by name, each option in `__metadata__` as JSON",
+        }
+    }
+    asked = {
+        "schema": {"$ref": f"#/components/schemas/{name}Request"},
+        "examples": examples.FORWARD if direction == "forward" else examples.BACKWARD,
+    }
+    answered = {"schema": {"$ref": f"#/components/schemas/{name}Answer"}}
+    return {
+        "tags": ["attention"],
+        "summary": _SUMMARY[direction],
+        "operationId": "attention" if direction == "forward" else "attention_grad",
+        "parameters": [
+            _header("X-Timeout-Ms", {"type": "integer", "minimum": 1}, "deadline, in milliseconds"),
+            _header("X-Priority", {"type": "integer", "minimum": 0, "maximum": 9, "default": 0}, "higher runs sooner"),
+            _header(
+                "X-Request-Id",
+                {"type": "string"},
+                "echoed, and found in the log: up to 128 letters, digits and `._:/+=@~-`; anything else is replaced",
+            ),
+        ],
+        "requestBody": {
+            "required": True,
+            "content": {jsonwire.MEDIA_TYPE: asked, wire.MEDIA_TYPE: binary, "application/octet-stream": binary},
+        },
+        "responses": {
+            "200": {
+                "description": "The answer, in the encoding that Accept asks for, else in the request's",
+                "headers": {h: {"schema": {"type": "string"}, "description": text} for h, text in _HEADERS.items()},
+                "content": {
+                    jsonwire.MEDIA_TYPE: answered,
+                    wire.MEDIA_TYPE: binary,
+                    "application/octet-stream": binary,
+                },
+            },
+            **{str(status): response for status, response in problems(*_ERRORS).items()},
+        },
+    }
+
+
+def _header(name: str, schema: dict[str, Any], text: str) -> dict[str, Any]:
+    return {"name": name, "in": "header", "required": False, "schema": schema, "description": text}

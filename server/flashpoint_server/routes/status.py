@@ -1,0 +1,119 @@
+"""GET /health, /health/live, /health/ready, /info and /metrics."""
+
+from __future__ import annotations
+
+import math
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Field
+
+from flashpoint_kernels.spec import MAX_HEAD_DIM
+from flashpoint_kernels.support import SUPPORT
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.observability.metrics import MEDIA_TYPE
+from flashpoint_server.observability.observed import versions
+from flashpoint_server.refusal import Refusal
+from flashpoint_server.routes.problem_schema import problems
+from flashpoint_server.service import Service
+
+PROBES = {"/health", "/health/live", "/health/ready"}
+
+
+class Health(BaseModel):
+    status: str = Field(examples=["ok"])
+
+
+class Overview(Health):
+    """`reason` says why it is not ready."""
+
+    live: bool
+    ready: bool
+    reason: str | None = None
+
+
+class Device(BaseModel):
+    name: str = Field(description="as torch names it", examples=["cuda:0"])
+    title: str = Field(examples=["NVIDIA H200"])
+    memory: int = Field(description="bytes")
+
+
+class Info(BaseModel):
+    """What the server is, and what it does. `device` and `backends` are empty until it is ready."""
+
+    name: str = "flashpoint"
+    version: str
+    versions: dict[str, str] = Field(description="of Python and the libraries that compute and serve")
+    device: Device | None
+    backends: list[str] = Field(description="in the order in which `auto` prefers them")
+    options: dict[str, list[str]] = Field(description="what each backend can do, of the words in `features`")
+    load: dict[str, int] = Field(description="requests that are admitted now, and the bytes of their tensors")
+    limits: dict[str, int] = Field(description="bytes, counts, seconds and milliseconds, as the names say")
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter(tags=["status"])
+
+    @routes.get("/health", summary="Whether the process answers, and whether new work is taken")
+    async def health() -> Overview:
+        """200 while the process answers, ready or not: a balancer asks `/health/ready`, which answers 503 then."""
+        try:
+            service.check_working()
+        except Refusal as refusal:
+            return Overview(status="ok", live=True, ready=False, reason=refusal.detail)
+        return Overview(status="ok", live=True, ready=True)
+
+    @routes.get("/health/live", summary="Whether the process answers")
+    async def live() -> Health:
+        return Health(status="ok")
+
+    @routes.get("/health/ready", summary="Whether new work is taken", responses=problems(503))
+    async def ready() -> Health:
+        """Ready once every backend has agreed with the float64 reference on this device; not while shutting down.
+
+        Nor while the engine's process is stopped, by a signal or a debugger.
+        """
+        service.check_working()
+        return Health(status="ok")
+
+    @routes.get("/info", summary="Versions, device, backends, limits, options", responses=problems(401, 403))
+    async def info(request: Request) -> Info:
+        service.admit(Exchange.of(request.scope), "info")
+        device, settings = service.engine.device, service.settings
+        backends = list(device.backends) if device else []
+        return Info(
+            version=version("flashpoint"),
+            versions=versions(),
+            device=Device(name=device.name, title=device.title, memory=device.memory) if device else None,
+            backends=backends,
+            options={backend: sorted(SUPPORT[backend]) for backend in backends},
+            load={"requests": int(service.counts.requests.total), "bytes": int(service.counts.bytes.total)},
+            limits={
+                "body_bytes": settings.body_limit,
+                "json_bytes": settings.json_limit,
+                "head_bytes": settings.head_limit,
+                "sequences": settings.sequence_limit,
+                "head_dim": MAX_HEAD_DIM,
+                "queue_requests": settings.queue_limit,
+                "queue_bytes": settings.queue_bytes,
+                "queue_flops": settings.queue_flops,
+                "queue_seconds": math.ceil(settings.queue_seconds),
+                "batch_bytes": settings.batch_bytes,
+                "batch_flops": settings.batch_flops,
+                "default_timeout_ms": settings.default_timeout_ms,
+                "max_timeout_ms": settings.max_timeout_ms,
+            },
+        )
+
+    text: dict[int | str, dict[str, Any]] = {
+        200: {"description": "Prometheus' text format", "content": {"text/plain": {}}}
+    }
+
+    @routes.get("/metrics", summary="Prometheus metrics", responses=text | problems(401, 403), response_class=Response)
+    async def metrics(request: Request) -> Response:
+        service.admit(Exchange.of(request.scope), "metrics")
+        service.report()
+        return Response(service.metrics.exposition(service.engine.device), media_type=MEDIA_TYPE)
+
+    return routes

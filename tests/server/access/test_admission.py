@@ -1,0 +1,156 @@
+"""What is let in: requests, bytes and FLOPs at once, and the size of one request."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from flashpoint_kernels.spec import Options, TensorInfo, plan
+from flashpoint_server.access import admission as module
+from flashpoint_server.access.admission import Admission, check_size
+from flashpoint_server.access.limits import Spent
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.ipc.counts import Counts, Shared, clear
+from flashpoint_server.ipc.price import Price
+from flashpoint_server.refusal import STATUS, Refusal
+
+
+def spec(q, k, v, dtype="float32", **options):
+    infos = {"q": TensorInfo(dtype, q), "k": TensorInfo(dtype, k), "v": TensorInfo(dtype, v)}
+    return plan(infos, Options(**options), "forward")
+
+
+def test_requests_and_bytes_are_counted_while_they_are_inside():
+    admission = Admission(Settings(queue_limit=2, queue_bytes=100))
+    with admission.permit(60), admission.permit(40):
+        assert (admission.requests, admission.bytes) == (2, 100)
+        with pytest.raises(Refusal, match="2 requests") as caught, admission.permit(0):
+            pass
+        assert (caught.value.status, caught.value.headers) == (429, {"Retry-After": "1"})
+    assert (admission.requests, admission.bytes) == (0, 0)
+    with admission.permit(60), pytest.raises(Refusal, match="60 bytes"), admission.permit(41):
+        pass
+    with pytest.raises(KeyError), admission.permit(10):
+        raise KeyError
+    assert (admission.requests, admission.bytes) == (0, 0)
+
+
+def test_the_text_of_an_answer_counts_as_bytes_too():
+    admission = Admission(Settings(queue_bytes=100))
+    with admission.permit(60) as first, admission.permit(20) as second:
+        second.grow(20)
+        with pytest.raises(Refusal, match="hold 100 bytes, and this one needs 1"):
+            first.grow(1)
+    assert admission.bytes == 0
+    with admission.permit(60) as alone:
+        alone.grow(1000)
+
+
+def test_flops_and_predicted_seconds_are_counted_once_they_are_known():
+    admission = Admission(Settings(queue_flops=100, queue_seconds=10))
+    with admission.permit(0) as first, admission.permit(0) as second:
+        first.charge(Price(60, 6.0))
+        assert (admission.flops, admission.seconds) == (60, 6.0)
+        with pytest.raises(Refusal, match="60 FLOPs, and this one 41") as caught:
+            second.charge(Price(41, 0.1))
+        assert caught.value.status == 429
+        with pytest.raises(Refusal, match=r"take 6 s of a core, and this one 4\.1 s"):
+            second.charge(Price(40, 4.1))
+        second.charge(Price(40, 4.0))
+    assert (admission.flops, admission.seconds) == (0, 0)
+    with admission.permit(0) as alone:
+        alone.charge(Price(1000, 100.0))
+
+
+def test_the_longest_wait_is_of_the_requests_that_wait_for_the_service_alone(monkeypatch):
+    """Not of those whose body still comes, or whose answer leaves: these have no beginning of their wait."""
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    admission = Admission(Settings())
+    waits = {"first": None, "second": 998.0}
+    with admission.permit(0, None, lambda: waits["first"]), admission.permit(0, None, lambda: waits["second"]):
+        assert admission.oldest_seconds == 2
+        waits["first"] = 993.0
+        assert admission.oldest_seconds == 7
+        waits["first"] = None
+        assert admission.oldest_seconds == 2
+    assert admission.oldest_seconds == 0
+
+
+def test_alone_a_request_of_any_size_is_let_in():
+    with Admission(Settings(queue_bytes=100)).permit(1000):
+        pass
+
+
+def test_the_least_memory_of_a_request():
+    s = spec((1, 2, 10, 8), (1, 2, 20, 8), (1, 2, 20, 4))
+    tensors = 4 * (2 * 10 * 8 + 2 * 20 * 8 + 2 * 20 * 4 + 2 * 10 * 4)
+    assert s.footprint == tensors
+
+
+def test_an_empty_tensor_hides_no_cost():
+    huge = spec((1, 1, 1 << 20, 1), (1, 1, 0, 1), (1, 1, 0, 1 << 20))
+    assert huge.input_bytes < 1 << 23
+    with pytest.raises(Refusal) as caught:
+        check_size(huge, memory=1 << 40, sequence_limit=10)
+    assert (caught.value.status, caught.value.code) == (413, "work_too_large")
+    empty = spec((1, 1 << 30, 0, 8), (1, 1, 5, 8), (1, 1, 5, 8))
+    assert empty.output_bytes == 0
+    with pytest.raises(Refusal):
+        check_size(empty, memory=1 << 34, sequence_limit=10)
+
+
+def test_sequences_are_limited():
+    many = spec((11, 1, 1, 8), (11, 1, 1, 8), (11, 1, 1, 8))
+    check_size(many, memory=1 << 30, sequence_limit=11)
+    with pytest.raises(Refusal, match="11 sequences"):
+        check_size(many, memory=1 << 30, sequence_limit=10)
+
+
+def test_a_problem_document_is_complete_for_every_code():
+    for code, status in STATUS.items():
+        document = Refusal(code, "because").document("an-id")
+        assert (document["status"], document["code"], document["request_id"]) == (status, code, "an-id")
+        assert document["title"]
+        assert ("Retry-After" in Refusal(code, "because").headers) == (status in (429, 503))
+
+
+def shared(tmp_path, process, **settings):
+    counts = Counts(Shared(tmp_path, process, 3))
+    return Admission(Settings(**settings), counts), counts
+
+
+def test_limits_hold_over_all_processes_together(tmp_path):
+    """Requests, bytes, FLOPs and seconds of three processes count as one sum, and what has left counts no more."""
+    limits = {"queue_limit": 3, "queue_bytes": 100, "queue_flops": 100, "queue_seconds": 10}
+    (one, counts), (two, _), (three, _) = (shared(tmp_path, n, **limits) for n in range(3))
+    with one.permit(60) as first, two.permit(30) as second:
+        with pytest.raises(Refusal, match="hold 90 bytes, and this one needs 11"):
+            three.permit(11)
+        with three.permit(10), pytest.raises(Refusal, match="3 requests"):
+            one.permit(0)
+        first.charge(Price(60, 6.0))
+        with pytest.raises(Refusal, match="60 FLOPs, and this one 41"):
+            second.charge(Price(41, 0.0))
+        with pytest.raises(Refusal, match=re.escape("take 6 s of a core, and this one 4.1 s")):
+            second.charge(Price(0, 4.1))
+        second.charge(Price(40, 4.0))
+        assert (counts.requests.total, counts.bytes.total, counts.flops.total, counts.seconds.total) == (2, 90, 100, 10)
+        assert (two.requests, two.bytes, two.flops, two.seconds) == (1, 30, 40, 4.0)
+    assert (counts.requests.total, counts.bytes.total, counts.flops.total, counts.seconds.total) == (0, 0, 0, 0)
+    with three.permit(1000) as alone:
+        alone.charge(Price(1000, 100.0))
+
+
+def test_what_a_process_that_died_had_inside_counts_no_more(tmp_path):
+    """The supervisor clears its columns, in every file; and a successor that starts before that clears its own."""
+    (one, _), (two, counts) = (shared(tmp_path, n, queue_bytes=100) for n in range(2))
+    spent = [Spent("alice", Shared(tmp_path, n)) for n in range(2)]
+    for number in range(2):
+        spent[number].inside[number] = 3
+    one.permit(60).charge(Price(7, 1.0))
+    two.permit(40)
+    clear(tmp_path, 0)
+    assert (counts.requests.total, counts.bytes.total, counts.flops.total, counts.seconds.total) == (1, 40, 0, 0)
+    assert list(spent[1].inside[:3]) == [0, 3, 0]
+    _, successor = shared(tmp_path, 1)
+    assert (successor.requests.total, successor.bytes.total) == (0, 0)

@@ -1,0 +1,175 @@
+"""The torch side of the engine: tensors in shared memory, and the check that a backend must pass before it serves."""
+
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+import torch
+
+from flashpoint_kernels import tiled
+from flashpoint_kernels.spec import Options
+from flashpoint_server.engine.device import (
+    NO_COPIES,
+    Device,
+    DeviceLostError,
+    OutOfMemoryError,
+    Placed,
+    check,
+    may_pass,
+    spec_of,
+)
+from flashpoint_server.ipc.messages import DeviceInfo, Submit, Tensor, pack_options
+from flashpoint_server.refusal import Refusal
+
+
+@pytest.fixture(scope="module")
+def device():
+    return Device.open("cpu")
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def submit(inputs, outputs, room=1 << 16, **options):
+    """A forward job and the memory that holds its inputs and has room for its outputs, 64 bytes apart."""
+    memory = mmap.mmap(-1, room)
+    placed, at = [], 0
+    for name, array in inputs.items():
+        memory[at : at + array.nbytes] = array.tobytes()
+        placed.append(Tensor(name, array.dtype.name, array.shape, 0, at))
+        at += -(-array.nbytes // 64) * 64
+    made = []
+    for name, shape in outputs.items():
+        made.append(Tensor(name, "float32", shape, 0, at))
+        at += 4 * int(np.prod(shape))
+    packed = pack_options(Options(**options))
+    job = Submit(0, "an-id", "forward", packed, "tiled", 0, placed, made, 0, 0, 0.0, 0.0, None)
+    return Placed(job, spec_of(job), {0: memory})
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="device cuda:3 is asked for, and torch finds no CUDA device"):
+        Device.open("cuda:3")
+
+
+def test_answers_are_written_where_they_are_wanted(device):
+    q = np.random.default_rng(0).standard_normal((1, 2, 3, 8), np.float32)
+    job = submit({"q": q, "k": q, "v": q}, {"o": q.shape, "lse": q.shape[:3]}, return_lse=True)
+    assert device.launch([job]) == ([None], NO_COPIES)
+    o, lse = (
+        np.frombuffer(job.memory[0], np.float32, int(np.prod(t.shape)), t.offset).reshape(t.shape)
+        for t in job.submit.outputs
+    )
+    scores = torch.from_numpy(q @ q.swapaxes(-1, -2)).double() / 8**0.5
+    np.testing.assert_allclose(o, torch.softmax(scores, -1).numpy() @ q, atol=1e-6)
+    np.testing.assert_allclose(lse, torch.logsumexp(scores, -1).numpy(), atol=1e-6)
+
+
+def test_every_byte_of_a_bool_but_0_is_true(device):
+    """A caller may send any byte; a bool that is neither 0 nor 1 is undefined behaviour in compiled code."""
+    q, v = np.zeros((1, 8), np.float32), np.arange(32, dtype=np.float32).reshape(4, 8)
+    mask = np.array([[0, 1, 2, 255]], np.uint8).view(bool)
+    job = submit({"q": q, "k": np.zeros_like(v), "v": v, "attn_mask": mask}, {"o": (1, 8)})
+    device.launch([job])
+    (o,) = job.submit.outputs
+    np.testing.assert_allclose(np.frombuffer(job.memory[0], np.float32, 8, o.offset), v[1:].mean(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_backend_that_computes_wrongly_is_not_served(device, direction, monkeypatch):
+    """As after a miscompilation: one element in one answer is off by a hundredth."""
+    compute = getattr(tiled, direction)
+
+    def miscompiled(problems):
+        compute(problems)
+        next(reversed(problems[0].outputs.values())).view(-1)[-1] += 0.01
+
+    monkeypatch.setattr(tiled, direction, miscompiled)
+    with pytest.raises(RuntimeError, match="the tiled backend disagrees with the reference on cpu"):
+        device.prove()
+
+
+def test_index_tensors_that_do_not_fit_are_422(device):
+    q = np.zeros((2, 1, 3, 8), np.float32)
+    job = submit({"q": q, "k": q, "v": q, "kv_lengths": np.array([1, 4])}, {"o": q.shape})
+    with pytest.raises(Refusal) as caught:
+        check(job)
+    assert caught.value.status == 422
+    assert [field for field, _ in caught.value.errors] == ["kv_lengths"]
+
+
+class Gpu(Device):
+    """What a device with a GPU does about it, where there is none: `works` stands in for what CUDA says."""
+
+    def __init__(self, works):
+        super().__init__(DeviceInfo("cuda:0", "none", 0, ("triton",), 1.0))
+        self.works = works
+
+    def lost(self):
+        return not self.works
+
+
+@pytest.mark.parametrize(
+    ("said", "works", "kind"),
+    [
+        ("CUDA error: an illegal memory access was encountered", False, DeviceLostError),
+        ("Triton Error [CUDA]: an illegal memory access was encountered", False, DeviceLostError),
+        ("CUDA error: invalid configuration argument", True, RuntimeError),
+        ("CUDA error: out of memory", True, OutOfMemoryError),
+        ("Triton Error [CUDA]: out of memory", True, OutOfMemoryError),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True, OutOfMemoryError),
+        ("mat1 and mat2 shapes cannot be multiplied", False, RuntimeError),
+    ],
+)
+def test_a_device_is_lost_only_where_nothing_works_any_more(said, works, kind, device, monkeypatch):
+    """By asking it: what CUDA refuses of one call, in the very same words, is no reason to end an engine."""
+
+    def fail(*_):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr("flashpoint_server.engine.device.run_part", fail)
+    with pytest.raises((RuntimeError, DeviceLostError, OutOfMemoryError)) as caught:
+        Gpu(works).run(None, "triton")
+    assert caught.type is kind
+
+
+def test_what_keeps_a_gpu_from_starting_may_pass():
+    for said in ("CUDA error: all CUDA-capable devices are busy or unavailable", "CUDA error: out of memory"):
+        assert may_pass(RuntimeError(said))
+    assert not may_pass(RuntimeError("device cuda:3 is asked for, and torch finds no CUDA device"))
+
+
+COMPILE = """
+import numpy as np
+from tests.server.engine.test_device import submit
+from flashpoint_kernels.triton_backend import ahead
+from flashpoint_server.engine.device import Device
+from flashpoint_server.ipc.messages import DeviceInfo
+
+ahead.pretend(90)
+device = Device(DeviceInfo("cpu", "an sm_90 for who compiles", 0, ("triton",), 1.0))
+device.is_cpu = False
+shapes = {"q": (1, 2, 9, 16), "k": (1, 1, 2000, 16), "v": (1, 1, 2000, 16)}
+tensors = {n: np.zeros(s, np.float32) for n, s in shapes.items()} | {"attn_mask": np.ones((9, 2000), bool)}
+job = submit(tensors, {"o": shapes["q"]}, room=1 << 20)._replace(memory={})
+found = device.compile(job)
+assert found is not None
+found.result()
+assert device.compile(job) is None
+"""
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_for_a_job_whose_tensors_nobody_reads(tmp_path):
+    """Without the memory that they lie in: a request that waits for its kernels copies nothing to the GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment | {"TRITON_CACHE_DIR": str(tmp_path)})

@@ -1,0 +1,223 @@
+"""The process that reads and writes JSON: deadlines, calls given up, its loss, and a system without resources."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import time
+
+import numpy as np
+import psutil
+import pytest
+import uvloop
+
+from flashpoint import jsonwire
+from flashpoint_server.formats.codec import Codec
+from flashpoint_server.ipc.memory import Pool, PoolFullError
+from flashpoint_server.refusal import Refusal
+from tests.support.held import hold
+
+TEXT = jsonwire.encode({"q": np.ones((2, 2), np.float32)}, {})
+PATIENCE = 240  # seconds; only there to end a hang
+BRIEFLY = 0.05  # seconds; a deadline that passes while another call is held, or the call itself
+
+
+@contextlib.contextmanager
+def no_descriptors():
+    """Inside, this process can open no more files than are open."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(fd) for fd in os.listdir("/proc/self/fd")[:-1])  # the last one is that of the listing
+    fillers = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, before[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                fillers.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for fd in fillers:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def no_memory(more):
+    """Inside, this process has an address space of `more` bytes beyond what is mapped."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+class Held:
+    """A call that the process makes until `release`."""
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    def call(self, codec, deadline=None):
+        for name in ("begun", "released"):
+            (self._folder / name).unlink(missing_ok=True)
+        return codec.run(deadline, hold, str(self._folder))
+
+    async def begun(self):
+        await until((self._folder / "begun").exists)
+
+    def release(self):
+        (self._folder / "released").touch()
+
+
+@pytest.fixture
+def held(tmp_path):
+    return Held(tmp_path)
+
+
+async def until(condition):
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110  # another process's state: there is no event to wait for
+            await asyncio.sleep(0.005)
+
+
+async def works(codec, deadline=None):
+    arrays, _ = await codec.decode(TEXT, deadline)
+    assert arrays["q"].tolist() == [[1, 1], [1, 1]]
+
+
+def run(calls):
+    """Run `calls(codec)` in the event loop of the service."""
+
+    async def main():
+        codec = Codec()
+        try:
+            await calls(codec)
+        finally:
+            codec.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+def refused(code):
+    return pytest.raises(Refusal, check=lambda refusal: refusal.code == code)
+
+
+def test_nobody_waits_for_json_beyond_the_deadline(held):
+    async def calls(codec):
+        other = asyncio.ensure_future(held.call(codec))
+        await held.begun()
+        with refused("deadline_exceeded"):
+            await codec.decode(TEXT, time.monotonic() + BRIEFLY)
+        assert not other.done()
+        held.release()
+        await other
+        await works(codec, time.monotonic() + PATIENCE)
+
+    run(calls)
+
+
+def test_a_call_whose_deadline_has_passed_starts_no_process():
+    before = set(psutil.Process().children())
+
+    async def calls(codec):
+        with refused("deadline_exceeded"):
+            await codec.decode(TEXT, time.monotonic() - 1)
+        assert set(psutil.Process().children()) <= before
+
+    run(calls)
+
+
+def test_who_gives_a_call_up_costs_the_next_no_process(held):
+    """To start one takes longer than most calls. The next call gets its own answer."""
+
+    async def calls(codec):
+        process = await codec.run(None, os.getpid)
+        with refused("deadline_exceeded"):
+            await held.call(codec, time.monotonic() + BRIEFLY)
+        following = asyncio.ensure_future(works(codec))
+        held.release()
+        await following
+        cancelled = asyncio.ensure_future(held.call(codec))
+        await held.begun()
+        cancelled.cancel()
+        following = asyncio.ensure_future(codec.run(None, os.getpid))
+        held.release()
+        assert await following == process
+
+    run(calls)
+
+
+@pytest.mark.parametrize(
+    ("patience", "code"), [(None, "engine_lost"), pytest.param(BRIEFLY, "deadline_exceeded", marks=pytest.mark.slow)]
+)
+def test_a_process_that_hangs_is_ended_and_the_next_call_has_another(monkeypatch, patience, code):
+    async def calls(codec):
+        process = await codec.run(None, os.getpid)
+        os.kill(process, signal.SIGSTOP)
+        monkeypatch.setattr("flashpoint_server.formats.codec.HANG_SECONDS", 2 * BRIEFLY)
+        with refused(code):
+            await codec.decode(TEXT, None if patience is None else time.monotonic() + patience)
+        await until(lambda: not psutil.pid_exists(process))
+        monkeypatch.setattr("flashpoint_server.formats.codec.HANG_SECONDS", PATIENCE)
+        await works(codec)
+
+    run(calls)
+
+
+def test_closing_refuses_the_call_that_is_made(held):
+    before = set(psutil.Process().children())
+
+    async def calls(codec):
+        call = asyncio.ensure_future(held.call(codec))
+        await held.begun()
+        codec.close()
+        with refused("draining"):
+            await call
+        assert set(psutil.Process().children()) <= before
+
+    run(calls)
+
+
+def test_a_call_whose_process_is_killed_is_refused_and_the_next_is_not(held):
+    async def calls(codec):
+        process = await codec.run(None, os.getpid)
+        call = asyncio.ensure_future(held.call(codec))
+        await held.begun()
+        os.kill(process, signal.SIGKILL)
+        with refused("engine_lost"):
+            await call
+        await works(codec)
+        assert not psutil.pid_exists(process)
+
+    run(calls)
+
+
+def test_where_no_process_can_be_started_json_is_refused_until_one_can():
+    async def calls(codec):
+        with no_descriptors(), refused("out_of_memory"):
+            await codec.decode(TEXT, None)
+        await works(codec)
+
+    run(calls)
+
+
+@pytest.mark.parametrize("mib", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+def test_a_process_that_starts_when_memory_is_scarce_leaves_nobody_waiting(mib):
+    async def calls(codec):
+        with no_memory(mib << 20), contextlib.suppress(Refusal, MemoryError):
+            await codec.decode(TEXT, time.monotonic() + PATIENCE)
+        await works(codec, time.monotonic() + PATIENCE)
+
+    run(calls)
+
+
+def test_where_no_segment_can_be_made_the_pool_is_full_until_one_can():
+    pool = Pool(64 << 20)
+    try:
+        with no_descriptors(), pytest.raises(PoolFullError, match="Too many open files"):
+            pool.take(1)
+        pool.take(1).release()
+    finally:
+        pool.close()

@@ -1,0 +1,60 @@
+import pytest
+
+from flashpoint_server.exchange import combined
+from flashpoint_server.formats.negotiation import answer_encoding, request_encoding
+from flashpoint_server.refusal import Refusal
+
+BINARY, JSON, OCTETS = "application/vnd.safetensors", "application/json", "application/octet-stream"
+
+
+@pytest.mark.parametrize(
+    ("given", "served"),
+    [
+        (BINARY, BINARY),
+        (OCTETS, BINARY),
+        ("Application/JSON; charset=utf-8", JSON),
+        (f" {BINARY} ", BINARY),
+    ],
+)
+def test_content_types_that_are_taken(given, served):
+    assert request_encoding({"content-type": given}).media_type == served
+
+
+@pytest.mark.parametrize(
+    ("accept", "of_binary", "of_json"),
+    [
+        (None, BINARY, JSON),
+        ("*/*", BINARY, JSON),
+        ("application/*", BINARY, JSON),
+        (JSON, JSON, JSON),
+        (BINARY, BINARY, BINARY),
+        (OCTETS, OCTETS, OCTETS),
+        (f"{JSON};q=0.5, {BINARY}", BINARY, BINARY),
+        (f"{JSON}, {BINARY};q=0.5", JSON, JSON),
+        (f"*/*, {JSON};q=0", BINARY, BINARY),
+        (f"*/*;q=0.1, {JSON};q=0.2", JSON, JSON),
+        (f"application/*;q=0.3, */*;q=0.9, {BINARY};q=0", JSON, JSON),
+        ("text/html, */*;q=0.1", BINARY, JSON),
+        (f"{JSON.upper()} ; Q=1.0", JSON, JSON),
+        (f"{BINARY};q=soon, {JSON};q=0.1", JSON, JSON),
+        (f"{BINARY};q=nan, {JSON};q=0.1", JSON, JSON),
+        ("", BINARY, JSON),
+    ],
+)
+def test_the_answers_encoding(accept, of_binary, of_json):
+    for content, expected in ((BINARY, of_binary), (JSON, of_json)):
+        headers = {"content-type": content, **({} if accept is None else {"accept": accept})}
+        assert answer_encoding(headers, request_encoding(headers)).media_type == expected
+
+
+def test_several_accept_headers_are_one_list():
+    headers = combined([(b"content-type", JSON.encode()), (b"accept", b"text/html"), (b"accept", BINARY.encode())])
+    assert answer_encoding(headers, request_encoding(headers)).media_type == BINARY
+
+
+@pytest.mark.parametrize("accept", ["text/html", "*/*;q=0", "application/problem+json", f"{JSON};q=0"])
+def test_what_cannot_be_given(accept):
+    headers = {"content-type": BINARY, "accept": accept}
+    with pytest.raises(Refusal) as caught:
+        answer_encoding(headers, request_encoding(headers))
+    assert caught.value.status == 406

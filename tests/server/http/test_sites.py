@@ -1,0 +1,129 @@
+"""Which hosts and which pages a server answers to: every rule, without a server."""
+
+import pytest
+from pydantic import ValidationError
+
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.sites import Sites, host_name
+from flashpoint_server.refusal import LONGEST_MESSAGE, LONGEST_NAME, Refusal, invalid
+
+HERE = "10.0.0.7"  # where the connections of these tests arrive
+
+
+def answer(sites, host=None, method="POST", path="/attention", **fields):
+    """The code of the refusal; None where the request goes on."""
+    headers = {name.replace("_", "-"): value for name, value in fields.items()}
+    try:
+        sites.check(Exchange(method, path, headers | ({"host": host} if host else {}), "id"), HERE)
+    except Refusal as refusal:
+        return refusal.code
+    return None
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("localhost", "localhost"), ("LocalHost:8000", "localhost"), ("a.example.", "a.example"), ("a_b:", "a_b"),
+        ("127.0.0.1:65535", "127.0.0.1"), ("[::1]:80", "[::1]"), ("[0:0::1]", "[::1]"), ("%41.b", "%41.b"),
+        ("", None), (":80", None), ("a b", None), ("a:b", None), ("a:65536", None), ("a:١", None), ("a:1:2", None),
+        ("user@a", None), ("a/b", None), ("a?b", None), ("[::1", None), ("[::g]", None), ("::1", None), ("ä", None),
+        ("a,b c", None), ("%4", None), (".", None), ("a\x00", None), ("a" * 301, None),
+    ],
+)  # fmt: skip
+def test_the_name_of_a_host_field(host, name):
+    assert host_name(host) == name
+
+
+LOOPBACK = ("localhost", "localhost:1", "a.localhost", "127.0.0.1", "127.8.9.1:80", "[::1]:8000", "LOCALHOST.")
+OTHERS = (
+    "evil.example",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "0.0.0.0",
+    "192.0.2.1",
+    "notlocalhost",
+    "[::2]",
+)
+
+
+def test_a_server_that_anybody_may_call_on_loopback_answers_to_loopback_names():
+    sites = Sites((), ())
+    assert {answer(sites, host) for host in (*LOOPBACK, *OTHERS)} == {None}
+    sites.only_loopback()
+    for _ in range(2):  # the second time they are remembered
+        assert {answer(sites, host) for host in (None, *LOOPBACK)} == {None}
+        assert {answer(sites, host) for host in OTHERS} == {"host_not_allowed"}
+
+
+@pytest.mark.parametrize("only_loopback", [False, True])
+def test_allowed_hosts(only_loopback):
+    sites = Sites(("A.example", "*.b.example", "[::2]"), ())
+    if only_loopback:
+        sites.only_loopback()
+    allowed = ("a.example:80", "x.b.example", "x.y.B.example.", "[::2]:1", *LOOPBACK)
+    assert {answer(sites, host) for host in allowed} == {None}
+    assert {answer(sites, host) for host in ("b.example", "xb.example", "x.a.example")} == {"host_not_allowed"}
+    assert answer(sites, f"{HERE}:8000") is None  # a probe, or Prometheus: the address that the connection reached
+    assert answer(sites, "10.0.0.8:8000") == "host_not_allowed"
+
+
+def test_any_host():
+    sites = Sites(("*",), ())
+    sites.only_loopback()
+    assert answer(sites, "evil.example") is None
+
+
+@pytest.mark.parametrize("hosts", ["a:80", "a b", "http://a", "*a", "a.*", "**", "*.*.a", "[::1"])
+def test_a_setting_that_names_no_host_is_refused(hosts):
+    with pytest.raises(ValidationError, match="give a host name"):
+        Settings(allowed_hosts=hosts)
+
+
+OWN, OTHER, FRIEND = "http://a.example:8000", "http://evil.example", "https://friend.example"
+NAVIGATES = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({}, None),
+        ({"sec_fetch_site": "same-origin", "origin": OWN}, None),
+        ({"sec_fetch_site": "none"}, None),
+        ({"origin": OWN}, None),
+        ({"origin": OWN.upper()}, None),
+        ({"sec_fetch_site": "cross-site", "origin": FRIEND}, None),
+        ({"origin": FRIEND}, None),
+        ({"sec_fetch_site": "cross-site"}, "cross_site"),
+        ({"sec_fetch_site": "cross-site", "origin": OTHER}, "cross_site"),
+        ({"sec_fetch_site": "cross-site", "origin": "null"}, "cross_site"),
+        ({"sec_fetch_site": "same-site", "origin": "http://a.example:3000"}, "cross_site"),
+        ({"sec_fetch_site": "same-site"}, "cross_site"),
+        ({"origin": "http://a.example"}, "cross_site"),  # of another port
+        ({"origin": OTHER}, "cross_site"),
+        ({"origin": "null"}, "cross_site"),
+        ({"origin": ""}, "cross_site"),
+        (NAVIGATES, "cross_site"),
+        (NAVIGATES | {"method": "GET", "path": "/"}, None),
+        (NAVIGATES | {"method": "GET", "path": "/docs"}, None),
+        (NAVIGATES | {"method": "GET", "path": "/info"}, "cross_site"),
+        (NAVIGATES | {"method": "POST", "path": "/"}, "cross_site"),
+        ({"sec_fetch_site": "cross-site", "sec_fetch_mode": "no-cors", "method": "GET", "path": "/"}, "cross_site"),
+    ],
+)
+def test_pages_of_other_sites(fields, code):
+    assert answer(Sites((), (FRIEND,)), "a.example:8000", **fields) == code
+    assert answer(Sites((), ("*",)), "a.example:8000", **fields) is None
+
+
+def test_an_error_repeats_names_and_values_in_part():
+    long, spaced = "x" * 70_000, "x " * 35_000
+    for text in (long, spaced):
+        refusal = invalid([(text, f"{text!r} is not known")])
+        ((field, message),) = refusal.errors
+        assert len(field) <= LONGEST_NAME
+        assert len(message) <= LONGEST_MESSAGE
+        assert message.endswith("is not known")
+        assert len(Refusal("not_found", f"there is no /{text}").detail) <= LONGEST_MESSAGE
+    short = f"there is no {'x' * 150} and no {'y' * 150}"
+    assert Refusal("not_found", short).detail == short

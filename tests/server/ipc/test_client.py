@@ -1,0 +1,210 @@
+"""The engine process and the HTTP side's view of it: order, cancelling, death, closing, and memory."""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+from flashpoint_kernels.spec import Options, TensorInfo, plan
+from flashpoint_server.access.admission import FREE
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.ipc import client as engine
+from flashpoint_server.ipc.client import Engines, State
+from flashpoint_server.ipc.job import AttentionJob, Timings
+from flashpoint_server.ipc.memory import Pool
+from flashpoint_server.ipc.messages import Submit, Tensor, pack_options
+from flashpoint_server.ipc.processes import running_engines
+from flashpoint_server.ipc.staging import Staging
+from flashpoint_server.observability.metrics import Metrics
+from flashpoint_server.refusal import Refusal
+from flashpoint_server.routes.benchmarks import Benchmarks
+
+PATIENCE = 240  # seconds; only there to end a hang
+ENGINE = "tests.support.faulty.engine"
+
+
+async def until(condition):
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110  # another process's state: there is no event to wait for
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def gate(tmp_path, monkeypatch):
+    """`gate(name)` is the file of a gate of the engine (tests/support/faulty/engine.py)."""
+    monkeypatch.setenv("FLASHPOINT_TEST_GATE", str(tmp_path / "open"))
+    return (tmp_path / "open").with_suffix
+
+
+class Bench:
+    """Engines in processes of their own, and the pool that this process shares with them."""
+
+    def __init__(self):
+        self.engines = Engines(Metrics(), Benchmarks(Settings()))
+        self.pool = Pool(1 << 30, self.engines.forget_segment)
+
+    def job(self, name, **how):
+        """A forward job on 4 queries and keys. The launch of one named "gate-…" waits for the gate `.gate`."""
+        info = TensorInfo("float32", (1, 1, 4, 8))
+        spec = plan(dict.fromkeys("qkv", info), Options(), "forward")
+        staging = Staging.take(self.pool, [(n, info) for n in "qkv"], spec.outputs)
+        data = np.random.default_rng(0).standard_normal(info.shape, np.float32)
+        for view in staging.views(staging.inputs).values():
+            view[:] = data.reshape(-1).view(np.uint8).data
+        return AttentionJob(
+            id=name, spec=spec, backend="reference", staging=staging, timings=Timings(0.0), price=FREE, **how
+        )
+
+    async def answer(self, job):
+        """The output of a job; its memory is released."""
+        await self.engines.submit(job)
+        o = np.frombuffer(job.staging.views(job.staging.outputs)["o"], np.float32).copy()
+        job.staging.release()
+        return o
+
+    async def begun(self, job):
+        """The answer to come of a job that the engine computes by now."""
+        answer = self.engines.submit(job)
+        await until(lambda: job.staging.slot.mark)
+        return answer
+
+
+@asynccontextmanager
+async def bench():
+    made = Bench()
+    async with running_engines(Settings(device="cpu", log_level="error"), ENGINE) as addresses:
+        made.engines.connect(addresses)
+        assert made.engines.state is State.STARTING
+        await until(lambda: made.engines.state is not State.STARTING)
+        try:
+            yield made
+        finally:
+            made.engines.close()
+            made.pool.close()
+
+
+def engine_pids():
+    """The engine processes that this process has started."""
+    return [c.pid for c in psutil.Process().children() if ENGINE in c.cmdline()]
+
+
+def test_order_cancelling_memory_and_closing(gate, monkeypatch):
+    """The higher priority first, equal jobs in order; a cancelled or late job is not begun; no memory stays taken.
+
+    Closed engines refuse what is computed and what comes, and leave no process.
+    """
+    now = time.monotonic()  # all jobs come at once: only their priorities differ
+    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter))
+
+    async def run():
+        async with bench() as b:
+            first = await b.begun(held := b.job("gate-first"))
+            jobs = [b.job("a"), b.job("b", priority=5), b.job("c", priority=9), b.job("d", priority=5), b.job("e")]
+            tasks = [asyncio.create_task(b.answer(job)) for job in jobs]
+            dropped, late = b.job("dropped"), b.job("late", deadline=0.0)
+            cancelled = b.engines.submit(dropped)
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            dropped.staging.release()
+            assert b.pool.taken == 8  # the engine still holds the memory of what it has not answered
+            refused = b.engines.submit(late)
+            gate(".gate").touch()
+            with pytest.raises(Refusal) as caught:
+                await refused
+            assert caught.value.status == 504
+            late.staging.release()
+            await first
+            held.staging.release()
+            answers = await asyncio.gather(*tasks)
+            assert [j.id for j in sorted(jobs, key=lambda j: j.timings.compute)] == ["c", "b", "d", "a", "e"]
+            assert not dropped.timings.compute
+            assert not late.timings.compute
+            assert all(np.array_equal(answers[0], other) for other in answers[1:])
+            await until(lambda: b.pool.taken == 0)
+            gate(".gate").unlink()
+            running = await b.begun(b.job("gate-runs"))
+            b.engines.close()
+            with pytest.raises(Refusal) as caught:
+                await running
+            assert (caught.value.status, caught.value.code) == (503, "draining")
+            with pytest.raises(Refusal, match="stopped"):
+                b.engines.submit(b.job("after"))
+            gate(".gate").touch()
+        assert engine_pids() == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_killed_engine_fails_what_it_had_begun_and_another_does_the_rest(gate):
+    async def run():
+        async with bench() as b:
+            expected = await b.answer(b.job("before"))
+            (pid,) = engine_pids()
+            left = b.job("left by its client")
+            lost = await b.begun(begun := b.job("gate-runs"))
+            leaving = b.engines.submit(left)
+            waiting = [asyncio.create_task(b.answer(job)) for job in (b.job("waits"), b.job("waits too"))]
+            await asyncio.sleep(0)  # they are sent
+            gate(".closed").touch()  # the next engine waits at its start
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(Refusal) as caught:
+                await lost
+            assert (caught.value.status, caught.value.code) == (503, "engine_lost")
+            begun.staging.release()
+            assert b.engines.state is State.STARTING
+            leaving.cancel()
+            left.staging.release()
+            with pytest.raises(Refusal, match="starting"):
+                b.engines.submit(b.job("early"))
+            gate(".closed").unlink()
+            answers = await asyncio.gather(*waiting)  # from another engine
+            assert all(np.array_equal(answer, expected) for answer in answers)
+            assert engine_pids() != [pid]
+            assert np.array_equal(await b.answer(b.job("after")), expected)
+            assert b.pool.taken == 1  # that of the job that came too early: its caller releases it
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
+    """A stopped HTTP process: its answers fill its socket, and it is dropped; another's job is answered."""
+
+    async def run():
+        async with running_engines(Settings(device="cpu", log_level="error"), ENGINE) as (address,):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
+                deaf.connect(address)
+                tensors = [Tensor(name, "float32", (1, 1), 7, 0) for name in "qkv"]
+                options = pack_options(Options())
+                # A late one, which is answered at once.
+                late = Submit(0, "deaf", "forward", options, "reference", 7, tensors, [], 0, 0, 0.0, 0.0, 0.0)
+                message = msgspec.msgpack.encode(late)
+                deaf.settimeout(PATIENCE)
+
+                def send_until_dropped():  # some hundreds of answers fill its socket
+                    for _ in range(100_000):
+                        deaf.send(message)
+
+                with pytest.raises(ConnectionError):
+                    await asyncio.to_thread(send_until_dropped)
+                made = Bench()
+                made.engines.connect([address])
+                await until(lambda: made.engines.state is State.READY)
+                assert len(await made.answer(made.job("heard"))) == 32
+                made.engines.close()
+                made.pool.close()
+
+    asyncio.run(run())

@@ -1,0 +1,53 @@
+"""The state of several engines, and a child process that is started again, without an engine's process."""
+
+import asyncio
+
+import psutil
+
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.ipc import processes
+from flashpoint_server.ipc.client import Engine, Engines, State
+from flashpoint_server.ipc.processes import Child
+from flashpoint_server.observability.metrics import Metrics
+from flashpoint_server.routes.benchmarks import Benchmarks
+
+PATIENCE = 240  # seconds; only there to end a hang
+
+
+def test_the_service_fails_only_when_all_engines_have_failed():
+    metrics, benchmarks = Metrics(), Benchmarks(Settings())
+    engines = Engines(metrics, benchmarks)
+    engines._engines = [Engine(name, engines._resume, engines._keep, metrics, benchmarks) for name in (b"a", b"b")]
+    first, second = engines._engines
+    first.state, first.failure = State.FAILED, "broken"
+    assert (engines.state, engines.failure) == (State.STARTING, None)
+    second.state = State.READY
+    assert (engines.state, engines.failure) == (State.READY, None)
+    second.state, second.failure = State.FAILED, "broken too"
+    assert (engines.state, engines.failure) == (State.FAILED, "broken")
+
+
+def test_a_child_that_dies_is_started_again_and_ends_when_it_is_told_to(tmp_path, monkeypatch):
+    """It writes a letter to a file at each start, and runs on from the third."""
+    module = tmp_path / "dies_twice.py"
+    module.write_text(
+        "import pathlib, signal, sys\n"
+        "notes = pathlib.Path(sys.argv[-1])\n"
+        "notes.write_text(notes.read_text() + 'x')\n"
+        "sys.exit(3) if len(notes.read_text()) < 3 else signal.pause()\n"
+    )
+    notes = tmp_path / "notes"
+    notes.write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(processes, "FIRST_PAUSE", 0.005)  # between two starts
+
+    async def run():
+        child = Child("dies twice", "dies_twice", [str(notes)], [])
+        async with child.kept(PATIENCE):
+            async with asyncio.timeout(PATIENCE):
+                while len(notes.read_text()) < 3 or child.starts < 3:  # noqa: ASYNC110  # another process's state
+                    await asyncio.sleep(0.005)
+            pid = child.pid
+        assert not psutil.pid_exists(pid)
+
+    asyncio.run(run())

@@ -1,0 +1,128 @@
+"""The staging pool: size classes, reuse before growth, a bound, and nothing left behind."""
+
+import contextlib
+import mmap
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashpoint_server.ipc.counts import Counts, Shared
+from flashpoint_server.ipc.memory import ALIGNMENT, GROWTH, LARGEST, SMALLEST, Pool, PoolFullError, size_class
+
+MIB = 1 << 20
+
+
+def memory_files():
+    """How many staging segments this process has open."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            if "flashpoint-staging" in os.readlink(f"/proc/self/fd/{fd}"):
+                found.add(os.stat(f"/proc/self/fd/{fd}").st_ino)
+    return len(found)
+
+
+@pytest.fixture
+def pool():
+    pool = Pool(64 * MIB)
+    yield pool
+    pool.close()
+
+
+@given(st.integers(0, LARGEST))
+def test_a_size_class_holds_what_it_is_for_and_wastes_at_most_half(size):
+    held = size_class(size)
+    assert held >= size
+    assert held % ALIGNMENT == 0
+    assert held == SMALLEST or held < 2 * size
+
+
+def test_a_slot_let_go_is_taken_again_before_the_pool_grows(pool):
+    first = pool.take(MIB)
+    place = (first.segment.number, first.offset)
+    first.release()
+    again = pool.take(MIB - 5)
+    assert (again.segment.number, again.offset) == place
+    assert len(pool.segments) == 1
+    again.release()
+    assert pool.taken == 0
+
+
+def test_a_slot_is_another_requests_only_when_every_holder_let_go(pool):
+    slot = pool.take(MIB).hold()
+    slot.release()
+    others = [pool.take(MIB) for _ in range(8)]
+    assert (slot.segment.number, slot.offset) not in {(o.segment.number, o.offset) for o in others}
+    slot.release()
+    assert (slot.segment, slot.offset) == ((last := pool.take(MIB)).segment, last.offset)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.integers(1, 3 * MIB), st.booleans()), max_size=40))
+def test_slots_never_overlap(requests):
+    pool = Pool(256 * MIB)
+    held = []
+    for size, keep in requests:
+        slot = pool.take(size)
+        assert slot.offset % ALIGNMENT == 0
+        for other in held:
+            if other.segment is slot.segment:
+                assert slot.offset + slot.size <= other.offset or other.offset + other.size <= slot.offset
+        if keep:
+            held.append(slot)
+        else:
+            slot.release()
+    pool.close()
+
+
+def test_the_bound_holds_and_idle_segments_make_room_for_another_class():
+    dropped = []
+    pool = Pool(3 * GROWTH, dropped.append)
+    small = [pool.take(SMALLEST) for _ in range(GROWTH // SMALLEST + 1)]  # two segments
+    with pytest.raises(PoolFullError):
+        pool.take(2 * GROWTH)
+    for slot in small:
+        slot.release()
+    assert pool.take(2 * GROWTH).size == 2 * GROWTH
+    assert sorted(dropped) == sorted({slot.segment.number for slot in small})
+    pool.close()
+
+
+def test_segments_are_closed_giants_at_once_and_the_rest_with_the_pool():
+    before = memory_files()
+    pool = Pool(4 * LARGEST)
+    slots = [pool.take(100), pool.take(5 * MIB), pool.take(LARGEST + 1)]
+    assert slots[2].size % mmap.PAGESIZE == 0
+    assert memory_files() == before + 3
+    slots[2].release()
+    assert memory_files() == before + 2
+    pool.close()
+    assert memory_files() == before
+
+
+def test_the_bound_holds_for_all_processes_and_unused_memory_makes_room_for_another(tmp_path):
+    """Two pools of two processes: what one keeps for later is given back once the other has found no room."""
+    one, two = (Pool(3 * GROWTH, counts=Counts(Shared(tmp_path, n, 2))) for n in range(2))
+    kept, held = one.take(2 * GROWTH), one.take(SMALLEST)
+    kept.release()  # the pool keeps its segment
+    one.make_room()  # nobody asks for it
+    with pytest.raises(PoolFullError, match=f"{3 * GROWTH} of {3 * GROWTH} bytes"):
+        two.take(GROWTH)
+    one.make_room()
+    assert two.take(2 * GROWTH).size == 2 * GROWTH
+    with pytest.raises(PoolFullError):
+        two.take(GROWTH)
+    held.release()
+    one.close()
+    assert two.take(GROWTH).size == GROWTH
+    two.close()
+
+
+def test_a_pool_starts_where_others_have_taken_all(tmp_path):
+    one, two = (Pool(GROWTH, counts=Counts(Shared(tmp_path, n, 2))) for n in range(2))
+    one.take(GROWTH)
+    two.warm()
+    assert (two.taken, two.segments) == (0, {})
+    one.close()

@@ -1,0 +1,64 @@
+"""The measured pace of an engine, in predicted seconds a second, and the requests that are refused because of it."""
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+
+from flashpoint_server.access import admission as module
+from flashpoint_server.access.admission import FEW, PATIENCE, Admission
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.ipc.pace import WINDOW, Pace
+from flashpoint_server.ipc.price import Price
+from flashpoint_server.refusal import Refusal
+
+NOW = 1000.0
+
+
+@pytest.fixture(autouse=True)
+def stopped_clock(monkeypatch):
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: NOW))
+
+
+def test_a_rate_is_that_of_a_window_without_a_pause():
+    pace = Pace()
+    pace.begin(100.0)
+    pace.did(0.5, 100.0 + WINDOW / 2)
+    assert pace.rate == 0
+    pace.did(0.5, 100.0 + WINDOW)
+    assert pace.rate == 1 / WINDOW
+    pace.did(3, 100.0 + 2 * WINDOW)
+    assert pace.rate == 2 / WINDOW  # half of it the new window's
+
+
+def test_a_pause_is_no_work_and_tells_no_speed():
+    pace = Pace()
+    for second in range(5):
+        pace.begin(float(second))
+        pace.did(7, second + WINDOW / 5)
+    assert pace.rate == 0
+
+
+def test_a_request_that_would_wait_for_too_much_of_its_time_is_refused_at_once():
+    admission = Admission(Settings())
+    with ExitStack() as inside:
+        for _ in range(FEW):  # so many are let in at any speed: they keep the engine busy, which shows its speed again
+            inside.enter_context(admission.permit(0)).charge(Price(0, 10.0), NOW + 1, 1.0)
+        one = inside.enter_context(admission.permit(0))
+        wait = FEW * 10
+        with pytest.raises(Refusal, match=rf"take {wait} s, and it has {2 * wait - 1} s until its deadline") as caught:
+            one.charge(Price(0, 10.0), NOW + wait / PATIENCE - 1, 1.0)
+        assert caught.value.code == "queue_full"
+        one.charge(Price(0, 10.0), NOW + wait / PATIENCE, 1.0)
+
+
+def test_a_request_that_does_not_wait_for_others_is_let_in():
+    admission = Admission(Settings())
+    with ExitStack() as inside:
+        for _ in range(FEW):
+            inside.enter_context(admission.permit(0)).charge(Price(0, 10.0))
+        small = inside.enter_context(admission.permit(0))
+        small.charge(Price(0, 0.01), NOW + 1, 1.0)  # it goes before large ones
+        small.charge(Price(0, 10.0), None, 1.0)  # without a deadline it waits for as long as it takes
+        small.charge(Price(0, 10.0), NOW + 1, 0.0)  # no speed is known
+        small.charge(Price(0, 10.0), NOW - 1, 1.0)  # late already: that is 504, once its turn comes

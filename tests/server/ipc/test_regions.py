@@ -1,0 +1,43 @@
+import secrets
+from multiprocessing import shared_memory
+
+import pytest
+
+from flashpoint_kernels.spec import TensorInfo
+from flashpoint_server.ipc.regions import Regions, Shared
+from flashpoint_server.refusal import Refusal
+
+
+@pytest.fixture
+def key():
+    block = shared_memory.SharedMemory("flashpoint-test-" + secrets.token_hex(8), create=True, size=4096)
+    yield block.name
+    block.close()
+    block.unlink()
+
+
+def test_a_region_is_its_keys_own(key):
+    """Another key neither sees nor uses nor removes it, and may have one of the same name."""
+    dropped = []
+    regions = Regions(1 << 20, dropped.append)
+    regions.register("alice", "mine", key, 0, 1024)
+    tensor, place = TensorInfo("float32", (2, 2)), Shared("mine", 0, 16)
+    assert regions.read("alice", "q", tensor, place) == bytes(16)
+    for call, status in (
+        (lambda: regions.read("bob", "q", tensor, place), 422),
+        (lambda: regions.locate("bob", "q", tensor, place), 422),
+        (lambda: regions.find("bob", "mine"), 404),
+    ):
+        with pytest.raises(Refusal) as caught:
+            call()
+        assert caught.value.status == status
+    assert regions.all("bob") == []
+    regions.unregister("bob", "mine")  # nothing happens
+    assert [region.name for region in regions.all("alice")] == ["mine"]
+    regions.register("bob", "mine", key, 1024, 1024)
+    assert regions.locate("alice", "q", tensor, place)[1] == 0
+    assert regions.locate("bob", "q", tensor, place)[1] == 1024
+    regions.unregister_all("bob")
+    assert (len(dropped), len(regions.all("alice"))) == (1, 1)
+    regions.close()
+    assert (len(dropped), regions.all("alice")) == (2, [])
