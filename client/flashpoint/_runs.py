@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from flashpoint import _proof
+from flashpoint._calls import Call
 from flashpoint.benchmark_schema import BenchmarkEvent, BenchmarkJob
 
-if TYPE_CHECKING:
-    from flashpoint._client import AsyncClient, Client
+
+class _Client(Protocol):
+    def _call(self, call: Call, /) -> Any: ...
+
+    def _listen(self, id: str, after: int, /) -> Iterator[BenchmarkEvent]: ...
+
+
+class _AsyncClient(Protocol):
+    async def _call(self, call: Call, /) -> Any: ...
+
+    def _listen(self, id: str, after: int, /) -> AsyncIterator[BenchmarkEvent]: ...
 
 
 class BenchmarkRun:
     """The benchmark `id` at the client's server. Every method raises the errors of `flashpoint.errors`."""
 
-    def __init__(self, client: Client, id: str) -> None:
+    def __init__(self, client: _Client, id: str) -> None:
         self.id = id
         self._client = client
 
@@ -46,7 +56,7 @@ class BenchmarkRun:
 class AsyncBenchmarkRun:
     """The asyncio twin of `BenchmarkRun`."""
 
-    def __init__(self, client: AsyncClient, id: str) -> None:
+    def __init__(self, client: _AsyncClient, id: str) -> None:
         self.id = id
         self._client = client
 

@@ -15,6 +15,7 @@ from flashpoint_kernels.timing.sheets import SHEETS
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.oip.grpc.statuses import STATUSES
+from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.refusal import STATUS, Refusal
 
 from .markdown import ROOT, table
@@ -95,7 +96,9 @@ def settings() -> str:
 def metrics() -> str:
     """Every metric that /metrics has, by the name that Prometheus shows."""
     rows = []
-    for family in Metrics().families():
+    exported = Metrics()
+    Statistics(exported.registry)
+    for family in exported.families():
         name = f"{family.name}_total" if family.type == "counter" else family.name
         rows.append((f"`{name}`", family.type, family.documentation))
     return table(["metric", "type", "what"], rows)

@@ -21,16 +21,16 @@ from flashpoint_server.http.cors import Cors
 from flashpoint_server.http.envelope import Envelope
 from flashpoint_server.ipc.counts import Shared
 from flashpoint_server.ipc.processes import ENGINE, running_engines
-from flashpoint_server.oip import memory_routes
+from flashpoint_server.oip import errors, memory_routes, schema
 from flashpoint_server.oip import routes as oip
-from flashpoint_server.oip.errors import written
 from flashpoint_server.oip.infer import InferRoute
 from flashpoint_server.oip.models import MODELS
+from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.page import page
 from flashpoint_server.refusal import STATUS, Refusal, invalid
-from flashpoint_server.routes import benchmark as benchmark_routes
-from flashpoint_server.routes import openapi, status
+from flashpoint_server.routes import benchmark, openapi, status
 from flashpoint_server.routes.attention import AttentionRoute
+from flashpoint_server.routes.benchmarks import Benchmarks
 from flashpoint_server.routes.compute import ComputeRoute
 from flashpoint_server.routes.verify import VerifyRoute
 from flashpoint_server.service import Service
@@ -80,10 +80,11 @@ def create_app(
     app.state.service = service
     posts: dict[str, ComputeRoute] = {p: AttentionRoute(service, direction) for p, direction in PATHS.items()}
     posts["/verify"] = VerifyRoute(service)
+    app.state.statistics = statistics = Statistics(service.metrics.registry)
     for model in MODELS.values():
-        posts |= dict.fromkeys(oip.infer_paths(model), InferRoute(service, model))
+        posts |= dict.fromkeys(oip.infer_paths(model), InferRoute(service, model, statistics))
     words = {part for path in posts for part in path.split("/")}
-    told = (posts.keys(), service.metrics, service.traces, words, service.sites.check)
+    told = (posts.keys(), service.metrics, service.traces, words, service.sites.check, {"v2": errors.written})
     probes = status.PROBES | oip.PROBES
     direct: Mapping[str, ASGIApp] = posts
     if settings.cors_origins:
@@ -96,11 +97,14 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _invalid)
     for path, route in posts.items():  # known to the framework, which answers any other method with 405
         app.router.routes.append(Route(path, route, methods=["POST"]))
-    memory = (memory_routes.router, memory_routes.cuda_router)
-    for router in (status.router, benchmark_routes.router, oip.router, *memory, page.router):
-        app.include_router(routes := router(service))
+    for routes in (
+        status.router(service),
+        benchmark.router(service, Benchmarks(settings, service.engine)),
+        *(skin(service) for skin in (oip.router, memory_routes.router, memory_routes.cuda_router, page.router)),
+    ):
+        app.include_router(routes)
         words |= {part for route in routes.routes for part in _words(route)}
-    openapi.install(app, PATHS)
+    openapi.install(app, PATHS, schema.add)
     return app
 
 
@@ -135,7 +139,7 @@ async def _ended(task: asyncio.Task[None]) -> None:
 def _response(request: Request, refusal: Refusal) -> Response:
     exchange = Exchange.of(request.scope)
     exchange.code = refusal.code
-    media_type, body = written(refusal, exchange)
+    media_type, body = exchange.write(refusal, exchange.request_id)
     return Response(body, refusal.status, refusal.headers, media_type)
 
 

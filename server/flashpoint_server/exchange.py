@@ -7,15 +7,47 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-if TYPE_CHECKING:
-    from flashpoint_server.access.keys import Caller
-    from flashpoint_server.ipc.job import Timings
+from flashpoint_server.refusal import Writer, problem
 
+PARTS = ("decode", "queue", "compute", "encode")  # of a request's way
 _KEY = "flashpoint.exchange"
 # What may be echoed into headers and logs; anything else is replaced by an id of ours.
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")
+
+
+@dataclass(eq=False)
+class Timings:
+    """When each part of the way began, in `time.perf_counter` seconds; `decode` includes the body's arrival."""
+
+    decode: float
+    queue: float = 0.0
+    compute: float = 0.0
+    encode: float = 0.0
+    done: float = 0.0
+    copy_in: float = 0.0  # seconds of computing that went to copies to a GPU, and from it
+    copy_out: float = 0.0
+
+    def stages(self) -> dict[str, float]:
+        """Seconds of each part, copies counted apart from computing."""
+        return {
+            "decode": self.queue - self.decode,
+            "queue": self.compute - self.queue,
+            "copy_in": self.copy_in,
+            "compute": self.encode - self.compute - self.copy_in - self.copy_out,
+            "copy_out": self.copy_out,
+            "encode": self.done - self.encode,
+        }
+
+    def spans(self) -> dict[str, tuple[float, float]]:
+        """When each of these parts began and ended, in `time.perf_counter` seconds."""
+        marks = (self.decode, self.queue, self.compute, self.encode, self.done)
+        return {name: (marks[i], marks[i + 1]) for i, name in enumerate(PARTS)}
+
+    def durations(self) -> dict[str, float]:
+        """Milliseconds of what a caller is told of: decode, queue, compute with its copies, encode."""
+        return {name: round((end - began) * 1000, 3) for name, (began, end) in self.spans().items()}
 
 
 class Way(NamedTuple):
@@ -43,8 +75,9 @@ class Exchange:
     code: str | None = None
     bytes_in: int = 0
     bytes_out: int = 0
-    caller: Caller | None = None  # once it is known who asks
+    key: str = ""  # the name of the key that the request came with
     way: Way | None = None  # once it is computed
+    write: Writer = problem  # how a refusal is written for this address
     facts: dict[str, Any] = field(default_factory=dict)  # what the route adds to the log line
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 from itertools import islice
 from typing import Any
@@ -89,6 +89,14 @@ class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours
 
     def body(self, request_id: str) -> bytes:
         return json.dumps(self.document(request_id), ensure_ascii=False).encode("utf-8", "replace")
+
+
+Writer = Callable[[Refusal, str], tuple[str, bytes]]  # from a request's id to a media type and a body
+
+
+def problem(refusal: Refusal, request_id: str) -> tuple[str, bytes]:
+    """Return media type and body of a problem document."""
+    return MEDIA_TYPE, refusal.body(request_id)
 
 
 def shortened(text: str) -> str:

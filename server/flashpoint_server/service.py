@@ -22,7 +22,6 @@ from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.observability.lines import LINES
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import Refusal
-from flashpoint_server.routes.benchmarks import Benchmarks
 
 if TYPE_CHECKING:
     from flashpoint_server.observability.traces import Traces
@@ -37,13 +36,13 @@ class Service:
         self.settings = settings
         self._shared = shared
         self.metrics = Metrics()
-        self.benchmarks = Benchmarks(settings)
+        self.engine = engines = Engines([self.metrics])
         self.traces: Traces | None = None
         if settings.otlp_endpoint:
             from flashpoint_server.observability.traces import Traces  # of an extra
 
             self.traces = Traces(settings.otlp_endpoint)
-        self.engine = engines = Engines(self.metrics, self.benchmarks, self.traces)
+            engines.listeners.append(self.traces)
         self.counts = Counts(shared)
         self.pool = Pool(settings.staging_bytes, engines.forget_segment, self.counts)
         self.regions = Regions(settings.shared_memory_bytes, engines.forget_segment)
@@ -59,7 +58,8 @@ class Service:
 
     def admit(self, exchange: Exchange, right: Right) -> Caller:
         """Who asks, where they may do what needs `right`. Raises Refusal: 401, 403, and 429 over their key's limits."""
-        caller = exchange.caller = self.keys.find(exchange.headers)
+        caller = self.keys.find(exchange.headers)
+        exchange.key = caller.name
         caller.use(right)
         return caller
 

@@ -18,6 +18,7 @@ from flashpoint_server.config import settings
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc import processes
 from flashpoint_server.observability.metrics import Metrics
+from flashpoint_server.oip.statistics import Statistics
 
 charts = pytest.importorskip(
     "tests.support.charts",
@@ -51,7 +52,9 @@ def container(values=None):
 def exported():
     """Every name that /metrics has samples of."""
     suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
-    return {family.name + suffix for family in Metrics().families() for suffix in suffixes[family.type]}
+    metrics = Metrics()
+    Statistics(metrics.registry)
+    return {family.name + suffix for family in metrics.families() for suffix in suffixes[family.type]}
 
 
 @pytest.mark.slow

@@ -45,9 +45,10 @@ log = structlog.stdlib.get_logger("flashpoint.serving")
 class _Server(uvicorn.Server):
     """uvicorn's server, which drains before it stops, and stops when its engine cannot start."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
-        self._service = service
+        self._service = service = app.state.service
+        self._statistics = app.state.statistics
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grpc: RpcServer | None = None
         self.failed = False  # to listen for gRPC
@@ -85,7 +86,7 @@ class _Server(uvicorn.Server):
 
         settings = self._service.settings
         try:
-            self._grpc = RpcServer(self.config.loaded_app, self._service)
+            self._grpc = RpcServer(self.config.loaded_app, self._service, self._statistics)
         except OSError as error:
             log.error("cannot listen", host=settings.host, port=settings.grpc_port, error=str(error))
             return False
@@ -241,7 +242,7 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
     config.load()
     if settings.tls_cert is not None:
         config.ssl = tls.context(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-    server = _Server(config, service)
+    server = _Server(config, app)
     server.run(sockets=[listener])
     if service.engine.failure:
         log.error("failed", reason=service.engine.failure)

@@ -12,8 +12,8 @@ from pydantic_settings import BaseSettings, CliImplicitFlag, NoDecode, SettingsC
 
 from flashpoint import wire
 from flashpoint_server.config import tls
+from flashpoint_server.config.hosts import host_name
 from flashpoint_server.config.key_file import RIGHTS, read
-from flashpoint_server.http.sites import host_name
 
 MIB = 1 << 20
 

@@ -12,9 +12,9 @@ from flashpoint import jsonwire, wire
 from flashpoint_kernels.spec import TensorInfo
 from flashpoint_server.formats.codec import Codec
 from flashpoint_server.formats.negotiation import Encoding
+from flashpoint_server.http.places import Part
 from flashpoint_server.ipc.job import Answer, AttentionJob
 
-Part = bytes | memoryview
 _NUMBER = 25  # most bytes of a float and its comma, such as -1.2345678806304932e-05
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -14,8 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.body import ClientGoneError
 from flashpoint_server.observability.metrics import Metrics
-from flashpoint_server.oip.errors import written
-from flashpoint_server.refusal import STATUS, Refusal
+from flashpoint_server.refusal import STATUS, Refusal, Writer
 
 if TYPE_CHECKING:
     from flashpoint_server.observability.traces import Traces
@@ -32,7 +32,8 @@ class Envelope:
 
     Requests to `paths` are counted by their path, and traced. Those to `probes` are logged at level debug. `words` are
     those that the addresses are made of: no other part of a path is logged, as it may be a key. `check` raises Refusal
-    for a request that no route is to see.
+    for a request that no route is to see. `writers` write refusals, by the first part of the path; else they are
+    problem documents.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class Envelope:
         traces: Traces | None,
         words: Collection[str] = (),
         check: Callable[[Exchange, str | None], None] | None = None,
+        writers: Mapping[str, Writer] = MappingProxyType({}),
         probes: Collection[str] = (),
     ) -> None:
         self.app = app
+        self._writers = writers
         self._words = words
         self._check = check
         self._paths = paths
@@ -63,6 +66,8 @@ class Envelope:
             await self.app(scope, receive, send)
             return
         exchange = Exchange.open(scope)
+        if (writer := self._writers.get(exchange.path.partition("/")[2].partition("/")[0])) is not None:
+            exchange.write = writer
 
         async def counted_receive() -> Message:
             message = await receive()
@@ -113,7 +118,7 @@ class Envelope:
 async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more: bool = False) -> None:
     """Answer with the refusal; with `more`, the caller still has to send a last, empty message."""
     exchange.code = refusal.code
-    media_type, body = written(refusal, exchange)
+    media_type, body = exchange.write(refusal, exchange.request_id)
     headers = {"content-type": media_type, "content-length": str(len(body)), **refusal.headers}
     start = {
         "type": "http.response.start",
@@ -142,8 +147,8 @@ def _said(exchange: Exchange, route: str, seconds: float) -> Mapping[str, Any]:
         "total_ms": round(seconds * 1000, 3),
         **exchange.facts,
     }
-    if exchange.caller is not None and exchange.caller.name:
-        fields["key"] = exchange.caller.name
+    if exchange.key:
+        fields["key"] = exchange.key
     if exchange.code:
         fields["code"] = exchange.code
     return fields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flashpoint_server.http.sites import host_name
+from flashpoint_server.config.hosts import host_name
 from flashpoint_server.refusal import Refusal
 
 # Bounds of a request's head; nginx and h11 have the same of bytes, more fields than a browser, a proxy and we send.

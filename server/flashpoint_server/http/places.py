@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+Part = bytes | memoryview  # of an answer's body
+
 MOST_AT_ONCE = 1 << 20  # bytes of one read: other connections get their turn
 _SCRATCH = memoryview(bytearray(MOST_AT_ONCE))  # where unwanted bytes go; nobody reads it
 

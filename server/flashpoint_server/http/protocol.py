@@ -25,11 +25,10 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.formats.encode import Part
 from flashpoint_server.http.half_closed import HalfClosed
 from flashpoint_server.http.heads import HEAD_BYTES, too_large, with_host_of, wrong
 from flashpoint_server.http.http10 import answering, persistence
-from flashpoint_server.http.places import Places
+from flashpoint_server.http.places import Part, Places
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import MEDIA_TYPE, Refusal
 

@@ -7,51 +7,14 @@ anything of the request is read or computed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
-from functools import lru_cache
-from ipaddress import IPv6Address, ip_address
 
+from flashpoint_server.config.hosts import host_name, is_loopback
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.refusal import Refusal
 
-LONGEST_HOST = 300  # characters of a Host field: a name has 253 at most
 _MOST_KNOWN = 256  # Host fields that are remembered as allowed
-
-# RFC 3986, §3.2.2 and §3.2.3, without a user: an IPv6 address in brackets, or an IPv4 address or a name; and a port.
-_AUTHORITY = re.compile(
-    r"(\[[0-9A-Fa-f:.]{2,45}\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+)(?::([0-9]{0,5}))?", re.ASCII
-)
 _PAGES = ("/", "/docs")  # what a link of another site may lead to
-
-
-@lru_cache(_MOST_KNOWN)
-def _parsed(host: str) -> str | None:
-    found = _AUTHORITY.fullmatch(host)
-    if found is None or int(found[2] or 0) > 65535:
-        return None
-    name = found[1].lower()
-    if not name.startswith("["):
-        return name.removesuffix(".") or None
-    try:
-        return f"[{IPv6Address(name[1:-1])}]"
-    except ValueError:
-        return None
-
-
-def host_name(host: str) -> str | None:
-    """Return the name or address of a Host field, in lower case and without its port; None where it is not valid."""
-    return _parsed(host) if len(host) <= LONGEST_HOST else None
-
-
-def is_loopback(name: str) -> bool:
-    """Whether a name of `host_name` is this machine's own, whatever a resolver says."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ip_address(name.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class Sites:

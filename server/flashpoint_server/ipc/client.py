@@ -15,11 +15,10 @@ import itertools
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 
@@ -45,12 +44,7 @@ from flashpoint_server.ipc.messages import (
     Unmapped,
 )
 from flashpoint_server.ipc.pace import Pace
-from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import Refusal
-from flashpoint_server.routes.benchmarks import Benchmarks
-
-if TYPE_CHECKING:
-    from flashpoint_server.observability.traces import Traces
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
@@ -80,10 +74,26 @@ class Sent:
     number: int = -1
 
 
+Said = JobOpened | JobEvent | JobDropped
+
+
+class Listener:
+    """Hears what engines say beside answers, on the event loop; by default, does nothing."""
+
+    def computed(self, engine: Engine, done: Done) -> None:
+        """An attention request was computed; `done.batch` describes its launch, once for each launch."""
+
+    def heard(self, engine: Engine, said: Said) -> None:
+        """Something happened to a benchmark."""
+
+    def lost(self, engine: Engine) -> None:
+        """The engine died; another is started at its address."""
+
+
 class Engine:
     """One engine process, reached at `address` (of an abstract Unix socket).
 
-    `ready` is called when it has greeted, `kept` when it died, with what it had not begun.
+    `ready` is called when it has greeted; `kept` when it died, with the jobs that had not started.
     """
 
     def __init__(
@@ -91,15 +101,11 @@ class Engine:
         address: bytes,
         ready: Callable[[], None],
         kept: Callable[[list[Sent]], None],
-        metrics: Metrics,
-        benchmarks: Benchmarks,
-        traces: Traces | None = None,
+        listeners: Sequence[Listener],
     ) -> None:
         self._ready = ready
         self._kept = kept
-        self._metrics = metrics
-        self._benchmarks = benchmarks
-        self._traces = traces
+        self._listeners = listeners
         self.state = State.STARTING
         self.device: DeviceInfo | None = None
         self.failure: str | None = None
@@ -228,7 +234,8 @@ class Engine:
                     case Done() | Failed() | Proven():
                         self._settle(message)
                     case JobOpened() | JobEvent() | JobDropped():
-                        self._benchmarks.hear(message, self)
+                        for listener in self._listeners:
+                            listener.heard(self, message)
                     case Unmapped():
                         self._attached.discard(message.segment)
 
@@ -252,11 +259,8 @@ class Engine:
             sent.future.set_result(Answer(message.metadata, message.batch_size, message.launch))
 
     def _computed(self, done: Done) -> None:
-        self._metrics.computed(done)
-        if done.dropped:
-            self._metrics.dropped(self.process[0], done.dropped)
-        if self._traces is not None:
-            self._traces.launch(done)
+        for listener in self._listeners:
+            listener.computed(self, done)
 
     def _let_go(self, sent: Sent) -> None:
         self.load -= sent.job.price.seconds
@@ -278,8 +282,8 @@ class Engine:
             self.connect()
         except OSError as error:  # its listener went with whoever kept it
             self.state, self.failure = State.FAILED, f"the engine's listener is gone: {error}"
-        self._metrics.engine_lost()
-        self._benchmarks.lost(self)
+        for listener in self._listeners:
+            listener.lost(self)
         self._kept(kept)
 
     def _lose(self, code: str, detail: str) -> None:
@@ -300,21 +304,16 @@ class Engine:
 
 
 class Engines:
-    """All engines of the service. A job goes to the one with the least work before it."""
+    """All engines of the service. A job goes to the one with the least work before it. `listeners` may grow."""
 
-    def __init__(self, metrics: Metrics, benchmarks: Benchmarks, traces: Traces | None = None) -> None:
-        self._metrics = metrics
-        self._benchmarks = benchmarks
-        self._traces = traces
+    def __init__(self, listeners: Iterable[Listener] = ()) -> None:
+        self.listeners = list(listeners)
         self._engines: list[Engine] = []
         self._kept: deque[Sent] = deque()  # what no engine has: it waits for one to be ready again
 
     def connect(self, addresses: Sequence[bytes]) -> None:
         """Reach for the engines at these addresses; `state` says when one is there."""
-        self._engines = [
-            Engine(address, self._resume, self._keep, self._metrics, self._benchmarks, self._traces)
-            for address in addresses
-        ]
+        self._engines = [Engine(address, self._resume, self._keep, self.listeners) for address in addresses]
         for engine in self._engines:
             engine.connect()
 
@@ -376,10 +375,10 @@ class Engines:
         self._send(sent)
         return sent.future
 
-    def for_benchmark(self) -> Engine:
-        """The engine with the fewest benchmarks. Raises Refusal."""
+    def least(self, load: Callable[[Engine], int]) -> Engine:
+        """Return the ready engine with the least `load`. Raises Refusal."""
         self._check_ready()
-        return min(self._ready(), key=self._benchmarks.load_of)
+        return min(self._ready(), key=load)
 
     @property
     def stopped(self) -> bool:

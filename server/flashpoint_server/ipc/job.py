@@ -8,44 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashpoint_kernels.spec import Spec
+from flashpoint_server.exchange import Timings
 from flashpoint_server.ipc.messages import Prove, Submit, pack_options
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.ipc.staging import Staging
-
-PARTS = ("decode", "queue", "compute", "encode")  # of a request's way
-
-
-@dataclass(eq=False)
-class Timings:
-    """When each part of the way began, in `time.perf_counter` seconds; `decode` includes the body's arrival."""
-
-    decode: float
-    queue: float = 0.0
-    compute: float = 0.0
-    encode: float = 0.0
-    done: float = 0.0
-    copy_in: float = 0.0  # seconds of computing that went to copies to a GPU, and from it
-    copy_out: float = 0.0
-
-    def stages(self) -> dict[str, float]:
-        """Seconds of each part, copies counted apart from computing."""
-        return {
-            "decode": self.queue - self.decode,
-            "queue": self.compute - self.queue,
-            "copy_in": self.copy_in,
-            "compute": self.encode - self.compute - self.copy_in - self.copy_out,
-            "copy_out": self.copy_out,
-            "encode": self.done - self.encode,
-        }
-
-    def spans(self) -> dict[str, tuple[float, float]]:
-        """When each of these parts began and ended, in `time.perf_counter` seconds."""
-        marks = (self.decode, self.queue, self.compute, self.encode, self.done)
-        return {name: (marks[i], marks[i + 1]) for i, name in enumerate(PARTS)}
-
-    def durations(self) -> dict[str, float]:
-        """Milliseconds of what a caller is told of: decode, queue, compute with its copies, encode."""
-        return {name: round((end - began) * 1000, 3) for name, (began, end) in self.spans().items()}
 
 
 @dataclass(eq=False, kw_only=True)

@@ -18,9 +18,9 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from flashpoint_server.exchange import Exchange
+from flashpoint_server.ipc.client import Engine, Listener
 from flashpoint_server.ipc.messages import DeviceInfo, Done
 from flashpoint_server.observability.observed import build_info, used
-from flashpoint_server.oip.statistics import Statistics
 
 MEDIA_TYPE = CONTENT_TYPE_LATEST
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
@@ -31,11 +31,11 @@ _ENDS = ("answered", "refused", "cancelled")
 _PROCESS_ID = "flashpoint_process_id"
 
 
-class Metrics:
-    """Those of one application. Times are in seconds."""
+class Metrics(Listener):
+    """Those of one application. Times are in seconds. Whatever registers with `registry` is exported too."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
 
         def counter(name: str, help_: str, *labels: str) -> Counter:
             return Counter(f"flashpoint_{name}", help_, labels, registry=registry)
@@ -83,13 +83,12 @@ class Metrics:
         self._ready = gauge("ready", "1 while new work is taken, as GET /health/ready says, else 0", "livemin")
         self._processes = gauge("process_id", "Process ids of the service's processes", "livemostrecent", "process")
         self._dropped = counter("log_lines_dropped", "Lines of the log that nobody read in time", "process")
-        self.models = Statistics(registry)
 
     def ended(self, exchange: Exchange, route: str, seconds: float) -> None:
         """A request is over, answered or not."""
         self._requests.labels(route, str(exchange.status), exchange.code or "ok").inc()
-        if exchange.caller is not None and exchange.caller.name:
-            self._by_key.labels(exchange.caller.name, exchange.code or "ok").inc()
+        if exchange.key:
+            self._by_key.labels(exchange.key, exchange.code or "ok").inc()
         self._seconds.labels(route).observe(seconds)
         self._bytes_in.inc(exchange.bytes_in)
         self._bytes_out.inc(exchange.bytes_out)
@@ -108,7 +107,9 @@ class Metrics:
             if seconds:
                 self._stages[name].observe(seconds)
 
-    def computed(self, done: Done) -> None:
+    def computed(self, engine: Engine, done: Done) -> None:
+        if done.dropped:
+            self.dropped(engine.process[0], done.dropped)
         backend = done.metadata["backend"]
         self._memory.set(done.memory)
         if (batch := done.batch) is None:
@@ -122,7 +123,7 @@ class Metrics:
         self._speed.set(batch.flops / seconds / 1e12)
         self._splits.inc(batch.splits)
 
-    def engine_lost(self) -> None:
+    def lost(self, engine: Engine) -> None:
         self._restarts.inc()
 
     def queue(self, **now: float) -> None:
@@ -144,7 +145,7 @@ class Metrics:
 
     def families(self) -> Iterable[Metric]:
         """What /metrics of this process alone has, as prometheus_client collects it."""
-        return itertools.chain(self._registry.collect(), [build_info(None)], used({"http-0": os.getpid()}))
+        return itertools.chain(self.registry.collect(), [build_info(None)], used({"http-0": os.getpid()}))
 
     def exposition(self, device: DeviceInfo | None) -> bytes:
         """What all HTTP processes count, and what is looked up now, in Prometheus' text format."""
@@ -157,7 +158,7 @@ class Metrics:
 
     def everywhere(self) -> CollectorRegistry:
         """What all HTTP processes count."""
-        registry = self._registry
+        registry = self.registry
         if DIRECTORY in os.environ:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]

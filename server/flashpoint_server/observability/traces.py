@@ -22,13 +22,14 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from flashpoint_server.exchange import Exchange
+from flashpoint_server.ipc.client import Engine, Listener
 from flashpoint_server.ipc.messages import Done
 
 EXPORT_SECONDS = 5.0  # that one export may take: at the end of the process, too
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
-class Traces:
+class Traces(Listener):
     """One for each application; `close` sends what has not been sent."""
 
     def __init__(self, endpoint: str) -> None:
@@ -72,8 +73,8 @@ class Traces:
         for part, (began, end) in (way.timings.spans() if way is not None else {}).items():
             self._tell(part, self._new(trace), mine, began, end)
 
-    def launch(self, done: Done) -> None:
-        """It is over; `done` is the one of its answers that tells of all."""
+    def computed(self, engine: Engine, done: Done) -> None:
+        """A launch is over; `done` is the one of its answers that tells of all."""
         if (batch := done.batch) is None:
             return
         attributes = {

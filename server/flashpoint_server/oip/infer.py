@@ -26,6 +26,7 @@ from flashpoint_server.oip.answers import compressed, encode
 from flashpoint_server.oip.head import Head, Input, Wanted, parse
 from flashpoint_server.oip.inflated import WINDOW_BITS, InflatedBody
 from flashpoint_server.oip.models import VERSION, Model
+from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.attention import AttentionRoute
 from flashpoint_server.routes.compute import Call, deadline_of, priority_of
@@ -52,8 +53,9 @@ class Placed(NamedTuple):
 class InferRoute(AttentionRoute):
     """The ASGI application of one model: binary tensors arrive and leave as /attention's do."""
 
-    def __init__(self, service: Service, model: Model) -> None:
+    def __init__(self, service: Service, model: Model, statistics: Statistics) -> None:
         super().__init__(service, model.direction)
+        self._statistics = statistics
         self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +68,11 @@ class InferRoute(AttentionRoute):
     def ended(self, exchange: Exchange) -> None:
         """Count a request to this model, which is over."""
         success = exchange.status == 200 and exchange.code is None
-        self.service.metrics.models.ended(self._model.name, success, time.perf_counter() - exchange.arrived)
+        self._statistics.ended(self._model.name, success, time.perf_counter() - exchange.arrived)
+
+    def computed(self, job: AttentionJob, answer: Answer) -> None:
+        """Count a request to this model, which was computed."""
+        self._statistics.computed(self._model.name, answer.batch_size, job.timings.stages())
 
     def body(self, scope: Scope, receive: Receive, exchange: Exchange) -> Body:
         coding = exchange.headers.get("content-encoding", "")
@@ -77,7 +83,7 @@ class InferRoute(AttentionRoute):
     async def serve(self, call: Call) -> None:
         service, settings, headers = self.service, self.service.settings, call.exchange.headers
         body = call.body
-        service.admit(call.exchange, "attention")
+        call.caller = service.admit(call.exchange, "attention")
         if (coding := headers.get("content-encoding", "identity")) not in ("identity", *WINDOW_BITS):
             raise Refusal("unsupported_media_type", f"a body in content coding {coding} is not taken")
         body.deadline = deadline_of(headers, settings)
@@ -108,7 +114,7 @@ class InferRoute(AttentionRoute):
         if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:  # exactly: see docs/oip.md
             parts, fields["content-encoding"] = await compressed(parts, coding), coding
         await self.finish(call, job, answer, fields, parts)
-        service.metrics.models.computed(self._model.name, answer.batch_size, job.timings.stages())
+        self.computed(job, answer)
 
     async def solve_placed(
         self, call: Call, placed: Placed, device: DeviceInfo, priority: int
@@ -120,8 +126,8 @@ class InferRoute(AttentionRoute):
 
     def place(self, call: Call, head: Head, device: DeviceInfo, permit: Permit | None = None) -> Placed:
         """Priced, let in unless it has a permit, and given room, with what its head has of tensors. Raises Refusal."""
-        assert call.exchange.caller is not None  # who asks is looked at first
-        owner = call.exchange.caller.name
+        assert call.caller is not None  # who asks is looked at first
+        owner = call.caller.name
         spec = head.spec(self._direction)
         wanted = head.wanted(spec)
         in_numbers = [spec.outputs[o.name] for o in wanted if not (o.binary or o.shared)]

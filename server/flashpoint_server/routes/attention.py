@@ -9,11 +9,12 @@ import numpy as np
 from flashpoint_kernels.spec import Direction, ProblemError, Spec, TensorInfo
 from flashpoint_kernels.support import choose_backend
 from flashpoint_server.access.admission import Permit, check_size
-from flashpoint_server.exchange import Way
-from flashpoint_server.formats.encode import Part, encode, text_bytes
+from flashpoint_server.exchange import Timings, Way
+from flashpoint_server.formats.encode import encode, text_bytes
 from flashpoint_server.formats.message import SafetensorsMessage, make_spec, read_json
 from flashpoint_server.formats.negotiation import answer_encoding, request_encoding
-from flashpoint_server.ipc.job import Answer, AttentionJob, Timings
+from flashpoint_server.http.places import Part
+from flashpoint_server.ipc.job import Answer, AttentionJob
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
 from flashpoint_server.ipc.staging import Staging
@@ -32,7 +33,7 @@ class AttentionRoute(ComputeRoute):
     async def serve(self, call: Call) -> None:
         service, settings, headers = self.service, self.service.settings, call.exchange.headers
         body, inside = call.body, call.inside
-        service.admit(call.exchange, "attention")
+        call.caller = service.admit(call.exchange, "attention")
         given = request_encoding(headers)
         wanted = answer_encoding(headers, given)
         body.deadline = deadline_of(headers, settings)

@@ -17,7 +17,7 @@ from flashpoint_server.formats.negotiation import request_encoding
 from flashpoint_server.http.body import Body
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes import openapi_examples, pictures
-from flashpoint_server.routes.benchmarks import Benchmark, no_such_benchmark
+from flashpoint_server.routes.benchmarks import Benchmark, Benchmarks, no_such_benchmark
 from flashpoint_server.routes.problem_schema import problems
 from flashpoint_server.service import Service
 
@@ -38,9 +38,8 @@ def _answers(description: str, *media_types: str) -> dict[int | str, dict[str, A
     return {200: {"description": description, "content": {media: {} for media in media_types}}}
 
 
-def router(service: Service) -> APIRouter:
+def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     routes = APIRouter(prefix="/benchmark", tags=["proof"])
-    benchmarks = service.benchmarks
     refused = problems(400, 401, 403, 408, 413, 415, 422, 429, 503)
 
     async def find(request: Request, id: str) -> Benchmark:
@@ -59,7 +58,7 @@ def router(service: Service) -> APIRouter:
             raise Refusal("unsupported_media_type", f"a benchmark is asked for in {jsonwire.MEDIA_TYPE}")
         body = Body(request.scope, request.receive, request.headers, service.settings)
         asked = await read_model(body, BenchmarkRequest, REQUEST_LIMIT)
-        opened = await benchmarks.open(service.engine, asked, caller.name, service.check_ready())
+        opened = await benchmarks.open(asked, caller.name, service.check_ready())
         response.headers["Location"] = f"/benchmark/{opened.job.id}"
         return opened.job
 

@@ -7,18 +7,16 @@ import datetime
 import math
 import uuid
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from flashpoint.benchmark_schema import ENDED, EVENT, BenchmarkEvent, BenchmarkJob, BenchmarkRequest, StateEvent
 from flashpoint_kernels.spec import ProblemError
 from flashpoint_kernels.timing.account import standard_flops
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.engine.cases import cases_of
-from flashpoint_server.ipc.messages import DeviceInfo, JobDropped, JobEvent, JobOpened, StopJob, Time
+from flashpoint_server.ipc.client import Engine, Engines, Listener, Said
+from flashpoint_server.ipc.messages import DeviceInfo, JobDropped, JobOpened, StopJob, Time
 from flashpoint_server.refusal import Refusal, invalid
-
-if TYPE_CHECKING:
-    from flashpoint_server.ipc.client import Engine, Engines
 
 MEMORY_SHARE = 8  # a case's tensors, their gradients and copies must leave the device's memory to others
 HEARSAY_SECONDS = 0.25
@@ -89,11 +87,13 @@ def no_such_benchmark() -> Refusal:
     return Refusal("not_found", "there is no such benchmark, or none any more")
 
 
-class Benchmarks:
+class Benchmarks(Listener):
     """See the module."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, engines: Engines) -> None:
         self._settings = settings
+        self._engines = engines
+        engines.listeners.append(self)
         self._known: dict[str, Benchmark] = {}
         self._opening: dict[str, _Opening] = {}
         self._heard = asyncio.Event()
@@ -108,10 +108,10 @@ class Benchmarks:
             raise no_such_benchmark() from None
         return self._known[name]
 
-    def load_of(self, engine: Engine) -> int:
+    def _load_of(self, engine: Engine) -> int:
         return sum(not benchmark.over for benchmark in self._known.values() if benchmark.engine is engine)
 
-    async def open(self, engines: Engines, request: BenchmarkRequest, owner: str, device: DeviceInfo) -> Benchmark:
+    async def open(self, request: BenchmarkRequest, owner: str, device: DeviceInfo) -> Benchmark:
         """Check a request, and queue it at an engine. Raises Refusal 422, 429 and 503."""
         self._check(request, device)
         self._drop_old()
@@ -122,7 +122,7 @@ class Benchmarks:
             raise Refusal("queue_full", f"{len(owners)} benchmarks wait or run, {own} of them of this caller")
         name, created = uuid.uuid4().hex, datetime.datetime.now(datetime.UTC).isoformat()
         opening = self._opening[name] = _Opening(owner, asyncio.get_running_loop().create_future())
-        engine = engines.for_benchmark()
+        engine = self._engines.least(self._load_of)
         try:
             engine.tell(Time(name, owner, request.model_dump_json(exclude_defaults=True).encode(), created))
             return await asyncio.wait_for(opening.done, OPENING_SECONDS)
@@ -136,7 +136,7 @@ class Benchmarks:
         """Its last event says when it has."""
         benchmark.engine.tell(StopJob(benchmark.job.id))
 
-    def hear(self, said: JobOpened | JobEvent | JobDropped, engine: Engine) -> None:
+    def heard(self, engine: Engine, said: Said) -> None:
         if isinstance(said, JobOpened):
             benchmark = self._known[said.job] = Benchmark(engine, said)
             if said.job in self._opening and not self._opening[said.job].done.done():

@@ -16,11 +16,12 @@ from starlette.types import Receive, Scope, Send
 
 from flashpoint_kernels.spec import TensorInfo
 from flashpoint_server.access.admission import Permit
+from flashpoint_server.access.keys import Caller
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.formats.encode import Part
 from flashpoint_server.http.body import Body, ClientGoneError
 from flashpoint_server.http.envelope import send_refusal
+from flashpoint_server.http.places import Part
 from flashpoint_server.ipc.job import Answer, Job
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.regions import Region
@@ -31,7 +32,7 @@ from flashpoint_server.service import Service
 _NOTHING: Mapping[str, tuple[Region, int]] = {}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """One request on its way through a route; `inside` ends what it has begun."""
 
@@ -40,6 +41,7 @@ class Call:
     receive: Receive
     send: Send
     inside: ExitStack
+    caller: Caller | None = None  # once it is known who asks
 
     def waiting_since(self) -> float | None:
         """When its body ended, in `time.monotonic` seconds; None before that, and once its answer has begun."""
@@ -81,7 +83,7 @@ class ComputeRoute(ABC):
 
     def admit(self, call: Call, nbytes: int) -> Permit:
         """Inside the limits, and counted until it is over. Raises Refusal 429."""
-        caller = call.exchange.caller
+        caller = call.caller
         assert caller is not None  # who asks is looked at first
         permit = call.inside.enter_context(self.service.admission.permit(nbytes, caller.quota, call.waiting_since))
         metrics = self.service.metrics

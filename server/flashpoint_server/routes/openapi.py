@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,7 +14,6 @@ from flashpoint.benchmark_schema import BenchmarkRequest
 from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyReport, VerifyRequest
 from flashpoint_kernels.spec import BACKWARD_TENSORS, FORWARD_TENSORS, GRADS, Direction
-from flashpoint_server.oip import schema as oip
 from flashpoint_server.refusal import STATUS
 from flashpoint_server.routes import openapi_examples as examples
 from flashpoint_server.routes.problem_schema import Problem, problems
@@ -50,8 +50,8 @@ _ERRORS = sorted({status for code, status in STATUS.items() if code not in ("not
 _KEYS: list[dict[str, list[str]]] = [{}, {"bearer": []}]  # a key where the server has keys
 
 
-def install(app: FastAPI, paths: dict[str, Direction]) -> None:
-    """Make `app.openapi` describe `paths` and /verify too, and what the other routes refer to."""
+def install(app: FastAPI, paths: dict[str, Direction], add: Callable[[dict[str, Any]], None]) -> None:
+    """Make `app.openapi` describe `paths`, /verify and what `add` adds to the document."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -63,7 +63,7 @@ def install(app: FastAPI, paths: dict[str, Direction]) -> None:
             for path, direction in paths.items():
                 document["paths"][path] = {"post": _operation(direction)}
             document["paths"]["/verify"] = {"post": _verification()}
-            oip.add(document)
+            add(document)
             for operation in (each for path in document["paths"].values() for each in path.values()):
                 if "401" in operation["responses"]:
                     operation["security"] = _KEYS

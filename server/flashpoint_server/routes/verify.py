@@ -24,10 +24,11 @@ from flashpoint_kernels.spec import (
     plan,
 )
 from flashpoint_server.access.admission import check_size
+from flashpoint_server.exchange import Timings
 from flashpoint_server.formats.codec import Arrays
 from flashpoint_server.formats.message import SafetensorsMessage, decode_json, read_text
 from flashpoint_server.formats.negotiation import request_encoding
-from flashpoint_server.ipc.job import ProofJob, Timings
+from flashpoint_server.ipc.job import ProofJob
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, proof_price
 from flashpoint_server.ipc.staging import Staging
@@ -44,7 +45,7 @@ class VerifyRoute(ComputeRoute):
 
     async def serve(self, call: Call) -> None:
         service, headers, body = self.service, call.exchange.headers, call.body
-        service.admit(call.exchange, "verify")
+        call.caller = service.admit(call.exchange, "verify")
         given = request_encoding(headers)
         body.deadline = deadline = deadline_of(headers, service.settings)
         priority = priority_of(headers)

@@ -3,9 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
+from flashpoint_server.config.hosts import host_name
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.http.sites import Sites, host_name
+from flashpoint_server.http.sites import Sites
 from flashpoint_server.refusal import LONGEST_MESSAGE, LONGEST_NAME, Refusal, invalid
 
 HERE = "10.0.0.7"  # where the connections of these tests arrive

@@ -18,16 +18,16 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 from flashpoint_kernels.spec import Options, TensorInfo, plan
 from flashpoint_server.access.admission import FREE
 from flashpoint_server.config.settings import Settings
+from flashpoint_server.exchange import Timings
 from flashpoint_server.ipc import client as engine
 from flashpoint_server.ipc.client import Engines, State
-from flashpoint_server.ipc.job import AttentionJob, Timings
+from flashpoint_server.ipc.job import AttentionJob
 from flashpoint_server.ipc.memory import Pool
 from flashpoint_server.ipc.messages import Submit, Tensor, pack_options
 from flashpoint_server.ipc.processes import running_engines
 from flashpoint_server.ipc.staging import Staging
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import Refusal
-from flashpoint_server.routes.benchmarks import Benchmarks
 
 PATIENCE = 240  # seconds; only there to end a hang
 ENGINE = "tests.support.faulty.engine"
@@ -50,7 +50,7 @@ class Bench:
     """Engines in processes of their own, and the pool that this process shares with them."""
 
     def __init__(self):
-        self.engines = Engines(Metrics(), Benchmarks(Settings()))
+        self.engines = Engines([Metrics()])
         self.pool = Pool(1 << 30, self.engines.forget_segment)
 
     def job(self, name, **how):

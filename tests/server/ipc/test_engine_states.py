@@ -4,20 +4,16 @@ import asyncio
 
 import psutil
 
-from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc import processes
 from flashpoint_server.ipc.client import Engine, Engines, State
 from flashpoint_server.ipc.processes import Child
-from flashpoint_server.observability.metrics import Metrics
-from flashpoint_server.routes.benchmarks import Benchmarks
 
 PATIENCE = 240  # seconds; only there to end a hang
 
 
 def test_the_service_fails_only_when_all_engines_have_failed():
-    metrics, benchmarks = Metrics(), Benchmarks(Settings())
-    engines = Engines(metrics, benchmarks)
-    engines._engines = [Engine(name, engines._resume, engines._keep, metrics, benchmarks) for name in (b"a", b"b")]
+    engines = Engines()
+    engines._engines = [Engine(name, engines._resume, engines._keep, []) for name in (b"a", b"b")]
     first, second = engines._engines
     first.state, first.failure = State.FAILED, "broken"
     assert (engines.state, engines.failure) == (State.STARTING, None)

@@ -21,6 +21,7 @@ from flashpoint_server.oip.grpc.framing import split
 from flashpoint_server.oip.grpc.request import CONTENTS, RAW_INPUTS, Asked, parse
 from flashpoint_server.oip.infer import InferRoute
 from flashpoint_server.oip.models import MODELS, VERSION, find
+from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.routes.compute import Call, ComputeRoute, deadline_of, priority_of
 from flashpoint_server.service import Service
@@ -88,9 +89,9 @@ def _size(message: bytes | None) -> int:
 class InferMethod(ComputeRoute):
     """The ASGI application of the method, for all models."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, statistics: Statistics) -> None:
         super().__init__(service)
-        self._routes = {name: InferRoute(service, model) for name, model in MODELS.items()}
+        self._routes = {name: InferRoute(service, model, statistics) for name, model in MODELS.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange.of(scope)
@@ -113,11 +114,11 @@ class InferMethod(ComputeRoute):
 
     async def _serve(self, call: Call, body: Message) -> None:
         service, exchange = self.service, call.exchange
-        service.admit(exchange, "attention")
+        call.caller = caller = service.admit(exchange, "attention")
         body.deadline = _sooner(deadline_of(exchange.headers, service.settings), body.incoming.deadline)
         priority = priority_of(exchange.headers)
         device = self.begin(call.inside)
-        body.incoming.hold.owner = call.exchange.caller.name if call.exchange.caller else ""
+        body.incoming.hold.owner = caller.name
         message = await body.read()
         asked, tensors = await self._parsed(message, body.deadline)
         model, head = find(asked.model, asked.version), asked.head
@@ -143,7 +144,7 @@ class InferMethod(ComputeRoute):
         job, answer = await route.solve_placed(call, placed, device, max(priority, head.priority))
         parts = await encode(model.name, VERSION, head.id, placed.wanted, job, answer, service.codec)
         await route.finish(call, job, answer, {}, parts)
-        service.metrics.models.computed(model.name, answer.batch_size, job.timings.stages())
+        route.computed(job, answer)
 
     async def _parsed(self, message: bytes, deadline: float | None) -> tuple[Asked, list[memoryview]]:
         """What it asks, and the bytes of its tensors. Raises Refusal 400, 413, 422."""

@@ -25,6 +25,7 @@ from flashpoint_server.oip.grpc.arrivals import LARGEST_MESSAGE, Hold, Memory
 from flashpoint_server.oip.grpc.infer import EXTENSION, PATH, Incoming, InferMethod
 from flashpoint_server.oip.grpc.methods import METHODS, SERVICE, Method
 from flashpoint_server.oip.grpc.statuses import STATUSES
+from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.service import Service
 
@@ -49,7 +50,7 @@ class Reply(NamedTuple):
 class RpcServer:
     """gRPC's server, with the application's calls as its methods; `port` is where it listens."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Service, statistics: Statistics) -> None:
         """Raises OSError where it cannot listen."""
         settings = self._settings = service.settings
         memory = Memory(settings, service.keys.locked, service.counts.arriving, lambda: service.counts.requests.total)
@@ -63,7 +64,7 @@ class RpcServer:
             ],
             maximum_concurrent_rpcs=settings.queue_limit + SMALL_CALLS,
         )
-        infer = _infer(Envelope(InferMethod(service), {PATH}, service.metrics, service.traces), memory)
+        infer = _infer(Envelope(InferMethod(service, statistics), {PATH}, service.metrics, service.traces), memory)
         for name, methods in METHODS.items():
             classes = protos.methods(name)
             behaviours = {
