@@ -51,7 +51,8 @@ def over_http(server, nbytes):
     for name, t in tensors(nbytes).items():
         entries[name] = {"dtype": "F32", "shape": t.shape, "data_offsets": [at, at := at + t.nbytes]}
     body = message_head(entries) + b"".join(t.tobytes() for t in tensors(nbytes).values())
-    return lambda: {200: "OK", 429: "RESOURCE_EXHAUSTED"}.get(post(server, "/attention", body).status)
+    status = {200: "OK", 408: "DEADLINE_EXCEEDED", 429: "RESOURCE_EXHAUSTED"}
+    return lambda: status.get(post(server, "/attention", body).status)
 
 
 class Watched:
@@ -117,7 +118,8 @@ def test_ten_clients_with_300_mib_each_leave_a_server_of_2_5_gib_alive(start_ser
     call, small = way(server, 300 * MIB), way(server, MIB)
     with Watched(lambda: of_all(server)) as watched, concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
         found = Counter(pool.map(lambda _: call(), range(CLIENTS)))
-    assert set(found) <= {"OK", "RESOURCE_EXHAUSTED"}
+    # On a busy machine a message of 300 MiB may come more slowly than the least rate allows.
+    assert set(found) <= {"OK", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}
     assert watched.bytes <= 2560 * MIB
     wait_for(lambda: ask(server, "/info").json["load"] == {"requests": 0, "bytes": 0}, lambda: "requests that stay")
     assert small() == "OK"

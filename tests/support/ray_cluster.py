@@ -58,6 +58,7 @@ class Cluster:
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_AUTH_MODE": "disabled",
                 "RAY_raylet_start_wait_time_s": str(START_SECONDS),
+                "RAY_worker_niceness": "0",  # else a busy machine leaves a replica no time to start
                 # Else Ray would replace a proxy that is slow because the machine is busy.
                 "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(START_SECONDS),
                 "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(START_SECONDS),
