@@ -146,7 +146,7 @@ class Service:
 def role_of(command: list[str]) -> str | None:
     """By its command line; None for what the standard library runs beside."""
     text = " ".join(command)
-    words = {"flashpoint_server.cli.worker": "http", "engine_process": "engine", "faulty.engine": "engine"}
+    words = {"flashpoint_server.cli.worker": "http", "engine.process": "engine", "faulty.engine": "engine"}
     words["codec_process"] = "codec"
     return next((role for word, role in words.items() if word in text), None)
 

@@ -61,7 +61,7 @@ def test_a_deadline_that_passes_while_the_body_comes_is_504(server):
 def test_a_deadline_that_passes_while_the_answer_is_written_as_json_is_504(server):
     """The process that writes JSON is stopped until the answer has come."""
     assert post(server, "/attention", GOOD, accept=JSON).status == 200  # that process runs from here on
-    (codec,) = server.children("codec_process")
+    (codec,) = server.children("formats.codec_process")
     os.kill(codec, signal.SIGSTOP)
     try:
         problem(post(server, "/attention", GOOD, accept=JSON, x_timeout_ms=200), 504, "deadline_exceeded")

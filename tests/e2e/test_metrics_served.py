@@ -47,7 +47,7 @@ def test_build_info_says_what_info_says(server):
 
 def test_each_process_has_its_time_memory_and_descriptors(server):
     assert post(server, "/attention", AS_JSON, JSON).status == 200  # the process that reads JSON runs from here
-    (codec,) = server.children("codec_process")
+    (codec,) = server.children("formats.codec_process")
     found = read_metrics(server)
     for name, pid in {"http-0": server.pid, "engine-cpu": server.engine_pid, "json-0": codec}.items():
         assert found[f'flashpoint_process_id{{process="{name}"}}'] == pid
@@ -84,7 +84,7 @@ def test_a_body_that_comes_slowly_and_an_answer_that_is_taken_slowly_are_not_que
 
 def test_json_that_waits_to_be_read_is_queued_work(server):
     assert post(server, "/attention", AS_JSON, JSON).status == 200
-    (codec,) = server.children("codec_process")
+    (codec,) = server.children("formats.codec_process")
     os.kill(codec, signal.SIGSTOP)
     try:
         with asking(server, AS_JSON, f"queued-{os.urandom(4).hex()}"):
@@ -117,7 +117,7 @@ def client_gone(server):
 def test_a_client_that_vanishes_while_its_answer_is_written_is_499(server):
     """In the log line and in the metric; there was nobody to take the answer."""
     assert post(server, "/attention", SMALL, accept=JSON).status == 200
-    (codec,) = server.children("codec_process")
+    (codec,) = server.children("formats.codec_process")
     before, name = client_gone(server), f"vanishes-{os.urandom(4).hex()}"
     computed = 'flashpoint_compute_flops_total{backend="torch"}'
     flops = read_metrics(server)[computed]

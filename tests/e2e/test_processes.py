@@ -291,8 +291,8 @@ def test_a_request_behind_a_direct_body_may_close_with_bytes_behind_it(server):
 @pytest.mark.slow
 def test_several_workers_on_one_port_survive_each_others_death(start_server):
     server = start_server(workers=2)
-    wait_for(lambda: len(server.children("worker")) == 2, lambda: "two workers")
-    engine, (victim, other) = server.engine_pid, server.children("worker")
+    wait_for(lambda: len(server.children("cli.worker")) == 2, lambda: "two workers")
+    engine, (victim, other) = server.engine_pid, server.children("cli.worker")
     expected = post(server, "/attention", SMALL).body
     answered = 'flashpoint_ended_total{how="answered"}'  # of all workers, the dead one's counts among them
     wait_for(lambda: read_metrics(server).get(answered) == 1, lambda: "the first answer is not counted")
@@ -300,14 +300,14 @@ def test_several_workers_on_one_port_survive_each_others_death(start_server):
     server.wait_for_line(lambda line: line["event"] == "lost" and line["pid"] == victim)
     for _ in range(8):
         assert post(server, "/attention", SMALL).body == expected
-    wait_for(lambda: len(set(server.children("worker")) - {victim, other}) == 1, lambda: "another worker")
+    wait_for(lambda: len(set(server.children("cli.worker")) - {victim, other}) == 1, lambda: "another worker")
     assert server.engine_pid == engine
     assert not psutil.pid_exists(victim)
     wait_for(lambda: read_metrics(server)[answered] == 9, lambda: "answers are not counted")
     assert read_metrics(server)["flashpoint_accepted_total"] == 9
     wait_for(lambda: read_metrics(server)["flashpoint_queue_requests"] == 0, lambda: "requests that never leave")
     wait_for(lambda: len(segments(engine)) <= 2, lambda: "the engine keeps a dead worker's memory")
-    family = [server.engine_pid, *server.children("worker")]
+    family = [server.engine_pid, *server.children("cli.worker")]
     server.stop()
     assert not any(psutil.pid_exists(pid) for pid in family)
 
@@ -322,7 +322,7 @@ def test_limits_hold_over_all_workers_and_a_dead_one_has_nothing_inside(start_se
         for _ in range(16):
             answer = post(server, "/attention", SMALL)
             assert problem(answer, 429, "queue_full")["detail"].startswith("1 requests")
-        (victim,) = [pid for pid in server.children("worker") if connected_to(pid, held)]
+        (victim,) = [pid for pid in server.children("cli.worker") if connected_to(pid, held)]
         os.kill(victim, signal.SIGKILL)
         server.wait_for_line(lambda line: line["event"] == "lost" and line["pid"] == victim)
         wait_for(lambda: server.get("/info")[1]["load"] == {"requests": 0, "bytes": 0}, lambda: "it stays inside")
@@ -342,7 +342,7 @@ def connected_to(pid, connection):
 @pytest.mark.parametrize("ready", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["starting", "ready"])
 def test_a_killed_server_leaves_no_process(start_server, ready):
     server = start_server(ready=ready)
-    wait_for(lambda: server.children("engine_process"), lambda: "no engine")
+    wait_for(lambda: server.children("engine.process"), lambda: "no engine")
     family = [p.pid for p in psutil.Process(server.pid).children(recursive=True)]
     server.process.kill()
     assert server.wait_exit() == -signal.SIGKILL

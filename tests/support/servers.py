@@ -65,12 +65,12 @@ class ServerProcess:
     def children(self, module):
         """The pids of its descendants that run `module` of the server, or the module of the tests that replaces it."""
         below = psutil.Process(self.pid).children(recursive=True)
-        names = {f"flashpoint_server.{module}", f"tests.support.faulty.{module.partition('_')[0]}"}
+        names = {f"flashpoint_server.{module}", f"tests.support.faulty.{module.partition('.')[0]}"}
         return [child.pid for child in below if names & set(child.cmdline())]
 
     @property
     def engine_pid(self):
-        (pid,) = self.children("engine_process")
+        (pid,) = self.children("engine.process")
         return pid
 
     def wait_ready(self):
