@@ -28,6 +28,7 @@ import time
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -137,6 +138,7 @@ class FaultyDevice(Device):
 
 class TellingEngine(serving_engine.ServingEngine):
     parts: ClassVar = Counter()  # that have begun, by the name of their request
+    taken: ClassVar = Counter()  # those, and those that a thread is about to begin
 
     def _admit(self, entry):
         super()._admit(entry)
@@ -155,9 +157,16 @@ class TellingEngine(serving_engine.ServingEngine):
             FaultyDevice.wait("step")
         super()._compute(entry, part, long)
 
+    def _take(self):
+        with self._lock:  # no other thread takes a part before this one counts
+            work = super()._take()
+            if work is not None and isinstance(work.run, partial) and work.run.func == self._compute:
+                self.taken[work.run.args[0].submit.request_id] += 1
+            return work
+
     def _has_lane(self, entry):
         name = entry.submit.request_id
-        held = name.startswith("step-") and self.parts[name] >= 2 and not gate("step").exists()
+        held = name.startswith("step-") and self.taken[name] >= 2 and not gate("step").exists()
         return not held and super()._has_lane(entry)
 
     def _remove(self, unwanted):
