@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
-from starlette.routing import BaseRoute, Match, Route
+from starlette.routing import BaseRoute, Match
+from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flashpoint_kernels.spec import Direction
@@ -23,16 +25,16 @@ from flashpoint_server.ipc.counts import Shared
 from flashpoint_server.ipc.processes import ENGINE, running_engines
 from flashpoint_server.oip import errors, memory_routes, schema
 from flashpoint_server.oip import routes as oip
-from flashpoint_server.oip.infer import InferRoute
+from flashpoint_server.oip.infer import Counted, infer, make_body
 from flashpoint_server.oip.models import MODELS
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.page import page
 from flashpoint_server.refusal import STATUS, Refusal, invalid
 from flashpoint_server.routes import benchmark, openapi, status
-from flashpoint_server.routes.attention import AttentionRoute
+from flashpoint_server.routes.attention import attention
 from flashpoint_server.routes.benchmarks import Benchmarks
-from flashpoint_server.routes.compute import ComputeRoute
-from flashpoint_server.routes.verify import VerifyRoute
+from flashpoint_server.routes.pipeline import Route
+from flashpoint_server.routes.verify import verify
 from flashpoint_server.service import Service
 
 PATHS: dict[str, Direction] = {"/attention": "forward", "/attention/grad": "backward"}
@@ -78,11 +80,14 @@ def create_app(
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
     )
     app.state.service = service
-    posts: dict[str, ComputeRoute] = {p: AttentionRoute(service, direction) for p, direction in PATHS.items()}
-    posts["/verify"] = VerifyRoute(service)
+    posts: dict[str, ASGIApp] = {
+        path: Route(service, partial(attention, direction=direction)) for path, direction in PATHS.items()
+    }
+    posts["/verify"] = Route(service, verify)
     app.state.statistics = statistics = Statistics(service.metrics.registry)
     for model in MODELS.values():
-        posts |= dict.fromkeys(oip.infer_paths(model), InferRoute(service, model, statistics))
+        route = Route(service, partial(infer, model=model, statistics=statistics), make_body)
+        posts |= dict.fromkeys(oip.infer_paths(model), Counted(route, statistics, model.name))
     words = {part for path in posts for part in path.split("/")}
     told = (posts.keys(), service.metrics, service.traces, words, service.sites.check, {"v2": errors.written})
     probes = status.PROBES | oip.PROBES
@@ -95,8 +100,8 @@ def create_app(
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(RequestValidationError, _invalid)
-    for path, route in posts.items():  # known to the framework, which answers any other method with 405
-        app.router.routes.append(Route(path, route, methods=["POST"]))
+    for path, post in posts.items():  # known to the framework, which answers any other method with 405
+        app.router.routes.append(StarletteRoute(path, post, methods=["POST"]))
     for routes in (
         status.router(service),
         benchmark.router(service, Benchmarks(settings, service.engine)),
@@ -110,7 +115,7 @@ def create_app(
 
 def _words(route: BaseRoute) -> Iterable[str]:
     """The parts of its path that are the same in every request."""
-    assert isinstance(route, Route)
+    assert isinstance(route, StarletteRoute)
     return (part for part in route.path.split("/") if "{" not in part)
 
 

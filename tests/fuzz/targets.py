@@ -33,8 +33,9 @@ from flashpoint_kernels.support import choose_backend, launch_key
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import combined
-from flashpoint_server.formats.message import SafetensorsMessage, make_spec, read_model, read_text
-from flashpoint_server.formats.negotiation import SERVED, answer_encoding, request_encoding
+from flashpoint_server.formats.message import make_spec, read_model, read_text
+from flashpoint_server.formats.negotiation import SERVED, answer_format, request_format
+from flashpoint_server.formats.safetensors import SafetensorsMessage
 from flashpoint_server.http.body import Body
 from flashpoint_server.ipc.messages import pack_options, read_options
 from flashpoint_server.oip import head as oip_head
@@ -42,7 +43,7 @@ from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.inflated import InflatedBody
 from flashpoint_server.oip.memory_routes import Registration
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.compute import deadline_of, priority_of
+from flashpoint_server.routes.pipeline import deadline_of, priority_of
 
 T = TypeVar("T")
 
@@ -181,18 +182,18 @@ async def _received(data: bytes, direction: Direction) -> None:
     body = body_of(data)
     message = await SafetensorsMessage.begin(body, SETTINGS.head_limit)
     spec = message.spec(direction)
-    given = message.inputs()
+    given = message.inputs
     check_size(spec, DEVICE_MEMORY, SETTINGS.sequence_limit)
     memory = bytearray(sum(info.nbytes for _, info in given))
     places, end = {}, 0
     for name, info in given:
         places[name] = memoryview(memory)[end : end + info.nbytes]
         end += info.nbytes
-    await message.receive(body, places.values())
+    await message.receive(body, places)
     assert memory == data[len(data) - len(memory) :]
     index = {name: np.frombuffer(places[name], info.dtype).tolist() for name, info in given if name in INDEX_TENSORS}
     use(spec, index)
-    options = wire.decode_options(wire.encode_options(wire.decode_options(message.metadata)))
+    options = wire.decode_options(wire.encode_options(dict(message.options())))
     assert make_spec(dict(given), options, direction) == spec
 
 
@@ -315,10 +316,10 @@ def compressed(data: bytes) -> None:
 def headers(data: bytes) -> None:
     """The fields of a request's head, a line each."""
     fields = combined(tuple(line.partition(b":")[::2]) for line in _lines(data))
-    given = refused(lambda: request_encoding(fields))
+    given = refused(lambda: request_format(fields))
     if given is not None:
         assert given.media_type in SERVED
-        wanted = refused(lambda: answer_encoding(fields, given))
+        wanted = refused(lambda: answer_format(fields, given))
         assert wanted is None or wanted.media_type in (*SERVED, "application/octet-stream")
     refused(lambda: deadline_of(fields, SETTINGS))
     priority = refused(lambda: priority_of(fields))

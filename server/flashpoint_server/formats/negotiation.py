@@ -1,32 +1,22 @@
-"""Which encoding a message is in, and which the answer must have."""
+"""Which format a request is in, and which the answer must have."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from flashpoint import jsonwire, wire
+from flashpoint_server.formats.json import JSON
+from flashpoint_server.formats.message import Format
+from flashpoint_server.formats.safetensors import OCTETS, SAFETENSORS, SAFETENSORS_AS_OCTETS
 from flashpoint_server.refusal import Refusal
 
-OCTETS = "application/octet-stream"
-SERVED = (wire.MEDIA_TYPE, jsonwire.MEDIA_TYPE)
+SERVED = (SAFETENSORS.media_type, JSON.media_type)
+_TAKEN = {SAFETENSORS.media_type: SAFETENSORS, JSON.media_type: JSON, OCTETS: SAFETENSORS}
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """`media_type` is what the header says; octets are safetensors under another name."""
-
-    media_type: str
-
-    @property
-    def is_json(self) -> bool:
-        return self.media_type == jsonwire.MEDIA_TYPE
-
-
-def request_encoding(headers: Mapping[str, str]) -> Encoding:
-    """From Content-Type. Raises Refusal 415."""
+def request_format(headers: Mapping[str, str]) -> Format:
+    """Return the format that Content-Type names. Raises Refusal 415."""
     given = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if given not in (*SERVED, OCTETS):
+    if given not in _TAKEN:
         raise Refusal(
             "unsupported_media_type",
             f"a body of type {given or 'unknown'} is not taken; send {' or '.join(SERVED)}",
@@ -34,19 +24,20 @@ def request_encoding(headers: Mapping[str, str]) -> Encoding:
         )
     if (coding := headers.get("content-encoding", "identity").strip().lower()) != "identity":
         raise Refusal("unsupported_media_type", f"a body in content coding {coding} is not taken")
-    return Encoding(wire.MEDIA_TYPE if given == OCTETS else given)
+    return _TAKEN[given]
 
 
-def answer_encoding(headers: Mapping[str, str], request: Encoding) -> Encoding:
-    """From Accept (RFC 9110, §12.5.1); the request's own where the client does not mind. Raises Refusal 406."""
+def answer_format(headers: Mapping[str, str], request: Format) -> Format:
+    """Return the format that Accept asks for (RFC 9110, §12.5.1), else the request's own. Raises Refusal 406."""
     ranges = _ranges(headers.get("accept", ""))
     if not ranges:
         return request
-    other = next(media for media in SERVED if media != request.media_type)
-    best = max((request.media_type, other, OCTETS), key=lambda media: _quality(media, ranges))  # the first of equals
-    if _quality(best, ranges) <= 0:
+    other = JSON if request is SAFETENSORS else SAFETENSORS
+    # The first of equals.
+    best = max((request, other, SAFETENSORS_AS_OCTETS), key=lambda one: _quality(one.media_type, ranges))
+    if _quality(best.media_type, ranges) <= 0:
         raise Refusal("not_acceptable", f"answers are {' or '.join(SERVED)}, and Accept takes neither")
-    return Encoding(best)
+    return best
 
 
 def _ranges(accept: str) -> list[tuple[str, float]]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flashpoint import jsonwire
 from flashpoint_server.formats.codec import Codec
-from flashpoint_server.formats.negotiation import OCTETS
+from flashpoint_server.formats.safetensors import OCTETS
 from flashpoint_server.http.places import Part
 from flashpoint_server.ipc.job import Answer, AttentionJob
 from flashpoint_server.ipc.memory import ALIGNMENT

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import time
-from functools import lru_cache, partial
-from typing import NamedTuple
+from collections.abc import Mapping
+from functools import lru_cache
 
-import numpy as np
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flashpoint import wire
 from flashpoint.jsonwire import FieldError
-from flashpoint_kernels.spec import INDEX_TENSORS, Spec
-from flashpoint_server.access.admission import Permit
+from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.formats.encode import text_bytes
 from flashpoint_server.formats.message import read_text
 from flashpoint_server.http.body import Body
-from flashpoint_server.ipc.job import Answer, AttentionJob
-from flashpoint_server.ipc.messages import DeviceInfo
-from flashpoint_server.ipc.price import price_of
-from flashpoint_server.ipc.regions import Region, check_apart
-from flashpoint_server.ipc.staging import Staging
+from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.oip.answers import compressed, encode
-from flashpoint_server.oip.head import Head, Input, Wanted, parse
+from flashpoint_server.oip.head import Head, parse
 from flashpoint_server.oip.inflated import WINDOW_BITS, InflatedBody
+from flashpoint_server.oip.message import InferMessage
 from flashpoint_server.oip.models import VERSION, Model
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.attention import AttentionRoute
-from flashpoint_server.routes.compute import Call, deadline_of, priority_of
-from flashpoint_server.service import Service
+from flashpoint_server.routes.pipeline import Request, admit, authorize, begin, compute, sooner, write
 
 HEAD_LENGTH = "inference-header-content-length"
 
@@ -39,137 +31,90 @@ _SHORT = 4096  # bytes
 _parse_again = lru_cache(256)(parse)
 
 
-class Placed(NamedTuple):
-    """A request that has its memory; `views` are of the inputs there."""
+class _HttpMessage(InferMessage):
+    """The bytes of tensors follow the head in the body; `rest` came with it."""
 
-    spec: Spec
-    backend: str
-    permit: Permit
-    wanted: tuple[Wanted, ...]
-    staging: Staging
-    views: dict[str, memoryview]
+    def __init__(self, head: Head, regions: Regions, owner: str, rest: bytes) -> None:
+        super().__init__(head, regions, owner)
+        self._rest = rest
+
+    async def receive(self, body: Body, places: Mapping[str, memoryview]) -> None:
+        self.fill(places)
+        await body.into([places[given.name] for given in self.following], self._rest)
 
 
-class InferRoute(AttentionRoute):
-    """The ASGI application of one model: binary tensors arrive and leave as /attention's do."""
+def make_body(scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings) -> Body:
+    """Return the body of a request, which may come compressed."""
+    coding = headers.get("content-encoding", "")
+    if coding in WINDOW_BITS:
+        return InflatedBody(scope, receive, headers, settings, coding)
+    return Body(scope, receive, headers, settings)
 
-    def __init__(self, service: Service, model: Model, statistics: Statistics) -> None:
-        super().__init__(service, model.direction)
+
+class Counted:
+    """Count the requests to a model as they end; gRPC's name their model in the facts of their exchange."""
+
+    def __init__(self, app: ASGIApp, statistics: Statistics, model: str | None = None) -> None:
+        self._app = app
         self._statistics = statistics
         self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange.of(scope)
         try:
-            await super().__call__(scope, receive, send)
+            await self._app(scope, receive, send)
         finally:
-            self.ended(exchange)
+            if (model := self._model or exchange.facts.get("model")) is not None:
+                success = exchange.status == 200 and exchange.code is None
+                self._statistics.ended(model, success, time.perf_counter() - exchange.arrived)
 
-    def ended(self, exchange: Exchange) -> None:
-        """Count a request to this model, which is over."""
-        success = exchange.status == 200 and exchange.code is None
-        self._statistics.ended(self._model.name, success, time.perf_counter() - exchange.arrived)
 
-    def computed(self, job: AttentionJob, answer: Answer) -> None:
-        """Count a request to this model, which was computed."""
-        self._statistics.computed(self._model.name, answer.batch_size, job.timings.stages())
+async def infer(request: Request, model: Model, statistics: Statistics) -> None:
+    """Answer an inference. Raises Refusal and ClientGoneError."""
+    headers, codec = request.headers, request.service.codec
+    authorize(request, "attention")
+    if (coding := headers.get("content-encoding", "identity")) not in ("identity", *WINDOW_BITS):
+        raise Refusal("unsupported_media_type", f"a body in content coding {coding} is not taken")
+    begin(request)
+    message = await _read(request)
+    head = message.head
+    request.body.deadline = sooner(request.body.deadline, head.deadline(request.service.settings))
+    request.priority = max(request.priority, head.priority)
+    job, answer = await compute(request, message, model.direction, message.numbers)
+    parts, fields = await encode(model.name, VERSION, head.id, head.wanted(job.spec), job, answer, codec)
+    if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:  # exactly: see docs/oip.md
+        parts, fields["content-encoding"] = await compressed(parts, coding), coding
+    await write(request, job, answer, parts, fields)
+    statistics.computed(model.name, answer.batch_size, job.timings.stages())
 
-    def body(self, scope: Scope, receive: Receive, exchange: Exchange) -> Body:
-        coding = exchange.headers.get("content-encoding", "")
-        if coding in WINDOW_BITS:
-            return InflatedBody(scope, receive, exchange.headers, self.service.settings, coding)
-        return super().body(scope, receive, exchange)
 
-    async def serve(self, call: Call) -> None:
-        service, settings, headers = self.service, self.service.settings, call.exchange.headers
-        body = call.body
-        call.caller = service.admit(call.exchange, "attention")
-        if (coding := headers.get("content-encoding", "identity")) not in ("identity", *WINDOW_BITS):
-            raise Refusal("unsupported_media_type", f"a body in content coding {coding} is not taken")
-        body.deadline = deadline_of(headers, settings)
-        priority = priority_of(headers)
-        device = self.begin(call.inside)
-
-        size = _head_size(headers.get(HEAD_LENGTH), settings.head_limit)
-        if size is None:
-            body.limit = settings.json_limit
-        body.check_length(body.length)
-        permit = None
-        if size is None and (body.length is None or body.length > _SHORT):
-            permit = self.admit(call, body.length or body.limit)
-        text, rest = (await read_text(body), b"") if size is None else await _read(body, size)
-        head = await self._parsed(text, body.deadline)
-        if size is not None and body.length is not None and body.length != size + head.data_size:
-            due = size + head.data_size
-            raise Refusal("malformed_body", f"the body has {body.length} bytes where its head says {due}")
-        body.check_length(len(text) + head.data_size)
-        if (deadline := head.deadline(settings)) is not None:
-            body.deadline = min(body.deadline or deadline, deadline)
-
-        placed = self.place(call, head, device, permit)
-        await body.into([placed.views[i.name] for i in head.inputs if i.array is None and i.shared is None], rest)
-
-        job, answer = await self.solve_placed(call, placed, device, max(priority, head.priority))
-        parts, fields = await encode(self._model.name, VERSION, head.id, placed.wanted, job, answer, service.codec)
-        if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:  # exactly: see docs/oip.md
-            parts, fields["content-encoding"] = await compressed(parts, coding), coding
-        await self.finish(call, job, answer, fields, parts)
-        self.computed(job, answer)
-
-    async def solve_placed(
-        self, call: Call, placed: Placed, device: DeviceInfo, priority: int
-    ) -> tuple[AttentionJob, Answer]:
-        """Have a request computed whose tensors are all in their places. Raises Refusal and ClientGoneError."""
-        spec, backend, permit, _, staging, _ = placed
-        self.correct(permit, spec, backend, device, staging)
-        return await self.solve(call, spec, backend, staging, permit.price, priority)
-
-    def place(self, call: Call, head: Head, device: DeviceInfo, permit: Permit | None = None) -> Placed:
-        """Priced, let in unless it has a permit, and given room, with what its head has of tensors. Raises Refusal."""
-        assert call.caller is not None  # who asks is looked at first
-        owner = call.caller.name
-        spec = head.spec(self._direction)
-        wanted = head.wanted(spec)
-        in_numbers = [spec.outputs[o.name] for o in wanted if not (o.binary or o.shared)]
-        backend = self._backend(spec, device)
-        self._check_numbers(sum(info.nbytes for info in in_numbers))
-        permit = permit or self.admit(call, spec.input_bytes + spec.output_bytes)
-        if in_numbers:
-            permit.grow(text_bytes(in_numbers))
-        permit.charge(price_of(spec, backend, device), call.body.deadline, self.service.engine.pace)
-        elsewhere = self._elsewhere(owner, head.inputs, wanted, spec)
-        inputs = [(given.name, given.info) for given in head.inputs]
-        staging = self.stage(inputs, spec.outputs, call.inside, elsewhere)
-        views = staging.views(staging.inputs)
-        for given in head.inputs:
-            if given.array is not None:
-                views[given.name][:] = np.ascontiguousarray(given.array).reshape(-1).view(np.uint8).data
-            elif given.shared is not None and given.name in views:
-                views[given.name][:] = self.service.regions.read(owner, given.name, given.info, given.shared)
-        return Placed(spec, backend, permit, wanted, staging, views)
-
-    def _elsewhere(
-        self, owner: str, inputs: tuple[Input, ...], wanted: tuple[Wanted, ...], spec: Spec
-    ) -> dict[str, tuple[Region, int]]:
-        """The tensors in shared memory, but for those whose values are checked: they are read once. Raises Refusal."""
-        locate = partial(self.service.regions.locate, owner)
-        given = {i.name: locate(i.name, i.info, i.shared) for i in inputs if i.shared and i.name not in INDEX_TENSORS}
-        asked = {o.name: locate(o.name, spec.outputs[o.name], o.shared, spare=True) for o in wanted if o.shared}
-        if asked:
-            check_apart(given, asked, {**spec.tensors, **spec.outputs})
-        return given | asked
-
-    async def _parsed(self, text: bytes, deadline: float | None) -> Head:
-        try:
-            return _parse_again(text) if len(text) <= _SHORT else await self.service.codec.run(deadline, parse, text)
-        except wire.WireError as error:
-            raise Refusal("malformed_body", str(error)) from None
-        except FieldError as error:
-            raise invalid([(error.field, error.message)]) from None
+async def _read(request: Request) -> InferMessage:
+    """Read the head; a long body of JSON alone is admitted by its length first. Raises Refusal."""
+    body, service, settings = request.body, request.service, request.service.settings
+    size = _head_size(request.headers.get(HEAD_LENGTH), settings.head_limit)
+    if size is None:
+        body.limit = settings.json_limit
+    body.check_length(body.length)
+    if size is None and (body.length is None or body.length > _SHORT):
+        admit(request, body.length or body.limit)
+    text, rest = (await read_text(body), b"") if size is None else await _start(body, size)
+    try:
+        short = len(text) <= _SHORT
+        head = _parse_again(text) if short else await service.codec.run(body.deadline, parse, text)
+    except wire.WireError as error:
+        raise Refusal("malformed_body", str(error)) from None
+    except FieldError as error:
+        raise invalid([(error.field, error.message)]) from None
+    if size is not None and body.length is not None and body.length != size + head.data_size:
+        due = size + head.data_size
+        raise Refusal("malformed_body", f"the body has {body.length} bytes where its head says {due}")
+    body.check_length(len(text) + head.data_size)
+    assert request.caller is not None
+    return _HttpMessage(head, service.regions, request.caller.name, rest)
 
 
 def _head_size(said: str | None, limit: int) -> int | None:
-    """Bytes of JSON before the tensors, by its header; None where all is JSON. Raises Refusal 400."""
+    """Return the bytes of JSON before the tensors, by its header; None where all is JSON. Raises Refusal 400."""
     if said is None:
         return None
     if not (said.isascii() and said.isdecimal() and len(said) < 16):
@@ -181,8 +126,8 @@ def _head_size(said: str | None, limit: int) -> int | None:
     return int(said)
 
 
-async def _read(body: Body, size: int) -> tuple[bytes, bytes]:
-    """The first `size` bytes, and what came with them. Raises Refusal."""
+async def _start(body: Body, size: int) -> tuple[bytes, bytes]:
+    """Return the first `size` bytes, and what came with them. Raises Refusal."""
     start = bytearray()
     while len(start) < size:
         if not (chunk := await body.next()):

@@ -6,7 +6,7 @@ from typing import Any
 
 from flashpoint import jsonwire, wire
 from flashpoint.options import AttentionOptions
-from flashpoint_server.formats.negotiation import OCTETS
+from flashpoint_server.formats.safetensors import OCTETS
 from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.head import PRIORITY_LEVELS
 from flashpoint_server.oip.models import MODELS, Model, datatypes
@@ -39,7 +39,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def add(document: dict[str, Any]) -> None:
-    """The operations of `InferRoute`, and what the routes refer to."""
+    """Add the operations of inference, and what the routes refer to."""
     schemas = document["components"]["schemas"]
     schemas["ProtocolError"] = _ERROR
     schemas["InferAnswer"] = _answer()

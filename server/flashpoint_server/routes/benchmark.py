@@ -12,8 +12,9 @@ from flashpoint import jsonwire
 from flashpoint._sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest, PlotKind
 from flashpoint_server.exchange import Exchange
+from flashpoint_server.formats.json import JSON
 from flashpoint_server.formats.message import read_model
-from flashpoint_server.formats.negotiation import request_encoding
+from flashpoint_server.formats.negotiation import request_format
 from flashpoint_server.http.body import Body
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes import openapi_examples, pictures
@@ -54,7 +55,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     async def start(request: Request, response: Response) -> BenchmarkJob:
         """Timing runs alone on the device, in slices between the requests that are served meanwhile."""
         caller = service.admit(Exchange.of(request.scope), "benchmark")  # before its body is read
-        if not request_encoding(request.headers).is_json:
+        if request_format(request.headers) is not JSON:
             raise Refusal("unsupported_media_type", f"a benchmark is asked for in {jsonwire.MEDIA_TYPE}")
         body = Body(request.scope, request.receive, request.headers, service.settings)
         asked = await read_model(body, BenchmarkRequest, REQUEST_LIMIT)

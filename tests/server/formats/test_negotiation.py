@@ -1,7 +1,7 @@
 import pytest
 
 from flashpoint_server.exchange import combined
-from flashpoint_server.formats.negotiation import answer_encoding, request_encoding
+from flashpoint_server.formats.negotiation import answer_format, request_format
 from flashpoint_server.refusal import Refusal
 
 BINARY, JSON, OCTETS = "application/vnd.safetensors", "application/json", "application/octet-stream"
@@ -17,7 +17,7 @@ BINARY, JSON, OCTETS = "application/vnd.safetensors", "application/json", "appli
     ],
 )
 def test_content_types_that_are_taken(given, served):
-    assert request_encoding({"content-type": given}).media_type == served
+    assert request_format({"content-type": given}).media_type == served
 
 
 @pytest.mark.parametrize(
@@ -44,17 +44,17 @@ def test_content_types_that_are_taken(given, served):
 def test_the_answers_encoding(accept, of_binary, of_json):
     for content, expected in ((BINARY, of_binary), (JSON, of_json)):
         headers = {"content-type": content, **({} if accept is None else {"accept": accept})}
-        assert answer_encoding(headers, request_encoding(headers)).media_type == expected
+        assert answer_format(headers, request_format(headers)).media_type == expected
 
 
 def test_several_accept_headers_are_one_list():
     headers = combined([(b"content-type", JSON.encode()), (b"accept", b"text/html"), (b"accept", BINARY.encode())])
-    assert answer_encoding(headers, request_encoding(headers)).media_type == BINARY
+    assert answer_format(headers, request_format(headers)).media_type == BINARY
 
 
 @pytest.mark.parametrize("accept", ["text/html", "*/*;q=0", "application/problem+json", f"{JSON};q=0"])
 def test_what_cannot_be_given(accept):
     headers = {"content-type": BINARY, "accept": accept}
     with pytest.raises(Refusal) as caught:
-        answer_encoding(headers, request_encoding(headers))
+        answer_format(headers, request_format(headers))
     assert caught.value.status == 406

@@ -6,7 +6,7 @@ from flashpoint_server import Settings, create_app
 from flashpoint_server.cli import serving
 from flashpoint_server.ipc.staging import Staging
 from flashpoint_server.observability import logs
-from flashpoint_server.routes import compute
+from flashpoint_server.routes import pipeline
 from tests.support.faulty.bugs import Seeded
 
 LEAK = Seeded("leak")
@@ -27,7 +27,7 @@ def typed(number: int):
 
 
 if __name__ == "__main__":
-    compute.Staging = LeakingStaging
+    pipeline.Staging = LeakingStaging
     settings = Settings(_cli_parse_args=sys.argv[1:])
     logs.configure(settings.log_format, settings.log_level)
     app = create_app(settings, engine_module="tests.support.faulty.engine")

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Scope
 
 from flashpoint.jsonwire import FieldError
 from flashpoint.wire import WireError
-from flashpoint_server.exchange import Exchange
+from flashpoint_kernels.spec import Direction
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.formats.message import Choose, Plan
 from flashpoint_server.http.body import Body, ClientGoneError
+from flashpoint_server.ipc.messages import DeviceInfo
+from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.grpc.answer import encode
 from flashpoint_server.oip.grpc.arrivals import LARGEST_MESSAGE, Hold
 from flashpoint_server.oip.grpc.framing import split
 from flashpoint_server.oip.grpc.request import CONTENTS, RAW_INPUTS, Asked, parse
-from flashpoint_server.oip.infer import InferRoute
-from flashpoint_server.oip.models import MODELS, VERSION, find
+from flashpoint_server.oip.head import Head
+from flashpoint_server.oip.message import InferMessage
+from flashpoint_server.oip.models import VERSION, find
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
-from flashpoint_server.routes.compute import Call, ComputeRoute, deadline_of, priority_of
-from flashpoint_server.service import Service
+from flashpoint_server.routes.pipeline import Request, authorize, begin, compute, sooner, write
 
 PATH = "/inference.GRPCInferenceService/ModelInfer"
 EXTENSION = "flashpoint.message"
@@ -57,20 +61,20 @@ class Incoming(NamedTuple):
         )
 
 
-class Message(Body):
+class MessageBody(Body):
     """A body that is one message, and comes whole."""
 
-    def __init__(self, scope: Scope, receive: Receive, exchange: Exchange, service: Service) -> None:
-        super().__init__(scope, receive, {}, service.settings)
+    def __init__(self, scope: Scope, receive: Receive, _: Mapping[str, str], settings: Settings) -> None:
+        super().__init__(scope, receive, {}, settings)
         self.complete = True  # what is not read of a call that is over, gRPC throws away
         self.incoming: Incoming = scope["extensions"][EXTENSION]
 
     async def read(self) -> bytes:
-        """Of its size nobody says anything before it is there: it may be as slow as the largest. Raises Refusal."""
+        """Read the message, whose size is not known before: it may be as slow as the largest. Raises Refusal."""
         hold, settings = self.incoming.hold, self._settings
         self.limit = hold.largest
         patience = settings.body_timeout + self.limit / settings.body_rate
-        end = _sooner(time.monotonic() + patience, self.deadline)
+        end = sooner(time.monotonic() + patience, self.deadline)
         assert end is not None
         try:
             message = await hold.read(self.incoming.read, _size, end)
@@ -86,82 +90,82 @@ def _size(message: bytes | None) -> int:
     return len(message or b"")
 
 
-class InferMethod(ComputeRoute):
-    """The ASGI application of the method, for all models."""
+class _GrpcMessage(InferMessage):
+    """The bytes of tensors are `tensors`, within a message of `size` bytes that `hold` counts."""
 
-    def __init__(self, service: Service, statistics: Statistics) -> None:
-        super().__init__(service)
-        self._routes = {name: InferRoute(service, model, statistics) for name, model in MODELS.items()}
+    def __init__(
+        self, head: Head, regions: Regions, owner: str, tensors: list[memoryview], size: int, hold: Hold
+    ) -> None:
+        super().__init__(head, regions, owner)
+        self._tensors = tensors
+        self._size = size
+        self._hold = hold
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange.of(scope)
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            if (model := exchange.facts.get("model")) is not None:
-                self._routes[model].ended(exchange)
-
-    def body(self, scope: Scope, receive: Receive, exchange: Exchange) -> Message:
-        return Message(scope, receive, exchange, self.service)
-
-    async def serve(self, call: Call) -> None:
-        assert isinstance(call.body, Message)
-        try:
-            await self._serve(call, call.body)
-        except asyncio.CancelledError:  # by its caller, or by gRPC when the call's deadline has passed
-            late = time.monotonic() >= call.body.incoming.nearly
-            raise (out_of_time() if late else ClientGoneError()) from None
-
-    async def _serve(self, call: Call, body: Message) -> None:
-        service, exchange = self.service, call.exchange
-        call.caller = caller = service.admit(exchange, "attention")
-        body.deadline = _sooner(deadline_of(exchange.headers, service.settings), body.incoming.deadline)
-        priority = priority_of(exchange.headers)
-        device = self.begin(call.inside)
-        body.incoming.hold.owner = caller.name
-        message = await body.read()
-        asked, tensors = await self._parsed(message, body.deadline)
-        model, head = find(asked.model, asked.version), asked.head
-        exchange.facts["model"] = model.name
-        body.deadline = _sooner(body.deadline, head.deadline(service.settings))
-
-        route = self._routes[model.name]
-        spec = head.spec(model.direction)
-        wanted = head.wanted(spec)
-        in_numbers = [(o.name, spec.outputs[o.name].dtype) for o in wanted if not (o.binary or o.shared)]
-        if missing := [f"{name!r} is {DATATYPE_OF[dtype]}" for name, dtype in in_numbers if dtype not in CONTENTS]:
-            raise invalid([("outputs", f"{missing[0]}, which is answered as raw_output_contents")])
+    def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> Plan:
+        """Return the plan, once there is room for the answer, joined, and gRPC's copy of it. Raises Refusal."""
+        found = super().plan(direction, device, choose)
+        spec = found.spec
+        in_numbers = [o.name for o in self.head.wanted(spec) if not (o.binary or o.shared)]
+        for name in in_numbers:
+            if (dtype := spec.outputs[name].dtype) not in CONTENTS:
+                said = f"{name!r} is {DATATYPE_OF[dtype]}, which is answered as raw_output_contents"
+                raise invalid([("outputs", said)])
         if (size := spec.output_bytes + _HEAD_ROOM) > LARGEST_MESSAGE:
             raise Refusal("work_too_large", f"an answer of {size} bytes is over gRPC's limit of {LARGEST_MESSAGE}")
-        body.incoming.hold.add(2 * spec.output_bytes)  # the answer, joined, and gRPC's copy of it
-        placed = route.place(call, head, device)
-        in_raw = (given for given in head.inputs if given.array is None and given.shared is None)
-        for given, tensor in zip(in_raw, tensors, strict=True):
-            placed.views[given.name][:] = tensor
-        size = len(message)
-        del message, tensors
-        body.incoming.hold.drop(size)
-        job, answer = await route.solve_placed(call, placed, device, max(priority, head.priority))
-        parts = await encode(model.name, VERSION, head.id, placed.wanted, job, answer, service.codec)
-        await route.finish(call, job, answer, {}, parts)
-        route.computed(job, answer)
+        self._hold.add(2 * spec.output_bytes)
+        return found
 
-    async def _parsed(self, message: bytes, deadline: float | None) -> tuple[Asked, list[memoryview]]:
-        """What it asks, and the bytes of its tensors. Raises Refusal 400, 413, 422."""
-        try:
-            text, tensors = split(message, RAW_INPUTS)
-            if len(text) > (limit := self.service.settings.json_limit):
-                raise Refusal("body_too_large", f"{len(text)} bytes beside raw_input_contents are over {limit}")
-            sizes = tuple(map(len, tensors))
-            if len(text) <= _SHORT:
-                return _parse_again(text, sizes), tensors
-            return await self.service.codec.run(deadline, parse, text, sizes), tensors
-        except WireError as error:
-            raise Refusal("malformed_body", str(error)) from None
-        except FieldError as error:
-            raise invalid([(error.field, error.message)]) from None
+    async def receive(self, body: Body, places: Mapping[str, memoryview]) -> None:
+        """Copy the tensors to their places; then nothing holds the message any more."""
+        self.fill(places)
+        for given, tensor in zip(self.following, self._tensors, strict=True):
+            places[given.name][:] = tensor
+            tensor.release()
+        self._tensors.clear()
+        self._hold.drop(self._size)
 
 
-def _sooner(one: float | None, other: float | None) -> float | None:
-    """Of two deadlines, each None for no end."""
-    return min((end for end in (one, other) if end is not None), default=None)
+async def infer_grpc(request: Request, statistics: Statistics) -> None:
+    """Answer a ModelInfer. Raises Refusal and ClientGoneError."""
+    body = request.body
+    assert isinstance(body, MessageBody)
+    try:
+        await _infer(request, body, statistics)
+    except asyncio.CancelledError:  # by its caller, or by gRPC when the call's deadline has passed
+        raise (out_of_time() if time.monotonic() >= body.incoming.nearly else ClientGoneError()) from None
+
+
+async def _infer(request: Request, body: MessageBody, statistics: Statistics) -> None:
+    service = request.service
+    caller = authorize(request, "attention")
+    begin(request)
+    body.deadline = sooner(body.deadline, body.incoming.deadline)
+    body.incoming.hold.owner = caller.name
+    asked, message = await _read(request, body)
+    model, head = find(asked.model, asked.version), asked.head
+    request.exchange.facts["model"] = model.name
+    body.deadline = sooner(body.deadline, head.deadline(service.settings))
+    request.priority = max(request.priority, head.priority)
+    job, answer = await compute(request, message, model.direction, message.numbers)
+    parts = await encode(model.name, VERSION, head.id, head.wanted(job.spec), job, answer, service.codec)
+    await write(request, job, answer, parts, {})
+    statistics.computed(model.name, answer.batch_size, job.timings.stages())
+
+
+async def _read(request: Request, body: MessageBody) -> tuple[Asked, InferMessage]:
+    """Return what a message asks, and the message. Raises Refusal 400, 413, 422."""
+    service = request.service
+    message = await body.read()
+    try:
+        text, tensors = split(message, RAW_INPUTS)
+        if len(text) > (limit := service.settings.json_limit):
+            raise Refusal("body_too_large", f"{len(text)} bytes beside raw_input_contents are over {limit}")
+        sizes = tuple(map(len, tensors))
+        short = len(text) <= _SHORT
+        asked = _parse_again(text, sizes) if short else await service.codec.run(body.deadline, parse, text, sizes)
+    except WireError as error:
+        raise Refusal("malformed_body", str(error)) from None
+    except FieldError as error:
+        raise invalid([(error.field, error.message)]) from None
+    hold = body.incoming.hold
+    return asked, _GrpcMessage(asked.head, service.regions, hold.owner, tensors, len(message), hold)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import grpc
@@ -22,11 +23,13 @@ from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.envelope import Envelope
 from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.grpc.arrivals import LARGEST_MESSAGE, Hold, Memory
-from flashpoint_server.oip.grpc.infer import EXTENSION, PATH, Incoming, InferMethod
+from flashpoint_server.oip.grpc.infer import EXTENSION, PATH, Incoming, MessageBody, infer_grpc
 from flashpoint_server.oip.grpc.methods import METHODS, SERVICE, Method
 from flashpoint_server.oip.grpc.statuses import STATUSES
+from flashpoint_server.oip.infer import Counted
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.refusal import Refusal
+from flashpoint_server.routes.pipeline import Route
 from flashpoint_server.service import Service
 
 SMALL_CALLS = 64  # calls that may be inside beside inferences, which the queue's limit bounds: probes must get through
@@ -64,7 +67,8 @@ class RpcServer:
             ],
             maximum_concurrent_rpcs=settings.queue_limit + SMALL_CALLS,
         )
-        infer = _infer(Envelope(InferMethod(service, statistics), {PATH}, service.metrics, service.traces), memory)
+        route = Counted(Route(service, partial(infer_grpc, statistics=statistics), MessageBody), statistics)
+        infer = _infer(Envelope(route, {PATH}, service.metrics, service.traces), memory)
         for name, methods in METHODS.items():
             classes = protos.methods(name)
             behaviours = {

@@ -1,0 +1,129 @@
+"""Safetensors: a JSON head with options, names and shapes, and behind it the bytes of the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from flashpoint import wire
+from flashpoint_kernels.spec import Direction, Spec, TensorInfo
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.formats.codec import Codec
+from flashpoint_server.formats.message import Choose, Format, Message, Plan
+from flashpoint_server.http.body import Body
+from flashpoint_server.http.places import Part
+from flashpoint_server.ipc.job import Answer, AttentionJob
+from flashpoint_server.ipc.messages import DeviceInfo
+from flashpoint_server.refusal import Refusal
+
+OCTETS = "application/octet-stream"  # what callers that do not know safetensors' own media type send
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A head, and the problems it was found to ask for. Shared between requests: nothing in it changes."""
+
+    head: wire.Head
+    inputs: list[tuple[str, TensorInfo]]
+    specs: dict[Direction, Spec] = field(default_factory=dict)
+    plans: dict[Direction, Plan] = field(default_factory=dict)
+
+
+def _read(text: bytes) -> _Reading:
+    head = wire.parse_head(text)
+    return _Reading(head, [(t.name, TensorInfo(t.dtype, t.shape)) for t in head.tensors])
+
+
+# A model sends the same few heads again and again. A long one is read anew: that bounds what is remembered.
+_SHORT = 4096  # bytes
+_read_again = lru_cache(256)(_read)
+
+
+class SafetensorsMessage(Message):
+    """A message whose head has been read, and whose tensors are still to come."""
+
+    def __init__(self, reading: _Reading, rest: bytes) -> None:
+        """`rest` is what arrived together with the head."""
+        self._reading = reading
+        self._rest = rest
+        self.inputs = reading.inputs
+
+    @classmethod
+    async def begin(cls, body: Body, head_limit: int) -> SafetensorsMessage:
+        """Read the head. Raises Refusal 400, and 413 where the head promises more than the body's limit."""
+        start = bytearray()
+        size = 8
+        try:
+            while len(start) < size:
+                chunk = await body.next()
+                if not chunk:
+                    raise wire.WireError(f"the body ends after {len(start)} bytes, within the head")
+                start += chunk
+                if size == 8 and len(start) >= 8:
+                    size = wire.head_size(bytes(start[:8]))
+                    if size > head_limit:
+                        raise wire.WireError(f"a head of {size} bytes is over the limit of {head_limit}")
+            text = bytes(start[:size])
+            reading = _read_again(text) if size <= _SHORT else _read(text)
+        except wire.WireError as error:
+            raise Refusal("malformed_body", str(error)) from None
+        total = reading.head.size + reading.head.data_size
+        body.check_length(total)
+        if body.length not in (None, total):
+            raise Refusal("malformed_body", f"the body has {body.length} bytes where its head says {total}")
+        return cls(reading, bytes(memoryview(start)[size:]))
+
+    def options(self) -> Mapping[str, Any]:
+        """Return what the head's `__metadata__` says, each option as JSON."""
+        return wire.decode_options(self._reading.head.metadata)
+
+    def spec(self, direction: Direction) -> Spec:
+        """Return the problem: the one found before for this head, else a new one. Raises Refusal 422."""
+        specs = self._reading.specs
+        if direction not in specs:
+            specs[direction] = super().spec(direction)
+        return specs[direction]
+
+    def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> Plan:
+        """Return the plan: the one made before for this head and `device`, else a new one. Raises Refusal 413, 422."""
+        plans = self._reading.plans
+        if (plan := plans.get(direction)) is None or plan.device is not device:
+            plan = plans[direction] = super().plan(direction, device, choose)
+        return plan
+
+    async def receive(self, body: Body, places: Mapping[str, memoryview]) -> None:
+        """Read the tensors into their places, to the end of the body. Raises Refusal."""
+        await body.into(places.values(), self._rest)
+
+
+class Safetensors(Format):
+    """See the module. The tensors of an answer are sent from the memory that they were computed into."""
+
+    whole = False
+
+    async def read(self, body: Body, settings: Settings, codec: Codec) -> Message:
+        """Read the head. Raises Refusal."""
+        return await SafetensorsMessage.begin(body, settings.head_limit)
+
+    def numbers(self, spec: Spec) -> list[TensorInfo]:
+        """Return nothing: the tensors are bytes."""
+        return []
+
+    async def write(self, job: AttentionJob, answer: Answer, codec: Codec) -> list[Part]:
+        """Return the head and the memory of the tensors."""
+        places = job.staging.outputs
+        tensors = tuple((name, place.dtype, place.shape) for name, place in places.items())
+        views = job.staging.views(places).values()
+        return [_head(tensors, tuple(answer.metadata.items())), *(view for view in views if len(view))]
+
+
+@lru_cache(256)
+def _head(tensors: tuple[tuple[str, str, tuple[int, ...]], ...], metadata: tuple[tuple[str, str | int], ...]) -> bytes:
+    """Return the head of an answer. Kept, because a model's answers are of few shapes."""
+    return wire.build_head(tensors, wire.encode_options(dict(metadata)))
+
+
+SAFETENSORS = Safetensors(wire.MEDIA_TYPE)
+SAFETENSORS_AS_OCTETS = Safetensors(OCTETS)

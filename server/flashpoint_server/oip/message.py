@@ -1,0 +1,58 @@
+"""An inference with its tensors' places: what a head says, over HTTP and over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from flashpoint_kernels.spec import INDEX_TENSORS, Direction, Spec, TensorInfo
+from flashpoint_server.formats.json import bytes_of
+from flashpoint_server.formats.message import Message
+from flashpoint_server.ipc.regions import Region, Regions, check_apart
+from flashpoint_server.oip.head import Head, Input
+
+
+class InferMessage(Message):
+    """An inference whose head has been read. `owner` is the caller's key, who may name regions of its own."""
+
+    def __init__(self, head: Head, regions: Regions, owner: str) -> None:
+        self.head = head
+        self.inputs = [(given.name, given.info) for given in head.inputs]
+        self._regions = regions
+        self._owner = owner
+
+    def options(self) -> Mapping[str, Any]:
+        """Return the parameters that are options."""
+        return self.head.options
+
+    def spec(self, direction: Direction) -> Spec:
+        """Return the problem, to which outputs that are asked for belong. Raises Refusal 422."""
+        return self.head.spec(direction)
+
+    def numbers(self, spec: Spec) -> list[TensorInfo]:
+        """Return the outputs that the answer has as text."""
+        return [spec.outputs[o.name] for o in self.head.wanted(spec) if not (o.binary or o.shared)]
+
+    def elsewhere(self, spec: Spec) -> Mapping[str, tuple[Region, int]]:
+        """Return the tensors in shared memory, but for those whose values are checked: they are read once."""
+        locate = partial(self._regions.locate, self._owner)
+        inputs, wanted = self.head.inputs, self.head.wanted(spec)
+        given = {i.name: locate(i.name, i.info, i.shared) for i in inputs if i.shared and i.name not in INDEX_TENSORS}
+        asked = {o.name: locate(o.name, spec.outputs[o.name], o.shared, spare=True) for o in wanted if o.shared}
+        if asked:
+            check_apart(given, asked, {**spec.tensors, **spec.outputs})
+        return given | asked
+
+    @property
+    def following(self) -> Iterable[Input]:
+        """The inputs whose bytes follow the head, in their order."""
+        return (given for given in self.head.inputs if given.array is None and given.shared is None)
+
+    def fill(self, places: Mapping[str, memoryview]) -> None:
+        """Copy to their places the tensors that the head has as numbers, and the checked ones of shared memory."""
+        for given in self.head.inputs:
+            if given.array is not None:
+                places[given.name][:] = bytes_of(given.array)
+            elif given.shared is not None and given.name in places:
+                places[given.name][:] = self._regions.read(self._owner, given.name, given.info, given.shared)

@@ -1,0 +1,305 @@
+"""The steps of a call that an engine answers: authorize, begin, read, plan, admit, stage, submit, write.
+
+A route is one function that takes a Request through these steps in this order. Each step raises Refusal where the
+request ends there, and ClientGoneError where nobody waits for the answer. Plain ASGI, because a request is refused from
+its head, before its body has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope, Send
+
+from flashpoint_kernels.spec import Direction, ProblemError, Spec, TensorInfo
+from flashpoint_kernels.support import choose_backend
+from flashpoint_server.access.admission import Permit, check_size
+from flashpoint_server.access.keys import Caller
+from flashpoint_server.config.key_file import Right
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.exchange import Exchange, Timings, Way
+from flashpoint_server.formats.message import Format, Message, text_bytes
+from flashpoint_server.http.body import Body, ClientGoneError
+from flashpoint_server.http.envelope import send_refusal
+from flashpoint_server.http.places import Part
+from flashpoint_server.ipc.job import Answer, AttentionJob, Job
+from flashpoint_server.ipc.messages import DeviceInfo
+from flashpoint_server.ipc.price import price_of
+from flashpoint_server.ipc.regions import Region
+from flashpoint_server.ipc.staging import Staging
+from flashpoint_server.refusal import Refusal, invalid, out_of_time
+from flashpoint_server.service import Service
+
+_NOWHERE: Mapping[str, tuple[Region, int]] = {}
+_DIGITS = 15  # of milliseconds: 30,000 years, more than any setting
+
+
+@dataclass(eq=False)
+class Request:
+    """One request on its way through a route; `inside` ends what it has begun.
+
+    `authorize` sets `caller`, `begin` sets `device` and `priority`, `admit` sets `permit`.
+    """
+
+    service: Service
+    exchange: Exchange
+    body: Body
+    receive: Receive
+    send: Send
+    inside: ExitStack
+    caller: Caller | None = None
+    device: DeviceInfo | None = None
+    priority: int = 0
+    permit: Permit | None = None
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The header fields, by lower-case names."""
+        return self.exchange.headers
+
+    def waiting_since(self) -> float | None:
+        """Return when its body ended, in `time.monotonic` seconds; None before, and once its answer has begun."""
+        return self.body.ended if self.exchange.status is None else None
+
+
+Handler = Callable[[Request], Awaitable[None]]
+MakeBody = Callable[[Scope, Receive, Mapping[str, str], Settings], Body]
+
+
+class Route:
+    """The ASGI application of a call: `handle` takes a request through the steps, to its answer."""
+
+    def __init__(self, service: Service, handle: Handler, body: MakeBody = Body) -> None:
+        self._service = service
+        self._handle = handle
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange.of(scope)
+        body = self._body(scope, receive, exchange.headers, self._service.settings)
+        try:
+            with ExitStack() as inside:
+                await self._handle(Request(self._service, exchange, body, receive, send, inside))
+        except Refusal as refusal:
+            await _refuse(send, exchange, refusal, body)
+        except MemoryError:
+            said = Refusal("out_of_memory", "the HTTP process ran out of memory for this request")
+            await _refuse(send, exchange, said, body)
+        finally:
+            exchange.bytes_in = max(exchange.bytes_in, body.received)
+
+
+async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: Body) -> None:
+    """Answer, and let a client that is still sending read the answer: the connection closes behind a long body only."""
+    last = refusal.code == "body_timeout" or "Connection" in refusal.headers
+    if body.complete or (body.nearly_there and not last):
+        await send_refusal(send, exchange, refusal)
+        return
+    refusal.headers["Connection"] = "close"
+    await send_refusal(send, exchange, refusal, more=True)
+    if refusal.code != "body_timeout":
+        await body.drain()
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def authorize(request: Request, right: Right) -> Caller:
+    """Find the caller, who must have `right`. Raises Refusal 401, 403 and 429."""
+    request.caller = request.service.admit(request.exchange, right)
+    return request.caller
+
+
+def begin(request: Request) -> DeviceInfo:
+    """Read deadline and priority; from here on a service that stops waits for this request. Raises Refusal 422, 503."""
+    request.body.deadline = deadline_of(request.headers, request.service.settings)
+    request.priority = priority_of(request.headers)
+    request.device = request.service.begin()
+    request.inside.callback(request.service.end)
+    return request.device
+
+
+def limit(request: Request, given: Format) -> None:
+    """Check the body's length, and admit a body that is read whole by it. Raises Refusal 413 and 429."""
+    body = request.body
+    if given.whole:
+        body.limit = request.service.settings.json_limit
+    body.check_length(body.length)
+    if given.whole:
+        admit(request, body.length or body.limit)
+
+
+async def read(request: Request, given: Format) -> Message:
+    """Read as much of the body as its message takes. Raises Refusal."""
+    limit(request, given)
+    return await given.read(request.body, request.service.settings, request.service.codec)
+
+
+def admit(request: Request, nbytes: int) -> Permit:
+    """Let the request in, with so many bytes, until it is over. Raises Refusal 429."""
+    assert request.caller is not None
+    service, exchange = request.service, request.exchange
+    permit = service.admission.permit(nbytes, request.caller.quota, request.waiting_since)
+    request.permit = request.inside.enter_context(permit)
+    metrics = service.metrics
+    metrics.accepted()
+
+    def left(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            metrics.left("cancelled" if issubclass(kind, ClientGoneError) else "refused")
+        else:
+            metrics.left("answered" if exchange.code is None else "cancelled")
+
+    request.inside.push(left)
+    return permit
+
+
+def stage(
+    request: Request,
+    inputs: list[tuple[str, TensorInfo]],
+    outputs: Mapping[str, TensorInfo],
+    elsewhere: Mapping[str, tuple[Region, int]] = _NOWHERE,
+) -> Staging:
+    """Take the request's memory, until its answer has left. Raises Refusal 413 and 429."""
+    staging = Staging.take(request.service.pool, inputs, outputs, elsewhere)
+    request.inside.callback(staging.release)
+    return staging
+
+
+async def compute(
+    request: Request, message: Message, direction: Direction, numbers: Callable[[Spec], list[TensorInfo]]
+) -> tuple[AttentionJob, Answer]:
+    """Plan, admit, stage and submit attention or its gradients. `numbers` are the outputs that are sent as text."""
+    service, body = request.service, request.body
+    assert request.device is not None
+
+    def choose(spec: Spec, device: DeviceInfo) -> str:
+        try:
+            backend = choose_backend(spec, device.backends)
+        except ProblemError as error:
+            raise invalid(error.errors) from None
+        check_size(spec, device.memory, service.settings.sequence_limit)
+        return backend
+
+    spec, backend, price, device = message.plan(direction, request.device, choose)
+    text = numbers(spec)
+    if (size := sum(info.nbytes for info in text)) > (most := service.settings.json_limit):
+        raise Refusal("work_too_large", f"an answer of {size} bytes is over JSON's limit of {most}")
+    permit = request.permit or admit(request, spec.input_bytes + spec.output_bytes)
+    if text:
+        permit.grow(text_bytes(text))
+    permit.charge(price, body.deadline, service.engine.pace)
+    staging = stage(request, message.inputs, spec.outputs, message.elsewhere(spec))
+    await message.receive(body, staging.views(staging.inputs))
+    if index := staging.index():  # the lengths have come with the body
+        permit.correct(price_of(spec, backend, device, index))
+    shapes = {name: list(place.shape) for name, place in staging.inputs.items()}
+    request.exchange.facts.update(backend=backend, shapes=shapes)
+    job = AttentionJob(
+        id=request.exchange.request_id,
+        spec=spec,
+        backend=backend,
+        staging=staging,
+        timings=Timings(request.exchange.arrived),
+        price=permit.price,
+        deadline=body.deadline,
+        priority=request.priority,
+    )
+    return job, await submit(request, job)
+
+
+async def submit(request: Request, job: Job) -> Answer:
+    """Return the engine's answer, unless the deadline passes or the client goes first: then the job is dropped."""
+    direct = request.body.direct
+    answer = request.service.engine.submit(job)
+
+    def give_up(error: Exception) -> None:
+        if not answer.done():
+            answer.set_exception(error)
+
+    gone = timer = None
+    if direct is not None:
+        direct.watch(lambda: give_up(ClientGoneError()))
+    else:
+        gone = asyncio.ensure_future(request.receive())  # behind the body comes http.disconnect alone
+        gone.add_done_callback(lambda _: give_up(ClientGoneError()))
+    if (left := job.remaining()) is not None:
+        timer = asyncio.get_running_loop().call_later(left, lambda: give_up(out_of_time()))
+    try:
+        return await answer
+    finally:
+        if direct is not None:
+            direct.unwatch()
+        if gone is not None:
+            gone.cancel()
+        if timer is not None:
+            timer.cancel()
+
+
+async def write(
+    request: Request, job: AttentionJob, answer: Answer, parts: list[Part], fields: Mapping[str, str]
+) -> None:
+    """Send what was computed, encoded as `parts`, which `fields` describe. Raises Refusal 504 and ClientGoneError."""
+    if job.late:
+        raise out_of_time()
+    exchange, timings = request.exchange, job.timings
+    timings.done = time.perf_counter()
+    durations = timings.durations()
+    exchange.facts.update({f"{name}_ms": ms for name, ms in durations.items()}, batch_size=answer.batch_size)
+    exchange.way = Way(job.backend, answer.batch_size, answer.launch, timings)
+    said = {
+        **fields,
+        "x-backend": job.backend,
+        "x-batch-size": str(answer.batch_size),
+        "server-timing": ", ".join(f"{name};dur={ms}" for name, ms in durations.items()),
+    }
+    await reply(request, parts, said)
+    request.service.metrics.took(timings.stages())
+
+
+async def reply(request: Request, parts: list[Part], fields: Mapping[str, str]) -> None:
+    """Answer 200 out of memory that will be reused: when this returns nobody sends from it any more.
+
+    Raises ClientGoneError where there is nobody to answer.
+    """
+    exchange, direct, settings = request.exchange, request.body.direct, request.service.settings
+    size = sum(map(len, parts))
+    raw = [(name.encode(), value.encode()) for name, value in fields.items()]
+    raw.append((b"content-length", b"%d" % size))
+    if direct is None:  # another server: it promises nothing, and gets a copy
+        await request.send({"type": "http.response.start", "status": 200, "headers": raw})
+        await request.send({"type": "http.response.body", "body": b"".join(parts), "more_body": False})
+        return
+    if direct.gone:
+        raise ClientGoneError
+    exchange.status, exchange.bytes_out = 200, size
+    raw.append((b"x-request-id", exchange.request_id.encode()))
+    if not await direct.answer(200, raw, parts, settings.body_timeout + size / settings.body_rate):
+        exchange.code = "answer_timeout"
+
+
+def deadline_of(headers: Mapping[str, str], settings: Settings) -> float | None:
+    """Return the deadline of X-Timeout-Ms, in `time.monotonic` seconds; None for no end. Raises Refusal 422."""
+    text = headers.get("x-timeout-ms")
+    if text is None:
+        ms = settings.default_timeout_ms
+    elif not (text.isascii() and text.isdecimal() and (digits := text.lstrip("0"))):
+        raise invalid([("X-Timeout-Ms", "must be a positive integer of milliseconds")])
+    else:
+        ms = settings.max_timeout_ms if len(digits) > _DIGITS else min(int(digits), settings.max_timeout_ms)
+    return time.monotonic() + ms / 1000 if ms else None
+
+
+def sooner(one: float | None, other: float | None) -> float | None:
+    """Return the earlier of two deadlines; None for no end."""
+    return min((deadline for deadline in (one, other) if deadline is not None), default=None)
+
+
+def priority_of(headers: Mapping[str, str]) -> int:
+    """Return the priority of X-Priority, 0 to 9. Raises Refusal 422."""
+    text = headers.get("x-priority", "0")
+    if len(text) != 1 or text not in "0123456789":
+        raise invalid([("X-Priority", "must be an integer from 0 to 9")])
+    return int(text)
