@@ -9,7 +9,7 @@ from flashpoint_kernels.triton_backend.configurations import TABLES as TILES
 
 from .code import algorithms, data_sheets, errors, extremes, grpc, metrics, options, settings, support
 from .kernels import benchmarks, compiled, each_option
-from .service import beside, capacity, ray, rpc, serving, throughput
+from .service import beside, capacity, fairness, ray, rpc, serving, throughput
 from .trust import faults, fuzz, load, steady
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -21,6 +21,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "each-option": each_option,
     "errors": errors,
     "extremes": extremes,
+    "fairness": fairness,
     "faults": faults,
     "fuzz": fuzz,
     "grpc": grpc,

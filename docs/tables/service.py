@@ -81,6 +81,26 @@ def beside() -> str:
     return text or NOT_MEASURED
 
 
+def fairness() -> str:
+    """Small requests alone and beside four large ones: a row for each kind, way, and limit of the large ones' key."""
+    text = ""
+    for _, result in results("fairness"):
+        rows = [
+            (
+                row["kind"],
+                row["protocol"],
+                row.get("limit", "none"),
+                f"{row['large_alone_seconds']:.2f}",
+                *(f"{row[when]['p50']:.1f} / {row[when]['p99']:.1f}" for when in ("small_alone_ms", "small_beside_ms")),
+            )
+            for row in result["rows"]
+        ]
+        head = ("large request", "over", "limit of its key", "alone, s", "small alone, ms", "small beside four, ms")
+        text += f"\n{made_on(result['environment'], 'torch', 'grpcio')}; p50 / p99:\n\n"
+        text += targets(result) + "\n" + table(head, rows)
+    return text or NOT_MEASURED
+
+
 def rpc() -> str:
     """Calls over gRPC beside calls over HTTP, by what they carry."""
     text = ""
