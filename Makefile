@@ -6,7 +6,7 @@ PORT ?= 8000
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint format compile-all compat gpu gpu-serve docker-steps charts audit loadtest chaos soak overload clean fuzz
+.PHONY: install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint format protos compile-all compat gpu gpu-serve docker-steps charts audit loadtest chaos soak overload clean fuzz
 
 install: $(VENV)/.server
 $(VENV)/bin/python:
@@ -70,6 +70,10 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The descriptor set of gRPC's messages, after a change of the .proto files.
+protos: $(VENV)/.dev
+	cd server/flashpoint_server/oip/grpc && $(CURDIR)/$(BIN)/protoc -I . --descriptor_set_out=descriptors.binpb inference.proto health.proto
 
 # Every variant of the kernels, for GPUs that are not here, into benchmarks/results/ and the tables of docs/kernels.md.
 compile-all: $(VENV)/.dev

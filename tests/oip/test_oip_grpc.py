@@ -18,6 +18,7 @@ import torch
 from flashpoint.jsonwire import FieldError
 from flashpoint.wire import WireError
 from flashpoint_server.cli import serve as cli
+from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.grpc.framing import before, split
 from flashpoint_server.oip.grpc.request import RAW_INPUTS, parse
 from flashpoint_server.oip.grpc.server import _end
@@ -86,6 +87,16 @@ def test_our_messages_are_the_protocols_own():
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []
+
+
+def test_the_descriptor_set_is_of_the_files(tmp_path):
+    """Else: make protos."""
+    folder, made = Path(protos.__file__).parent, tmp_path / "made"
+    protoc = Path(sys.executable).with_name("protoc")
+    subprocess.run(
+        [protoc, "-I", folder, f"--descriptor_set_out={made}", "inference.proto", "health.proto"], check=True
+    )
+    assert made.read_bytes() == (folder / "descriptors.binpb").read_bytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -3,7 +3,8 @@
 A call becomes a request to the ASGI application beside it, so that all there is to a request (keys, limits, admission,
 deadlines, metrics, log line, traces, errors) is there once.
 
-    inference.proto, health.proto, protos.py   the messages, and their classes
+    inference.proto, health.proto              the messages
+    descriptors.binpb, protos.py               compiled by `make protos`; their classes
     framing.py                                 tensors taken out of a message, and put into one, without protobuf
     request.py, answer.py, infer.py            inference: what is asked, what is answered, and the way between
     arrivals.py                                the memory of messages and answers, and who may read the next
