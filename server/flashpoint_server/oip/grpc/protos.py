@@ -16,7 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 _POOL = DescriptorPool()
 for _file in FileDescriptorSet.FromString(Path(__file__).with_name("descriptors.binpb").read_bytes()).file:
-    _POOL.Add(_file)  # type: ignore[no-untyped-call]
+    _POOL.Add(_file)
 
 
 def message(name: str) -> Any:
