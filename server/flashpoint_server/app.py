@@ -144,7 +144,7 @@ async def _ended(task: asyncio.Task[None]) -> None:
 def _response(request: Request, refusal: Refusal) -> Response:
     exchange = Exchange.of(request.scope)
     exchange.code = refusal.code
-    media_type, body = exchange.write(refusal, exchange.request_id)
+    media_type, body = exchange.write_refusal(refusal, exchange.request_id)
     return Response(body, refusal.status, refusal.headers, media_type)
 
 

@@ -77,7 +77,7 @@ class Exchange:
     bytes_out: int = 0
     key: str = ""  # the name of the key that the request came with
     way: Way | None = None  # once it is computed
-    write: Writer = problem  # how a refusal is written for this address
+    write_refusal: Writer = problem  # in the form that clients of this address read
     facts: dict[str, Any] = field(default_factory=dict)  # what the route adds to the log line
 
     @classmethod

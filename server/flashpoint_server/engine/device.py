@@ -71,7 +71,7 @@ class Device:
     """One device and the backends that it has.
 
     `lanes` threads serve it. They make at most `launches` launches and run at most `cores` parts at a time, and one
-    more part that is short while all others are long (see serving_engine).
+    more part that is short while all others are long (see serving.py).
     """
 
     def __init__(self, info: DeviceInfo) -> None:

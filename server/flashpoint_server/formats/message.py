@@ -21,12 +21,12 @@ from flashpoint_server.ipc.job import Answer, AttentionJob
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
 from flashpoint_server.ipc.regions import Region
+from flashpoint_server.ipc.staging import NOWHERE
 from flashpoint_server.refusal import Refusal, invalid
 
 M = TypeVar("M", bound=BaseModel)
 
 _NUMBER = 25  # most bytes of a float and its comma, such as -1.2345678806304932e-05
-_NOWHERE: Mapping[str, tuple[Region, int]] = {}
 
 
 class Plan(NamedTuple):
@@ -65,7 +65,7 @@ class Message(ABC):
 
     def elsewhere(self, spec: Spec) -> Mapping[str, tuple[Region, int]]:
         """Return the tensors in callers' own shared memory, each with its region and offset. Raises Refusal 422."""
-        return _NOWHERE
+        return NOWHERE
 
     @abstractmethod
     async def receive(self, body: Body, places: Mapping[str, memoryview]) -> None:

@@ -67,7 +67,7 @@ class Envelope:
             return
         exchange = Exchange.open(scope)
         if (writer := self._writers.get(exchange.path.partition("/")[2].partition("/")[0])) is not None:
-            exchange.write = writer
+            exchange.write_refusal = writer
 
         async def counted_receive() -> Message:
             message = await receive()
@@ -118,7 +118,7 @@ class Envelope:
 async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more: bool = False) -> None:
     """Answer with the refusal; with `more`, the caller still has to send a last, empty message."""
     exchange.code = refusal.code
-    media_type, body = exchange.write(refusal, exchange.request_id)
+    media_type, body = exchange.write_refusal(refusal, exchange.request_id)
     headers = {"content-type": media_type, "content-length": str(len(body)), **refusal.headers}
     start = {
         "type": "http.response.start",

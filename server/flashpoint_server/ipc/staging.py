@@ -15,7 +15,7 @@ from flashpoint_server.ipc.messages import Tensor
 from flashpoint_server.ipc.regions import Region
 from flashpoint_server.refusal import Refusal
 
-_NOTHING: Mapping[str, tuple[Region, int]] = {}
+NOWHERE: Mapping[str, tuple[Region, int]] = {}
 
 
 class Place(NamedTuple):
@@ -46,7 +46,7 @@ class Staging:
         pool: Pool,
         inputs: Iterable[tuple[str, TensorInfo]],
         outputs: Mapping[str, TensorInfo],
-        elsewhere: Mapping[str, tuple[Region, int]] = _NOTHING,
+        elsewhere: Mapping[str, tuple[Region, int]] = NOWHERE,
     ) -> Staging:
         """Room for the inputs, in this order, and the outputs, but for what lies `elsewhere` already.
 

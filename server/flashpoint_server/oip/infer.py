@@ -52,7 +52,7 @@ def make_body(scope: Scope, receive: Receive, headers: Mapping[str, str], settin
 
 
 class Counted:
-    """Count the requests to a model as they end; gRPC's name their model in the facts of their exchange."""
+    """Counts the requests to `model` as they end. Without `model`, each exchange's facts name it (gRPC)."""
 
     def __init__(self, app: ASGIApp, statistics: Statistics, model: str | None = None) -> None:
         self._app = app

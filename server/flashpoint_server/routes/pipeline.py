@@ -30,11 +30,10 @@ from flashpoint_server.ipc.job import Answer, AttentionJob, Job
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import price_of
 from flashpoint_server.ipc.regions import Region
-from flashpoint_server.ipc.staging import Staging
+from flashpoint_server.ipc.staging import NOWHERE, Staging
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.service import Service
 
-_NOWHERE: Mapping[str, tuple[Region, int]] = {}
 _DIGITS = 15  # of milliseconds: 30,000 years, more than any setting
 
 
@@ -160,7 +159,7 @@ def stage(
     request: Request,
     inputs: list[tuple[str, TensorInfo]],
     outputs: Mapping[str, TensorInfo],
-    elsewhere: Mapping[str, tuple[Region, int]] = _NOWHERE,
+    elsewhere: Mapping[str, tuple[Region, int]] = NOWHERE,
 ) -> Staging:
     """Take the request's memory, until its answer has left. Raises Refusal 413 and 429."""
     staging = Staging.take(request.service.pool, inputs, outputs, elsewhere)
