@@ -1,9 +1,9 @@
-"""Threads that share one queue: each takes turns to listen, and whoever has found work runs it.
+"""Threads that share one queue: each takes turns to listen, and the one that has found work runs it.
 
     waiting for its turn → listening → running → (more work) → running …  → waiting for its turn
 
 Nothing is handed from one thread to another: the thread that read a request runs it, which spares the small ones a
-wake-up. Who has found work that takes a while, or leaves work behind, first passes the turn on.
+wake-up. A thread that has found work that takes a while, or leaves work behind, first passes the turn on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import structlog
@@ -106,3 +108,31 @@ class Lanes:
             while (work := self._listen()) is not None and work.brief:
                 work.run()
             return work
+
+
+class Watchdog:
+    """SIGALRM, which nobody handles, ends the process when any `watched` block takes longer than `limit` seconds.
+
+    The kernel sends it: a thread that hangs may hold Python's lock for ever.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._began: dict[object, float] = {}  # in order: the first is the oldest
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        block = object()
+        with self._lock:
+            self._began[block] = time.monotonic()
+            if len(self._began) == 1:
+                signal.setitimer(signal.ITIMER_REAL, self._limit)
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._began[block]
+                oldest = next(iter(self._began.values()), None)
+                left = 0.0 if oldest is None else max(oldest + self._limit - time.monotonic(), 1e-6)
+                signal.setitimer(signal.ITIMER_REAL, left)

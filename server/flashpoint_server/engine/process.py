@@ -51,9 +51,9 @@ def main(kind: type[Device] | None = None) -> int:
     die_with_parent(asked.parent)
     raise_descriptor_limit()
     logs.configure(asked.log_format, asked.log_level)
-    from flashpoint_server.engine.device import Device, may_pass  # imports torch, which takes seconds
+    from flashpoint_server.engine.benchmark_jobs import BenchmarkJobs  # imports torch, which takes seconds
+    from flashpoint_server.engine.device import Device, may_pass
     from flashpoint_server.engine.serving import ServingEngine
-    from flashpoint_server.engine.timing_lane import TimingLane
 
     listener = socket.socket(fileno=asked.listener)
     try:
@@ -69,7 +69,7 @@ def main(kind: type[Device] | None = None) -> int:
         Channel(sock, ToEngine).send(Broken(f"{type(error).__name__}: {error}"))
         return CANNOT_WORK
     budget = Budget(asked.batch_flops, asked.batch_bytes, asked.max_queue_delay)
-    timing = TimingLane(device.info.name, asked.benchmark_slice_ms, asked.benchmark_keep)
+    timing = BenchmarkJobs(device.info.name, asked.benchmark_slice_ms, asked.benchmark_keep)
     engine = ServingEngine(listener, device, budget, timing, asked.hang_timeout)
     keep_what_is_there()
     if device.is_cpu:

@@ -27,13 +27,12 @@ from functools import partial
 import structlog
 
 from flashpoint_kernels import Problem
+from flashpoint_server.engine.benchmark_jobs import BenchmarkJobs, Said
 from flashpoint_server.engine.device import NO_COPIES, Device, DeviceLostError, OutOfMemoryError, Stages, check
 from flashpoint_server.engine.entry import Entry, Lengths, Peer, accept, account
-from flashpoint_server.engine.lanes import Lanes, Waker, Work
+from flashpoint_server.engine.lanes import Lanes, Waker, Watchdog, Work
 from flashpoint_server.engine.replies import done, failed
-from flashpoint_server.engine.timing_lane import Said, TimingLane
 from flashpoint_server.engine.waiting import Budget, Waiting
-from flashpoint_server.engine.watchdog import Watchdog
 from flashpoint_server.ipc.messages import (
     Attach,
     Batch,
@@ -68,7 +67,7 @@ class ServingEngine:
     """See the module. `_lock` guards the queue, the entries and the peers' segments."""
 
     def __init__(
-        self, listener: socket.socket, device: Device, budget: Budget, timing: TimingLane, hang_timeout: float
+        self, listener: socket.socket, device: Device, budget: Budget, timing: BenchmarkJobs, hang_timeout: float
     ) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL)
         self._log = log.bind()  # as it is configured by now: what `log` itself is asked for is looked up each time

@@ -38,7 +38,7 @@ class _Job:
     ended: float | None = None  # in `time.monotonic` seconds
 
 
-class TimingLane:
+class BenchmarkJobs:
     """The jobs of one device. A slice is `begin`, `step`, while nothing else runs there, and `conclude`.
 
     All calls but `step` are made under one lock, its owner's. What they give is to be said to everybody. `keep` is for
