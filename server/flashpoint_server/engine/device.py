@@ -1,4 +1,4 @@
-"""The device: the only module of the server that imports torch."""
+"""The device: runs problems on tensors in shared memory, and tells its errors apart."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import structlog
 import torch
 from torch import Tensor
@@ -24,8 +22,7 @@ from torch import Tensor
 from flashpoint.errors import InvalidInputError
 from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyRequest
-from flashpoint_kernels import Problem, available_backends, calibration, run, triton_backend
-from flashpoint_kernels.cost import Rates
+from flashpoint_kernels import Problem, available_backends, run, triton_backend
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.reproducible import CORES, split
@@ -99,67 +96,6 @@ class Device:
         name = f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
         backends = available_backends(name)
         return cls(DeviceInfo(name, properties.name, properties.total_memory, backends, _speed(name)))
-
-    def prove(self) -> None:
-        """Check every backend's forward and gradients against the float64 reference, on this device.
-
-        Compilers do miscompile. Raises RuntimeError naming the backend that disagrees.
-        """
-        dtypes = [torch.float32, torch.bfloat16]
-        for backend in self.info.backends:
-            for dtype in dtypes if backend != "reference" else []:
-                for name, error in self._errors(backend, dtype).items():
-                    # Bounds that only a wrong result passes: rounding reaches a twentieth of them.
-                    bound = 1e-4 if dtype == torch.float32 else 0.1
-                    if not error <= bound:
-                        raise RuntimeError(
-                            f"the {backend} backend disagrees with the reference on {self.info.name}: "
-                            f"{name} in {dtype} is off by {error:.3g} of its largest value"
-                        )
-        if not self.is_cpu:
-            self._warm()
-
-        self.empty_cache()
-
-    def calibrate(self) -> None:
-        """Measure what the work of each backend takes here; requests are priced by it from then on."""
-        rates = {backend: self.measure(backend) for backend in self.info.backends}
-        self.info = msgspec.structs.replace(self.info, rates=rates)
-        log.info("calibrated", rates={name: one._asdict() for name, one in rates.items()})
-
-    def measure(self, backend: str) -> Rates:
-        """Return the rates of one backend."""
-        return calibration.measure(backend) if self.is_cpu else calibration.of_gpu(backend, self.info.speed)
-
-    def _warm(self) -> None:
-        """Compile, all at a time, what most requests will need: 16-bit attention and its gradients without options."""
-        compiling = []
-        for dtype, dim in product((torch.float16, torch.bfloat16), (64, 128)):
-            t = torch.zeros(1, 1, 16, dim, dtype=dtype, device=self.info.name)
-            problem = Problem.create(dict.fromkeys(("q", "k", "v", "do"), t), Options(), "backward")
-            compiling.append(triton_backend.compile_ahead([problem]))  # its forward with it
-        for done in compiling:
-            done.result()
-
-    def _errors(self, backend: str, dtype: torch.dtype) -> dict[str, float]:
-        """The largest error of each answer, relative to its largest value, on a small causal problem with GQA."""
-        generator = torch.Generator().manual_seed(7)
-        shapes = {"q": (2, 4, 37, 16), "k": (2, 2, 53, 16), "v": (2, 2, 53, 16), "do": (2, 4, 37, 16)}
-        tensors = {n: torch.randn(s, generator=generator).to(self.info.name, dtype) for n, s in shapes.items()}
-        options = Options(causal=True, return_lse=True)
-
-        def answers(backend: str) -> dict[str, Tensor]:
-            forward = Problem.create({n: tensors[n] for n in ("q", "k", "v")}, options)
-            run([forward], backend)
-            backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
-            run([backward], backend)
-            return {**forward.outputs, **backward.outputs}
-
-        truth = answers("reference")
-        return {
-            n: ((t.double() - truth[n].double()).abs().max() / truth[n].double().abs().max()).item()
-            for n, t in answers(backend).items()
-        }
 
     def pin(self, memory: mmap.mmap) -> None:
         """Lock shared memory for a GPU's copy engine; `unpin` before it is unmapped. Nothing to do on the CPU.
@@ -320,14 +256,6 @@ class Device:
             else:
                 self._memory = torch.cuda.memory_reserved(self.info.name)
         return self._memory
-
-
-_PASSING = ("out of memory", "ALLOC_FAILED", "busy or unavailable", "uncorrectable ECC error")
-
-
-def may_pass(error: Exception) -> bool:
-    """Whether what keeps a device from starting is none of its own: others that hold its memory, or an error in it."""
-    return isinstance(error, MemoryError) or any(words in str(error) for words in _PASSING)
 
 
 def check(job: Placed) -> tuple[Row, ...]:

@@ -1,9 +1,9 @@
 """The process of an engine: `python -m flashpoint_server.engine.process --listener FD --device NAME`.
 
 It inherits a listening socket, opens the device, proves its backends against the float64 reference, and then serves
-whoever connects (serving.py) until SIGTERM.
+the HTTP processes that connect (serving.py) until SIGTERM.
 
-    opening → serving → stopped      opening → broken: says why to whoever connects, and ends with CANNOT_WORK
+    opening → serving → stopped      opening → broken: says why to the first that connects, and ends with CANNOT_WORK
                                      opening → ended, to be started again: what is in the way may pass
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import structlog
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 
-def main(kind: type[Device] | None = None) -> int:
-    """`kind` is the class of the device: another one than the service's, in tests."""
+def main(start: Callable[[str], Device] | None = None) -> int:
+    """Serve until SIGTERM; the exit code. `start` opens the device: another one than the service's, in tests."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parent", type=int, required=True, help="the pid of the process that starts it")
     parser.add_argument("--listener", type=int, required=True)
@@ -51,17 +52,15 @@ def main(kind: type[Device] | None = None) -> int:
     die_with_parent(asked.parent)
     raise_descriptor_limit()
     logs.configure(asked.log_format, asked.log_level)
-    from flashpoint_server.engine.benchmark_jobs import BenchmarkJobs  # imports torch, which takes seconds
-    from flashpoint_server.engine.device import Device, may_pass
+    from flashpoint_server.engine import proof  # imports torch, which takes seconds
+    from flashpoint_server.engine.benchmark_jobs import BenchmarkJobs
     from flashpoint_server.engine.serving import ServingEngine
 
     listener = socket.socket(fileno=asked.listener)
     try:
-        device = (kind or Device).open(asked.device)
-        device.prove()
-        device.calibrate()
+        device = (start or proof.start)(asked.device)
     except Exception as error:
-        if may_pass(error):
+        if proof.may_pass(error):
             log.exception("cannot start", device=asked.device)
             return 1
         log.exception("broken", device=asked.device)

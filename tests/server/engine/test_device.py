@@ -1,4 +1,4 @@
-"""The torch side of the engine: tensors in shared memory, and the check that a backend must pass before it serves."""
+"""The torch side of the engine: tensors in shared memory, and errors that are told apart."""
 
 import mmap
 import os
@@ -13,7 +13,6 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 import torch
 
-from flashpoint_kernels import tiled
 from flashpoint_kernels.spec import Options
 from flashpoint_server.engine.device import (
     NO_COPIES,
@@ -22,7 +21,6 @@ from flashpoint_server.engine.device import (
     OutOfMemoryError,
     Placed,
     check,
-    may_pass,
     spec_of,
 )
 from flashpoint_server.ipc.messages import DeviceInfo, Submit, Tensor, pack_options
@@ -83,20 +81,6 @@ def test_every_byte_of_a_bool_but_0_is_true(device):
     np.testing.assert_allclose(np.frombuffer(job.memory[0], np.float32, 8, o.offset), v[1:].mean(0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_backend_that_computes_wrongly_is_not_served(device, direction, monkeypatch):
-    """As after a miscompilation: one element in one answer is off by a hundredth."""
-    compute = getattr(tiled, direction)
-
-    def miscompiled(problems):
-        compute(problems)
-        next(reversed(problems[0].outputs.values())).view(-1)[-1] += 0.01
-
-    monkeypatch.setattr(tiled, direction, miscompiled)
-    with pytest.raises(RuntimeError, match="the tiled backend disagrees with the reference on cpu"):
-        device.prove()
-
-
 def test_index_tensors_that_do_not_fit_are_422(device):
     q = np.zeros((2, 1, 3, 8), np.float32)
     job = submit({"q": q, "k": q, "v": q, "kv_lengths": np.array([1, 4])}, {"o": q.shape})
@@ -139,12 +123,6 @@ def test_a_device_is_lost_only_where_nothing_works_any_more(said, works, kind, d
     with pytest.raises((RuntimeError, DeviceLostError, OutOfMemoryError)) as caught:
         Gpu(works).run(None, "triton")
     assert caught.type is kind
-
-
-def test_what_keeps_a_gpu_from_starting_may_pass():
-    for said in ("CUDA error: all CUDA-capable devices are busy or unavailable", "CUDA error: out of memory"):
-        assert may_pass(RuntimeError(said))
-    assert not may_pass(RuntimeError("device cuda:3 is asked for, and torch finds no CUDA device"))
 
 
 COMPILE = """

@@ -38,6 +38,7 @@ import torch
 
 from flashpoint_kernels.cost import NOMINAL
 from flashpoint_server.engine import process as engine_process
+from flashpoint_server.engine import proof
 from flashpoint_server.engine import serving as serving_engine
 from flashpoint_server.engine.device import Device, DeviceLostError, OutOfMemoryError
 from flashpoint_server.ipc.messages import Channel, Done
@@ -71,15 +72,6 @@ class FaultyDevice(Device):
             gate("short").rename(gate("left"))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.")
         return super().open(asked)
-
-    def prove(self):
-        if not self.is_cpu:
-            super().prove()
-        if gate("moved").exists():
-            self.info = msgspec.structs.replace(self.info, name="cuda:7")
-
-    def measure(self, backend):
-        return NOMINAL[backend]
 
     def cuts(self, backend):
         return super().cuts(backend) and backend != "reference"
@@ -136,6 +128,17 @@ class FaultyDevice(Device):
             self.last[shapes] = own
 
 
+def start(asked):
+    """A device with fixed rates, which is not proven on the CPU."""
+    device = FaultyDevice.open(asked)
+    if not device.is_cpu:
+        proof.prove(device)
+    name = "cuda:7" if gate("moved").exists() else device.info.name
+    rates = {backend: NOMINAL[backend] for backend in device.info.backends}
+    device.info = msgspec.structs.replace(device.info, name=name, rates=rates)
+    return device
+
+
 class TellingEngine(serving_engine.ServingEngine):
     parts: ClassVar = Counter()  # that have begun, by the name of their request
     taken: ClassVar = Counter()  # those, and those that a thread is about to begin
@@ -185,4 +188,4 @@ class LosingChannel(Channel):
 if __name__ == "__main__":
     serving_engine.Channel = LosingChannel
     serving_engine.ServingEngine = TellingEngine
-    sys.exit(engine_process.main(FaultyDevice))
+    sys.exit(engine_process.main(start))
