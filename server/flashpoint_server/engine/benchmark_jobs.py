@@ -20,7 +20,7 @@ from flashpoint.benchmark_schema import ENDED, BenchmarkEvent, BenchmarkRequest,
 from flashpoint_kernels.reproducible import CORES
 from flashpoint_server.engine import local
 from flashpoint_server.engine.cases import cases_of
-from flashpoint_server.ipc.messages import JobDropped, JobEvent, JobOpened, Time
+from flashpoint_server.ipc.messages import JobDropped, JobEvent, JobOpened, StopJob, Time
 
 OTHERS_SHARE = 4  # times as long as a slice
 MOST_KEPT = 64  # jobs that have ended, for who asks for them later
@@ -39,11 +39,7 @@ class _Job:
 
 
 class BenchmarkJobs:
-    """The jobs of one device. A slice is `begin`, `step`, while nothing else runs there, and `conclude`.
-
-    All calls but `step` are made under one lock, its owner's. What they give is to be said to everybody. `keep` is for
-    how many seconds a job that has ended is kept.
-    """
+    """The jobs of one device, a plugin of its scheduler. A job that has ended is kept for `keep` seconds."""
 
     def __init__(self, device: str, slice_ms: float, keep: float) -> None:
         self._device = device
@@ -55,19 +51,24 @@ class BenchmarkJobs:
         self._outcome: BenchmarkEvent | Exception | None = None
         self._used: defaultdict[str, float] = defaultdict(float)  # seconds, by owner
         self._others_until = 0.0
+        self.suspect = False
 
     def wants(self, now: float, *, others: bool) -> bool:
-        """Whether a slice is to run now; `others` says whether anything else waits."""
+        """Whether a slice is to run now; `others` says whether requests wait."""
         if self._running is None and not any(job.ended is None for job in self._jobs.values()):
             return False
         return not others or now >= self._others_until
 
     def history(self) -> Iterator[Said]:
-        """All that has been said of the jobs that are kept."""
+        """Yield all that has been said of the jobs that are kept."""
         for job in self._jobs.values():
             yield from job.said
 
-    def open(self, asked: Time) -> list[Said]:
+    def hear(self, message: Time | StopJob) -> list[Said]:
+        """Take in what an HTTP process asks."""
+        return self._open(message) if isinstance(message, Time) else self._stop(message.job)
+
+    def _open(self, asked: Time) -> list[Said]:
         """Queue a job, whose request has been checked."""
         request = BenchmarkRequest.model_validate_json(asked.request)
         job = _Job(asked, local.slices(request, self._device, self._slice_ms))
@@ -76,7 +77,7 @@ class BenchmarkJobs:
         job.said.append(JobOpened(asked.job, asked.owner, asked.request, asked.created, total))
         return [*job.said, *self._drop_old()]
 
-    def stop(self, name: str) -> list[Said]:
+    def _stop(self, name: str) -> list[Said]:
         """Cancel a job, at the end of its slice where one runs; nothing, where it has ended."""
         job = self._jobs.get(name)
         if job is None or job.ended is not None:
@@ -110,7 +111,12 @@ class BenchmarkJobs:
             self._others_until = time.monotonic() + OTHERS_SHARE * took
 
     def conclude(self) -> list[Said]:
-        """What is to be said after a slice."""
+        """Return what is to be said after a slice. A CUDA error makes the device suspect."""
+        said = self._concluded()
+        self.suspect = any(isinstance(one, JobEvent) and b"CUDA" in one.event for one in said)
+        return said
+
+    def _concluded(self) -> list[Said]:
         job, outcome, self._in_slice = self._in_slice, self._outcome, None
         assert job is not None
         if isinstance(outcome, Exception):

@@ -26,11 +26,12 @@ from flashpoint_kernels import Problem, available_backends, run, triton_backend
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.reproducible import CORES, split
-from flashpoint_kernels.spec import INDEX_TENSORS, Options, ProblemError, Row, Spec, TensorInfo, plan
+from flashpoint_kernels.spec import INDEX_TENSORS, Options, ProblemError, Row
 from flashpoint_kernels.timing.environment import device_name, is_lost
 from flashpoint_server.engine import local
+from flashpoint_server.engine.entry import OutOfMemoryError, Placed
 from flashpoint_server.ipc import messages
-from flashpoint_server.ipc.messages import DeviceInfo, Prove, Submit
+from flashpoint_server.ipc.messages import DeviceInfo, Prove
 from flashpoint_server.refusal import invalid
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
@@ -38,20 +39,8 @@ log = structlog.stdlib.get_logger("flashpoint.engine")
 MEMORY_SECONDS = 0.1  # between two looks at how much of it is held
 
 
-class OutOfMemoryError(Exception):
-    """The device has no memory for this, at the moment at least."""
-
-
 class DeviceLostError(Exception):
     """Nothing works on the device any more, in this process."""
-
-
-class Placed(NamedTuple):
-    """A job, what it asks for, and the segments of shared memory that its tensors lie in."""
-
-    submit: Submit
-    spec: Spec
-    memory: Mapping[int, mmap.mmap]
 
 
 class Stages(NamedTuple):
@@ -68,7 +57,7 @@ class Device:
     """One device and the backends that it has.
 
     `lanes` threads serve it. They make at most `launches` launches and run at most `cores` parts at a time, and one
-    more part that is short while all others are long (see serving.py).
+    more part that is short while all others are long (see scheduler.py).
     """
 
     def __init__(self, info: DeviceInfo) -> None:
@@ -159,7 +148,7 @@ class Device:
     def compile(self, job: Placed) -> Future[None] | None:
         """None where the kernels of a Triton job are compiled; else the end of compiling them, aside.
 
-        Of its tensors the shapes are looked at, not the values; those of index tensors are `check`ed already.
+        Of its tensors the shapes are looked at, not the values; `rows` has checked those of index tensors.
         """
         if self.is_cpu:
             return None  # interpreted
@@ -167,6 +156,14 @@ class Device:
             problem = self._problem(job, lambda t: torch.empty(t.shape, dtype=DTYPES[t.dtype], device="meta"))
             problem = replace(problem, device=torch.device(self.info.name))
             return None if triton_backend.compiled([problem]) else triton_backend.compile_ahead([problem])
+
+    def rows(self, job: Placed) -> tuple[Row, ...]:
+        """Return the sequences of a job. Raises Refusal 422 where index tensors hold values that do not fit."""
+        index = {t.name: _in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
+        try:
+            return job.spec.rows(index)
+        except ProblemError as error:
+            raise invalid(error.errors) from None
 
     def parts(self, job: Placed) -> list[Problem]:
         """A job that this device cuts, in parts, which compute in its shared memory. Raises Refusal 422."""
@@ -258,22 +255,8 @@ class Device:
         return self._memory
 
 
-def check(job: Placed) -> tuple[Row, ...]:
-    """The sequences of a job. Raises Refusal 422 where the values of index tensors do not fit: a head cannot tell."""
-    index = {t.name: _in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
-    try:
-        return job.spec.rows(index)
-    except ProblemError as error:
-        raise invalid(error.errors) from None
-
-
-def spec_of(submit: Submit) -> Spec:
-    infos = {t.name: TensorInfo(t.dtype, t.shape) for t in submit.inputs}
-    return plan(infos, messages.read_options(submit.options), submit.direction)
-
-
 def _in_place(job: Placed) -> Problem:
-    """Raises Refusal 422, as `check` does."""
+    """Raises Refusal 422, as `rows` does."""
     submit, spec, memory = job
     given = {t.name: _in(memory, t) for t in submit.inputs}
     wanted = {t.name: _in(memory, t) for t in submit.outputs}

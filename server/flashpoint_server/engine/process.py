@@ -1,7 +1,7 @@
 """The process of an engine: `python -m flashpoint_server.engine.process --listener FD --device NAME`.
 
 It inherits a listening socket, opens the device, proves its backends against the float64 reference, and then serves
-the HTTP processes that connect (serving.py) until SIGTERM.
+the HTTP processes that connect (loop.py) until SIGTERM.
 
     opening → serving → stopped      opening → broken: says why to the first that connects, and ends with CANNOT_WORK
                                      opening → ended, to be started again: what is in the way may pass
@@ -54,7 +54,9 @@ def main(start: Callable[[str], Device] | None = None) -> int:
     logs.configure(asked.log_format, asked.log_level)
     from flashpoint_server.engine import proof  # imports torch, which takes seconds
     from flashpoint_server.engine.benchmark_jobs import BenchmarkJobs
-    from flashpoint_server.engine.serving import ServingEngine
+    from flashpoint_server.engine.executor import Executor
+    from flashpoint_server.engine.loop import EngineLoop, Waker
+    from flashpoint_server.engine.scheduler import Scheduler
 
     listener = socket.socket(fileno=asked.listener)
     try:
@@ -68,13 +70,16 @@ def main(start: Callable[[str], Device] | None = None) -> int:
         Channel(sock, ToEngine).send(Broken(f"{type(error).__name__}: {error}"))
         return CANNOT_WORK
     budget = Budget(asked.batch_flops, asked.batch_bytes, asked.max_queue_delay)
-    timing = BenchmarkJobs(device.info.name, asked.benchmark_slice_ms, asked.benchmark_keep)
-    engine = ServingEngine(listener, device, budget, timing, asked.hang_timeout)
+    waker = Waker()
+    executor = Executor(device, budget, asked.hang_timeout)
+    benchmarks = BenchmarkJobs(device.info.name, asked.benchmark_slice_ms, asked.benchmark_keep)
+    scheduler = Scheduler(device, budget, executor.answer, waker.wake, plugins=[benchmarks])
+    loop = EngineLoop(listener, waker, scheduler, executor)
     keep_what_is_there()
     if device.is_cpu:
         let_others_first()  # to the cores that HTTP needs
     log.info("ready", device=device.info.name, title=device.info.title, backends=device.info.backends)
-    engine.run()
+    loop.run()
     return 0
 
 

@@ -14,15 +14,8 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 import torch
 
 from flashpoint_kernels.spec import Options
-from flashpoint_server.engine.device import (
-    NO_COPIES,
-    Device,
-    DeviceLostError,
-    OutOfMemoryError,
-    Placed,
-    check,
-    spec_of,
-)
+from flashpoint_server.engine.device import NO_COPIES, Device, DeviceLostError
+from flashpoint_server.engine.entry import OutOfMemoryError, Placed, spec_of
 from flashpoint_server.ipc.messages import DeviceInfo, Submit, Tensor, pack_options
 from flashpoint_server.refusal import Refusal
 
@@ -85,7 +78,7 @@ def test_index_tensors_that_do_not_fit_are_422(device):
     q = np.zeros((2, 1, 3, 8), np.float32)
     job = submit({"q": q, "k": q, "v": q, "kv_lengths": np.array([1, 4])}, {"o": q.shape})
     with pytest.raises(Refusal) as caught:
-        check(job)
+        device.rows(job)
     assert caught.value.status == 422
     assert [field for field, _ in caught.value.errors] == ["kv_lengths"]
 
