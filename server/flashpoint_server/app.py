@@ -19,11 +19,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from flashpoint_kernels.spec import Direction
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.http.cors import Cors
 from flashpoint_server.http.envelope import Envelope
+from flashpoint_server.http.sites import Cors
 from flashpoint_server.ipc.counts import Shared
 from flashpoint_server.ipc.processes import ENGINE, running_engines
-from flashpoint_server.oip import errors, memory_routes, schema
+from flashpoint_server.oip import memory_routes, schema
 from flashpoint_server.oip import routes as oip
 from flashpoint_server.oip.infer import Counted, infer, make_body
 from flashpoint_server.oip.models import MODELS
@@ -89,7 +89,7 @@ def create_app(
         route = Route(service, partial(infer, model=model, statistics=statistics), make_body)
         posts |= dict.fromkeys(oip.infer_paths(model), Counted(route, statistics, model.name))
     words = {part for path in posts for part in path.split("/")}
-    told = (posts.keys(), service.metrics, service.traces, words, service.sites.check, {"v2": errors.written})
+    told = (posts.keys(), service.metrics, service.traces, words, service.sites.check, {"v2": oip.written})
     probes = status.PROBES | oip.PROBES
     direct: Mapping[str, ASGIApp] = posts
     if settings.cors_origins:

@@ -25,7 +25,6 @@ from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.grpc.arrivals import LARGEST_MESSAGE, Hold, Memory
 from flashpoint_server.oip.grpc.infer import EXTENSION, PATH, Incoming, MessageBody, infer_grpc
 from flashpoint_server.oip.grpc.methods import METHODS, SERVICE, Method
-from flashpoint_server.oip.grpc.statuses import STATUSES
 from flashpoint_server.oip.infer import Counted
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.refusal import Refusal
@@ -35,6 +34,34 @@ from flashpoint_server.service import Service
 SMALL_CALLS = 64  # calls that may be inside beside inferences, which the queue's limit bounds: probes must get through
 MOST_DETAILS = 1024  # characters of an error: clients take some KiB of metadata, where each may be three
 _WHOLE = 1  # of compression's algorithms, as bits: none. What is compressed has no bound on what it amounts to
+
+# The status with which gRPC tells each refusal, by the refusal's code; gRPC's own names.
+STATUSES = {
+    "malformed_body": "INVALID_ARGUMENT",
+    "malformed_head": "INVALID_ARGUMENT",
+    "unauthorized": "UNAUTHENTICATED",
+    "forbidden": "PERMISSION_DENIED",
+    "cross_site": "PERMISSION_DENIED",
+    "not_found": "NOT_FOUND",
+    "method_not_allowed": "UNIMPLEMENTED",
+    "not_acceptable": "UNIMPLEMENTED",
+    "body_timeout": "DEADLINE_EXCEEDED",
+    "body_too_large": "RESOURCE_EXHAUSTED",  # as gRPC says it of a message over its own limit
+    "work_too_large": "INVALID_ARGUMENT",
+    "unsupported_media_type": "UNIMPLEMENTED",
+    "host_not_allowed": "PERMISSION_DENIED",
+    "invalid_request": "INVALID_ARGUMENT",
+    "queue_full": "RESOURCE_EXHAUSTED",
+    "key_limit": "RESOURCE_EXHAUSTED",
+    "head_too_large": "RESOURCE_EXHAUSTED",
+    "internal_error": "INTERNAL",
+    "transfer_encoding": "UNIMPLEMENTED",
+    "not_ready": "UNAVAILABLE",
+    "draining": "UNAVAILABLE",
+    "out_of_memory": "UNAVAILABLE",
+    "engine_lost": "UNAVAILABLE",
+    "deadline_exceeded": "DEADLINE_EXCEEDED",
+}
 
 _KEY = "authorization"
 
