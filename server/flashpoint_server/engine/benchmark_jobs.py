@@ -29,7 +29,7 @@ Said = JobOpened | JobEvent | JobDropped
 
 
 @dataclass(eq=False)
-class _Job:
+class _TimedJob:
     asked: Time
     events: Generator[BenchmarkEvent | None, None, None]
     said: list[Said] = field(default_factory=list)
@@ -45,9 +45,9 @@ class BenchmarkJobs:
         self._device = device
         self._slice_ms = slice_ms
         self._keep = keep
-        self._jobs: dict[str, _Job] = {}
-        self._running: _Job | None = None
-        self._in_slice: _Job | None = None
+        self._jobs: dict[str, _TimedJob] = {}
+        self._running: _TimedJob | None = None
+        self._in_slice: _TimedJob | None = None
         self._outcome: BenchmarkEvent | Exception | None = None
         self._used: defaultdict[str, float] = defaultdict(float)  # seconds, by owner
         self._others_until = 0.0
@@ -71,7 +71,7 @@ class BenchmarkJobs:
     def _open(self, asked: Time) -> list[Said]:
         """Queue a job, whose request has been checked."""
         request = BenchmarkRequest.model_validate_json(asked.request)
-        job = _Job(asked, local.slices(request, self._device, self._slice_ms))
+        job = _TimedJob(asked, local.slices(request, self._device, self._slice_ms))
         total = len(cases_of(request, self._device))
         self._jobs[asked.job] = job
         job.said.append(JobOpened(asked.job, asked.owner, asked.request, asked.created, total))
@@ -128,23 +128,23 @@ class BenchmarkJobs:
             said += self._end(job, "cancelled")
         return said
 
-    def _next(self) -> _Job:
+    def _next(self) -> _TimedJob:
         return min(
             (job for job in self._jobs.values() if job.ended is None), key=lambda job: self._used[job.asked.owner]
         )
 
-    def _end(self, job: _Job, state: State, error: str | None = None) -> list[Said]:
+    def _end(self, job: _TimedJob, state: State, error: str | None = None) -> list[Said]:
         self._close(job)
         at = datetime.datetime.now(datetime.UTC)
         return [self._say(job, StateEvent(id=job.last + 1, state=state, at=at, error=error))]
 
-    def _close(self, job: _Job) -> None:
+    def _close(self, job: _TimedJob) -> None:
         if job is self._running:
             self._running = None
         job.events.close()
         job.ended = time.monotonic()
 
-    def _say(self, job: _Job, event: BenchmarkEvent) -> JobEvent:
+    def _say(self, job: _TimedJob, event: BenchmarkEvent) -> JobEvent:
         job.last = event.id
         said = JobEvent(job.asked.job, event.model_dump_json().encode())
         job.said.append(said)

@@ -53,7 +53,7 @@ class Stages(NamedTuple):
 NO_COPIES = Stages(0.0, 0.0)
 
 
-class Device:
+class TorchDevice:
     """One device and the backends that it has.
 
     `lanes` threads serve it. They make at most `launches` launches and run at most `cores` parts at a time, and one
@@ -71,7 +71,7 @@ class Device:
         self._memory, self._looked = 0, -MEMORY_SECONDS
 
     @classmethod
-    def open(cls, asked: str) -> Device:
+    def open(cls, asked: str) -> TorchDevice:
         """`asked` is auto, cpu, cuda or cuda:N. Raises RuntimeError where there is none such."""
         torch.set_num_threads(1)  # what takes more says so itself: see flashpoint_kernels.reproducible
         name = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked

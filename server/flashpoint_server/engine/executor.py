@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import structlog
 
 from flashpoint_kernels import Problem
-from flashpoint_server.engine.device import NO_COPIES, Device, DeviceLostError, Stages
+from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, Stages, TorchDevice
 from flashpoint_server.engine.entry import Entry, OutOfMemoryError, account
 from flashpoint_server.engine.tasks import Compute, Cut, Launch, Slice, Task
 from flashpoint_server.engine.waiting import Budget
@@ -27,7 +27,7 @@ log = structlog.stdlib.get_logger("flashpoint.engine")
 class Executor:
     """See the module. The process ends when a task runs for longer than `hang_timeout` seconds."""
 
-    def __init__(self, device: Device, budget: Budget, hang_timeout: float) -> None:
+    def __init__(self, device: TorchDevice, budget: Budget, hang_timeout: float) -> None:
         self.device = device
         self._budget = budget
         self._watchdog = Watchdog(hang_timeout)

@@ -29,12 +29,12 @@ from flashpoint_server.ipc.parent import (
 from flashpoint_server.observability import logs
 
 if TYPE_CHECKING:
-    from flashpoint_server.engine.device import Device
+    from flashpoint_server.engine.device import TorchDevice
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 
-def main(start: Callable[[str], Device] | None = None) -> int:
+def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     """Serve until SIGTERM; the exit code. `start` opens the device: another one than the service's, in tests."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parent", type=int, required=True, help="the pid of the process that starts it")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashpoint_kernels import Problem, calibration, run, triton_backend
 from flashpoint_kernels.spec import Options
-from flashpoint_server.engine.device import Device
+from flashpoint_server.engine.device import TorchDevice
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
@@ -21,9 +21,9 @@ BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 _PASSING = ("out of memory", "ALLOC_FAILED", "busy or unavailable", "uncorrectable ECC error")
 
 
-def start(asked: str) -> Device:
+def start(asked: str) -> TorchDevice:
     """Return the device `asked` (auto, cpu, cuda or cuda:N), proven and calibrated. Raises RuntimeError."""
-    device = Device.open(asked)
+    device = TorchDevice.open(asked)
     prove(device)
     calibrate(device)
     return device
@@ -34,7 +34,7 @@ def may_pass(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error) for words in _PASSING)
 
 
-def prove(device: Device) -> None:
+def prove(device: TorchDevice) -> None:
     """Check every backend's forward and gradients against the float64 reference, on this device.
 
     Compilers do miscompile. Raises RuntimeError naming the backend that disagrees.
@@ -53,7 +53,7 @@ def prove(device: Device) -> None:
     device.empty_cache()
 
 
-def calibrate(device: Device) -> None:
+def calibrate(device: TorchDevice) -> None:
     """Measure how long the work of each backend takes here; requests are priced by it from then on."""
     info = device.info
     rates = {

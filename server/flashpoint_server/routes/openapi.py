@@ -16,7 +16,7 @@ from flashpoint.verify_schema import VerifyReport, VerifyRequest
 from flashpoint_kernels.spec import BACKWARD_TENSORS, FORWARD_TENSORS, GRADS, Direction
 from flashpoint_server.refusal import STATUS
 from flashpoint_server.routes import openapi_examples as examples
-from flashpoint_server.routes.problem_schema import Problem, problems
+from flashpoint_server.routes.problem_schema import ProblemDocument, problems
 
 _TENSORS = {
     "q": "(B,Hq,Sq,D) in layout bhsd, (B,Sq,Hq,D) in bshd, (Tq,Hq,D) in thd; also (B,S,D) and (S,D), as one head",
@@ -90,11 +90,11 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
     schemas["AttentionGradRequest"] = request(BACKWARD_TENSORS, ["q", "k", "v", "do"])
     judged = tuple(name for name in ANSWERS if name not in BACKWARD_TENSORS)
     schemas["VerifyTensors"] = request((*BACKWARD_TENSORS, *judged), ["q", "k", "v"])
-    models: tuple[type[BaseModel], ...] = (VerifyRequest, VerifyReport, BenchmarkRequest, Problem)
+    models: tuple[type[BaseModel], ...] = (VerifyRequest, VerifyReport, BenchmarkRequest, ProblemDocument)
     for model in models:
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}", mode="validation")
         schemas.update(schema.pop("$defs", {}))
-        schemas[model.__name__] = schema
+        schemas[schema["title"]] = schema
 
     def answer(names: tuple[str, ...], needed: list[str]) -> dict[str, Any]:
         said = {

@@ -26,20 +26,20 @@ from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Timings
 from flashpoint_server.formats.json import JSON, JsonMessage
-from flashpoint_server.formats.message import Message, read_text
+from flashpoint_server.formats.message import TensorMessage, read_text
 from flashpoint_server.formats.negotiation import request_format
 from flashpoint_server.ipc.job import ProofJob
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, proof_price
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.pipeline import Request, admit, authorize, begin, limit, reply, stage, submit
+from flashpoint_server.routes.pipeline import RouteRequest, admit, authorize, begin, limit, reply, stage, submit
 
 _PROBLEM = tuple(name for name in BACKWARD_TENSORS if name not in ANSWERS)
 IN_FLOAT64 = 8  # times a problem's own bytes: drawn, answered and differentiated in 8 bytes where it has 2 or 4
 DRAWN_LIMIT = 1 << 16  # bytes of a request whose tensors the server draws; the longest has some hundred
 
 
-async def verify(request: Request) -> None:
+async def verify(request: RouteRequest) -> None:
     """Answer with a report, in JSON. Raises Refusal and ClientGoneError.
 
     Tensors travel as to /attention; a problem to be drawn is a JSON object with a `shape`.
@@ -50,7 +50,7 @@ async def verify(request: Request) -> None:
     device = begin(request)
     limit(request, given)
     drawn: VerifyRequest | None = None
-    message: Message | None = None
+    message: TensorMessage | None = None
     if given is JSON:
         text = await read_text(body)
         if (drawn := _drawn(text)) is None:

@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 import torch
 
 from flashpoint_kernels.spec import Options
-from flashpoint_server.engine.device import NO_COPIES, Device, DeviceLostError
+from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, TorchDevice
 from flashpoint_server.engine.entry import OutOfMemoryError, Placed, spec_of
 from flashpoint_server.ipc.messages import DeviceInfo, Submit, Tensor, pack_options
 from flashpoint_server.refusal import Refusal
@@ -22,7 +22,7 @@ from flashpoint_server.refusal import Refusal
 
 @pytest.fixture(scope="module")
 def device():
-    return Device.open("cpu")
+    return TorchDevice.open("cpu")
 
 
 ROOT = Path(__file__).parents[3]
@@ -48,7 +48,7 @@ def submit(inputs, outputs, room=1 << 16, **options):
 def test_a_gpu_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="device cuda:3 is asked for, and torch finds no CUDA device"):
-        Device.open("cuda:3")
+        TorchDevice.open("cuda:3")
 
 
 def test_answers_are_written_where_they_are_wanted(device):
@@ -83,7 +83,7 @@ def test_index_tensors_that_do_not_fit_are_422(device):
     assert [field for field, _ in caught.value.errors] == ["kv_lengths"]
 
 
-class Gpu(Device):
+class Gpu(TorchDevice):
     """What a device with a GPU does about it, where there is none: `works` stands in for what CUDA says."""
 
     def __init__(self, works):
@@ -122,11 +122,11 @@ COMPILE = """
 import numpy as np
 from tests.server.engine.test_device import submit
 from flashpoint_kernels.triton_backend import ahead
-from flashpoint_server.engine.device import Device
+from flashpoint_server.engine.device import TorchDevice
 from flashpoint_server.ipc.messages import DeviceInfo
 
 ahead.pretend(90)
-device = Device(DeviceInfo("cpu", "an sm_90 for who compiles", 0, ("triton",), 1.0))
+device = TorchDevice(DeviceInfo("cpu", "an sm_90 for who compiles", 0, ("triton",), 1.0))
 device.is_cpu = False
 shapes = {"q": (1, 2, 9, 16), "k": (1, 1, 2000, 16), "v": (1, 1, 2000, 16)}
 tensors = {n: np.zeros(s, np.float32) for n, s in shapes.items()} | {"attn_mask": np.ones((9, 2000), bool)}

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 from flashpoint_kernels import tiled
-from flashpoint_server.engine.device import Device
+from flashpoint_server.engine.device import TorchDevice
 from flashpoint_server.engine.proof import may_pass, prove
 
 
@@ -20,7 +20,7 @@ def test_a_backend_that_computes_wrongly_is_not_served(direction, monkeypatch):
 
     monkeypatch.setattr(tiled, direction, miscompiled)
     with pytest.raises(RuntimeError, match="the tiled backend disagrees with the reference on cpu"):
-        prove(Device.open("cpu"))
+        prove(TorchDevice.open("cpu"))
 
 
 def test_what_keeps_a_gpu_from_starting_may_pass():

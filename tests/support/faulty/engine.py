@@ -37,7 +37,7 @@ import torch
 
 from flashpoint_kernels.cost import NOMINAL
 from flashpoint_server.engine import executor, loop, process, proof, scheduler
-from flashpoint_server.engine.device import Device, DeviceLostError
+from flashpoint_server.engine.device import DeviceLostError, TorchDevice
 from flashpoint_server.engine.entry import OutOfMemoryError
 from flashpoint_server.engine.tasks import Compute
 from flashpoint_server.ipc.messages import Channel, Done
@@ -53,7 +53,7 @@ def gate(which):
     return Path(os.environ.get("FLASHPOINT_TEST_GATE", os.devnull)).with_suffix(f".{which}")
 
 
-class FaultyDevice(Device):
+class FaultyDevice(TorchDevice):
     def __init__(self, info):
         super().__init__(info)
         self.launches = 1  # also on a GPU: all others wait for a launch that a gate holds up

@@ -68,7 +68,7 @@ _KEY = "authorization"
 Behaviour = Callable[[object, Any], Awaitable[bytes]]
 
 
-class Reply(NamedTuple):
+class RpcReply(NamedTuple):
     """What the application answered; `code` is a refusal's."""
 
     status: int
@@ -205,7 +205,7 @@ def _size(message: bytes | None) -> int:
 
 async def _ask(
     app: ASGIApp, context: Any, verb: str, path: str, body: bytes = b"", extension: Incoming | None = None
-) -> Reply:
+) -> RpcReply:
     """What the application answers to a call. Raises CancelledError where nobody waits for it any more."""
     parts: list[bytes] = []
     begun: Message = {}
@@ -244,10 +244,10 @@ async def _ask(
     if not begun:  # nothing was answered
         raise asyncio.CancelledError
     fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in begun["headers"]}
-    return Reply(begun["status"], fields, b"".join(parts), exchange.code)
+    return RpcReply(begun["status"], fields, b"".join(parts), exchange.code)
 
 
-async def _answered(reply: Reply, context: Any) -> bytes:
+async def _answered(reply: RpcReply, context: Any) -> bytes:
     """The answer's body; a refusal ends the call. What header fields say beside that goes behind it, as metadata."""
     beside = {name: value for name, value in reply.fields.items() if not name.startswith(("content-", "connection"))}
     context.set_trailing_metadata(tuple(beside.items()))
