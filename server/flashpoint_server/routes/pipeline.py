@@ -12,6 +12,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -28,11 +30,13 @@ from flashpoint_server.http.envelope import send_refusal
 from flashpoint_server.http.places import Part
 from flashpoint_server.ipc.job import AttentionJob, Job, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
-from flashpoint_server.ipc.price import price_of
+from flashpoint_server.ipc.price import Price, price_of
 from flashpoint_server.ipc.regions import Region
 from flashpoint_server.ipc.staging import NOWHERE, Staging
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.service import Service
+
+J = TypeVar("J", bound=Job)
 
 _DIGITS = 15  # of milliseconds: 30,000 years, more than any setting
 
@@ -196,17 +200,20 @@ async def compute(
         permit.correct(price_of(spec, backend, device, index))
     shapes = {name: list(place.shape) for name, place in staging.inputs.items()}
     request.exchange.facts.update(backend=backend, shapes=shapes)
-    job = AttentionJob(
+    job = make_job(request, partial(AttentionJob, spec=spec, backend=backend), staging, permit.price)
+    return job, await submit(request, job)
+
+
+def make_job(request: RouteRequest, kind: Callable[..., J], staging: Staging, price: Price) -> J:
+    """Return the job of a request; `kind` makes it from what all jobs have."""
+    return kind(
         id=request.exchange.request_id,
-        spec=spec,
-        backend=backend,
         staging=staging,
         timings=Timings(request.exchange.arrived),
-        price=permit.price,
-        deadline=body.deadline,
+        price=price,
+        deadline=request.body.deadline,
         priority=request.priority,
     )
-    return job, await submit(request, job)
 
 
 async def submit(request: RouteRequest, job: Job) -> JobResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,7 +25,6 @@ from flashpoint_kernels.spec import (
 )
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.exchange import Timings
 from flashpoint_server.formats.json import JSON, JsonMessage
 from flashpoint_server.formats.message import TensorMessage, read_text
 from flashpoint_server.formats.negotiation import request_format
@@ -32,7 +32,17 @@ from flashpoint_server.ipc.job import ProofJob
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, proof_price
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.pipeline import RouteRequest, admit, authorize, begin, limit, reply, stage, submit
+from flashpoint_server.routes.pipeline import (
+    RouteRequest,
+    admit,
+    authorize,
+    begin,
+    limit,
+    make_job,
+    reply,
+    stage,
+    submit,
+)
 
 _PROBLEM = tuple(name for name in BACKWARD_TENSORS if name not in ANSWERS)
 IN_FLOAT64 = 8  # times a problem's own bytes: drawn, answered and differentiated in 8 bytes where it has 2 or 4
@@ -68,16 +78,7 @@ async def verify(request: RouteRequest) -> None:
     staging = stage(request, inputs, {})
     if message is not None:
         await message.receive(body, staging.views(staging.inputs))
-    job = ProofJob(
-        id=request.exchange.request_id,
-        request=asked,
-        price=price,
-        staging=staging,
-        timings=Timings(request.exchange.arrived),
-        deadline=body.deadline,
-        priority=request.priority,
-    )
-    answer = await submit(request, job)
+    answer = await submit(request, make_job(request, partial(ProofJob, request=asked), staging, price))
     await reply(request, [answer.report], {"content-type": jsonwire.MEDIA_TYPE})
 
 
