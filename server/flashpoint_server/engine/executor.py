@@ -14,7 +14,7 @@ import structlog
 from flashpoint_kernels import Problem
 from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, Stages, TorchDevice
 from flashpoint_server.engine.entry import Entry, OutOfMemoryError, account
-from flashpoint_server.engine.tasks import Compute, Cut, Launch, Slice, Task
+from flashpoint_server.engine.tasks import Compute, Cut, Launch, Task
 from flashpoint_server.engine.waiting import Budget
 from flashpoint_server.ipc.messages import Batch, Done, Failed, Prove, Proven, Submit
 from flashpoint_server.ipc.parent import Watchdog
@@ -35,19 +35,15 @@ class Executor:
 
     def run(self, task: Task) -> Exception | None:
         """Run a task. Return the failure of a part or of a cutting; the requests of a launch are answered."""
-        match task:
-            case Compute(entry, problem):
-                return self._compute(entry, problem)
-            case Cut(entry):
-                return self._cut(entry)
-            case Launch(batch):
-                if isinstance(asked := batch[0].submit, Prove):
-                    self._prove(batch[0], asked)
-                else:
-                    self._solve(batch, splits=0, tries=2)
-            case Slice(plugin):
-                with self._watchdog.watched():
-                    plugin.step()
+        if isinstance(task, Compute):
+            return self._compute(task.entries[0], task.problem)
+        if isinstance(task, Cut):
+            return self._cut(task.entries[0])
+        if isinstance(task, Launch):
+            self._launch(task.entries)
+        else:
+            with self._watchdog.watched():
+                task.plugin.step()
         return None
 
     def answer(self, entry: Entry) -> None:
@@ -82,6 +78,12 @@ class Executor:
         except Exception as error:
             return error
         return None
+
+    def _launch(self, batch: Sequence[Entry]) -> None:
+        if isinstance(asked := batch[0].submit, Prove):
+            self._prove(batch[0], asked)
+        else:
+            self._solve(batch, splits=0, tries=2)
 
     def _prove(self, entry: Entry, asked: Prove) -> None:
         try:

@@ -73,7 +73,7 @@ class Waker:
 
 
 class EngineLoop:
-    """See the module. One thread at a time has `_turn`; the scheduler's lock guards the peers."""
+    """See the module. One thread at a time has `_turn`; the scheduler's lock guards the peers, too."""
 
     def __init__(self, listener: socket.socket, waker: Waker, scheduler: Scheduler, executor: Executor) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL)
@@ -81,6 +81,7 @@ class EngineLoop:
         self._waker = waker
         self._scheduler = scheduler
         self._executor = executor
+        self._lock = scheduler.lock
         self._peers: list[Peer] = []
         self._stopping = False
         self._turn = threading.Lock()
@@ -126,14 +127,15 @@ class EngineLoop:
                 self._hear_all(0)
             finally:
                 self._turn.release()
-        return self._take()
+        with self._lock:
+            return self._take()
 
     def _listen(self) -> Task | None:
         """Hear what there is to hear, until there is a task; None at the end."""
         timeout: float | None = 0
         while not self._stopping:
             self._hear_all(timeout)
-            with self._scheduler.lock:
+            with self._lock:
                 if (task := self._take()) is not None:
                     return task
                 self._waker.asleep = True  # in this very step: from now on the scheduler wakes us
@@ -146,14 +148,14 @@ class EngineLoop:
 
     def _run(self, task: Task) -> None:
         failure = self._executor.run(task)
-        with self._scheduler.lock:
-            if isinstance(task, Slice):
-                self._tell_all(task.plugin.conclude())
+        with self._lock:
             self._scheduler.finish(task, failure)
             for entry in task.entries:
                 self._let_go(entry.peer)
-        if isinstance(task, Slice) and task.plugin.suspect:
-            self._executor.end_if_lost(by="a benchmark")
+            if isinstance(task, Slice):
+                self._tell_all(task.plugin.conclude())
+                if task.plugin.suspect:
+                    self._executor.end_if_lost(by="a benchmark")
 
     # The HTTP processes
 
@@ -176,7 +178,7 @@ class EngineLoop:
             peer = Peer(Channel(sock, ToEngine), device)
             peer.channel.send(Hello(device.info, os.getpid()))
             self._selector.register(peer.channel, selectors.EVENT_READ, peer)
-            with self._scheduler.lock:
+            with self._lock:
                 self._peers.append(peer)
                 for plugin in self._scheduler.plugins:
                     for said in plugin.history():
@@ -186,7 +188,7 @@ class EngineLoop:
         try:
             while True:
                 message, descriptors = peer.channel.receive()
-                with self._scheduler.lock:
+                with self._lock:
                     self._take_in(peer, message, descriptors)
         except BlockingIOError:
             return
@@ -228,7 +230,7 @@ class EngineLoop:
 
     def _forget(self, peer: Peer) -> None:
         """The HTTP process is gone: so is all that it asked for."""
-        with self._scheduler.lock:
+        with self._lock:
             self._scheduler.forget(peer)
             self._peers.remove(peer)
             self._selector.unregister(peer.channel)

@@ -51,10 +51,10 @@ class Resources(Protocol):
 
 
 class Scheduler:
-    """See the module. Every call takes `lock`, which guards the queue, the entries and the peers' segments.
+    """See the module. All calls are made under `lock`, which guards the queue, the entries and the peers' segments.
 
-    `answer` is called, under the lock, with each request that has failed, and with each whose parts have all ended.
-    `wake` is called when there may be a task that nobody has asked for.
+    `answer` is called with each request that has failed, and with each whose parts have all ended. `wake` is called
+    when there may be a task that nobody has asked for.
     """
 
     def __init__(
@@ -89,16 +89,15 @@ class Scheduler:
         A request that needs a kernel that is not compiled yet waits for it aside, and holds up no other.
         """
         entry = Entry.of(message, peer, self._device.cuts)
-        with self.lock:
-            key = entry.key
-            if isinstance(message, Prove) or message.backend != "triton" or key is None or key in self._compiled:
-                self._waiting.put(entry)
-            elif key in self._held:
-                self._held[key].append(entry)
-            elif not entry.mapped:
-                self._waiting.put(entry)
-            else:
-                self._compile(entry, key)
+        key = entry.key
+        if isinstance(message, Prove) or message.backend != "triton" or key is None or key in self._compiled:
+            self._waiting.put(entry)
+        elif key in self._held:
+            self._held[key].append(entry)
+        elif not entry.mapped:
+            self._waiting.put(entry)
+        else:
+            self._compile(entry, key)
 
     def _compile(self, entry: Entry, key: Hashable) -> None:
         try:
@@ -130,19 +129,17 @@ class Scheduler:
         def asked(entry: Entry) -> bool:
             return entry.peer is peer and entry.submit.id == number
 
-        with self.lock:
-            for entry in self._remove(asked):
-                self._drop_parts(entry, out_of_time())
-            for entry in filter(asked, self._cutting):
-                entry.failure = out_of_time()
+        for entry in self._remove(asked):
+            self._drop_parts(entry, out_of_time())
+        for entry in filter(asked, self._cutting):
+            entry.failure = out_of_time()
 
     def forget(self, peer: Peer) -> None:
         """Drop all requests of an HTTP process that is gone."""
-        with self.lock:
-            self._remove(lambda entry: entry.peer is peer)
-            for entry in self._cutting:
-                if entry.peer is peer:
-                    entry.failure = out_of_time()
+        self._remove(lambda entry: entry.peer is peer)
+        for entry in self._cutting:
+            if entry.peer is peer:
+                entry.failure = out_of_time()
 
     def _remove(self, unwanted: Callable[[Entry], bool]) -> list[Entry]:
         """Take out of the queue, and from beside it, what is `unwanted`."""
@@ -168,52 +165,48 @@ class Scheduler:
 
     def take(self) -> Task | None:
         """Return a task that is to run now; `finish` says that it has ended. None where none may begin."""
-        with self.lock:
-            while not self._alone:
-                now = time.monotonic()
-                for plugin in self.plugins:
-                    if plugin.wants(now, others=bool(self._waiting)):
-                        if not self._running:
-                            return self._begin(self._slice(plugin))
-                        self._holding = now if self._holding is None else self._holding
-                        if now < self._holding + HOLD_SECONDS:
-                            return None  # it is alone as soon as these have ended, for nothing else begins
-                        plugin.postpone(now)  # what runs takes long: nobody waits for that to end
-                self._holding = None
-                found = self._waiting.take(now, groups=self._may_launch, may=self._has_lane)
-                if not found:
-                    return None
-                if batch := [entry for entry in found if self._begins(entry)]:
-                    return self._begin(self._task(batch))
-            return None
+        while not self._alone:
+            now = time.monotonic()
+            for plugin in self.plugins:
+                if plugin.wants(now, others=bool(self._waiting)):
+                    if not self._running:
+                        return self._begin(self._slice(plugin))
+                    self._holding = now if self._holding is None else self._holding
+                    if now < self._holding + HOLD_SECONDS:
+                        return None  # it is alone as soon as these have ended, for nothing else begins
+                    plugin.postpone(now)  # what runs takes long: nobody waits for that to end
+            self._holding = None
+            found = self._waiting.take(now, groups=self._may_launch, may=self._has_lane)
+            if not found:
+                return None
+            if batch := [entry for entry in found if self._begins(entry)]:
+                return self._begin(self._task(batch))
+        return None
 
     def next_look(self) -> float | None:
         """Return when there may be a task though nobody says so, in `time.monotonic` seconds."""
-        with self.lock:
-            if self._alone:
-                return None
-            if self._holding is not None:
-                return self._holding + HOLD_SECONDS
-            return self._waiting.closes() if self._may_launch else None
+        if self._alone:
+            return None
+        if self._holding is not None:
+            return self._holding + HOLD_SECONDS
+        return self._waiting.closes() if self._may_launch else None
 
     def finish(self, task: Task, failure: Exception | None) -> None:
         """A task has ended, with a `failure` of its part or of its cutting."""
-        with self.lock:
-            self._running -= 1
-            self._long -= task.long
-            for entry in task.entries:
-                entry.peer.running -= 1
-            match task:
-                case Compute(entry):
-                    self._part_ended(entry, failure)
-                case Cut(entry):
-                    self._cut_ended(entry, failure)
-                case Launch():
-                    self._launches -= 1
-                    self._wake()  # it may have to wait for a batch to close now
-                case Slice():
-                    self._alone = False
-                    self._wake()
+        self._running -= 1
+        self._long -= task.long
+        for entry in task.entries:
+            entry.peer.running -= 1
+        if isinstance(task, Compute):
+            self._part_ended(task.entries[0], failure)
+        elif isinstance(task, Cut):
+            self._cut_ended(task.entries[0], failure)
+        elif isinstance(task, Launch):
+            self._launches -= 1
+            self._wake()  # it may have to wait for a batch to close now
+        else:
+            self._alone = False
+            self._wake()
 
     def _begin(self, task: Task) -> Task:
         self._running += 1
@@ -236,13 +229,13 @@ class Scheduler:
             return Launch(batch)
         if not entry.left:
             self._cutting.append(entry)
-            return Cut(entry, entry.long)
+            return Cut((entry,), entry.long)
         problem = entry.parts.popleft()
         if entry.parts:
             self._waiting.put(entry)
             self._wake()
         small = entry.submit.seconds <= BRIEF_SECONDS and entry.nbytes <= BRIEF_BYTES
-        return Compute(entry, problem, entry.long, brief=small and not self._waiting)
+        return Compute((entry,), problem, entry.long, small and not self._waiting)
 
     @property
     def _may_launch(self) -> bool:

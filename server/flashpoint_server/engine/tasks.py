@@ -35,26 +35,18 @@ class Plugin(Protocol):
 class Compute(NamedTuple):
     """Compute one part of a request."""
 
-    entry: Entry
+    entries: tuple[Entry]
     problem: Problem
     long: bool
     brief: bool
-
-    @property
-    def entries(self) -> Sequence[Entry]:
-        return (self.entry,)
 
 
 class Cut(NamedTuple):
     """Cut a request of many sequences into parts, which takes a while."""
 
-    entry: Entry
+    entries: tuple[Entry]
     long: bool
     brief: bool = False
-
-    @property
-    def entries(self) -> Sequence[Entry]:
-        return (self.entry,)
 
 
 class Launch(NamedTuple):

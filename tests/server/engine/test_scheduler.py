@@ -122,7 +122,7 @@ def test_a_short_part_runs_beside_long_ones_on_every_core(bench):
     held = [bench.take(), bench.take()]
     number = bench.admit()
     short = bench.take()
-    assert (short.entry.submit.id, short.long, [task.long for task in held]) == (number, False, [True, True])
+    assert (short.entries[0].submit.id, short.long, [task.long for task in held]) == (number, False, [True, True])
     assert bench.scheduler.take() is None
     bench.finish(short, *held)
 
@@ -162,10 +162,10 @@ def test_many_sequences_are_cut_in_a_task_of_its_own(bench):
     cuts = [bench.take(Cut), bench.take(Cut)]
     bench.scheduler.cancel(bench.peer, cancelled)
     for cut in cuts:
-        cut.entry.cut(bench.device.parts)
+        cut.entries[0].cut(bench.device.parts)
     bench.finish(*cuts)
     assert bench.answered == [(cancelled, "deadline_exceeded")]
-    assert (bench.take().entry.submit.id, bench.peer.running) == (number, 1)
+    assert (bench.take().entries[0].submit.id, bench.peer.running) == (number, 1)
 
 
 def test_requests_that_share_a_key_share_a_launch(bench):
@@ -182,7 +182,7 @@ def test_a_request_waits_aside_for_its_kernels(bench):
     bench.device.compiling = Future()
     held, cancelled = bench.admit(backend="triton"), bench.admit(backend="triton")
     other = bench.admit()
-    assert bench.take().entry.submit.id == other
+    assert bench.take().entries[0].submit.id == other
     assert bench.scheduler.take() is None
     bench.scheduler.cancel(bench.peer, cancelled)
     bench.device.compiling.set_result(None)
@@ -210,7 +210,7 @@ def test_a_slice_of_a_plugin_runs_alone(monkeypatch):
     plugin.wanted = False
     bench.finish(piece)
     part = bench.take()
-    assert (part.entry.submit.id, bench.woken) == (number, 1)
+    assert (part.entries[0].submit.id, bench.woken) == (number, 1)
     plugin.wanted = True
     bench.admit()
     assert bench.scheduler.take() is None  # held back, so that the slice is alone soon

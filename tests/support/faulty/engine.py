@@ -143,7 +143,7 @@ class TellingExecutor(executor.Executor):
 
     def run(self, task):
         if isinstance(task, Compute):
-            self.tell(task.entry.submit.request_id)
+            self.tell(task.entries[0].submit.request_id)
         return super().run(task)
 
     def tell(self, name):
@@ -166,11 +166,10 @@ class TellingScheduler(scheduler.Scheduler):
         log.debug("queued", request_id=message.request_id)
 
     def take(self):
-        with self.lock:  # no other thread takes a part before this one counts
-            task = super().take()
-            if isinstance(task, Compute):
-                self.taken[task.entry.submit.request_id] += 1
-            return task
+        task = super().take()
+        if isinstance(task, Compute):
+            self.taken[task.entries[0].submit.request_id] += 1
+        return task
 
     def _has_lane(self, entry):
         name = entry.submit.request_id
