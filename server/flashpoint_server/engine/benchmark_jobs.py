@@ -20,19 +20,17 @@ from flashpoint.benchmark_schema import ENDED, BenchmarkEvent, BenchmarkRequest,
 from flashpoint_kernels.reproducible import CORES
 from flashpoint_server.engine import local
 from flashpoint_server.engine.cases import cases_of
-from flashpoint_server.ipc.messages import JobDropped, JobEvent, JobOpened, StopJob, Time
+from flashpoint_server.ipc.messages import JobDropped, JobEvent, JobNews, JobOpened, StopJob, Time
 
 OTHERS_SHARE = 4  # times as long as a slice
-MOST_KEPT = 64  # jobs that have ended, for who asks for them later
-
-Said = JobOpened | JobEvent | JobDropped
+MOST_KEPT = 64  # jobs that have ended, for those that ask for them later
 
 
 @dataclass(eq=False)
 class _TimedJob:
     asked: Time
     events: Generator[BenchmarkEvent | None, None, None]
-    said: list[Said] = field(default_factory=list)
+    said: list[JobNews] = field(default_factory=list)
     last: int = 0  # the number of its last event
     unwanted: bool = False
     ended: float | None = None  # in `time.monotonic` seconds
@@ -40,6 +38,8 @@ class _TimedJob:
 
 class BenchmarkJobs:
     """The jobs of one device, a plugin of its scheduler. A job that has ended is kept for `keep` seconds."""
+
+    name = "a benchmark"
 
     def __init__(self, device: str, slice_ms: float, keep: float) -> None:
         self._device = device
@@ -59,16 +59,16 @@ class BenchmarkJobs:
             return False
         return not others or now >= self._others_until
 
-    def history(self) -> Iterator[Said]:
+    def history(self) -> Iterator[JobNews]:
         """Yield all that has been said of the jobs that are kept."""
         for job in self._jobs.values():
             yield from job.said
 
-    def hear(self, message: Time | StopJob) -> list[Said]:
+    def hear(self, message: Time | StopJob) -> list[JobNews]:
         """Take in what an HTTP process asks."""
         return self._open(message) if isinstance(message, Time) else self._stop(message.job)
 
-    def _open(self, asked: Time) -> list[Said]:
+    def _open(self, asked: Time) -> list[JobNews]:
         """Queue a job, whose request has been checked."""
         request = BenchmarkRequest.model_validate_json(asked.request)
         job = _TimedJob(asked, local.slices(request, self._device, self._slice_ms))
@@ -77,7 +77,7 @@ class BenchmarkJobs:
         job.said.append(JobOpened(asked.job, asked.owner, asked.request, asked.created, total))
         return [*job.said, *self._drop_old()]
 
-    def _stop(self, name: str) -> list[Said]:
+    def _stop(self, name: str) -> list[JobNews]:
         """Cancel a job, at the end of its slice where one runs; nothing, where it has ended."""
         job = self._jobs.get(name)
         if job is None or job.ended is not None:
@@ -110,18 +110,18 @@ class BenchmarkJobs:
             self._used[job.asked.owner] += took
             self._others_until = time.monotonic() + OTHERS_SHARE * took
 
-    def conclude(self) -> list[Said]:
+    def conclude(self) -> list[JobNews]:
         """Return what is to be said after a slice. A CUDA error makes the device suspect."""
         said = self._concluded()
         self.suspect = any(isinstance(one, JobEvent) and b"CUDA" in one.event for one in said)
         return said
 
-    def _concluded(self) -> list[Said]:
+    def _concluded(self) -> list[JobNews]:
         job, outcome, self._in_slice = self._in_slice, self._outcome, None
         assert job is not None
         if isinstance(outcome, Exception):
             return self._end(job, "failed", f"{type(outcome).__name__}: {outcome}")
-        said: list[Said] = [] if outcome is None else [self._say(job, outcome)]
+        said: list[JobNews] = [] if outcome is None else [self._say(job, outcome)]
         if isinstance(outcome, StateEvent) and outcome.state in ENDED:
             self._close(job)
         elif job.unwanted:
@@ -133,7 +133,7 @@ class BenchmarkJobs:
             (job for job in self._jobs.values() if job.ended is None), key=lambda job: self._used[job.asked.owner]
         )
 
-    def _end(self, job: _TimedJob, state: State, error: str | None = None) -> list[Said]:
+    def _end(self, job: _TimedJob, state: State, error: str | None = None) -> list[JobNews]:
         self._close(job)
         at = datetime.datetime.now(datetime.UTC)
         return [self._say(job, StateEvent(id=job.last + 1, state=state, at=at, error=error))]
@@ -150,7 +150,7 @@ class BenchmarkJobs:
         job.said.append(said)
         return said
 
-    def _drop_old(self) -> list[Said]:
+    def _drop_old(self) -> list[JobNews]:
         ended = [job for job in self._jobs.values() if job.ended is not None]
         old = [job for job in ended if time.monotonic() - (job.ended or 0) > self._keep] + ended[:-MOST_KEPT]
         for job in dict.fromkeys(old):

@@ -155,7 +155,7 @@ class EngineLoop:
             if isinstance(task, Slice):
                 self._tell_all(task.plugin.conclude())
                 if task.plugin.suspect:
-                    self._executor.end_if_lost(by="a benchmark")
+                    self._executor.end_if_lost(by=task.plugin.name)
 
     # The HTTP processes
 

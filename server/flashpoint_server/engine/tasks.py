@@ -21,6 +21,7 @@ class Plugin(Protocol):
     that `hear`, `history` and `conclude` return are for every HTTP process.
     """
 
+    name: str  # in the log
     suspect: bool  # the last slice may have broken the device
 
     def hear(self, message: Time | StopJob) -> Sequence[FromEngine]: ...

@@ -36,6 +36,7 @@ from flashpoint_server.ipc.messages import (
     Hello,
     JobDropped,
     JobEvent,
+    JobNews,
     JobOpened,
     Proven,
     StopJob,
@@ -75,16 +76,13 @@ class Sent:
     number: int = -1
 
 
-Said = JobOpened | JobEvent | JobDropped
-
-
 class Listener:
     """Hears what engines say beside answers, on the event loop; by default, does nothing."""
 
     def computed(self, engine: Engine, done: Done) -> None:
         """An attention request was computed; `done.batch` describes its launch, once for each launch."""
 
-    def heard(self, engine: Engine, said: Said) -> None:
+    def heard(self, engine: Engine, said: JobNews) -> None:
         """Something happened to a benchmark."""
 
     def lost(self, engine: Engine) -> None:

@@ -14,8 +14,8 @@ from flashpoint_kernels.spec import ProblemError
 from flashpoint_kernels.timing.account import standard_flops
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.engine.cases import cases_of
-from flashpoint_server.ipc.client import Engine, Engines, Listener, Said
-from flashpoint_server.ipc.messages import DeviceInfo, JobDropped, JobOpened, StopJob, Time
+from flashpoint_server.ipc.client import Engine, Engines, Listener
+from flashpoint_server.ipc.messages import DeviceInfo, JobDropped, JobNews, JobOpened, StopJob, Time
 from flashpoint_server.refusal import Refusal, invalid
 
 MEMORY_SHARE = 8  # a case's tensors, their gradients and copies must leave the device's memory to others
@@ -136,7 +136,7 @@ class Benchmarks(Listener):
         """Its last event says when it has."""
         benchmark.engine.tell(StopJob(benchmark.job.id))
 
-    def heard(self, engine: Engine, said: Said) -> None:
+    def heard(self, engine: Engine, said: JobNews) -> None:
         if isinstance(said, JobOpened):
             benchmark = self._known[said.job] = KnownBenchmark(engine, said)
             if said.job in self._opening and not self._opening[said.job].done.done():
