@@ -14,7 +14,7 @@ from flashpoint_kernels.timing.account import ALGORITHMS
 from flashpoint_kernels.timing.sheets import SHEETS
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.observability.metrics import Metrics
-from flashpoint_server.oip.grpc.statuses import STATUSES
+from flashpoint_server.oip.grpc.server import STATUSES
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.refusal import STATUS, Refusal
 

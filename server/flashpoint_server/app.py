@@ -19,11 +19,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from flashpoint_contract.options import Direction
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.http.cors import Cors
 from flashpoint_server.http.envelope import Envelope
-from flashpoint_server.ipc.counts import Shared
+from flashpoint_server.http.sites import Cors
+from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.ipc.processes import ENGINE, running_engines
-from flashpoint_server.oip import errors, memory_routes, schema
+from flashpoint_server.oip import memory_routes, schema
 from flashpoint_server.oip import routes as oip
 from flashpoint_server.oip.infer import Counted, infer, make_body
 from flashpoint_server.oip.models import MODELS
@@ -32,7 +32,7 @@ from flashpoint_server.page import page
 from flashpoint_server.refusal import STATUS, Refusal, invalid
 from flashpoint_server.routes import benchmark, openapi, status
 from flashpoint_server.routes.attention import attention
-from flashpoint_server.routes.benchmarks import Benchmarks
+from flashpoint_server.routes.benchmark_state import Benchmarks
 from flashpoint_server.routes.pipeline import Route
 from flashpoint_server.routes.verify import verify
 from flashpoint_server.service import Service
@@ -45,7 +45,7 @@ def create_app(
     settings: Settings | None = None,
     engines: Sequence[bytes] | None = None,
     engine_module: str = ENGINE,
-    shared: Shared = Shared(),  # noqa: B008  # a tuple
+    shared: WorkerGroup = WorkerGroup(),  # noqa: B008  # a tuple
 ) -> FastAPI:
     """The service as an ASGI application.
 
@@ -89,7 +89,7 @@ def create_app(
         route = Route(service, partial(infer, model=model, statistics=statistics), make_body)
         posts |= dict.fromkeys(oip.infer_paths(model), Counted(route, statistics, model.name))
     words = {part for path in posts for part in path.split("/")}
-    told = (posts.keys(), service.metrics, service.traces, words, service.sites.check, {"v2": errors.written})
+    told = (posts.keys(), service.metrics, service.traces, words, service.sites.check, {"v2": oip.written})
     probes = status.PROBES | oip.PROBES
     direct: Mapping[str, ASGIApp] = posts
     if settings.cors_origins:

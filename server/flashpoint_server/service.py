@@ -15,7 +15,7 @@ from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.codec import Codec
 from flashpoint_server.http.sites import Sites
 from flashpoint_server.ipc.client import Engines
-from flashpoint_server.ipc.counts import Counts, Shared
+from flashpoint_server.ipc.counts import Counts, WorkerGroup
 from flashpoint_server.ipc.memory import Pool
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.regions import Regions
@@ -32,7 +32,7 @@ REPORT_SECONDS = 1.0  # between two reports; a process that is scraped makes one
 class Service:
     """One for each application."""
 
-    def __init__(self, settings: Settings, shared: Shared) -> None:
+    def __init__(self, settings: Settings, shared: WorkerGroup) -> None:
         self.settings = settings
         self._shared = shared
         self.metrics = Metrics()

@@ -40,7 +40,7 @@ from flashpoint_server.exchange import combined
 from flashpoint_server.formats.message import make_spec, read_model, read_text
 from flashpoint_server.formats.negotiation import SERVED, answer_format, request_format
 from flashpoint_server.formats.safetensors import SafetensorsMessage
-from flashpoint_server.http.body import Body
+from flashpoint_server.http.body import RequestBody
 from flashpoint_server.ipc.messages import pack_options, read_options
 from flashpoint_server.oip import head as oip_head
 from flashpoint_server.oip.datatypes import DATATYPE_OF
@@ -107,7 +107,7 @@ def served(coroutine: Coroutine[Any, Any, T]) -> T | None:
     return refused(lambda: _loop.run_until_complete(coroutine))
 
 
-def body_of(data: bytes, kind: Callable[..., Body] = Body, *more: Any) -> Body:
+def body_of(data: bytes, kind: Callable[..., RequestBody] = RequestBody, *more: Any) -> RequestBody:
     """A body in pieces, as an ASGI server hands them over; where they are cut follows from the data."""
     step = 1 + zlib.crc32(data) % max(1, len(data))
     pieces = iter([data[i : i + step] for i in range(0, len(data), step)])
@@ -328,7 +328,7 @@ def headers(data: bytes) -> None:
     refused(lambda: deadline_of(fields, SETTINGS))
     priority = refused(lambda: priority_of(fields))
     assert priority is None or priority in range(10)
-    length = Body({}, None, fields, SETTINGS).length  # type: ignore[arg-type]
+    length = RequestBody({}, None, fields, SETTINGS).length  # type: ignore[arg-type]
     assert length is None or (length >= 0 and math.isfinite(length))
 
 

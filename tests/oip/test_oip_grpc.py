@@ -21,8 +21,7 @@ from flashpoint_server.cli import serve as cli
 from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.grpc.framing import before, split
 from flashpoint_server.oip.grpc.request import RAW_INPUTS, parse
-from flashpoint_server.oip.grpc.server import _end
-from flashpoint_server.oip.grpc.statuses import STATUSES
+from flashpoint_server.oip.grpc.server import STATUSES, _end
 from flashpoint_server.refusal import STATUS
 from tests.support.messages import read_metrics
 from tests.support.oip.cases import CASES, REFUSED, ask, judge

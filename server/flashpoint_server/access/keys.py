@@ -12,7 +12,7 @@ import structlog
 from flashpoint_server.access.limits import Quota, Spent
 from flashpoint_server.config.key_file import RIGHTS, KeyEntry, Right, read
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.ipc.counts import Shared
+from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.refusal import Refusal
 
 log = structlog.stdlib.get_logger("flashpoint.keys")
@@ -42,7 +42,7 @@ class Keyring:
     Without either, anyone may do all. No key is kept, only its hash. Raises ValueError where two are the same.
     """
 
-    def __init__(self, settings: Settings, shared: Shared = Shared()) -> None:  # noqa: B008  # a tuple
+    def __init__(self, settings: Settings, shared: WorkerGroup = WorkerGroup()) -> None:  # noqa: B008  # a tuple
         self._fixed = dict(_listed([key.get_secret_value() for key in settings.api_keys]))
         self._path = settings.api_keys_file
         self._shared = shared

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from flashpoint_server.config.key_file import KeyEntry
-from flashpoint_server.ipc.counts import Shared, Table
+from flashpoint_server.ipc.counts import Table, WorkerGroup
 from flashpoint_server.refusal import Refusal
 
 BURST = 1.0  # seconds: a bucket holds what its rate gives in that time
@@ -35,7 +35,7 @@ _WORDS: dict[What, str] = {
 class Spent:
     """The numbers of one key: its buckets, which have one writer at a time, and a count for each process."""
 
-    def __init__(self, name: str, shared: Shared) -> None:
+    def __init__(self, name: str, shared: WorkerGroup) -> None:
         self._table = Table(name, shared, 1)
         self._fd = self._table.fd
         self.numbers = self._table.numbers

@@ -11,7 +11,7 @@ from flashpoint_server.app import create_app
 from flashpoint_server.cli.hangup import HANGUP
 from flashpoint_server.cli.serving import serve_on
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.ipc.counts import Shared
+from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.ipc.parent import CANNOT_WORK, die_with_parent
 from flashpoint_server.observability import logs
 
@@ -30,7 +30,7 @@ def main() -> int:
     settings = Settings(_cli_parse_args=asked.flags)  # type: ignore[call-arg]
     logs.configure(settings.log_format, settings.log_level)
     engines = [bytes.fromhex(address) for address in asked.engines.split(",")]
-    shared = Shared(asked.limits, asked.number, settings.workers)
+    shared = WorkerGroup(asked.limits, asked.number, settings.workers)
     ended = serve_on(socket.socket(fileno=asked.listener), app := create_app(settings, engines, shared=shared))
     return CANNOT_WORK if app.state.service.engine.failure else ended
 

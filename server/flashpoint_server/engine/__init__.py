@@ -1,1 +1,1 @@
-"""The engine's process: its queue, its threads, its device, and benchmarks beside the traffic."""
+"""The engine's process: a loop, a scheduler and an executor on one device, and benchmarks beside the traffic."""

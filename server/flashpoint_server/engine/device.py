@@ -1,4 +1,4 @@
-"""The device: the only module of the server that imports torch."""
+"""The device: runs problems on tensors in shared memory, and tells its errors apart."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import structlog
 import torch
 from torch import Tensor
@@ -25,17 +23,17 @@ from flashpoint.errors import InvalidInputError
 from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyRequest
 from flashpoint_contract.options import Options, ProblemError
-from flashpoint_contract.spec import Row, Spec, plan
-from flashpoint_contract.tensors import INDEX_TENSORS, TensorInfo
-from flashpoint_kernels import Problem, available_backends, calibration, run, triton_backend
-from flashpoint_kernels.cost import Rates
+from flashpoint_contract.spec import Row
+from flashpoint_contract.tensors import INDEX_TENSORS
+from flashpoint_kernels import Problem, available_backends, run, triton_backend
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.reproducible import CORES, split
 from flashpoint_kernels.timing.environment import device_name, is_lost
 from flashpoint_server.engine import local
+from flashpoint_server.engine.entry import OutOfMemoryError, Placed
 from flashpoint_server.ipc import messages
-from flashpoint_server.ipc.messages import DeviceInfo, Prove, Submit
+from flashpoint_server.ipc.messages import DeviceInfo, Prove
 from flashpoint_server.refusal import invalid
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
@@ -43,20 +41,8 @@ log = structlog.stdlib.get_logger("flashpoint.engine")
 MEMORY_SECONDS = 0.1  # between two looks at how much of it is held
 
 
-class OutOfMemoryError(Exception):
-    """The device has no memory for this, at the moment at least."""
-
-
 class DeviceLostError(Exception):
     """Nothing works on the device any more, in this process."""
-
-
-class Placed(NamedTuple):
-    """A job, what it asks for, and the segments of shared memory that its tensors lie in."""
-
-    submit: Submit
-    spec: Spec
-    memory: Mapping[int, mmap.mmap]
 
 
 class Stages(NamedTuple):
@@ -69,11 +55,11 @@ class Stages(NamedTuple):
 NO_COPIES = Stages(0.0, 0.0)
 
 
-class Device:
+class TorchDevice:
     """One device and the backends that it has.
 
     `lanes` threads serve it. They make at most `launches` launches and run at most `cores` parts at a time, and one
-    more part that is short while all others are long (see serving.py).
+    more part that is short while all others are long (see scheduler.py).
     """
 
     def __init__(self, info: DeviceInfo) -> None:
@@ -87,7 +73,7 @@ class Device:
         self._memory, self._looked = 0, -MEMORY_SECONDS
 
     @classmethod
-    def open(cls, asked: str) -> Device:
+    def open(cls, asked: str) -> TorchDevice:
         """`asked` is auto, cpu, cuda or cuda:N. Raises RuntimeError where there is none such."""
         torch.set_num_threads(1)  # what takes more says so itself: see flashpoint_kernels.reproducible
         name = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
@@ -101,67 +87,6 @@ class Device:
         name = f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
         backends = available_backends(name)
         return cls(DeviceInfo(name, properties.name, properties.total_memory, backends, _speed(name)))
-
-    def prove(self) -> None:
-        """Check every backend's forward and gradients against the float64 reference, on this device.
-
-        Compilers do miscompile. Raises RuntimeError naming the backend that disagrees.
-        """
-        dtypes = [torch.float32, torch.bfloat16]
-        for backend in self.info.backends:
-            for dtype in dtypes if backend != "reference" else []:
-                for name, error in self._errors(backend, dtype).items():
-                    # Bounds that only a wrong result passes: rounding reaches a twentieth of them.
-                    bound = 1e-4 if dtype == torch.float32 else 0.1
-                    if not error <= bound:
-                        raise RuntimeError(
-                            f"the {backend} backend disagrees with the reference on {self.info.name}: "
-                            f"{name} in {dtype} is off by {error:.3g} of its largest value"
-                        )
-        if not self.is_cpu:
-            self._warm()
-
-        self.empty_cache()
-
-    def calibrate(self) -> None:
-        """Measure what the work of each backend takes here; requests are priced by it from then on."""
-        rates = {backend: self.measure(backend) for backend in self.info.backends}
-        self.info = msgspec.structs.replace(self.info, rates=rates)
-        log.info("calibrated", rates={name: one._asdict() for name, one in rates.items()})
-
-    def measure(self, backend: str) -> Rates:
-        """Return the rates of one backend."""
-        return calibration.measure(backend) if self.is_cpu else calibration.of_gpu(backend, self.info.speed)
-
-    def _warm(self) -> None:
-        """Compile, all at a time, what most requests will need: 16-bit attention and its gradients without options."""
-        compiling = []
-        for dtype, dim in product((torch.float16, torch.bfloat16), (64, 128)):
-            t = torch.zeros(1, 1, 16, dim, dtype=dtype, device=self.info.name)
-            problem = Problem.create(dict.fromkeys(("q", "k", "v", "do"), t), Options(), "backward")
-            compiling.append(triton_backend.compile_ahead([problem]))  # its forward with it
-        for done in compiling:
-            done.result()
-
-    def _errors(self, backend: str, dtype: torch.dtype) -> dict[str, float]:
-        """The largest error of each answer, relative to its largest value, on a small causal problem with GQA."""
-        generator = torch.Generator().manual_seed(7)
-        shapes = {"q": (2, 4, 37, 16), "k": (2, 2, 53, 16), "v": (2, 2, 53, 16), "do": (2, 4, 37, 16)}
-        tensors = {n: torch.randn(s, generator=generator).to(self.info.name, dtype) for n, s in shapes.items()}
-        options = Options(causal=True, return_lse=True)
-
-        def answers(backend: str) -> dict[str, Tensor]:
-            forward = Problem.create({n: tensors[n] for n in ("q", "k", "v")}, options)
-            run([forward], backend)
-            backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
-            run([backward], backend)
-            return {**forward.outputs, **backward.outputs}
-
-        truth = answers("reference")
-        return {
-            n: ((t.double() - truth[n].double()).abs().max() / truth[n].double().abs().max()).item()
-            for n, t in answers(backend).items()
-        }
 
     def pin(self, memory: mmap.mmap) -> None:
         """Lock shared memory for a GPU's copy engine; `unpin` before it is unmapped. Nothing to do on the CPU.
@@ -225,7 +150,7 @@ class Device:
     def compile(self, job: Placed) -> Future[None] | None:
         """None where the kernels of a Triton job are compiled; else the end of compiling them, aside.
 
-        Of its tensors the shapes are looked at, not the values; those of index tensors are `check`ed already.
+        Of its tensors the shapes are looked at, not the values; `rows` has checked those of index tensors.
         """
         if self.is_cpu:
             return None  # interpreted
@@ -233,6 +158,14 @@ class Device:
             problem = self._problem(job, lambda t: torch.empty(t.shape, dtype=DTYPES[t.dtype], device="meta"))
             problem = replace(problem, device=torch.device(self.info.name))
             return None if triton_backend.compiled([problem]) else triton_backend.compile_ahead([problem])
+
+    def rows(self, job: Placed) -> tuple[Row, ...]:
+        """Return the sequences of a job. Raises Refusal 422 where index tensors hold values that do not fit."""
+        index = {t.name: _in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
+        try:
+            return job.spec.rows(index)
+        except ProblemError as error:
+            raise invalid(error.errors) from None
 
     def parts(self, job: Placed) -> list[Problem]:
         """A job that this device cuts, in parts, which compute in its shared memory. Raises Refusal 422."""
@@ -324,30 +257,8 @@ class Device:
         return self._memory
 
 
-_PASSING = ("out of memory", "ALLOC_FAILED", "busy or unavailable", "uncorrectable ECC error")
-
-
-def may_pass(error: Exception) -> bool:
-    """Whether what keeps a device from starting is none of its own: others that hold its memory, or an error in it."""
-    return isinstance(error, MemoryError) or any(words in str(error) for words in _PASSING)
-
-
-def check(job: Placed) -> tuple[Row, ...]:
-    """The sequences of a job. Raises Refusal 422 where the values of index tensors do not fit: a head cannot tell."""
-    index = {t.name: _in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
-    try:
-        return job.spec.rows(index)
-    except ProblemError as error:
-        raise invalid(error.errors) from None
-
-
-def spec_of(submit: Submit) -> Spec:
-    infos = {t.name: TensorInfo(t.dtype, t.shape) for t in submit.inputs}
-    return plan(infos, messages.read_options(submit.options), submit.direction)
-
-
 def _in_place(job: Placed) -> Problem:
-    """Raises Refusal 422, as `check` does."""
+    """Raises Refusal 422, as `rows` does."""
     submit, spec, memory = job
     given = {t.name: _in(memory, t) for t in submit.inputs}
     wanted = {t.name: _in(memory, t) for t in submit.outputs}

@@ -1,4 +1,4 @@
-"""What an engine knows of an HTTP process, and of a request from its arrival to its answer."""
+"""What an engine knows of an HTTP process, and of a request from its arrival to its answer. No torch, no device."""
 
 from __future__ import annotations
 
@@ -10,26 +10,47 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from flashpoint_contract.spec import Row, Spec
-from flashpoint_contract.tensors import INDEX_TENSORS
+import structlog
+
+from flashpoint_contract.spec import Row, Spec, plan
+from flashpoint_contract.tensors import INDEX_TENSORS, TensorInfo
 from flashpoint_kernels import Problem
 from flashpoint_kernels.problem import launch_key
-from flashpoint_server.engine.device import Device, Placed, spec_of
 from flashpoint_server.engine.waiting import Budget
 from flashpoint_server.ipc.memory import LARGEST
-from flashpoint_server.ipc.messages import Batch, Channel, FromEngine, Prove, Submit, ToEngine
+from flashpoint_server.ipc.messages import Batch, Channel, FromEngine, Prove, Submit, ToEngine, read_options
+
+log = structlog.stdlib.get_logger("flashpoint.engine")
 
 PATIENCE = 5.0  # seconds that all others wait for an HTTP process that does not read its answers
 KEPT = 256  # of a peer; some KiB each
 FEW_SEQUENCES = 64  # of a request whose problem is kept, and made while others wait for the queue: under a millisecond
 LONG_SECONDS = 0.01  # a part that is predicted to take longer leaves a lane to short ones
 _MOST = 1e18  # FLOPs that a message can say, far beyond any device
+
+
+class OutOfMemoryError(Exception):
+    """The device has no memory for this, at the moment at least."""
+
+
+class Placed(NamedTuple):
+    """A job, what it asks for, and the segments of shared memory that its tensors lie in."""
+
+    submit: Submit
+    spec: Spec
+    memory: Mapping[int, mmap.mmap]
+
+
+def spec_of(submit: Submit) -> Spec:
+    """Return the problem of a message. Raises ProblemError for what is no problem."""
+    infos = {t.name: TensorInfo(t.dtype, t.shape) for t in submit.inputs}
+    return plan(infos, read_options(submit.options), submit.direction)
 
 
 class Lengths(NamedTuple):
@@ -50,8 +71,8 @@ NO_LENGTHS = Lengths(0, 0, 0, 0)
 
 
 @dataclass(eq=False)
-class Asked:
-    """What a Submit asks for, and its problem in parts, in the places that it names, once that is made.
+class PlannedProblem:
+    """The problem that a Submit asks for, and its parts, in the places that it names, once they are made.
 
     Kept, for a model asks for the same few shapes, and slots are used again: to plan a small forward anew and to make
     views of its places takes 0.05 ms (2 cores).
@@ -70,56 +91,79 @@ class Asked:
         return bool_mask or bool(spec.options.dropout_p) or any(spec.has(name) for name in INDEX_TENSORS)
 
 
+class Pinning(Protocol):
+    """Locks mapped memory for the copy engine of a device, and lets go of it before it is unmapped."""
+
+    def pin(self, memory: mmap.mmap) -> None: ...
+    def unpin(self, memory: mmap.mmap) -> None: ...
+
+
 @dataclass(eq=False)
 class Peer:
     """An HTTP process: its channel, and the segments of its memory that are mapped here."""
 
     channel: Channel[ToEngine]
+    pinning: Pinning
     segments: dict[int, mmap.mmap] = field(default_factory=dict)
-    running: int = 0  # works that compute in them
-    known: dict[Hashable, Asked] = field(default_factory=dict)  # asked for before
+    running: int = 0  # requests in tasks that run: they compute in its memory
+    planned: dict[Hashable, PlannedProblem] = field(default_factory=dict)  # asked for before
+    deaf: bool = False  # it does not read its answers
 
-    def attach(self, number: int, descriptor: int, size: int, device: Device) -> None:
+    def attach(self, number: int, descriptor: int, size: int) -> None:
         """Map a segment. Raises OSError, MemoryError or RuntimeError where it cannot; ValueError for one too short."""
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if size <= LARGEST else 0)  # its pages are there: no faults later
         with os.fdopen(descriptor, "rb+") as file:
             if os.fstat(descriptor).st_size < size:
                 raise ValueError(f"a segment of {os.fstat(descriptor).st_size} bytes is not one of {size}")
             memory = mmap.mmap(file.fileno(), size, flags=flags)
-        device.pin(memory)
+        self.pinning.pin(memory)
         self.segments[number] = memory
 
-    def detach(self, number: int, device: Device) -> None:
+    def detach(self, number: int) -> None:
         memory = self.segments.pop(number)
-        self.known.clear()
-        device.unpin(memory)
+        self.planned.clear()
+        self.pinning.unpin(memory)
         with contextlib.suppress(BufferError):  # a tensor that is still held keeps the mapping until it is dropped
             memory.close()
 
-    def asked(self, submit: Submit) -> Asked:
-        """Raises ProblemError for what is no problem."""
+    def plan(self, submit: Submit) -> PlannedProblem:
+        """Return the problem of a message, planned now or before. Raises ProblemError for what is no problem."""
         key = (submit.direction, bytes(submit.options), tuple(submit.inputs), tuple(submit.outputs))
-        if (asked := self.known.get(key)) is None:
-            if len(self.known) == KEPT:
-                self.known.clear()
-            asked = self.known[key] = Asked(spec_of(submit))
-        return asked
+        if (planned := self.planned.get(key)) is None:
+            if len(self.planned) == KEPT:
+                self.planned.clear()
+            planned = self.planned[key] = PlannedProblem(spec_of(submit))
+        return planned
 
     def send(self, reply: FromEngine) -> None:
-        """Send a message, with PATIENCE for a peer that does not read. Raises BlockingIOError, OSError, ValueError."""
-        try:
-            self.channel.send(reply)
-        except BlockingIOError:
-            with selectors.DefaultSelector() as writable:
-                writable.register(self.channel, selectors.EVENT_WRITE)
-                writable.select(PATIENCE)
-            self.channel.send(reply)
+        """Send a message. A peer that reads nothing for PATIENCE seconds is deaf from then on.
 
-    def close(self, device: Device) -> None:
+        Nothing more is read from a deaf peer, so the loop forgets it, as it forgets one that is gone.
+        """
+        if self.deaf:
+            return
+        try:
+            try:
+                self.channel.send(reply)
+            except BlockingIOError:
+                with selectors.DefaultSelector() as writable:
+                    writable.register(self.channel, selectors.EVENT_WRITE)
+                    writable.select(PATIENCE)
+                self.channel.send(reply)
+        except BlockingIOError:
+            self.deaf = True
+            log.error("peer dropped", reason="it does not read its answers")
+            with contextlib.suppress(OSError):
+                # It hears of the end only when its channel is closed, once nothing runs in its memory.
+                self.channel.sock.shutdown(socket.SHUT_RD)
+        except (OSError, ValueError):  # it is gone, or its channel was closed by then
+            return
+
+    def close(self) -> None:
         """Leave it: once nothing runs in its memory, for that is what the end of the channel tells it."""
         self.channel.close()
         for number in list(self.segments):
-            self.detach(number, device)
+            self.detach(number)
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
@@ -138,7 +182,7 @@ class Entry:
 
     submit: Submit | Prove
     peer: Peer
-    asked: Asked | None  # by a Submit
+    planned: PlannedProblem | None  # of a Submit
     key: Hashable | None
     arrived: float
     began: float = 0.0  # in `time.perf_counter` seconds; 0 until it has begun
@@ -150,23 +194,26 @@ class Entry:
     failure: Exception | None = None
 
     @classmethod
-    def of(cls, submit: Submit | Prove, peer: Peer, device: Device) -> Entry:
-        """Return the entry of a message that has just come. Raises ProblemError for what is no problem."""
+    def of(cls, submit: Submit | Prove, peer: Peer, cuts: Callable[[str], bool]) -> Entry:
+        """Return the entry of a message that has just come. Raises ProblemError for what is no problem.
+
+        `cuts` says whether requests of a backend are cut into parts.
+        """
         if isinstance(submit, Prove):
             return cls(submit, peer, None, object(), time.monotonic())
-        asked = peer.asked(submit)
+        planned = peer.plan(submit)
         key: Hashable | None = None
         if submit.backend == "triton":
-            key = launch_key(asked.spec, "triton")
-        elif not device.cuts(submit.backend):
+            key = launch_key(planned.spec, "triton")
+        elif not cuts(submit.backend):
             key = object()  # one request after the other: such a backend gains nothing from a common launch
-        return cls(submit, peer, asked, key, time.monotonic())
+        return cls(submit, peer, planned, key, time.monotonic())
 
     @property
     def spec(self) -> Spec:
         """Of a Submit."""
-        assert self.asked is not None
-        return self.asked.spec
+        assert self.planned is not None
+        return self.planned.spec
 
     @property
     def rank(self) -> float:
@@ -178,7 +225,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return self.spec.input_bytes + self.spec.output_bytes if self.asked is not None else 0
+        return self.spec.input_bytes + self.spec.output_bytes if self.planned is not None else 0
 
     @property
     def placed(self) -> Placed:
@@ -192,17 +239,17 @@ class Entry:
         tensors = [*submit.inputs, *submit.outputs] if isinstance(submit, Submit) else submit.inputs
         return submit.segment in segments and all(t.segment in segments for t in tensors)
 
-    def cut(self, device: Device) -> None:
+    def cut(self, parts_of: Callable[[Placed], list[Problem]]) -> None:
         """Make its parts, or take those that were made before. Raises Refusal 422."""
-        asked = self.asked
-        assert asked is not None
-        if not (parts := asked.parts):
-            parts = device.parts(self.placed)
+        planned = self.planned
+        assert planned is not None
+        if not (parts := planned.parts):
+            parts = parts_of(self.placed)
             self.lengths = Lengths.of([row for part in parts if not part.first_head for row in part.rows])
-            if not (asked.by_value or self.many):
-                asked.parts, asked.lengths = parts, self.lengths
+            if not (planned.by_value or self.many):
+                planned.parts, planned.lengths = parts, self.lengths
         else:
-            self.lengths = asked.lengths
+            self.lengths = planned.lengths
         self.parts.extend(parts)
         self.left, self.seed = len(parts), parts[0].seed
         self.part_seconds = self.submit.seconds / len(parts)
@@ -215,16 +262,16 @@ class Entry:
     @property
     def many(self) -> bool:
         """Whether its sequences are so many that to make its parts takes a while."""
-        return self.asked is not None and self.asked.spec.batch > FEW_SEQUENCES
+        return self.planned is not None and self.planned.spec.batch > FEW_SEQUENCES
 
     def alone(self, budget: Budget) -> Batch:
-        """What it amounts to by itself."""
-        assert self.asked is not None
-        if self.asked.by_value or self.many:
+        """Return what it amounts to by itself."""
+        assert self.planned is not None
+        if self.planned.by_value or self.many:
             return account([self], budget, 0)
-        if self.asked.alone is None:
-            self.asked.alone = account([self], budget, 0)
-        return self.asked.alone
+        if self.planned.alone is None:
+            self.planned.alone = account([self], budget, 0)
+        return self.planned.alone
 
     def begin(self) -> None:
         """Say so where the HTTP process sees it, whatever happens to this one."""
@@ -239,7 +286,7 @@ class Entry:
 
 
 def account(batch: Sequence[Entry], budget: Budget, splits: int) -> Batch:
-    """What a launch of these amounts to, and what padding all sequences to the longest would have added."""
+    """Return what a launch of these amounts to, and what padding all sequences to the longest would have added."""
     longest_q = max(entry.lengths.longest_q for entry in batch)
     longest_k = max(entry.lengths.longest_k for entry in batch)
     flops = padding = 0.0

@@ -1,9 +1,9 @@
 """The process of an engine: `python -m flashpoint_server.engine.process --listener FD --device NAME`.
 
 It inherits a listening socket, opens the device, proves its backends against the float64 reference, and then serves
-whoever connects (serving.py) until SIGTERM.
+the HTTP processes that connect (loop.py) until SIGTERM.
 
-    opening → serving → stopped      opening → broken: says why to whoever connects, and ends with CANNOT_WORK
+    opening → serving → stopped      opening → broken: says why to the first that connects, and ends with CANNOT_WORK
                                      opening → ended, to be started again: what is in the way may pass
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import structlog
@@ -28,13 +29,13 @@ from flashpoint_server.ipc.parent import (
 from flashpoint_server.observability import logs
 
 if TYPE_CHECKING:
-    from flashpoint_server.engine.device import Device
+    from flashpoint_server.engine.device import TorchDevice
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 
-def main(kind: type[Device] | None = None) -> int:
-    """`kind` is the class of the device: another one than the service's, in tests."""
+def main(start: Callable[[str], TorchDevice] | None = None) -> int:
+    """Serve until SIGTERM; the exit code. `start` opens the device: another one than the service's, in tests."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parent", type=int, required=True, help="the pid of the process that starts it")
     parser.add_argument("--listener", type=int, required=True)
@@ -51,17 +52,17 @@ def main(kind: type[Device] | None = None) -> int:
     die_with_parent(asked.parent)
     raise_descriptor_limit()
     logs.configure(asked.log_format, asked.log_level)
-    from flashpoint_server.engine.device import Device, may_pass  # imports torch, which takes seconds
-    from flashpoint_server.engine.serving import ServingEngine
-    from flashpoint_server.engine.timing_lane import TimingLane
+    from flashpoint_server.engine import proof  # imports torch, which takes seconds
+    from flashpoint_server.engine.benchmark_jobs import BenchmarkJobs
+    from flashpoint_server.engine.executor import Executor
+    from flashpoint_server.engine.loop import EngineLoop, Waker
+    from flashpoint_server.engine.scheduler import Scheduler
 
     listener = socket.socket(fileno=asked.listener)
     try:
-        device = (kind or Device).open(asked.device)
-        device.prove()
-        device.calibrate()
+        device = (start or proof.start)(asked.device)
     except Exception as error:
-        if may_pass(error):
+        if proof.may_pass(error):
             log.exception("cannot start", device=asked.device)
             return 1
         log.exception("broken", device=asked.device)
@@ -69,13 +70,16 @@ def main(kind: type[Device] | None = None) -> int:
         Channel(sock, ToEngine).send(Broken(f"{type(error).__name__}: {error}"))
         return CANNOT_WORK
     budget = Budget(asked.batch_flops, asked.batch_bytes, asked.max_queue_delay)
-    timing = TimingLane(device.info.name, asked.benchmark_slice_ms, asked.benchmark_keep)
-    engine = ServingEngine(listener, device, budget, timing, asked.hang_timeout)
+    waker = Waker()
+    executor = Executor(device, budget, asked.hang_timeout)
+    benchmarks = BenchmarkJobs(device.info.name, asked.benchmark_slice_ms, asked.benchmark_keep)
+    scheduler = Scheduler(device, budget, executor.answer, waker.wake, plugins=[benchmarks])
+    loop = EngineLoop(listener, waker, scheduler, executor)
     keep_what_is_there()
     if device.is_cpu:
         let_others_first()  # to the cores that HTTP needs
     log.info("ready", device=device.info.name, title=device.info.title, backends=device.info.backends)
-    engine.run()
+    loop.run()
     return 0
 
 

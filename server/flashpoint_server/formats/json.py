@@ -13,14 +13,14 @@ from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Arrays, Codec
-from flashpoint_server.formats.message import Format, Message, read_text
-from flashpoint_server.http.body import Body
+from flashpoint_server.formats.message import Format, TensorMessage, read_text
+from flashpoint_server.http.body import RequestBody
 from flashpoint_server.http.places import Part
-from flashpoint_server.ipc.job import Answer, AttentionJob
+from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.refusal import Refusal, invalid
 
 
-class JsonMessage(Message):
+class JsonMessage(TensorMessage):
     """A message that has been read whole."""
 
     def __init__(self, arrays: Arrays, options: Mapping[str, Any]) -> None:
@@ -42,7 +42,7 @@ class JsonMessage(Message):
         """Return what the object has beside tensors."""
         return self._options
 
-    async def receive(self, body: Body, places: Mapping[str, memoryview]) -> None:
+    async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
         """Copy the tensors to their places; then the message has them no more."""
         for name, place in places.items():
             place[:] = bytes_of(self._arrays.pop(name))
@@ -58,7 +58,7 @@ class Json(Format):
 
     whole = True
 
-    async def read(self, body: Body, settings: Settings, codec: Codec) -> Message:
+    async def read(self, body: RequestBody, settings: Settings, codec: Codec) -> TensorMessage:
         """Read all of the body. Raises Refusal."""
         return await JsonMessage.parse(await read_text(body), codec, body.deadline)
 
@@ -66,7 +66,7 @@ class Json(Format):
         """Return all outputs."""
         return list(spec.outputs.values())
 
-    async def write(self, job: AttentionJob, answer: Answer, codec: Codec) -> list[Part]:
+    async def write(self, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
         """Return the text, as one part. Raises Refusal 503 and 504."""
         places = job.staging.outputs
         arrays = {

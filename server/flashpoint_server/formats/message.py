@@ -17,9 +17,9 @@ from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Codec
-from flashpoint_server.http.body import Body
+from flashpoint_server.http.body import RequestBody
 from flashpoint_server.http.places import Part
-from flashpoint_server.ipc.job import Answer, AttentionJob
+from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
 from flashpoint_server.ipc.regions import Region
@@ -31,7 +31,7 @@ M = TypeVar("M", bound=BaseModel)
 _NUMBER = 25  # most bytes of a float and its comma, such as -1.2345678806304932e-05
 
 
-class Plan(NamedTuple):
+class RequestPlan(NamedTuple):
     """How a problem will be computed: on which backend of `device`, at which price."""
 
     spec: Spec
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 Choose = Callable[[Spec, DeviceInfo], str]  # a backend. Raises Refusal 413 and 422.
 
 
-class Message(ABC):
+class TensorMessage(ABC):
     """A request whose options and shapes are known, and whose tensors may still be to come.
 
     `inputs` are name, dtype and shape of each tensor, in the order of their bytes.
@@ -59,18 +59,18 @@ class Message(ABC):
         """Return the problem that is asked. Raises Refusal 422."""
         return make_spec(dict(self.inputs), self.options(), direction)
 
-    def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> Plan:
+    def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> RequestPlan:
         """Return the plan of the problem. Raises Refusal 413 and 422."""
         spec = self.spec(direction)
         backend = choose(spec, device)
-        return Plan(spec, backend, price_of(spec, backend, device), device)
+        return RequestPlan(spec, backend, price_of(spec, backend, device), device)
 
     def elsewhere(self, spec: Spec) -> Mapping[str, tuple[Region, int]]:
         """Return the tensors in callers' own shared memory, each with its region and offset. Raises Refusal 422."""
         return NOWHERE
 
     @abstractmethod
-    async def receive(self, body: Body, places: Mapping[str, memoryview]) -> None:
+    async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
         """Bring the tensors to their places, and read the body to its end. Raises Refusal."""
 
 
@@ -83,7 +83,7 @@ class Format(ABC):
         self.media_type = media_type
 
     @abstractmethod
-    async def read(self, body: Body, settings: Settings, codec: Codec) -> Message:
+    async def read(self, body: RequestBody, settings: Settings, codec: Codec) -> TensorMessage:
         """Read as much of a body as its message takes. Raises Refusal."""
 
     @abstractmethod
@@ -91,7 +91,7 @@ class Format(ABC):
         """Return the outputs that an answer has as text."""
 
     @abstractmethod
-    async def write(self, job: AttentionJob, answer: Answer, codec: Codec) -> list[Part]:
+    async def write(self, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
         """Return the parts of an answer's body, in order."""
 
 
@@ -111,16 +111,16 @@ def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direc
         raise invalid(error.errors) from None
 
 
-async def read_text(body: Body) -> bytes:
-    """Read all of a body. Raises Refusal as `Body.next` does."""
+async def read_text(body: RequestBody) -> bytes:
+    """Read all of a body. Raises Refusal as `RequestBody.next` does."""
     text = bytearray()
     while chunk := await body.next():
         text += chunk
     return bytes(text)
 
 
-async def read_model(body: Body, model: type[M], limit: int) -> M:
-    """Read a body of JSON of at most `limit` bytes. Raises Refusal 400, 422, and as `Body.next` does."""
+async def read_model(body: RequestBody, model: type[M], limit: int) -> M:
+    """Read a body of JSON of at most `limit` bytes. Raises Refusal 400, 422, and as `RequestBody.next` does."""
     body.limit = limit
     body.check_length(body.length)
     text = await read_text(body)

@@ -13,10 +13,10 @@ from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Codec
-from flashpoint_server.formats.message import Choose, Format, Message, Plan
-from flashpoint_server.http.body import Body
+from flashpoint_server.formats.message import Choose, Format, RequestPlan, TensorMessage
+from flashpoint_server.http.body import RequestBody
 from flashpoint_server.http.places import Part
-from flashpoint_server.ipc.job import Answer, AttentionJob
+from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.refusal import Refusal
 
@@ -24,18 +24,18 @@ OCTETS = "application/octet-stream"  # what callers that do not know safetensors
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _HeadReading:
     """A head, and the problems it was found to ask for. Shared between requests: nothing in it changes."""
 
     head: wire.Head
     inputs: list[tuple[str, TensorInfo]]
     specs: dict[Direction, Spec] = field(default_factory=dict)
-    plans: dict[Direction, Plan] = field(default_factory=dict)
+    plans: dict[Direction, RequestPlan] = field(default_factory=dict)
 
 
-def _read(text: bytes) -> _Reading:
+def _read(text: bytes) -> _HeadReading:
     head = wire.parse_head(text)
-    return _Reading(head, [(t.name, TensorInfo(t.dtype, t.shape)) for t in head.tensors])
+    return _HeadReading(head, [(t.name, TensorInfo(t.dtype, t.shape)) for t in head.tensors])
 
 
 # A model sends the same few heads again and again. A long one is read anew: that bounds what is remembered.
@@ -43,17 +43,17 @@ _SHORT = 4096  # bytes
 _read_again = lru_cache(256)(_read)
 
 
-class SafetensorsMessage(Message):
+class SafetensorsMessage(TensorMessage):
     """A message whose head has been read, and whose tensors are still to come."""
 
-    def __init__(self, reading: _Reading, rest: bytes) -> None:
+    def __init__(self, reading: _HeadReading, rest: bytes) -> None:
         """`rest` is what arrived together with the head."""
         self._reading = reading
         self._rest = rest
         self.inputs = reading.inputs
 
     @classmethod
-    async def begin(cls, body: Body, head_limit: int) -> SafetensorsMessage:
+    async def begin(cls, body: RequestBody, head_limit: int) -> SafetensorsMessage:
         """Read the head. Raises Refusal 400, and 413 where the head promises more than the body's limit."""
         start = bytearray()
         size = 8
@@ -88,14 +88,14 @@ class SafetensorsMessage(Message):
             specs[direction] = super().spec(direction)
         return specs[direction]
 
-    def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> Plan:
+    def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> RequestPlan:
         """Return the plan: the one made before for this head and `device`, else a new one. Raises Refusal 413, 422."""
         plans = self._reading.plans
         if (plan := plans.get(direction)) is None or plan.device is not device:
             plan = plans[direction] = super().plan(direction, device, choose)
         return plan
 
-    async def receive(self, body: Body, places: Mapping[str, memoryview]) -> None:
+    async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
         """Read the tensors into their places, to the end of the body. Raises Refusal."""
         await body.into(places.values(), self._rest)
 
@@ -105,7 +105,7 @@ class Safetensors(Format):
 
     whole = False
 
-    async def read(self, body: Body, settings: Settings, codec: Codec) -> Message:
+    async def read(self, body: RequestBody, settings: Settings, codec: Codec) -> TensorMessage:
         """Read the head. Raises Refusal."""
         return await SafetensorsMessage.begin(body, settings.head_limit)
 
@@ -113,7 +113,7 @@ class Safetensors(Format):
         """Return nothing: the tensors are bytes."""
         return []
 
-    async def write(self, job: AttentionJob, answer: Answer, codec: Codec) -> list[Part]:
+    async def write(self, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
         """Return the head and the memory of the tensors."""
         places = job.staging.outputs
         tensors = tuple((name, place.dtype, place.shape) for name, place in places.items())

@@ -26,7 +26,7 @@ class ClientGoneError(Exception):
     """The client disconnected: there is nobody to answer."""
 
 
-class Body:
+class RequestBody:
     """The chunks of one body, in order.
 
     `length` is what Content-Length says, `limit` the most bytes that are read. `deadline` is the request's own, and

@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator
 import httptools
 import structlog
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.half_closed import HalfClosed
 from flashpoint_server.http.heads import HEAD_BYTES, too_large, with_host_of, wrong
-from flashpoint_server.http.http10 import answering, persistence
 from flashpoint_server.http.places import Part, Places
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import MEDIA_TYPE, Refusal
@@ -213,7 +213,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self.running = cycle
         if cycle.scope["http_version"] == "1.0":
-            app = answering(app, cycle)  # type: ignore[arg-type, assignment]  # which types them more closely
+            app = _answering(app, cycle)  # type: ignore[arg-type, assignment]  # which types them more closely
         super()._start_asgi_task(cycle, app)
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -332,7 +332,7 @@ class Direct:
         if self.gone:
             return True
         cycle.response_started = True
-        fields = [*cycle.default_headers, *headers, *persistence(cycle)]
+        fields = [*cycle.default_headers, *headers, *_persistence(cycle)]
         head = b"".join((STATUS_LINE[status], *(b"%s: %s\r\n" % field for field in fields), b"\r\n"))
         end = http.loop.time() + seconds
         for piece in _pieces([head, *parts]) if http.secure else [[head, *parts]]:
@@ -449,3 +449,36 @@ def _switch(http: HttpProtocol, protocol: _State) -> None:
     http.transport.pause_reading()
     http.transport.set_protocol(protocol)
     http.transport.resume_reading()
+
+
+def _persistence(cycle: RequestResponseCycle) -> list[tuple[bytes, bytes]]:
+    """Return the field that says whether the connection is kept; none where the version says it."""
+    if not cycle.keep_alive:
+        return [(b"connection", b"close")]
+    return [(b"connection", b"keep-alive")] if cycle.scope["http_version"] == "1.0" else []
+
+
+def _answering(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """Return `app` for the HTTP/1.0 request of `cycle`: an answer without a length ends with its connection.
+
+    HTTP/1.0 has no chunks, and keeps a connection only if the client asks for that; uvicorn has neither.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        endless = False
+
+        async def send_sized(message: Message) -> None:
+            nonlocal endless
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                if endless := b"content-length" not in names:
+                    cycle.keep_alive = cycle.chunked_encoding = False
+                elif cycle.keep_alive and b"connection" not in names:
+                    message["headers"] = [*message["headers"], *_persistence(cycle)]
+            elif endless:
+                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares the two
+            await send(message)
+
+        await app(scope, receive, send_sized)
+
+    return answer

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from flashpoint_server.config.hosts import host_name, is_loopback
+from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.protocol import EXTENSION
 from flashpoint_server.refusal import Refusal
 
 _MOST_KNOWN = 256  # Host fields that are remembered as allowed
 _PAGES = ("/", "/docs")  # what a link of another site may lead to
+_BOTH = ("X-Request-Id", "Inference-Header-Content-Length")
+_SENT = (*_BOTH, "Authorization", "X-Timeout-Ms", "X-Priority")
+_SHOWN = (*_BOTH, "X-Backend", "X-Batch-Size", "Server-Timing", "Retry-After")
 
 
 class Sites:
@@ -87,3 +96,20 @@ def _cross_site(origin: str | None) -> Refusal:
         f"a browser sent this for a page of another site (origin {origin!r}): start the server with --cors-origins "
         "(FLASHPOINT_CORS_ORIGINS), which names the origins whose pages may call it",
     )
+
+
+class Cors(CORSMiddleware):
+    """Starlette's middleware, which lets pages of other origins call. They send no cookies: nothing here has any."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        super().__init__(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=_SENT,
+            expose_headers=_SHOWN,
+        )
+
+    async def simple_response(self, scope: Scope, receive: Receive, send: Send, request_headers: Headers) -> None:
+        scope.get("extensions", {}).pop(EXTENSION, None)  # an answer that way leaves without the headers of this one
+        await super().simple_response(scope, receive, send, request_headers)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import structlog
 
-from flashpoint_server.ipc.job import Answer, Job
+from flashpoint_server.ipc.job import Job, JobResult
 from flashpoint_server.ipc.messages import (
     Attach,
     Broken,
@@ -36,6 +36,7 @@ from flashpoint_server.ipc.messages import (
     Hello,
     JobDropped,
     JobEvent,
+    JobNews,
     JobOpened,
     Proven,
     StopJob,
@@ -70,12 +71,9 @@ class Sent:
     """A job on its way: `since` when, in `time.monotonic` seconds; `number` is its name on an engine's channel."""
 
     job: Job
-    future: asyncio.Future[Answer]
+    future: asyncio.Future[JobResult]
     since: float
     number: int = -1
-
-
-Said = JobOpened | JobEvent | JobDropped
 
 
 class Listener:
@@ -84,7 +82,7 @@ class Listener:
     def computed(self, engine: Engine, done: Done) -> None:
         """An attention request was computed; `done.batch` describes its launch, once for each launch."""
 
-    def heard(self, engine: Engine, said: Said) -> None:
+    def heard(self, engine: Engine, said: JobNews) -> None:
         """Something happened to a benchmark."""
 
     def lost(self, engine: Engine) -> None:
@@ -278,10 +276,10 @@ class Engine:
             timings = sent.job.timings
             timings.compute, timings.encode = message.began, message.ended
             if isinstance(message, Proven):
-                sent.future.set_result(Answer({}, 1, report=message.report))
+                sent.future.set_result(JobResult({}, 1, report=message.report))
                 return
             timings.copy_in, timings.copy_out = message.copy_in, message.copy_out
-            sent.future.set_result(Answer(message.metadata, message.batch_size, message.launch))
+            sent.future.set_result(JobResult(message.metadata, message.batch_size, message.launch))
 
     def _computed(self, done: Done) -> None:
         for listener in self._listeners:
@@ -389,7 +387,7 @@ class Engines:
     def _ready(self) -> Iterator[Engine]:
         return (engine for engine in self._engines if engine.state is State.READY)
 
-    def submit(self, job: Job) -> asyncio.Future[Answer]:
+    def submit(self, job: Job) -> asyncio.Future[JobResult]:
         """The answer to come, its tensors in the job's staging memory, or a Refusal.
 
         The job is dropped when the future is cancelled, or set to something else by its caller. Raises Refusal.

@@ -17,7 +17,7 @@ SINGLES = 4  # numbers of a file that no process owns
 _NUMBER = 8  # bytes
 
 
-class Shared(NamedTuple):
+class WorkerGroup(NamedTuple):
     """Where HTTP processes find the same numbers, which of them this is, and how many there are.
 
     Without a directory there is only this one.
@@ -31,7 +31,7 @@ class Shared(NamedTuple):
 class Table:
     """The numbers in the file `name`, with `rows` rows. `fd` is open for as long as the table is used."""
 
-    def __init__(self, name: str, shared: Shared, rows: int) -> None:
+    def __init__(self, name: str, shared: WorkerGroup, rows: int) -> None:
         if shared.directory is None:
             self.fd = os.memfd_create(f"flashpoint-{name}", os.MFD_CLOEXEC)
         else:
@@ -99,7 +99,7 @@ class SharedCount(Count):
 class Counts:
     """What is inside the service. The admission, the staging memory and gRPC each keep their own part of it."""
 
-    def __init__(self, shared: Shared = Shared()) -> None:  # noqa: B008  # a tuple
+    def __init__(self, shared: WorkerGroup = WorkerGroup()) -> None:  # noqa: B008  # a tuple
         names = ("requests", "bytes", "flops", "seconds", "arriving", "staged", "wanted")
         if shared.directory is None:
             counts = [Count() for _ in names]

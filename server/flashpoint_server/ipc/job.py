@@ -85,7 +85,7 @@ class ProofJob(Job):
 
 
 @dataclass(frozen=True)
-class Answer:
+class JobResult:
     """What is not a tensor of an answer: the tensors are written in the job's staging memory.
 
     `launch` numbers the launch it was computed in. `report` is the answer of a verification, a VerifyReport in JSON.

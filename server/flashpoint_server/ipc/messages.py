@@ -192,7 +192,7 @@ class Proven(msgspec.Struct, frozen=True, tag=True):
 
 
 class JobOpened(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, to all: it has this job. Said again to whoever comes later, with all that has happened since."""
+    """From the engine, to all: it has this job. A process that comes later hears it with what has happened since."""
 
     job: str
     owner: str
@@ -214,8 +214,9 @@ class JobDropped(msgspec.Struct, frozen=True, tag=True):
     job: str
 
 
+JobNews = JobOpened | JobEvent | JobDropped
 ToEngine = Attach | Detach | Submit | Prove | Time | StopJob | Cancel
-FromEngine = Hello | Broken | Done | Failed | Unmapped | Proven | JobOpened | JobEvent | JobDropped
+FromEngine = Hello | Broken | Done | Failed | Unmapped | Proven | JobNews
 
 Incoming = TypeVar("Incoming")
 

@@ -1,4 +1,4 @@
-"""What a process asks of the system, and of Python, when it starts."""
+"""What a process asks of the system, and of Python: at its start, and to end with its parent or when it hangs."""
 
 import contextlib
 import ctypes
@@ -7,6 +7,10 @@ import os
 import resource
 import signal
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 CANNOT_WORK = 78  # EX_CONFIG: the exit code that says that starting again will not help
 
@@ -53,3 +57,31 @@ def die_with_parent(parent: int) -> None:
         sys.exit(1)  # it is gone already
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+
+
+class Watchdog:
+    """SIGALRM, which nobody handles, ends the process when any `watched` block takes longer than `limit` seconds.
+
+    The kernel sends it: a thread that hangs may hold Python's lock for ever.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._began: dict[object, float] = {}  # in order: the first is the oldest
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        block = object()
+        with self._lock:
+            self._began[block] = time.monotonic()
+            if len(self._began) == 1:
+                signal.setitimer(signal.ITIMER_REAL, self._limit)
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._began[block]
+                oldest = next(iter(self._began.values()), None)
+                left = 0.0 if oldest is None else max(oldest + self._limit - time.monotonic(), 1e-6)
+                signal.setitimer(signal.ITIMER_REAL, left)

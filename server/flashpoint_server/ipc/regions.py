@@ -26,7 +26,7 @@ _OBJECTS = Path("/dev/shm")  # where Linux keeps them
 _KEY = re.compile(r"/?[^/\0]{1,255}")
 
 
-class Shared(NamedTuple):
+class RegionSlice(NamedTuple):
     """Where a request says that a tensor lies: `size` bytes, from `offset` on in a region of that name."""
 
     region: str
@@ -108,7 +108,7 @@ class Regions:
         return [region for (its_owner, _), region in self._named.items() if its_owner == owner]
 
     def locate(
-        self, owner: str, tensor: str, info: TensorInfo, shared: Shared, *, spare: bool = False
+        self, owner: str, tensor: str, info: TensorInfo, shared: RegionSlice, *, spare: bool = False
     ) -> tuple[Region, int]:
         """Where a tensor lies: its region, and from where on in that segment. Raises Refusal 422.
 
@@ -128,7 +128,7 @@ class Regions:
             raise invalid([(tensor, f"region {shared.region!r} is not as long any more as it was")])
         return region, region.offset + shared.offset
 
-    def read(self, owner: str, tensor: str, info: TensorInfo, shared: Shared) -> bytes:
+    def read(self, owner: str, tensor: str, info: TensorInfo, shared: RegionSlice) -> bytes:
         """A small tensor's bytes, as they are now. Raises Refusal 422."""
         region, start = self.locate(owner, tensor, info, shared)
         return os.pread(region.fd, info.nbytes, start)

@@ -6,9 +6,8 @@ same shapes and options, and from there on a request is one of /attention's or /
     infer.py, head.py, answers.py   inference: its route, a request's JSON, an answer's JSON and parts
     inflated.py                     bodies that come compressed
     models.py, datatypes.py         which models there are, and what describes them
-    routes.py, schema.py            all that is not inference; inference in OpenAPI
+    routes.py, schema.py            all that is not inference, and errors; inference in OpenAPI
     statistics.py                   what was served, as Triton counts it
     memory_routes.py                tensors in callers' own shared memory (ipc/regions.py)
-    errors.py                       {"error": …}
     grpc/                           the same in protobuf's framing
 """

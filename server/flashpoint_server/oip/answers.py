@@ -16,9 +16,9 @@ from flashpoint import jsonwire
 from flashpoint_server.formats.codec import Codec
 from flashpoint_server.formats.safetensors import OCTETS
 from flashpoint_server.http.places import Part
-from flashpoint_server.ipc.job import Answer, AttentionJob
+from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.memory import ALIGNMENT
-from flashpoint_server.ipc.regions import Shared
+from flashpoint_server.ipc.regions import RegionSlice
 from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
 from flashpoint_server.oip.head import Wanted
 from flashpoint_server.oip.inflated import WINDOW_BITS
@@ -27,22 +27,28 @@ from flashpoint_server.oip.inflated import WINDOW_BITS
 _LEVEL = 1
 
 
-class _Output(NamedTuple):
+class _HttpOutput(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
     size: int | None  # bytes behind the JSON; None where the numbers are in it
-    shared: Shared | None
+    shared: RegionSlice | None
 
 
 async def encode(
-    model: str, version: str, identity: str, wanted: Sequence[Wanted], job: AttentionJob, answer: Answer, codec: Codec
+    model: str,
+    version: str,
+    identity: str,
+    wanted: Sequence[Wanted],
+    job: AttentionJob,
+    answer: JobResult,
+    codec: Codec,
 ) -> tuple[list[Part], dict[str, str]]:
     """The parts, in order, and the header fields that say what they are."""
     places = job.staging.outputs
     views = job.staging.views(places)
     outputs = tuple(
-        _Output(name, places[name].dtype, places[name].shape, places[name].size if binary else None, shared)
+        _HttpOutput(name, places[name].dtype, places[name].shape, places[name].size if binary else None, shared)
         for name, binary, shared in wanted
     )
     about = (model, version, identity, tuple(answer.metadata.items()))
@@ -57,7 +63,7 @@ async def encode(
     return parts, {"content-type": OCTETS, "inference-header-content-length": str(len(head))}
 
 
-def _array(output: _Output, view: memoryview) -> NDArray[Any]:
+def _array(output: _HttpOutput, view: memoryview) -> NDArray[Any]:
     return np.frombuffer(view, numpy_dtype(output.dtype)).reshape(output.shape)
 
 
@@ -65,11 +71,11 @@ _About = tuple[str, str, str, tuple[tuple[str, Any], ...]]
 
 
 @lru_cache(256)
-def _head(about: _About, outputs: tuple[_Output, ...]) -> bytes:
+def _head(about: _About, outputs: tuple[_HttpOutput, ...]) -> bytes:
     return _head_with(about, outputs, {})
 
 
-def _head_with(about: _About, outputs: tuple[_Output, ...], numbers: Mapping[str, NDArray[Any]]) -> bytes:
+def _head_with(about: _About, outputs: tuple[_HttpOutput, ...], numbers: Mapping[str, NDArray[Any]]) -> bytes:
     """Padded with spaces, so that tensors behind it are aligned for whoever reads it all into one buffer."""
     model, version, identity, metadata = about
     listed = []

@@ -29,7 +29,7 @@ from flashpoint_contract.tensors import ANSWERS, TensorInfo
 from flashpoint_contract.wire import ITEMSIZE, RANK_LIMIT, TENSOR_LIMIT, WireError
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.message import make_spec
-from flashpoint_server.ipc.regions import Shared
+from flashpoint_server.ipc.regions import RegionSlice
 from flashpoint_server.oip.datatypes import DTYPE_OF, numpy_dtype
 from flashpoint_server.refusal import invalid
 
@@ -47,7 +47,7 @@ class Input(NamedTuple):
     name: str
     info: TensorInfo
     array: NDArray[Any] | None = None
-    shared: Shared | None = None
+    shared: RegionSlice | None = None
     size: int = 0
 
 
@@ -56,7 +56,7 @@ class Output(NamedTuple):
 
     name: str
     binary: bool | None = None
-    shared: Shared | None = None
+    shared: RegionSlice | None = None
 
 
 class Wanted(NamedTuple):
@@ -64,11 +64,11 @@ class Wanted(NamedTuple):
 
     name: str
     binary: bool
-    shared: Shared | None = None
+    shared: RegionSlice | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Head:
+class InferHead:
     """`outputs` are those asked for, empty where none is named. `timeout` is in microseconds, 0 for none; `priority` is
     ours, 0 to 9."""
 
@@ -113,7 +113,7 @@ class Head:
         return self.outputs or tuple(Wanted(name, self.binary) for name in spec.outputs)
 
 
-def parse(text: bytes) -> Head:
+def parse(text: bytes) -> InferHead:
     """Raises WireError and FieldError."""
     try:
         message = strictjson.loads(text, words=True)
@@ -130,7 +130,7 @@ def parse(text: bytes) -> Head:
 
 def make_head(
     identity: str, inputs: Sequence[Input], outputs: Sequence[Output], said: dict[str, Any], *, binary: bool
-) -> Head:
+) -> InferHead:
     """Of a request's parameters, `said`, and what it lists. Raises WireError and FieldError."""
     binary = _flag("binary_data_output", said.pop("binary_data_output", binary))
     timeout = _count("timeout", said.pop("timeout", 0), _SIZE_LIMIT)
@@ -142,7 +142,7 @@ def make_head(
             raise FieldError(what, f"{twice[0]!r} is named twice")
     wanted = tuple(Wanted(o.name, binary if o.binary is None else o.binary, o.shared) for o in outputs)
     priority = PRIORITY_LEVELS - level if level else 0
-    return Head(identity, tuple(inputs), wanted, _options(said), binary, timeout, priority)
+    return InferHead(identity, tuple(inputs), wanted, _options(said), binary, timeout, priority)
 
 
 def _options(said: dict[str, Any]) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def binary_of(parameters: dict[str, Any]) -> bool | None:
     return _flag("binary_data", parameters["binary_data"]) if "binary_data" in parameters else None
 
 
-def shared_at(name: str, parameters: dict[str, Any]) -> Shared | None:
+def shared_at(name: str, parameters: dict[str, Any]) -> RegionSlice | None:
     """Where in shared memory a tensor's parameters say that it lies. Raises FieldError."""
     if not parameters.keys() & SHARED:
         return None
@@ -237,7 +237,7 @@ def shared_at(name: str, parameters: dict[str, Any]) -> Shared | None:
         _count(f"{name}.shared_memory_{what}", parameters.get(f"shared_memory_{what}", 0), _SIZE_LIMIT)
         for what in ("offset", "byte_size")
     )
-    return Shared(region, offset, size)
+    return RegionSlice(region, offset, size)
 
 
 def _object(what: str, value: Any, known: Iterable[str]) -> dict[str, Any]:

@@ -13,16 +13,16 @@ from flashpoint_contract import wire
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.message import read_text
-from flashpoint_server.http.body import Body
+from flashpoint_server.http.body import RequestBody
 from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.oip.answers import compressed, encode
-from flashpoint_server.oip.head import Head, parse
+from flashpoint_server.oip.head import InferHead, parse
 from flashpoint_server.oip.inflated import WINDOW_BITS, InflatedBody
 from flashpoint_server.oip.message import InferMessage
 from flashpoint_server.oip.models import VERSION, Model
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.pipeline import Request, admit, authorize, begin, compute, sooner, write
+from flashpoint_server.routes.pipeline import RouteRequest, admit, authorize, begin, compute, sooner, write
 
 HEAD_LENGTH = "inference-header-content-length"
 
@@ -34,21 +34,21 @@ _parse_again = lru_cache(256)(parse)
 class _HttpMessage(InferMessage):
     """The bytes of tensors follow the head in the body; `rest` came with it."""
 
-    def __init__(self, head: Head, regions: Regions, owner: str, rest: bytes) -> None:
+    def __init__(self, head: InferHead, regions: Regions, owner: str, rest: bytes) -> None:
         super().__init__(head, regions, owner)
         self._rest = rest
 
-    async def receive(self, body: Body, places: Mapping[str, memoryview]) -> None:
+    async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
         self.fill(places)
         await body.into([places[given.name] for given in self.following], self._rest)
 
 
-def make_body(scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings) -> Body:
+def make_body(scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings) -> RequestBody:
     """Return the body of a request, which may come compressed."""
     coding = headers.get("content-encoding", "")
     if coding in WINDOW_BITS:
         return InflatedBody(scope, receive, headers, settings, coding)
-    return Body(scope, receive, headers, settings)
+    return RequestBody(scope, receive, headers, settings)
 
 
 class Counted:
@@ -69,7 +69,7 @@ class Counted:
                 self._statistics.ended(model, success, time.perf_counter() - exchange.arrived)
 
 
-async def infer(request: Request, model: Model, statistics: Statistics) -> None:
+async def infer(request: RouteRequest, model: Model, statistics: Statistics) -> None:
     """Answer an inference. Raises Refusal and ClientGoneError."""
     headers, codec = request.headers, request.service.codec
     authorize(request, "attention")
@@ -88,7 +88,7 @@ async def infer(request: Request, model: Model, statistics: Statistics) -> None:
     statistics.computed(model.name, answer.batch_size, job.timings.stages())
 
 
-async def _read(request: Request) -> InferMessage:
+async def _read(request: RouteRequest) -> InferMessage:
     """Read the head; a long body of JSON alone is admitted by its length first. Raises Refusal."""
     body, service, settings = request.body, request.service, request.service.settings
     size = _head_size(request.headers.get(HEAD_LENGTH), settings.head_limit)
@@ -126,7 +126,7 @@ def _head_size(said: str | None, limit: int) -> int | None:
     return int(said)
 
 
-async def _start(body: Body, size: int) -> tuple[bytes, bytes]:
+async def _start(body: RequestBody, size: int) -> tuple[bytes, bytes]:
     """Return the first `size` bytes, and what came with them. Raises Refusal."""
     start = bytearray()
     while len(start) < size:

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from starlette.types import Receive, Scope
 
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.http.body import Body
+from flashpoint_server.http.body import RequestBody
 from flashpoint_server.refusal import Refusal
 
 WINDOW_BITS = {"gzip": 31, "deflate": 15}  # as zlib counts: with gzip's wrapping, and with zlib's own
 AT_ONCE = 1 << 17  # bytes inflated before others get their turn
 
 
-class InflatedBody(Body):
-    """As `Body`, of the bytes within. `limit` holds for what comes, and for what that amounts to."""
+class InflatedBody(RequestBody):
+    """As `RequestBody`, of the bytes within. `limit` holds for what comes, and for what that amounts to."""
 
     def __init__(
         self, scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings, coding: str

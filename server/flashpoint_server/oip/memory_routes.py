@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.message import read_model
-from flashpoint_server.http.body import Body
+from flashpoint_server.http.body import RequestBody
 from flashpoint_server.ipc.regions import Region
 from flashpoint_server.oip.schema import TAG, errors
 from flashpoint_server.refusal import Refusal
@@ -74,7 +74,7 @@ def router(service: Service) -> APIRouter:
     async def register(request: Request, name: str) -> Nothing:
         owner = admit(request)
         check_on()
-        body = Body(request.scope, request.receive, request.headers, service.settings)
+        body = RequestBody(request.scope, request.receive, request.headers, service.settings)
         asked = await read_model(body, Registration, REQUEST_LIMIT)
         service.regions.register(owner, name, asked.key, asked.offset, asked.byte_size)
         return Nothing()

@@ -10,15 +10,15 @@ from flashpoint_contract.options import Direction
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import INDEX_TENSORS, TensorInfo
 from flashpoint_server.formats.json import bytes_of
-from flashpoint_server.formats.message import Message
+from flashpoint_server.formats.message import TensorMessage
 from flashpoint_server.ipc.regions import Region, Regions, check_apart
-from flashpoint_server.oip.head import Head, Input
+from flashpoint_server.oip.head import InferHead, Input
 
 
-class InferMessage(Message):
+class InferMessage(TensorMessage):
     """An inference whose head has been read. `owner` is the caller's key, who may name regions of its own."""
 
-    def __init__(self, head: Head, regions: Regions, owner: str) -> None:
+    def __init__(self, head: InferHead, regions: Regions, owner: str) -> None:
         self.head = head
         self.inputs = [(given.name, given.info) for given in head.inputs]
         self._regions = regions

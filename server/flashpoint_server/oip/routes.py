@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
+from flashpoint import jsonwire
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.oip import models
 from flashpoint_server.oip.models import MODELS, VERSION, Model, ModelMetadata, ServerMetadata
@@ -49,6 +51,12 @@ class IndexEntry(BaseModel):
 
 def infer_paths(model: Model) -> list[str]:
     return [f"/v2/models/{model.name}/infer", f"/v2/models/{model.name}/versions/{VERSION}/infer"]
+
+
+def written(refusal: Refusal, _: str) -> tuple[str, bytes]:
+    """Return media type and body of a refusal under /v2: `{"error": …}`."""
+    text = json.dumps({"error": refusal.detail}, ensure_ascii=False)
+    return jsonwire.MEDIA_TYPE, text.encode("utf-8", "replace")
 
 
 def router(service: Service) -> APIRouter:

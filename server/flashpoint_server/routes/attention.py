@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from flashpoint_contract.options import Direction
 from flashpoint_server.formats.negotiation import answer_format, request_format
-from flashpoint_server.routes.pipeline import Request, authorize, begin, compute, read, write
+from flashpoint_server.routes.pipeline import RouteRequest, authorize, begin, compute, read, write
 
 
-async def attention(request: Request, direction: Direction) -> None:
+async def attention(request: RouteRequest, direction: Direction) -> None:
     """Answer a request for attention or its gradients. Raises Refusal and ClientGoneError."""
     authorize(request, "attention")
     given = request_format(request.headers)

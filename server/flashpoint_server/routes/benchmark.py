@@ -15,10 +15,10 @@ from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.json import JSON
 from flashpoint_server.formats.message import read_model
 from flashpoint_server.formats.negotiation import request_format
-from flashpoint_server.http.body import Body
+from flashpoint_server.http.body import RequestBody
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes import openapi_examples, pictures
-from flashpoint_server.routes.benchmarks import Benchmark, Benchmarks, no_such_benchmark
+from flashpoint_server.routes.benchmark_state import Benchmarks, KnownBenchmark, no_such_benchmark
 from flashpoint_server.routes.problem_schema import problems
 from flashpoint_server.service import Service
 
@@ -29,9 +29,8 @@ REQUEST_LIMIT = 1 << 16  # bytes; hundreds of shapes
 _SCHEMA = {"$ref": "#/components/schemas/BenchmarkRequest"}
 _CONTENT = {jsonwire.MEDIA_TYPE: {"schema": _SCHEMA, "examples": openapi_examples.BENCHMARK}}
 _ASKED = {"requestBody": {"required": True, "content": _CONTENT}}
-Format = Annotated[
-    str, Path(json_schema_extra={"enum": [*pictures.MEDIA_TYPES]})
-]  # any other is a 404, as no such address
+# Any other is a 404, as no such address.
+PictureFormat = Annotated[str, Path(json_schema_extra={"enum": [*pictures.MEDIA_TYPES]})]
 _ERRORS = problems(401, 403, 404, 422)
 
 
@@ -43,7 +42,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     routes = APIRouter(prefix="/benchmark", tags=["proof"])
     refused = problems(400, 401, 403, 408, 413, 415, 422, 429, 503)
 
-    async def find(request: Request, id: str) -> Benchmark:
+    async def find(request: Request, id: str) -> KnownBenchmark:
         """The benchmark, if it is the caller's own, or the caller an administrator. Raises Refusal 401, 403, 404."""
         caller = service.admit(Exchange.of(request.scope), "benchmark")
         benchmark = await benchmarks.get(id)
@@ -57,7 +56,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
         caller = service.admit(Exchange.of(request.scope), "benchmark")  # before its body is read
         if request_format(request.headers) is not JSON:
             raise Refusal("unsupported_media_type", f"a benchmark is asked for in {jsonwire.MEDIA_TYPE}")
-        body = Body(request.scope, request.receive, request.headers, service.settings)
+        body = RequestBody(request.scope, request.receive, request.headers, service.settings)
         asked = await read_model(body, BenchmarkRequest, REQUEST_LIMIT)
         opened = await benchmarks.open(asked, caller.name, service.check_ready())
         response.headers["Location"] = f"/benchmark/{opened.job.id}"
@@ -99,7 +98,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     drawn = _answers("the picture", *pictures.MEDIA_TYPES.values()) | _ERRORS
 
     @routes.get("/{id}/plot.{format}", summary="A picture of its rows", responses=drawn, response_class=Response)
-    async def plot(request: Request, id: str, format: Format, kind: PlotKind = "time") -> Response:
+    async def plot(request: Request, id: str, format: PictureFormat, kind: PlotKind = "time") -> Response:
         benchmark = await find(request, id)
         if format not in pictures.MEDIA_TYPES:
             raise Refusal("not_found", f"there are {' and '.join(pictures.MEDIA_TYPES)}")

@@ -17,7 +17,7 @@ from flashpoint_contract.options import Direction
 from flashpoint_contract.tensors import ALL_ANSWERS, ANSWERS, BACKWARD_TENSORS, FORWARD_TENSORS, REQUIRED, TENSORS
 from flashpoint_server.refusal import STATUS
 from flashpoint_server.routes import openapi_examples as examples
-from flashpoint_server.routes.problem_schema import Problem, problems
+from flashpoint_server.routes.problem_schema import ProblemDocument, problems
 
 _HEADERS = {
     "X-Request-Id": "echoed, or made",
@@ -70,11 +70,11 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
     schemas["AttentionGradRequest"] = request(BACKWARD_TENSORS, [*REQUIRED["backward"]])
     judged = tuple(name for name in ALL_ANSWERS if name not in BACKWARD_TENSORS)
     schemas["VerifyTensors"] = request((*BACKWARD_TENSORS, *judged), [*REQUIRED["forward"]])
-    models: tuple[type[BaseModel], ...] = (VerifyRequest, VerifyReport, BenchmarkRequest, Problem)
+    models: tuple[type[BaseModel], ...] = (VerifyRequest, VerifyReport, BenchmarkRequest, ProblemDocument)
     for model in models:
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}", mode="validation")
         schemas.update(schema.pop("$defs", {}))
-        schemas[model.__name__] = schema
+        schemas[schema["title"]] = schema
 
     def answer(names: tuple[str, ...], needed: list[str]) -> dict[str, Any]:
         said = {

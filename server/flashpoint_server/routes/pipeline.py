@@ -1,6 +1,6 @@
 """The steps of a call that an engine answers: authorize, begin, read, plan, admit, stage, submit, write.
 
-A route is one function that takes a Request through these steps in this order. Each step raises Refusal where the
+A route is one function that takes a RouteRequest through these steps in this order. Each step raises Refusal where the
 request ends there, and ClientGoneError where nobody waits for the answer. Plain ASGI, because a request is refused from
 its head, before its body has come.
 """
@@ -12,6 +12,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -24,23 +26,25 @@ from flashpoint_server.access.keys import Caller
 from flashpoint_server.config.key_file import Right
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange, Timings, Way
-from flashpoint_server.formats.message import Format, Message, text_bytes
-from flashpoint_server.http.body import Body, ClientGoneError
+from flashpoint_server.formats.message import Format, TensorMessage, text_bytes
+from flashpoint_server.http.body import ClientGoneError, RequestBody
 from flashpoint_server.http.envelope import send_refusal
 from flashpoint_server.http.places import Part
-from flashpoint_server.ipc.job import Answer, AttentionJob, Job
+from flashpoint_server.ipc.job import AttentionJob, Job, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
-from flashpoint_server.ipc.price import price_of
+from flashpoint_server.ipc.price import Price, price_of
 from flashpoint_server.ipc.regions import Region
 from flashpoint_server.ipc.staging import NOWHERE, Staging
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.service import Service
 
+J = TypeVar("J", bound=Job)
+
 _DIGITS = 15  # of milliseconds: 30,000 years, more than any setting
 
 
 @dataclass(eq=False)
-class Request:
+class RouteRequest:
     """One request on its way through a route; `inside` ends what it has begun.
 
     `authorize` sets `caller`, `begin` sets `device` and `priority`, `admit` sets `permit`.
@@ -48,7 +52,7 @@ class Request:
 
     service: Service
     exchange: Exchange
-    body: Body
+    body: RequestBody
     receive: Receive
     send: Send
     inside: ExitStack
@@ -67,14 +71,14 @@ class Request:
         return self.body.ended if self.exchange.status is None else None
 
 
-Handler = Callable[[Request], Awaitable[None]]
-MakeBody = Callable[[Scope, Receive, Mapping[str, str], Settings], Body]
+Handler = Callable[[RouteRequest], Awaitable[None]]
+MakeBody = Callable[[Scope, Receive, Mapping[str, str], Settings], RequestBody]
 
 
 class Route:
     """The ASGI application of a call: `handle` takes a request through the steps, to its answer."""
 
-    def __init__(self, service: Service, handle: Handler, body: MakeBody = Body) -> None:
+    def __init__(self, service: Service, handle: Handler, body: MakeBody = RequestBody) -> None:
         self._service = service
         self._handle = handle
         self._body = body
@@ -84,7 +88,7 @@ class Route:
         body = self._body(scope, receive, exchange.headers, self._service.settings)
         try:
             with ExitStack() as inside:
-                await self._handle(Request(self._service, exchange, body, receive, send, inside))
+                await self._handle(RouteRequest(self._service, exchange, body, receive, send, inside))
         except Refusal as refusal:
             await _refuse(send, exchange, refusal, body)
         except MemoryError:
@@ -94,7 +98,7 @@ class Route:
             exchange.bytes_in = max(exchange.bytes_in, body.received)
 
 
-async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: Body) -> None:
+async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: RequestBody) -> None:
     """Answer, and let a client that is still sending read the answer: the connection closes behind a long body only."""
     last = refusal.code == "body_timeout" or "Connection" in refusal.headers
     if body.complete or (body.nearly_there and not last):
@@ -107,13 +111,13 @@ async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: Body) 
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def authorize(request: Request, right: Right) -> Caller:
+def authorize(request: RouteRequest, right: Right) -> Caller:
     """Find the caller, who must have `right`. Raises Refusal 401, 403 and 429."""
     request.caller = request.service.admit(request.exchange, right)
     return request.caller
 
 
-def begin(request: Request) -> DeviceInfo:
+def begin(request: RouteRequest) -> DeviceInfo:
     """Read deadline and priority; from here on a service that stops waits for this request. Raises Refusal 422, 503."""
     request.body.deadline = deadline_of(request.headers, request.service.settings)
     request.priority = priority_of(request.headers)
@@ -122,7 +126,7 @@ def begin(request: Request) -> DeviceInfo:
     return request.device
 
 
-def limit(request: Request, given: Format) -> None:
+def limit(request: RouteRequest, given: Format) -> None:
     """Check the body's length, and admit a body that is read whole by it. Raises Refusal 413 and 429."""
     body = request.body
     if given.whole:
@@ -132,13 +136,13 @@ def limit(request: Request, given: Format) -> None:
         admit(request, body.length or body.limit)
 
 
-async def read(request: Request, given: Format) -> Message:
+async def read(request: RouteRequest, given: Format) -> TensorMessage:
     """Read as much of the body as its message takes. Raises Refusal."""
     limit(request, given)
     return await given.read(request.body, request.service.settings, request.service.codec)
 
 
-def admit(request: Request, nbytes: int) -> Permit:
+def admit(request: RouteRequest, nbytes: int) -> Permit:
     """Let the request in, with so many bytes, until it is over. Raises Refusal 429."""
     assert request.caller is not None
     service, exchange = request.service, request.exchange
@@ -158,7 +162,7 @@ def admit(request: Request, nbytes: int) -> Permit:
 
 
 def stage(
-    request: Request,
+    request: RouteRequest,
     inputs: list[tuple[str, TensorInfo]],
     outputs: Mapping[str, TensorInfo],
     elsewhere: Mapping[str, tuple[Region, int]] = NOWHERE,
@@ -170,8 +174,8 @@ def stage(
 
 
 async def compute(
-    request: Request, message: Message, direction: Direction, numbers: Callable[[Spec], list[TensorInfo]]
-) -> tuple[AttentionJob, Answer]:
+    request: RouteRequest, message: TensorMessage, direction: Direction, numbers: Callable[[Spec], list[TensorInfo]]
+) -> tuple[AttentionJob, JobResult]:
     """Plan, admit, stage and submit attention or its gradients. `numbers` are the outputs that are sent as text."""
     service, body = request.service, request.body
     assert request.device is not None
@@ -198,20 +202,23 @@ async def compute(
         permit.correct(price_of(spec, backend, device, index))
     shapes = {name: list(place.shape) for name, place in staging.inputs.items()}
     request.exchange.facts.update(backend=backend, shapes=shapes)
-    job = AttentionJob(
-        id=request.exchange.request_id,
-        spec=spec,
-        backend=backend,
-        staging=staging,
-        timings=Timings(request.exchange.arrived),
-        price=permit.price,
-        deadline=body.deadline,
-        priority=request.priority,
-    )
+    job = make_job(request, partial(AttentionJob, spec=spec, backend=backend), staging, permit.price)
     return job, await submit(request, job)
 
 
-async def submit(request: Request, job: Job) -> Answer:
+def make_job(request: RouteRequest, kind: Callable[..., J], staging: Staging, price: Price) -> J:
+    """Return the job of a request; `kind` makes it from what all jobs have."""
+    return kind(
+        id=request.exchange.request_id,
+        staging=staging,
+        timings=Timings(request.exchange.arrived),
+        price=price,
+        deadline=request.body.deadline,
+        priority=request.priority,
+    )
+
+
+async def submit(request: RouteRequest, job: Job) -> JobResult:
     """Return the engine's answer, unless the deadline passes or the client goes first: then the job is dropped."""
     direct = request.body.direct
     answer = request.service.engine.submit(job)
@@ -240,7 +247,7 @@ async def submit(request: Request, job: Job) -> Answer:
 
 
 async def write(
-    request: Request, job: AttentionJob, answer: Answer, parts: list[Part], fields: Mapping[str, str]
+    request: RouteRequest, job: AttentionJob, answer: JobResult, parts: list[Part], fields: Mapping[str, str]
 ) -> None:
     """Send what was computed, encoded as `parts`, which `fields` describe. Raises Refusal 504 and ClientGoneError."""
     if job.late:
@@ -260,7 +267,7 @@ async def write(
     request.service.metrics.took(timings.stages())
 
 
-async def reply(request: Request, parts: list[Part], fields: Mapping[str, str]) -> None:
+async def reply(request: RouteRequest, parts: list[Part], fields: Mapping[str, str]) -> None:
     """Answer 200 out of memory that will be reused: when this returns nobody sends from it any more.
 
     Raises ClientGoneError where there is nobody to answer.

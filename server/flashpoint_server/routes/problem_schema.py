@@ -5,7 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from flashpoint_server.refusal import MEDIA_TYPE, STATUS
 
@@ -23,9 +23,10 @@ class FieldError(BaseModel):
     msg: str
 
 
-class Problem(BaseModel):
+class ProblemDocument(BaseModel):
     """RFC 9457. `code` tells apart what shares a status; `request_id` finds the server's log line."""
 
+    model_config = ConfigDict(title="Problem")
     type: str = "about:blank"
     title: str
     status: int

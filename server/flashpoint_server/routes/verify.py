@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,22 +18,31 @@ from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import ALL_ANSWERS, BACKWARD_TENSORS, FORWARD_TENSORS, TensorInfo
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.exchange import Timings
 from flashpoint_server.formats.json import JSON, JsonMessage
-from flashpoint_server.formats.message import Message, read_text
+from flashpoint_server.formats.message import TensorMessage, read_text
 from flashpoint_server.formats.negotiation import request_format
 from flashpoint_server.ipc.job import ProofJob
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, proof_price
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.pipeline import Request, admit, authorize, begin, limit, reply, stage, submit
+from flashpoint_server.routes.pipeline import (
+    RouteRequest,
+    admit,
+    authorize,
+    begin,
+    limit,
+    make_job,
+    reply,
+    stage,
+    submit,
+)
 
 _PROBLEM = tuple(name for name in BACKWARD_TENSORS if name not in ALL_ANSWERS)
 IN_FLOAT64 = 8  # times a problem's own bytes: drawn, answered and differentiated in 8 bytes where it has 2 or 4
 DRAWN_LIMIT = 1 << 16  # bytes of a request whose tensors the server draws; the longest has some hundred
 
 
-async def verify(request: Request) -> None:
+async def verify(request: RouteRequest) -> None:
     """Answer with a report, in JSON. Raises Refusal and ClientGoneError.
 
     Tensors travel as to /attention; a problem to be drawn is a JSON object with a `shape`.
@@ -43,7 +53,7 @@ async def verify(request: Request) -> None:
     device = begin(request)
     limit(request, given)
     drawn: VerifyRequest | None = None
-    message: Message | None = None
+    message: TensorMessage | None = None
     if given is JSON:
         text = await read_text(body)
         if (drawn := _drawn(text)) is None:
@@ -61,16 +71,7 @@ async def verify(request: Request) -> None:
     staging = stage(request, inputs, {})
     if message is not None:
         await message.receive(body, staging.views(staging.inputs))
-    job = ProofJob(
-        id=request.exchange.request_id,
-        request=asked,
-        price=price,
-        staging=staging,
-        timings=Timings(request.exchange.arrived),
-        deadline=body.deadline,
-        priority=request.priority,
-    )
-    answer = await submit(request, job)
+    answer = await submit(request, make_job(request, partial(ProofJob, request=asked), staging, price))
     await reply(request, [answer.report], {"content-type": jsonwire.MEDIA_TYPE})
 
 

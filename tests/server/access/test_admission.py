@@ -12,7 +12,7 @@ from flashpoint_server.access import admission as module
 from flashpoint_server.access.admission import Admission, check_size
 from flashpoint_server.access.limits import Spent
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.ipc.counts import Counts, Shared, clear
+from flashpoint_server.ipc.counts import Counts, WorkerGroup, clear
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.refusal import STATUS, Refusal
 
@@ -117,7 +117,7 @@ def test_a_problem_document_is_complete_for_every_code():
 
 
 def shared(tmp_path, process, **settings):
-    counts = Counts(Shared(tmp_path, process, 3))
+    counts = Counts(WorkerGroup(tmp_path, process, 3))
     return Admission(Settings(**settings), counts), counts
 
 
@@ -146,7 +146,7 @@ def test_limits_hold_over_all_processes_together(tmp_path):
 def test_what_a_process_that_died_had_inside_counts_no_more(tmp_path):
     """The supervisor clears its columns, in every file; and a successor that starts before that clears its own."""
     (one, _), (two, counts) = (shared(tmp_path, n, queue_bytes=100) for n in range(2))
-    spent = [Spent("alice", Shared(tmp_path, n)) for n in range(2)]
+    spent = [Spent("alice", WorkerGroup(tmp_path, n)) for n in range(2)]
     for number in range(2):
         spent[number].inside[number] = 3
     one.permit(60).charge(Price(7, 1.0))

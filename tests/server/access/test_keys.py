@@ -17,7 +17,7 @@ from flashpoint_server.access.limits import BURST, Quota, Spent
 from flashpoint_server.cli.key import main as key_command
 from flashpoint_server.config.key_file import KeyEntry, read
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.ipc.counts import Shared
+from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.refusal import Refusal
 
@@ -189,7 +189,7 @@ def test_what_a_key_has_used_outlasts_a_reload(tmp_path):
     assert status(keyring, "Bearer alicealice") == 429
 
 
-def quota(shared=Shared(), **limits):  # noqa: B008
+def quota(shared=WorkerGroup(), **limits):  # noqa: B008
     return Quota(KeyEntry(sha256="0" * 64, rights={"attention"}, **limits), Spent("alice", shared))
 
 
@@ -279,12 +279,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from flashpoint_server.access import limits
 from flashpoint_server.config.key_file import KeyEntry
-from flashpoint_server.ipc.counts import Shared
+from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.access.limits import Quota, Spent
 from flashpoint_server.refusal import Refusal
 limits.time = SimpleNamespace(monotonic=lambda: 1000.0)  # nothing comes back, and nobody waits too long for the lock
 entry = KeyEntry(sha256="0" * 64, rights={"attention"}, requests_per_second=0.5, flops_per_second=1 << 14)
-quota = Quota(entry, Spent("alice", Shared(Path(sys.argv[1]), int(sys.argv[2]))))
+quota = Quota(entry, Spent("alice", WorkerGroup(Path(sys.argv[1]), int(sys.argv[2]))))
 quota.enter(0)
 print("inside", flush=True)
 sys.stdin.readline()
@@ -320,7 +320,7 @@ def test_processes_share_one_limit_and_the_next_one_does_not_inherit_a_dead_ones
     """Within one second, three take together what one may: a request, and 16,384 floating-point operations."""
     for taker in takers:
         assert taker.stdout.readline() == "inside\n"
-    here = Spent("alice", Shared(tmp_path, 3))
+    here = Spent("alice", WorkerGroup(tmp_path, 3))
     assert sum(here.numbers[3:]) == 3
     for taker in takers:
         taker.stdin.write("\n")
@@ -332,12 +332,12 @@ def test_processes_share_one_limit_and_the_next_one_does_not_inherit_a_dead_ones
         taker.communicate()
     assert sum(here.numbers[3:]) == 3  # the processes died with them
     for n in range(3):
-        Spent("alice", Shared(tmp_path, n))
+        Spent("alice", WorkerGroup(tmp_path, n))
     assert sum(here.numbers[3:]) == 0
 
 
 def test_a_process_that_stopped_with_the_lock_stops_no_other(tmp_path):
-    one, other = (Spent("alice", Shared(tmp_path, n)) for n in range(2))
+    one, other = (Spent("alice", WorkerGroup(tmp_path, n)) for n in range(2))
     limited = Quota(KeyEntry(sha256="0" * 64, rights={"attention"}, requests_per_second=9), other)
     with one.locked():
         assert refused(limited.take, "requests", 1) == 1

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashpoint_server.ipc.counts import Counts, Shared
+from flashpoint_server.ipc.counts import Counts, WorkerGroup
 from flashpoint_server.ipc.memory import ALIGNMENT, GROWTH, LARGEST, SMALLEST, Pool, PoolFullError, size_class
 
 MIB = 1 << 20
@@ -104,7 +104,7 @@ def test_segments_are_closed_giants_at_once_and_the_rest_with_the_pool():
 
 def test_the_bound_holds_for_all_processes_and_unused_memory_makes_room_for_another(tmp_path):
     """Two pools of two processes: what one keeps for later is given back once the other has found no room."""
-    one, two = (Pool(3 * GROWTH, counts=Counts(Shared(tmp_path, n, 2))) for n in range(2))
+    one, two = (Pool(3 * GROWTH, counts=Counts(WorkerGroup(tmp_path, n, 2))) for n in range(2))
     kept, held = one.take(2 * GROWTH), one.take(SMALLEST)
     kept.release()  # the pool keeps its segment
     one.make_room()  # nobody asks for it
@@ -121,7 +121,7 @@ def test_the_bound_holds_for_all_processes_and_unused_memory_makes_room_for_anot
 
 
 def test_a_pool_starts_where_others_have_taken_all(tmp_path):
-    one, two = (Pool(GROWTH, counts=Counts(Shared(tmp_path, n, 2))) for n in range(2))
+    one, two = (Pool(GROWTH, counts=Counts(WorkerGroup(tmp_path, n, 2))) for n in range(2))
     one.take(GROWTH)
     two.warm()
     assert (two.taken, two.segments) == (0, {})

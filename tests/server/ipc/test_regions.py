@@ -4,7 +4,7 @@ from multiprocessing import shared_memory
 import pytest
 
 from flashpoint_contract.tensors import TensorInfo
-from flashpoint_server.ipc.regions import Regions, Shared
+from flashpoint_server.ipc.regions import Regions, RegionSlice
 from flashpoint_server.refusal import Refusal
 
 
@@ -21,7 +21,7 @@ def test_a_region_is_its_keys_own(key):
     dropped = []
     regions = Regions(1 << 20, dropped.append)
     regions.register("alice", "mine", key, 0, 1024)
-    tensor, place = TensorInfo("float32", (2, 2)), Shared("mine", 0, 16)
+    tensor, place = TensorInfo("float32", (2, 2)), RegionSlice("mine", 0, 16)
     assert regions.read("alice", "q", tensor, place) == bytes(16)
     for call, status in (
         (lambda: regions.read("bob", "q", tensor, place), 422),

@@ -28,7 +28,6 @@ import time
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -37,9 +36,10 @@ import structlog
 import torch
 
 from flashpoint_kernels.cost import NOMINAL
-from flashpoint_server.engine import process as engine_process
-from flashpoint_server.engine import serving as serving_engine
-from flashpoint_server.engine.device import Device, DeviceLostError, OutOfMemoryError
+from flashpoint_server.engine import executor, loop, process, proof, scheduler
+from flashpoint_server.engine.device import DeviceLostError, TorchDevice
+from flashpoint_server.engine.entry import OutOfMemoryError
+from flashpoint_server.engine.tasks import Compute
 from flashpoint_server.ipc.messages import Channel, Done
 from flashpoint_server.observability.lines import ROOM
 from tests.support.faulty.bugs import Seeded
@@ -53,7 +53,7 @@ def gate(which):
     return Path(os.environ.get("FLASHPOINT_TEST_GATE", os.devnull)).with_suffix(f".{which}")
 
 
-class FaultyDevice(Device):
+class FaultyDevice(TorchDevice):
     def __init__(self, info):
         super().__init__(info)
         self.launches = 1  # also on a GPU: all others wait for a launch that a gate holds up
@@ -71,15 +71,6 @@ class FaultyDevice(Device):
             gate("short").rename(gate("left"))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.")
         return super().open(asked)
-
-    def prove(self):
-        if not self.is_cpu:
-            super().prove()
-        if gate("moved").exists():
-            self.info = msgspec.structs.replace(self.info, name="cuda:7")
-
-    def measure(self, backend):
-        return NOMINAL[backend]
 
     def cuts(self, backend):
         return super().cuts(backend) and backend != "reference"
@@ -136,16 +127,26 @@ class FaultyDevice(Device):
             self.last[shapes] = own
 
 
-class TellingEngine(serving_engine.ServingEngine):
+def start(asked):
+    """A device with fixed rates, which is not proven on the CPU."""
+    device = FaultyDevice.open(asked)
+    if not device.is_cpu:
+        proof.prove(device)
+    name = "cuda:7" if gate("moved").exists() else device.info.name
+    rates = {backend: NOMINAL[backend] for backend in device.info.backends}
+    device.info = msgspec.structs.replace(device.info, name=name, rates=rates)
+    return device
+
+
+class TellingExecutor(executor.Executor):
     parts: ClassVar = Counter()  # that have begun, by the name of their request
-    taken: ClassVar = Counter()  # those, and those that a thread is about to begin
 
-    def _admit(self, entry):
-        super()._admit(entry)
-        log.debug("queued", request_id=entry.submit.request_id)
+    def run(self, task):
+        if isinstance(task, Compute):
+            self.tell(task.entries[0].submit.request_id)
+        return super().run(task)
 
-    def _compute(self, entry, part, long):
-        name = entry.submit.request_id
+    def tell(self, name):
         self.parts[name] += 1
         number = self.parts[name]
         log.debug("part", request_id=name, number=number)
@@ -155,14 +156,20 @@ class TellingEngine(serving_engine.ServingEngine):
         if name.startswith("step-") and number == 2:
             log.debug("held", request_id=name)
             FaultyDevice.wait("step")
-        super()._compute(entry, part, long)
 
-    def _take(self):
-        with self._lock:  # no other thread takes a part before this one counts
-            work = super()._take()
-            if work is not None and isinstance(work.run, partial) and work.run.func == self._compute:
-                self.taken[work.run.args[0].submit.request_id] += 1
-            return work
+
+class TellingScheduler(scheduler.Scheduler):
+    taken: ClassVar = Counter()  # parts that have begun, and those that a thread is about to begin, by their request
+
+    def admit(self, message, peer):
+        super().admit(message, peer)
+        log.debug("queued", request_id=message.request_id)
+
+    def take(self):
+        task = super().take()
+        if isinstance(task, Compute):
+            self.taken[task.entries[0].submit.request_id] += 1
+        return task
 
     def _has_lane(self, entry):
         name = entry.submit.request_id
@@ -183,6 +190,7 @@ class LosingChannel(Channel):
 
 
 if __name__ == "__main__":
-    serving_engine.Channel = LosingChannel
-    serving_engine.ServingEngine = TellingEngine
-    sys.exit(engine_process.main(FaultyDevice))
+    loop.Channel = LosingChannel
+    executor.Executor = TellingExecutor
+    scheduler.Scheduler = TellingScheduler
+    sys.exit(process.main(start))

@@ -9,8 +9,7 @@ deadlines, metrics, log line, traces, errors) is there once.
     request.py, answer.py, infer.py            inference: what is asked, what is answered, and the way between
     arrivals.py                                the memory of messages and answers, and who may read the next
     methods.py                                 all other methods, as the addresses under /v2 that they are
-    statuses.py                                every refusal's status
-    server.py                                  the port, and what is between gRPC and the application
+    server.py                                  the port, refusals' statuses, what is between gRPC and the application
 """
 
 import os

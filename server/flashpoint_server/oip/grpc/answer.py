@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from flashpoint_server.formats.codec import Codec
 from flashpoint_server.http.places import Part
-from flashpoint_server.ipc.job import Answer, AttentionJob
-from flashpoint_server.ipc.regions import Shared
+from flashpoint_server.ipc.job import AttentionJob, JobResult
+from flashpoint_server.ipc.regions import RegionSlice
 from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
 from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.grpc.framing import before
@@ -24,11 +24,11 @@ RAW_OUTPUTS = 6  # the field of the tensors' bytes
 _ModelInferResponse = protos.message("inference.ModelInferResponse")
 
 
-class _Output(NamedTuple):
+class _RpcOutput(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    shared: Shared | None
+    shared: RegionSlice | None
 
 
 class _About(NamedTuple):
@@ -39,12 +39,18 @@ class _About(NamedTuple):
 
 
 async def encode(
-    model: str, version: str, identity: str, wanted: Sequence[Wanted], job: AttentionJob, answer: Answer, codec: Codec
+    model: str,
+    version: str,
+    identity: str,
+    wanted: Sequence[Wanted],
+    job: AttentionJob,
+    answer: JobResult,
+    codec: Codec,
 ) -> list[Part]:
     """The parts, in order."""
     places = job.staging.outputs
     views = job.staging.views(places)
-    outputs = tuple(_Output(o.name, places[o.name].dtype, places[o.name].shape, o.shared) for o in wanted)
+    outputs = tuple(_RpcOutput(o.name, places[o.name].dtype, places[o.name].shape, o.shared) for o in wanted)
     about = _About(model, version, identity, tuple(answer.metadata.items()))
     here = [o for o in wanted if not o.shared]
     if numbers := {o.name: _array(places[o.name], views[o.name]) for o in here if not o.binary}:
@@ -61,12 +67,12 @@ def _array(place: Any, view: memoryview) -> NDArray[Any]:
 
 
 @lru_cache(256)
-def _head(about: _About, outputs: tuple[_Output, ...]) -> bytes:
+def _head(about: _About, outputs: tuple[_RpcOutput, ...]) -> bytes:
     """Kept where it has no id, which is another each time: a model's answers are of few shapes."""
     return _head_with(about, outputs, {})
 
 
-def _head_with(about: _About, outputs: tuple[_Output, ...], numbers: Mapping[str, NDArray[Any]]) -> bytes:
+def _head_with(about: _About, outputs: tuple[_RpcOutput, ...], numbers: Mapping[str, NDArray[Any]]) -> bytes:
     message = _ModelInferResponse(model_name=about.model, model_version=about.version, id=about.identity)
     for name, value in about.metadata:
         _say(message.parameters[name], value)

@@ -14,8 +14,8 @@ from flashpoint.jsonwire import FieldError
 from flashpoint_contract.options import Direction
 from flashpoint_contract.wire import WireError
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.formats.message import Choose, Plan
-from flashpoint_server.http.body import Body, ClientGoneError
+from flashpoint_server.formats.message import Choose, RequestPlan
+from flashpoint_server.http.body import ClientGoneError, RequestBody
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.oip.datatypes import DATATYPE_OF
@@ -23,12 +23,12 @@ from flashpoint_server.oip.grpc.answer import encode
 from flashpoint_server.oip.grpc.arrivals import LARGEST_MESSAGE, Hold
 from flashpoint_server.oip.grpc.framing import split
 from flashpoint_server.oip.grpc.request import CONTENTS, RAW_INPUTS, Asked, parse
-from flashpoint_server.oip.head import Head
+from flashpoint_server.oip.head import InferHead
 from flashpoint_server.oip.message import InferMessage
 from flashpoint_server.oip.models import VERSION, find
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
-from flashpoint_server.routes.pipeline import Request, authorize, begin, compute, sooner, write
+from flashpoint_server.routes.pipeline import RouteRequest, authorize, begin, compute, sooner, write
 
 PATH = "/inference.GRPCInferenceService/ModelInfer"
 EXTENSION = "flashpoint.message"
@@ -61,7 +61,7 @@ class Incoming(NamedTuple):
         )
 
 
-class MessageBody(Body):
+class MessageBody(RequestBody):
     """A body that is one message, and comes whole."""
 
     def __init__(self, scope: Scope, receive: Receive, _: Mapping[str, str], settings: Settings) -> None:
@@ -94,14 +94,14 @@ class _GrpcMessage(InferMessage):
     """The bytes of tensors are `tensors`, within a message of `size` bytes that `hold` counts."""
 
     def __init__(
-        self, head: Head, regions: Regions, owner: str, tensors: list[memoryview], size: int, hold: Hold
+        self, head: InferHead, regions: Regions, owner: str, tensors: list[memoryview], size: int, hold: Hold
     ) -> None:
         super().__init__(head, regions, owner)
         self._tensors = tensors
         self._size = size
         self._hold = hold
 
-    def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> Plan:
+    def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> RequestPlan:
         """Return the plan, once there is room for the answer, joined, and gRPC's copy of it. Raises Refusal."""
         found = super().plan(direction, device, choose)
         spec = found.spec
@@ -115,7 +115,7 @@ class _GrpcMessage(InferMessage):
         self._hold.add(2 * spec.output_bytes)
         return found
 
-    async def receive(self, body: Body, places: Mapping[str, memoryview]) -> None:
+    async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
         """Copy the tensors to their places; then nothing holds the message any more."""
         self.fill(places)
         for given, tensor in zip(self.following, self._tensors, strict=True):
@@ -125,7 +125,7 @@ class _GrpcMessage(InferMessage):
         self._hold.drop(self._size)
 
 
-async def infer_grpc(request: Request, statistics: Statistics) -> None:
+async def infer_grpc(request: RouteRequest, statistics: Statistics) -> None:
     """Answer a ModelInfer. Raises Refusal and ClientGoneError."""
     body = request.body
     assert isinstance(body, MessageBody)
@@ -135,7 +135,7 @@ async def infer_grpc(request: Request, statistics: Statistics) -> None:
         raise (out_of_time() if time.monotonic() >= body.incoming.nearly else ClientGoneError()) from None
 
 
-async def _infer(request: Request, body: MessageBody, statistics: Statistics) -> None:
+async def _infer(request: RouteRequest, body: MessageBody, statistics: Statistics) -> None:
     service = request.service
     caller = authorize(request, "attention")
     begin(request)
@@ -152,7 +152,7 @@ async def _infer(request: Request, body: MessageBody, statistics: Statistics) ->
     statistics.computed(model.name, answer.batch_size, job.timings.stages())
 
 
-async def _read(request: Request, body: MessageBody) -> tuple[Asked, InferMessage]:
+async def _read(request: RouteRequest, body: MessageBody) -> tuple[Asked, InferMessage]:
     """Return what a message asks, and the message. Raises Refusal 400, 413, 422."""
     service = request.service
     message = await body.read()

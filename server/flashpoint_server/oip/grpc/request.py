@@ -17,7 +17,7 @@ from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
 from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.head import (
     SHARED,
-    Head,
+    InferHead,
     Input,
     Output,
     binary_of,
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
 
     model: str
     version: str
-    head: Head
+    head: InferHead
 
 
 def parse(text: bytes, sizes: tuple[int, ...]) -> Asked:

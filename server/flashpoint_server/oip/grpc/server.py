@@ -25,7 +25,6 @@ from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.grpc.arrivals import LARGEST_MESSAGE, Hold, Memory
 from flashpoint_server.oip.grpc.infer import EXTENSION, PATH, Incoming, MessageBody, infer_grpc
 from flashpoint_server.oip.grpc.methods import METHODS, SERVICE, Method
-from flashpoint_server.oip.grpc.statuses import STATUSES
 from flashpoint_server.oip.infer import Counted
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.refusal import Refusal
@@ -36,12 +35,40 @@ SMALL_CALLS = 64  # calls that may be inside beside inferences, which the queue'
 MOST_DETAILS = 1024  # characters of an error: clients take some KiB of metadata, where each may be three
 _WHOLE = 1  # of compression's algorithms, as bits: none. What is compressed has no bound on what it amounts to
 
+# The status with which gRPC tells each refusal, by the refusal's code; gRPC's own names.
+STATUSES = {
+    "malformed_body": "INVALID_ARGUMENT",
+    "malformed_head": "INVALID_ARGUMENT",
+    "unauthorized": "UNAUTHENTICATED",
+    "forbidden": "PERMISSION_DENIED",
+    "cross_site": "PERMISSION_DENIED",
+    "not_found": "NOT_FOUND",
+    "method_not_allowed": "UNIMPLEMENTED",
+    "not_acceptable": "UNIMPLEMENTED",
+    "body_timeout": "DEADLINE_EXCEEDED",
+    "body_too_large": "RESOURCE_EXHAUSTED",  # as gRPC says it of a message over its own limit
+    "work_too_large": "INVALID_ARGUMENT",
+    "unsupported_media_type": "UNIMPLEMENTED",
+    "host_not_allowed": "PERMISSION_DENIED",
+    "invalid_request": "INVALID_ARGUMENT",
+    "queue_full": "RESOURCE_EXHAUSTED",
+    "key_limit": "RESOURCE_EXHAUSTED",
+    "head_too_large": "RESOURCE_EXHAUSTED",
+    "internal_error": "INTERNAL",
+    "transfer_encoding": "UNIMPLEMENTED",
+    "not_ready": "UNAVAILABLE",
+    "draining": "UNAVAILABLE",
+    "out_of_memory": "UNAVAILABLE",
+    "engine_lost": "UNAVAILABLE",
+    "deadline_exceeded": "DEADLINE_EXCEEDED",
+}
+
 _KEY = "authorization"
 
 Behaviour = Callable[[object, Any], Awaitable[bytes]]
 
 
-class Reply(NamedTuple):
+class RpcReply(NamedTuple):
     """What the application answered; `code` is a refusal's."""
 
     status: int
@@ -178,7 +205,7 @@ def _size(message: bytes | None) -> int:
 
 async def _ask(
     app: ASGIApp, context: Any, verb: str, path: str, body: bytes = b"", extension: Incoming | None = None
-) -> Reply:
+) -> RpcReply:
     """What the application answers to a call. Raises CancelledError where nobody waits for it any more."""
     parts: list[bytes] = []
     begun: Message = {}
@@ -217,10 +244,10 @@ async def _ask(
     if not begun:  # nothing was answered
         raise asyncio.CancelledError
     fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in begun["headers"]}
-    return Reply(begun["status"], fields, b"".join(parts), exchange.code)
+    return RpcReply(begun["status"], fields, b"".join(parts), exchange.code)
 
 
-async def _answered(reply: Reply, context: Any) -> bytes:
+async def _answered(reply: RpcReply, context: Any) -> bytes:
     """The answer's body; a refusal ends the call. What header fields say beside that goes behind it, as metadata."""
     beside = {name: value for name, value in reply.fields.items() if not name.startswith(("content-", "connection"))}
     context.set_trailing_metadata(tuple(beside.items()))

@@ -14,8 +14,8 @@ from flashpoint_contract.options import ProblemError
 from flashpoint_kernels.timing.account import standard_flops
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.engine.cases import cases_of
-from flashpoint_server.ipc.client import Engine, Engines, Listener, Said
-from flashpoint_server.ipc.messages import DeviceInfo, JobDropped, JobOpened, StopJob, Time
+from flashpoint_server.ipc.client import Engine, Engines, Listener
+from flashpoint_server.ipc.messages import DeviceInfo, JobDropped, JobNews, JobOpened, StopJob, Time
 from flashpoint_server.refusal import Refusal, invalid
 
 MEMORY_SHARE = 8  # a case's tensors, their gradients and copies must leave the device's memory to others
@@ -23,7 +23,7 @@ HEARSAY_SECONDS = 0.25
 OPENING_SECONDS = 10.0  # that an engine may take to say that it has a job: a launch of its own may run first
 
 
-class Benchmark:
+class KnownBenchmark:
     """One job, where it runs, and its events."""
 
     def __init__(self, engine: Engine, opened: JobOpened) -> None:
@@ -80,7 +80,7 @@ class _Opening(NamedTuple):
     """A job that an engine has been told of, and has not said that it has."""
 
     owner: str
-    done: asyncio.Future[Benchmark]
+    done: asyncio.Future[KnownBenchmark]
 
 
 def no_such_benchmark() -> Refusal:
@@ -94,11 +94,11 @@ class Benchmarks(Listener):
         self._settings = settings
         self._engines = engines
         engines.listeners.append(self)
-        self._known: dict[str, Benchmark] = {}
+        self._known: dict[str, KnownBenchmark] = {}
         self._opening: dict[str, _Opening] = {}
         self._heard = asyncio.Event()
 
-    async def get(self, name: str) -> Benchmark:
+    async def get(self, name: str) -> KnownBenchmark:
         """Raises Refusal 404. One that another HTTP process has just opened may take a moment to be heard of."""
         try:
             async with asyncio.timeout(HEARSAY_SECONDS):
@@ -111,7 +111,7 @@ class Benchmarks(Listener):
     def _load_of(self, engine: Engine) -> int:
         return sum(not benchmark.over for benchmark in self._known.values() if benchmark.engine is engine)
 
-    async def open(self, request: BenchmarkRequest, owner: str, device: DeviceInfo) -> Benchmark:
+    async def open(self, request: BenchmarkRequest, owner: str, device: DeviceInfo) -> KnownBenchmark:
         """Check a request, and queue it at an engine. Raises Refusal 422, 429 and 503."""
         self._check(request, device)
         self._drop_old()
@@ -132,13 +132,13 @@ class Benchmarks(Listener):
         finally:
             del self._opening[name]
 
-    def stop(self, benchmark: Benchmark) -> None:
+    def stop(self, benchmark: KnownBenchmark) -> None:
         """Its last event says when it has."""
         benchmark.engine.tell(StopJob(benchmark.job.id))
 
-    def heard(self, engine: Engine, said: Said) -> None:
+    def heard(self, engine: Engine, said: JobNews) -> None:
         if isinstance(said, JobOpened):
-            benchmark = self._known[said.job] = Benchmark(engine, said)
+            benchmark = self._known[said.job] = KnownBenchmark(engine, said)
             if said.job in self._opening and not self._opening[said.job].done.done():
                 self._opening[said.job].done.set_result(benchmark)
             self._heard.set()

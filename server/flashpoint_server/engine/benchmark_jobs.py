@@ -20,63 +20,64 @@ from flashpoint.benchmark_schema import ENDED, BenchmarkEvent, BenchmarkRequest,
 from flashpoint_kernels.reproducible import CORES
 from flashpoint_server.engine import local
 from flashpoint_server.engine.cases import cases_of
-from flashpoint_server.ipc.messages import JobDropped, JobEvent, JobOpened, Time
+from flashpoint_server.ipc.messages import JobDropped, JobEvent, JobNews, JobOpened, StopJob, Time
 
 OTHERS_SHARE = 4  # times as long as a slice
-MOST_KEPT = 64  # jobs that have ended, for who asks for them later
-
-Said = JobOpened | JobEvent | JobDropped
+MOST_KEPT = 64  # jobs that have ended, for those that ask for them later
 
 
 @dataclass(eq=False)
-class _Job:
+class _TimedJob:
     asked: Time
     events: Generator[BenchmarkEvent | None, None, None]
-    said: list[Said] = field(default_factory=list)
+    said: list[JobNews] = field(default_factory=list)
     last: int = 0  # the number of its last event
     unwanted: bool = False
     ended: float | None = None  # in `time.monotonic` seconds
 
 
-class TimingLane:
-    """The jobs of one device. A slice is `begin`, `step`, while nothing else runs there, and `conclude`.
+class BenchmarkJobs:
+    """The jobs of one device, a plugin of its scheduler. A job that has ended is kept for `keep` seconds."""
 
-    All calls but `step` are made under one lock, its owner's. What they give is to be said to everybody. `keep` is for
-    how many seconds a job that has ended is kept.
-    """
+    name = "a benchmark"
 
     def __init__(self, device: str, slice_ms: float, keep: float) -> None:
         self._device = device
         self._slice_ms = slice_ms
         self._keep = keep
-        self._jobs: dict[str, _Job] = {}
-        self._running: _Job | None = None
-        self._in_slice: _Job | None = None
+        self._jobs: dict[str, _TimedJob] = {}
+        self._running: _TimedJob | None = None
+        self._in_slice: _TimedJob | None = None
         self._outcome: BenchmarkEvent | Exception | None = None
         self._used: defaultdict[str, float] = defaultdict(float)  # seconds, by owner
         self._others_until = 0.0
+        self.suspect = False
 
     def wants(self, now: float, *, others: bool) -> bool:
-        """Whether a slice is to run now; `others` says whether anything else waits."""
+        """Whether a slice is to run now; `others` says whether requests wait."""
         if self._running is None and not any(job.ended is None for job in self._jobs.values()):
             return False
         return not others or now >= self._others_until
 
-    def history(self) -> Iterator[Said]:
-        """All that has been said of the jobs that are kept."""
+    def history(self) -> Iterator[JobNews]:
+        """Yield all that has been said of the jobs that are kept."""
         for job in self._jobs.values():
             yield from job.said
 
-    def open(self, asked: Time) -> list[Said]:
+    def hear(self, message: Time | StopJob) -> list[JobNews]:
+        """Take in what an HTTP process asks."""
+        return self._open(message) if isinstance(message, Time) else self._stop(message.job)
+
+    def _open(self, asked: Time) -> list[JobNews]:
         """Queue a job, whose request has been checked."""
         request = BenchmarkRequest.model_validate_json(asked.request)
-        job = _Job(asked, local.slices(request, self._device, self._slice_ms))
+        job = _TimedJob(asked, local.slices(request, self._device, self._slice_ms))
         total = len(cases_of(request, self._device))
         self._jobs[asked.job] = job
         job.said.append(JobOpened(asked.job, asked.owner, asked.request, asked.created, total))
         return [*job.said, *self._drop_old()]
 
-    def stop(self, name: str) -> list[Said]:
+    def _stop(self, name: str) -> list[JobNews]:
         """Cancel a job, at the end of its slice where one runs; nothing, where it has ended."""
         job = self._jobs.get(name)
         if job is None or job.ended is not None:
@@ -109,42 +110,47 @@ class TimingLane:
             self._used[job.asked.owner] += took
             self._others_until = time.monotonic() + OTHERS_SHARE * took
 
-    def conclude(self) -> list[Said]:
-        """What is to be said after a slice."""
+    def conclude(self) -> list[JobNews]:
+        """Return what is to be said after a slice. A CUDA error makes the device suspect."""
+        said = self._concluded()
+        self.suspect = any(isinstance(one, JobEvent) and b"CUDA" in one.event for one in said)
+        return said
+
+    def _concluded(self) -> list[JobNews]:
         job, outcome, self._in_slice = self._in_slice, self._outcome, None
         assert job is not None
         if isinstance(outcome, Exception):
             return self._end(job, "failed", f"{type(outcome).__name__}: {outcome}")
-        said: list[Said] = [] if outcome is None else [self._say(job, outcome)]
+        said: list[JobNews] = [] if outcome is None else [self._say(job, outcome)]
         if isinstance(outcome, StateEvent) and outcome.state in ENDED:
             self._close(job)
         elif job.unwanted:
             said += self._end(job, "cancelled")
         return said
 
-    def _next(self) -> _Job:
+    def _next(self) -> _TimedJob:
         return min(
             (job for job in self._jobs.values() if job.ended is None), key=lambda job: self._used[job.asked.owner]
         )
 
-    def _end(self, job: _Job, state: State, error: str | None = None) -> list[Said]:
+    def _end(self, job: _TimedJob, state: State, error: str | None = None) -> list[JobNews]:
         self._close(job)
         at = datetime.datetime.now(datetime.UTC)
         return [self._say(job, StateEvent(id=job.last + 1, state=state, at=at, error=error))]
 
-    def _close(self, job: _Job) -> None:
+    def _close(self, job: _TimedJob) -> None:
         if job is self._running:
             self._running = None
         job.events.close()
         job.ended = time.monotonic()
 
-    def _say(self, job: _Job, event: BenchmarkEvent) -> JobEvent:
+    def _say(self, job: _TimedJob, event: BenchmarkEvent) -> JobEvent:
         job.last = event.id
         said = JobEvent(job.asked.job, event.model_dump_json().encode())
         job.said.append(said)
         return said
 
-    def _drop_old(self) -> list[Said]:
+    def _drop_old(self) -> list[JobNews]:
         ended = [job for job in self._jobs.values() if job.ended is not None]
         old = [job for job in ended if time.monotonic() - (job.ended or 0) > self._keep] + ended[:-MOST_KEPT]
         for job in dict.fromkeys(old):

@@ -1,0 +1,167 @@
+"""Runs tasks on the device, and sends the answers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import structlog
+
+from flashpoint_kernels import Problem
+from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, Stages, TorchDevice
+from flashpoint_server.engine.entry import Entry, OutOfMemoryError, account
+from flashpoint_server.engine.tasks import Compute, Cut, Launch, Task
+from flashpoint_server.engine.waiting import Budget
+from flashpoint_server.ipc.messages import Batch, Done, Failed, Prove, Proven, Submit
+from flashpoint_server.ipc.parent import Watchdog
+from flashpoint_server.observability.lines import LINES
+from flashpoint_server.refusal import Refusal
+
+log = structlog.stdlib.get_logger("flashpoint.engine")
+
+
+class Executor:
+    """See the module. The process ends when a task runs for longer than `hang_timeout` seconds."""
+
+    def __init__(self, device: TorchDevice, budget: Budget, hang_timeout: float) -> None:
+        self.device = device
+        self._budget = budget
+        self._watchdog = Watchdog(hang_timeout)
+        self._numbers = itertools.count(1 + secrets.randbits(62))  # of launches; traces take them for unique
+
+    def run(self, task: Task) -> Exception | None:
+        """Run a task. Return the failure of a part or of a cutting; the requests of a launch are answered."""
+        if isinstance(task, Compute):
+            return self._compute(task.entries[0], task.problem)
+        if isinstance(task, Cut):
+            return self._cut(task.entries[0])
+        if isinstance(task, Launch):
+            self._launch(task.entries)
+        else:
+            with self._watchdog.watched():
+                task.plugin.step()
+        return None
+
+    def answer(self, entry: Entry) -> None:
+        """Answer a request whose parts have all ended, or that failed."""
+        if entry.failure is None:
+            self._done(entry, 1, NO_COPIES, entry.alone(self._budget), next(self._numbers))
+        else:
+            entry.peer.send(_failed(entry))
+
+    def end_if_lost(self, by: str) -> None:
+        """End the process if nothing works on the device any more; `by` says what may have broken it."""
+        if self.device.lost():
+            _lost(by=by)
+
+    def _compute(self, entry: Entry, problem: Problem) -> Exception | None:
+        assert isinstance(entry.submit, Submit)
+        backend = entry.submit.backend
+        try:
+            with self._watchdog.watched():
+                try:
+                    self.device.run(problem, backend)
+                except OutOfMemoryError:
+                    self.device.empty_cache()
+                    self.device.run(problem, backend)
+        except Exception as error:
+            return error
+        return None
+
+    def _cut(self, entry: Entry) -> Exception | None:
+        try:
+            entry.cut(self.device.parts)
+        except Exception as error:
+            return error
+        return None
+
+    def _launch(self, batch: Sequence[Entry]) -> None:
+        if isinstance(asked := batch[0].submit, Prove):
+            self._prove(batch[0], asked)
+        else:
+            self._solve(batch, splits=0, tries=2)
+
+    def _prove(self, entry: Entry, asked: Prove) -> None:
+        try:
+            with self._watchdog.watched():
+                report = self.device.verify(asked, entry.peer.segments)
+        except Exception as error:
+            self._fail([entry], error)
+        else:
+            entry.peer.send(Proven(asked.id, report, entry.began, time.perf_counter()))
+
+    def _solve(self, batch: Sequence[Entry], *, splits: int, tries: int) -> None:
+        """Compute a batch and answer it; in halves where memory does not suffice, one by one where something fails."""
+        failure: Exception | None = None
+        try:
+            with self._watchdog.watched():
+                seeds, stages = self.device.launch([entry.placed for entry in batch])
+        except Exception as error:
+            failure = error
+        if failure is None:
+            about: Batch | None = account(batch, self._budget, splits)
+            number = next(self._numbers)
+            for entry, seed in zip(batch, seeds, strict=True):
+                entry.seed = seed
+                self._done(entry, len(batch), stages, about, number)
+                about = None
+        elif isinstance(failure, OutOfMemoryError) and (len(batch) > 1 or tries > 1):
+            failure.__traceback__ = None  # its frames hold what is to be given back
+            self.device.empty_cache()
+            if len(batch) == 1:
+                self._solve(batch, splits=splits, tries=tries - 1)
+            else:
+                half = len(batch) // 2
+                for some in (batch[:half], batch[half:]):
+                    self._solve(some, splits=splits + 1, tries=tries)
+        elif isinstance(failure, DeviceLostError) or len(batch) == 1:
+            self._fail(batch, failure)
+        else:
+            failure.__traceback__ = None
+            for entry in batch:
+                self._solve([entry], splits=splits, tries=tries)
+
+    def _fail(self, batch: Sequence[Entry], error: Exception) -> None:
+        for entry in batch:
+            entry.failure = error
+            self.answer(entry)
+
+    def _done(self, entry: Entry, size: int, stages: Stages, about: Batch | None, number: int) -> None:
+        """Answer that a request is computed.
+
+        It ran in launch `number` with `size` requests, about which `about` tells in the answer of one of them.
+        """
+        submit, spec = entry.placed.submit, entry.spec
+        metadata: dict[str, Any] = {"backend": submit.backend}
+        if spec.options.dropout_p:
+            metadata["dropout_seed"] = entry.seed
+        ended, memory, dropped = time.perf_counter(), self.device.memory(), LINES.dropped()
+        entry.peer.send(Done(submit.id, metadata, entry.began, ended, size, *stages, memory, number, about, dropped))
+
+
+def _failed(entry: Entry) -> Failed:
+    """Return the message that says why a request failed. Ends the process where its device is lost."""
+    submit, error = entry.submit, entry.failure
+    assert error is not None
+    if isinstance(error, DeviceLostError):
+        _lost(request_id=submit.request_id, error=str(error))
+    if isinstance(error, Refusal):
+        reply = Failed(submit.id, error.code, error.detail, list(error.errors))
+    elif isinstance(error, OutOfMemoryError):
+        reply = Failed(submit.id, "out_of_memory", "the device ran out of memory for this request", [])
+    else:
+        log.error("failed", request_id=submit.request_id, error=type(error).__name__, exc_info=error)
+        reply = Failed(submit.id, "internal_error", "an error of the server, logged by its engine", [])
+    error.__traceback__ = None  # the entry may be kept a while longer, and must keep no tensors
+    return reply
+
+
+def _lost(**about: str) -> NoReturn:
+    """End the process: what runs is lost with the device; what has not begun is another engine's."""
+    log.critical("device lost", **about)
+    LINES.flush()
+    os._exit(1)

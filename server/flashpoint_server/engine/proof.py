@@ -1,0 +1,96 @@
+"""The start of a device: its backends are proven against the float64 reference, and their rates are measured."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import msgspec
+import structlog
+import torch
+from torch import Tensor
+
+from flashpoint_contract.options import Options
+from flashpoint_kernels import Problem, calibration, run, triton_backend
+from flashpoint_server.engine.device import TorchDevice
+
+log = structlog.stdlib.get_logger("flashpoint.engine")
+
+# Bounds that only a wrong result passes: rounding reaches a twentieth of them.
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+
+_PASSING = ("out of memory", "ALLOC_FAILED", "busy or unavailable", "uncorrectable ECC error")
+
+
+def start(asked: str) -> TorchDevice:
+    """Return the device `asked` (auto, cpu, cuda or cuda:N), proven and calibrated. Raises RuntimeError."""
+    device = TorchDevice.open(asked)
+    prove(device)
+    calibrate(device)
+    return device
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether another start may succeed: others hold the device's memory, or there is an error in it."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _PASSING)
+
+
+def prove(device: TorchDevice) -> None:
+    """Check every backend's forward and gradients against the float64 reference, on this device.
+
+    Compilers do miscompile. Raises RuntimeError naming the backend that disagrees.
+    """
+    name = device.info.name
+    for backend in device.info.backends:
+        for dtype, bound in BOUNDS.items() if backend != "reference" else ():
+            for tensor, error in _errors(name, backend, dtype).items():
+                if not error <= bound:
+                    raise RuntimeError(
+                        f"the {backend} backend disagrees with the reference on {name}: "
+                        f"{tensor} in {dtype} is off by {error:.3g} of its largest value"
+                    )
+    if not device.is_cpu:
+        _warm(name)
+    device.empty_cache()
+
+
+def calibrate(device: TorchDevice) -> None:
+    """Measure how long the work of each backend takes here; requests are priced by it from then on."""
+    info = device.info
+    rates = {
+        backend: calibration.measure(backend) if device.is_cpu else calibration.of_gpu(backend, info.speed)
+        for backend in info.backends
+    }
+    device.info = msgspec.structs.replace(info, rates=rates)
+    log.info("calibrated", rates={name: one._asdict() for name, one in rates.items()})
+
+
+def _errors(device: str, backend: str, dtype: torch.dtype) -> dict[str, float]:
+    """Return the largest error of each answer, relative to its largest value, on a small causal problem with GQA."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = {"q": (2, 4, 37, 16), "k": (2, 2, 53, 16), "v": (2, 2, 53, 16), "do": (2, 4, 37, 16)}
+    tensors = {n: torch.randn(s, generator=generator).to(device, dtype) for n, s in shapes.items()}
+    options = Options(causal=True, return_lse=True)
+
+    def answers(backend: str) -> dict[str, Tensor]:
+        forward = Problem.create({n: tensors[n] for n in ("q", "k", "v")}, options)
+        run([forward], backend)
+        backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
+        run([backward], backend)
+        return {**forward.outputs, **backward.outputs}
+
+    truth = answers("reference")
+    return {
+        n: ((t.double() - truth[n].double()).abs().max() / truth[n].double().abs().max()).item()
+        for n, t in answers(backend).items()
+    }
+
+
+def _warm(device: str) -> None:
+    """Compile, all at a time, what most requests will need: 16-bit attention and its gradients without options."""
+    compiling = []
+    for dtype, dim in product((torch.float16, torch.bfloat16), (64, 128)):
+        t = torch.zeros(1, 1, 16, dim, dtype=dtype, device=device)
+        problem = Problem.create(dict.fromkeys(("q", "k", "v", "do"), t), Options(), "backward")
+        compiling.append(triton_backend.compile_ahead([problem]))  # its forward with it
+    for done in compiling:
+        done.result()

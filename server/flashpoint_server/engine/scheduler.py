@@ -1,0 +1,291 @@
+"""Decides what an engine does next: which requests run, in which parts, and how much at a time.
+
+On a CPU a request is cut into parts, between its sequences and between its heads. Tasks take them one by one in the
+queue's order (waiting.py): the cores are shared by all requests that wait, and between two parts a request that is
+cancelled or late ends. A part runs on one core; where all cores run long parts, one lane more takes short ones. On a
+GPU, and under Triton's interpreter, a task is a launch of as many requests as may share it.
+
+    admitted → waiting → begun → answered      waiting → cancelled, late: answered without having begun
+
+The scheduler knows neither sockets nor torch. The device tells it what it can do (`Resources`); tasks are run, and
+requests answered, by others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import structlog
+
+from flashpoint_contract.spec import Row
+from flashpoint_kernels import Problem
+from flashpoint_server.engine.entry import Entry, Lengths, OutOfMemoryError, Peer, Placed
+from flashpoint_server.engine.tasks import Compute, Cut, Launch, Plugin, Slice, Task
+from flashpoint_server.engine.waiting import Budget, Waiting
+from flashpoint_server.ipc.messages import Prove, Submit
+from flashpoint_server.refusal import out_of_time
+
+log = structlog.stdlib.get_logger("flashpoint.engine")
+
+# One part of some milliseconds, where nothing else waits: nobody need listen, and to wake another thread costs a tenth.
+BRIEF_SECONDS = 0.004  # predicted
+BRIEF_BYTES = 1 << 24
+HOLD_SECONDS = 0.05  # that requests are held back for a slice, while something still runs
+
+
+class Resources(Protocol):
+    """A device, as far as the scheduler needs it: how much runs at a time, and how requests are prepared."""
+
+    is_cpu: bool
+    cores: int
+    launches: int
+
+    def cuts(self, backend: str) -> bool: ...
+    def rows(self, job: Placed) -> tuple[Row, ...]: ...
+    def parts(self, job: Placed) -> list[Problem]: ...
+    def compile(self, job: Placed) -> Future[None] | None: ...
+
+
+class Scheduler:
+    """See the module. All calls are made under `lock`, which guards the queue, the entries and the peers' segments.
+
+    `answer` is called with each request that has failed, and with each whose parts have all ended. `wake` is called
+    when there may be a task that nobody has asked for.
+    """
+
+    def __init__(
+        self,
+        device: Resources,
+        budget: Budget,
+        answer: Callable[[Entry], None],
+        wake: Callable[[], None],
+        plugins: Sequence[Plugin] = (),
+    ) -> None:
+        self.lock = threading.RLock()
+        self.plugins = plugins
+        self._log = log.bind()  # as it is configured by now: what `log` itself is asked for is looked up each time
+        self._device = device
+        self._answer = answer
+        self._wake = wake
+        self._waiting: Waiting[Entry] = Waiting(budget)
+        self._compiled: set[Hashable] = set()  # launch keys
+        self._held: dict[Hashable, list[Entry]] = {}  # until their launch key is compiled
+        self._cutting: list[Entry] = []  # whose parts are being made
+        self._running = 0  # tasks
+        self._launches = 0  # of these
+        self._long = 0  # of these
+        self._alone = False  # a slice runs, and nothing beside it
+        self._holding: float | None = None  # since when nothing begins, so that a slice may
+
+    # Requests
+
+    def admit(self, message: Submit | Prove, peer: Peer) -> None:
+        """Put a request into the queue. Raises ProblemError for what is no problem.
+
+        A request that needs a kernel that is not compiled yet waits for it aside, and holds up no other.
+        """
+        entry = Entry.of(message, peer, self._device.cuts)
+        key = entry.key
+        if isinstance(message, Prove) or message.backend != "triton" or key is None or key in self._compiled:
+            self._waiting.put(entry)
+        elif key in self._held:
+            self._held[key].append(entry)
+        elif not entry.mapped:
+            self._waiting.put(entry)
+        else:
+            self._compile(entry, key)
+
+    def _compile(self, entry: Entry, key: Hashable) -> None:
+        try:
+            self._device.rows(entry.placed)
+            compiling = self._device.compile(entry.placed)
+        except OutOfMemoryError:
+            self._waiting.put(entry)  # to be compiled for when there is memory to run it, too
+        except Exception as error:  # one request is no reason to fail its peer
+            self._fail(entry, error)
+        else:
+            if compiling is None:
+                self._compiled.add(key)
+                self._waiting.put(entry)
+            else:
+                self._held[key] = [entry]
+                compiling.add_done_callback(lambda _: self._has_compiled(key))
+
+    def _has_compiled(self, key: Hashable) -> None:
+        """The kernels are compiled, or cannot be: then the launch says why."""
+        with self.lock:
+            self._compiled.add(key)
+            for entry in self._held.pop(key):
+                self._waiting.put(entry)
+            self._wake()
+
+    def cancel(self, peer: Peer, number: int) -> None:
+        """Drop a request that nobody waits for any more. It is answered all the same."""
+
+        def asked(entry: Entry) -> bool:
+            return entry.peer is peer and entry.submit.id == number
+
+        for entry in self._remove(asked):
+            self._drop_parts(entry, out_of_time())
+        for entry in filter(asked, self._cutting):
+            entry.failure = out_of_time()
+
+    def forget(self, peer: Peer) -> None:
+        """Drop all requests of an HTTP process that is gone."""
+        self._remove(lambda entry: entry.peer is peer)
+        for entry in self._cutting:
+            if entry.peer is peer:
+                entry.failure = out_of_time()
+
+    def _remove(self, unwanted: Callable[[Entry], bool]) -> list[Entry]:
+        """Take out of the queue, and from beside it, what is `unwanted`."""
+        found = self._waiting.remove(unwanted)
+        for key, held in self._held.items():
+            found += [entry for entry in held if unwanted(entry)]
+            self._held[key] = [entry for entry in held if not unwanted(entry)]
+        return found
+
+    def _drop_parts(self, entry: Entry, error: Exception) -> None:
+        """Nobody takes the rest of it; it is answered when the parts that run have ended, at once where none does."""
+        entry.failure = entry.failure or error
+        entry.left -= len(entry.parts)
+        entry.parts.clear()
+        if not entry.left:
+            self._answer(entry)
+
+    def _fail(self, entry: Entry, error: Exception) -> None:
+        entry.failure = error
+        self._answer(entry)
+
+    # Tasks
+
+    def take(self) -> Task | None:
+        """Return a task that is to run now; `finish` says that it has ended. None where none may begin."""
+        while not self._alone:
+            now = time.monotonic()
+            for plugin in self.plugins:
+                if plugin.wants(now, others=bool(self._waiting)):
+                    if not self._running:
+                        return self._begin(self._slice(plugin))
+                    self._holding = now if self._holding is None else self._holding
+                    if now < self._holding + HOLD_SECONDS:
+                        return None  # it is alone as soon as these have ended, for nothing else begins
+                    plugin.postpone(now)  # what runs takes long: nobody waits for that to end
+            self._holding = None
+            found = self._waiting.take(now, groups=self._may_launch, may=self._has_lane)
+            if not found:
+                return None
+            if batch := [entry for entry in found if self._begins(entry)]:
+                return self._begin(self._task(batch))
+        return None
+
+    def next_look(self) -> float | None:
+        """Return when there may be a task though nobody says so, in `time.monotonic` seconds."""
+        if self._alone:
+            return None
+        if self._holding is not None:
+            return self._holding + HOLD_SECONDS
+        return self._waiting.closes() if self._may_launch else None
+
+    def finish(self, task: Task, failure: Exception | None) -> None:
+        """A task has ended, with a `failure` of its part or of its cutting."""
+        self._running -= 1
+        self._long -= task.long
+        for entry in task.entries:
+            entry.peer.running -= 1
+        if isinstance(task, Compute):
+            self._part_ended(task.entries[0], failure)
+        elif isinstance(task, Cut):
+            self._cut_ended(task.entries[0], failure)
+        elif isinstance(task, Launch):
+            self._launches -= 1
+            self._wake()  # it may have to wait for a batch to close now
+        else:
+            self._alone = False
+            self._wake()
+
+    def _begin(self, task: Task) -> Task:
+        self._running += 1
+        self._long += task.long
+        for entry in task.entries:
+            entry.peer.running += 1
+        return task
+
+    def _slice(self, plugin: Plugin) -> Slice:
+        self._holding = None
+        self._alone = True
+        plugin.begin()
+        return Slice(plugin)
+
+    def _task(self, batch: list[Entry]) -> Task:
+        """Return the task of requests that may run together: one, unless they share a launch."""
+        entry = batch[0]
+        if entry.key is not None:
+            self._launches += 1
+            return Launch(batch)
+        if not entry.left:
+            self._cutting.append(entry)
+            return Cut((entry,), entry.long)
+        problem = entry.parts.popleft()
+        if entry.parts:
+            self._waiting.put(entry)
+            self._wake()
+        small = entry.submit.seconds <= BRIEF_SECONDS and entry.nbytes <= BRIEF_BYTES
+        return Compute((entry,), problem, entry.long, small and not self._waiting)
+
+    @property
+    def _may_launch(self) -> bool:
+        """Whether a launch may begin: on a CPU it takes a core."""
+        free = self._running < self._device.cores or not self._device.is_cpu
+        return free and self._launches < self._device.launches
+
+    def _has_lane(self, entry: Entry) -> bool:
+        """Whether a part of it may begin: while a core is free, and, where all run long parts, if it is short."""
+        if self._running < self._device.cores:
+            return True
+        return not entry.long and self._long >= self._device.cores and self._running == self._long
+
+    def _begins(self, entry: Entry) -> bool:
+        """Whether it is to run now; if not, it is answered. A request that has not begun begins here."""
+        late = entry.submit.deadline is not None and time.monotonic() >= entry.submit.deadline
+        if entry.began:
+            if late:
+                self._drop_parts(entry, out_of_time())
+            return not late
+        try:
+            if not entry.mapped:
+                raise OutOfMemoryError
+            if late:
+                raise out_of_time()
+            entry.begin()
+            self._log.debug("begin", request_id=entry.submit.request_id, kind=type(entry.submit).__name__)
+            if entry.key is None:
+                if not entry.many:
+                    entry.cut(self._device.parts)
+            elif isinstance(entry.submit, Submit):
+                entry.lengths = Lengths.of(self._device.rows(entry.placed))
+        except Exception as error:
+            self._fail(entry, error)
+            return False
+        return True
+
+    def _part_ended(self, entry: Entry, failure: Exception | None) -> None:
+        entry.left -= 1
+        if failure is not None:
+            self._waiting.remove(lambda other: other is entry)
+            self._drop_parts(entry, failure)
+        elif not entry.left:
+            self._answer(entry)
+
+    def _cut_ended(self, entry: Entry, failure: Exception | None) -> None:
+        self._cutting.remove(entry)
+        if failure is not None:
+            self._fail(entry, failure)
+        elif entry.failure is not None:  # it was cancelled meanwhile
+            self._drop_parts(entry, entry.failure)
+        else:
+            self._waiting.put(entry)

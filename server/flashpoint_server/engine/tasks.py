@@ -1,0 +1,70 @@
+"""The tasks that an engine runs: what the scheduler chooses, and the executor runs.
+
+`entries` are the requests of a task. `long`: other requests may not have to wait for it. `brief`: it takes so little
+time that nobody need listen meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from flashpoint_kernels import Problem
+from flashpoint_server.engine.entry import Entry
+from flashpoint_server.ipc.messages import FromEngine, StopJob, Time
+
+
+class Plugin(Protocol):
+    """Work beside the requests: it runs in slices, one at a time, while nothing else runs on the device.
+
+    A slice is `begin`, `step` and `conclude`. All calls but `step` are made under the scheduler's lock. The messages
+    that `hear`, `history` and `conclude` return are for every HTTP process.
+    """
+
+    name: str  # in the log
+    suspect: bool  # the last slice may have broken the device
+
+    def hear(self, message: Time | StopJob) -> Sequence[FromEngine]: ...
+    def history(self) -> Iterable[FromEngine]: ...
+    def wants(self, now: float, *, others: bool) -> bool: ...
+    def postpone(self, now: float) -> None: ...
+    def begin(self) -> None: ...
+    def step(self) -> None: ...
+    def conclude(self) -> Sequence[FromEngine]: ...
+
+
+class Compute(NamedTuple):
+    """Compute one part of a request."""
+
+    entries: tuple[Entry]
+    problem: Problem
+    long: bool
+    brief: bool
+
+
+class Cut(NamedTuple):
+    """Cut a request of many sequences into parts, which takes a while."""
+
+    entries: tuple[Entry]
+    long: bool
+    brief: bool = False
+
+
+class Launch(NamedTuple):
+    """Compute requests in one launch, or verify one."""
+
+    entries: Sequence[Entry]
+    long: bool = True
+    brief: bool = False
+
+
+class Slice(NamedTuple):
+    """Run a slice of a plugin, alone."""
+
+    plugin: Plugin
+    entries: Sequence[Entry] = ()
+    long: bool = True
+    brief: bool = False
+
+
+Task = Compute | Cut | Launch | Slice

@@ -1,0 +1,41 @@
+"""An HTTP process as an engine sees it."""
+
+import select
+import socket
+
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+from flashpoint_server.engine import entry
+from flashpoint_server.engine.entry import Peer
+from flashpoint_server.ipc.messages import Cancel, Channel, FromEngine, ToEngine, Unmapped
+
+
+def received(channel):
+    """All messages that have come."""
+    messages = []
+    while True:
+        try:
+            messages.append(channel.receive()[0])
+        except BlockingIOError:
+            return messages
+
+
+def test_a_peer_that_reads_nothing_is_dropped_and_told_only_when_its_memory_is_free(monkeypatch):
+    monkeypatch.setattr(entry, "PATIENCE", 0.0)
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs, ours = Channel(pair[0], FromEngine), Channel(pair[1], ToEngine)
+    theirs.send(Cancel(7))
+    peer = Peer(ours, pinning=None)
+    while not peer.deaf:
+        peer.send(Unmapped(0))
+    assert ours.receive() == (Cancel(7), [])
+    assert select.select([ours], [], [], 240)[0]
+    with pytest.raises(EOFError):  # so the loop forgets it
+        ours.receive()
+    assert set(received(theirs)) == {Unmapped(0)}  # and no end
+    peer.close()
+    with pytest.raises(EOFError):
+        theirs.receive()
+    theirs.close()

@@ -1,0 +1,29 @@
+"""The check that a backend must pass before it serves, and starts that fail."""
+
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+from flashpoint_kernels.tiled_backend import tiles
+from flashpoint_server.engine.device import TorchDevice
+from flashpoint_server.engine.proof import may_pass, prove
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_backend_that_computes_wrongly_is_not_served(direction, monkeypatch):
+    """As after a miscompilation: one element in one answer is off by a hundredth."""
+    compute = getattr(tiles, direction)
+
+    def miscompiled(problems):
+        compute(problems)
+        next(reversed(problems[0].outputs.values())).view(-1)[-1] += 0.01
+
+    monkeypatch.setattr(tiles, direction, miscompiled)
+    with pytest.raises(RuntimeError, match="the tiled backend disagrees with the reference on cpu"):
+        prove(TorchDevice.open("cpu"))
+
+
+def test_what_keeps_a_gpu_from_starting_may_pass():
+    for said in ("CUDA error: all CUDA-capable devices are busy or unavailable", "CUDA error: out of memory"):
+        assert may_pass(RuntimeError(said))
+    assert not may_pass(RuntimeError("device cuda:3 is asked for, and torch finds no CUDA device"))

@@ -1,0 +1,219 @@
+"""The scheduler alone, without sockets, torch or a device: what runs next, and what is answered when."""
+
+import itertools
+import mmap
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+from flashpoint_contract.options import Options
+from flashpoint_server.engine import scheduler as module
+from flashpoint_server.engine.entry import Peer
+from flashpoint_server.engine.scheduler import Scheduler
+from flashpoint_server.engine.tasks import Compute, Cut, Launch, Slice
+from flashpoint_server.engine.waiting import Budget
+from flashpoint_server.ipc.messages import Submit, Tensor, pack_options
+
+NUMBERS = itertools.count()
+OPTIONS = pack_options(Options())
+SHORT, LONG = 0.001, 1.0  # predicted seconds of a request
+
+
+class Resources:
+    """Two cores; each sequence is a part."""
+
+    is_cpu = True
+    cores = 2
+    launches = 1
+
+    def __init__(self):
+        self.compiling = None
+
+    def cuts(self, backend):
+        return backend != "triton"
+
+    def rows(self, job):
+        return job.spec.rows({})
+
+    def parts(self, job):
+        return [SimpleNamespace(rows=[row], first_head=0, seed=None) for row in self.rows(job)]
+
+    def compile(self, job):
+        return self.compiling
+
+
+class Plugin:
+    suspect = False
+
+    def __init__(self):
+        self.wanted = False
+        self.calls = []
+
+    def wants(self, now, *, others):
+        return self.wanted
+
+    def postpone(self, now):
+        self.calls.append("postpone")
+        self.wanted = False
+
+    def begin(self):
+        self.calls.append("begin")
+
+
+class Bench:
+    """A scheduler, and what it has answered."""
+
+    def __init__(self, plugins=()):
+        self.device = Resources()
+        self.answered, self.woken = [], 0
+        self.scheduler = Scheduler(self.device, Budget(1 << 60, 1 << 60, 0.0), self.answer, self.wake, plugins)
+        self.peer = Peer(channel=None, pinning=None, segments={0: mmap.mmap(-1, 4096)})
+
+    def answer(self, entry):
+        self.answered.append((entry.submit.id, entry.failure and entry.failure.code))
+
+    def wake(self):
+        self.woken += 1
+
+    def admit(self, sequences=1, *, backend="torch", seconds=SHORT, deadline=None):
+        number = next(NUMBERS)
+        shape = (sequences, 1, 4, 8)
+        inputs = [Tensor(name, "float32", shape, 0, 64) for name in "qkv"]
+        outputs = [Tensor("o", "float32", shape, 0, 64)]
+        self.scheduler.admit(
+            Submit(number, f"r{number}", "forward", OPTIONS, backend, 0, inputs, outputs, 0, 1, seconds, 0.0, deadline),
+            self.peer,
+        )
+        return number
+
+    def take(self, kind=Compute):
+        task = self.scheduler.take()
+        assert isinstance(task, kind), task
+        return task
+
+    def finish(self, *tasks, failure=None):
+        for task in tasks:
+            self.scheduler.finish(task, failure)
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+def test_cores_share_the_parts_of_a_request_and_its_last_part_answers_it(bench):
+    number = bench.admit(sequences=3, seconds=3 * LONG)
+    first, second = bench.take(), bench.take()
+    assert bench.scheduler.take() is None  # both cores are taken
+    assert bench.peer.running == 2
+    bench.finish(first)
+    third = bench.take()
+    bench.finish(second)
+    assert bench.answered == []
+    bench.finish(third)
+    assert (bench.answered, bench.peer.running) == ([(number, None)], 0)
+
+
+def test_a_short_part_runs_beside_long_ones_on_every_core(bench):
+    bench.admit(sequences=3, seconds=3 * LONG)
+    held = [bench.take(), bench.take()]
+    number = bench.admit()
+    short = bench.take()
+    assert (short.entries[0].submit.id, short.long, [task.long for task in held]) == (number, False, [True, True])
+    assert bench.scheduler.take() is None
+    bench.finish(short, *held)
+
+
+def test_nobody_need_listen_during_a_small_part_when_nothing_else_waits(bench):
+    bench.admit()
+    bench.admit()
+    assert [bench.take().brief, bench.take().brief] == [False, True]
+
+
+def test_a_request_that_is_cancelled_ends_between_two_parts(bench):
+    number = bench.admit(sequences=4, seconds=4 * LONG)
+    running = bench.take()
+    bench.scheduler.cancel(bench.peer, number)
+    assert bench.scheduler.take() is None
+    assert bench.answered == []  # a part still writes to its memory
+    bench.finish(running)
+    assert bench.answered == [(number, "deadline_exceeded")]
+
+
+def test_a_part_that_fails_ends_its_request(bench):
+    number = bench.admit(sequences=4, seconds=4 * LONG)
+    bench.finish(bench.take(), failure=module.out_of_time())
+    assert bench.answered == [(number, "deadline_exceeded")]
+    assert bench.scheduler.take() is None
+
+
+def test_a_late_request_is_answered_without_having_begun(bench):
+    number = bench.admit(deadline=0.0)
+    assert bench.scheduler.take() is None
+    assert bench.answered == [(number, "deadline_exceeded")]
+    assert bench.peer.segments[0][0] == 0
+
+
+def test_many_sequences_are_cut_in_a_task_of_its_own(bench):
+    cancelled, number = bench.admit(sequences=100), bench.admit(sequences=100)
+    cuts = [bench.take(Cut), bench.take(Cut)]
+    bench.scheduler.cancel(bench.peer, cancelled)
+    for cut in cuts:
+        cut.entries[0].cut(bench.device.parts)
+    bench.finish(*cuts)
+    assert bench.answered == [(cancelled, "deadline_exceeded")]
+    assert (bench.take().entries[0].submit.id, bench.peer.running) == (number, 1)
+
+
+def test_requests_that_share_a_key_share_a_launch(bench):
+    for _ in range(3):
+        bench.admit(backend="triton")
+    launch = bench.take(Launch)
+    bench.admit(backend="triton")
+    assert (len(launch.entries), bench.peer.running, bench.scheduler.take()) == (3, 3, None)
+    bench.finish(launch)
+    assert (len(bench.take(Launch).entries), bench.woken) == (1, 1)
+
+
+def test_a_request_waits_aside_for_its_kernels(bench):
+    bench.device.compiling = Future()
+    held, cancelled = bench.admit(backend="triton"), bench.admit(backend="triton")
+    other = bench.admit()
+    assert bench.take().entries[0].submit.id == other
+    assert bench.scheduler.take() is None
+    bench.scheduler.cancel(bench.peer, cancelled)
+    bench.device.compiling.set_result(None)
+    (entry,) = bench.take(Launch).entries
+    assert (entry.submit.id, bench.woken) == (held, 1)
+    assert bench.answered == [(cancelled, "deadline_exceeded")]
+
+
+def test_the_requests_of_a_process_that_is_gone_are_dropped(bench):
+    bench.admit(sequences=4, seconds=4 * LONG)
+    running = bench.take()
+    bench.scheduler.forget(bench.peer)
+    assert bench.scheduler.take() is None
+    bench.finish(running)
+    assert (bench.answered, bench.peer.running) == ([], 0)
+
+
+def test_a_slice_of_a_plugin_runs_alone(monkeypatch):
+    plugin = Plugin()
+    bench = Bench([plugin])
+    plugin.wanted = True
+    number = bench.admit()
+    piece = bench.take(Slice)
+    assert (plugin.calls, bench.scheduler.take(), bench.scheduler.next_look()) == (["begin"], None, None)
+    plugin.wanted = False
+    bench.finish(piece)
+    part = bench.take()
+    assert (part.entries[0].submit.id, bench.woken) == (number, 1)
+    plugin.wanted = True
+    bench.admit()
+    assert bench.scheduler.take() is None  # held back, so that the slice is alone soon
+    monkeypatch.setattr(module, "HOLD_SECONDS", 0.0)
+    bench.take()  # what runs takes too long to wait for
+    assert plugin.calls == ["begin", "postpone"]

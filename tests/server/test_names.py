@@ -1,0 +1,19 @@
+"""One name for one thing: a class of the server shares its name with no other class of the server or the client."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# FieldError is the name in OpenAPI; the exchange of the client is no part of its interface.
+SHARED = {"FieldError", "Exchange"}
+
+
+def class_names(folder):
+    nodes = (node for path in (ROOT / folder).rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    return [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+
+
+def test_a_class_of_the_server_has_a_name_of_its_own():
+    ours, theirs = class_names("server"), set(class_names("client"))
+    assert sorted(name for name in set(ours) if ours.count(name) > 1) == []
+    assert (set(ours) & theirs) <= SHARED
