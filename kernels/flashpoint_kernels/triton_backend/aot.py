@@ -33,8 +33,9 @@ from flashpoint_kernels.triton_backend.calls import compile_options
 from flashpoint_kernels.triton_backend.config import padded, tiles
 from flashpoint_kernels.triton_backend.configurations import SHARED_KIB, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
-from flashpoint_kernels.triton_backend.hopper import attention_forward_hopper
-from flashpoint_kernels.triton_backend.hopper_backward import attention_backward_kv_hopper, attention_backward_q_hopper
+from flashpoint_kernels.triton_backend.groups import Constants
+from flashpoint_kernels.triton_backend.hopper.backward import attention_backward_kv_hopper, attention_backward_q_hopper
+from flashpoint_kernels.triton_backend.hopper.forward import attention_forward_hopper
 from flashpoint_kernels.triton_backend.launch import _TYPES
 from flashpoint_kernels.triton_backend.shipped import Variant, all_of, representative
 
@@ -101,17 +102,16 @@ def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
     kernel, arch, dtype, dim, level, mask, precision = variant
     tile = tile or tile_of(variant)
     function = KERNELS[kernel]
-    values: dict[str, Any] = {
-        "LEVEL": level, "DTYPE": _TYPES[dtype], "MASK_DTYPE": mask and _TYPES[mask], "DMASK_DTYPE": tl.float32,
-        "PRECISION": precision, "ALIGNED": True, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
-        "BLOCK_D": padded(dim), "BLOCK_DV": padded(dim), "EVEN": padded(dim) == dim,
-        "STAGES": tile.num_stages,
-    }  # fmt: skip
+    constants = Constants(
+        LEVEL=level, DTYPE=_TYPES[dtype], MASK_DTYPE=mask and _TYPES[mask], DMASK_DTYPE=tl.float32, PRECISION=precision,
+        ALIGNED=True, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim),
+        EVEN=padded(dim) == dim, STAGES=tile.num_stages,
+    )  # fmt: skip
     names = function.arg_names
-    constants = {(at,): values[name] for at, name in enumerate(names) if name in values}
-    signature = {name: "constexpr" if name in values else _POINTERS.get(name, "i32") for name in names}
+    signature = {name: "constexpr" if name == "C" else _POINTERS.get(name, "i32") for name in names}
     aligned: dict[Any, Any] = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name in _POINTERS}
-    source = (GluonASTSource if function.is_gluon() else ASTSource)(function, signature, constants, aligned)
+    made = GluonASTSource if function.is_gluon() else ASTSource
+    source = made(function, signature, {(names.index("C"),): constants}, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=compile_options(tile))
     registers, spill_bytes = _resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]

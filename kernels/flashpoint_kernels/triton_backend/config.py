@@ -53,7 +53,7 @@ def table_of(chip: Chip) -> int:
 
 
 def tiles(arch: int, dtype: str, head_dim: int, value_dim: int, level: int, hopper: bool = False) -> Config:
-    """The tiles of a problem in the table of sm_`arch`; `hopper`: with those of the path of hopper.py.
+    """The tiles of a problem in the table of sm_`arch`; `hopper`: with those of the path for Hopper.
 
     A head dimension that is no power of two tests the columns of what comes through pointers: that takes the registers
     that level 1 has left.
@@ -67,7 +67,7 @@ def tiles(arch: int, dtype: str, head_dim: int, value_dim: int, level: int, hopp
 
 
 def hopper_tiles(head_dim: int, value_dim: int) -> dict[str, Tile]:
-    """The tiles of the kernels, by their names in `Config`, that the path of hopper.py has."""
+    """The tiles of the kernels, by their names in `Config`, that the path for Hopper has."""
     widest = max(padded(head_dim), padded(value_dim))
     return HOPPER[next(dim for dim in HOPPER if widest <= dim)]
 
@@ -96,11 +96,14 @@ def config_for(device: torch.device, dtype: str, head_dim: int, value_dim: int, 
 
 
 def takes_hopper(device: torch.device) -> bool:
-    """Whether problems may take the path of hopper.py: asked for by FLASHPOINT_HOPPER=1, and a device that can.
+    """Whether problems may take the path for Hopper: asked for by FLASHPOINT_HOPPER=1, and a device that can.
 
-    Off unless asked for: it has not run on a GPU yet. Raises ValueError for a value that is neither 0 nor 1.
+    Off unless asked for: it has not run on a GPU yet. Never where Triton interprets, unless a Chip stands in for the
+    device: the interpreter does not run Gluon. Raises ValueError for a value that is neither 0 nor 1.
     """
     asked = os.environ.get("FLASHPOINT_HOPPER") or "0"
     if asked not in ("0", "1"):
         raise ValueError(f"FLASHPOINT_HOPPER must be 0 or 1, not {asked!r}")
-    return asked == "1" and (INTERPRETED or chip_of(device).arch == 90)
+    if asked == "0" or (INTERPRETED and stand_in is None):
+        return False
+    return chip_of(device).arch == 90

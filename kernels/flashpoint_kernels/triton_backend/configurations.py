@@ -127,7 +127,7 @@ _SM100: Table = {
 # By architecture. sm_120 has sm_86's instructions and memory, not sm_100's.
 TABLES: dict[int, Table] = {80: _SM80, 86: _SM86, 89: _SM86, 90: _SM90, 100: _SM100, 120: _SM86}
 
-# The kernels of hopper.py and hopper_backward.py, for level 0 on sm_90: four warps a group, and tiles that are held in
+# The kernels of the folder hopper/, for level 0 on sm_90: four warps a group, and tiles that are held in
 # shared memory as stages. The forward's at D 128 is FlashAttention-3's of causal problems (its hopper/tile_size.h); at
 # 64 two of the three groups that it takes, and at 256 the power of two below its 80 keys. The backward's are the
 # largest that spill nothing (at D 128, twice as large spills 136 bytes in dQ and 112 in dK with dV); two accumulators

@@ -23,6 +23,7 @@ from flashpoint_kernels.triton_backend.calls import Call, start_compiling
 from flashpoint_kernels.triton_backend.config import config_for, hopper_tiles, padded, takes_hopper
 from flashpoint_kernels.triton_backend.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
+from flashpoint_kernels.triton_backend.groups import Constants
 from flashpoint_kernels.triton_backend.schedule import (
     Shape,
     forward_list,
@@ -55,7 +56,7 @@ _SHAPE = [
 
 @dataclass(eq=False)
 class Launch:
-    """Problems that run together: their joint table, the variant's constants, and the tiles."""
+    """Problems that run together: their joint table, the constants that they share, and the tiles."""
 
     problems: list[Problem]
     tables: list[Table]
@@ -69,20 +70,21 @@ class Launch:
         self.kv_heads = max(p.spec.kv_heads for p in self.problems)
 
     @cached_property
-    def variant(self) -> dict[str, Any]:
+    def shared(self) -> Constants:
+        """Constants of all kernels but for their tiles."""
         spec = self.problems[0].spec
         mask = spec.tensors["attn_mask"].dtype if spec.has("attn_mask") else None
         block_d, block_dv = padded(spec.head_dim), padded(spec.value_dim)
-        return {
-            "LEVEL": spec.level,
-            "DTYPE": _TYPES[spec.dtype],
-            "MASK_DTYPE": mask and _TYPES["float32" if mask == "float64" else mask],
-            "PRECISION": spec.options.precision if spec.dtype == "float32" else "ieee",
-            "ALIGNED": self.tables[0].aligned,
-            "BLOCK_D": block_d,
-            "BLOCK_DV": block_dv,
-            "EVEN": (block_d, block_dv) == (spec.head_dim, spec.value_dim),
-        }
+        return Constants(
+            LEVEL=spec.level,
+            DTYPE=_TYPES[spec.dtype],
+            MASK_DTYPE=mask and _TYPES["float32" if mask == "float64" else mask],
+            PRECISION=spec.options.precision if spec.dtype == "float32" else "ieee",
+            ALIGNED=self.tables[0].aligned,
+            BLOCK_D=block_d,
+            BLOCK_DV=block_dv,
+            EVEN=(block_d, block_dv) == (spec.head_dim, spec.value_dim),
+        )
 
     @cached_property
     def table(self) -> Tensor:
@@ -127,12 +129,12 @@ class Launch:
         self, kernel: Any, items: np.ndarray, heads: int, tile: Tile, args: Callable[[Tensor], tuple[Any, ...]],
         *names: str, **constants: Any,
     ) -> Call:  # fmt: skip
-        """One program an item and head; `args` are made from the items on the device, `names` are the variant's."""
-        constants |= {name: self.variant[name] for name in names}
-        return Call(kernel, len(items) * heads, tile, self.device, lambda: args(self.send(items)), constants)
+        """One program an item and head; `args` are made from the items on the device; `names` are of `shared`."""
+        chosen = Constants(**{name: getattr(self.shared, name) for name in names}, **constants)
+        return Call(kernel, len(items) * heads, tile, self.device, lambda: args(self.send(items)), chosen)
 
 
-_OF_HOPPER = ("DTYPE", "BLOCK_D", "BLOCK_DV", "EVEN")
+_OF_HOPPER = ("LEVEL", "DTYPE", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
 _ALL = ("LEVEL", "DTYPE", "MASK_DTYPE", "PRECISION", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
 _VALUES = ("DTYPE", "ALIGNED", "BLOCK_DV", "EVEN")
 
@@ -191,7 +193,7 @@ def forward_calls(problems: Sequence[Problem], tiles: Config | None = None) -> I
 def _forward_pointers(launch: Launch) -> Iterator[Call]:
     config = launch.config
     items, merges, slots = forward_list(launch.shapes, config)
-    block_m, block_dv = config.forward.block_m, launch.variant["BLOCK_DV"]
+    block_m, block_dv = config.forward.block_m, padded(launch.dims[1])
 
     @cache
     def parts() -> tuple[Tensor, Tensor]:
@@ -215,14 +217,14 @@ def _forward_hopper(launch: Launch) -> Iterator[Call]:
 
 
 def _calls_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -> Iterator[Call]:
-    """A kernel of hopper.py or hopper_backward.py, by its name in `Config`: PROGRAMS_OF_HOPPER a launch at most."""
-    # Not before it is asked for: see gluon.py.
-    from flashpoint_kernels.triton_backend import hopper, hopper_backward
+    """A kernel of the folder hopper/, by its name in `Config`: PROGRAMS_OF_HOPPER a launch at most."""
+    # Not before it is asked for: see hopper/.
+    from flashpoint_kernels.triton_backend.hopper import backward, forward
 
     kernels = {
-        "forward": hopper.attention_forward_hopper,
-        "backward_kv": hopper_backward.attention_backward_kv_hopper,
-        "backward_q": hopper_backward.attention_backward_q_hopper,
+        "forward": forward.attention_forward_hopper,
+        "backward_kv": backward.attention_backward_kv_hopper,
+        "backward_q": backward.attention_backward_q_hopper,
     }
     tile: Tile = getattr(launch.config, name)
     most = max(PROGRAMS_OF_HOPPER // heads, 1)
@@ -294,7 +296,7 @@ def _backward_masks(launch: Launch) -> Iterator[Call]:
             attention_backward_mask, np.array(listed, np.int32), 1, tile,
             lambda items: (launch.table, launch.floats, items, *launch.dims),
             *(name for name in _ALL if name != "LEVEL"),
-            DMASK_DTYPE=_TYPES[dtype], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            LEVEL=2, DMASK_DTYPE=_TYPES[dtype], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         )  # fmt: skip
 
 
@@ -341,7 +343,7 @@ def _launches(
 
 
 def _goes_hopper(problem: Problem, table: Table) -> bool:
-    """Whether a problem takes the path of hopper.py: what it is by itself decides, never what it is launched with."""
+    """Whether a problem takes the path for Hopper: what it is by itself decides, never what it is launched with."""
     spec = problem.spec
     if spec.level > 0 or spec.dtype == "float32" or not table.describable or not takes_hopper(problem.device):
         return False
