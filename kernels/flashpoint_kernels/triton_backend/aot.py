@@ -90,22 +90,32 @@ class Report:
 
 def tile_of(variant: Variant) -> Tile:
     """The tile that `variant` ships with."""
-    kernel, arch, dtype, dim, level, *_ = variant
-    config = tiles(arch, dtype, dim, dim, level, hopper=kernel.endswith("hopper"))
+    kernel, rows = kernel_of(variant)
+    config = tiles(variant.arch, variant.dtype, variant.head_dim, variant.head_dim, variant.level, "hopper" in kernel)
+    of_blocks = {"forward": config.forward_of, "backward_q": config.backward_q_of, "merge": config.merge_of}
+    if kernel in of_blocks:
+        return of_blocks[kernel](rows)
     tiles_of = dict.fromkeys(("delta", "backward_mask", "backward_sinks"), "backward_q")
     tile: Tile = getattr(config, tiles_of.get(kernel, kernel.removesuffix("_hopper")))
     return tile
 
 
+def kernel_of(variant: Variant) -> tuple[str, int]:
+    """The key of KERNELS, and the rows of packed blocks: ("forward", 16) of "forward_packed16"."""
+    kernel, _, rows = variant.kernel.partition("_packed")
+    return kernel, int(rows or 0)
+
+
 def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
     """Compile `variant` with the tile it ships with, or another."""
-    kernel, arch, dtype, dim, level, mask, precision = variant
+    _, arch, dtype, dim, level, mask, precision = variant
+    kernel, rows = kernel_of(variant)
     tile = tile or tile_of(variant)
     function = KERNELS[kernel]
     constants = Constants(
         LEVEL=level, DTYPE=_TYPES[dtype], MASK_DTYPE=mask and _TYPES[mask], DMASK_DTYPE=tl.float32, PRECISION=precision,
         ALIGNED=True, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim),
-        EVEN=padded(dim) == dim, STAGES=tile.num_stages,
+        EVEN=padded(dim) == dim, STAGES=tile.num_stages, PACKED=rows > 0,
     )  # fmt: skip
     names = function.arg_names
     signature = {name: "constexpr" if name == "C" else _POINTERS.get(name, "i32") for name in names}

@@ -19,6 +19,8 @@ from flashpoint_kernels.triton_backend.groups import QueryBlock, Sequence
 from flashpoint_kernels.triton_backend.interpret import cast, dot
 from flashpoint_kernels.triton_backend.scores import LOG2E, keep, modify, probabilities, visible, visible_to
 from flashpoint_kernels.triton_backend.tiles import (
+    block_at,
+    heads_column,
     key_stretches,
     load,
     load_sequence,
@@ -28,7 +30,7 @@ from flashpoint_kernels.triton_backend.tiles import (
     store,
 )
 
-# Columns of a work item: table row, first query or key of the block.
+# Columns of a work item: table row, first row of the block of queries or of keys.
 ITEM = tl.constexpr(2)
 
 
@@ -80,11 +82,11 @@ def softmax_gradient(p, dp, delta, slope, C: tl.constexpr):
 
 
 @triton.jit
-def dropout_factor(i0, j0, seq, C: tl.constexpr):
+def dropout_factor(queries, j0, seq, C: tl.constexpr):
     """Z of the tile, (M, N): 1/(1 − p) where kept, 0 where dropped, 1 without dropout."""
     z = tl.full([C.BLOCK_M, C.BLOCK_N], 1.0, tl.float32)
     if tl.load(seq.row + col.DROP_BELOW) > 0:
-        z = tl.where(keep(i0, j0, seq, C), tl.load(seq.scalars + col.KEEP_SCALE), 0.0)
+        z = tl.where(keep(queries, j0, seq, C), tl.load(seq.scalars + col.KEEP_SCALE), 0.0)
     return z
 
 
@@ -140,7 +142,7 @@ def attention_backward_kv(table, floats, items, heads, head_dim, value_dim, C: t
         b_do = load(next_head(do_rows, nth), o_m, C.BLOCK_DV, False, C.EVEN)  # (M, Dv)
         dp = dot(b_v, tl.trans(b_do), tl.full([C.BLOCK_N, C.BLOCK_M], 0.0, tl.float32), C.PRECISION)  # (N, M)
         if C.LEVEL == 2:
-            z = tl.trans(dropout_factor(i0, j0, seq, C))
+            z = tl.trans(dropout_factor(o_m, j0, seq, C))
             dv = dot(cast(p * z, C.DTYPE), b_do, dv, C.PRECISION)
             dp = dp * z
         else:
@@ -164,7 +166,7 @@ def attention_backward_kv(table, floats, items, heads, head_dim, value_dim, C: t
 @triton.jit
 def gather_keys(dq, block, lo, hi, seq, k_rows, v_rows, FULL: tl.constexpr, C: tl.constexpr):
     """Add to dq (M, D) of a QueryBlock what keys [lo, hi) give, a tile of BLOCK_N at a time."""
-    o_m = block.i0 + tl.arange(0, C.BLOCK_M)
+    o_m = block.queries
     within = tl.arange(0, C.BLOCK_N)
     for j0 in range(lo, hi, C.BLOCK_N):
         o_n = j0 + within
@@ -177,7 +179,7 @@ def gather_keys(dq, block, lo, hi, seq, k_rows, v_rows, FULL: tl.constexpr, C: t
             p = tl.where(visible(o_m[:, None], j0, within[None, :], seq.band, C), p, 0.0)
         dp = dot(block.do, tl.trans(b_v), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.PRECISION)  # (M, N)
         if C.LEVEL == 2:
-            dp = dp * dropout_factor(block.i0, j0, seq, C)
+            dp = dp * dropout_factor(o_m, j0, seq, C)
         ds = softmax_gradient(p, dp, block.delta[:, None], slope, C)
         dq = dot(cast(ds, C.DTYPE), b_k, dq, C.PRECISION)
     return dq
@@ -185,36 +187,43 @@ def gather_keys(dq, block, lo, hi, seq, k_rows, v_rows, FULL: tl.constexpr, C: t
 
 @triton.jit(do_not_specialize=["heads", "head_dim", "value_dim"])
 def attention_backward_q(table, floats, items, heads, head_dim, value_dim, C: tl.constexpr):
-    """dq of a block of queries of one head. Grid: items × `heads`, the largest head count of the launch."""
+    """dq of a block of queries. Grid: items × `heads`, the largest count of the launch: of query heads, or packed, of
+    key/value heads.
+    """
     item = items + (tl.program_id(0) // heads) * ITEM
-    head = tl.program_id(0) % heads
+    nth = tl.program_id(0) % heads
     row = tl.load(item).to(tl.int64)
     t = table + row * col.WIDTH
-    if head >= tl.load(t + col.HEADS):
-        return
-    i0 = tl.load(item + 1)
-    seq = load_sequence(t, floats + row * col.SCALARS, head)
-    q_len, kv_len = seq.band.q_len, seq.band.kv_len
     group = tl.load(t + col.GROUP).to(tl.int32)
+    if nth * (group if C.PACKED else 1) >= tl.load(t + col.HEADS):
+        return
+    at = block_at(tl.load(item + 1), nth, group, C)
+    seq = load_sequence(t, floats + row * col.SCALARS, heads_column(at, C))
+    q_len, kv_len = seq.band.q_len, seq.band.kv_len
 
-    q_rows = rows_of(t, col.Q, head, q_len, head_dim, C)
-    do_rows = rows_of(t, col.DO, head, q_len, value_dim, C)
-    k_rows = rows_of(t, col.K, head // group, kv_len, head_dim, C)
-    v_rows = rows_of(t, col.V, head // group, kv_len, value_dim, C)
-    o_m = i0 + tl.arange(0, C.BLOCK_M)
+    q_rows = rows_of(t, col.Q, seq.head, q_len, head_dim, C)
+    do_rows = rows_of(t, col.DO, seq.head, q_len, value_dim, C)
+    k_rows = rows_of(t, col.K, at.kv_head, kv_len, head_dim, C)
+    v_rows = rows_of(t, col.V, at.kv_head, kv_len, value_dim, C)
+    o_m = at.queries
     b_q = load(q_rows, o_m, C.BLOCK_D, False, C.EVEN)  # (M, D)
     b_do = load(do_rows, o_m, C.BLOCK_DV, False, C.EVEN)  # (M, Dv)
     p_stats, stats_head = locate_vector(t, col.STATS)
-    lse, delta = load_stats(p_stats + head * stats_head, stats_head // 2, o_m)
-    block = QueryBlock(i0=i0, q=b_q, do=b_do, lse=lse, delta=delta)
+    p_stats += at.heads * stats_head
+    if C.PACKED:  # a packed block may be longer than the whole blocks that `attention_delta` wrote
+        lse = tl.load(p_stats + o_m, mask=o_m < q_len, other=float("inf"))
+        delta = tl.load(p_stats + stats_head // 2 + o_m, mask=o_m < q_len, other=0.0)
+    else:
+        lse, delta = load_stats(p_stats, stats_head // 2, o_m)
+    block = QueryBlock(queries=o_m, q=b_q, do=b_do, lse=lse, delta=delta)
     dq = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32)
 
-    lo, full_lo, full_hi, hi = key_stretches(i0, seq.band, 0, kv_len, C)
+    lo, full_lo, full_hi, hi = key_stretches(at.first, at.last, seq.band, 0, kv_len, C)
     if C.LEVEL >= 1:
         dq = gather_keys(dq, block, lo, full_lo, seq, k_rows, v_rows, False, C)
     dq = gather_keys(dq, block, full_lo, full_hi, seq, k_rows, v_rows, True, C)
     dq = gather_keys(dq, block, full_hi, hi, seq, k_rows, v_rows, False, C)
 
     dq = tl.where(o_m[:, None] < q_len, dq * seq.scale, 0.0)
-    dq_rows = rows_of(t, col.DQ, head, tl.load(t + col.Q_ROWS), head_dim, C)
+    dq_rows = rows_of(t, col.DQ, seq.head, tl.load(t + col.Q_ROWS), head_dim, C)
     store(dq_rows, o_m, cast(dq, C.DTYPE), C.BLOCK_D, C.EVEN)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import triton
 
-from flashpoint_kernels.triton_backend.configurations import HOPPER, SHARED_KIB, TABLES, Config, Tile
+from flashpoint_kernels.triton_backend.configurations import HOPPER, SHARED_KIB, TABLES, Config, Tile, packed_tile
 from flashpoint_kernels.triton_backend.interpret import INTERPRETED
 
 # The interpreter runs tile by tile in Python: few tiles, but M ≠ N, and enough of them to be cut, skipped and split.
-_INTERPRETER = Config(Tile(64, 32), Tile(32, 64), Tile(64, 32), split_keys=64)
+# Few queries are fewer than on a device, so that both kinds of blocks are run by small problems.
+_INTERPRETER = Config(Tile(64, 32), Tile(32, 64), Tile(64, 32), Tile(32, 32), split_keys=64, few_queries=8)
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def tiles(arch: int, dtype: str, head_dim: int, value_dim: int, level: int, hopp
     by_dim = TABLES[arch]["float32" if dtype == "float32" else f"level {level if even else max(level, 1)}"]
     config = by_dim[next(dim for dim in by_dim if widest <= dim)]
     changes: dict[str, Any] = dict(hopper_tiles(head_dim, value_dim)) if hopper else {}
-    return replace(config, **changes)
+    return replace(config, packed=packed_tile(arch, dtype, widest), **changes)
 
 
 def hopper_tiles(head_dim: int, value_dim: int) -> dict[str, Tile]:

@@ -1,4 +1,4 @@
-"""The forward kernel: one program a block of queries of one head (FlashAttention-2, Dao 2023, Algorithm 1).
+"""The forward kernel: one program per block of queries (FlashAttention-2, Dao 2023, Algorithm 1).
 
 Notation: p_ pointers, o_ offsets, m_ masks, b_ blocks; M queries and N keys of a tile; s scores and p probabilities; m
 running maximum and denom running denominator of a row (see groups.Softmax), in base 2 with the scale folded into the
@@ -12,9 +12,19 @@ from flashpoint_kernels.triton_backend import table as col
 from flashpoint_kernels.triton_backend.groups import Softmax
 from flashpoint_kernels.triton_backend.interpret import cast, dot
 from flashpoint_kernels.triton_backend.scores import LN2, LOG2E, keep, modify, visible
-from flashpoint_kernels.triton_backend.tiles import key_stretches, load, load_sequence, locate_vector, rows_of, store
+from flashpoint_kernels.triton_backend.tiles import (
+    block_at,
+    heads_column,
+    key_stretches,
+    load,
+    load_sequence,
+    locate_vector,
+    rows_of,
+    store,
+)
 
-# Columns of a work item: table row, first query, keys [lo, hi) of its part, and the part's scratch slot (-1: no split).
+# Columns of a work item: table row, first row of the block (see tiles.block_at), keys [lo, hi) of its part, and the
+# part's scratch slot (-1: no split).
 ITEM = tl.constexpr(5)
 
 
@@ -39,13 +49,12 @@ def online_softmax(s, unit, m, denom):
 
 
 @triton.jit
-def attend_keys(softmax, b_q, i0, lo, hi, seq, k_rows, v_rows, FULL: tl.constexpr, C: tl.constexpr):
+def attend_keys(softmax, b_q, o_m, lo, hi, seq, k_rows, v_rows, FULL: tl.constexpr, C: tl.constexpr):
     """The Softmax after keys [lo, hi), a tile of BLOCK_N at a time; lo is a multiple of BLOCK_N.
 
-    b_q (M, D) are the queries from i0 on. FULL: every query may see every key.
+    b_q (M, D) are the queries o_m (M,). FULL: every query may see every key.
     """
     m, denom, acc = softmax.m, softmax.denom, softmax.acc
-    o_m = i0 + tl.arange(0, C.BLOCK_M)
     within = tl.arange(0, C.BLOCK_N)
     for j0 in range(lo, hi, C.BLOCK_N):
         o_n = j0 + within
@@ -61,7 +70,7 @@ def attend_keys(softmax, b_q, i0, lo, hi, seq, k_rows, v_rows, FULL: tl.constexp
         acc *= shrink[:, None]
         if C.LEVEL == 2:
             if tl.load(seq.row + col.DROP_BELOW) > 0:
-                p = tl.where(keep(i0, j0, seq, C), p, 0.0)
+                p = tl.where(keep(o_m, j0, seq, C), p, 0.0)
         b_v = load(v_rows, o_n, C.BLOCK_DV, FULL, C.EVEN)  # (N, Dv)
         acc = dot(cast(p, C.DTYPE), b_v, acc, C.PRECISION)  # (M, Dv)
     return Softmax(m=m, denom=denom, acc=acc)
@@ -69,28 +78,29 @@ def attend_keys(softmax, b_q, i0, lo, hi, seq, k_rows, v_rows, FULL: tl.constexp
 
 @triton.jit(do_not_specialize=["heads", "head_dim", "value_dim"])
 def attention_forward(table, floats, items, part_o, part_lse, heads, head_dim, value_dim, C: tl.constexpr):
-    """o and lse of one work item and head. Grid: work items × `heads`, the largest head count of the launch.
+    """o and lse of one work item and head. Grid: work items × `heads`, the largest count of the launch: of query heads,
+    or packed, of key/value heads.
 
     table (rows, WIDTH) int64, floats (rows, SCALARS) float32, items (n, ITEM) int32; part_o (slots, heads, BLOCK_M,
     BLOCK_DV) and part_lse (slots, heads, BLOCK_M) float32 take the parts of problems that are split over keys.
     """
     item = items + (tl.program_id(0) // heads) * ITEM
-    head = tl.program_id(0) % heads
+    nth = tl.program_id(0) % heads
     row = tl.load(item).to(tl.int64)
     t = table + row * col.WIDTH
-    if head >= tl.load(t + col.HEADS):
+    group = tl.load(t + col.GROUP).to(tl.int32)
+    if nth * (group if C.PACKED else 1) >= tl.load(t + col.HEADS):
         return
     scalars = floats + row * col.SCALARS
-    i0 = tl.load(item + 1)
+    block = block_at(tl.load(item + 1), nth, group, C)
     part_lo, part_hi = tl.load(item + 2), tl.load(item + 3)
     slot = tl.load(item + 4)
-    seq = load_sequence(t, scalars, head)
-    group = tl.load(t + col.GROUP).to(tl.int32)
+    seq = load_sequence(t, scalars, heads_column(block, C))
 
-    q_rows = rows_of(t, col.Q, head, seq.band.q_len, head_dim, C)
-    k_rows = rows_of(t, col.K, head // group, seq.band.kv_len, head_dim, C)
-    v_rows = rows_of(t, col.V, head // group, seq.band.kv_len, value_dim, C)
-    o_m = i0 + tl.arange(0, C.BLOCK_M)
+    q_rows = rows_of(t, col.Q, seq.head, seq.band.q_len, head_dim, C)
+    k_rows = rows_of(t, col.K, block.kv_head, seq.band.kv_len, head_dim, C)
+    v_rows = rows_of(t, col.V, block.kv_head, seq.band.kv_len, value_dim, C)
+    o_m = block.queries
     b_q = load(q_rows, o_m, C.BLOCK_D, False, C.EVEN)  # (M, D)
 
     # A sink is a key without a value: it starts the denominator, in the first part of a split problem alone.
@@ -98,28 +108,29 @@ def attention_forward(table, floats, items, part_o, part_lse, heads, head_dim, v
     denom = tl.full([C.BLOCK_M], 0.0, tl.float32)
     if C.LEVEL >= 1:
         has_sink = (tl.load(t + col.SINKS) != 0) & (part_lo == 0)
-        p_sinks = tl.load(t + col.SINKS).to(tl.pointer_type(tl.float32))
-        m = tl.full([C.BLOCK_M], 0.0, tl.float32) + tl.load(p_sinks + head, mask=has_sink, other=float("-inf")) * LOG2E
+        p_sinks = tl.load(t + col.SINKS).to(tl.pointer_type(tl.float32)) + block.heads
+        m_sinks = has_sink & (o_m >= 0) if C.PACKED else has_sink
+        m = tl.full([C.BLOCK_M], 0.0, tl.float32) + tl.load(p_sinks, mask=m_sinks, other=float("-inf")) * LOG2E
         denom = tl.where(has_sink & (o_m >= 0), 1.0, denom)
     softmax = Softmax(m=m, denom=denom, acc=tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32))
 
-    lo, full_lo, full_hi, hi = key_stretches(i0, seq.band, part_lo, part_hi, C)
+    lo, full_lo, full_hi, hi = key_stretches(block.first, block.last, seq.band, part_lo, part_hi, C)
     if C.LEVEL >= 1:
-        softmax = attend_keys(softmax, b_q, i0, lo, full_lo, seq, k_rows, v_rows, False, C)
-    softmax = attend_keys(softmax, b_q, i0, full_lo, full_hi, seq, k_rows, v_rows, True, C)
-    softmax = attend_keys(softmax, b_q, i0, full_hi, hi, seq, k_rows, v_rows, False, C)
+        softmax = attend_keys(softmax, b_q, o_m, lo, full_lo, seq, k_rows, v_rows, False, C)
+    softmax = attend_keys(softmax, b_q, o_m, full_lo, full_hi, seq, k_rows, v_rows, True, C)
+    softmax = attend_keys(softmax, b_q, o_m, full_hi, hi, seq, k_rows, v_rows, False, C)
 
     o, lse = normalised(softmax)
     if C.LEVEL == 2:
         o *= tl.load(scalars + col.KEEP_SCALE)
     if slot >= 0:
         o_d = tl.arange(0, C.BLOCK_DV)
-        part = slot.to(tl.int64) * heads + head
+        part = slot.to(tl.int64) * heads + nth
         within = tl.arange(0, C.BLOCK_M)
         tl.store(part_lse + part * C.BLOCK_M + within, lse)
         tl.store(part_o + part * (C.BLOCK_M * C.BLOCK_DV) + within[:, None] * C.BLOCK_DV + o_d[None, :], o)
     else:
-        store_answer(o, lse, t, head, o_m, seq.band.q_len, value_dim, C)
+        store_answer(o, lse, t, block, seq.band.q_len, value_dim, C)
 
 
 @triton.jit
@@ -130,18 +141,19 @@ def normalised(softmax):
 
 
 @triton.jit
-def store_answer(o, lse, t, head, o_m, q_len, value_dim, C: tl.constexpr):
-    """Write o (M, Dv) and lse (M,) in base 2 for rows o_m; rows of padding get 0 and −inf."""
+def store_answer(o, lse, t, block, q_len, value_dim, C: tl.constexpr):
+    """Write o (M, Dv) and lse (M,) in base 2 for a block of queries; rows of padding get 0 and −inf."""
+    o_m = block.queries
     q_rows = tl.load(t + col.Q_ROWS)
     o = tl.where(o_m[:, None] < q_len, o, 0.0)
     lse = tl.where(o_m < q_len, lse * LN2, float("-inf"))
-    store(rows_of(t, col.O, head, q_rows, value_dim, C), o_m, cast(o, C.DTYPE), C.BLOCK_DV, C.EVEN)
+    store(rows_of(t, col.O, heads_column(block, C), q_rows, value_dim, C), o_m, cast(o, C.DTYPE), C.BLOCK_DV, C.EVEN)
     wanted_rows = tl.where(tl.load(t + col.LSE) != 0, q_rows, 0)
     p_lse, lse_head = locate_vector(t, col.LSE)
-    tl.store(p_lse + head * lse_head + o_m, lse, mask=o_m < wanted_rows)
+    tl.store(p_lse + block.heads * lse_head + o_m, lse, mask=o_m < wanted_rows)
 
 
-# Columns of a merge item: table row, first query, first scratch slot, number of parts.
+# Columns of a merge item: table row, first row of the block, first scratch slot, number of parts.
 MERGE_ITEM = tl.constexpr(4)
 
 
@@ -149,9 +161,10 @@ MERGE_ITEM = tl.constexpr(4)
 def merge_parts(table, items, part_o, part_lse, heads, value_dim, C: tl.constexpr):
     """Merge the parts of a block of queries in their order: o = Σ w·oₚ / Σ w with w = 2^(lseₚ − max)."""
     item = items + (tl.program_id(0) // heads) * MERGE_ITEM
-    head = tl.program_id(0) % heads
+    nth = tl.program_id(0) % heads
     t = table + tl.load(item).to(tl.int64) * col.WIDTH
-    if head >= tl.load(t + col.HEADS):
+    group = tl.load(t + col.GROUP).to(tl.int32)
+    if nth * (group if C.PACKED else 1) >= tl.load(t + col.HEADS):
         return
     first, parts = tl.load(item + 2).to(tl.int64), tl.load(item + 3)
     within = tl.arange(0, C.BLOCK_M)
@@ -160,7 +173,7 @@ def merge_parts(table, items, part_o, part_lse, heads, value_dim, C: tl.constexp
     denom = tl.full([C.BLOCK_M], 0.0, tl.float32)
     acc = tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32)
     for n in range(0, parts):
-        part = (first + n) * heads + head
+        part = (first + n) * heads + nth
         lse = tl.load(part_lse + part * C.BLOCK_M + within)
         o = tl.load(part_o + part * (C.BLOCK_M * C.BLOCK_DV) + within[:, None] * C.BLOCK_DV + o_d[None, :])
         m_new = tl.maximum(m, lse)
@@ -170,4 +183,4 @@ def merge_parts(table, items, part_o, part_lse, heads, value_dim, C: tl.constexp
         denom = denom * shrink + weight
         m = m_new
     o, lse = normalised(Softmax(m=m, denom=denom, acc=acc))
-    store_answer(o, lse, t, head, tl.load(item + 1) + within, tl.load(t + col.Q_LEN), value_dim, C)
+    store_answer(o, lse, t, block_at(tl.load(item + 1), nth, group, C), tl.load(t + col.Q_LEN), value_dim, C)

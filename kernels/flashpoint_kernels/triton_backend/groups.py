@@ -18,7 +18,8 @@ class Constants:
     LEVEL is `Spec.level`; the dtypes are Triton's, of the tensors, the mask (None: no mask) and the mask's gradient.
     PRECISION is for float32 operands alone. ALIGNED: every row of every head starts at a multiple of 16 bytes. A tile
     has BLOCK_M queries and BLOCK_N keys; head dimensions are padded to BLOCK_D, and those of values to BLOCK_DV. EVEN:
-    they need no padding. STAGES: tiles of a tensor that are in shared memory at a time.
+    they need no padding. STAGES: tiles of a tensor that are in shared memory at a time. PACKED: the rows of a block are
+    the queries of all heads that share a key/value head (see tiles.Block).
     """
 
     LEVEL: int | None = None
@@ -33,6 +34,7 @@ class Constants:
     BLOCK_DV: int | None = None
     EVEN: bool | None = None
     STAGES: int | None = None
+    PACKED: bool | None = None
 
 
 class Band(NamedTuple):
@@ -46,7 +48,10 @@ class Band(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """A sequence and one of its heads: its rows of the two tables (pointers), its scale, its band."""
+    """A sequence and one of its heads: its rows of the two tables (pointers), its scale, its band.
+
+    In a packed block `head` is (M, 1).
+    """
 
     row: Any
     scalars: Any
@@ -55,8 +60,25 @@ class Sequence(NamedTuple):
     band: Band
 
 
+class Block(NamedTuple):
+    """A block of queries. `queries` and `heads` are those of each row: (M,) int32, `heads` a number where all have one.
+
+    `first` and `last` are its first and last query, `kv_head` the head of its keys. In a packed block row r is query
+    r // group of head r % group: all heads that share a key head read its keys once (FlashAttention's `pack_gqa`).
+    """
+
+    queries: Any
+    heads: Any
+    first: Any
+    last: Any
+    kv_head: Any
+
+
 class Rows(NamedTuple):
-    """Rows of a head of a tensor: `length` rows of `dim` numbers; row 0 is at `base`. Strides in elements."""
+    """Rows of a head of a tensor: `length` rows of `dim` numbers; row 0 is at `base`. Strides in elements.
+
+    In a packed block `base` is (M, 1): each row has its own head.
+    """
 
     base: Any
     head_stride: Any
@@ -77,9 +99,9 @@ class Softmax(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """A block of queries in the backward: the first query; q (M, D) and do (M, Dv); lse in base 2 and delta, (M,)."""
+    """A block of queries in the backward: the queries (M,); q (M, D) and do (M, Dv); lse in base 2 and delta, (M,)."""
 
-    i0: Any
+    queries: Any
     q: Any
     do: Any
     lse: Any

@@ -25,9 +25,11 @@ from flashpoint_kernels.triton_backend.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
 from flashpoint_kernels.triton_backend.groups import Constants
 from flashpoint_kernels.triton_backend.schedule import (
+    Cut,
     Shape,
     forward_list,
     forward_parts,
+    gradient_parts,
     key_parts,
     mask_parts,
     query_parts,
@@ -49,7 +51,8 @@ PROGRAMS_OF_HOPPER = 2**31 // 512
 _SHAPE = [
     column.value
     for column in (
-        columns.Q_LEN, columns.Q_ROWS, columns.KV_LEN, columns.KV_ROWS, columns.OFFSET, columns.LEFT, columns.RIGHT
+        columns.Q_LEN, columns.Q_ROWS, columns.KV_LEN, columns.KV_ROWS, columns.OFFSET, columns.LEFT, columns.RIGHT,
+        columns.GROUP,
     )
 ]  # fmt: skip
 
@@ -187,33 +190,36 @@ def _calls(problems: Sequence[Problem]) -> Iterator[Call]:
 def forward_calls(problems: Sequence[Problem], tiles: Config | None = None) -> Iterator[Call]:
     """What `forward` runs, in order; `tiles` other than the device's table has are for benchmarks/gpu.py to try."""
     for launch in _launches(problems, [{} for _ in problems], tiles):
-        yield from _forward_hopper(launch) if launch.hopper else _forward_pointers(launch)
+        if launch.hopper:
+            items = work_list(launch.shapes, forward_parts, Cut(launch.config, 0))
+            yield from _calls_hopper(launch, "forward", items, launch.heads)
+        else:
+            yield from _forward_blocks(launch, 0)
+        for rows in launch.config.packed_rows:
+            yield from _forward_blocks(launch, rows)
 
 
-def _forward_pointers(launch: Launch) -> Iterator[Call]:
-    config = launch.config
-    items, merges, slots = forward_list(launch.shapes, config)
-    block_m, block_dv = config.forward.block_m, padded(launch.dims[1])
+def _forward_blocks(launch: Launch, rows: int) -> Iterator[Call]:
+    """The forward of sequences with packed blocks of so many rows, or with 0, of those with blocks of one head."""
+    tile = launch.config.forward_of(rows)
+    items, merges, slots = forward_list(launch.shapes, Cut(launch.config, rows))
+    heads, block_dv = launch.kv_heads if rows else launch.heads, padded(launch.dims[1])
 
     @cache
     def parts() -> tuple[Tensor, Tensor]:
-        rows = slots * launch.heads * block_m
-        return launch.scratch(rows * block_dv), launch.scratch(rows)
+        size = slots * heads * tile.block_m
+        return launch.scratch(size * block_dv), launch.scratch(size)
 
     yield launch.call(
-        attention_forward, items, launch.heads, config.forward,
-        lambda items: (launch.table, launch.floats, items, *parts(), launch.heads, *launch.dims),
-        *_ALL, BLOCK_M=block_m, BLOCK_N=config.forward.block_n,
+        attention_forward, items, heads, tile,
+        lambda items: (launch.table, launch.floats, items, *parts(), heads, *launch.dims),
+        *_ALL, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PACKED=rows > 0,
     )  # fmt: skip
     yield launch.call(
-        merge_parts, merges, launch.heads, config.merge,
-        lambda merges: (launch.table, merges, *parts(), launch.heads, launch.dims[1]),
-        *_VALUES, BLOCK_M=block_m,
+        merge_parts, merges, heads, launch.config.merge_of(rows),
+        lambda merges: (launch.table, merges, *parts(), heads, launch.dims[1]),
+        *_VALUES, BLOCK_M=tile.block_m, PACKED=rows > 0,
     )  # fmt: skip
-
-
-def _forward_hopper(launch: Launch) -> Iterator[Call]:
-    yield from _calls_hopper(launch, "forward", work_list(launch.shapes, forward_parts, launch.config), launch.heads)
 
 
 def _calls_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -> Iterator[Call]:
@@ -262,20 +268,26 @@ def _backward_of(launch: Launch) -> Iterator[Call]:
     )  # fmt: skip
     of_hopper = hopper_tiles(*launch.dims) if launch.hopper else {}
 
-    def products(name: str, kernel: Any, parts: Any, heads: int, *outputs: str) -> Iterator[Call]:
-        tile: Tile = getattr(launch.config, name)
-        items = _asked(launch, work_list(launch.shapes, parts, tile), *outputs)
-        if name in of_hopper:
-            yield from _calls_hopper(launch, name, items, heads)
-            return
-        yield launch.call(
+    def products(kernel: Any, items: np.ndarray, heads: int, tile: Tile, **constants: Any) -> Call:
+        return launch.call(
             kernel, items, heads, tile,
             lambda items: (launch.table, launch.floats, items, heads, *launch.dims),
-            *_ALL, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            *_ALL, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **constants,
         )  # fmt: skip
 
-    yield from products("backward_kv", attention_backward_kv, key_parts, launch.kv_heads, "dk", "dv")
-    yield from products("backward_q", attention_backward_q, query_parts, launch.heads, "dq")
+    tile = launch.config.backward_kv
+    items = _asked(launch, work_list(launch.shapes, key_parts, tile), "dk", "dv")
+    if "backward_kv" in of_hopper:
+        yield from _calls_hopper(launch, "backward_kv", items, launch.kv_heads)
+    else:
+        yield products(attention_backward_kv, items, launch.kv_heads, tile)
+    for rows in (0, *launch.config.packed_rows):
+        items = _asked(launch, work_list(launch.shapes, gradient_parts, Cut(launch.config, rows)), "dq")
+        if "backward_q" in of_hopper and not rows:
+            yield from _calls_hopper(launch, "backward_q", items, launch.heads)
+        else:
+            heads = launch.kv_heads if rows else launch.heads
+            yield products(attention_backward_q, items, heads, launch.config.backward_q_of(rows), PACKED=rows > 0)
 
 
 def _backward_masks(launch: Launch) -> Iterator[Call]:
@@ -348,7 +360,7 @@ def _goes_hopper(problem: Problem, table: Table) -> bool:
     if spec.level > 0 or spec.dtype == "float32" or not table.describable or not takes_hopper(problem.device):
         return False
     config = _config(problem, hopper=True)
-    return not any((forward_parts(shape, config).items[:, 3] >= 0).any() for shape in _shapes(table))
+    return not any((forward_parts(shape, Cut(config, 0)).items[:, 3] >= 0).any() for shape in _shapes(table))
 
 
 def _config(problem: Problem, hopper: bool) -> Config:

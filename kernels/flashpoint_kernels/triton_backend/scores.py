@@ -88,8 +88,8 @@ def modify(qk, i, j, seq, C: tl.constexpr):
 
 
 @triton.jit
-def keep(i0, j0, seq, C: tl.constexpr):
-    """(M, N) of bool: which probabilities dropout keeps, in the tile at query i0 and key j0 (0 mod 4).
+def keep(queries, j0, seq, C: tl.constexpr):
+    """(M, N) of bool: which probabilities dropout keeps, in the tile of `queries` (M,) at key j0 (0 mod 4).
 
     Philox4x32-10 (Salmon et al. 2011) with key = seed and counter = (j div 4, i, head, sequence); key j takes word
     j mod 4, and is kept iff that word is not below ceil(p·2³²).
@@ -97,7 +97,7 @@ def keep(i0, j0, seq, C: tl.constexpr):
     t = seq.row
     column = (j0 // 4 + tl.arange(0, C.BLOCK_N // 4)[None, :]).to(tl.uint32)
     zero = tl.full([C.BLOCK_M, C.BLOCK_N // 4], 0, tl.uint32)
-    row = (i0 + tl.arange(0, C.BLOCK_M)[:, None]).to(tl.uint32)
+    row = queries[:, None].to(tl.uint32)
     sequence = tl.load(t + col.INDEX).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(
         tl.load(t + col.SEED), zero + column, zero + row, (zero + seq.head).to(tl.uint32), zero + sequence

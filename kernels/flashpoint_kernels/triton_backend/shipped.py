@@ -7,7 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from flashpoint_kernels.triton_backend.config import hopper_tiles
-from flashpoint_kernels.triton_backend.configurations import TABLES
+from flashpoint_kernels.triton_backend.configurations import PACKED_ROWS, TABLES, packed_tile
 
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (64, 128, 256)  # the columns of every table
@@ -39,7 +39,10 @@ def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
     for dtype in dtypes:
         for dim in HEAD_DIMS:
             found += [Variant(kernel, arch, dtype, dim) for kernel in ("merge", "delta")]
-            for level, kernel in product((0, 1, 2), _PRODUCTS):
+            sizes = [rows for rows in PACKED_ROWS if rows <= packed_tile(arch, dtype, dim).block_m]
+            packed = [f"{kernel}_packed{rows}" for rows in sizes for kernel in ("forward", "backward_q")]
+            found += [Variant(f"merge_packed{rows}", arch, dtype, dim) for rows in sizes]
+            for level, kernel in product((0, 1, 2), (*_PRODUCTS, *packed)):
                 found.append(Variant(kernel, arch, dtype, dim, level, "float32" if level == 2 else None))
             found.append(Variant("backward_mask", arch, dtype, dim, 2, "float32"))
         if dtype == "float32":
@@ -57,6 +60,7 @@ def representative() -> list[Variant]:
     found = []
     for arch in TABLES:
         dims = (64, 128) if arch in (80, 90) else (128,)
+        found += [Variant(f"{kernel}_packed16", arch, "bfloat16", 128) for kernel in ("forward", "backward_q", "merge")]
         for dim, kernel in product(dims, _PRODUCTS):
             found.append(Variant(kernel, arch, "bfloat16", dim))
     found += [Variant(f"{k}_hopper", 90, "bfloat16", dim) for dim in (64, 128) for k in hopper_tiles(dim, dim)]

@@ -6,7 +6,7 @@ import triton.language as tl
 from flashpoint_kernels.bounds import full_key_range_jit as full_key_range
 from flashpoint_kernels.bounds import key_range_jit as key_range
 from flashpoint_kernels.triton_backend import table as col
-from flashpoint_kernels.triton_backend.groups import Band, Rows, Sequence
+from flashpoint_kernels.triton_backend.groups import Band, Block, Rows, Sequence
 
 
 @triton.jit
@@ -39,6 +39,30 @@ def next_head(rows, nth):
 
 
 @triton.jit
+def block_at(start, nth, group, C: tl.constexpr):
+    """The Block whose first row is `start`: of query head `nth`, or packed, of all query heads of key head `nth`."""
+    o_r = start + tl.arange(0, C.BLOCK_M)
+    if C.PACKED:
+        block = Block(
+            queries=o_r // group, heads=nth * group + o_r % group, first=start // group,
+            last=(start + C.BLOCK_M - 1) // group, kv_head=nth,
+        )  # fmt: skip
+    else:
+        block = Block(queries=o_r, heads=nth, first=start, last=start + C.BLOCK_M - 1, kv_head=nth // group)
+    return block
+
+
+@triton.jit
+def heads_column(block, C: tl.constexpr):
+    """The heads of a block as they meet its rows of columns: (M, 1), or the one head."""
+    if C.PACKED:
+        heads = block.heads[:, None]
+    else:
+        heads = block.heads
+    return heads
+
+
+@triton.jit
 def locate_vector(t, VECTOR: tl.constexpr):
     """(pointer to row 0 of head 0, stride of a head) of `lse`, `dlse` or the stats, float32."""
     return tl.load(t + VECTOR).to(tl.pointer_type(tl.float32)), tl.load(t + VECTOR + 1)
@@ -57,17 +81,17 @@ def load_sequence(t, scalars, head):
 
 
 @triton.jit
-def key_stretches(i0, band, part_lo, part_hi, C: tl.constexpr):
-    """(lo, full_lo, full_hi, hi): the keys in [part_lo, part_hi) that the block of queries at i0 goes through.
+def key_stretches(first, last, band, part_lo, part_hi, C: tl.constexpr):
+    """(lo, full_lo, full_hi, hi): the keys in [part_lo, part_hi) that queries `first` to `last` go through.
 
     Three stretches of whole tiles: [lo, full_lo) is cut by the left bound, [full_lo, full_hi) needs no visibility test,
     [full_hi, hi) is cut by the right bound or the end. At level 0 there is no left bound, and the first is empty.
     """
-    i_last = tl.minimum(i0 + C.BLOCK_M, band.q_len) - 1
-    lo, hi = key_range(i0, i_last, band.offset, band.left, band.right, band.kv_len)
-    full_lo, full_hi = full_key_range(i0, i_last, band.offset, band.left, band.right, band.kv_len)
+    last = tl.minimum(last, band.q_len - 1)
+    lo, hi = key_range(first, last, band.offset, band.left, band.right, band.kv_len)
+    full_lo, full_hi = full_key_range(first, last, band.offset, band.left, band.right, band.kv_len)
     lo = tl.maximum(lo // C.BLOCK_N * C.BLOCK_N, part_lo)
-    hi = tl.where(i0 < band.q_len, tl.minimum(hi, part_hi), lo)  # a block of padding sees nothing
+    hi = tl.where(first < band.q_len, tl.minimum(hi, part_hi), lo)  # a block of padding sees nothing
     full_lo = tl.minimum(tl.maximum(tl.cdiv(full_lo, C.BLOCK_N) * C.BLOCK_N, lo), hi)
     if C.LEVEL == 0:
         full_lo = lo

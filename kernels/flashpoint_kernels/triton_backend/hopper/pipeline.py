@@ -51,7 +51,7 @@ def find_queries(table, floats, items, heads, ITEM: tl.constexpr, C: tl.constexp
     t = table + row * col.WIDTH
     seq = load_sequence(t, floats + row * col.SCALARS, head)
     i0 = gl.where(head < gl.load(t + col.HEADS), gl.load(item + 1), gl.load(t + col.Q_ROWS).to(gl.int32))
-    lo, _full_lo, full_hi, hi = key_stretches(i0, seq.band, 0, seq.band.kv_len, C)
+    lo, _full_lo, full_hi, hi = key_stretches(i0, i0 + C.BLOCK_M - 1, seq.band, 0, seq.band.kv_len, C)
     count = (hi - lo + C.BLOCK_N - 1) // C.BLOCK_N
     return seq, QueryWork(i0=i0, lo=lo, count=count, cut=count - (full_hi - lo) // C.BLOCK_N)
 
