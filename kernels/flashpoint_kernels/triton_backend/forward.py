@@ -16,11 +16,16 @@ from flashpoint_kernels.triton_backend.tiles import (
     block_at,
     heads_column,
     key_stretches,
+    keys_of,
     load,
+    load_keys,
+    load_scales,
     load_sequence,
     locate_vector,
+    places_of,
     rows_of,
     store,
+    widened,
 )
 
 # Columns of a work item: table row, first row of the block (see tiles.block_at), keys [lo, hi) of its part, and the
@@ -49,7 +54,7 @@ def online_softmax(s, unit, m, denom):
 
 
 @triton.jit
-def attend_keys(softmax, b_q, o_m, lo, hi, seq, k_rows, v_rows, FULL: tl.constexpr, C: tl.constexpr):
+def attend_keys(softmax, b_q, o_m, lo, hi, seq, keys, values, FULL: tl.constexpr, C: tl.constexpr):
     """The Softmax after keys [lo, hi), a tile of BLOCK_N at a time; lo is a multiple of BLOCK_N.
 
     b_q (M, D) are the queries o_m (M,). FULL: every query may see every key.
@@ -58,8 +63,13 @@ def attend_keys(softmax, b_q, o_m, lo, hi, seq, k_rows, v_rows, FULL: tl.constex
     within = tl.arange(0, C.BLOCK_N)
     for j0 in range(lo, hi, C.BLOCK_N):
         o_n = j0 + within
-        b_k = load(k_rows, o_n, C.BLOCK_D, FULL, C.EVEN)  # (N, D)
+        places = places_of(o_n, seq, C)
+        b_k = load_keys(keys, places, C.BLOCK_D, FULL, C)  # (N, D)
+        if C.KEYS is not None:
+            b_k = cast(widened(b_k, C), C.DTYPE)  # exact: 8 bits have no more digits than a bfloat16
         s = dot(b_q, tl.trans(b_k), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.PRECISION)  # (M, N)
+        if C.KEYS is not None:
+            s *= load_scales(keys, places, FULL, C)[None, :]
         unit = seq.scale * LOG2E
         if C.LEVEL >= 1:
             s, _ = modify(s, o_m[:, None], o_n[None, :], seq, C)
@@ -71,7 +81,9 @@ def attend_keys(softmax, b_q, o_m, lo, hi, seq, k_rows, v_rows, FULL: tl.constex
         if C.LEVEL == 2:
             if tl.load(seq.row + col.DROP_BELOW) > 0:
                 p = tl.where(keep(o_m, j0, seq, C), p, 0.0)
-        b_v = load(v_rows, o_n, C.BLOCK_DV, FULL, C.EVEN)  # (N, Dv)
+        b_v = load_keys(values, places, C.BLOCK_DV, FULL, C)  # (N, Dv)
+        if C.KEYS is not None:
+            b_v = cast(widened(b_v, C) * load_scales(values, places, FULL, C)[:, None], C.DTYPE)
         acc = dot(cast(p, C.DTYPE), b_v, acc, C.PRECISION)  # (M, Dv)
     return Softmax(m=m, denom=denom, acc=acc)
 
@@ -98,8 +110,8 @@ def attention_forward(table, floats, items, part_o, part_lse, heads, head_dim, v
     seq = load_sequence(t, scalars, heads_column(block, C))
 
     q_rows = rows_of(t, col.Q, seq.head, seq.band.q_len, head_dim, C)
-    k_rows = rows_of(t, col.K, block.kv_head, seq.band.kv_len, head_dim, C)
-    v_rows = rows_of(t, col.V, block.kv_head, seq.band.kv_len, value_dim, C)
+    keys = keys_of(t, col.K, col.K_PAGE, col.K_SCALE, block.kv_head, seq.band.kv_len, head_dim, C)
+    values = keys_of(t, col.V, col.V_PAGE, col.V_SCALE, block.kv_head, seq.band.kv_len, value_dim, C)
     o_m = block.queries
     b_q = load(q_rows, o_m, C.BLOCK_D, False, C.EVEN)  # (M, D)
 
@@ -116,9 +128,9 @@ def attention_forward(table, floats, items, part_o, part_lse, heads, head_dim, v
 
     lo, full_lo, full_hi, hi = key_stretches(block.first, block.last, seq.band, part_lo, part_hi, C)
     if C.LEVEL >= 1:
-        softmax = attend_keys(softmax, b_q, o_m, lo, full_lo, seq, k_rows, v_rows, False, C)
-    softmax = attend_keys(softmax, b_q, o_m, full_lo, full_hi, seq, k_rows, v_rows, True, C)
-    softmax = attend_keys(softmax, b_q, o_m, full_hi, hi, seq, k_rows, v_rows, False, C)
+        softmax = attend_keys(softmax, b_q, o_m, lo, full_lo, seq, keys, values, False, C)
+    softmax = attend_keys(softmax, b_q, o_m, full_lo, full_hi, seq, keys, values, True, C)
+    softmax = attend_keys(softmax, b_q, o_m, full_hi, hi, seq, keys, values, False, C)
 
     o, lse = normalised(softmax)
     if C.LEVEL == 2:

@@ -19,7 +19,8 @@ class Constants:
     PRECISION is for float32 operands alone. ALIGNED: every row of every head starts at a multiple of 16 bytes. A tile
     has BLOCK_M queries and BLOCK_N keys; head dimensions are padded to BLOCK_D, and those of values to BLOCK_DV. EVEN:
     they need no padding. STAGES: tiles of a tensor that are in shared memory at a time. PACKED: the rows of a block are
-    the queries of all heads that share a key/value head (see tiles.Block).
+    the queries of all heads that share a key/value head (see Block). PAGED: keys and values are pages. KEYS: their dtype
+    where they are 8-bit numbers with scales, None where they have DTYPE.
     """
 
     LEVEL: int | None = None
@@ -35,6 +36,8 @@ class Constants:
     EVEN: bool | None = None
     STAGES: int | None = None
     PACKED: bool | None = None
+    PAGED: bool | None = None
+    KEYS: str | None = None
 
 
 class Band(NamedTuple):
@@ -85,6 +88,27 @@ class Rows(NamedTuple):
     stride: Any
     length: Any
     dim: Any
+
+
+class Keys(NamedTuple):
+    """Keys, or values, of a key head: their Rows, the stride of a page, and where their scales are, float32.
+
+    Without pages `page` is 0, and without scales the last three.
+    """
+
+    rows: Rows
+    page: Any
+    p_scale: Any
+    scale_row: Any
+    scale_page: Any
+
+
+class Places(NamedTuple):
+    """Where a tile of keys (N,) is: its page, the row there, and whether it may be read. Without pages, `row` alone."""
+
+    page: Any
+    row: Any
+    valid: Any
 
 
 class Softmax(NamedTuple):

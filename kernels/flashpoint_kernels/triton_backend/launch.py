@@ -87,6 +87,8 @@ class Launch:
             BLOCK_D=block_d,
             BLOCK_DV=block_dv,
             EVEN=(block_d, block_dv) == (spec.head_dim, spec.value_dim),
+            PAGED=spec.paged,
+            KEYS=spec.tensors["k"].dtype if spec.quantized else None,
         )
 
     @cached_property
@@ -213,7 +215,7 @@ def _forward_blocks(launch: Launch, rows: int) -> Iterator[Call]:
     yield launch.call(
         attention_forward, items, heads, tile,
         lambda items: (launch.table, launch.floats, items, *parts(), heads, *launch.dims),
-        *_ALL, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PACKED=rows > 0,
+        *_ALL, "PAGED", "KEYS", BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PACKED=rows > 0,
     )  # fmt: skip
     yield launch.call(
         merge_parts, merges, heads, launch.config.merge_of(rows),

@@ -6,27 +6,102 @@ import triton.language as tl
 from flashpoint_kernels.bounds import full_key_range_jit as full_key_range
 from flashpoint_kernels.bounds import key_range_jit as key_range
 from flashpoint_kernels.triton_backend import table as col
-from flashpoint_kernels.triton_backend.groups import Band, Block, Rows, Sequence
+from flashpoint_kernels.triton_backend.groups import Band, Block, Keys, Places, Rows, Sequence
 
 
 @triton.jit
-def locate(t, TENSOR: tl.constexpr, C: tl.constexpr):
+def locate(t, TENSOR: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr):
     """(pointer to row 0 of head 0, stride of a head, stride of a row). `t` is the sequence's row of the table."""
-    base = tl.load(t + TENSOR).to(tl.pointer_type(C.DTYPE))
+    base = tl.load(t + TENSOR).to(tl.pointer_type(DTYPE))
     head_stride = tl.load(t + TENSOR + 1)
     row_stride = tl.load(t + TENSOR + 2)
     if C.ALIGNED:  # to 16 bytes, the widest load
         base = tl.multiple_of(base, 16)
-        head_stride = tl.multiple_of(head_stride, 128 // C.DTYPE.primitive_bitwidth)
-        row_stride = tl.multiple_of(row_stride, 128 // C.DTYPE.primitive_bitwidth)
+        head_stride = tl.multiple_of(head_stride, 128 // DTYPE.primitive_bitwidth)
+        row_stride = tl.multiple_of(row_stride, 128 // DTYPE.primitive_bitwidth)
     return base, head_stride, row_stride
 
 
 @triton.jit
 def rows_of(t, TENSOR: tl.constexpr, head, length, dim, C: tl.constexpr):
     """The Rows of a head of a tensor."""
-    base, head_stride, stride = locate(t, TENSOR, C)
+    base, head_stride, stride = locate(t, TENSOR, C.DTYPE, C)
     return Rows(base=base + head * head_stride, head_stride=head_stride, stride=stride, length=length, dim=dim)
+
+
+@triton.jit
+def keys_of(t, TENSOR: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, head, length, dim, C: tl.constexpr):
+    """The Keys of a key/value head: its keys (TENSOR is K) or its values."""
+    DTYPE: tl.constexpr = C.DTYPE if C.KEYS is None else tl.int8
+    base, head_stride, stride = locate(t, TENSOR, DTYPE, C)
+    rows = Rows(base=base + head * head_stride, head_stride=head_stride, stride=stride, length=length, dim=dim)
+    page, p_scale, scale_row, scale_page = 0, 0, 0, 0
+    if C.PAGED:
+        page = tl.load(t + PAGE)
+        if C.ALIGNED:
+            page = tl.multiple_of(page, 128 // DTYPE.primitive_bitwidth)
+    if C.KEYS is not None:
+        p_scale = tl.load(t + SCALE).to(tl.pointer_type(tl.float32)) + head * tl.load(t + SCALE + 1)
+        scale_row, scale_page = tl.load(t + SCALE + 2), tl.load(t + SCALE + 3)
+    return Keys(rows=rows, page=page, p_scale=p_scale, scale_row=scale_row, scale_page=scale_page)
+
+
+@triton.jit
+def places_of(o_n, seq, C: tl.constexpr):
+    """The Places of keys o_n. A page number beyond the pool is not read."""
+    page, row, valid = 0, o_n, 0
+    if C.PAGED:
+        size = tl.load(seq.row + col.PAGE_SIZE).to(tl.int32)
+        p_numbers = tl.load(seq.row + col.PAGES).to(tl.pointer_type(tl.int32))
+        valid = o_n < seq.band.kv_len
+        page = tl.load(p_numbers + o_n // size, mask=valid, other=0)
+        valid = valid & (page >= 0) & (page < tl.load(seq.row + col.POOL))
+        row = o_n % size
+    return Places(page=page, row=row, valid=valid)
+
+
+@triton.jit
+def load_keys(keys, places, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.constexpr):
+    """(N, BLOCK_D) in DTYPE: keys or values at their places; 8-bit numbers without their scale. FULL as in `load`."""
+    if C.PAGED:
+        o_d = tl.arange(0, BLOCK_D)
+        o_k = places.page.to(tl.int64) * keys.page + places.row * keys.rows.stride
+        m_k = places.valid[:, None]
+        if not C.EVEN:
+            m_k = m_k & (o_d[None, :] < keys.rows.dim)
+        block = tl.load(keys.rows.base + o_k[:, None] + o_d[None, :], mask=m_k, other=0)
+    else:
+        block = load(keys.rows, places.row, BLOCK_D, FULL, C.EVEN)
+    return block
+
+
+@triton.jit
+def load_scales(keys, places, FULL: tl.constexpr, C: tl.constexpr):
+    """(N,) float32: the scales of keys or values; 0 where there is no key."""
+    if C.PAGED:
+        p = keys.p_scale + (places.page.to(tl.int64) * keys.scale_page + places.row * keys.scale_row)
+        scales = tl.load(p, mask=places.valid, other=0.0)
+    else:
+        p = keys.p_scale + places.row * keys.scale_row
+        scales = tl.load(p) if FULL else tl.load(p, mask=places.row < keys.rows.length, other=0.0)
+    return scales
+
+
+@triton.jit
+def widened(block, C: tl.constexpr):
+    """8-bit numbers in float32, exactly.
+
+    A float8_e4m3fn comes as its bits. They are moved to where a float16 has its sign, its exponent, which counts from 8
+    more, and its mantissa: no instruction of a newer chip is needed, and subnormals stay what they are.
+    """
+    if C.KEYS == "int8":
+        wide = block.to(tl.float32)
+    else:
+        bits = block.to(tl.int16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        wide = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        wide = tl.where((bits & 0x7F) == 0x7F, float("nan"), wide)
+    return wide
 
 
 @triton.jit

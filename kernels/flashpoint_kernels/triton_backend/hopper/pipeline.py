@@ -64,7 +64,7 @@ def descriptor(t, TENSOR: tl.constexpr, head, length, dim, ROWS: tl.constexpr, B
     can be described, see `Table.describable`.
     """
     LAYOUT: tl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], C.DTYPE)
-    base, head_stride, stride = locate(t, TENSOR, C)
+    base, head_stride, stride = locate(t, TENSOR, C.DTYPE, C)
     base += head * head_stride
     return tma.make_tensor_descriptor(base, [gl.maximum(length, 1), dim], [stride, 1], [ROWS, BLOCK_D], LAYOUT)
 
@@ -75,7 +75,7 @@ def group_descriptor(
 ):
     """A descriptor of as many rows of `heads` heads from `head` on, for tiles of (1, ROWS, BLOCK_D)."""
     LAYOUT: tl.constexpr = gl.NVMMASharedLayout.get_default_for([1, ROWS, BLOCK_D], C.DTYPE)
-    base, head_stride, stride = locate(t, TENSOR, C)
+    base, head_stride, stride = locate(t, TENSOR, C.DTYPE, C)
     base += head * head_stride
     shape = [heads, gl.maximum(length, 1), dim]
     return tma.make_tensor_descriptor(base, shape, [head_stride, stride, 1], [1, ROWS, BLOCK_D], LAYOUT)
