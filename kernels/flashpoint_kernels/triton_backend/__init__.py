@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from flashpoint_kernels.triton_backend.launch import compile_ahead as compile_ahead
     from flashpoint_kernels.triton_backend.launch import compiled as compiled
 
-SUPPORT = EVERY_FEATURE - {"float64", "large_head_dim", "paged", "quantized"}
+SUPPORT = EVERY_FEATURE - {"float64", "large_head_dim"}
 __all__ = ["SUPPORT", "compile_ahead", "compiled"]
 
 

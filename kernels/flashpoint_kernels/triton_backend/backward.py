@@ -103,8 +103,9 @@ def attention_backward_kv(table, floats, items, heads, head_dim, value_dim, C: t
     group = tl.load(t + col.GROUP).to(tl.int32)
     if kv_head * group >= tl.load(t + col.HEADS):
         return
+    scalars = floats + row * col.SCALARS
     j0 = tl.load(item + 1)
-    first = load_sequence(t, floats + row * col.SCALARS, kv_head * group)  # the first query head of the group
+    first = load_sequence(t, scalars, kv_head * group)  # the first query head of the group
     band = first.band
 
     k_rows = rows_of(t, col.K, kv_head, band.kv_len, head_dim, C)
@@ -128,7 +129,7 @@ def attention_backward_kv(table, floats, items, heads, head_dim, value_dim, C: t
     # need no visibility test, costs more registers than there are.
     nth, i0 = 0, lo
     for _ in range(0, group * blocks):
-        seq = Sequence(row=t, scalars=first.scalars, head=kv_head * group + nth, scale=first.scale, band=band)
+        seq = Sequence(row=t, scalars=scalars, head=kv_head * group + nth, scale=first.scale, band=band)
         o_m = i0 + within
         b_q = load(next_head(q_rows, nth), o_m, C.BLOCK_D, False, C.EVEN)  # (M, D)
         s = dot(b_k, tl.trans(b_q), tl.full([C.BLOCK_N, C.BLOCK_M], 0.0, tl.float32), C.PRECISION)  # (N, M)
@@ -156,11 +157,11 @@ def attention_backward_kv(table, floats, items, heads, head_dim, value_dim, C: t
     kv_rows = tl.load(t + col.KV_ROWS)
     valid = o_n[:, None] < band.kv_len
     if tl.load(t + col.DV) != 0:
-        b_dv = tl.where(valid, cast(dv, C.DTYPE), 0.0)
-        store(rows_of(t, col.DV, kv_head, kv_rows, value_dim, C), o_n, b_dv, C.BLOCK_DV, C.EVEN)
+        dv_rows = rows_of(t, col.DV, kv_head, kv_rows, value_dim, C)
+        store(dv_rows, o_n, tl.where(valid, cast(dv, C.DTYPE), 0.0), C.BLOCK_DV, C.EVEN)
     if tl.load(t + col.DK) != 0:
-        b_dk = tl.where(valid, cast(dk * first.scale, C.DTYPE), 0.0)
-        store(rows_of(t, col.DK, kv_head, kv_rows, head_dim, C), o_n, b_dk, C.BLOCK_D, C.EVEN)
+        dk_rows = rows_of(t, col.DK, kv_head, kv_rows, head_dim, C)
+        store(dk_rows, o_n, tl.where(valid, cast(dk * first.scale, C.DTYPE), 0.0), C.BLOCK_D, C.EVEN)
 
 
 @triton.jit
@@ -197,8 +198,9 @@ def attention_backward_q(table, floats, items, heads, head_dim, value_dim, C: tl
     group = tl.load(t + col.GROUP).to(tl.int32)
     if nth * (group if C.PACKED else 1) >= tl.load(t + col.HEADS):
         return
+    scalars = floats + row * col.SCALARS
     at = block_at(tl.load(item + 1), nth, group, C)
-    seq = load_sequence(t, floats + row * col.SCALARS, heads_column(at, C))
+    seq = load_sequence(t, scalars, heads_column(at, C))
     q_len, kv_len = seq.band.q_len, seq.band.kv_len
 
     q_rows = rows_of(t, col.Q, seq.head, q_len, head_dim, C)
