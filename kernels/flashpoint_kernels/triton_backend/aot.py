@@ -30,7 +30,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
 from flashpoint_kernels.triton_backend.calls import compile_options
-from flashpoint_kernels.triton_backend.config import padded, tiles
+from flashpoint_kernels.triton_backend.config import keys_kind, padded, tiles
 from flashpoint_kernels.triton_backend.configurations import SHARED_KIB, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
 from flashpoint_kernels.triton_backend.groups import Constants
@@ -73,6 +73,8 @@ class Report:
     level: int
     mask: str | None
     precision: str
+    paged: bool
+    keys: str | None
     block_m: int
     block_n: int
     num_warps: int
@@ -91,7 +93,9 @@ class Report:
 def tile_of(variant: Variant) -> Tile:
     """The tile that `variant` ships with."""
     kernel, rows = kernel_of(variant)
-    config = tiles(variant.arch, variant.dtype, variant.head_dim, variant.head_dim, variant.level, "hopper" in kernel)
+    arch, dim = variant.arch, variant.head_dim
+    paged, quantized = variant.paged, variant.keys is not None
+    config = tiles(arch, variant.dtype, dim, dim, variant.level, "hopper" in kernel, paged, quantized)
     of_blocks = {"forward": config.forward_of, "backward_q": config.backward_q_of, "merge": config.merge_of}
     if kernel in of_blocks:
         return of_blocks[kernel](rows)
@@ -108,7 +112,7 @@ def kernel_of(variant: Variant) -> tuple[str, int]:
 
 def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
     """Compile `variant` with the tile it ships with, or another."""
-    _, arch, dtype, dim, level, mask, precision = variant
+    _, arch, dtype, dim, level, mask, precision, paged, keys = variant
     kernel, rows = kernel_of(variant)
     tile = tile or tile_of(variant)
     function = KERNELS[kernel]
@@ -116,6 +120,7 @@ def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
         LEVEL=level, DTYPE=_TYPES[dtype], MASK_DTYPE=mask and _TYPES[mask], DMASK_DTYPE=tl.float32, PRECISION=precision,
         ALIGNED=True, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim),
         EVEN=padded(dim) == dim, STAGES=tile.num_stages, PACKED=rows > 0,
+        PAGED=paged, KEYS=keys and keys_kind(arch, keys),
     )  # fmt: skip
     names = function.arg_names
     signature = {name: "constexpr" if name == "C" else _POINTERS.get(name, "i32") for name in names}

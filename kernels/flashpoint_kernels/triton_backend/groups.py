@@ -19,8 +19,8 @@ class Constants:
     PRECISION is for float32 operands alone. ALIGNED: every row of every head starts at a multiple of 16 bytes. A tile
     has BLOCK_M queries and BLOCK_N keys; head dimensions are padded to BLOCK_D, and those of values to BLOCK_DV. EVEN:
     they need no padding. STAGES: tiles of a tensor that are in shared memory at a time. PACKED: the rows of a block are
-    the queries of all heads that share a key/value head (see Block). PAGED: keys and values are pages. KEYS: their dtype
-    where they are 8-bit numbers with scales, None where they have DTYPE.
+    the queries of all heads that share a key/value head (see Block). PAGED: keys and values are pages. KEYS: how keys
+    and values that are 8-bit numbers are widened (see tiles.widened), None where they have DTYPE.
     """
 
     LEVEL: int | None = None

@@ -20,7 +20,7 @@ from flashpoint_kernels.triton_backend import table as columns
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
 from flashpoint_kernels.triton_backend.calls import Call, start_compiling
-from flashpoint_kernels.triton_backend.config import config_for, hopper_tiles, padded, takes_hopper
+from flashpoint_kernels.triton_backend.config import config_for, hopper_tiles, keys_of_device, padded, takes_hopper
 from flashpoint_kernels.triton_backend.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
 from flashpoint_kernels.triton_backend.groups import Constants
@@ -88,7 +88,7 @@ class Launch:
             BLOCK_DV=block_dv,
             EVEN=(block_d, block_dv) == (spec.head_dim, spec.value_dim),
             PAGED=spec.paged,
-            KEYS=spec.tensors["k"].dtype if spec.quantized else None,
+            KEYS=keys_of_device(spec, self.device),
         )
 
     @cached_property
@@ -366,8 +366,7 @@ def _goes_hopper(problem: Problem, table: Table) -> bool:
 
 
 def _config(problem: Problem, hopper: bool) -> Config:
-    spec = problem.spec
-    return config_for(problem.device, spec.dtype, spec.head_dim, spec.value_dim, spec.level, hopper)
+    return config_for(problem.spec, problem.device, hopper)
 
 
 def _shapes(table: Table) -> list[Shape]:

@@ -91,11 +91,13 @@ def load_scales(keys, places, FULL: tl.constexpr, C: tl.constexpr):
 def widened(block, C: tl.constexpr):
     """8-bit numbers in float32, exactly.
 
-    A float8_e4m3fn comes as its bits. They are moved to where a float16 has its sign, its exponent, which counts from 8
-    more, and its mantissa: no instruction of a newer chip is needed, and subnormals stay what they are.
+    A chip from sm_89 on converts float8_e4m3fn by itself. For others (KEYS ends with "bits") the bits are moved to
+    where a float16 has its sign, its exponent, which counts from 8 more, and its mantissa.
     """
     if C.KEYS == "int8":
         wide = block.to(tl.float32)
+    elif C.KEYS == "float8_e4m3fn":
+        wide = block.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     else:
         bits = block.to(tl.int16)
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
