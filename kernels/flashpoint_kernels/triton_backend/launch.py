@@ -362,7 +362,8 @@ def _goes_hopper(problem: Problem, table: Table) -> bool:
     if spec.level > 0 or spec.dtype == "float32" or not table.describable or not takes_hopper(problem.device):
         return False
     config = _config(problem, hopper=True)
-    return not any((forward_parts(shape, Cut(config, 0)).items[:, 3] >= 0).any() for shape in _shapes(table))
+    parts = [forward_parts(shape, Cut(config, 0)).items[:, 3] for shape in _shapes(table)]
+    return any(len(each) for each in parts) and not any((each >= 0).any() for each in parts)
 
 
 def _config(problem: Problem, hopper: bool) -> Config:
