@@ -72,7 +72,8 @@ class Call:
 
         def inside() -> None:
             triton.set_allocator(scratch)
-            act(self.args(), options)
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+                act(self.args(), options)
 
         options = {"C": self.constants, **compile_options(self.tile)}
         contextvars.copy_context().run(inside)  # the caller's own allocator stays what it was

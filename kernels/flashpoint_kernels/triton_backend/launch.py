@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -36,6 +35,7 @@ from flashpoint_kernels.triton_backend.schedule import (
     work_list,
 )
 from flashpoint_kernels.triton_backend.table import Table
+from flashpoint_kernels.triton_backend.upload import Upload
 
 _TYPES = {
     "bool": tl.int8,
@@ -71,6 +71,7 @@ class Launch:
         self.first_row = np.cumsum([0, *(len(t.ints) for t in self.tables)]).tolist()
         self.heads = max(p.spec.q_heads for p in self.problems)
         self.kv_heads = max(p.spec.kv_heads for p in self.problems)
+        self.upload = Upload(self.device)
 
     @cached_property
     def shared(self) -> Constants:
@@ -92,15 +93,25 @@ class Launch:
         )
 
     @cached_property
-    def table(self) -> Tensor:
+    def _tables(self) -> tuple[int, int]:
+        """The joint table's numbers in the upload: integers and floats."""
         ints = np.concatenate([t.ints for t in self.tables])
         if self.problems[0].spec.direction == "backward":
             self.stats = self.place_stats(ints)
-        return self.send(ints)
+        return self.upload.add(ints), self.upload.add(np.concatenate([t.floats for t in self.tables]))
 
-    @cached_property
+    @property
+    def table(self) -> Tensor:
+        return self.upload.view(self._tables[0])
+
+    @property
     def floats(self) -> Tensor:
-        return self.send(np.concatenate([t.floats for t in self.tables]))
+        return self.upload.view(self._tables[1])
+
+    def items(self, number: int) -> Tensor:
+        """Return a work list on the device, which the table goes to with it."""
+        _ = self._tables
+        return self.upload.view(number)
 
     @property
     def device(self) -> torch.device:
@@ -109,9 +120,6 @@ class Launch:
     @property
     def dims(self) -> tuple[int, int]:
         return self.problems[0].spec.head_dim, self.problems[0].spec.value_dim
-
-    def send(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def place_stats(self, ints: np.ndarray) -> Tensor:
         """Memory for what `attention_delta` writes, two rows a head, and its addresses into the table.
@@ -136,7 +144,8 @@ class Launch:
     ) -> Call:  # fmt: skip
         """One program an item and head; `args` are made from the items on the device; `names` are of `shared`."""
         chosen = Constants(**{name: getattr(self.shared, name) for name in names}, **constants)
-        return Call(kernel, len(items) * heads, tile, self.device, lambda: args(self.send(items)), chosen)
+        number = self.upload.add(items)
+        return Call(kernel, len(items) * heads, tile, self.device, lambda: args(self.items(number)), chosen)
 
 
 _OF_HOPPER = ("LEVEL", "DTYPE", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
@@ -146,21 +155,43 @@ _VALUES = ("DTYPE", "ALIGNED", "BLOCK_DV", "EVEN")
 
 def forward(problems: Sequence[Problem]) -> None:
     """Write `o` and, where asked, `lse` of every problem. All share one launch key."""
-    for call in forward_calls(problems):
-        call.run()
+    prepare(problems)()
 
 
 def backward(problems: Sequence[Problem]) -> None:
     """Write the gradients asked of every problem, from its `o` and `lse`. All share one launch key."""
+    prepare(problems)()
+
+
+def prepare(problems: Sequence[Problem]) -> Callable[[], None]:
+    """Return a function that runs the problems, which share a direction and a launch key, into their outputs.
+
+    It may be called again, with other numbers in the same memory: tensors, outputs, page numbers and scales (not
+    lengths, which are read here, and not copies: masks in float64, tensors whose rows do not lie together, and float32
+    made of other slopes, sinks, lse and scales). From its second call on it copies nothing from the host, so it can be
+    captured in a CUDA graph. A gradient needs `o` and `lse`.
+    """
+    if problems and problems[0].spec.direction == "forward":
+        calls = list(forward_calls(problems))
+        return lambda: _run(calls)
     scratch = [scratch_of(problem) for problem in problems]
-    for problem in problems:
-        if "dattn_mask" in problem.outputs:
-            problem.outputs["dattn_mask"].zero_()  # where there is no query or no key there is no program
-    for call in backward_calls(problems, scratch):
+    calls = list(backward_calls(problems, scratch))
+    empty = [problem.outputs["dattn_mask"] for problem in problems if "dattn_mask" in problem.outputs]
+
+    def run() -> None:
+        for gradient in empty:
+            gradient.zero_()  # where there is no query or no key there is no program
+        _run(calls)
+        for problem, extra in zip(problems, scratch, strict=True):
+            if "dsinks" in extra:
+                problem.outputs["dsinks"].copy_(extra["dsinks"])
+
+    return run
+
+
+def _run(calls: Iterable[Call]) -> None:
+    for call in calls:
         call.run()
-    for problem, extra in zip(problems, scratch, strict=True):
-        if "dsinks" in extra:
-            problem.outputs["dsinks"].copy_(extra["dsinks"])
 
 
 def compiled(problems: Sequence[Problem]) -> bool:
@@ -352,8 +383,7 @@ def _launches(
         group[0].append(problem)
         group[1].append(made)
     for (_key, _aligned, hopper), (members, tables) in groups.items():
-        with torch.cuda.device(members[0].device) if members[0].device.type == "cuda" else contextlib.nullcontext():
-            yield Launch(members, tables, hopper, tiles or _config(members[0], hopper))
+        yield Launch(members, tables, hopper, tiles or _config(members[0], hopper))
 
 
 def _goes_hopper(problem: Problem, table: Table) -> bool:
