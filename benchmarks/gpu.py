@@ -4,7 +4,7 @@ In stages, each in less than nine minutes, each saving what it has as it goes an
 again (`--stages sweep`), in benchmarks/results/gpu-<device>.json:
 
     compile   every variant of this architecture, in 16 processes, and what the compiler made of them
-    tests     the kernel tests on the device, of the general path, on sm_90 of that of hopper.py, and of all backends
+    tests     the kernel tests on the device, of the general path, on sm_90 of that for Hopper, and of all backends
     sweep     other tiles than the table's, each proven against it; what is fastest is proposed as a table
     timings   forward and backward beside torch's SDPA, FlexAttention, and what else can be imported; ratios and a plot
 

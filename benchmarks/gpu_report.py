@@ -56,7 +56,7 @@ def timing_cases() -> list[Case]:
 
 
 class Pass(NamedTuple):
-    """Cases to time together: with torch asked to be `deterministic`, or us to take the path of hopper.py."""
+    """Cases to time together: with torch asked to be `deterministic`, or us to take the path for Hopper."""
 
     cases: list[Case]
     deterministic: bool = False
@@ -95,7 +95,7 @@ def point(row: Row) -> tuple[Any, ...]:
 
 
 def name_of(row: Row) -> str:
-    """A peer that ran deterministically is a peer of its own, and so are we on the path of hopper.py."""
+    """A peer that ran deterministically is a peer of its own, and so are we on the path for Hopper."""
     more = [name for name in ("deterministic", "hopper") if row.get(name)]
     return " ".join([row["backend"], *more])
 

@@ -21,11 +21,13 @@ from flashpoint_contract.options import (
     ProblemError,
 )
 from flashpoint_contract.tensors import (
-    BACKWARD_TENSORS,
+    EIGHT_BIT,
     FEATURES,
     FORWARD_TENSORS,
     ITEMSIZE,
     MAX_HEAD_DIM,
+    SCALES,
+    TAKEN,
     TENSORS,
     Tensor,
     TensorInfo,
@@ -37,6 +39,8 @@ class Row(NamedTuple):
 
     `batch` indexes N (0 in `thd`), `index` is the sequence's number within its request (what dropout counts by).
     Query row i of the sequence is canonical row `q_start + i`; rows `q_len` to `q_rows` are padding, likewise for keys.
+    Where k and v are pages, `kv_start` is 0 and there is no padding (`kv_rows` is `kv_len`): key j of the sequence is key
+    j mod page_size of page `block_table[index, j div page_size]`.
     """
 
     index: int  # type: ignore[assignment]  # a name the field has; tuple's own `index` is never wanted
@@ -51,7 +55,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """One valid problem: its options, sizes and what it asks of a backend. Made by `plan`."""
+    """One valid problem: its options, sizes and what it asks of a backend. Made by `plan`.
+
+    Where k and v are pages: `pool` pages of `page_size` keys, `kv_len` the most keys that a sequence's pages hold.
+    """
 
     direction: Direction
     options: Options
@@ -65,10 +72,26 @@ class Spec:
     head_dim: int
     value_dim: int
     dtype: str
+    pool: int = 0
+    page_size: int = 0
 
     @property
     def ragged(self) -> bool:
         return self.options.layout == "thd"
+
+    @property
+    def paged(self) -> bool:
+        """Whether k and v are pages, which `block_table` names."""
+        return "block_table" in self.tensors
+
+    @property
+    def quantized(self) -> bool:
+        """Whether k and v are 8-bit numbers, which `k_scale` and `v_scale` multiply."""
+        return "k_scale" in self.tensors
+
+    def per_row(self, scale: str) -> bool:
+        """Whether `k_scale` or `v_scale` has a number for each row, not for each key/value head or for all."""
+        return self.tensors[scale].shape == self.shape_of(scale)
 
     @property
     def scale(self) -> float:
@@ -133,7 +156,10 @@ class Spec:
         names = ("B", "B+1", "Hq", "Hk", "Sq", "Sk", "D", "Dv")
         heads, lengths = (self.q_heads, self.kv_heads), (self.q_len, self.kv_len)
         sizes = (self.batch, self.batch + 1, *heads, *lengths, self.head_dim, self.value_dim)
-        return dict(zip(names, sizes, strict=True))
+        found = dict(zip(names, sizes, strict=True))
+        if self.paged:
+            found |= {"pool": self.pool, "pages": self.kv_len // self.page_size, "page_size": self.page_size}
+        return found
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the largest shape that a tensor of that name may have in this problem."""
@@ -154,6 +180,11 @@ class Spec:
         """Whether a gradient request brought `o` and `lse`, so that the forward need not run again."""
         return "lse" in self.tensors
 
+    @property
+    def causal_square(self) -> bool:
+        """Whether half of all (query, key) pairs are seen at most. Packed queries may all have the most keys of pages."""
+        return self.options.causal and self.q_len == self.kv_len and not (self.ragged and self.paged)
+
     @cached_property
     def flops(self) -> int:
         """Floating-point operations of the matrix products, an upper bound where lengths are not known yet.
@@ -163,7 +194,7 @@ class Spec:
         """
         pairs = self.q_len * self.kv_len * (1 if self.ragged else self.batch)
         forward = 2 * self.q_heads * pairs * (self.head_dim + self.value_dim)
-        if self.options.causal and self.q_len == self.kv_len:
+        if self.causal_square:
             forward //= 2
         if self.direction == "forward":
             return forward
@@ -192,25 +223,35 @@ class Spec:
         Raises ProblemError when the values do not fit the shapes.
         """
         errors = []
-        if self.ragged:
-            for name, total in (("cu_seqlens_q", self.q_len), ("cu_seqlens_k", self.kv_len)):
-                cu = index[name]
-                if cu[0] != 0 or cu[-1] != total or any(a > b for a, b in itertools.pairwise(cu)):
-                    errors.append((name, f"must start at 0, never fall, and end at {total}"))
-            if errors:
-                raise ProblemError(errors)
-            cu_q, cu_k = index["cu_seqlens_q"], index["cu_seqlens_k"]
-            nq, nk = ([b - a for a, b in itertools.pairwise(cu)] for cu in (cu_q, cu_k))
-            return _rows(self.batch, itertools.repeat(0), cu_q, nq, nq, cu_k, nk, nk)
+        for name, total in (("cu_seqlens_q", self.q_len), ("cu_seqlens_k", self.kv_len)):
+            if name in index and not _covers(index[name], total):
+                errors.append((name, f"must start at 0, never fall, and end at {total}"))
         for name, longest in (("q_lengths", self.q_len), ("kv_lengths", self.kv_len)):
             if name in index and any(not 0 <= n <= longest for n in index[name]):
                 errors.append((name, f"must lie between 0 and {longest}"))
         if errors:
             raise ProblemError(errors)
-        q_lengths = index.get("q_lengths") or [self.q_len] * self.batch
-        kv_lengths = index.get("kv_lengths") or [self.kv_len] * self.batch
         zero, q_rows, kv_rows = (itertools.repeat(n) for n in (0, self.q_len, self.kv_len))
-        return _rows(self.batch, itertools.count(), zero, q_lengths, q_rows, zero, kv_lengths, kv_rows)
+        batch: Iterable[int] = zero if self.ragged else itertools.count()
+        q: Sequence[Iterable[int]] = (zero, index.get("q_lengths") or [self.q_len] * self.batch, q_rows)
+        k: Sequence[Iterable[int]] = (zero, index.get("kv_lengths") or [self.kv_len] * self.batch, kv_rows)
+        if self.ragged:
+            q = _between(index["cu_seqlens_q"])
+        if self.paged:
+            k = zero, index["kv_lengths"], index["kv_lengths"]
+        elif self.ragged:
+            k = _between(index["cu_seqlens_k"])
+        return _rows(self.batch, batch, *q, *k)
+
+
+def _covers(starts: Sequence[int], total: int) -> bool:
+    return starts[0] == 0 and starts[-1] == total and all(a <= b for a, b in itertools.pairwise(starts))
+
+
+def _between(starts: Sequence[int]) -> tuple[Iterable[int], Iterable[int], Iterable[int]]:
+    """Return first row, valid rows and rows of packed sequences, which have no padding."""
+    lengths = [b - a for a, b in itertools.pairwise(starts)]
+    return starts, lengths, lengths
 
 
 def _rows(count: int, *columns: Iterable[int]) -> tuple[Row, ...]:
@@ -229,12 +270,12 @@ def plan(tensors: Mapping[str, TensorInfo], options: Options, direction: Directi
 @lru_cache(1024)  # a model asks for the same few problems again and again
 def _plan(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction: Direction) -> Spec:
     tensors = dict(named)
-    known = FORWARD_TENSORS if direction == "forward" else BACKWARD_TENSORS
-    if unknown := [name for name in tensors if name not in known]:
-        raise ProblemError((name, f"unknown tensor; known are {', '.join(known)}") for name in unknown)
-    if missing := [name for name in needed(options.layout, direction) if name not in tensors]:
+    known = TAKEN[direction]
+    if refused := [name for name in tensors if name not in known]:
+        raise ProblemError((name, _why_not(name, known)) for name in refused)
+    if missing := [name for name in needed(options.layout, direction, "block_table" in tensors) if name not in tensors]:
         raise ProblemError((name, "missing") for name in missing)
-    _check_dtypes(tensors)
+    _check_dtypes(tensors, direction)
     spec = _sizes(tensors, options, direction)
     errors = [*_check_shapes(spec), *_check_options(spec)]
     if errors:
@@ -242,78 +283,112 @@ def _plan(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction
     return spec
 
 
-def needed(layout: str, direction: Direction) -> list[str]:
+def _why_not(name: str, known: Sequence[str]) -> str:
+    """Say why a call that takes the `known` tensors does not take another."""
+    if name in TENSORS and TENSORS[name].forward_only:
+        return "is for the forward alone: pages and 8-bit keys have no gradient"
+    return f"unknown tensor; known are {', '.join(known)}"
+
+
+def needed(layout: str, direction: Direction, paged: bool = False) -> list[str]:
     """Return the tensors that a call cannot do without."""
-    known = FORWARD_TENSORS if direction == "forward" else BACKWARD_TENSORS
-    return [name for name in known if TENSORS[name].required or TENSORS[name].layouts == (layout,)]
+    names = [name for name in TAKEN[direction] if TENSORS[name].required or TENSORS[name].layouts == (layout,)]
+    return [*(name for name in names if name != "cu_seqlens_k"), "kv_lengths"] if paged else names
 
 
-def _check_dtypes(tensors: Mapping[str, TensorInfo]) -> None:
+def _check_dtypes(tensors: Mapping[str, TensorInfo], direction: Direction) -> None:
     errors = []
-    dtype = tensors["q"].dtype
+    dtype, forward = tensors["q"].dtype, direction == "forward"
     for name, info in tensors.items():
         row = TENSORS[name]
         if row.like_q and name != "q":
-            if info.dtype != dtype:
+            if info.dtype != dtype and not (forward and info.dtype in row.quantized):
                 errors.append((name, f"dtype {info.dtype} is not q's {dtype}"))
         elif info.dtype not in row.dtypes:
             errors.append((name, f"dtype {info.dtype} must be {_or(row)}"))
         if any(n < 0 for n in info.shape):
             errors.append((name, f"shape {list(info.shape)} has a negative dimension"))
-    if errors:
+    if errors := errors or [*_check_scales(tensors)]:
         raise ProblemError(errors)
+
+
+def _check_scales(tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, str]]:
+    """Say where 8-bit k and v, which are of one dtype, and their scales do not come together."""
+    k, v = tensors["k"].dtype, tensors["v"].dtype
+    if v != k and not {k, v}.isdisjoint(EIGHT_BIT):
+        yield "v", f"dtype {v} is not k's {k}"
+    for name in SCALES:
+        of, dtype = TENSORS[name].scale_of, tensors[TENSORS[name].scale_of].dtype
+        if dtype in EIGHT_BIT and name not in tensors:
+            yield name, f"missing: {of} is {dtype}, which stands for value times scale"
+        elif dtype not in EIGHT_BIT and name in tensors:
+            yield name, f"is taken where {of} is {' or '.join(EIGHT_BIT)}, not {dtype}"
 
 
 def _or(row: Tensor) -> str:
     """Name the dtypes of a row as an error does."""
     *others, last = row.dtypes
-    return f"{', '.join(others)} or {last}"
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _sizes(tensors: Mapping[str, TensorInfo], options: Options, direction: Direction) -> Spec:
-    ragged = options.layout == "thd"
+    ragged, paged = options.layout == "thd", "block_table" in tensors
     rank = len(tensors["q"].shape)
     if ragged and rank != 3:
         raise ProblemError([("q", f"layout thd takes (T,H,D), not {rank} dimensions")])
     if rank not in (2, 3, 4):
         raise ProblemError([("q", f"takes 2, 3 or 4 dimensions, not {rank}")])
-    if bad := [name for name in ("k", "v") if len(tensors[name].shape) != rank]:
-        raise ProblemError((name, f"has {len(tensors[name].shape)} dimensions where q has {rank}") for name in bad)
+    due = 4 if ragged and paged else rank
+    if bad := [name for name in ("k", "v") if len(tensors[name].shape) != due]:
+        where = "pages in layout thd have 4" if due != rank else f"q has {rank}"
+        raise ProblemError((name, f"has {len(tensors[name].shape)} dimensions where {where}") for name in bad)
 
     def split(name: str) -> tuple[int, int, int, int]:
         """(batch, heads, length, dim) of q, k or v."""
         shape = tensors[name].shape
-        if ragged:
-            return 0, shape[1], shape[0], shape[2]
-        if rank == 4:
+        if len(shape) == 4:
             b, x, y, d = shape
             return (b, x, y, d) if options.layout == "bhsd" else (b, y, x, d)
+        if ragged:
+            return 0, shape[1], shape[0], shape[2]
         return (shape[0] if rank == 3 else 1), 1, shape[-2], shape[-1]
 
     (batch, q_heads, q_len, head_dim), (kb, kv_heads, kv_len, kd) = split("q"), split("k")
     vb, v_heads, v_len, value_dim = split("v")
     errors = []
-    if kb != batch or vb != batch:
+    if paged and (vb, v_heads, v_len) != (kb, kv_heads, kv_len):
+        errors.append(("v", f"pages, heads and page size {(vb, v_heads, v_len)} are not k's {(kb, kv_heads, kv_len)}"))
+    elif not paged and (kb != batch or vb != batch):
         errors.append(("k" if kb != batch else "v", f"batch {kb if kb != batch else vb} is not q's {batch}"))
+    elif v_heads != kv_heads or v_len != kv_len:
+        errors.append(("v", f"heads and length {(v_heads, v_len)} are not k's {(kv_heads, kv_len)}"))
     if kd != head_dim:
         errors.append(("k", f"head dimension {kd} is not q's {head_dim}"))
-    if v_heads != kv_heads or v_len != kv_len:
-        errors.append(("v", f"heads and length {(v_heads, v_len)} are not k's {(kv_heads, kv_len)}"))
     if q_heads == 0 or kv_heads == 0 or q_heads % kv_heads:
         errors.append(("q", f"its {q_heads} heads must be a positive multiple of k's {kv_heads}"))
     if head_dim < 1 or value_dim < 1:
         errors.append(("q" if head_dim < 1 else "v", "the head dimension must be at least 1"))
     if ragged:
-        shapes = [tensors[n].shape for n in ("cu_seqlens_q", "cu_seqlens_k")]
+        ends = "cu_seqlens_q" if paged else "cu_seqlens_k"
+        shapes = [tensors["cu_seqlens_q"].shape, tensors[ends].shape]
         if len(shapes[0]) != 1 or shapes[0][0] < 1 or shapes[0] != shapes[1]:
-            errors.append(("cu_seqlens_k", f"both cu_seqlens must have one shape (n+1,), not {shapes}"))
+            errors.append((ends, f"both cu_seqlens must have one shape (n+1,), not {shapes}"))
         else:
             batch = shapes[0][0] - 1
+    of_pages = {}
+    if paged:
+        table = tensors["block_table"].shape
+        if len(table) != 2:
+            errors.append(("block_table", f"shape {list(table)} must be (B,pages)"))
+        elif kv_len < 1:
+            errors.append(("k", "a page must have at least 1 key"))
+        else:
+            of_pages, kv_len = {"pool": kb, "page_size": kv_len}, table[1] * kv_len
     if errors:
         raise ProblemError(errors)
     return Spec(
         direction, options, dict(tensors), rank, batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim,
-        tensors["q"].dtype,
+        tensors["q"].dtype, **of_pages,
     )  # fmt: skip
 
 
@@ -324,14 +399,23 @@ def _check_shapes(spec: Spec) -> Iterable[tuple[str, str]]:
         if row.has_columns and row.direction == "forward":  # q, k and v, which the sizes come from
             continue
         full = spec.shape_of(name)
-        if layout not in row.layouts:
+        if spec.paged and name == "cu_seqlens_k":
+            yield name, "is not taken beside block_table: kv_lengths has the lengths"
+        elif layout not in row.layouts and not (spec.paged and name == "kv_lengths"):
             yield name, f"is not taken in layout {layout}, but in {' and '.join(row.layouts)}"
         elif row.broadcast:
             padded = (1,) * (len(full) - len(info.shape)) + info.shape
             if len(padded) > len(full) or any(m not in (1, f) for m, f in zip(padded, full, strict=True)):
                 yield name, f"shape {list(info.shape)} does not broadcast to {list(full)}"
-        elif info.shape not in (allowed := [full[1:], full] if row.shared else [full]):
+        elif info.shape not in (allowed := _allowed(spec, row, full)):
             yield name, f"shape {list(info.shape)} must be {' or '.join(str(list(shape)) for shape in allowed)}"
+
+
+def _allowed(spec: Spec, row: Tensor, full: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the shapes that a tensor may have."""
+    if row.scale_of:
+        return list(dict.fromkeys([(), (1, spec.kv_heads), (spec.batch, spec.kv_heads), full]))
+    return [full[1:], full] if row.shared else [full]
 
 
 def _check_options(spec: Spec) -> Iterable[tuple[str, str]]:

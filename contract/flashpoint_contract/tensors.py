@@ -2,19 +2,26 @@
 
 B is the batch, Sq and Sk the query and key lengths, Hq and Hk the query and key/value heads, D and Dv the head
 dimensions of q and of v. In the ragged layout `thd` Sq and Sk are the packed totals Tq and Tk, and B counts sequences.
+
+With `block_table` k and v are a pool of pages: "pool" pages of "page_size" keys each, in place of B sequences of Sk. A
+sequence has at most "pages" of them, and Sk is pages·page_size, the most keys that it may have.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 from flashpoint_contract.options import GRADS, LAYOUTS, OPTIONS, Direction, Feature
 
-ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+ITEMSIZE = {
+    "bool": 1, "int8": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+    "int32": 4, "int64": 8,
+}  # fmt: skip
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+EIGHT_BIT = ("float8_e4m3fn", "int8")  # of k and v, with scales
 INTS = ("int32", "int64")
 
 MAX_HEAD_DIM = 256  # of every backend but `reference`
@@ -34,8 +41,10 @@ class TensorInfo(NamedTuple):
 class Tensor(NamedTuple):
     """A row of the table.
 
-    `axes` are the tensor's in layout `bhsd`, for q of four dimensions. `like_q`: it has q's dtype, one of `dtypes`.
-    `direction`: "backward" where the gradient call alone takes it. `gradient`: it has one, of its own shape and dtype.
+    `axes` are the tensor's in layout `bhsd`, for q of four dimensions. `like_q`: it has q's dtype, one of `dtypes`, or
+    one of `quantized`. `direction`: "backward" where the gradient call alone takes it. `forward_only`: that call does
+    not take it. `gradient`: it has one, of its own shape and dtype. `scale_of`: it has the scale of that tensor, as one
+    number, as a number for each key/value head (and sequence), or as a number for each row: `axes` are the latter's.
     `broadcast`: an axis may be 1, and leading axes may be missing. `shared`: its first axis may be missing, and the
     tensor is then shared along it. `features`: what it asks of a backend, by dtype, or "" for any.
     `refused`: as in `options.Option`.
@@ -46,11 +55,14 @@ class Tensor(NamedTuple):
     text: str
     dtypes: tuple[str, ...] = FLOATS
     like_q: bool = False
+    quantized: tuple[str, ...] = ()
     direction: Direction = "forward"
+    forward_only: bool = False
     required: bool = False
     gradient: bool = False
     broadcast: bool = False
     shared: bool = False
+    scale_of: str = ""
     layouts: tuple[str, ...] = LAYOUTS
     features: tuple[tuple[str, Feature], ...] = ()
     refused: Mapping[str, str] = MappingProxyType({})
@@ -62,8 +74,13 @@ class Tensor(NamedTuple):
 
     @property
     def has_columns(self) -> bool:
-        """Whether it has rows of D or Dv numbers: the layout says how its axes lie."""
+        """Whether it has rows of D or Dv numbers."""
         return self.axes[-1] in ("D", "Dv")
+
+    @property
+    def in_layout(self) -> bool:
+        """Whether the layout says how its axes lie."""
+        return self.has_columns or bool(self.scale_of)
 
     @property
     def per_head(self) -> bool:
@@ -77,22 +94,29 @@ class Tensor(NamedTuple):
 
     def head_axis(self, layout: str) -> int | None:
         """Return which axis has the heads, counted from the end, or None."""
-        if self.has_columns:
-            return -3 if layout == "bhsd" else -2
+        if self.in_layout:
+            return (-2 if layout == "bhsd" else -1) - self.has_columns
         found = [axis - len(self.axes) for axis, name in enumerate(self.axes) if name in ("Hq", "Hk")]
         return found[0] if found else None
 
     def shape(self, sizes: Mapping[str, int], layout: str, rank: int) -> tuple[int, ...]:
-        """Return the largest shape that it may have beside q of `rank` dimensions, from the sizes of axes."""
+        """Return the largest shape that it may have beside q of `rank` dimensions, from the sizes of axes.
+
+        Among the sizes of a problem with pages is "page_size".
+        """
         axes = list(self.axes)
         if "Sq" in axes or "Sk" in axes:
-            ragged = layout == "thd"
-            if ragged or rank < 3:
-                axes.remove("B")
-            if not ragged and rank < 4:
+            paged = self.of_keys and "page_size" in sizes
+            if paged:
+                axes[axes.index("B")], axes[axes.index("Sk")] = "pool", "page_size"
+            ragged = layout == "thd" and not paged
+            one_head = layout != "thd" and rank < 4
+            if self.in_layout and layout != "bhsd" and not one_head:
+                axes[1], axes[2] = axes[2], axes[1]
+            if ragged or (one_head and rank < 3):
+                del axes[0]
+            if one_head:
                 axes = [axis for axis in axes if axis not in ("Hq", "Hk")]
-            if self.has_columns and layout != "bhsd" and (ragged or rank == 4):
-                axes[-3], axes[-2] = axes[-2], axes[-3]
         return tuple(sizes[axis] for axis in axes)
 
     def feature(self, dtype: str) -> Feature | None:
@@ -105,6 +129,13 @@ _DENSE = ("bhsd", "bshd")
 _LENGTHS = (("", Feature("lengths", "q_lengths and kv_lengths")),)
 _BOOL_MASK = Feature("bool_mask", "a boolean mask", level=2, per_score=True)
 _FLOAT_MASK = Feature("float_mask", "a float mask", level=2, per_score=True)
+_SERVER = ("json", "safetensors", "oip", "grpc")
+_CLIENTS = ("sdk", "async", "torch", "jax", "sharded", "cli")
+_SCALES_REFUSED = {
+    "json": "belongs to 8-bit k and v, and JSON has one dtype for q, k and v: send safetensors",
+    "jax": "belongs to the forward alone, and a call of JAX's is differentiable",
+}
+_OF_PAGES = "belongs to pages in memory of the caller's, and the kernel library alone (flashpoint_kernels) reads them"
 
 _ROWS = (
     Tensor(
@@ -112,8 +143,14 @@ _ROWS = (
         "(B,Hq,Sq,D) in layout bhsd, (B,Sq,Hq,D) in bshd, (Tq,Hq,D) in thd; also (B,S,D) and (S,D), as one head",
         like_q=True, required=True, gradient=True,
     ),
-    Tensor("k", ("B", "Hk", "Sk", "D"), "(B,Hk,Sk,D), likewise", like_q=True, required=True, gradient=True),
-    Tensor("v", ("B", "Hk", "Sk", "Dv"), "(B,Hk,Sk,Dv), likewise", like_q=True, required=True, gradient=True),
+    Tensor(
+        "k", ("B", "Hk", "Sk", "D"), "(B,Hk,Sk,D), likewise",
+        like_q=True, quantized=EIGHT_BIT, required=True, gradient=True,
+    ),
+    Tensor(
+        "v", ("B", "Hk", "Sk", "Dv"), "(B,Hk,Sk,Dv), likewise",
+        like_q=True, quantized=EIGHT_BIT, required=True, gradient=True,
+    ),
     Tensor(
         "attn_mask", ("B", "Hq", "Sq", "Sk"),
         "booleans (true: attend) or numbers (added to the scaled scores), broadcastable to (B,Hq,Sq,Sk)",
@@ -142,6 +179,21 @@ _ROWS = (
         "cu_seqlens_k", ("B+1",), "(B+1,): where sequences begin in Tk, in layout thd", dtypes=INTS, layouts=("thd",)
     ),
     Tensor(
+        "block_table", ("B", "pages"),
+        "(B,pages): the numbers of each sequence's pages; k and v are then pages of page_size keys in place of Sk",
+        dtypes=("int32",), forward_only=True, features=(("", Feature("paged", "pages")),),
+        refused=dict.fromkeys((*_SERVER, *_CLIENTS), _OF_PAGES),
+    ),
+    Tensor(
+        "k_scale", ("B", "Hk", "Sk"), "what an 8-bit k is multiplied by: (), (B or 1,Hk), or k's shape without D",
+        forward_only=True, scale_of="k", features=(("", Feature("quantized", "8-bit keys and values")),),
+        refused=_SCALES_REFUSED,
+    ),
+    Tensor(
+        "v_scale", ("B", "Hk", "Sk"), "what an 8-bit v is multiplied by: (), (B or 1,Hk), or v's shape without Dv",
+        forward_only=True, scale_of="v", refused=_SCALES_REFUSED,
+    ),
+    Tensor(
         "do", ("B", "Hq", "Sq", "Dv"), "the gradient of o, of o's shape",
         like_q=True, direction="backward", required=True, refused=_BY_AUTOGRAD,
     ),
@@ -162,13 +214,18 @@ _ROWS = (
 
 def _gradient(name: str) -> Tensor:
     of = next(row for row in _ROWS if row.name == name[1:])
-    return of._replace(name=name, text=f"of the shape of {of.name}", required=False, gradient=False, features=())
+    return of._replace(
+        name=name, text=f"of the shape of {of.name}", required=False, quantized=(), gradient=False, features=()
+    )
 
 
 TENSORS: dict[str, Tensor] = {row.name: row for row in (*_ROWS, *map(_gradient, GRADS))}
 
-BACKWARD_TENSORS = tuple(row.name for row in _ROWS)  # what each call takes
-FORWARD_TENSORS = tuple(row.name for row in _ROWS if row.direction == "forward")
+INPUT_TENSORS = tuple(row.name for row in _ROWS)
+FORWARD_TENSORS = tuple(row.name for row in _ROWS if row.direction == "forward")  # what each call takes
+BACKWARD_TENSORS = tuple(row.name for row in _ROWS if not row.forward_only)
+TAKEN: dict[Direction, tuple[str, ...]] = {"forward": FORWARD_TENSORS, "backward": BACKWARD_TENSORS}
+SCALES = tuple(row.name for row in _ROWS if row.scale_of)
 INDEX_TENSORS = tuple(row.name for row in _ROWS if row.is_index)
 REQUIRED: dict[Direction, tuple[str, ...]] = {
     "forward": tuple(row.name for row in _ROWS if row.required and row.direction == "forward"),
@@ -181,7 +238,7 @@ ALL_ANSWERS = tuple(name for names in ANSWERS.values() for name in names)
 EXTRAS = tuple(
     name
     for row in _ROWS
-    if row.direction == "forward" and "bhsd" in row.layouts and not row.required
+    if row.direction == "forward" and "bhsd" in row.layouts and not (row.required or row.forward_only)
     for name in ([feature.name for _, feature in row.features] if len(row.features) > 1 else [row.name])
 )
 
@@ -207,3 +264,9 @@ def _features() -> dict[str, tuple[str, Feature]]:
 
 FEATURES = _features()
 EVERY_FEATURE = frozenset(FEATURES)
+
+
+def refusals(surface: str, names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return (tensor, reason) for each of the tensors that a surface refuses. Names that are not known are left out."""
+    rows = [TENSORS[name] for name in names if name in TENSORS]
+    return [(row.name, row.refused[surface]) for row in rows if surface in row.refused]

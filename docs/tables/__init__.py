@@ -8,7 +8,7 @@ from functools import partial
 from flashpoint_kernels.triton_backend.configurations import TABLES as TILES
 
 from .code import algorithms, data_sheets, errors, extremes, grpc, metrics, options, settings, support
-from .kernels import benchmarks, compiled, each_option
+from .kernels import benchmarks, compiled, decode, each_option
 from .service import beside, capacity, fairness, ray, rpc, serving, throughput
 from .trust import faults, fuzz, load, steady
 
@@ -18,6 +18,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "beside": beside,
     "capacity": capacity,
     "data-sheets": data_sheets,
+    "decode": decode,
     "each-option": each_option,
     "errors": errors,
     "extremes": extremes,

@@ -8,6 +8,7 @@ from typing import Any
 
 from flashpoint.benchmark_schema import BenchmarkJob
 from flashpoint.commands.tables import columns, number, problem
+from flashpoint_kernels.timing.sheets import SHEETS
 
 from .markdown import NOT_MEASURED, RESULTS, made_on, results, table, targets
 
@@ -16,7 +17,7 @@ def compiled(arch: int) -> str:
     """A row a variant, a column a kernel; float32 in IEEE precision, at level 0. `benchmarks/results/` has all."""
     result = json.loads((RESULTS / f"compile-sm{arch}.json").read_text())
     kernels = {(k["dtype"], k["level"], k["head_dim"], k["kernel"]): k for k in result["kernels"]
-               if k["precision"] == "ieee"}  # fmt: skip
+               if k["precision"] == "ieee" and not k["paged"] and k["keys"] is None}  # fmt: skip
     names = ("forward", "backward_kv", "backward_q")
     variants = [("bfloat16", level, str(level), "") for level in (0, 1, 2)] + [("float32", 0, "0", "")]
     if ("bfloat16", 0, 64, "forward_hopper") in kernels:
@@ -30,6 +31,39 @@ def compiled(arch: int) -> str:
     made = f"triton {result['triton']}, {result['date'][:10]}, commit {result['commit'][:10]}"
     said = f"\nsm_{arch}, {', '.join(f'`{i}`' for i in instructions)}; {len(result['kernels'])} variants; {made}:\n\n"
     return said + table(["dtype", "level", "D", *(f"`{name}`" for name in names)], rows)
+
+
+# A GPU of each architecture: its name, multiprocessors and boost clock in GHz (data sheets; GB/s are in timing.sheets).
+CHIPS = {
+    80: ("NVIDIA A100-SXM4-80GB", 108, 1.41),
+    90: ("NVIDIA H100 80GB HBM3", 132, 1.98),
+    100: ("NVIDIA B200", 148, 1.965),
+}
+ISSUED = 4  # instructions of a warp that a multiprocessor issues in a cycle
+
+
+def decode() -> str:
+    """Instructions per byte of keys and values that decode reads at D 128, beside what a GPU issues per byte."""
+    rows = []
+    for arch, (name, processors, clock) in CHIPS.items():
+        found = json.loads((RESULTS / f"compile-sm{arch}.json").read_text())["kernels"]
+        kernels = {(k["kernel"], k["paged"], k["keys"]): _per_byte(k) for k in found
+                   if (k["dtype"], k["head_dim"], k["level"]) == ("bfloat16", 128, 0)}  # fmt: skip
+        general, packed = kernels["forward", False, None], kernels["forward_packed16", False, None]
+        others = [
+            kernels["forward_packed16", *kind] for kind in ((True, None), (False, "int8"), (False, "float8_e4m3fn"))
+        ]
+        issued = ISSUED * processors * clock / SHEETS[name].gb_per_s
+        figures = (general, 8 * general, packed, packed, *others, issued)
+        rows.append((f"sm_{arch}", *(f"{figure:.3f}" for figure in figures), name))
+    head = ("", "one head's block, 1 head", "8 heads", "packed, 1 head", "8 heads", "packed, pages", "int8", "float8")
+    return table([*head, "issued per byte", "by"], rows)
+
+
+def _per_byte(kernel: dict[str, Any]) -> float:
+    """Instructions of all warps in one step of the inner loop, over the bytes of the tile's keys and values."""
+    size = 1 if kernel["keys"] else 2
+    return float(kernel["loop"] * kernel["num_warps"] / (kernel["block_n"] * 2 * kernel["head_dim"] * size))
 
 
 def _variant(kernel: dict[str, Any] | None) -> str:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from flashpoint_kernels.functional import attention as attention
     from flashpoint_kernels.functional import attention_backward as attention_backward
     from flashpoint_kernels.problem import Problem as Problem
+    from flashpoint_kernels.quantization import dequantize as dequantize
+    from flashpoint_kernels.quantization import quantize as quantize
     from flashpoint_kernels.verification import verify as verify
 
 _HOME = {
@@ -24,6 +26,8 @@ _HOME = {
     "Problem": "flashpoint_kernels.problem",
     "Options": "flashpoint_contract.options",
     "ProblemError": "flashpoint_contract.options",
+    "dequantize": "flashpoint_kernels.quantization",
+    "quantize": "flashpoint_kernels.quantization",
     "verify": "flashpoint_kernels.verification",
 }
 __all__ = [
@@ -33,6 +37,8 @@ __all__ = [
     "attention",
     "attention_backward",
     "available_backends",
+    "dequantize",
+    "quantize",
     "run",
     "verify",
 ]

@@ -63,7 +63,7 @@ def extent_of(spec: Spec, index: Mapping[str, Any] | None = None) -> Extent:
     import numpy as np
 
     def lengths(name: str, starts: str, padded: int) -> np.ndarray[Any, Any]:
-        if spec.ragged:
+        if starts in spec.tensors:
             return np.diff(np.asarray(index[starts], np.int64))
         return np.asarray(index[name], np.int64) if name in index else np.full(sequences, padded, np.int64)
 
@@ -90,7 +90,7 @@ def row_seconds(spec: Spec, rates: Rates, row: Row) -> float:
 
 def _seconds(spec: Spec, rates: Rates, sequences: int, pairs: int) -> float:
     scores = pairs * spec.q_heads * _ways(spec)
-    if spec.options.causal and spec.q_len == spec.kv_len:
+    if spec.causal_square:
         scores /= 2
     each = rates.score + sum(rates.options.get(name, 0.0) for name in _options(spec))
     return sequences * rates.sequence * _ways(spec) + flops_of(spec, pairs) * rates.flop + scores * each

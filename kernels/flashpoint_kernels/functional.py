@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 
+import torch
 from torch import Tensor
 
 from flashpoint_contract.options import Options, ProblemError
@@ -22,6 +24,9 @@ def attention(
     kv_lengths: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
     layout: str = "bhsd",
     causal: bool = False,
     causal_alignment: str = "bottom_right",
@@ -43,13 +48,20 @@ def attention(
     Args:
         q: (B, Hq, Sq, D) in layout `bhsd`, (B, Sq, Hq, D) in `bshd`, (Tq, Hq, D) in `thd`; (S, D) and (B, S, D) are one
             head. float16, bfloat16, float32; float64 on `reference`.
-        k, v: likewise with Hk heads and Sk rows, of D and Dv; q's dtype.
+        k, v: likewise with Hk heads and Sk rows, of D and Dv; q's dtype, or both float8_e4m3fn or int8, with scales.
         attn_mask: bool (true = attend) or float (added to the scaled scores), broadcastable to (B, Hq, Sq, Sk).
         alibi_slopes: (Hq,) or (B, Hq); adds −slope·|i + offset − j| to the scores. Not differentiable.
         sinks: (Hq,); one more logit a head in the softmax's denominator, with no value.
         q_lengths, kv_lengths: (B,) int32 or int64, valid rows of padded sequences; rows beyond are never read, and
             come back 0 (`lse` −∞).
         cu_seqlens_q, cu_seqlens_k: (n+1,) int32 or int64, where each sequence of layout `thd` starts and ends.
+        block_table: (B, pages) int32, with `kv_lengths`: k and v are pages, (n, Hk, page_size, D) in layout `bhsd`,
+            (n, page_size, Hk, D) in `bshd` and `thd`. Key j of sequence b is key j % page_size of page
+            block_table[b, j // page_size]. Any page size; a page may be in several sequences; pages may be strided.
+            Numbers beyond a sequence's ceil(length / page_size) pages are never read; those before must be below n,
+            which is checked where `block_table` is on the CPU. Sk is pages·page_size. In `thd` without `cu_seqlens_k`.
+        k_scale, v_scale: what 8-bit k and v are multiplied by: a number, a tensor (B, Hk) or (1, Hk), or one of k's
+            shape without D (in `thd` that one where shapes are the same). Any float, finite. See `quantize`.
         layout: `bhsd`, `bshd` or `thd`.
         causal: query i sees key j only if j <= i + offset.
         causal_alignment: `bottom_right`: offset = Sk − Sq; `top_left`: offset = 0. Each sequence's own lengths count.
@@ -68,7 +80,7 @@ def attention(
         (Hq, Tq) in `thd`, (B, S) and (S,) for 3-D and 2-D q. A query that may see no key has o = 0 and lse = −∞ (with a
         sink, the sink), and zero gradients.
 
-        Differentiable once in q, k, v, a float attn_mask and sinks, through o and lse.
+        Differentiable once in q, k, v, a float attn_mask and sinks, through o and lse; not with pages or 8-bit keys.
 
     Raises:
         ProblemError: a ValueError whose `errors` name each field that is wrong or that the backend cannot do.
@@ -76,6 +88,7 @@ def attention(
     tensors = {
         "q": q, "k": k, "v": v, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "q_lengths": q_lengths, "kv_lengths": kv_lengths, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "block_table": block_table, "k_scale": _scale(k_scale), "v_scale": _scale(v_scale),
     }  # fmt: skip
     options = Options(
         layout=layout, causal=causal, causal_alignment=causal_alignment, window=window,  # type: ignore[arg-type]
@@ -143,6 +156,13 @@ def attention_backward(
     )  # fmt: skip
     _check_tensors(tensors)
     return tuple(ops.attention_backward(tensors, options))
+
+
+def _scale(value: Tensor | float | None) -> Tensor | None:
+    """A number as a tensor; anything else as it is."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return torch.tensor(float(value), dtype=torch.float64)
+    return value  # type: ignore[return-value]  # the caller checks that it is a tensor
 
 
 def _check_tensors(tensors: Mapping[str, Tensor | None]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flashpoint_contract.options import OPTIONS, Direction, Flag, Kind, Number, OneOf, Options, Pair, ProblemError
 from flashpoint_contract.spec import plan
-from flashpoint_contract.tensors import FORWARD_TENSORS, TENSORS
+from flashpoint_contract.tensors import BACKWARD_TENSORS, FORWARD_TENSORS, TENSORS
 from flashpoint_kernels.dispatch import available_backends, run
 from flashpoint_kernels.problem import Problem, tensor_info
 from flashpoint_kernels.support import choose_backend
@@ -35,13 +35,20 @@ _OPTIONS = {
     if option.direction is None and type(option.kind) in _PLAIN
 }
 _GIVEN = ("do", "o", "lse", "dlse")
+_BOTH = tuple(name for name in FORWARD_TENSORS if name in BACKWARD_TENSORS)
+_FORWARD_ONLY = frozenset(FORWARD_TENSORS) - frozenset(_BOTH)
+
+
+def _arguments(names: Sequence[str]) -> str:
+    """Return the schema of these tensors and the seed."""
+    return ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in (*names, "dropout_seed"))
+
 
 _library = torch.library.Library("flashpoint", "DEF")  # type: ignore[no-untyped-call]
-_tensors = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in (*FORWARD_TENSORS, "dropout_seed"))
 _given = "Tensor do, Tensor? o, Tensor? lse, Tensor? dlse"
 for _schema in (
-    f"attention({_tensors}, str options) -> (Tensor o, Tensor lse)",
-    f"attention_backward({_tensors}, {_given}, str options, str[] grads) -> Tensor[]",
+    f"attention({_arguments(FORWARD_TENSORS)}, str options) -> (Tensor o, Tensor lse)",
+    f"attention_backward({_arguments(_BOTH)}, {_given}, str options, str[] grads) -> Tensor[]",
 ):
     _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
 
@@ -57,7 +64,7 @@ def attention(tensors: Mapping[str, Tensor | None], options: Options) -> tuple[T
 
 def attention_backward(tensors: Mapping[str, Tensor | None], options: Options) -> list[Tensor]:
     """The gradients that `options.grads` names, by the operator."""
-    inputs, given = [tensors[name] for name in FORWARD_TENSORS], [tensors[name] for name in _GIVEN]
+    inputs, given = [tensors[name] for name in _BOTH], [tensors[name] for name in _GIVEN]
     answers: list[Tensor] = torch.ops.flashpoint.attention_backward.default(
         *inputs, _seed(options), *given, literal(options), options.grads
     )
@@ -99,8 +106,8 @@ def _forward_request(*arguments: Any) -> tuple[dict[str, Tensor], Options, Tenso
 
 def _backward_request(*arguments: Any) -> tuple[dict[str, Tensor], Options, Tensor | None]:
     *inputs, text, grads = arguments
-    seed = inputs.pop(len(FORWARD_TENSORS))
-    return _named((*FORWARD_TENSORS, *_GIVEN), inputs), _options_of(text, tuple(grads)), seed
+    seed = inputs.pop(len(_BOTH))
+    return _named((*_BOTH, *_GIVEN), inputs), _options_of(text, tuple(grads)), seed
 
 
 def _solve(
@@ -151,11 +158,14 @@ def _fake_attention_backward(*arguments: Any) -> list[Tensor]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """A forward keeps its inputs, o and lse: the backward recomputes the probabilities from them."""
-    for name, needed in zip(FORWARD_TENSORS, ctx.needs_input_grad, strict=False):
+    for name, t, needed in zip(FORWARD_TENSORS, inputs, ctx.needs_input_grad, strict=False):
+        if t is not None and TENSORS[name].forward_only:
+            raise ProblemError([(name, "is for the forward alone: pass tensors that do not require a gradient")])
         if needed and not TENSORS[name].gradient:
             raise ProblemError([(name, "has no gradient: pass a tensor that does not require one")])
     ctx.set_materialize_grads(False)
-    *tensors, ctx.options = inputs
+    ctx.options = inputs[-1]
+    tensors = [t for name, t in zip((*FORWARD_TENSORS, ""), inputs, strict=False) if name not in _FORWARD_ONLY]
     ctx.save_for_backward(*tensors, *output)
 
 

@@ -8,8 +8,14 @@ layout and rank of the user's tensors (N is B, or 1 in the ragged layout):
     lse, dlse        (N, Hq, Sq)
     masks            (B, Hq, Sq, Sk)
     numbers per head (Hq,) or (B, Hq), float32
+    k_scale, v_scale (N, Hk, Sk) where each row has a number (`Spec.per_row`), else (1, Hk, 1) or (B, Hk, 1) by `Row.index`
 
-Views share the user's memory; a broadcast dimension of the mask has stride 0.
+Views share the user's memory; a broadcast dimension of the mask has stride 0, and so has Hk of a scale that is a number.
+
+Where k and v are pages (`Spec.paged`) their canonical views are the pool, whatever the layout: k and v (pool, Hk,
+page_size, D|Dv), and the scales of each row (pool, Hk, page_size). Key j of the sequence `Row.index` is at [number, :,
+j % page_size] for number = block_table[Row.index, j // page_size]; `tensors["block_table"]` is (B, pages) int32 on the
+problem's device. `batches` brings a sequence's keys together, so a backend that takes its views sees no pages.
 """
 
 from __future__ import annotations
@@ -23,11 +29,14 @@ from torch import Tensor
 
 from flashpoint_contract.options import Direction, Options, ProblemError
 from flashpoint_contract.spec import Row, Spec, plan
-from flashpoint_contract.tensors import FORWARD_TENSORS, INDEX_TENSORS, TENSORS, TensorInfo
+from flashpoint_contract.tensors import FORWARD_TENSORS, INDEX_TENSORS, SCALES, TENSORS, TensorInfo
+from flashpoint_kernels import pages
 from flashpoint_kernels.cost import flops_of
 
 DTYPES = {
     "bool": torch.bool,
+    "int8": torch.int8,
+    "float8_e4m3fn": torch.float8_e4m3fn,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
@@ -80,19 +89,21 @@ class Problem:
         """
         spec = spec or plan({name: tensor_info(name, t) for name, t in tensors.items()}, options, direction)
         device = tensors["q"].device
-        for name, t in tensors.items():
-            if t.device != device and name not in INDEX_TENSORS:
-                raise ProblemError([(name, f"is on {t.device} where q is on {device}")])
+        given = {name: _placed(name, t, device) for name, t in tensors.items()}
         rows = spec.rows({name: tensors[name].tolist() for name in INDEX_TENSORS if name in tensors})
+        if spec.paged:
+            pages.check(spec, rows, tensors["block_table"])
+        if spec.quantized:
+            check_scales(tensors)
         seed = options.dropout_seed
         if options.dropout_p and seed is None:
             seed = int(torch.randint(1 << 53, ()).item())
-        given = outputs or {}
+        places = outputs or {}
         made = {
-            name: given[name] if name in given else torch.empty(info.shape, dtype=DTYPES[info.dtype], device=device)
+            name: places[name] if name in places else torch.empty(info.shape, dtype=DTYPES[info.dtype], device=device)
             for name, info in spec.outputs.items()
         }
-        return cls(spec, rows, seed, device, dict(tensors), made)
+        return cls(spec, rows, seed, device, given, made)
 
     def view(self, name: str) -> Tensor:
         """The canonical view of an input or output tensor (see the module)."""
@@ -106,11 +117,13 @@ class Problem:
             return t.float().expand(spec.shape_of(name))
         if row.broadcast:
             t = t.reshape((1,) * (spec.rank - t.ndim) + tuple(t.shape)).expand(spec.shape_of(name))
-        if row.has_columns:
+        if row.scale_of and not spec.per_row(name):
+            return t.expand(1, spec.kv_heads)[..., None] if t.ndim == 0 else t[..., None]
+        if row.in_layout and spec.options.layout != "bhsd":
+            if t.ndim == len(row.axes):
+                return t.transpose(1, 2)
             if spec.ragged:
                 return t.transpose(0, 1)[None]
-            if t.ndim == 4 and spec.options.layout == "bshd":
-                return t.transpose(1, 2)
         return t[None] if spec.ragged else _one_head(t, len(row.axes))
 
     def mask_part(self, t: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -154,19 +167,32 @@ class Problem:
         that all sequences add to; numbers per head are (Hq,) or (n,Hq). `most(row)` is how many sequences as long as
         `row` may come together, 0 to leave them out; by default each comes alone. Padding is not in the views: a
         backend that writes through them first calls `clear_outputs`. Sequences that do not lie together are copied,
-        and their outputs are copied back when the next ones are taken.
+        and their outputs are copied back when the next ones are taken. Keys and values in pages are copied, too.
+
+        8-bit k and v stay as they are; scales are (n,Hk,sk), or (n,Hk,1) where they are not of each row.
         """
         inputs = {name: self.canonical(name, t) for name, t in self.tensors.items() if name not in _NOT_OF_ROWS}
         outputs = {name: self.canonical(name, t) for name, t in self.outputs.items() if name not in _NOT_OF_ROWS}
         for rows in self._alike(most):
             if consecutive(rows):
-                yield rows, {name: _own(name, view, rows) for name, view in (inputs | outputs).items()}
+                own = {name: self._read(name, view, rows, _own) for name, view in inputs.items()}
+                yield rows, own | {name: _own(name, view, rows) for name, view in outputs.items()}
                 continue
-            gathered = {name: _gathered(name, view, rows) for name, view in inputs.items()}
+            gathered = {name: self._read(name, view, rows, _gathered) for name, view in inputs.items()}
             answers = {name: torch.empty_like(_gathered(name, view, rows)) for name, view in outputs.items()}
             yield rows, gathered | answers
             for name, view in outputs.items():
                 _scatter(name, view, rows, answers[name])
+
+    def _read(self, name: str, view: Tensor, rows: Sequence[Row], read: _Read) -> Tensor:
+        """Return what `rows`, of equal lengths, have of the canonical view of an input, by `read` where it is so for all."""
+        if TENSORS[name].scale_of and not self.spec.per_row(name):
+            if view.shape[0] == 1:
+                return view.expand(len(rows), -1, -1)
+            return view.index_select(0, torch.tensor([row.index for row in rows], device=view.device))
+        if self.spec.paged and TENSORS[name].of_keys:
+            return pages.gathered(self.spec, view, self.tensors["block_table"], rows)
+        return read(name, view, rows)
 
     def _alike(self, most: Callable[[Row], int] | None) -> Iterator[tuple[Row, ...]]:
         if most is None:
@@ -211,6 +237,8 @@ class Problem:
         def part(name: str, t: Tensor) -> Tensor:
             row = TENSORS[name]
             axis = row.head_axis(spec.options.layout)
+            if row.scale_of and not spec.per_row(name):
+                axis = -1 if t.ndim else None
             if axis is None or (row.broadcast and shared_by_heads(t.shape)):
                 return t
             first, last = (start, stop) if row.of_keys else (start * group, stop * group)
@@ -262,9 +290,30 @@ class Problem:
 
 
 def launch_key(spec: Spec, backend: str) -> tuple[Any, ...]:
-    """What requests must share to run in one launch; lengths, batch sizes, head counts and scalars are free."""
+    """Return what requests must share to run in one launch.
+
+    Lengths, batch sizes, head counts, scalars, page sizes and the shapes of scales are free.
+    """
     mask = spec.tensors["attn_mask"].dtype if spec.has("attn_mask") else None
-    return backend, spec.direction, spec.dtype, spec.head_dim, spec.value_dim, spec.options.precision, spec.level, mask
+    dtypes = spec.dtype, spec.tensors["k"].dtype, mask
+    dims = spec.head_dim, spec.value_dim
+    return backend, spec.direction, dtypes, dims, spec.options.precision, spec.level, spec.paged
+
+
+def check_scales(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse scales that are not finite, among `tensors` on the CPU: others are not looked at. Raises ProblemError."""
+    seen = [name for name in SCALES if name in tensors and tensors[name].device.type == "cpu"]
+    if wrong := [name for name in seen if not tensors[name].isfinite().all()]:
+        raise ProblemError((name, "holds a number that is not finite") for name in wrong)
+
+
+def _placed(name: str, t: Tensor, device: torch.device) -> Tensor:
+    """An input on the problem's device, but for index tensors. Raises ProblemError for one that does not belong there."""
+    if t.device == device or name in INDEX_TENSORS:
+        return t
+    if name == "block_table" or (name in SCALES and t.ndim == 0):
+        return t.to(device)
+    raise ProblemError([(name, f"is on {t.device} where q is on {device}")])
 
 
 def with_forwards(problems: Sequence[Problem]) -> tuple[list[Problem], Sequence[Problem]]:
@@ -297,11 +346,14 @@ def shared_by_heads(mask: Sequence[int]) -> bool:
     return len(mask) < 3 or mask[-3] == 1
 
 
-# Not among the views of `batches`: index tensors, masks (see `mask_part`), and gradients that all sequences add to.
+_Read = Callable[[str, Tensor, Sequence[Row]], Tensor]
+
+# Not among the views of `batches`: index tensors and pages' numbers, masks (see `mask_part`), and gradients that all
+# sequences add to.
 _NOT_OF_ROWS = {
     name
     for name, row in TENSORS.items()
-    if row.is_index or row.broadcast or (row.per_head and name not in FORWARD_TENSORS)
+    if row.is_index or name == "block_table" or row.broadcast or (row.per_head and name not in FORWARD_TENSORS)
 }
 
 

@@ -149,7 +149,7 @@ def thread_count(problem: Problem, row: Row) -> int:
     """
     spec = problem.spec
     flops = 2 * spec.q_heads * row.q_len * row.kv_len * (spec.head_dim + spec.value_dim)
-    if spec.options.causal and spec.q_len == spec.kv_len:
+    if spec.causal_square:
         flops //= 2  # as `Spec.flops` has it
     side_by_side = (problem.cut_of or spec.kv_heads) if can_be_cut(problem) else 1
     return max(1, min(flops // FLOPS_PER_THREAD, CORES // max(side_by_side, 1)))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from flashpoint_contract.options import GRADS, Direction, Options, ProblemError
 from flashpoint_contract.spec import Spec
-from flashpoint_contract.tensors import BACKWARD_TENSORS, FORWARD_TENSORS
+from flashpoint_contract.tensors import INPUT_TENSORS, TAKEN
 from flashpoint_kernels.dispatch import available_backends, run
 from flashpoint_kernels.problem import DTYPES, Problem
 from flashpoint_kernels.reference_backend import formula
@@ -107,7 +107,7 @@ def verify(
     if answers is not None and options.dropout_p and options.dropout_seed is None:
         raise ProblemError([("dropout_seed", "answers made with dropout can be judged with their seed alone")])
     _check_names(tensors)
-    inputs = {name: t for name, t in tensors.items() if name in FORWARD_TENSORS}
+    inputs = {name: t for name, t in tensors.items() if name in TAKEN["forward"]}
     forward = _poisoned(inputs, replace(options, return_lse=True), "forward")
     options = replace(options, dropout_seed=forward.seed)
     problems = [forward]
@@ -140,12 +140,12 @@ def verify(
 
 def _check_names(tensors: Mapping[str, Tensor]) -> None:
     """Refuse what nobody would read: the caller meant another name, or what is to be judged."""
-    unknown = f"unknown tensor; known are {', '.join(BACKWARD_TENSORS)}, and as answers o, lse, {', '.join(GRADS)}"
-    known = BACKWARD_TENSORS if "do" in tensors else FORWARD_TENSORS
+    unknown = f"unknown tensor; known are {', '.join(INPUT_TENSORS)}, and as answers o, lse, {', '.join(GRADS)}"
+    taken = INPUT_TENSORS if "do" in tensors else TAKEN["forward"]
     errors = [
-        (name, "is taken beside do alone" if name in BACKWARD_TENSORS else unknown)
+        (name, "is taken beside do alone" if name in INPUT_TENSORS else unknown)
         for name in tensors
-        if name not in known
+        if name not in taken
     ]
     if errors:
         raise ProblemError(errors)
@@ -187,7 +187,11 @@ def _noise(problem: Problem, forward: Problem) -> dict[str, tuple[float, str]]:
     The gradients' are those of delta: as delta holds −dlse, they move by the gradient of so much dlse.
     """
     unit, float32 = (torch.finfo(dtype).eps / 2 for dtype in (DTYPES[problem.spec.dtype], torch.float32))
-    terms = replace(forward, tensors=forward.tensors | {"v": forward.tensors["v"].abs()})
+    v = forward.tensors["v"]
+    sizes = {"v": v.abs()}
+    if forward.spec.quantized:  # int8's least number has no other sign
+        sizes = {"v": v.float().abs(), "v_scale": forward.tensors["v_scale"].abs()}
+    terms = replace(forward, tensors=forward.tensors | sizes)
     largest = _solve(terms, torch.float64)["o"]
     if problem is forward:
         return {"o": (4 * min(unit, float32) * _largest(largest), "the rounding of rowsum(p*v)")}

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from flashpoint_kernels.triton_backend import gluon_interpreter as gl
-from flashpoint_kernels.triton_backend.gluon_interpreter import hopper
 from flashpoint_kernels.triton_backend.interpret import INTERPRETED
+from tests.support.kernels import gluon_interpreter as gl
+from tests.support.kernels.gluon_interpreter import hopper
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="what runs on a device is no interpreter's")
 mbarrier, tma = hopper.mbarrier, hopper.tma

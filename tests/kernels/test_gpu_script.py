@@ -139,7 +139,7 @@ def test_a_trial_runs_its_kernel_with_its_tile_and_a_wrong_answer_is_no_time(ker
     table = gpu.Trial(kernel, (1, 1, 4, 16), DEVICE)
     tried = replace(table, tile=Tile(16, 32))
     ran = [call for call in tried.calls()[0] if call.programs]
-    assert {call.constants["BLOCK_M"] for call in ran} == {16}
+    assert {call.constants.BLOCK_M for call in ran} == {16}
     assert [call.kernel.__name__ for call in ran] == [f"attention_{kernel}"]
     truth = table.time(1)
     compiled: Future[None] = Future()

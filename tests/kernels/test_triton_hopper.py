@@ -1,5 +1,7 @@
 """The Hopper path (descriptors, roles for warps) gives the answers of the general one; which problems take it."""
 
+import sys
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -7,7 +9,8 @@ import torch
 
 from flashpoint_kernels import Options, Problem, run, verify
 from flashpoint_kernels.problem import with_forwards
-from flashpoint_kernels.triton_backend import launch
+from flashpoint_kernels.triton_backend import config, launch
+from flashpoint_kernels.triton_backend.interpret import INTERPRETED
 from flashpoint_kernels.triton_backend.launch import backward_calls, forward_calls
 from tests.conftest import DEVICE
 from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
@@ -137,3 +140,18 @@ def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHPOINT_HOPPER", "yes")
     with pytest.raises(ValueError, match="FLASHPOINT_HOPPER must be 0 or 1, not 'yes'"):
         kernels(tensors, Options())
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="for Triton's interpreter")
+@pytest.mark.usefixtures("_asked")
+def test_without_the_tests_interpreter_of_gluon_the_path_is_not_taken_and_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = {name: torch.ones(1, 1, 70, 16, dtype=torch.float16) for name in "qkv"}
+    assert kernels(tensors, Options()) == ["attention_forward_hopper"]
+    monkeypatch.setattr(config, "stand_in", None)
+    assert kernels(tensors, Options()) == ["attention_forward"]
+    name = "flashpoint_kernels.triton_backend.hopper.gluon"
+    monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(RuntimeError, match="need a GPU of sm_90: Triton's interpreter does not run Gluon"):
+        import_module(name)

@@ -10,6 +10,8 @@ heads of each were more heads of one. Shapes, for n sequences (G = Hq / Hk):
 
     q, dq  (n·Hk, G, sq, D)     do  (n·Hk, G, sq, Dv)     a tile's rows  (n·Hk, G·bm, D|Dv)
     k, dk  (n·Hk, sk, D)        v, dv  (n·Hk, sk, Dv)     a tile's scores  (n·Hq, bm, bn)
+
+8-bit keys and values become float32 a tile at a time, each time a tile is read.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from flashpoint_kernels import bounds
 from flashpoint_kernels.dropout import kept_bits, room_for
 from flashpoint_kernels.problem import Problem, narrowed, parted
 from flashpoint_kernels.products import add_product, product
+from flashpoint_kernels.quantization import dequantize
 from flashpoint_kernels.reproducible import aligned, can_be_cut, sharing, threads
 
 INF = float("inf")
@@ -113,7 +116,7 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
             total.mul_(decay).add_(p.sum(-1, keepdim=True))
             if room is not None:
                 t.drop(p, i0, i1, j0, j1, room, p)
-            add_product(acc.mul_(decay.view(*acc.shape[:2], 1)), p.view(*acc.shape[:2], -1), t.v[:, j0:j1])
+            add_product(acc.mul_(decay.view(*acc.shape[:2], 1)), p.view(*acc.shape[:2], -1), t.values(j0, j1))
             m = m_new
         if o is not None:
             kept = total.masked_fill(total == 0, 1.0).mul_(1.0 - t.dropout_p)
@@ -145,7 +148,7 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
     most = memory if room is None else torch.empty_like(memory)
     own_mask = "dattn_mask" in out and _own_mask(t.problem)
     for j0, j1 in _steps(0, t.kv_len, block_n):
-        k, v = t.k[:, j0:j1], t.v[:, j0:j1]
+        k, v = t.keys(j0, j1), t.values(j0, j1)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         first, end = t.query_range(j0, j1)
         if own_mask:
@@ -187,7 +190,10 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Sequences of equal lengths, ready to be cut into tiles: their float32 tensors, q already scaled, and masks."""
+    """Sequences of equal lengths, ready to be cut into tiles: their float32 tensors, q already scaled, and masks.
+
+    k and v are 8-bit numbers where there are scales.
+    """
 
     problem: Problem
     rows: Sequence[Row]
@@ -198,6 +204,8 @@ class Tiles:
     slopes: Tensor | None  # (n·Hq, 1, 1)
     mask: Tensor | None  # (n|1, Hq|1, sq|1, sk|1), bool or float
     offset: int
+    k_scale: Tensor | None  # (n·Hk, sk|1)
+    v_scale: Tensor | None
 
     @classmethod
     def of(cls, problem: Problem, rows: Sequence[Row], x: dict[str, Tensor]) -> Tiles:
@@ -209,12 +217,14 @@ class Tiles:
             problem,
             rows,
             q.view(count * spec.kv_heads, spec.q_heads // spec.kv_heads, row.q_len, spec.head_dim),
-            aligned(x["k"], torch.float32).flatten(0, 1),
-            aligned(x["v"], torch.float32).flatten(0, 1),
+            aligned(x["k"], x["k"].dtype if spec.quantized else torch.float32).flatten(0, 1),
+            aligned(x["v"], x["v"].dtype if spec.quantized else torch.float32).flatten(0, 1),
             sinks[:, None, None],
             x["alibi_slopes"].reshape(-1, 1, 1) if "alibi_slopes" in x else None,
             None if mask is None else problem.mask_part(mask, rows),
             spec.offset(row.q_len, row.kv_len),
+            x["k_scale"].flatten(0, 1) if spec.quantized else None,
+            x["v_scale"].flatten(0, 1) if spec.quantized else None,
         )
 
     @property
@@ -252,6 +262,14 @@ class Tiles:
         together = spec.q_heads // spec.kv_heads if can_be_cut(self.problem) else spec.q_heads
         return max(min(queries, _FEWEST_QUERIES), queries // together), keys
 
+    def keys(self, j0: int, j1: int) -> Tensor:
+        """Keys j0 … j1, (n·Hk, bn, D) float32."""
+        return _rows_of(self.k, self.k_scale, j0, j1)
+
+    def values(self, j0: int, j1: int) -> Tensor:
+        """Values j0 … j1, (n·Hk, bn, Dv) float32."""
+        return _rows_of(self.v, self.v_scale, j0, j1)
+
     def memory(self, queries: int, keys: int) -> Tensor:
         """Room for a tile of scores, taken once: what each tile takes anew the system has to find and clear anew."""
         return self.q.new_empty(self.heads * min(queries, self.q_len) * min(keys, self.kv_len))
@@ -284,7 +302,7 @@ class Tiles:
         """
         left, right = self.problem.spec.window
         softcap = self.problem.spec.options.softcap
-        s = product(q, self.k[:, j0:j1].mT, _shaped(memory, (*q.shape[:2], j1 - j0)))
+        s = product(q, self.keys(j0, j1).mT, _shaped(memory, (*q.shape[:2], j1 - j0)))
         s = s.view(self.heads, i1 - i0, j1 - j0)
         slope = None
         if softcap:
@@ -326,6 +344,13 @@ class Tiles:
 def _steps(lo: int, hi: int, step: int) -> Iterator[tuple[int, int]]:
     for start in range(lo, hi, step):
         yield start, min(start + step, hi)
+
+
+def _rows_of(t: Tensor, scale: Tensor | None, j0: int, j1: int) -> Tensor:
+    rows = t[:, j0:j1]
+    if scale is None:
+        return rows
+    return dequantize(rows, scale if scale.shape[1] == 1 else scale[:, j0:j1])
 
 
 def _shaped(memory: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 
 from flashpoint_contract.spec import Row
 from flashpoint_kernels.problem import Problem, consecutive, narrowed
+from flashpoint_kernels.quantization import dequantize
 from flashpoint_kernels.reproducible import aligned, aligned_heads, exactly, sharing, threads
 
 INF = float("inf")
@@ -39,7 +40,7 @@ def forward(problems: Sequence[Problem]) -> None:
                 with exactly(count):
                     call.answer(x)
             continue
-        calls, in_place = [], True
+        calls, in_place = [], not problem.spec.paged
         for rows, x in _with_work(problem):
             with threads(problem, rows[0]) as count:
                 call = Call.of(problem, rows, x)
@@ -135,8 +136,10 @@ class Call:
         # The CPU operators' half arithmetic was seen to miss the test rule (float16 dv at 512 × 512): float32 keeps it.
         # CUDA's take a mask in q's dtype alone, where another's numbers would be rounded, and −1e6 be −∞ in float16.
         mask = problem.tensors.get("attn_mask")
-        held = mask is None or mask.dtype in (torch.bool, x["q"].dtype)
+        held = (mask is None or mask.dtype in (torch.bool, x["q"].dtype)) and not spec.quantized
         dtype = x["q"].dtype if problem.device.type == "cuda" and held else torch.float32
+        if spec.quantized:  # in float32, which rounds no product of a number and its scale to a half type
+            x = x | {name: dequantize(x[name], x[f"{name}_scale"]) for name in ("k", "v")}
         q, k, v = (aligned_heads(x[name], dtype) for name in "qkv")
         turned, scale = (1.0, spec.scale) if spec.scale > 0 else (-1.0, -spec.scale) if spec.scale else (0.0, 1.0)
         if turned != 1.0:

@@ -1,6 +1,6 @@
 """The Triton kernels as a backend: every option, forward and backward, any mix of problems in one grouped launch.
 
-The two calls come from launch.py when they are first used: what the backend can do is known without torch and Triton.
+The calls come from launch.py when they are first used: what the backend can do is known without torch and Triton.
 """
 
 from importlib import import_module
@@ -11,9 +11,10 @@ from flashpoint_contract.tensors import EVERY_FEATURE
 if TYPE_CHECKING:
     from flashpoint_kernels.triton_backend.launch import compile_ahead as compile_ahead
     from flashpoint_kernels.triton_backend.launch import compiled as compiled
+    from flashpoint_kernels.triton_backend.launch import prepare as prepare
 
 SUPPORT = EVERY_FEATURE - {"float64", "large_head_dim"}
-__all__ = ["SUPPORT", "compile_ahead", "compiled"]
+__all__ = ["SUPPORT", "compile_ahead", "compiled", "prepare"]
 
 
 def __getattr__(name: str) -> Any:

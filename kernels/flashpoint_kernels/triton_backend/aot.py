@@ -30,11 +30,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
 from flashpoint_kernels.triton_backend.calls import compile_options
-from flashpoint_kernels.triton_backend.config import padded, tiles
+from flashpoint_kernels.triton_backend.config import keys_kind, padded, tiles
 from flashpoint_kernels.triton_backend.configurations import SHARED_KIB, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
-from flashpoint_kernels.triton_backend.hopper import attention_forward_hopper
-from flashpoint_kernels.triton_backend.hopper_backward import attention_backward_kv_hopper, attention_backward_q_hopper
+from flashpoint_kernels.triton_backend.groups import Constants
+from flashpoint_kernels.triton_backend.hopper.backward import attention_backward_kv_hopper, attention_backward_q_hopper
+from flashpoint_kernels.triton_backend.hopper.forward import attention_forward_hopper
 from flashpoint_kernels.triton_backend.launch import _TYPES
 from flashpoint_kernels.triton_backend.shipped import Variant, all_of, representative
 
@@ -72,6 +73,8 @@ class Report:
     level: int
     mask: str | None
     precision: str
+    paged: bool
+    keys: str | None
     block_m: int
     block_n: int
     num_warps: int
@@ -89,29 +92,41 @@ class Report:
 
 def tile_of(variant: Variant) -> Tile:
     """The tile that `variant` ships with."""
-    kernel, arch, dtype, dim, level, *_ = variant
-    config = tiles(arch, dtype, dim, dim, level, hopper=kernel.endswith("hopper"))
+    kernel, rows = kernel_of(variant)
+    arch, dim = variant.arch, variant.head_dim
+    paged, quantized = variant.paged, variant.keys is not None
+    config = tiles(arch, variant.dtype, dim, dim, variant.level, "hopper" in kernel, paged, quantized)
+    of_blocks = {"forward": config.forward_of, "backward_q": config.backward_q_of, "merge": config.merge_of}
+    if kernel in of_blocks:
+        return of_blocks[kernel](rows)
     tiles_of = dict.fromkeys(("delta", "backward_mask", "backward_sinks"), "backward_q")
     tile: Tile = getattr(config, tiles_of.get(kernel, kernel.removesuffix("_hopper")))
     return tile
 
 
+def kernel_of(variant: Variant) -> tuple[str, int]:
+    """The key of KERNELS, and the rows of packed blocks: ("forward", 16) of "forward_packed16"."""
+    kernel, _, rows = variant.kernel.partition("_packed")
+    return kernel, int(rows or 0)
+
+
 def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
     """Compile `variant` with the tile it ships with, or another."""
-    kernel, arch, dtype, dim, level, mask, precision = variant
+    _, arch, dtype, dim, level, mask, precision, paged, keys = variant
+    kernel, rows = kernel_of(variant)
     tile = tile or tile_of(variant)
     function = KERNELS[kernel]
-    values: dict[str, Any] = {
-        "LEVEL": level, "DTYPE": _TYPES[dtype], "MASK_DTYPE": mask and _TYPES[mask], "DMASK_DTYPE": tl.float32,
-        "PRECISION": precision, "ALIGNED": True, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
-        "BLOCK_D": padded(dim), "BLOCK_DV": padded(dim), "EVEN": padded(dim) == dim,
-        "STAGES": tile.num_stages,
-    }  # fmt: skip
+    constants = Constants(
+        LEVEL=level, DTYPE=_TYPES[dtype], MASK_DTYPE=mask and _TYPES[mask], DMASK_DTYPE=tl.float32, PRECISION=precision,
+        ALIGNED=True, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim),
+        EVEN=padded(dim) == dim, STAGES=tile.num_stages, PACKED=rows > 0,
+        PAGED=paged, KEYS=keys and keys_kind(arch, keys),
+    )  # fmt: skip
     names = function.arg_names
-    constants = {(at,): values[name] for at, name in enumerate(names) if name in values}
-    signature = {name: "constexpr" if name in values else _POINTERS.get(name, "i32") for name in names}
+    signature = {name: "constexpr" if name == "C" else _POINTERS.get(name, "i32") for name in names}
     aligned: dict[Any, Any] = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name in _POINTERS}
-    source = (GluonASTSource if function.is_gluon() else ASTSource)(function, signature, constants, aligned)
+    made = GluonASTSource if function.is_gluon() else ASTSource
+    source = made(function, signature, {(names.index("C"),): constants}, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=compile_options(tile))
     registers, spill_bytes = _resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]

@@ -20,6 +20,7 @@ import torch
 import triton
 
 from flashpoint_kernels.triton_backend.configurations import Tile
+from flashpoint_kernels.triton_backend.groups import Constants
 from flashpoint_kernels.triton_backend.interpret import INTERPRETED
 
 _ready: set[Hashable] = set()  # variants that this process has compiled, or has run
@@ -32,20 +33,19 @@ def compile_options(tile: Tile) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Call:
-    """A kernel, its grid, its tile, its compile-time constants, and what makes its arguments once they are needed."""
+    """A kernel, its grid, its tile, its constants, and what makes its arguments once they are needed."""
 
     kernel: Any
     programs: int
     tile: Tile
     device: torch.device
     args: Callable[[], tuple[Any, ...]]
-    constants: dict[str, Any]
+    constants: Constants
 
     @property
     def variant(self) -> Hashable:
         """What Triton compiles once for."""
-        constants = tuple(sorted((name, str(value)) for name, value in self.constants.items()))
-        return self.kernel.__name__, self.device, constants, self.tile.num_warps, self.tile.num_stages
+        return self.kernel.__name__, self.device, self.constants, self.tile.num_warps, self.tile.num_stages
 
     @property
     def compiled(self) -> bool:
@@ -72,9 +72,10 @@ class Call:
 
         def inside() -> None:
             triton.set_allocator(scratch)
-            act(self.args(), options)
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+                act(self.args(), options)
 
-        options = {**self.constants, **compile_options(self.tile)}
+        options = {"C": self.constants, **compile_options(self.tile)}
         contextvars.copy_context().run(inside)  # the caller's own allocator stays what it was
         _ready.add(self.variant)
 

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import triton
 
-from flashpoint_kernels.triton_backend.configurations import HOPPER, SHARED_KIB, TABLES, Config, Tile
+from flashpoint_contract.spec import Spec
+from flashpoint_kernels.triton_backend.configurations import HOPPER, SHARED_KIB, TABLES, Config, Tile, packed_tile
 from flashpoint_kernels.triton_backend.interpret import INTERPRETED
 
 # The interpreter runs tile by tile in Python: few tiles, but M ≠ N, and enough of them to be cut, skipped and split.
-_INTERPRETER = Config(Tile(64, 32), Tile(32, 64), Tile(64, 32), split_keys=64)
+# Few queries are fewer than on a device, so that both kinds of blocks are run by small problems.
+_INTERPRETER = Config(Tile(64, 32), Tile(32, 64), Tile(64, 32), Tile(32, 32), split_keys=64, few_queries=8)
 
 
 @dataclass(frozen=True)
@@ -52,22 +54,35 @@ def table_of(chip: Chip) -> int:
     return max(fitting, key=lambda arch: (SHARED_KIB[arch], arch))
 
 
-def tiles(arch: int, dtype: str, head_dim: int, value_dim: int, level: int, hopper: bool = False) -> Config:
-    """The tiles of a problem in the table of sm_`arch`; `hopper`: with those of the path of hopper.py.
+def tiles(
+    arch: int, dtype: str, head_dim: int, value_dim: int, level: int,
+    hopper: bool = False, paged: bool = False, quantized: bool = False,
+) -> Config:  # fmt: skip
+    """The tiles of a problem in the table of sm_`arch`; `hopper`: with those of the path for Hopper.
 
-    A head dimension that is no power of two tests the columns of what comes through pointers: that takes the registers
-    that level 1 has left.
+    A head dimension that is no power of two tests the columns of what comes through pointers, pages need an address for
+    each key, and 8-bit keys are widened: that takes the registers that level 1 has left. In packed blocks 8-bit keys
+    come in tiles of half the size.
     """
     widest = max(padded(head_dim), padded(value_dim))
     even = padded(head_dim) == head_dim and padded(value_dim) == value_dim
-    by_dim = TABLES[arch]["float32" if dtype == "float32" else f"level {level if even else max(level, 1)}"]
+    level = level if even and not paged and not quantized else max(level, 1)
+    by_dim = TABLES[arch]["float32" if dtype == "float32" else f"level {level}"]
     config = by_dim[next(dim for dim in by_dim if widest <= dim)]
     changes: dict[str, Any] = dict(hopper_tiles(head_dim, value_dim)) if hopper else {}
-    return replace(config, **changes)
+    packed = packed_tile(arch, dtype, widest)
+    if quantized:
+        packed = replace(packed, block_n=max(packed.block_n // 2, 16))
+    return replace(config, packed=packed, **changes)
+
+
+def keys_kind(arch: int, dtype: str) -> str:
+    """Constants.KEYS for 8-bit keys of that dtype on sm_`arch`: chips before sm_89 do not convert float8 themselves."""
+    return f"{dtype} bits" if dtype == "float8_e4m3fn" and arch < 89 else dtype
 
 
 def hopper_tiles(head_dim: int, value_dim: int) -> dict[str, Tile]:
-    """The tiles of the kernels, by their names in `Config`, that the path of hopper.py has."""
+    """The tiles of the kernels, by their names in `Config`, that the path for Hopper has."""
     widest = max(padded(head_dim), padded(value_dim))
     return HOPPER[next(dim for dim in HOPPER if widest <= dim)]
 
@@ -88,19 +103,32 @@ def _chip_of(device: torch.device) -> Chip:
     return Chip(major * 10 + minor, shared // 1024)
 
 
-def config_for(device: torch.device, dtype: str, head_dim: int, value_dim: int, level: int, hopper: bool) -> Config:
-    """The tiles that run on `device`. Raises ValueError for a device that no table is for."""
+def config_for(spec: Spec, device: torch.device, hopper: bool) -> Config:
+    """The tiles of a problem on `device`. Raises ValueError for a device that no table is for."""
     if INTERPRETED:
         return _INTERPRETER
-    return tiles(table_of(chip_of(device)), dtype, head_dim, value_dim, level, hopper)
+    arch = table_of(chip_of(device))
+    dims = spec.head_dim, spec.value_dim
+    return tiles(arch, spec.dtype, *dims, spec.level, hopper, spec.paged, spec.quantized)
+
+
+def keys_of_device(spec: Spec, device: torch.device) -> str | None:
+    """Constants.KEYS for a problem on `device`."""
+    if not spec.quantized:
+        return None
+    dtype = spec.tensors["k"].dtype
+    return dtype if INTERPRETED else keys_kind(chip_of(device).arch, dtype)
 
 
 def takes_hopper(device: torch.device) -> bool:
-    """Whether problems may take the path of hopper.py: asked for by FLASHPOINT_HOPPER=1, and a device that can.
+    """Whether problems may take the path for Hopper: asked for by FLASHPOINT_HOPPER=1, and a device that can.
 
-    Off unless asked for: it has not run on a GPU yet. Raises ValueError for a value that is neither 0 nor 1.
+    Off unless asked for: it has not run on a GPU yet. Never where Triton interprets, unless a Chip stands in for the
+    device: the interpreter does not run Gluon. Raises ValueError for a value that is neither 0 nor 1.
     """
     asked = os.environ.get("FLASHPOINT_HOPPER") or "0"
     if asked not in ("0", "1"):
         raise ValueError(f"FLASHPOINT_HOPPER must be 0 or 1, not {asked!r}")
-    return asked == "1" and (INTERPRETED or chip_of(device).arch == 90)
+    if asked == "0" or (INTERPRETED and stand_in is None):
+        return False
+    return chip_of(device).arch == 90

@@ -25,20 +25,38 @@ class Tile:
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of each kernel, and how many keys a part of a split problem has (a multiple of forward.block_n).
+    """Tiles of each kernel, and how many keys a part of a split problem has (a multiple of a tile's keys).
 
-    1024 is sixteen tiles: as much as hides the cost of starting a program and of merging its part.
+    1024 is sixteen tiles: as much as hides the cost of starting a program and of merging its part. A sequence of at
+    most `few_queries` takes packed blocks (see tiles.block_at) of 16, 32 or at most `packed.block_m` rows.
     """
 
     forward: Tile
     backward_kv: Tile
     backward_q: Tile
+    packed: Tile = Tile(64, 64, 4, 3)  # see packed_tile
     split_keys: int = 1024
+    few_queries: int = 64
 
     @property
-    def merge(self) -> Tile:
+    def packed_rows(self) -> tuple[int, ...]:
+        """The sizes of packed blocks."""
+        return tuple(rows for rows in PACKED_ROWS if rows <= self.packed.block_m)
+
+    def forward_of(self, rows: int) -> Tile:
+        """The forward's tile for packed blocks of so many rows, 0 for a block of one head's queries."""
+        return replace(self.packed, block_m=rows) if rows else self.forward
+
+    def backward_q_of(self, rows: int) -> Tile:
+        """The tile of dQ, likewise. It holds twice as many products of a tile as the forward: half the keys."""
+        if not rows:
+            return self.backward_q
+        return replace(self.packed, block_m=rows, block_n=max(self.packed.block_n // 2, 16))
+
+    def merge_of(self, rows: int) -> Tile:
         """A part of a split block of queries and the sum of those before it are two accumulators: twice the warps."""
-        return replace(self.forward, num_warps=2 * self.forward.num_warps)
+        tile = self.forward_of(rows)
+        return replace(tile, num_warps=2 * tile.num_warps)
 
     @property
     def delta(self) -> Tile:
@@ -46,10 +64,24 @@ class Config:
         return replace(self.backward_q, block_m=max(self.backward_q.block_m, self.backward_kv.block_m))
 
 
+PACKED_ROWS = (16, 32, 64)  # mma.sync takes 16 rows, wgmma 64
 Table = dict[str, dict[int, Config]]
 
 # KiB of shared memory that a program may have, by architecture (CUDA C++ programming guide, compute capabilities).
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+
+# Packed blocks of few queries read keys at the speed of memory: as many bytes of keys and values in flight as two
+# programs of an SM have room for (three stages of 16 KiB each of K and V), and four warps. 99 KiB hold less.
+_PACKED = {64: Tile(64, 64, 4, 4), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 3)}
+_PACKED_99 = {64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 3), 256: Tile(64, 32, 4, 2)}
+_PACKED_FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 2)}
+
+
+def packed_tile(arch: int, dtype: str, widest: int) -> Tile:
+    """The tile of packed blocks, by the larger padded head dimension; its rows are the most that a block has."""
+    by_dim = _PACKED_FLOAT32 if dtype == "float32" else _PACKED_99 if SHARED_KIB[arch] <= 99 else _PACKED
+    return by_dim[next(dim for dim in by_dim if widest <= dim)]
+
 
 # IEEE float32 uses no matrix instruction, so the architecture hardly matters: operands in registers, small tiles.
 _FLOAT32 = {
@@ -127,7 +159,7 @@ _SM100: Table = {
 # By architecture. sm_120 has sm_86's instructions and memory, not sm_100's.
 TABLES: dict[int, Table] = {80: _SM80, 86: _SM86, 89: _SM86, 90: _SM90, 100: _SM100, 120: _SM86}
 
-# The kernels of hopper.py and hopper_backward.py, for level 0 on sm_90: four warps a group, and tiles that are held in
+# The kernels of the folder hopper/, for level 0 on sm_90: four warps a group, and tiles that are held in
 # shared memory as stages. The forward's at D 128 is FlashAttention-3's of causal problems (its hopper/tile_size.h); at
 # 64 two of the three groups that it takes, and at 256 the power of two below its 80 keys. The backward's are the
 # largest that spill nothing (at D 128, twice as large spills 136 bytes in dQ and 112 in dK with dV); two accumulators

@@ -1,26 +1,35 @@
-"""The forward kernel: one program a block of queries of one head (FlashAttention-2, Dao 2023, Algorithm 1).
+"""The forward kernel: one program per block of queries (FlashAttention-2, Dao 2023, Algorithm 1).
 
-Notation: o_ offsets, b_ blocks; M queries and N keys of a tile; s scores and p probabilities; m running maximum and
-denom running denominator of a row, in base 2 with the scale folded into the exponent in float32;
-lse = (m + log2 denom)·ln 2.
+Notation: p_ pointers, o_ offsets, m_ masks, b_ blocks; M queries and N keys of a tile; s scores and p probabilities; m
+running maximum and denom running denominator of a row (see groups.Softmax), in base 2 with the scale folded into the
+exponent in float32; t the sequence's row of the table, and C the constants.
 """
 
 import triton
 import triton.language as tl
 
-from flashpoint_kernels.triton_backend import table as c
+from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend.groups import Softmax
 from flashpoint_kernels.triton_backend.interpret import cast, dot
 from flashpoint_kernels.triton_backend.scores import LN2, LOG2E, keep, modify, visible
 from flashpoint_kernels.triton_backend.tiles import (
+    block_at,
+    heads_column,
     key_stretches,
-    load_rows,
+    keys_of,
+    load,
+    load_keys,
+    load_scales,
     load_sequence,
-    locate,
     locate_vector,
-    store_rows,
+    places_of,
+    rows_of,
+    store,
+    widened,
 )
 
-# Columns of a work item: table row, first query, keys [lo, hi) of its part, and the part's scratch slot (-1: no split).
+# Columns of a work item: table row, first row of the block (see tiles.block_at), keys [lo, hi) of its part, and the
+# part's scratch slot (-1: no split).
 ITEM = tl.constexpr(5)
 
 
@@ -32,7 +41,7 @@ def finite(m):
 
 @triton.jit
 def online_softmax(s, unit, m, denom):
-    """One step of the online softmax (Milakov and Gimelshein 2018): (p, m, denom, by what o's sum so far shrinks).
+    """One step of the online softmax (Milakov and Gimelshein 2018): (p, m, denom, the factor of what acc has so far).
 
     The scores in base 2 are s·unit, with unit > 0: inside the exponent the product costs nothing, and the largest score
     is that of the largest s.
@@ -45,161 +54,145 @@ def online_softmax(s, unit, m, denom):
 
 
 @triton.jit
-def attend_keys(
-    q, m, denom, acc, i0, lo, hi, seq, k_base, k_stride, v_base, v_stride, head_dim, value_dim,
-    FULL: tl.constexpr, LEVEL: tl.constexpr, DTYPE: tl.constexpr, MASK_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    EVEN: tl.constexpr,
-):  # fmt: skip
-    """Fold keys [lo, hi) into (m, denom, acc), a tile of BLOCK_N at a time; lo is a multiple of BLOCK_N."""
-    kv_len = seq[4][1]
-    o_m = i0 + tl.arange(0, BLOCK_M)
-    within = tl.arange(0, BLOCK_N)
-    for j0 in range(lo, hi, BLOCK_N):
+def attend_keys(softmax, b_q, o_m, lo, hi, seq, keys, values, FULL: tl.constexpr, C: tl.constexpr):
+    """The Softmax after keys [lo, hi), a tile of BLOCK_N at a time; lo is a multiple of BLOCK_N.
+
+    b_q (M, D) are the queries o_m (M,). FULL: every query may see every key.
+    """
+    m, denom, acc = softmax.m, softmax.denom, softmax.acc
+    within = tl.arange(0, C.BLOCK_N)
+    for j0 in range(lo, hi, C.BLOCK_N):
         o_n = j0 + within
-        k = load_rows(k_base, k_stride, o_n, kv_len, head_dim, BLOCK_D, FULL, EVEN)  # (N, D)
-        s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)  # (M, N)
-        unit = seq[3] * LOG2E
-        if LEVEL >= 1:
-            s, _ = modify(s, o_m[:, None], o_n[None, :], seq, LEVEL, MASK_DTYPE)
+        places = places_of(o_n, seq, C)
+        b_k = load_keys(keys, places, C.BLOCK_D, FULL, C)  # (N, D)
+        if C.KEYS is not None:
+            b_k = cast(widened(b_k, C), C.DTYPE)  # exact: 8 bits have no more digits than a bfloat16
+        s = dot(b_q, tl.trans(b_k), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.PRECISION)  # (M, N)
+        if C.KEYS is not None:
+            s *= load_scales(keys, places, FULL, C)[None, :]
+        unit = seq.scale * LOG2E
+        if C.LEVEL >= 1:
+            s, _ = modify(s, o_m[:, None], o_n[None, :], seq, C)
             unit = 1.0
         if not FULL:
-            s = tl.where(visible(o_m[:, None], j0, within[None, :], seq[4], LEVEL), s, float("-inf"))
+            s = tl.where(visible(o_m[:, None], j0, within[None, :], seq.band, C), s, float("-inf"))
         p, m, denom, shrink = online_softmax(s, unit, m, denom)
         acc *= shrink[:, None]
-        if LEVEL == 2:
-            if tl.load(seq[0] + c.DROP_BELOW) > 0:
-                p = tl.where(keep(i0, j0, seq, BLOCK_M, BLOCK_N), p, 0.0)
-        v = load_rows(v_base, v_stride, o_n, kv_len, value_dim, BLOCK_DV, FULL, EVEN)  # (N, Dv)
-        acc = dot(cast(p, DTYPE), v, acc, PRECISION)
-    return m, denom, acc
+        if C.LEVEL == 2:
+            if tl.load(seq.row + col.DROP_BELOW) > 0:
+                p = tl.where(keep(o_m, j0, seq, C), p, 0.0)
+        b_v = load_keys(values, places, C.BLOCK_DV, FULL, C)  # (N, Dv)
+        if C.KEYS is not None:
+            b_v = cast(widened(b_v, C) * load_scales(values, places, FULL, C)[:, None], C.DTYPE)
+        acc = dot(cast(p, C.DTYPE), b_v, acc, C.PRECISION)  # (M, Dv)
+    return Softmax(m=m, denom=denom, acc=acc)
 
 
 @triton.jit(do_not_specialize=["heads", "head_dim", "value_dim"])
-def attention_forward(
-    table, floats, items, part_o, part_lse, heads, head_dim, value_dim,
-    LEVEL: tl.constexpr, DTYPE: tl.constexpr, MASK_DTYPE: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """o and lse of one work item and head. Grid: work items × `heads`, the largest head count of the launch.
+def attention_forward(table, floats, items, part_o, part_lse, heads, head_dim, value_dim, C: tl.constexpr):
+    """o and lse of one work item and head. Grid: work items × `heads`, the largest count of the launch: of query heads,
+    or packed, of key/value heads.
 
     table (rows, WIDTH) int64, floats (rows, SCALARS) float32, items (n, ITEM) int32; part_o (slots, heads, BLOCK_M,
     BLOCK_DV) and part_lse (slots, heads, BLOCK_M) float32 take the parts of problems that are split over keys.
     """
     item = items + (tl.program_id(0) // heads) * ITEM
-    head = tl.program_id(0) % heads
+    nth = tl.program_id(0) % heads
     row = tl.load(item).to(tl.int64)
-    t = table + row * c.WIDTH
-    if head >= tl.load(t + c.HEADS):
+    t = table + row * col.WIDTH
+    group = tl.load(t + col.GROUP).to(tl.int32)
+    if nth * (group if C.PACKED else 1) >= tl.load(t + col.HEADS):
         return
-    scalars = floats + row * c.SCALARS
-    i0 = tl.load(item + 1)
+    scalars = floats + row * col.SCALARS
+    block = block_at(tl.load(item + 1), nth, group, C)
     part_lo, part_hi = tl.load(item + 2), tl.load(item + 3)
     slot = tl.load(item + 4)
-    seq = load_sequence(t, scalars, head)
-    q_len = seq[4][0]
-    group = tl.load(t + c.GROUP).to(tl.int32)
+    seq = load_sequence(t, scalars, heads_column(block, C))
 
-    q_base, q_head, q_stride = locate(t, c.Q, DTYPE, ALIGNED)
-    q_base += head * q_head
-    k_base, k_head, k_stride = locate(t, c.K, DTYPE, ALIGNED)
-    k_base += head // group * k_head
-    v_base, v_head, v_stride = locate(t, c.V, DTYPE, ALIGNED)
-    v_base += head // group * v_head
-    o_m = i0 + tl.arange(0, BLOCK_M)
-    q = load_rows(q_base, q_stride, o_m, q_len, head_dim, BLOCK_D, False, EVEN)  # (M, D)
+    q_rows = rows_of(t, col.Q, seq.head, seq.band.q_len, head_dim, C)
+    keys = keys_of(t, col.K, col.K_PAGE, col.K_SCALE, block.kv_head, seq.band.kv_len, head_dim, C)
+    values = keys_of(t, col.V, col.V_PAGE, col.V_SCALE, block.kv_head, seq.band.kv_len, value_dim, C)
+    o_m = block.queries
+    b_q = load(q_rows, o_m, C.BLOCK_D, False, C.EVEN)  # (M, D)
 
     # A sink is a key without a value: it starts the denominator, in the first part of a split problem alone.
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    denom = tl.zeros([BLOCK_M], tl.float32)
-    if LEVEL >= 1:
-        has_sink = (tl.load(t + c.SINKS) != 0) & (part_lo == 0)
-        sinks = tl.load(t + c.SINKS).to(tl.pointer_type(tl.float32))
-        m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head, mask=has_sink, other=float("-inf")) * LOG2E
+    m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
+    denom = tl.full([C.BLOCK_M], 0.0, tl.float32)
+    if C.LEVEL >= 1:
+        has_sink = (tl.load(t + col.SINKS) != 0) & (part_lo == 0)
+        p_sinks = tl.load(t + col.SINKS).to(tl.pointer_type(tl.float32)) + block.heads
+        m_sinks = has_sink & (o_m >= 0) if C.PACKED else has_sink
+        m = tl.full([C.BLOCK_M], 0.0, tl.float32) + tl.load(p_sinks, mask=m_sinks, other=float("-inf")) * LOG2E
         denom = tl.where(has_sink & (o_m >= 0), 1.0, denom)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    softmax = Softmax(m=m, denom=denom, acc=tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32))
 
-    lo, full_lo, full_hi, hi = key_stretches(i0, seq[4], part_lo, part_hi, LEVEL, BLOCK_M, BLOCK_N)
-    if LEVEL >= 1:
-        m, denom, acc = attend_keys(
-            q, m, denom, acc, i0, lo, full_lo, seq, k_base, k_stride, v_base, v_stride, head_dim,
-            value_dim, False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
-        )  # fmt: skip
-    m, denom, acc = attend_keys(
-        q, m, denom, acc, i0, full_lo, full_hi, seq, k_base, k_stride, v_base, v_stride, head_dim,
-        value_dim, True, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
-    )  # fmt: skip
-    m, denom, acc = attend_keys(
-        q, m, denom, acc, i0, full_hi, hi, seq, k_base, k_stride, v_base, v_stride, head_dim,
-        value_dim, False, LEVEL, DTYPE, MASK_DTYPE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN,
-    )  # fmt: skip
+    lo, full_lo, full_hi, hi = key_stretches(block.first, block.last, seq.band, part_lo, part_hi, C)
+    if C.LEVEL >= 1:
+        softmax = attend_keys(softmax, b_q, o_m, lo, full_lo, seq, keys, values, False, C)
+    softmax = attend_keys(softmax, b_q, o_m, full_lo, full_hi, seq, keys, values, True, C)
+    softmax = attend_keys(softmax, b_q, o_m, full_hi, hi, seq, keys, values, False, C)
 
-    denom = tl.where(denom == 0.0, 1.0, denom)  # no key and no sink: m is −inf, so o = 0 and lse = −inf
-    o = acc / denom[:, None]
-    lse = m + tl.log2(denom)
-    if LEVEL == 2:
-        o *= tl.load(scalars + c.KEEP_SCALE)
+    o, lse = normalised(softmax)
+    if C.LEVEL == 2:
+        o *= tl.load(scalars + col.KEEP_SCALE)
     if slot >= 0:
-        o_d = tl.arange(0, BLOCK_DV)
-        part = slot.to(tl.int64) * heads + head
-        within = tl.arange(0, BLOCK_M)
-        tl.store(part_lse + part * BLOCK_M + within, lse)
-        tl.store(part_o + part * (BLOCK_M * BLOCK_DV) + within[:, None] * BLOCK_DV + o_d[None, :], o)
+        o_d = tl.arange(0, C.BLOCK_DV)
+        part = slot.to(tl.int64) * heads + nth
+        within = tl.arange(0, C.BLOCK_M)
+        tl.store(part_lse + part * C.BLOCK_M + within, lse)
+        tl.store(part_o + part * (C.BLOCK_M * C.BLOCK_DV) + within[:, None] * C.BLOCK_DV + o_d[None, :], o)
     else:
-        store_answer(o, lse, t, head, o_m, q_len, value_dim, DTYPE, ALIGNED, BLOCK_DV, EVEN)
+        store_answer(o, lse, t, block, seq.band.q_len, value_dim, C)
 
 
 @triton.jit
-def store_answer(
-    o, lse, t, head, o_m, q_len, value_dim,
-    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Write o (M, Dv) and lse (M,) in base 2 for rows o_m; rows of padding get 0 and −inf."""
-    q_rows = tl.load(t + c.Q_ROWS)
+def normalised(softmax):
+    """o (M, Dv) and lse (M,) in base 2. Without a key and a sink m is −inf, so o = 0 and lse = −inf."""
+    denom = tl.where(softmax.denom == 0.0, 1.0, softmax.denom)
+    return softmax.acc / denom[:, None], softmax.m + tl.log2(denom)
+
+
+@triton.jit
+def store_answer(o, lse, t, block, q_len, value_dim, C: tl.constexpr):
+    """Write o (M, Dv) and lse (M,) in base 2 for a block of queries; rows of padding get 0 and −inf."""
+    o_m = block.queries
+    q_rows = tl.load(t + col.Q_ROWS)
     o = tl.where(o_m[:, None] < q_len, o, 0.0)
     lse = tl.where(o_m < q_len, lse * LN2, float("-inf"))
-    o_base, o_head, o_stride = locate(t, c.O, DTYPE, ALIGNED)
-    o_base += head * o_head
-    store_rows(o_base, o_stride, o_m, q_rows, value_dim, cast(o, DTYPE), BLOCK_DV, EVEN)
-    wanted_rows = tl.where(tl.load(t + c.LSE) != 0, q_rows, 0)
-    lse_base, lse_head = locate_vector(t, c.LSE)
-    tl.store(lse_base + head * lse_head + o_m, lse, mask=o_m < wanted_rows)
+    store(rows_of(t, col.O, heads_column(block, C), q_rows, value_dim, C), o_m, cast(o, C.DTYPE), C.BLOCK_DV, C.EVEN)
+    wanted_rows = tl.where(tl.load(t + col.LSE) != 0, q_rows, 0)
+    p_lse, lse_head = locate_vector(t, col.LSE)
+    tl.store(p_lse + block.heads * lse_head + o_m, lse, mask=o_m < wanted_rows)
 
 
-# Columns of a merge item: table row, first query, first scratch slot, number of parts.
+# Columns of a merge item: table row, first row of the block, first scratch slot, number of parts.
 MERGE_ITEM = tl.constexpr(4)
 
 
 @triton.jit(do_not_specialize=["heads", "value_dim"])
-def merge_parts(
-    table, items, part_o, part_lse, heads, value_dim,
-    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+def merge_parts(table, items, part_o, part_lse, heads, value_dim, C: tl.constexpr):
     """Merge the parts of a block of queries in their order: o = Σ w·oₚ / Σ w with w = 2^(lseₚ − max)."""
     item = items + (tl.program_id(0) // heads) * MERGE_ITEM
-    head = tl.program_id(0) % heads
-    t = table + tl.load(item).to(tl.int64) * c.WIDTH
-    if head >= tl.load(t + c.HEADS):
+    nth = tl.program_id(0) % heads
+    t = table + tl.load(item).to(tl.int64) * col.WIDTH
+    group = tl.load(t + col.GROUP).to(tl.int32)
+    if nth * (group if C.PACKED else 1) >= tl.load(t + col.HEADS):
         return
     first, parts = tl.load(item + 2).to(tl.int64), tl.load(item + 3)
-    within = tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, BLOCK_DV)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    denom = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    within = tl.arange(0, C.BLOCK_M)
+    o_d = tl.arange(0, C.BLOCK_DV)
+    m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
+    denom = tl.full([C.BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32)
     for n in range(0, parts):
-        part = (first + n) * heads + head
-        lse = tl.load(part_lse + part * BLOCK_M + within)
-        o = tl.load(part_o + part * (BLOCK_M * BLOCK_DV) + within[:, None] * BLOCK_DV + o_d[None, :])
+        part = (first + n) * heads + nth
+        lse = tl.load(part_lse + part * C.BLOCK_M + within)
+        o = tl.load(part_o + part * (C.BLOCK_M * C.BLOCK_DV) + within[:, None] * C.BLOCK_DV + o_d[None, :])
         m_new = tl.maximum(m, lse)
         shift = finite(m_new)
         weight, shrink = tl.exp2(lse - shift), tl.exp2(m - shift)
         acc = acc * shrink[:, None] + o * weight[:, None]
         denom = denom * shrink + weight
         m = m_new
-    denom = tl.where(denom == 0.0, 1.0, denom)  # no key and no sink: m is −inf, so o = 0 and lse = −inf
-    o = acc / denom[:, None]
-    lse = m + tl.log2(denom)
-    store_answer(
-        o, lse, t, head, tl.load(item + 1) + within, tl.load(t + c.Q_LEN), value_dim, DTYPE, ALIGNED, BLOCK_DV, EVEN
-    )
+    o, lse = normalised(Softmax(m=m, denom=denom, acc=acc))
+    store_answer(o, lse, t, block_at(tl.load(item + 1), nth, group, C), tl.load(t + col.Q_LEN), value_dim, C)

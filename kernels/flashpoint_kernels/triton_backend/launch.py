@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -20,19 +19,23 @@ from flashpoint_kernels.triton_backend import table as columns
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
 from flashpoint_kernels.triton_backend.calls import Call, start_compiling
-from flashpoint_kernels.triton_backend.config import config_for, hopper_tiles, padded, takes_hopper
+from flashpoint_kernels.triton_backend.config import config_for, hopper_tiles, keys_of_device, padded, takes_hopper
 from flashpoint_kernels.triton_backend.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
+from flashpoint_kernels.triton_backend.groups import Constants
 from flashpoint_kernels.triton_backend.schedule import (
+    Cut,
     Shape,
     forward_list,
     forward_parts,
+    gradient_parts,
     key_parts,
     mask_parts,
     query_parts,
     work_list,
 )
 from flashpoint_kernels.triton_backend.table import Table
+from flashpoint_kernels.triton_backend.upload import Upload
 
 _TYPES = {
     "bool": tl.int8,
@@ -48,14 +51,15 @@ PROGRAMS_OF_HOPPER = 2**31 // 512
 _SHAPE = [
     column.value
     for column in (
-        columns.Q_LEN, columns.Q_ROWS, columns.KV_LEN, columns.KV_ROWS, columns.OFFSET, columns.LEFT, columns.RIGHT
+        columns.Q_LEN, columns.Q_ROWS, columns.KV_LEN, columns.KV_ROWS, columns.OFFSET, columns.LEFT, columns.RIGHT,
+        columns.GROUP,
     )
 ]  # fmt: skip
 
 
 @dataclass(eq=False)
 class Launch:
-    """Problems that run together: their joint table, the variant's constants, and the tiles."""
+    """Problems that run together: their joint table, the constants that they share, and the tiles."""
 
     problems: list[Problem]
     tables: list[Table]
@@ -67,33 +71,47 @@ class Launch:
         self.first_row = np.cumsum([0, *(len(t.ints) for t in self.tables)]).tolist()
         self.heads = max(p.spec.q_heads for p in self.problems)
         self.kv_heads = max(p.spec.kv_heads for p in self.problems)
+        self.upload = Upload(self.device)
 
     @cached_property
-    def variant(self) -> dict[str, Any]:
+    def shared(self) -> Constants:
+        """Constants of all kernels but for their tiles."""
         spec = self.problems[0].spec
         mask = spec.tensors["attn_mask"].dtype if spec.has("attn_mask") else None
         block_d, block_dv = padded(spec.head_dim), padded(spec.value_dim)
-        return {
-            "LEVEL": spec.level,
-            "DTYPE": _TYPES[spec.dtype],
-            "MASK_DTYPE": mask and _TYPES["float32" if mask == "float64" else mask],
-            "PRECISION": spec.options.precision if spec.dtype == "float32" else "ieee",
-            "ALIGNED": self.tables[0].aligned,
-            "BLOCK_D": block_d,
-            "BLOCK_DV": block_dv,
-            "EVEN": (block_d, block_dv) == (spec.head_dim, spec.value_dim),
-        }
+        return Constants(
+            LEVEL=spec.level,
+            DTYPE=_TYPES[spec.dtype],
+            MASK_DTYPE=mask and _TYPES["float32" if mask == "float64" else mask],
+            PRECISION=spec.options.precision if spec.dtype == "float32" else "ieee",
+            ALIGNED=self.tables[0].aligned,
+            BLOCK_D=block_d,
+            BLOCK_DV=block_dv,
+            EVEN=(block_d, block_dv) == (spec.head_dim, spec.value_dim),
+            PAGED=spec.paged,
+            KEYS=keys_of_device(spec, self.device),
+        )
 
     @cached_property
-    def table(self) -> Tensor:
+    def _tables(self) -> tuple[int, int]:
+        """The joint table's numbers in the upload: integers and floats."""
         ints = np.concatenate([t.ints for t in self.tables])
         if self.problems[0].spec.direction == "backward":
             self.stats = self.place_stats(ints)
-        return self.send(ints)
+        return self.upload.add(ints), self.upload.add(np.concatenate([t.floats for t in self.tables]))
 
-    @cached_property
+    @property
+    def table(self) -> Tensor:
+        return self.upload.view(self._tables[0])
+
+    @property
     def floats(self) -> Tensor:
-        return self.send(np.concatenate([t.floats for t in self.tables]))
+        return self.upload.view(self._tables[1])
+
+    def items(self, number: int) -> Tensor:
+        """Return a work list on the device, which the table goes to with it."""
+        _ = self._tables
+        return self.upload.view(number)
 
     @property
     def device(self) -> torch.device:
@@ -102,9 +120,6 @@ class Launch:
     @property
     def dims(self) -> tuple[int, int]:
         return self.problems[0].spec.head_dim, self.problems[0].spec.value_dim
-
-    def send(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def place_stats(self, ints: np.ndarray) -> Tensor:
         """Memory for what `attention_delta` writes, two rows a head, and its addresses into the table.
@@ -127,33 +142,56 @@ class Launch:
         self, kernel: Any, items: np.ndarray, heads: int, tile: Tile, args: Callable[[Tensor], tuple[Any, ...]],
         *names: str, **constants: Any,
     ) -> Call:  # fmt: skip
-        """One program an item and head; `args` are made from the items on the device, `names` are the variant's."""
-        constants |= {name: self.variant[name] for name in names}
-        return Call(kernel, len(items) * heads, tile, self.device, lambda: args(self.send(items)), constants)
+        """One program an item and head; `args` are made from the items on the device; `names` are of `shared`."""
+        chosen = Constants(**{name: getattr(self.shared, name) for name in names}, **constants)
+        number = self.upload.add(items)
+        return Call(kernel, len(items) * heads, tile, self.device, lambda: args(self.items(number)), chosen)
 
 
-_OF_HOPPER = ("DTYPE", "BLOCK_D", "BLOCK_DV", "EVEN")
+_OF_HOPPER = ("LEVEL", "DTYPE", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
 _ALL = ("LEVEL", "DTYPE", "MASK_DTYPE", "PRECISION", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
 _VALUES = ("DTYPE", "ALIGNED", "BLOCK_DV", "EVEN")
 
 
 def forward(problems: Sequence[Problem]) -> None:
     """Write `o` and, where asked, `lse` of every problem. All share one launch key."""
-    for call in forward_calls(problems):
-        call.run()
+    prepare(problems)()
 
 
 def backward(problems: Sequence[Problem]) -> None:
     """Write the gradients asked of every problem, from its `o` and `lse`. All share one launch key."""
+    prepare(problems)()
+
+
+def prepare(problems: Sequence[Problem]) -> Callable[[], None]:
+    """Return a function that runs the problems, which share a direction and a launch key, into their outputs.
+
+    It may be called again, with other numbers in the same memory: tensors, outputs, page numbers and scales (not
+    lengths, which are read here, and not copies: masks in float64, tensors whose rows do not lie together, and float32
+    made of other slopes, sinks, lse and scales). From its second call on it copies nothing from the host, so it can be
+    captured in a CUDA graph. A gradient needs `o` and `lse`.
+    """
+    if problems and problems[0].spec.direction == "forward":
+        calls = list(forward_calls(problems))
+        return lambda: _run(calls)
     scratch = [scratch_of(problem) for problem in problems]
-    for problem in problems:
-        if "dattn_mask" in problem.outputs:
-            problem.outputs["dattn_mask"].zero_()  # where there is no query or no key there is no program
-    for call in backward_calls(problems, scratch):
+    calls = list(backward_calls(problems, scratch))
+    empty = [problem.outputs["dattn_mask"] for problem in problems if "dattn_mask" in problem.outputs]
+
+    def run() -> None:
+        for gradient in empty:
+            gradient.zero_()  # where there is no query or no key there is no program
+        _run(calls)
+        for problem, extra in zip(problems, scratch, strict=True):
+            if "dsinks" in extra:
+                problem.outputs["dsinks"].copy_(extra["dsinks"])
+
+    return run
+
+
+def _run(calls: Iterable[Call]) -> None:
+    for call in calls:
         call.run()
-    for problem, extra in zip(problems, scratch, strict=True):
-        if "dsinks" in extra:
-            problem.outputs["dsinks"].copy_(extra["dsinks"])
 
 
 def compiled(problems: Sequence[Problem]) -> bool:
@@ -185,44 +223,47 @@ def _calls(problems: Sequence[Problem]) -> Iterator[Call]:
 def forward_calls(problems: Sequence[Problem], tiles: Config | None = None) -> Iterator[Call]:
     """What `forward` runs, in order; `tiles` other than the device's table has are for benchmarks/gpu.py to try."""
     for launch in _launches(problems, [{} for _ in problems], tiles):
-        yield from _forward_hopper(launch) if launch.hopper else _forward_pointers(launch)
+        if launch.hopper:
+            items = work_list(launch.shapes, forward_parts, Cut(launch.config, 0))
+            yield from _calls_hopper(launch, "forward", items, launch.heads)
+        else:
+            yield from _forward_blocks(launch, 0)
+        for rows in launch.config.packed_rows:
+            yield from _forward_blocks(launch, rows)
 
 
-def _forward_pointers(launch: Launch) -> Iterator[Call]:
-    config = launch.config
-    items, merges, slots = forward_list(launch.shapes, config)
-    block_m, block_dv = config.forward.block_m, launch.variant["BLOCK_DV"]
+def _forward_blocks(launch: Launch, rows: int) -> Iterator[Call]:
+    """The forward of sequences with packed blocks of so many rows, or with 0, of those with blocks of one head."""
+    tile = launch.config.forward_of(rows)
+    items, merges, slots = forward_list(launch.shapes, Cut(launch.config, rows))
+    heads, block_dv = launch.kv_heads if rows else launch.heads, padded(launch.dims[1])
 
     @cache
     def parts() -> tuple[Tensor, Tensor]:
-        rows = slots * launch.heads * block_m
-        return launch.scratch(rows * block_dv), launch.scratch(rows)
+        size = slots * heads * tile.block_m
+        return launch.scratch(size * block_dv), launch.scratch(size)
 
     yield launch.call(
-        attention_forward, items, launch.heads, config.forward,
-        lambda items: (launch.table, launch.floats, items, *parts(), launch.heads, *launch.dims),
-        *_ALL, BLOCK_M=block_m, BLOCK_N=config.forward.block_n,
+        attention_forward, items, heads, tile,
+        lambda items: (launch.table, launch.floats, items, *parts(), heads, *launch.dims),
+        *_ALL, "PAGED", "KEYS", BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PACKED=rows > 0,
     )  # fmt: skip
     yield launch.call(
-        merge_parts, merges, launch.heads, config.merge,
-        lambda merges: (launch.table, merges, *parts(), launch.heads, launch.dims[1]),
-        *_VALUES, BLOCK_M=block_m,
+        merge_parts, merges, heads, launch.config.merge_of(rows),
+        lambda merges: (launch.table, merges, *parts(), heads, launch.dims[1]),
+        *_VALUES, BLOCK_M=tile.block_m, PACKED=rows > 0,
     )  # fmt: skip
-
-
-def _forward_hopper(launch: Launch) -> Iterator[Call]:
-    yield from _calls_hopper(launch, "forward", work_list(launch.shapes, forward_parts, launch.config), launch.heads)
 
 
 def _calls_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -> Iterator[Call]:
-    """A kernel of hopper.py or hopper_backward.py, by its name in `Config`: PROGRAMS_OF_HOPPER a launch at most."""
-    # Not before it is asked for: see gluon.py.
-    from flashpoint_kernels.triton_backend import hopper, hopper_backward
+    """A kernel of the folder hopper/, by its name in `Config`: PROGRAMS_OF_HOPPER a launch at most."""
+    # Not before it is asked for: see hopper/.
+    from flashpoint_kernels.triton_backend.hopper import backward, forward
 
     kernels = {
-        "forward": hopper.attention_forward_hopper,
-        "backward_kv": hopper_backward.attention_backward_kv_hopper,
-        "backward_q": hopper_backward.attention_backward_q_hopper,
+        "forward": forward.attention_forward_hopper,
+        "backward_kv": backward.attention_backward_kv_hopper,
+        "backward_q": backward.attention_backward_q_hopper,
     }
     tile: Tile = getattr(launch.config, name)
     most = max(PROGRAMS_OF_HOPPER // heads, 1)
@@ -260,20 +301,26 @@ def _backward_of(launch: Launch) -> Iterator[Call]:
     )  # fmt: skip
     of_hopper = hopper_tiles(*launch.dims) if launch.hopper else {}
 
-    def products(name: str, kernel: Any, parts: Any, heads: int, *outputs: str) -> Iterator[Call]:
-        tile: Tile = getattr(launch.config, name)
-        items = _asked(launch, work_list(launch.shapes, parts, tile), *outputs)
-        if name in of_hopper:
-            yield from _calls_hopper(launch, name, items, heads)
-            return
-        yield launch.call(
+    def products(kernel: Any, items: np.ndarray, heads: int, tile: Tile, **constants: Any) -> Call:
+        return launch.call(
             kernel, items, heads, tile,
             lambda items: (launch.table, launch.floats, items, heads, *launch.dims),
-            *_ALL, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            *_ALL, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **constants,
         )  # fmt: skip
 
-    yield from products("backward_kv", attention_backward_kv, key_parts, launch.kv_heads, "dk", "dv")
-    yield from products("backward_q", attention_backward_q, query_parts, launch.heads, "dq")
+    tile = launch.config.backward_kv
+    items = _asked(launch, work_list(launch.shapes, key_parts, tile), "dk", "dv")
+    if "backward_kv" in of_hopper:
+        yield from _calls_hopper(launch, "backward_kv", items, launch.kv_heads)
+    else:
+        yield products(attention_backward_kv, items, launch.kv_heads, tile)
+    for rows in (0, *launch.config.packed_rows):
+        items = _asked(launch, work_list(launch.shapes, gradient_parts, Cut(launch.config, rows)), "dq")
+        if "backward_q" in of_hopper and not rows:
+            yield from _calls_hopper(launch, "backward_q", items, launch.heads)
+        else:
+            heads = launch.kv_heads if rows else launch.heads
+            yield products(attention_backward_q, items, heads, launch.config.backward_q_of(rows), PACKED=rows > 0)
 
 
 def _backward_masks(launch: Launch) -> Iterator[Call]:
@@ -294,7 +341,7 @@ def _backward_masks(launch: Launch) -> Iterator[Call]:
             attention_backward_mask, np.array(listed, np.int32), 1, tile,
             lambda items: (launch.table, launch.floats, items, *launch.dims),
             *(name for name in _ALL if name != "LEVEL"),
-            DMASK_DTYPE=_TYPES[dtype], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            LEVEL=2, DMASK_DTYPE=_TYPES[dtype], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         )  # fmt: skip
 
 
@@ -336,22 +383,21 @@ def _launches(
         group[0].append(problem)
         group[1].append(made)
     for (_key, _aligned, hopper), (members, tables) in groups.items():
-        with torch.cuda.device(members[0].device) if members[0].device.type == "cuda" else contextlib.nullcontext():
-            yield Launch(members, tables, hopper, tiles or _config(members[0], hopper))
+        yield Launch(members, tables, hopper, tiles or _config(members[0], hopper))
 
 
 def _goes_hopper(problem: Problem, table: Table) -> bool:
-    """Whether a problem takes the path of hopper.py: what it is by itself decides, never what it is launched with."""
+    """Whether a problem takes the path for Hopper: what it is by itself decides, never what it is launched with."""
     spec = problem.spec
     if spec.level > 0 or spec.dtype == "float32" or not table.describable or not takes_hopper(problem.device):
         return False
     config = _config(problem, hopper=True)
-    return not any((forward_parts(shape, config).items[:, 3] >= 0).any() for shape in _shapes(table))
+    parts = [forward_parts(shape, Cut(config, 0)).items[:, 3] for shape in _shapes(table)]
+    return any(len(each) for each in parts) and not any((each >= 0).any() for each in parts)
 
 
 def _config(problem: Problem, hopper: bool) -> Config:
-    spec = problem.spec
-    return config_for(problem.device, spec.dtype, spec.head_dim, spec.value_dim, spec.level, hopper)
+    return config_for(problem.spec, problem.device, hopper)
 
 
 def _shapes(table: Table) -> list[Shape]:

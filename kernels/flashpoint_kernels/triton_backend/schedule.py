@@ -27,6 +27,14 @@ class Shape(NamedTuple):
     offset: int
     left: int
     right: int
+    group: int  # query heads that share a key/value head
+
+
+class Cut(NamedTuple):
+    """Which blocks of queries are meant: packed ones of so many rows, or with 0, those of one head."""
+
+    config: Config
+    rows: int
 
 
 class Parts(NamedTuple):
@@ -36,15 +44,24 @@ class Parts(NamedTuple):
     cost: np.ndarray
 
 
+def block_rows(shape: Shape, config: Config) -> int:
+    """The rows of a sequence's packed blocks, 0 where its blocks are of one head: by its own shape alone."""
+    if not 0 < shape.q_rows <= config.few_queries:
+        return 0
+    sizes = config.packed_rows
+    return next((rows for rows in sizes if shape.q_rows * shape.group <= rows), sizes[-1])
+
+
 @lru_cache(maxsize=8192)
-def forward_parts(shape: Shape, config: Config) -> Parts:
-    """(first query, part's first and last key, part number or -1) of each program of a sequence."""
-    tile = config.forward
+def forward_parts(shape: Shape, cut: Cut) -> Parts:
+    """(first row, part's first and last key, part number or -1) of each program of a sequence."""
+    config, rows = cut
+    tile = config.forward_of(rows)
     items, cost = [], []
-    for i0 in range(0, shape.q_rows, tile.block_m):
-        lo, hi = _visible_keys(i0, shape, tile)
+    for i0 in _starts(shape, cut, tile):
+        lo, hi = _visible_keys(i0, shape, tile, packed=rows > 0)
         edges = [0, shape.kv_len]
-        if shape.q_rows <= tile.block_m and hi - lo > config.split_keys:
+        if (rows or shape.q_rows <= tile.block_m) and hi - lo > config.split_keys:
             first = lo // config.split_keys + 1
             edges[1:1] = range(first * config.split_keys, hi, config.split_keys)
         split = len(edges) > 2
@@ -54,9 +71,26 @@ def forward_parts(shape: Shape, config: Config) -> Parts:
     return Parts(np.array(items, np.int32).reshape(-1, 4), np.array(cost, np.int64))
 
 
+def _starts(shape: Shape, cut: Cut, tile: Tile) -> range:
+    """The first rows of a sequence's blocks, none where it has the other kind of blocks."""
+    if block_rows(shape, cut.config) != cut.rows:
+        return range(0)
+    return range(0, shape.q_rows * (shape.group if cut.rows else 1), tile.block_m)
+
+
+@lru_cache(maxsize=8192)
+def gradient_parts(shape: Shape, cut: Cut) -> Parts:
+    """First row of each program of dQ."""
+    tile = cut.config.backward_q_of(cut.rows)
+    starts = _starts(shape, cut, tile)
+    spans = (_visible_keys(i0, shape, tile, packed=cut.rows > 0) for i0 in starts)
+    cost = [max(hi - lo, 0) for lo, hi in spans]
+    return Parts(np.array(starts, np.int32).reshape(-1, 1), np.array(cost, np.int64))
+
+
 @lru_cache(maxsize=8192)
 def query_parts(shape: Shape, tile: Tile) -> Parts:
-    """First query of each program that takes a block of queries."""
+    """First query of each program that takes a block of one head's queries."""
     starts = range(0, shape.q_rows, tile.block_m)
     cost = [max(hi - lo, 0) for lo, hi in (_visible_keys(i0, shape, tile) for i0 in starts)]
     return Parts(np.array(starts, np.int32).reshape(-1, 1), np.array(cost, np.int64))
@@ -73,10 +107,13 @@ def key_parts(shape: Shape, tile: Tile) -> Parts:
     return Parts(np.array(starts, np.int32).reshape(-1, 1), np.array(cost, np.int64))
 
 
-def _visible_keys(i0: int, shape: Shape, tile: Tile) -> tuple[int, int]:
+def _visible_keys(start: int, shape: Shape, tile: Tile, *, packed: bool = False) -> tuple[int, int]:
+    """The keys that a block sees, whose first row is `start`."""
+    share = shape.group if packed else 1
+    i0, i_last = start // share, (start + tile.block_m - 1) // share
     if i0 >= shape.q_len:
         return 0, 0
-    i_last = min(i0 + tile.block_m, shape.q_len) - 1
+    i_last = min(i_last, shape.q_len - 1)
     lo, hi = key_range(i0, i_last, shape.offset, shape.left, shape.right, shape.kv_len)
     return lo, hi
 
@@ -84,7 +121,7 @@ def _visible_keys(i0: int, shape: Shape, tile: Tile) -> tuple[int, int]:
 _KEPT, _FEW = 64, 64  # launches whose lists are kept, of so many sequences at most
 
 
-def work_list(shapes: tuple[Shape, ...], parts_of: Callable[[Shape, Any], Parts], tiles: Config | Tile) -> np.ndarray:
+def work_list(shapes: tuple[Shape, ...], parts_of: Callable[[Shape, Any], Parts], tiles: Cut | Tile) -> np.ndarray:
     """(n, 1 + columns) int32: table row and item of every program of a launch, heaviest first, ties in table order.
 
     Of few sequences it is kept for later launches of the same shapes: not to be written to.
@@ -92,7 +129,7 @@ def work_list(shapes: tuple[Shape, ...], parts_of: Callable[[Shape, Any], Parts]
     return (_kept_list if len(shapes) <= _FEW else _work_list)(shapes, parts_of, tiles)
 
 
-def _work_list(shapes: tuple[Shape, ...], parts_of: Callable[[Shape, Any], Parts], tiles: Config | Tile) -> np.ndarray:
+def _work_list(shapes: tuple[Shape, ...], parts_of: Callable[[Shape, Any], Parts], tiles: Cut | Tile) -> np.ndarray:
     parts = [parts_of(shape, tiles) for shape in shapes]
     rows = np.repeat(np.arange(len(parts), dtype=np.int32), [len(p.items) for p in parts])
     items = np.column_stack([rows, np.concatenate([p.items for p in parts])])
@@ -103,17 +140,17 @@ def _work_list(shapes: tuple[Shape, ...], parts_of: Callable[[Shape, Any], Parts
 _kept_list = lru_cache(_KEPT)(_work_list)
 
 
-def forward_list(shapes: tuple[Shape, ...], config: Config) -> tuple[np.ndarray, np.ndarray, int]:
+def forward_list(shapes: tuple[Shape, ...], cut: Cut) -> tuple[np.ndarray, np.ndarray, int]:
     """The work list of `forward_parts`; the merge list; and the scratch slots of all parts. Not to be written to.
 
     Each part of a split block has a slot in place of its part number, parts of a block side by side. The merge list is
-    (n, 4) int32: table row, first query, first slot, number of parts.
+    (n, 4) int32: table row, first row of the block, first slot, number of parts.
     """
-    return (_kept_forward_list if len(shapes) <= _FEW else _forward_list)(shapes, config)
+    return (_kept_forward_list if len(shapes) <= _FEW else _forward_list)(shapes, cut)
 
 
-def _forward_list(shapes: tuple[Shape, ...], config: Config) -> tuple[np.ndarray, np.ndarray, int]:
-    items = work_list(shapes, forward_parts, config)
+def _forward_list(shapes: tuple[Shape, ...], cut: Cut) -> tuple[np.ndarray, np.ndarray, int]:
+    items = work_list(shapes, forward_parts, cut)
     if not (items[:, 4] >= 0).any():
         return items, np.empty((0, 4), np.int32), 0
     items = items.copy()

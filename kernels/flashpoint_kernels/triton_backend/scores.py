@@ -2,14 +2,14 @@
 
 With s = scale·(q·k): softcap, then ALiBi and the float mask are added, then keys that may not be seen are removed.
 `i` and `j` are query and key indices as blocks that broadcast to the tile: (BLOCK_M, 1) and (1, BLOCK_N) for S, or
-(1, BLOCK_M) and (BLOCK_N, 1) for its transpose. LEVEL is `Spec.level`: options above it are not compiled in, options
-within it are switched by their neutral value at run time.
+(1, BLOCK_M) and (BLOCK_N, 1) for its transpose. Options above C.LEVEL are not compiled in; options within it are
+switched by their neutral value at run time.
 """
 
 import triton
 import triton.language as tl
 
-from flashpoint_kernels.triton_backend import table as c
+from flashpoint_kernels.triton_backend import table as col
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-3.4028234663852886e38)  # float32's
@@ -31,82 +31,79 @@ def tanh(x):
 
 
 @triton.jit
-def visible(i, j0, n, shape, LEVEL: tl.constexpr):
+def visible(i, j0, n, band, C: tl.constexpr):
     """Whether query i may see key j0 + n, by the band and the number of keys. Level 0 has no left bound.
 
     The bounds are moved, once a query, to where `n` can be compared as it is: one instruction a score at level 0.
     """
-    _q_len, kv_len, offset, left, right = shape
-    seen = n <= tl.minimum(i + (offset + right), kv_len - 1) - j0
-    if LEVEL >= 1:
-        seen = seen & (n >= i + (offset - left) - j0)
+    seen = n <= tl.minimum(i + (band.offset + band.right), band.kv_len - 1) - j0
+    if C.LEVEL >= 1:
+        seen = seen & (n >= i + (band.offset - band.left) - j0)
     return seen
 
 
 @triton.jit
-def visible_to(j, i0, m, shape, LEVEL: tl.constexpr):
+def visible_to(j, i0, m, band, C: tl.constexpr):
     """Whether key j may be seen by query i0 + m, by the band alone: `visible` with the bounds moved once a key."""
-    _q_len, _kv_len, offset, left, right = shape
-    seen = m >= j - (offset + right) - i0
-    if LEVEL >= 1:
-        seen = seen & (m <= j - (offset - left) - i0)
+    seen = m >= j - (band.offset + band.right) - i0
+    if C.LEVEL >= 1:
+        seen = seen & (m <= j - (band.offset - band.left) - i0)
     return seen
 
 
 @triton.jit
-def modify(qk, i, j, seq, LEVEL: tl.constexpr, MASK_DTYPE: tl.constexpr):
+def modify(qk, i, j, seq, C: tl.constexpr):
     """(s in units of log 2, the softcap's slope ds/ds_raw) for a tile of raw products `qk`, float32.
 
-    `seq` is the sequence and head (tiles.load_sequence). Keys that a boolean mask removes are −inf; the band is
-    `visible`'s.
+    Keys that a boolean mask removes are −inf; the band is `visible`'s.
     """
-    t, scalars, head, scale, shape = seq
-    q_len, kv_len, offset, _left, _right = shape
+    t, band = seq.row, seq.band
     slope = tl.full([1, 1], 1.0, tl.float32)
-    if LEVEL == 0:
-        s = qk * (scale * LOG2E)
+    if C.LEVEL == 0:
+        s = qk * (seq.scale * LOG2E)
     else:
-        s = qk * scale
-        cap = tl.load(scalars + c.SOFTCAP)
+        s = qk * seq.scale
+        cap = tl.load(seq.scalars + col.SOFTCAP)
         slope = tl.full(qk.shape, 1.0, tl.float32)
         if cap > 0.0:
             bent = tanh(s / cap)
             s = cap * bent
             slope = 1.0 - bent * bent
-        if LEVEL == 2:
-            slopes = tl.load(t + c.ALIBI).to(tl.pointer_type(tl.float32))
-            if tl.load(t + c.ALIBI) != 0:
-                s -= tl.load(slopes + head) * tl.abs(i + offset - j).to(tl.float32)
-            if MASK_DTYPE is not None:
-                inside = (i < q_len) & (j < kv_len)
-                place = head * tl.load(t + c.MASK + 1) + i * tl.load(t + c.MASK + 2) + j * tl.load(t + c.MASK + 3)
-                mask = tl.load(t + c.MASK).to(tl.pointer_type(MASK_DTYPE)) + place
-                if MASK_DTYPE == tl.int8:
-                    s = tl.where(tl.load(mask, mask=inside, other=0) != 0, s, float("-inf"))
+        if C.LEVEL == 2:
+            slopes = tl.load(t + col.ALIBI).to(tl.pointer_type(tl.float32))
+            if tl.load(t + col.ALIBI) != 0:
+                s -= tl.load(slopes + seq.head) * tl.abs(i + band.offset - j).to(tl.float32)
+            if C.MASK_DTYPE is not None:
+                m_mask = (i < band.q_len) & (j < band.kv_len)
+                head_stride, row_stride = tl.load(t + col.MASK + 1), tl.load(t + col.MASK + 2)
+                place = seq.head * head_stride + i * row_stride + j * tl.load(t + col.MASK + 3)
+                p_mask = tl.load(t + col.MASK).to(tl.pointer_type(C.MASK_DTYPE)) + place
+                if C.MASK_DTYPE == tl.int8:
+                    s = tl.where(tl.load(p_mask, mask=m_mask, other=0) != 0, s, float("-inf"))
                 else:
-                    s += tl.load(mask, mask=inside, other=0.0).to(tl.float32)
+                    s += tl.load(p_mask, mask=m_mask, other=0.0).to(tl.float32)
         # A mask of float32's least value is a number, not −inf: it must not become it in base 2.
         s = tl.where(s == float("-inf"), s, tl.maximum(s * LOG2E, LEAST, propagate_nan=tl.PropagateNan.ALL))
     return s, slope
 
 
 @triton.jit
-def keep(i0, j0, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(BLOCK_M, BLOCK_N) of bool: which probabilities dropout keeps, in the tile at query i0 and key j0 (0 mod 4).
+def keep(queries, j0, seq, C: tl.constexpr):
+    """(M, N) of bool: which probabilities dropout keeps, in the tile of `queries` (M,) at key j0 (0 mod 4).
 
     Philox4x32-10 (Salmon et al. 2011) with key = seed and counter = (j div 4, i, head, sequence); key j takes word
     j mod 4, and is kept iff that word is not below ceil(p·2³²).
     """
-    t, _scalars, head, _scale, _shape = seq
-    column = (j0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]).to(tl.uint32)
-    zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.uint32)
-    row = (i0 + tl.arange(0, BLOCK_M)[:, None]).to(tl.uint32)
-    sequence = tl.load(t + c.INDEX).to(tl.uint32)
+    t = seq.row
+    column = (j0 // 4 + tl.arange(0, C.BLOCK_N // 4)[None, :]).to(tl.uint32)
+    zero = tl.full([C.BLOCK_M, C.BLOCK_N // 4], 0, tl.uint32)
+    row = queries[:, None].to(tl.uint32)
+    sequence = tl.load(t + col.INDEX).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(
-        tl.load(t + c.SEED), zero + column, zero + row, (zero + head).to(tl.uint32), zero + sequence
+        tl.load(t + col.SEED), zero + column, zero + row, (zero + seq.head).to(tl.uint32), zero + sequence
     )
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK_M, BLOCK_N])
-    return words.to(tl.int64) >= tl.load(t + c.DROP_BELOW)
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [C.BLOCK_M, C.BLOCK_N])
+    return words.to(tl.int64) >= tl.load(t + col.DROP_BELOW)
 
 
 @triton.jit

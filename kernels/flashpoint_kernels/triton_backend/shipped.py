@@ -7,18 +7,22 @@ from itertools import product
 from typing import NamedTuple
 
 from flashpoint_kernels.triton_backend.config import hopper_tiles
-from flashpoint_kernels.triton_backend.configurations import TABLES
+from flashpoint_kernels.triton_backend.configurations import PACKED_ROWS, TABLES, packed_tile
 
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (64, 128, 256)  # the columns of every table
 # Of the others: what is compiled is the power of two above, and whether it is one. Without a score's options, a head
 # dimension that is none takes tiles of its own, and 32 takes those of 64.
 OTHER_HEAD_DIMS = (32, 96)
+OTHER_KEYS = ((True, None), (False, "int8"), (False, "float8_e4m3fn"), (True, "float8_e4m3fn"))  # paged, and 8-bit
 _PRODUCTS = ("forward", "backward_kv", "backward_q")
 
 
 class Variant(NamedTuple):
-    """A kernel as it is compiled: Dv = D, aligned tensors. `mask`: the dtype of `attn_mask`; level 2 alone has one."""
+    """A kernel as it is compiled: Dv = D, aligned tensors. `mask`: the dtype of `attn_mask`; level 2 alone has one.
+
+    `keys`: the dtype of 8-bit keys and values.
+    """
 
     kernel: str
     arch: int
@@ -27,20 +31,28 @@ class Variant(NamedTuple):
     level: int = 0
     mask: str | None = None
     precision: str = "ieee"
+    paged: bool = False
+    keys: str | None = None
 
 
 def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
     """What can run on sm_`arch`: every tile of its table, in every dtype that takes it.
 
     Level 2 has a float32 mask, which stands for four dtypes of them: a tile of it is loaded and added. Aligned tensors
-    stand for all: others come in the same tiles, loaded in narrower pieces.
+    stand for all: others come in the same tiles, loaded in narrower pieces. Pages and 8-bit keys at level 0, and levels
+    0 and 2 of packed blocks, stand for the other levels.
     """
     found = []
     for dtype in dtypes:
         for dim in HEAD_DIMS:
             found += [Variant(kernel, arch, dtype, dim) for kernel in ("merge", "delta")]
-            for level, kernel in product((0, 1, 2), _PRODUCTS):
+            sizes = [rows for rows in PACKED_ROWS if rows <= packed_tile(arch, dtype, dim).block_m]
+            packed = [f"{kernel}_packed{rows}" for rows in sizes for kernel in ("forward", "backward_q")]
+            found += [Variant(f"merge_packed{rows}", arch, dtype, dim) for rows in sizes]
+            for level, kernel in [*product((0, 1, 2), _PRODUCTS), *product((0, 2), packed)]:
                 found.append(Variant(kernel, arch, dtype, dim, level, "float32" if level == 2 else None))
+            kinds = product(("forward", "forward_packed16"), OTHER_KEYS if dtype != "float32" else ())
+            found += [Variant(kernel, arch, dtype, dim, paged=paged, keys=keys) for kernel, (paged, keys) in kinds]
             found.append(Variant("backward_mask", arch, dtype, dim, 2, "float32"))
         if dtype == "float32":
             found += [Variant(kernel, arch, dtype, 128, precision="tf32") for kernel in _PRODUCTS]
@@ -57,6 +69,8 @@ def representative() -> list[Variant]:
     found = []
     for arch in TABLES:
         dims = (64, 128) if arch in (80, 90) else (128,)
+        found += [Variant(f"{kernel}_packed16", arch, "bfloat16", 128) for kernel in ("forward", "backward_q", "merge")]
+        found.append(Variant("forward_packed16", arch, "bfloat16", 128, paged=True, keys="float8_e4m3fn"))
         for dim, kernel in product(dims, _PRODUCTS):
             found.append(Variant(kernel, arch, "bfloat16", dim))
     found += [Variant(f"{k}_hopper", 90, "bfloat16", dim) for dim in (64, 128) for k in hopper_tiles(dim, dim)]

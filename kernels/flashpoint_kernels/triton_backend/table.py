@@ -10,7 +10,6 @@ last dimension has stride 1 (a tensor that has not is copied once, by `Table.of`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +17,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flashpoint_contract.spec import Row
 from flashpoint_kernels.problem import Problem, narrowed
 
 # int64 columns
@@ -30,7 +28,10 @@ Q_LEN, Q_ROWS, KV_LEN, KV_ROWS = (tl.constexpr(n) for n in range(44, 48))  # val
 OFFSET, LEFT, RIGHT = (tl.constexpr(n) for n in range(48, 51))  # key j is seen iff -LEFT <= j - i - OFFSET <= RIGHT
 HEADS, GROUP = tl.constexpr(51), tl.constexpr(52)  # query heads, and how many of them share a key/value head
 INDEX, SEED, DROP_BELOW = (tl.constexpr(n) for n in range(53, 56))  # dropout: sequence, key, words below are dropped
-WIDTH = tl.constexpr(56)
+PAGES, PAGE_SIZE, POOL = (tl.constexpr(n) for n in range(56, 59))  # address of the sequence's page numbers, int32
+K_PAGE, V_PAGE = tl.constexpr(59), tl.constexpr(60)  # strides of a page
+K_SCALE, V_SCALE = tl.constexpr(61), tl.constexpr(65)  # float32: address; strides of a head, a row, a page
+WIDTH = tl.constexpr(69)
 
 # float32 columns
 SCALE, SOFTCAP, KEEP_SCALE = (tl.constexpr(n) for n in range(3))
@@ -40,6 +41,8 @@ _TENSORS = {"q": Q, "k": K, "v": V, "o": O, "do": DO, "dq": DQ, "dk": DK, "dv": 
 _ROW_VECTORS = {"lse": LSE, "dlse": DLSE}
 _KEY_TENSORS = ("k", "v", "dk", "dv")
 _VECTORS = {"alibi_slopes": ALIBI, "sinks": SINKS, "dsinks": DSINKS}
+_SCALES = {"k_scale": K_SCALE, "v_scale": V_SCALE}
+_PAGE_STRIDES = {"k": K_PAGE, "v": V_PAGE}
 _VECTOR_BYTES = 16  # of the widest load
 
 
@@ -63,13 +66,15 @@ class Table:
         spec = problem.spec
         n = len(problem.rows)
         table = cls(np.zeros((n, WIDTH.value), np.int64), np.zeros((n, SCALARS.value), np.float32))
-        for name in (*_TENSORS, *_ROW_VECTORS, "attn_mask", "dattn_mask", *_VECTORS):
+        for name in (*_TENSORS, *_ROW_VECTORS, "attn_mask", "dattn_mask", *_VECTORS, *_SCALES):
             if name in extra:
-                table._place(name, extra[name], problem.rows)
+                table._place(name, extra[name], problem)
             elif name == "attn_mask" and name in problem.tensors and problem.tensors[name].dtype == torch.float64:
-                table._place(name, problem.canonical(name, narrowed(problem.tensors[name])), problem.rows)
+                table._place(name, problem.canonical(name, narrowed(problem.tensors[name])), problem)
             elif name in problem.tensors or (name in problem.outputs and name != "dsinks"):
-                table._place(name, problem.view(name), problem.rows)
+                table._place(name, problem.view(name), problem)
+        if spec.paged:
+            table._place_pages(problem)
         left, right = spec.window
         p = spec.options.dropout_p
         ints = table.ints
@@ -90,8 +95,37 @@ class Table:
         table.floats[:, : KEEP_SCALE.value + 1] = spec.scale, spec.options.softcap, 1.0 / (1.0 - p)
         return table
 
-    def _place(self, name: str, t: Tensor, rows: Sequence[Row]) -> None:
+    def _place_pages(self, problem: Problem) -> None:
+        """Write where each sequence's page numbers are."""
+        numbers = problem.tensors["block_table"]
+        numbers = numbers if numbers.shape[1] == 1 or numbers.stride(1) == 1 else numbers.contiguous()
+        address = [numbers.data_ptr() + 4 * numbers.stride(0) * row.index for row in problem.rows]
+        self.ints[:, PAGES.value] = address
+        self.ints[:, PAGE_SIZE.value], self.ints[:, POOL.value] = problem.spec.page_size, problem.spec.pool
+        self.describable = False
+        self.alive.append(numbers)
+
+    def _place_scale(self, name: str, t: Tensor, problem: Problem) -> None:
+        """Write where the scales of 8-bit keys or values are: of each row, or of each head."""
+        t = t.float()
+        column, rows = _SCALES[name].value, problem.rows
+        if not problem.spec.per_row(name):
+            step = t.stride(0) if t.shape[0] > 1 else 0
+            self._write(column, [t.data_ptr() + 4 * step * row.index for row in rows], t.stride(1), 0, 0)
+        elif problem.spec.paged:
+            self._write(column, [t.data_ptr()] * len(rows), t.stride(1), t.stride(2), t.stride(0))
+        else:
+            address = [t.data_ptr() + 4 * (t.stride(0) * row.batch + t.stride(2) * row.kv_start) for row in rows]
+            self._write(column, address, t.stride(1), t.stride(2), 0)
+        self.describable = False
+        self.alive.append(t)
+
+    def _place(self, name: str, t: Tensor, problem: Problem) -> None:
         """Write the addresses and strides of canonical `t` (see problem.py) into every row."""
+        rows = problem.rows
+        if name in _SCALES:
+            self._place_scale(name, t, problem)
+            return
         if name in _VECTORS:
             t = t.float()
             t = t if t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
@@ -109,11 +143,15 @@ class Table:
         else:
             t = t if t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
             size = t.element_size()
-            start = [row.kv_start if name in _KEY_TENSORS else row.q_start for row in rows]
-            address = [
-                t.data_ptr() + size * (t.stride(0) * row.batch + t.stride(2) * at)
-                for row, at in zip(rows, start, strict=True)
-            ]
+            if problem.spec.paged and name in _PAGE_STRIDES:
+                address = [t.data_ptr()] * len(rows)
+                self.ints[:, _PAGE_STRIDES[name].value] = t.stride(0)
+            else:
+                start = [row.kv_start if name in _KEY_TENSORS else row.q_start for row in rows]
+                address = [
+                    t.data_ptr() + size * (t.stride(0) * row.batch + t.stride(2) * at)
+                    for row, at in zip(rows, start, strict=True)
+                ]
             # The stride of a dimension of one is never taken a step of: any that all loads and the copy engine allow.
             batch, head, row = (s if n > 1 else _VECTOR_BYTES for s, n in zip(t.stride()[:3], t.shape[:3], strict=True))
             self._write(_TENSORS[name].value, address, head, row)

@@ -1,20 +1,21 @@
-"""Where tiles lie: pointers to a head of a tensor, the stretches of keys that a block sees, and loads of rows."""
+"""Where tiles lie: the rows of a head of a tensor, and the keys that a block sees. Loads and stores of rows."""
 
 import triton
 import triton.language as tl
 
 from flashpoint_kernels.bounds import full_key_range_jit as full_key_range
 from flashpoint_kernels.bounds import key_range_jit as key_range
-from flashpoint_kernels.triton_backend import table as c
+from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend.groups import Band, Block, Keys, Places, Rows, Sequence
 
 
 @triton.jit
-def locate(t, TENSOR: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def locate(t, TENSOR: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr):
     """(pointer to row 0 of head 0, stride of a head, stride of a row). `t` is the sequence's row of the table."""
     base = tl.load(t + TENSOR).to(tl.pointer_type(DTYPE))
     head_stride = tl.load(t + TENSOR + 1)
     row_stride = tl.load(t + TENSOR + 2)
-    if ALIGNED:  # to 16 bytes, the widest load
+    if C.ALIGNED:  # to 16 bytes, the widest load
         base = tl.multiple_of(base, 16)
         head_stride = tl.multiple_of(head_stride, 128 // DTYPE.primitive_bitwidth)
         row_stride = tl.multiple_of(row_stride, 128 // DTYPE.primitive_bitwidth)
@@ -22,68 +23,183 @@ def locate(t, TENSOR: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def rows_of(t, TENSOR: tl.constexpr, head, length, dim, C: tl.constexpr):
+    """The Rows of a head of a tensor."""
+    base, head_stride, stride = locate(t, TENSOR, C.DTYPE, C)
+    return Rows(base=base + head * head_stride, head_stride=head_stride, stride=stride, length=length, dim=dim)
+
+
+@triton.jit
+def keys_of(t, TENSOR: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, head, length, dim, C: tl.constexpr):
+    """The Keys of a key/value head: its keys (TENSOR is K) or its values."""
+    DTYPE: tl.constexpr = C.DTYPE if C.KEYS is None else tl.int8
+    base, head_stride, stride = locate(t, TENSOR, DTYPE, C)
+    rows = Rows(base=base + head * head_stride, head_stride=head_stride, stride=stride, length=length, dim=dim)
+    page, p_scale, scale_row, scale_page = 0, 0, 0, 0
+    if C.PAGED:
+        page = tl.load(t + PAGE)
+        if C.ALIGNED:
+            page = tl.multiple_of(page, 128 // DTYPE.primitive_bitwidth)
+    if C.KEYS is not None:
+        p_scale = tl.load(t + SCALE).to(tl.pointer_type(tl.float32)) + head * tl.load(t + SCALE + 1)
+        scale_row, scale_page = tl.load(t + SCALE + 2), tl.load(t + SCALE + 3)
+    return Keys(rows=rows, page=page, p_scale=p_scale, scale_row=scale_row, scale_page=scale_page)
+
+
+@triton.jit
+def places_of(o_n, seq, C: tl.constexpr):
+    """The Places of keys o_n. A page number beyond the pool is not read."""
+    page, row, valid = 0, o_n, 0
+    if C.PAGED:
+        size = tl.load(seq.row + col.PAGE_SIZE).to(tl.int32)
+        p_numbers = tl.load(seq.row + col.PAGES).to(tl.pointer_type(tl.int32))
+        valid = o_n < seq.band.kv_len
+        page = tl.load(p_numbers + o_n // size, mask=valid, other=0)
+        valid = valid & (page >= 0) & (page < tl.load(seq.row + col.POOL))
+        row = o_n % size
+    return Places(page=page, row=row, valid=valid)
+
+
+@triton.jit
+def load_keys(keys, places, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.constexpr):
+    """(N, BLOCK_D) in DTYPE: keys or values at their places; 8-bit numbers without their scale. FULL as in `load`."""
+    if C.PAGED:
+        o_d = tl.arange(0, BLOCK_D)
+        o_k = places.page.to(tl.int64) * keys.page + places.row * keys.rows.stride
+        m_k = places.valid[:, None]
+        if not C.EVEN:
+            m_k = m_k & (o_d[None, :] < keys.rows.dim)
+        block = tl.load(keys.rows.base + o_k[:, None] + o_d[None, :], mask=m_k, other=0)
+    else:
+        block = load(keys.rows, places.row, BLOCK_D, FULL, C.EVEN)
+    return block
+
+
+@triton.jit
+def load_scales(keys, places, FULL: tl.constexpr, C: tl.constexpr):
+    """(N,) float32: the scales of keys or values; 0 where there is no key."""
+    if C.PAGED:
+        p = keys.p_scale + (places.page.to(tl.int64) * keys.scale_page + places.row * keys.scale_row)
+        scales = tl.load(p, mask=places.valid, other=0.0)
+    else:
+        p = keys.p_scale + places.row * keys.scale_row
+        scales = tl.load(p) if FULL else tl.load(p, mask=places.row < keys.rows.length, other=0.0)
+    return scales
+
+
+@triton.jit
+def widened(block, C: tl.constexpr):
+    """8-bit numbers in float32, exactly.
+
+    A chip from sm_89 on converts float8_e4m3fn by itself. For others (KEYS ends with "bits") the bits are moved to
+    where a float16 has its sign, its exponent, which counts from 8 more, and its mantissa.
+    """
+    if C.KEYS == "int8":
+        wide = block.to(tl.float32)
+    elif C.KEYS == "float8_e4m3fn":
+        wide = block.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
+    else:
+        bits = block.to(tl.int16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        wide = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        wide = tl.where((bits & 0x7F) == 0x7F, float("nan"), wide)
+    return wide
+
+
+@triton.jit
+def next_head(rows, nth):
+    """The Rows of the nth head after."""
+    return Rows(
+        base=rows.base + nth * rows.head_stride, head_stride=rows.head_stride, stride=rows.stride,
+        length=rows.length, dim=rows.dim,
+    )  # fmt: skip
+
+
+@triton.jit
+def block_at(start, nth, group, C: tl.constexpr):
+    """The Block whose first row is `start`: of query head `nth`, or packed, of all query heads of key head `nth`."""
+    o_r = start + tl.arange(0, C.BLOCK_M)
+    if C.PACKED:
+        block = Block(
+            queries=o_r // group, heads=nth * group + o_r % group, first=start // group,
+            last=(start + C.BLOCK_M - 1) // group, kv_head=nth,
+        )  # fmt: skip
+    else:
+        block = Block(queries=o_r, heads=nth, first=start, last=start + C.BLOCK_M - 1, kv_head=nth // group)
+    return block
+
+
+@triton.jit
+def heads_column(block, C: tl.constexpr):
+    """The heads of a block as they meet its rows of columns: (M, 1), or the one head."""
+    if C.PACKED:
+        heads = block.heads[:, None]
+    else:
+        heads = block.heads
+    return heads
+
+
+@triton.jit
 def locate_vector(t, VECTOR: tl.constexpr):
-    """(pointer to row 0 of head 0, stride of a head) of `lse`, `delta` or `dlse`, float32."""
+    """(pointer to row 0 of head 0, stride of a head) of `lse`, `dlse` or the stats, float32."""
     return tl.load(t + VECTOR).to(tl.pointer_type(tl.float32)), tl.load(t + VECTOR + 1)
 
 
 @triton.jit
 def load_sequence(t, scalars, head):
-    """What a program knows of its sequence and head: (t, scalars, head, scale, shape).
-
-    `t` and `scalars` are its rows of the tables; shape is (q_len, kv_len, offset, left, right), int32, see bounds.py.
-    """
-    q_len = tl.load(t + c.Q_LEN).to(tl.int32)
-    kv_len = tl.load(t + c.KV_LEN).to(tl.int32)
-    offset = tl.load(t + c.OFFSET).to(tl.int32)
-    shape = (q_len, kv_len, offset, tl.load(t + c.LEFT).to(tl.int32), tl.load(t + c.RIGHT).to(tl.int32))
-    return t, scalars, head, tl.load(scalars + c.SCALE), shape
+    """The Sequence of a head. `t` and `scalars` are the sequence's rows of the two tables."""
+    q_len = tl.load(t + col.Q_LEN).to(tl.int32)
+    kv_len = tl.load(t + col.KV_LEN).to(tl.int32)
+    offset = tl.load(t + col.OFFSET).to(tl.int32)
+    left = tl.load(t + col.LEFT).to(tl.int32)
+    right = tl.load(t + col.RIGHT).to(tl.int32)
+    band = Band(q_len=q_len, kv_len=kv_len, offset=offset, left=left, right=right)
+    return Sequence(row=t, scalars=scalars, head=head, scale=tl.load(scalars + col.SCALE), band=band)
 
 
 @triton.jit
-def key_stretches(i0, shape, part_lo, part_hi, LEVEL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(lo, full_lo, full_hi, hi): the keys in [part_lo, part_hi) that the block of queries at i0 goes through.
+def key_stretches(first, last, band, part_lo, part_hi, C: tl.constexpr):
+    """(lo, full_lo, full_hi, hi): the keys in [part_lo, part_hi) that queries `first` to `last` go through.
 
     Three stretches of whole tiles: [lo, full_lo) is cut by the left bound, [full_lo, full_hi) needs no visibility test,
     [full_hi, hi) is cut by the right bound or the end. At level 0 there is no left bound, and the first is empty.
     """
-    q_len, kv_len, offset, left, right = shape
-    i_last = tl.minimum(i0 + BLOCK_M, q_len) - 1
-    lo, hi = key_range(i0, i_last, offset, left, right, kv_len)
-    full_lo, full_hi = full_key_range(i0, i_last, offset, left, right, kv_len)
-    lo = tl.maximum(lo // BLOCK_N * BLOCK_N, part_lo)
-    hi = tl.where(i0 < q_len, tl.minimum(hi, part_hi), lo)  # a block of padding sees nothing
-    full_lo = tl.minimum(tl.maximum(tl.cdiv(full_lo, BLOCK_N) * BLOCK_N, lo), hi)
-    if LEVEL == 0:
+    last = tl.minimum(last, band.q_len - 1)
+    lo, hi = key_range(first, last, band.offset, band.left, band.right, band.kv_len)
+    full_lo, full_hi = full_key_range(first, last, band.offset, band.left, band.right, band.kv_len)
+    lo = tl.maximum(lo // C.BLOCK_N * C.BLOCK_N, part_lo)
+    hi = tl.where(first < band.q_len, tl.minimum(hi, part_hi), lo)  # a block of padding sees nothing
+    full_lo = tl.minimum(tl.maximum(tl.cdiv(full_lo, C.BLOCK_N) * C.BLOCK_N, lo), hi)
+    if C.LEVEL == 0:
         full_lo = lo
-    full_hi = tl.minimum(tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo), hi)
+    full_hi = tl.minimum(tl.maximum(full_hi // C.BLOCK_N * C.BLOCK_N, full_lo), hi)
     return lo, full_lo, full_hi, hi
 
 
 @triton.jit
-def load_rows(base, stride, rows, count, dim, BLOCK_D: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr):
-    """(len(rows), BLOCK_D): rows of a head; rows from `count` on and columns from `dim` on are 0.
+def load(rows, o, BLOCK_D: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr):
+    """(len(o), BLOCK_D): the rows `o`; beyond the last row and the last column it is 0.
 
-    FULL: all rows are below `count`. EVEN: dim = BLOCK_D.
+    FULL: all rows are below `rows.length`. EVEN: `rows.dim` = BLOCK_D.
     """
-    d = tl.arange(0, BLOCK_D)
-    at = base + rows[:, None] * stride + d[None, :]
+    o_d = tl.arange(0, BLOCK_D)
+    p = rows.base + o[:, None] * rows.stride + o_d[None, :]
     if FULL and EVEN:
-        block = tl.load(at)
+        block = tl.load(p)
     elif EVEN:
-        block = tl.load(at, mask=rows[:, None] < count, other=0.0)
+        block = tl.load(p, mask=o[:, None] < rows.length, other=0.0)
     elif FULL:
-        block = tl.load(at, mask=d[None, :] < dim, other=0.0)
+        block = tl.load(p, mask=o_d[None, :] < rows.dim, other=0.0)
     else:
-        block = tl.load(at, mask=(rows[:, None] < count) & (d[None, :] < dim), other=0.0)
+        block = tl.load(p, mask=(o[:, None] < rows.length) & (o_d[None, :] < rows.dim), other=0.0)
     return block
 
 
 @triton.jit
-def store_rows(base, stride, rows, count, dim, block, BLOCK_D: tl.constexpr, EVEN: tl.constexpr):
-    """Write (len(rows), BLOCK_D) where the row is below `count` and the column below `dim`."""
-    d = tl.arange(0, BLOCK_D)
-    inside = rows[:, None] < count
+def store(rows, o, block, BLOCK_D: tl.constexpr, EVEN: tl.constexpr):
+    """Write `block` (len(o), BLOCK_D) to the rows `o`, none beyond the last row and the last column."""
+    o_d = tl.arange(0, BLOCK_D)
+    m_rows = o[:, None] < rows.length
     if not EVEN:
-        inside = inside & (d[None, :] < dim)
-    tl.store(base + rows[:, None] * stride + d[None, :], block, mask=inside)
+        m_rows = m_rows & (o_d[None, :] < rows.dim)
+    tl.store(rows.base + o[:, None] * rows.stride + o_d[None, :], block, mask=m_rows)

@@ -1,4 +1,4 @@
-"""What hopper.py says in Gluon, for Triton's interpreter, which knows none of it: this module stands for its language.
+"""An interpreter of Gluon, in the place of triton_backend/hopper/gluon.py: Triton's own interpreter knows no Gluon.
 
 Layouts mean nothing here. Each role is a thread; one runs at a time, and what a GPU leaves undefined is made to show. A
 tile is NaN from when a copy to it is asked until somebody waits for the barrier of the copy. Who arrives at a barrier
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import contextvars
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,11 +20,19 @@ import triton
 import triton.language as tl
 from triton.language import float32, int64
 
+from flashpoint_kernels.triton_backend import config
+from flashpoint_kernels.triton_backend.configurations import SHARED_KIB
 from flashpoint_kernels.triton_backend.interpret import dot
 
 PATIENCE = 60.0  # seconds that a role waits for another
 
 _Role = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+def install() -> None:
+    """Have the kernels for Hopper run here: with FLASHPOINT_HOPPER=1, on every device. Before they are imported."""
+    sys.modules["flashpoint_kernels.triton_backend.hopper.gluon"] = sys.modules[__name__]
+    config.stand_in = config.Chip(90, SHARED_KIB[90])
 
 
 def jit(do_not_specialize: Any = None) -> Any:
@@ -312,3 +321,9 @@ class hopper:  # noqa: N801 -- a module's name
         values = tuple(each.value if isinstance(each, _Product) else each for each in deps)
         assert not any(value is None for value in values), "a product is used that was not waited for"
         return values if len(values) > 1 else values[0]
+
+
+# The names of hopper/gluon.py.
+gl = sys.modules[__name__]
+mbarrier, tma, tma_load = hopper.mbarrier, hopper.tma, hopper.tma.async_load
+wgmma, wgmma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait

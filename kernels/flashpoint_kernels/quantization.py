@@ -1,0 +1,67 @@
+"""8-bit keys and values: numbers of 8 bits, and the scales that they stand for a multiple of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashpoint_contract.options import ProblemError
+from flashpoint_contract.tensors import EIGHT_BIT, FLOATS
+
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # a scale below it would be 0 on a device that has no subnormals
+
+
+def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """Return `x` in 8 bits, and a scale for each of its rows: x is about values * scale[..., None].
+
+    The largest number of a row becomes the largest of the dtype: 448 in float8_e4m3fn, 127 in int8. Numbers are rounded
+    to the nearest, so int8 is off by half a scale at most, and float8_e4m3fn by 1/16 of the number or by 2^-10 scales.
+
+    Args:
+        x: (..., D), such as k or v in any layout, or pages of them. float16, bfloat16, float32 or float64.
+        dtype: torch.float8_e4m3fn or torch.int8.
+
+    Returns:
+        (values, scale): values in `dtype` and x's shape; scale in float32 and x's shape without D, which is what
+        `attention` takes as `k_scale` and `v_scale`. A row of zeros has values of 0. A row with NaN or an infinity has
+        a scale that is not finite, which `attention` refuses.
+
+    Raises:
+        ProblemError: a ValueError that names `x` or `dtype`.
+    """
+    if not isinstance(x, Tensor) or str(x.dtype).removeprefix("torch.") not in FLOATS or x.ndim < 1:
+        raise ProblemError([("x", f"must be a tensor (..., D) of {', '.join(FLOATS)}")])
+    if dtype not in _LARGEST:
+        raise ProblemError([("dtype", f"must be torch.{' or torch.'.join(EIGHT_BIT)}, not {dtype}")])
+    largest = _LARGEST[dtype]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    most = wide.abs().amax(-1) if x.shape[-1] else wide.new_zeros(x.shape[:-1])
+    scale = (most / largest).float().clamp(min=_LEAST_SCALE)
+    values = (wide / scale[..., None]).clamp(-largest, largest)
+    if dtype == torch.int8:
+        values = values.round().nan_to_num(0.0)
+    return values.to(dtype), scale
+
+
+def dequantize(values: Tensor, scale: Tensor | float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return values * scale[..., None] in `dtype`, rounded once.
+
+    Args:
+        values: (..., D), 8-bit numbers.
+        scale: a number, or a tensor that broadcasts to the shape of `values` without D.
+        dtype: a float of torch's.
+
+    Raises:
+        ProblemError: a ValueError that names `values` or `scale`.
+    """
+    if not isinstance(values, Tensor) or values.dtype not in _LARGEST or values.ndim < 1:
+        raise ProblemError([("values", f"must be a tensor (..., D) of {' or '.join(EIGHT_BIT)}")])
+    wide = torch.promote_types(dtype, torch.float32)
+    factor = torch.as_tensor(scale, device=values.device).to(wide)
+    try:
+        factor = factor.expand(values.shape[:-1])
+    except RuntimeError:
+        shapes = f"{list(factor.shape)} does not broadcast to {list(values.shape[:-1])}"
+        raise ProblemError([("scale", f"shape {shapes}")]) from None
+    return (values.to(wide) * factor[..., None]).to(dtype)

@@ -1,0 +1,329 @@
+"""The backward kernels for Hopper: a warp loads, two groups of warps multiply half a block each.
+
+The terms are those of ../backward.py. P is computed beside the product dP, and dS beside dV; for dQ, both are computed
+beside the product of the tile before.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from flashpoint_kernels.bounds import full_query_range_jit as full_query_range
+from flashpoint_kernels.bounds import query_range_jit as query_range
+from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend.backward import ITEM
+from flashpoint_kernels.triton_backend.hopper.gluon import gl, hopper, jit, mbarrier, tma_load, wgmma, wgmma_wait
+from flashpoint_kernels.triton_backend.hopper.pipeline import (
+    Pipe,
+    barriers,
+    descriptor,
+    find_queries,
+    group_descriptor,
+    load_keys,
+    load_tile,
+    release,
+    stages,
+    store_rows,
+    wait_empty,
+    wait_full,
+)
+from flashpoint_kernels.triton_backend.interpret import cast
+from flashpoint_kernels.triton_backend.scores import LOG2E, probabilities, visible, visible_to
+from flashpoint_kernels.triton_backend.tiles import load_sequence, locate_vector
+
+
+class Descriptors(NamedTuple):
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+
+
+class QueryPipes(NamedTuple):
+    """dQ's: q and do stay, and q's barrier is for both. `do` has tiles alone."""
+
+    q: Pipe
+    do: Any
+    k: Pipe
+    v: Pipe
+
+
+class QueryRows(NamedTuple):
+    """A group's queries: their indices, lse in base 2, and delta. (M / 2,)."""
+
+    o_m: Any
+    lse: Any
+    delta: Any
+
+
+@jit(do_not_specialize=["heads", "head_dim", "value_dim"])
+def attention_backward_q_hopper(table, floats, items, heads, head_dim, value_dim, C: tl.constexpr):
+    """dq of a block of queries of one head, as `attention_backward_q` gives it."""
+    seq, work = find_queries(table, floats, items, heads, ITEM, C)
+    t, head, band = seq.row, seq.head, seq.band
+    kv_head = head // gl.load(t + col.GROUP).to(gl.int32)
+    q_rows = descriptor(t, col.Q, head, band.q_len, head_dim, C.BLOCK_M, C.BLOCK_D, C)
+    do_rows = descriptor(t, col.DO, head, band.q_len, value_dim, C.BLOCK_M, C.BLOCK_DV, C)
+    k_rows = descriptor(t, col.K, kv_head, band.kv_len, head_dim, C.BLOCK_N, C.BLOCK_D, C)
+    v_rows = descriptor(t, col.V, kv_head, band.kv_len, value_dim, C.BLOCK_N, C.BLOCK_DV, C)
+    q, do, k, v = stages(q_rows, 1, C), stages(do_rows, 1, C), stages(k_rows, C.STAGES, C), stages(v_rows, C.STAGES, C)
+    q_full, k_full, v_full = barriers(1, 1), barriers(C.STAGES, 1), barriers(C.STAGES, 1)
+    k_empty, v_empty = barriers(C.STAGES, 2), barriers(C.STAGES, 2)
+    pipes = QueryPipes(
+        q=Pipe(tiles=q, full=q_full, empty=None),
+        do=do,
+        k=Pipe(tiles=k, full=k_full, empty=k_empty),
+        v=Pipe(tiles=v, full=v_full, empty=v_empty),
+    )
+    descriptors = Descriptors(q=q_rows, do=do_rows, k=k_rows, v=v_rows)
+    hopper.fence_async_shared()
+    gl.warp_specialize(
+        [
+            (query_consumer, (pipes, work, seq, head_dim, 0, C)),
+            (query_consumer, (pipes, work, seq, head_dim, 1, C)),
+            (query_producer, (pipes, work, descriptors, C)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@jit
+def query_producer(pipes, work, descriptors, C: tl.constexpr):
+    """The loading warp of dQ: q and do, then values, which are done with first, and keys tile by tile."""
+    if work.count > 0:
+        full = pipes.q.full.index(0)
+        mbarrier.expect(full, descriptors.q.block_type.nbytes + descriptors.do.block_type.nbytes)
+        tma_load(descriptors.q, [work.i0, 0], full, pipes.q.tiles.index(0))
+        tma_load(descriptors.do, [work.i0, 0], full, pipes.do.index(0))
+    load_keys(descriptors.v, pipes.v, descriptors.k, pipes.k, work, C)
+
+
+@jit
+def query_consumer(pipes, work, seq, head_dim, HALF: tl.constexpr, C: tl.constexpr):
+    """A group of warps that multiplies: dq of half of the block's queries."""
+    ROWS: tl.constexpr = C.BLOCK_M // 2
+    S: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
+    DQ: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
+    DS: tl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    t, head = seq.row, seq.head
+    i0 = work.i0 + HALF * ROWS
+    o_m = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+    p_stats, half = locate_stats(t, head)
+    m_stats = o_m < gl.where(work.count > 0, i0 + ROWS, 0)  # a head that there is not has no stats
+    lse, delta = gl.load(p_stats + o_m, mask=m_stats), gl.load(p_stats + half + o_m, mask=m_stats)
+    rows = QueryRows(o_m=o_m, lse=lse, delta=delta)
+    dq = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, DQ)
+    ds = gl.full([ROWS, C.BLOCK_N], 0.0, C.DTYPE, DS)
+    mbarrier.wait(pipes.q.full.index(0), 0, pred=work.count > 0)
+    mbarrier.wait(pipes.v.full.index(0), 0, pred=work.count > 0)
+    for n in range(0, work.cut):
+        dq, ds = add_keys(dq, ds, rows, pipes, work, seq, n, True, HALF, S, DS, C)
+    for n in range(work.cut, work.count):
+        dq, ds = add_keys(dq, ds, rows, pipes, work, seq, n, False, HALF, S, DS, C)
+    if work.count > 0:
+        last = pipes.k.tiles.index((work.count - 1) % C.STAGES)
+        dq, ds = wgmma_wait(0, [wgmma(ds, last, dq, use_acc=work.count > 1, is_async=True), ds])
+    q_rows = gl.load(t + col.Q_ROWS)
+    store_rows(dq * seq.scale, t, col.DQ, head, i0, seq.band.q_len, q_rows, head_dim, ROWS, C.BLOCK_D, C)
+
+
+@jit
+def add_keys(
+    dq, ds, rows, pipes, work, seq, n,
+    CUT: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, DS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """dq with tile n − 1 of the keys, whose dS is ds, and the dS of tile n, whose values have come.
+
+    Before the first there is none: what is computed then is never added to.
+    """
+    ROWS: tl.constexpr = C.BLOCK_M // 2
+    k, v = pipes.k, pipes.v
+    at, before = n % C.STAGES, (n + C.STAGES - 1) % C.STAGES
+    zeros = gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, S)
+    b_q = pipes.q.tiles.index(0).slice(HALF * ROWS, ROWS)
+    wait_full(k, n, C)
+    scores = wgmma(b_q, k.tiles.index(at).permute((1, 0)), zeros, use_acc=False, is_async=True)  # (M / 2, N)
+    b_do = pipes.do.index(0).slice(HALF * ROWS, ROWS)
+    slopes = wgmma(b_do, v.tiles.index(at).permute((1, 0)), zeros, use_acc=False, is_async=True)  # (M / 2, N)
+    dq = wgmma(ds, k.tiles.index(before), dq, use_acc=n > 1, is_async=True)
+    s = wgmma_wait(2, [scores])
+    p = probabilities(s * (seq.scale * LOG2E), rows.lse[:, None])
+    if CUT:
+        within = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, S))
+        j0 = work.lo + (work.count - 1 - n) * C.BLOCK_N
+        p = gl.where(visible(rows.o_m[:, None], j0, within[None, :], seq.band, C), p, 0.0)
+    # Here, not before the scores: see forward.softmax.
+    wait_full(v, n + 1, C, pred=n + 1 < work.count)
+    dp = wgmma_wait(1, [slopes])
+    release(v, n, C)
+    b_ds = p * (dp - rows.delta[:, None])
+    dq, ds = wgmma_wait(0, [dq, ds])
+    mbarrier.arrive(k.empty.index(before), count=1, pred=n > 0)
+    return dq, gl.convert_layout(cast(b_ds, C.DTYPE), DS)
+
+
+class KeyPipes(NamedTuple):
+    """dK's and dV's: k and v stay, and k's barrier is for both. `v` has tiles alone. q's `empty` is for q and do."""
+
+    k: Pipe
+    v: Any
+    q: Pipe
+    do: Pipe
+
+
+class KeyWork(NamedTuple):
+    """A block of keys, and the blocks of queries that it goes through, once for each of the `group` query heads.
+
+    The first key; the first query; the number of blocks; how many of them, the first, need a test of visibility.
+    """
+
+    j0: Any
+    lo: Any
+    blocks: Any
+    cut: Any
+    group: Any
+
+
+@jit(do_not_specialize=["heads", "head_dim", "value_dim"])
+def attention_backward_kv_hopper(table, floats, items, heads, head_dim, value_dim, C: tl.constexpr):
+    """dk and dv of a block of keys, as `attention_backward_kv` gives them."""
+    seq, work = find_keys(table, floats, items, heads, C)
+    t, kv_head, band, group = seq.row, seq.head, seq.band, work.group
+    k_rows = descriptor(t, col.K, kv_head, band.kv_len, head_dim, C.BLOCK_N, C.BLOCK_D, C)
+    v_rows = descriptor(t, col.V, kv_head, band.kv_len, value_dim, C.BLOCK_N, C.BLOCK_DV, C)
+    q_rows = group_descriptor(t, col.Q, kv_head * group, group, band.q_len, head_dim, C.BLOCK_M, C.BLOCK_D, C)
+    do_rows = group_descriptor(t, col.DO, kv_head * group, group, band.q_len, value_dim, C.BLOCK_M, C.BLOCK_DV, C)
+    k, v, q, do = stages(k_rows, 1, C), stages(v_rows, 1, C), stages(q_rows, C.STAGES, C), stages(do_rows, C.STAGES, C)
+    k_full, q_full, do_full = barriers(1, 1), barriers(C.STAGES, 1), barriers(C.STAGES, 1)
+    empty = barriers(C.STAGES, 2)
+    pipes = KeyPipes(
+        k=Pipe(tiles=k, full=k_full, empty=None),
+        v=v,
+        q=Pipe(tiles=q, full=q_full, empty=empty),
+        do=Pipe(tiles=do, full=do_full, empty=None),
+    )
+    descriptors = Descriptors(q=q_rows, do=do_rows, k=k_rows, v=v_rows)
+    hopper.fence_async_shared()
+    gl.warp_specialize(
+        [
+            (key_consumer, (pipes, work, seq, head_dim, value_dim, 0, C)),
+            (key_consumer, (pipes, work, seq, head_dim, value_dim, 1, C)),
+            (key_producer, (pipes, work, descriptors, C)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@jit
+def find_keys(table, floats, items, heads, C: tl.constexpr):
+    """(Sequence of a key/value head, KeyWork) of a program.
+
+    As in find_queries, a program whose sequence has no such head takes a block beyond the last key.
+    """
+    item = items + (gl.program_id(0) // heads) * ITEM
+    kv_head = gl.program_id(0) % heads
+    row = gl.load(item).to(gl.int64)
+    t = table + row * col.WIDTH
+    group = gl.load(t + col.GROUP).to(gl.int32)
+    seq = load_sequence(t, floats + row * col.SCALARS, kv_head)
+    band = seq.band
+    none = kv_head * group >= gl.load(t + col.HEADS)
+    j0 = gl.where(none, gl.load(t + col.KV_ROWS).to(gl.int32), gl.load(item + 1))
+    j_last = gl.minimum(j0 + C.BLOCK_N, band.kv_len) - 1
+    lo, hi = query_range(j0, j_last, band.offset, band.left, band.right, band.q_len)
+    full_lo, _full_hi = full_query_range(j0, j_last, band.offset, band.left, band.right, band.q_len)
+    lo = lo // C.BLOCK_M * C.BLOCK_M
+    blocks = gl.where(j0 < band.kv_len, gl.maximum((hi - lo + C.BLOCK_M - 1) // C.BLOCK_M, 0), 0)
+    cut = gl.minimum(gl.maximum((full_lo - lo + C.BLOCK_M - 1) // C.BLOCK_M, 0), blocks)
+    return seq, KeyWork(j0=j0, lo=lo, blocks=blocks, cut=cut, group=group)
+
+
+@jit
+def key_producer(pipes, work, descriptors, C: tl.constexpr):
+    """The loading warp of dK and dV: k and v, then q and do block by block, head by head of the group."""
+    if work.blocks > 0:
+        full = pipes.k.full.index(0)
+        mbarrier.expect(full, descriptors.k.block_type.nbytes + descriptors.v.block_type.nbytes)
+        tma_load(descriptors.k, [work.j0, 0], full, pipes.k.tiles.index(0))
+        tma_load(descriptors.v, [work.j0, 0], full, pipes.v.index(0))
+    for n in range(work.group * work.blocks):
+        at = n % C.STAGES
+        nth, i0 = n // work.blocks, work.lo + n % work.blocks * C.BLOCK_M
+        wait_empty(pipes.q, n, C)
+        load_tile(descriptors.q, pipes.q.tiles.index(at), [nth, i0, 0], pipes.q.full.index(at))
+        load_tile(descriptors.do, pipes.do.tiles.index(at), [nth, i0, 0], pipes.do.full.index(at))
+
+
+@jit
+def key_consumer(pipes, work, seq, head_dim, value_dim, HALF: tl.constexpr, C: tl.constexpr):
+    """A group of warps that multiplies: dk and dv of half of the block's keys."""
+    ROWS: tl.constexpr = C.BLOCK_N // 2
+    S: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
+    DK: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
+    DV: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
+    t, kv_head = seq.row, seq.head
+    j0 = work.j0 + HALF * ROWS
+    o_n = j0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+    dk = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, DK)
+    dv = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, DV)
+    mbarrier.wait(pipes.k.full.index(0), 0, pred=work.blocks > 0)
+    mbarrier.wait(pipes.q.full.index(0), 0, pred=work.blocks > 0)
+    for nth in range(work.group):
+        for nth_block in range(0, work.cut):
+            dk, dv = add_queries(dk, dv, o_n, pipes, work, seq, nth, nth_block, True, HALF, S, DK, DV, C)
+        for nth_block in range(work.cut, work.blocks):
+            dk, dv = add_queries(dk, dv, o_n, pipes, work, seq, nth, nth_block, False, HALF, S, DK, DV, C)
+    kv_len, kv_rows = seq.band.kv_len, gl.load(t + col.KV_ROWS)
+    dv_rows = gl.where(gl.load(t + col.DV) != 0, kv_rows, 0)
+    dk_rows = gl.where(gl.load(t + col.DK) != 0, kv_rows, 0)
+    store_rows(dv, t, col.DV, kv_head, j0, kv_len, dv_rows, value_dim, ROWS, C.BLOCK_DV, C)
+    store_rows(dk * seq.scale, t, col.DK, kv_head, j0, kv_len, dk_rows, head_dim, ROWS, C.BLOCK_D, C)
+
+
+@jit
+def add_queries(
+    dk, dv, o_n, pipes, work, seq, nth, nth_block,
+    CUT: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """dk and dv with a block of queries, whose q has come."""
+    ROWS: tl.constexpr = C.BLOCK_N // 2
+    n = nth * work.blocks + nth_block
+    i0 = work.lo + nth_block * C.BLOCK_M
+    at = n % C.STAGES
+    q, do = pipes.q.tiles, pipes.do.tiles
+    b_q = q.index(at).reshape([C.BLOCK_M, q.shape[3]])
+    b_do = do.index(at).reshape([C.BLOCK_M, do.shape[3]])
+    within = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, S))
+    p_stats, half = locate_stats(seq.row, seq.head * work.group + nth)
+    zeros = gl.full([ROWS, C.BLOCK_M], 0.0, gl.float32, S)
+    b_k = pipes.k.tiles.index(0).slice(HALF * ROWS, ROWS)
+    scores = wgmma(b_k, b_q.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (N / 2, M)
+    wait_full(pipes.do, n, C)
+    b_v = pipes.v.index(0).slice(HALF * ROWS, ROWS)
+    slopes = wgmma(b_v, b_do.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (N / 2, M)
+    lse = gl.load(p_stats + i0 + within)
+    s = wgmma_wait(1, [scores])
+    # As in ../backward.py, not tested: keys beyond the last, and queries.
+    weights = probabilities(s * (seq.scale * LOG2E), lse[None, :])
+    if CUT:
+        weights = gl.where(visible_to(o_n[:, None], i0, within[None, :], seq.band, C), weights, 0.0)
+    delta = gl.load(p_stats + half + i0 + within)
+    p = gl.convert_layout(cast(weights, C.DTYPE), gl.DotOperandLayout(0, DV, 2))
+    # Here, not before the scores: see forward.softmax.
+    wait_full(pipes.q, n + 1, C, pred=n + 1 < work.group * work.blocks)
+    dv = wgmma(p, b_do, dv, is_async=True)
+    dp = wgmma_wait(1, [slopes])
+    ds = gl.convert_layout(cast(weights * (dp - delta[None, :]), C.DTYPE), gl.DotOperandLayout(0, DK, 2))
+    dk = wgmma(ds, b_q, dk, is_async=True)
+    dk, dv, ds, p = wgmma_wait(0, [dk, dv, ds, p])
+    release(pipes.q, n, C)
+    return dk, dv
+
+
+@jit
+def locate_stats(t, head):
+    """(pointer to a head's lse, how far its delta is), as `attention_delta` left them: to 16 bytes, whole blocks."""
+    base, head_stride = locate_vector(t, col.STATS)
+    return tl.multiple_of(base + head * head_stride, 16), tl.multiple_of(head_stride // 2, 4)

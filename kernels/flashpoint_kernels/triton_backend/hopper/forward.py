@@ -1,0 +1,163 @@
+"""The forward kernel for Hopper. Notation as in ../forward.py.
+
+Within a group of warps the scores of a tile are asked for before the values of the tile before it, so that its softmax
+runs beside a product of its own, too. A group goes through its tiles from the last to the first: those that need a test
+of visibility come first.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend.forward import ITEM, online_softmax
+from flashpoint_kernels.triton_backend.hopper.gluon import gl, hopper, jit, mbarrier, wgmma, wgmma_wait
+from flashpoint_kernels.triton_backend.hopper.pipeline import (
+    Pipe,
+    barriers,
+    descriptor,
+    find_queries,
+    load_keys,
+    load_tile,
+    release,
+    stages,
+    store_rows,
+    wait_full,
+)
+from flashpoint_kernels.triton_backend.interpret import cast
+from flashpoint_kernels.triton_backend.scores import LN2, LOG2E, visible
+from flashpoint_kernels.triton_backend.tiles import locate_vector
+
+
+class Pipes(NamedTuple):
+    q: Pipe
+    k: Pipe
+    v: Pipe
+
+
+class Descriptors(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+
+
+@jit(do_not_specialize=["heads", "head_dim", "value_dim"])
+def attention_forward_hopper(table, floats, items, heads, head_dim, value_dim, C: tl.constexpr):
+    """o and lse of one work item and head, as `attention_forward` gives them; no part of a split problem."""
+    seq, work = find_queries(table, floats, items, heads, ITEM, C)
+    t, head, band = seq.row, seq.head, seq.band
+    kv_head = head // gl.load(t + col.GROUP).to(gl.int32)
+    q_rows = descriptor(t, col.Q, head, band.q_len, head_dim, C.BLOCK_M, C.BLOCK_D, C)
+    k_rows = descriptor(t, col.K, kv_head, band.kv_len, head_dim, C.BLOCK_N, C.BLOCK_D, C)
+    v_rows = descriptor(t, col.V, kv_head, band.kv_len, value_dim, C.BLOCK_N, C.BLOCK_DV, C)
+    q, k, v = stages(q_rows, 1, C), stages(k_rows, C.STAGES, C), stages(v_rows, C.STAGES, C)
+    q_full, k_full, v_full = barriers(1, 1), barriers(C.STAGES, 1), barriers(C.STAGES, 1)
+    k_empty, v_empty = barriers(C.STAGES, 2), barriers(C.STAGES, 2)
+    pipes = Pipes(
+        q=Pipe(tiles=q, full=q_full, empty=None),
+        k=Pipe(tiles=k, full=k_full, empty=k_empty),
+        v=Pipe(tiles=v, full=v_full, empty=v_empty),
+    )
+    descriptors = Descriptors(q=q_rows, k=k_rows, v=v_rows)
+    hopper.fence_async_shared()  # the copy engine sees the barriers as they are now
+    gl.warp_specialize(
+        [
+            (consumer, (pipes, work, seq, value_dim, 0, C)),
+            (consumer, (pipes, work, seq, value_dim, 1, C)),
+            (producer, (pipes, work, descriptors, C)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@jit
+def producer(pipes, work, descriptors, C: tl.constexpr):
+    """The loading warp: the queries, then keys and values tile by tile."""
+    if work.count > 0:
+        load_tile(descriptors.q, pipes.q.tiles.index(0), [work.i0, 0], pipes.q.full.index(0))
+    load_keys(descriptors.k, pipes.k, descriptors.v, pipes.v, work, C)
+
+
+@jit
+def consumer(pipes, work, seq, value_dim, HALF: tl.constexpr, C: tl.constexpr):
+    """A group of warps that multiplies: o and lse of half of the block's queries."""
+    S: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
+    O: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])  # noqa: E741
+    P: tl.constexpr = gl.DotOperandLayout(0, O, 2)
+    ROWS: tl.constexpr = C.BLOCK_M // 2
+    t, head = seq.row, seq.head
+    i0 = work.i0 + HALF * ROWS
+    o_m = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    denom = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    acc = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, O)
+    if work.count > 0:
+        mbarrier.wait(pipes.q.full.index(0), 0)
+        mbarrier.wait(pipes.k.full.index(0), 0)
+        s = wgmma_wait(0, [issue_scores(pipes, 0, HALF, S, C)])
+        p, m, denom, _shrink = softmax(s, m, denom, o_m, pipes.k, work, seq, 0, True, S, C)
+        p = gl.convert_layout(cast(p, C.DTYPE), P)
+        for n in range(1, work.cut):
+            p, m, denom, acc = step(p, m, denom, acc, o_m, pipes, work, seq, n, True, HALF, S, O, P, C)
+        for n in range(gl.maximum(work.cut, 1), work.count):
+            p, m, denom, acc = step(p, m, denom, acc, o_m, pipes, work, seq, n, False, HALF, S, O, P, C)
+        last = work.count - 1
+        wait_full(pipes.v, last, C)
+        acc, p = wgmma_wait(0, [wgmma(p, pipes.v.tiles.index(last % C.STAGES), acc, is_async=True), p])
+
+    denom = gl.where(denom == 0.0, 1.0, denom)  # no key: m is −inf, so o = 0 and lse = −inf
+    q_len, q_rows = seq.band.q_len, gl.load(t + col.Q_ROWS)
+    lse = gl.where(o_m < q_len, (m + gl.log2(denom)) * LN2, float("-inf"))
+    p_lse, lse_head = locate_vector(t, col.LSE)
+    wanted_rows = gl.where(gl.load(t + col.LSE) != 0, q_rows, 0)
+    gl.store(p_lse + head * lse_head + o_m, lse, mask=o_m < wanted_rows)
+    o = acc / gl.convert_layout(denom, gl.SliceLayout(1, O))[:, None]
+    store_rows(o, t, col.O, head, i0, q_len, q_rows, value_dim, ROWS, C.BLOCK_DV, C)
+
+
+@jit
+def step(
+    p, m, denom, acc, o_m, pipes, work, seq, n,
+    CUT: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, O: tl.constexpr, P: tl.constexpr, C: tl.constexpr,  # noqa: E741
+):  # fmt: skip
+    """The scores of tile n beside the values of tile n − 1, whose probabilities are p: (p, m, denom, acc) for the next.
+
+    Its keys have come. CUT: it needs a test of visibility.
+    """
+    before = n - 1
+    scores = issue_scores(pipes, n, HALF, S, C)
+    wait_full(pipes.v, before, C)
+    values = wgmma(p, pipes.v.tiles.index(before % C.STAGES), acc, is_async=True)
+    s = wgmma_wait(1, [scores])  # the first of the two products
+    b_p, m, denom, shrink = softmax(s, m, denom, o_m, pipes.k, work, seq, n, CUT, S, C)
+    acc, p = wgmma_wait(0, [values, p])
+    release(pipes.v, before, C)
+    p = gl.convert_layout(cast(b_p, C.DTYPE), P)
+    return p, m, denom, acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
+
+
+@jit
+def issue_scores(pipes, n, HALF: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
+    """The product of a group's queries with tile n of the keys, under way: (M / 2, N)."""
+    ROWS: tl.constexpr = C.BLOCK_M // 2
+    zeros = gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, S)
+    b_q = pipes.q.tiles.index(0).slice(HALF * ROWS, ROWS)
+    return wgmma(b_q, pipes.k.tiles.index(n % C.STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@jit
+def softmax(s, m, denom, o_m, k, work, seq, n, CUT: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
+    """(p, m, denom, shrink) of `online_softmax` for the scores of tile n, whose keys are free from now on.
+
+    It ends with the wait for the keys of the next tile: ptxas moves nothing across that loop, and would otherwise move
+    the wait for the values to the start of the softmax, which then had nothing to run beside.
+    """
+    release(k, n, C)
+    if CUT:
+        within = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, S))
+        j0 = work.lo + (work.count - 1 - n) * C.BLOCK_N
+        s = gl.where(visible(o_m[:, None], j0, within[None, :], seq.band, C), s, float("-inf"))
+    p, m, denom, shrink = online_softmax(s, seq.scale * LOG2E, m, denom)
+    wait_full(k, n + 1, C, pred=n + 1 < work.count)
+    return p, m, denom, shrink

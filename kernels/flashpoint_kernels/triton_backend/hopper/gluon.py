@@ -1,0 +1,21 @@
+"""Gluon's names, and what differs between releases of Triton.
+
+Triton's interpreter does not run Gluon. The tests put an interpreter of their own in the place of this module.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from flashpoint_kernels.triton_backend.interpret import INTERPRETED
+
+if INTERPRETED:
+    raise RuntimeError("the kernels for Hopper need a GPU of sm_90: Triton's interpreter does not run Gluon")
+
+gl: Any = import_module("triton.experimental.gluon.language")
+hopper: Any = import_module("triton.experimental.gluon.language.nvidia.hopper")
+jit: Any = import_module("triton.experimental.gluon").jit
+mbarrier: Any = hopper.mbarrier
+tma: Any = hopper.tma
+tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # from triton 3.9 on, and before
+wgmma: Any = hopper.warpgroup_mma
+wgmma_wait: Any = hopper.warpgroup_mma_wait

@@ -1,0 +1,151 @@
+"""Tiles on their way through shared memory: descriptors, stages and their barriers, loads by the copy engine; stores.
+
+Notation as in ../forward.py. A tensor's tiles take the stages of its Pipe in turn: tile n is in stage n mod STAGES. A
+barrier's phases alternate between 0 and 1 from one use of its stage to the next.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend.hopper.gluon import gl, jit, mbarrier, tma, tma_load
+from flashpoint_kernels.triton_backend.interpret import cast
+from flashpoint_kernels.triton_backend.tiles import key_stretches, load_sequence, locate, rows_of
+
+
+class Pipe(NamedTuple):
+    """Stages of shared memory for tiles of one tensor.
+
+    `full`: a phase ends when a tile has come. `empty`: a phase ends when both consumers have done with a tile; None
+    where a tile stays.
+    """
+
+    tiles: Any
+    full: Any
+    empty: Any
+
+
+class QueryWork(NamedTuple):
+    """A block of queries, and the tiles of keys that it goes through, from the last to the first.
+
+    The first query; the first key; the number of tiles; how many of them, the first that are gone through, need a test
+    of visibility.
+    """
+
+    i0: Any
+    lo: Any
+    count: Any
+    cut: Any
+
+
+@jit
+def find_queries(table, floats, items, heads, ITEM: tl.constexpr, C: tl.constexpr):
+    """(Sequence, QueryWork) of a program that goes through the keys of a block of queries.
+
+    A program whose sequence has no such head takes a block beyond the last query: it sees nothing and stores nothing.
+    """
+    item = items + (gl.program_id(0) // heads) * ITEM
+    head = gl.program_id(0) % heads
+    row = gl.load(item).to(gl.int64)
+    t = table + row * col.WIDTH
+    seq = load_sequence(t, floats + row * col.SCALARS, head)
+    i0 = gl.where(head < gl.load(t + col.HEADS), gl.load(item + 1), gl.load(t + col.Q_ROWS).to(gl.int32))
+    lo, _full_lo, full_hi, hi = key_stretches(i0, i0 + C.BLOCK_M - 1, seq.band, 0, seq.band.kv_len, C)
+    count = (hi - lo + C.BLOCK_N - 1) // C.BLOCK_N
+    return seq, QueryWork(i0=i0, lo=lo, count=count, cut=count - (full_hi - lo) // C.BLOCK_N)
+
+
+@jit
+def descriptor(t, TENSOR: tl.constexpr, head, length, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
+    """A descriptor of a head's `length` rows of `dim`, for tiles of (ROWS, BLOCK_D): 0 beyond.
+
+    The copy engine reads it: what comes so holds no registers and has its addresses computed nowhere. Not every tensor
+    can be described, see `Table.describable`.
+    """
+    LAYOUT: tl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], C.DTYPE)
+    base, head_stride, stride = locate(t, TENSOR, C.DTYPE, C)
+    base += head * head_stride
+    return tma.make_tensor_descriptor(base, [gl.maximum(length, 1), dim], [stride, 1], [ROWS, BLOCK_D], LAYOUT)
+
+
+@jit
+def group_descriptor(
+    t, TENSOR: tl.constexpr, head, heads, length, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr
+):
+    """A descriptor of as many rows of `heads` heads from `head` on, for tiles of (1, ROWS, BLOCK_D)."""
+    LAYOUT: tl.constexpr = gl.NVMMASharedLayout.get_default_for([1, ROWS, BLOCK_D], C.DTYPE)
+    base, head_stride, stride = locate(t, TENSOR, C.DTYPE, C)
+    base += head * head_stride
+    shape = [heads, gl.maximum(length, 1), dim]
+    return tma.make_tensor_descriptor(base, shape, [head_stride, stride, 1], [1, ROWS, BLOCK_D], LAYOUT)
+
+
+@jit
+def stages(rows, NUMBER: tl.constexpr, C: tl.constexpr):
+    """Shared memory for that many tiles of a descriptor."""
+    SHAPE: tl.constexpr = [NUMBER] + rows.block_type.shape  # noqa: RUF005 -- Gluon has no such list
+    return gl.allocate_shared_memory(C.DTYPE, SHAPE, rows.layout)
+
+
+@jit
+def barriers(NUMBER: tl.constexpr, ARRIVALS: tl.constexpr):
+    """Barriers in shared memory, each of whose phases ends with that many arrivals, and the bytes that it expects."""
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(NUMBER):
+        mbarrier.init(made.index(at), count=ARRIVALS)
+    return made
+
+
+@jit
+def load_tile(rows, tile, at, barrier):
+    """Have the copy engine load the tile of a descriptor at these coordinates; `barrier` waits for its bytes."""
+    mbarrier.expect(barrier, rows.block_type.nbytes)
+    tma_load(rows, at, barrier, tile)
+
+
+@jit
+def wait_full(pipe, n, C: tl.constexpr, pred=True):
+    """Wait until tile n has come."""
+    mbarrier.wait(pipe.full.index(n % C.STAGES), (n // C.STAGES) & 1, pred=pred)
+
+
+@jit
+def wait_empty(pipe, n, C: tl.constexpr):
+    """Wait until both consumers have done with what was in the place of tile n."""
+    mbarrier.wait(pipe.empty.index(n % C.STAGES), ((n // C.STAGES) & 1) ^ 1)
+
+
+@jit
+def release(pipe, n, C: tl.constexpr, pred=True):
+    """A consumer has done with tile n."""
+    mbarrier.arrive(pipe.empty.index(n % C.STAGES), count=1, pred=pred)
+
+
+@jit
+def load_keys(first_rows, first, second_rows, second, work, C: tl.constexpr):
+    """Load a tile of each of two pipes in turn, from the last keys on."""
+    for n in range(work.count):
+        j0 = work.lo + (work.count - 1 - n) * C.BLOCK_N
+        wait_empty(first, n, C)
+        load_tile(first_rows, first.tiles.index(n % C.STAGES), [j0, 0], first.full.index(n % C.STAGES))
+        wait_empty(second, n, C)
+        load_tile(second_rows, second.tiles.index(n % C.STAGES), [j0, 0], second.full.index(n % C.STAGES))
+
+
+@jit
+def store_rows(
+    x, t, TENSOR: tl.constexpr, head, first, valid, length, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Write x (ROWS, BLOCK_D) from row `first` of a head on, below `length`; rows from `valid` on are padding: 0."""
+    W: tl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])  # 16 bytes a thread
+    x = gl.convert_layout(cast(x, C.DTYPE), W)
+    o_m = first + gl.arange(0, ROWS, gl.SliceLayout(1, W))
+    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, W))
+    x = gl.where((o_m < valid)[:, None], x, 0.0)
+    rows = rows_of(t, TENSOR, head, length, dim, C)
+    m_rows = (o_m < rows.length)[:, None]
+    if not C.EVEN:
+        m_rows = m_rows & (o_d < rows.dim)[None, :]
+    gl.store(rows.base + o_m[:, None] * rows.stride + o_d[None, :], x, mask=m_rows)

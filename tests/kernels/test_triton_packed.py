@@ -1,0 +1,87 @@
+"""Packed blocks: few queries of all heads that share a key head in one tile, forward and dQ, against float64."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashpoint_kernels import Options, Problem, run, verify
+from flashpoint_kernels.triton_backend import launch
+from tests.conftest import DEVICE
+from tests.support.kernels.solving import qkv
+from tests.support.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pairs, tensors_of
+
+FEW = 3  # queries: packed in the interpreter as on a device
+SINGLES = [PLAIN | {"group": 2, name: level} for name, levels in FACTORS.items() for level in levels]
+
+
+def kernels_of(problem: Problem) -> set[tuple[str, bool]]:
+    """(kernel, whether its blocks are packed) of each call that has a program."""
+    forward = problem.spec.direction == "forward"
+    calls = launch.forward_calls([problem]) if forward else launch.backward_calls([problem], [{}])
+    return {(call.kernel.__name__, bool(call.constants.PACKED)) for call in calls if call.programs}
+
+
+def check(case: dict[str, Any], q_len: int, kv_len: int, **more: Any) -> None:
+    found = verify(tensors_of(case, q_len, kv_len), options_of(case, **more))
+    assert found.backend == "triton"
+    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+
+
+@pytest.mark.parametrize("case", [case for case in SINGLES if case["layout"] != "thd"], ids=name_of)
+def test_each_option_alone(case: dict[str, Any]) -> None:
+    check(case, FEW, 70)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", pairs(), ids=name_of)
+def test_every_pair_of_options(case: dict[str, Any]) -> None:
+    check(case, FEW, 70)
+
+
+@pytest.mark.parametrize("band", ["causal", pytest.param("window", marks=pytest.mark.slow)])
+def test_sequences_with_few_and_with_many_queries_in_one_request(band: str) -> None:
+    case = PLAIN | {"layout": "thd", "band": band, "group": 2}
+    tensors = tensors_of(case, 40, 90)
+    tensors["cu_seqlens_q"], tensors["cu_seqlens_k"] = torch.tensor([0, 2, 39, 40]), torch.tensor([0, 30, 60, 90])
+    found = verify(tensors, options_of(case))
+    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+
+
+@pytest.mark.parametrize(("q_len", "group"), [(1, 1), (1, 8), (2, 16), (8, 3), (8, 9)])
+def test_any_group_and_keys_in_many_parts(q_len: int, group: int) -> None:
+    """Blocks of 16 and of 32 rows, one and several; parts of the keys are merged."""
+    tensors = qkv(1, 2 * group, q_len, 300, 16, kv_heads=2)
+    found = verify(tensors, Options(backend="triton", causal=True))
+    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+
+
+def test_few_queries_take_packed_blocks_and_many_do_not() -> None:
+    t = qkv(1, 4, FEW, 20, 16, kv_heads=2)
+    forward = {name: t[name] for name in "qkv"}
+    assert kernels_of(Problem.create(forward, Options())) == {("attention_forward", True)}
+    assert ("attention_backward_q", True) in kernels_of(with_answers(t))
+    long = qkv(1, 4, 100, 20, 16, kv_heads=2)
+    assert kernels_of(Problem.create({name: long[name] for name in "qkv"}, Options())) == {("attention_forward", False)}
+    assert ("attention_backward_q", False) in kernels_of(with_answers(long))
+
+
+def with_answers(t: dict[str, torch.Tensor]) -> Problem:
+    """A gradient problem with its forward's answers."""
+    forward = Problem.create({name: t[name] for name in "qkv"}, Options(return_lse=True))
+    run([forward], "triton")
+    return Problem.create(t | forward.outputs, Options(), "backward")
+
+
+def test_each_head_has_the_bits_that_it_has_in_a_group_of_any_neighbours() -> None:
+    """Rows of a block share nothing: a head's answer is the same whatever the other heads of its group hold."""
+    t = qkv(1, 8, 2, 70, 16, kv_heads=1)
+    other = t | {"q": t["q"].clone()}
+    other["q"][:, 1:] = 100.0
+    answers = []
+    for tensors in (t, other):
+        problem = Problem.create({name: tensors[name] for name in "qkv"}, Options(return_lse=True))
+        run([problem], "triton")
+        answers.append({name: x[:, :1].clone() for name, x in problem.outputs.items()})
+    assert all(torch.equal(answers[0][name], answers[1][name]) for name in answers[0])
+    assert answers[0]["o"].device.type == DEVICE
