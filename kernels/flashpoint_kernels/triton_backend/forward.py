@@ -50,7 +50,7 @@ def attend_keys(softmax, b_q, i0, lo, hi, seq, k_rows, v_rows, FULL: tl.constexp
     for j0 in range(lo, hi, C.BLOCK_N):
         o_n = j0 + within
         b_k = load(k_rows, o_n, C.BLOCK_D, FULL, C.EVEN)  # (N, D)
-        s = dot(b_q, tl.trans(b_k), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.PRECISION)  # (M, N)
+        s = dot(b_q, tl.trans(b_k), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.TF32)  # (M, N)
         unit = seq.scale * LOG2E
         if C.LEVEL >= 1:
             s, _ = modify(s, o_m[:, None], o_n[None, :], seq, C)
@@ -63,7 +63,7 @@ def attend_keys(softmax, b_q, i0, lo, hi, seq, k_rows, v_rows, FULL: tl.constexp
             if tl.load(seq.row + col.DROP_BELOW) > 0:
                 p = tl.where(keep(i0, j0, seq, C), p, 0.0)
         b_v = load(v_rows, o_n, C.BLOCK_DV, FULL, C.EVEN)  # (N, Dv)
-        acc = dot(cast(p, C.DTYPE), b_v, acc, C.PRECISION)  # (M, Dv)
+        acc = dot(cast(p, C.DTYPE), b_v, acc, C.TF32)  # (M, Dv)
     return Softmax(m=m, denom=denom, acc=acc)
 
 

@@ -3,6 +3,9 @@
 Triton takes a NamedTuple as a tuple with named fields, from 3.6 on. Make one by keyword: Triton's cache on disk goes by
 the source of a kernel, which then says what each field is, whatever the order of the fields. `type` and `values` cannot
 be fields, because Triton's tuples have attributes of these names.
+
+Constants are the attributes of one constant. Triton 3.6 takes numbers, booleans and dtypes from there as arguments of
+other functions, but no strings.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ class Constants:
     """What a kernel is compiled for. Constants that it does not use are None: it is compiled once for all their values.
 
     LEVEL is `Spec.level`; the dtypes are Triton's, of the tensors, the mask (None: no mask) and the mask's gradient.
-    PRECISION is for float32 operands alone. ALIGNED: every row of every head starts at a multiple of 16 bytes. A tile
+    TF32 is for float32 operands alone. ALIGNED: every row of every head starts at a multiple of 16 bytes. A tile
     has BLOCK_M queries and BLOCK_N keys; head dimensions are padded to BLOCK_D, and those of values to BLOCK_DV. EVEN:
     they need no padding. STAGES: tiles of a tensor that are in shared memory at a time.
     """
@@ -25,7 +28,7 @@ class Constants:
     DTYPE: Any = None
     MASK_DTYPE: Any = None
     DMASK_DTYPE: Any = None
-    PRECISION: str | None = None
+    TF32: bool | None = None
     ALIGNED: bool | None = None
     BLOCK_M: int | None = None
     BLOCK_N: int | None = None
