@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from forms import SAFETENSORS, Case
 from load import drive
+from record import percentile, write
 from serving import ROOT, environment, service, target
 
 import flashpoint
-from client import cpu
 from flashpoint.benchmark_schema import BenchmarkRow
 
 CASE = Case(128, gradient=False)
@@ -70,10 +68,6 @@ def beside(port: int, seed: int) -> tuple[list[float], list[BenchmarkRow]]:
     return latencies, found
 
 
-def p99(latencies: Sequence[float]) -> float:
-    return float(np.percentile(latencies, 99)) * 1000
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
@@ -99,13 +93,13 @@ def main() -> int:
         after = statistics.median(found[index].ms or 0.0 for found in together)
         table.append({"backend": row.backend, "q_len": row.q_len, "alone_ms": before, "beside_ms": after})
     moved = max(abs(row["beside_ms"] / row["alone_ms"] - 1) for row in table)
-    rise = p99(loud) - p99(quiet)
+    rise = (percentile(loud, 99) - percentile(quiet, 99)) * 1e3
     result: dict[str, Any] = {
         "environment": made,
         "requests_a_second": RATE,
         "requests": {"alone": len(quiet), "beside": len(loud)},
         "latency_ms": {
-            name: {"p50": round(statistics.median(seen) * 1000, 2), "p99": round(p99(seen), 2)}
+            name: {f"p{part}": round(percentile(seen, part) * 1e3, 2) for part in (50, 99)}
             for name, seen in (("alone", quiet), ("beside", loud))
         },
         "longest_slice_ms": round(max(slices), 2),
@@ -116,10 +110,7 @@ def main() -> int:
         ],
     }
     print(json.dumps(result, indent=1))
-    name = re.sub(r"[^a-z0-9]+", "-", cpu().lower()).strip("-")
-    path = asked.out / f"beside-{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write(asked.out, "beside", result)
     return 0 if all(row["met"] for row in result["targets"]) else 1
 
 

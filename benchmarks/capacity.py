@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
-import re
 import statistics
 import sys
 import time
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from record import write
 from serving import ROOT, environment, service
 
 import flashpoint
@@ -119,11 +118,7 @@ def main() -> int:
     for row in result["cases"]:
         print(f"{row['case']:<24}{row['predicted_ms']:>10.2f} ms predicted{row['measured_ms']:>10.2f} ms measured"
               f"{row['ratio']:>8.2f}{row['rps_ratio']:>8.2f}")  # fmt: skip
-    name = re.sub(r"[^a-z0-9]+", "-", made["device"].lower()).strip("-")
-    path = asked.out / f"capacity-{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    print(f"written: {path}")
+    write(asked.out, "capacity", result)
     return 0
 
 

@@ -10,16 +10,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime
 import functools
 import http.client
 import json
 import multiprocessing
-import platform
 import re
 import socket
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -29,11 +26,11 @@ from typing import Any
 
 import httpx
 import numpy as np
+from record import ROOT, environment, write
 
 import flashpoint
 from flashpoint_contract import wire
 
-ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 SMALL_CALLS = 50
 
@@ -162,26 +159,6 @@ def measure(address: str, q: Any, answer_size: int, rounds: int, repeat: int) ->
     return {name: statistics.median(found[1:]) for name, found in times.items()}
 
 
-def cpu() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def environment() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return {
-        "device": cpu(),
-        "python": platform.python_version(),
-        "httpx": httpx.__version__,
-        "numpy": np.__version__,
-        "commit": commit.stdout.strip() or "unknown",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
 def rates(seconds: dict[str, float], size: int) -> dict[str, dict[str, float]]:
     base = seconds["http.client"]
     return {
@@ -200,7 +177,7 @@ def main() -> None:
     big, small = np.zeros((1, size // 4), np.float32), np.zeros((1, 1024), np.float32)
     with peer_process(size) as (little, much):
         result = {
-            "environment": environment(),
+            "environment": environment("httpx", "numpy"),
             "mib": asked.mib,
             "rounds": asked.rounds,
             "upload": rates(measure(little, big, 4096, asked.rounds, 1), size),
@@ -211,11 +188,7 @@ def main() -> None:
             },
         }
     print(json.dumps(result, indent=1))
-    name = re.sub(r"[^a-z0-9]+", "-", cpu().lower()).strip("-")
-    path = asked.out / f"client-{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written: {path}")
+    write(asked.out, "client", result)
 
 
 if __name__ == "__main__":

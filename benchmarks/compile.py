@@ -8,11 +8,9 @@ in tables. Exits with 1 where a variant is not as it must be (`aot.faults`).
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import platform
-import subprocess
 import sys
 from dataclasses import asdict
 from importlib.metadata import version
@@ -21,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "contract"), str(ROOT / "kernels")]
 os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined
+
+from record import commit, now  # noqa: E402
 
 from flashpoint_kernels.triton_backend.aot import compile_all, faults  # noqa: E402
 from flashpoint_kernels.triton_backend.configurations import TABLES  # noqa: E402
@@ -35,7 +35,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     wrong = 0
     for arch in asked.arch:
         reports = []
@@ -48,8 +47,8 @@ def main() -> int:
             "device": "none: compiled ahead of time",
             "triton": version("triton"),
             "python": platform.python_version(),
-            "commit": commit.stdout.strip() or "unknown",
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": commit(),
+            "date": now(),
             "kernels": reports,
         }
         path = asked.out / f"compile-sm{arch}.json"

@@ -16,7 +16,6 @@ import http.client
 import json
 import multiprocessing
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 import grpc
 import numpy as np
 from protocol import PATH, infer
+from record import percentile, write
 from rpc import METHOD, free_port
 from rpc import message as rpc_message
 from serving import ROOT, SMALL, environment, message, service, target
@@ -193,7 +193,8 @@ def seconds(caller: Caller) -> float:
 
 
 def percentiles(found: list[float]) -> dict[str, float]:
-    return {f"p{p}": round(float(np.percentile(found, p)) * 1e3, 2) for p in (50, 99, 100)}
+    """Milliseconds of these seconds."""
+    return {f"p{part}": round(percentile(found, part) * 1e3, 2) for part in (50, 99, 100)}
 
 
 def keys(path: Path) -> None:
@@ -234,10 +235,7 @@ def main() -> int:
     for one in targets:
         print(f"{one['what']:<50} {one['value']:>8} {one['unit']:<8} at most {one['at_most']:<8} "
               f"{'met' if one['met'] else 'MISSED'}")  # fmt: skip
-    name = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
-    path = asked.out / f"fairness-{name}.json"
-    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    print(f"written: {path}")
+    write(asked.out, "fairness", result)
     return 0 if all(one["met"] for one in targets) else 1
 
 

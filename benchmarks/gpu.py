@@ -17,7 +17,6 @@ Needs torch, triton, numpy, pytest and matplotlib alone. Exits with 2 where ther
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import json
 import os
@@ -45,12 +44,12 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 
 from benchmarks import gpu_report as report  # noqa: E402
+from benchmarks import record  # noqa: E402
 from flashpoint_kernels import Options, Problem  # noqa: E402
 from flashpoint_kernels.timing import Case, Timing, describe, run_grid  # noqa: E402
 from flashpoint_kernels.timing.clock import Slices, clock_of  # noqa: E402
-from flashpoint_kernels.timing.environment import is_lost  # noqa: E402
+from flashpoint_kernels.timing.device import find_peaks, is_lost  # noqa: E402
 from flashpoint_kernels.timing.measurement import DeviceLostError  # noqa: E402
-from flashpoint_kernels.timing.peaks import find_peaks  # noqa: E402
 from flashpoint_kernels.triton_backend import aot, launch  # noqa: E402
 from flashpoint_kernels.triton_backend.calls import Call  # noqa: E402
 from flashpoint_kernels.triton_backend.config import chip_of, config_for, hopper_tiles, table_of  # noqa: E402
@@ -365,12 +364,12 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.exit(2, "no CUDA device here: nothing was compiled, nothing was tested and nothing was timed\n")
     environment = describe(DEVICE) | {
-        "commit": commit(),
+        "commit": record.commit(),
         "sources": sources("kernels/flashpoint_kernels"),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": record.now(),
     }
     asked.out.mkdir(parents=True, exist_ok=True)
-    path = asked.out / f"gpu-{report.file_name(environment['device'])}.json"
+    path = asked.out / f"gpu-{record.file_name(environment['device'])}.json"
     with tempfile.TemporaryDirectory() as known:
         # Rows name the version of what they timed, and here the package need not be installed.
         metadata = Path(known) / "flashpoint-0.dist-info" / "METADATA"
@@ -393,15 +392,6 @@ def run_stages(names: Sequence[str], results: Results) -> bool:
             print(f"{name}: the device is lost to this process; start it again to go on\n  {lost}")
             return False
     return well
-
-
-def commit() -> str:
-    """What is checked out, as far as there is a git to ask."""
-    try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    except OSError:
-        return "unknown"
-    return "unknown" if found.returncode else found.stdout.strip()
 
 
 if __name__ == "__main__":

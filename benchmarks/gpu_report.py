@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from itertools import chain, product
 from pathlib import Path
@@ -208,7 +207,3 @@ def plot(rows: Sequence[Row], device: str, path: Path) -> None:
         at.axis("off")
     figure.suptitle(f"{device}, bfloat16")
     figure.savefig(path)
-
-
-def file_name(device: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from forms import LONGEST, Case
 from load import Request, drive, rate
+from record import percentile
 
 COUNT = 200
 SHORTEST = 16
@@ -60,7 +61,7 @@ def summary(repetitions: Sequence[dict[str, Any]]) -> dict[str, Any]:
             ("alone_ms", np.array(one["alone"]) * 1e3),
             ("slowdown", latency / alone),
         ):
-            figures |= {f"{name}_p{p}": float(np.percentile(values, p)) for p in (50, 99)}
+            figures |= {f"{name}_p{p}": percentile(values, p) for p in (50, 99)}
         figures["latency_p99_over_p50"] = figures["latency_ms_p99"] / figures["latency_ms_p50"]
         figures["alone_p99_over_p50"] = figures["alone_ms_p99"] / figures["alone_ms_p50"]
         rows.append(figures)

@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import time
@@ -27,13 +26,13 @@ from statistics import median
 from typing import Any
 
 import torch
+from record import write
 from serving import MALLOC, ROOT, environment, target
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from client import cpu
 from flashpoint_kernels import attention
-from flashpoint_kernels.timing.memory import peak_bytes
+from flashpoint_kernels.timing.clock import peak_bytes
 
 HEADS, LENGTH, DIM = 8, 2048, 64
 SHORTER = (128, 512, 1024, 2048)  # for torch's operator, which short calls are compared with
@@ -230,9 +229,7 @@ def main() -> int:
         ),
     ]
     result = {"environment": made, "rows": rows, "fused": fused, "targets": targets}
-    path = asked.out / f"options-{re.sub('[^a-z0-9]+', '-', cpu().lower()).strip('-')}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written: {path}")
+    write(asked.out, "options", result)
     return 0 if all(t["met"] for t in targets) else 1
 
 

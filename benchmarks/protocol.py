@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 from multiprocessing import shared_memory
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from record import write
 from serving import (
     MIB,
     OPERATOR,
@@ -143,10 +143,7 @@ def main() -> int:
     for row in result["targets"]:
         print(f"{row['what']:<40} {row['value']:>7} at most {row['at_most']} {'met' if row['met'] else 'MISSED'}")
     print(result["median_microseconds"])
-    name = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
-    path = asked.out / f"protocol-{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(path)
+    write(asked.out, "protocol", result)
     return 0 if all(row["met"] for row in result["targets"]) else 1
 
 

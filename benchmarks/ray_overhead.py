@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from record import write
 from serving import MALLOC, MIB, ROOT, Connection, Measured, environment, message, process, ready, service, until
 
 sys.path.append(str(ROOT))  # Ray is started as the tests do
@@ -105,10 +104,7 @@ def main() -> int:
     }
     for what, ways in result["median_milliseconds"].items():
         print(f"{what:<12}", *(f"{way} {ms:>8}" for way, ms in ways.items()))
-    name = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
-    path = asked.out / f"ray-{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(path)
+    write(asked.out, "ray", result)
     return 0
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import re
 import socket
 import sys
 import time
@@ -21,6 +19,7 @@ from typing import Any
 import grpc
 import numpy as np
 from protocol import PATH, infer
+from record import write
 from serving import MIB, ROOT, Connection, Measured, environment, service
 
 from flashpoint_server.oip.datatypes import DATATYPE_OF
@@ -100,12 +99,9 @@ def main() -> int:
         for way in ("in", "out")
         for size in SIZES
     ]
-    name = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
-    path = asked.out / f"rpc-{name}.json"
-    path.write_text(json.dumps({"environment": about, "rounds": asked.rounds, "medians": rows}, indent=1) + "\n")
     for row in rows:
         print(row)
-    print(path)
+    write(asked.out, "rpc", {"environment": about, "rounds": asked.rounds, "medians": rows})
     return 0
 
 

@@ -11,29 +11,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import http.client
 import json
 import math
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
+import record
+from record import ROOT, write
 
-from client import cpu
 from flashpoint_contract import wire
 
-ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 BIG = 64 * MIB
 SMALL = (1, 8, 128, 64)  # q, k and v of the call whose latency is measured
@@ -258,22 +255,8 @@ def memory(ours: Connection, child: subprocess.Popen[str], early: int, late: int
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    name = cpu()
-    if device != "cpu":
-        from flashpoint_kernels.timing.environment import device_name  # imports torch
-
-        name = device_name(device)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return {
-        "device": name,
-        "cores": os.cpu_count(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-        "python": sys.version.split()[0],
-        **{name: version(name) for name in ("torch", "uvicorn", "uvloop", "httptools", "fastapi")},
-        "malloc": MALLOC,
-        "commit": commit.stdout.strip() or "unknown",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
+    made = record.environment("torch", "uvicorn", "uvloop", "httptools", "fastapi", device=device)
+    return {**made, "malloc": MALLOC}
 
 
 def target(what: str, value: float, unit: str, *, least: float = 0.0, most: float = math.inf) -> dict[str, Any]:
@@ -338,11 +321,7 @@ def main() -> int:
             large_bodies(ours, bare, LARGE * asked.rounds, measured)
     result |= report(measured, kept, asked.requests)
     print_table(result)
-    name = re.sub(r"[^a-z0-9]+", "-", result["environment"]["device"].lower()).strip("-")
-    path = asked.out / f"serving-{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    print(f"written: {path}")
+    write(asked.out, "serving", result)
     return 0 if all(row["met"] for row in result["targets"]) else 1
 
 

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import math
-import re
 import statistics
 import subprocess
 import sys
@@ -28,9 +27,8 @@ import numpy as np
 from forms import SAFETENSORS, Case, Form
 from load import drive
 from peers.servers import HERE, INSTALLABLE, PEERS, ask, install, installed_version, started
+from record import write
 from serving import ROOT, environment, environment_of_the_engine, process, service, target
-
-from client import cpu
 
 CONNECTIONS = 8
 CASES = tuple(Case(length, gradient) for length in (128, 1024) for gradient in (False, True))
@@ -287,11 +285,7 @@ def main() -> int:
         "targets": targets(tables, tails),
     }
     print_table(result)
-    name = re.sub(r"[^a-z0-9]+", "-", cpu().lower()).strip("-")
-    path = asked.out / f"throughput-{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    print(f"written: {path}")
+    write(asked.out, "throughput", result)
     measured_all = all(clean.values()) and all(figures["repetitions"] for figures in tails.values())
     return 0 if measured_all and all(row["met"] for row in result["targets"]) else 1
 

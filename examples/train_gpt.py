@@ -25,9 +25,10 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import flashpoint
 import flashpoint.torch
+from flashpoint.plots.style import BLACK, RULE, SKY, VERMILION
 from flashpoint_kernels import attention
 from flashpoint_kernels.modules import Block
-from flashpoint_kernels.timing.environment import describe
+from flashpoint_kernels.timing.device import describe
 
 TEXT = Path(__file__).parent / "data" / "python-reference.txt"
 WAYS = ("local", "sdpa", "served")
@@ -97,7 +98,7 @@ def draw(curves: dict[str, list[float]], path: str) -> None:
     figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained")
     first, *others = curves
     # Each later curve is thinner than the one it covers.
-    styles = {"local": ("#d55e00", "-", 6.0), "sdpa": ("#000000", "-", 2.5), "served": ("#56b4e9", "--", 1.5)}
+    styles = {"local": (VERMILION, "-", 6.0), "sdpa": (BLACK, "-", 2.5), "served": (SKY, "--", 1.5)}
     for name, losses in curves.items():
         colour, line, width = styles[name]
         above.plot(losses, color=colour, linestyle=line, linewidth=width, label=name)
@@ -108,7 +109,7 @@ def draw(curves: dict[str, list[float]], path: str) -> None:
     below.set(xlabel="step", ylabel="difference of loss")
     below.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     for axes in (above, below) if others else (above,):
-        axes.grid(color="#dcdcdc", linewidth=0.6)
+        axes.grid(color=RULE, linewidth=0.6)
         axes.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0)
     figure.suptitle("A small GPT trained from one seed", x=0.01, ha="left")
     figure.savefig(path, dpi=120)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import gevent
-import numpy as np
 from locust.env import Environment
 from locust.html import get_html_report
 from locust.stats import stats_history
 from locustfile import KINDS
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.record import percentile
 
 PERIOD = 1.0  # seconds between the calls of a caller that keeps a rate: what takes longer counts as a failure
 SETTLE = 2.5 * PERIOD  # seconds that are not counted: until every caller has connected, and has its place in the period
@@ -63,7 +68,7 @@ class Step:
     def percentile(self, part: float) -> float:
         """Of the milliseconds of the right answers; infinite where there is none."""
         times = [call.ms for call in self.calls if call.error is None]
-        return float(np.percentile(times, part)) if times else math.inf
+        return percentile(times, part)
 
     def _shown(self, part: float) -> float | None:
         """That percentile, as far as there is one."""

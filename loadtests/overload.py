@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import locust  # noqa: F401  # first: it makes the standard library's sockets gevent's
-import numpy as np
 import report
 from cases import CASES, make
 from load import Call, Load, Step
 from locustfile import KINDS, Caller
 from scenarios import REFUSED, Verdict
 
+from benchmarks.record import percentile
+from flashpoint.plots.style import BLUE, GREY
 from server import Server
 
 HERE = Path(__file__).resolve().parent
@@ -71,9 +71,7 @@ def main() -> int:
     for verdict in verdicts:
         print(f"{'yes' if verdict.met else 'NO '}  {verdict.question}  {verdict.found} ({verdict.wanted})")
     if asked.record:
-        name = report.file_name(made)
-        shutil.copy(asked.out / "overload.json", HERE.parent / "benchmarks" / "results" / f"overload-{name}.json")
-        shutil.copy(asked.out / "overload.svg", HERE.parent / "docs" / "images" / f"overload-{name}.svg")
+        report.keep(asked.out, "overload", made, result="overload.json", picture="overload.svg")
     return 0 if all(verdict.met for verdict in verdicts) else 1
 
 
@@ -84,7 +82,7 @@ def refused(step: Step) -> list[Call]:
 
 def refusals(step: Step) -> dict[str, Any]:
     times = [call.ms for call in refused(step)]
-    return {"refused": len(times), "refusal_p99_ms": round(float(np.percentile(times, 99)), 1) if times else None}
+    return {"refused": len(times), "refusal_p99_ms": round(percentile(times, 99), 1) if times else None}
 
 
 def judged(best: float, worst: Step, after: Step, code: int) -> list[Verdict]:
@@ -111,8 +109,8 @@ def plot(steps: list[Step], best: float, path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     offered = [step.offered or 0.0 for step in steps]
-    axes.plot(offered, [step.rate for step in steps], "o-", color="#4c78a8", label="answered in time")
-    axes.axhline(best, color="#888888", linestyle=":", label="the most")
+    axes.plot(offered, [step.rate for step in steps], "o-", color=BLUE, label="answered in time")
+    axes.axhline(best, color=GREY, linestyle=":", label="the most")
     axes.set(xlabel="calls offered a second", ylabel="calls a second", xlim=(0, None), ylim=(0, None))
     axes.set_title("Answered against offered, to ten times the capacity")
     axes.grid(visible=True, alpha=0.25)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import csv
-import datetime
 import html
 import json
-import os
-import platform
-import re
-import subprocess
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from scenarios import Report, Step
 
+from benchmarks import record
+from benchmarks.record import ROOT
+from flashpoint.plots.style import BLUE, GREY, ORANGE, VERMILION
+
 mpl.use("svg")
+PERCENTILES = {50: BLUE, 95: ORANGE, 99: VERMILION}  # and their colours
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em}
 table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .7em;border-bottom:1px solid #ccc;text-align:left}
@@ -27,22 +27,14 @@ table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .7em;border-botto
 
 
 def environment() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    models = [x.partition(":")[2].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
-    return {
-        "device": models[0] if models else platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("flashpoint", "torch", "uvicorn", "locust")},
-        "load_average": os.getloadavg(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-    }
+    return record.environment("flashpoint", "torch", "uvicorn", "locust")
 
 
-def file_name(made: dict[str, Any]) -> str:
-    """The device, as a part of a result's name."""
-    return re.sub(r"[^a-z0-9]+", "-", made["device"].lower()).strip("-")
+def keep(folder: Path, what: str, made: dict[str, Any], *, result: str, picture: str) -> None:
+    """Copy a result to benchmarks/results and its picture to docs/images, both named after the device."""
+    name = f"{what}-{record.file_name(made['device'])}"
+    shutil.copy(folder / result, ROOT / "benchmarks" / "results" / f"{name}.json")
+    shutil.copy(folder / picture, ROOT / "docs" / "images" / f"{name}.svg")
 
 
 def document(report: Report, made: dict[str, Any]) -> dict[str, Any]:
@@ -78,9 +70,9 @@ def plot(curve: Sequence[Step], capacity: float, path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     offered = [step.offered or 0.0 for step in curve]  # where nothing was answered, matplotlib leaves a gap
-    for part, colour in ((50, "#4c78a8"), (95, "#f58518"), (99, "#e45756")):
+    for part, colour in PERCENTILES.items():
         axes.plot(offered, [step.percentile(part) for step in curve], "o-", color=colour, label=f"p{part}")
-    axes.axvline(capacity, color="#888888", linestyle=":", label="capacity")
+    axes.axvline(capacity, color=GREY, linestyle=":", label="capacity")
     axes.set(xlabel="calls offered a second", ylabel="milliseconds to the answer", yscale="log", xlim=(0, None))
     axes.set_title("Latency against the offered rate, a mix of calls in an open loop")
     axes.grid(visible=True, which="both", alpha=0.25)

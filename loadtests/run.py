@@ -7,7 +7,6 @@ minutes on two cores; run it on a machine that does nothing else.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from scenarios import LOADS, SCENARIOS, Bounds, Report
 from server import Server, ServerError
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
 
 
 def arguments() -> argparse.Namespace:
@@ -64,9 +62,7 @@ def main() -> int:
     console.print(table)
     console.print(f"{asked.out}/report.html", soft_wrap=True)
     if asked.record:
-        device = report.file_name(made)
-        shutil.copy(asked.out / "result.json", ROOT / "benchmarks" / "results" / f"load-{device}.json")
-        shutil.copy(asked.out / "latency.svg", ROOT / "docs" / "images" / f"load-{device}.svg")
+        report.keep(asked.out, "load", made, result="result.json", picture="latency.svg")
     return 0 if all(verdict.met for verdict in found.verdicts) else 1
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shutil
 import statistics
 import sys
 import time
@@ -26,6 +25,7 @@ import report
 from load import Load
 from scenarios import REFUSED, SOAK_LOAD, Verdict
 
+from flashpoint.plots.style import BLUE
 from server import Server
 
 HERE = Path(__file__).resolve().parent
@@ -78,9 +78,7 @@ def main() -> int:
     for verdict in found["verdicts"]:
         print(f"{'yes' if verdict['met'] else 'NO '}  {verdict['question']}  {verdict['found']} ({verdict['wanted']})")
     if asked.record:
-        name = report.file_name(made)
-        shutil.copy(asked.out / "soak.json", HERE.parent / "benchmarks" / "results" / f"soak-{name}.json")
-        shutil.copy(asked.out / "soak.svg", HERE.parent / "docs" / "images" / f"soak-{name}.svg")
+        report.keep(asked.out, "soak", made, result="soak.json", picture="soak.svg")
     return 0 if all(verdict["met"] for verdict in found["verdicts"]) else 1
 
 
@@ -148,9 +146,9 @@ def plot(found: dict[str, Any], path: Path) -> None:
             ("descriptors", "descriptors"), ("threads", "threads"))  # fmt: skip
     figure, axes = plt.subplots(len(rows) + 1, 1, figsize=(7, 10), sharex=True, layout="constrained")
     for axis, (name, label) in zip(axes, rows, strict=False):
-        axis.plot(minutes, [w[name] for w in windows], color="#4c78a8")
+        axis.plot(minutes, [w[name] for w in windows], color=BLUE)
         axis.set(ylabel=label, ylim=(0, 1.25 * max(w[name] for w in windows)))
-    for part, colour in ((50, "#4c78a8"), (95, "#f58518"), (99, "#e45756")):
+    for part, colour in report.PERCENTILES.items():
         axes[-1].plot(minutes, [w[f"p{part}_ms"] or float("nan") for w in windows], color=colour, label=f"p{part}")
     axes[-1].set(ylabel="milliseconds", yscale="log", xlabel="minutes of load")
     axes[-1].legend(frameon=False, ncols=3)

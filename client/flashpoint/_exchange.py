@@ -11,6 +11,7 @@ import contextlib
 import email.utils
 import random
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
@@ -19,7 +20,6 @@ import httpx
 
 from flashpoint._calls import Answer, Call
 from flashpoint._readers import Document, Message, Reader
-from flashpoint._tracing import trace_headers
 from flashpoint.errors import (
     ConnectionFailedError,
     DeadlineExceededError,
@@ -94,7 +94,7 @@ class Exchange:
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         """The next attempt."""
         left = self.remaining()
-        headers = {**trace_headers(), **self.call.headers, "Content-Length": str(self.call.size)}
+        headers = {**_trace_headers(), **self.call.headers, "Content-Length": str(self.call.size)}
         if left is not None:
             headers["X-Timeout-Ms"] = str(max(1, int(left * 1000)))
         request = http.build_request(self.call.method, self.call.path, headers=headers, timeout=left)
@@ -198,3 +198,17 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
     with contextlib.suppress(TypeError, ValueError):
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
     return None
+
+
+def _trace_headers() -> dict[str, str]:
+    """`traceparent` and the other headers of the caller's propagator (W3C Trace Context).
+
+    The server's span then belongs to the caller's trace. Empty where the caller does not trace.
+    """
+    if "opentelemetry.trace" not in sys.modules:  # then there is no span, and it need not be installed
+        return {}
+    from opentelemetry import propagate
+
+    headers: dict[str, str] = {}
+    propagate.inject(headers)
+    return headers

@@ -10,8 +10,8 @@ from typing import Any
 from flashpoint.options import AttentionOptions
 from flashpoint_contract.options import BACKENDS
 from flashpoint_kernels.support import SUPPORT, said
-from flashpoint_kernels.timing.account import ALGORITHMS
-from flashpoint_kernels.timing.sheets import SHEETS
+from flashpoint_kernels.timing.case import ALGORITHMS
+from flashpoint_kernels.timing.device import SHEETS
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.oip.grpc.server import STATUSES

@@ -6,9 +6,10 @@ import json
 from itertools import groupby, product
 from typing import Any
 
+from flashpoint_kernels.timing.device import SHEETS
+
 from flashpoint.benchmark_schema import BenchmarkJob
 from flashpoint.commands.tables import columns, number, problem
-from flashpoint_kernels.timing.sheets import SHEETS
 
 from .markdown import NOT_MEASURED, RESULTS, made_on, results, table, targets
 
@@ -33,7 +34,7 @@ def compiled(arch: int) -> str:
     return said + table(["dtype", "level", "D", *(f"`{name}`" for name in names)], rows)
 
 
-# A GPU of each architecture: its name, multiprocessors and boost clock in GHz (data sheets; GB/s are in timing.sheets).
+# A GPU of each architecture: its name, multiprocessors and boost clock in GHz (data sheets; GB/s are in SHEETS).
 CHIPS = {
     80: ("NVIDIA A100-SXM4-80GB", 108, 1.41),
     90: ("NVIDIA H100 80GB HBM3", 132, 1.98),

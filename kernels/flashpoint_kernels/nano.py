@@ -35,14 +35,14 @@ def nano_forward(
     for j0 in range(0, end, BLOCK):
         j = j0 + tl.arange(0, BLOCK)
         at, keys = (head * kv_len + j)[:, None] * dim + d, (j[:, None] < kv_len) & (d < dim)
-        s = dot(b_q, tl.trans(tl.load(k + at, keys, 0.0)), tl.zeros([BLOCK, BLOCK], tl.float32), "ieee") * scale
+        s = dot(b_q, tl.trans(tl.load(k + at, keys, 0.0)), tl.zeros([BLOCK, BLOCK], tl.float32), False) * scale
         seen = (j < kv_len) & ((j <= i[:, None] + offset) | (not CAUSAL))
         s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet: −inf − −inf is NaN
         p, shrink = tl.exp(s - shift[:, None]), tl.exp(m - shift)
         m, l = m_new, l * shrink + tl.sum(p, 1)  # noqa: E741
-        acc = dot(cast(p, v.dtype.element_ty), tl.load(v + at, keys, 0.0), acc * shrink[:, None], "ieee")
+        acc = dot(cast(p, v.dtype.element_ty), tl.load(v + at, keys, 0.0), acc * shrink[:, None], False)
     l = tl.where(l == 0.0, 1.0, l)  # noqa: E741  # nothing seen: m is −inf, so o = 0 and lse = −inf
     tl.store(o + own, cast(acc / l[:, None], o.dtype.element_ty), rows)
     tl.store(lse + head * q_len + i, m + tl.log(l), i < q_len)

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import environment
 from tests.chaos.contained import can_contain
-from tests.chaos.record import environment
 from tests.chaos.run import FAULTS, Chaos, row
 from tests.chaos.service import SETTINGS, Service
 
@@ -42,7 +42,7 @@ def main() -> int:
             with asked.out.open("a") as file:
                 file.write(json.dumps(document) + "\n")
 
-    keep({"environment": environment(), "seed": asked.seed, "workers": asked.workers, "settings": SETTINGS})
+    keep({"environment": environment("torch"), "seed": asked.seed, "workers": asked.workers, "settings": SETTINGS})
     try:
         while done < asked.faults:
             found = chaos.round(chaos.drawn(several)[: asked.faults - done])

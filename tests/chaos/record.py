@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
 import re
 import statistics
-import subprocess
 import sys
 from collections import Counter, defaultdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def environment() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    models = [x.partition(":")[2].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
-    return {
-        "device": models[0] if models else platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "load_average": os.getloadavg(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-    }
+from benchmarks.record import ROOT, file_name
 
 
 def summary(files: list[Path]) -> dict[str, Any]:
@@ -73,7 +54,7 @@ def summary(files: list[Path]) -> dict[str, Any]:
 
 def main() -> int:
     found = summary([Path(name) for name in sys.argv[1:]])
-    device = re.sub(r"[^a-z0-9]+", "-", found["runs"][0]["environment"]["device"].lower()).strip("-")
+    device = file_name(found["runs"][0]["environment"]["device"])
     path = ROOT / "benchmarks" / "results" / f"faults-{device}.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{path}: {found['injected']} faults in {found['rounds']} rounds, {len(found['violations'])} violations")

@@ -11,25 +11,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
 import re
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import ROOT, environment
 from tests.fuzz.http_cases import all_cases
 from tests.fuzz.http_fuzz import attack
 from tests.fuzz.http_server import SETTINGS, Attacked
 from tests.fuzz.targets import TARGETS
 from tests.support.servers import serve
 
-ROOT = Path(__file__).resolve().parents[2]
 CORPUS, FOUND = Path(__file__).parent / "corpus", ROOT / ".fuzz"
 RESULT = ROOT / "benchmarks" / "results" / "fuzz.json"
 HTTP = "http"
@@ -86,15 +83,7 @@ def fuzz_http(seconds: int) -> dict[str, Any]:
 
 
 def record(found: dict[str, dict[str, Any]]) -> None:
-    models = [x.partition(":")[2].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    about = {
-        "device": models[0] if models else platform.machine(),
-        "python": platform.python_version(),
-        "atheris": version("atheris"),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-    }
+    about = environment("atheris")
     kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     RESULT.write_text(json.dumps({**kept, **{name: {**about, **one} for name, one in found.items()}}, indent=1) + "\n")
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, record
 from benchmarks import gpu_report as report
 from flashpoint_kernels.timing.case import ROW_FIELDS, Case
 from flashpoint_kernels.timing.measurement import DeviceLostError
@@ -199,10 +199,10 @@ def test_results_are_of_the_kernels_as_they_are(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_tree_without_git_is_of_an_unknown_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    assert gpu.commit() == "unknown"
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    assert record.commit() == "unknown"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu.commit() == "unknown"
+    assert record.commit() == "unknown"
 
 
 def test_the_tests_of_every_backend_run_on_the_device_and_what_has_passed_is_not_run_again(

@@ -15,13 +15,11 @@ import torch
 
 from flashpoint_kernels import reproducible
 from flashpoint_kernels.tiled_backend import tiles as tile_loop
-from flashpoint_kernels.timing import ROW_FIELDS, Case, Timing, clock, grid, measure, measurement, peaks, run_grid
-from flashpoint_kernels.timing.account import flops, moved_bytes, standard_flops
+from flashpoint_kernels.timing import ROW_FIELDS, Case, Timing, clock, device, grid, measure, measurement, run_grid
+from flashpoint_kernels.timing.case import flops, moved_bytes, standard_flops
 from flashpoint_kernels.timing.clock import CpuClock, CudaClock, Slices, uncertainty
-from flashpoint_kernels.timing.environment import is_lost
+from flashpoint_kernels.timing.device import SHEETS, is_lost, peak_of
 from flashpoint_kernels.timing.implementations import CannotRunError
-from flashpoint_kernels.timing.peaks import peak_of
-from flashpoint_kernels.timing.sheets import SHEETS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these are the CPU's")
 QUICK = Timing(precision=0.5, max_seconds=0.05, warmup_ms=0, slice_ms=5)
@@ -60,8 +58,8 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     monkeypatch.setattr(clock, "perf_counter", made.seconds)
     monkeypatch.setattr(clock, "perf_counter_ns", lambda: round(made.seconds() * 1e9))
     # Nothing measures the peaks with this clock, whether or not another test has measured them before.
-    monkeypatch.setattr(peaks, "_copies", {"cpu": 1.0})
-    monkeypatch.setattr(peaks, "_products", {("cpu", "float32"): 1.0})
+    monkeypatch.setattr(device, "_copies", {"cpu": 1.0})
+    monkeypatch.setattr(device, "_products", {("cpu", "float32"): 1.0})
     return made
 
 
@@ -137,11 +135,11 @@ def test_the_start_of_a_library_is_not_taken_for_a_product_that_is_large_enough(
         sizes.append(len(a))
 
     monkeypatch.setattr(torch, "mm", product)
-    monkeypatch.setattr(peaks, "PRODUCT_MS", 30.0)
-    monkeypatch.setattr(peaks, "_products", {})
-    list(peaks.find_peaks("cpu", "float32", Slices(20)))
+    monkeypatch.setattr(device, "PRODUCT_MS", 30.0)
+    monkeypatch.setattr(device, "_products", {})
+    list(device.find_peaks("cpu", "float32", Slices(20)))
     assert sizes[-1] == 1024
-    assert peaks.peak_of("cpu", "float32").tflops == pytest.approx(2 * 1024**3 / 35 / 1e9)
+    assert device.peak_of("cpu", "float32").tflops == pytest.approx(2 * 1024**3 / 35 / 1e9)
 
 
 @pytest.fixture

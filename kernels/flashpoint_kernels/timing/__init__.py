@@ -16,37 +16,37 @@ A case that cannot run is a row whose `skipped` says why, and whose figures are 
 the GPU any more raises `measurement.DeviceLostError`, which has that row. Rows come shape by shape in the order of the
 cases, but `naive` first in each, so that `speedup_over_naive` is known of the others.
 
-`case`, `presets` and `account` import no torch: an HTTP process checks, counts and prices a grid with them.
+`case` imports no torch: an HTTP process checks, counts and prices a grid with it.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flashpoint_kernels.timing.case import PRESETS as PRESETS
     from flashpoint_kernels.timing.case import ROW_FIELDS as ROW_FIELDS
     from flashpoint_kernels.timing.case import TIMED as TIMED
     from flashpoint_kernels.timing.case import Case as Case
     from flashpoint_kernels.timing.case import Timing as Timing
-    from flashpoint_kernels.timing.environment import describe as describe
+    from flashpoint_kernels.timing.case import grid as grid
+    from flashpoint_kernels.timing.case import preset as preset
+    from flashpoint_kernels.timing.device import Peak as Peak
+    from flashpoint_kernels.timing.device import describe as describe
     from flashpoint_kernels.timing.measurement import measure as measure
-    from flashpoint_kernels.timing.peaks import Peak as Peak
-    from flashpoint_kernels.timing.presets import PRESETS as PRESETS
-    from flashpoint_kernels.timing.presets import grid as grid
-    from flashpoint_kernels.timing.presets import preset as preset
-    from flashpoint_kernels.timing.run import run_grid as run_grid
+    from flashpoint_kernels.timing.measurement import run_grid as run_grid
 
 _HOME = {
     "ROW_FIELDS": "case",
     "TIMED": "case",
     "Case": "case",
     "Timing": "case",
-    "describe": "environment",
+    "describe": "device",
     "measure": "measurement",
-    "Peak": "peaks",
-    "PRESETS": "presets",
-    "grid": "presets",
-    "preset": "presets",
-    "run_grid": "run",
+    "Peak": "device",
+    "PRESETS": "case",
+    "grid": "case",
+    "preset": "case",
+    "run_grid": "measurement",
 }
 __all__ = [
     "PRESETS",

@@ -1,12 +1,26 @@
-"""One thing to time, and how carefully: plain data, checked, no torch."""
+"""What is timed, as plain data without torch: cases, grids of them, and what an algorithm does for one.
+
+An algorithm's floating-point operations and the bytes it must move are counted from the shapes alone.
+
+P is the number of (query, key) pairs over all batch entries and query heads. A matrix product over them is 2·P·D or
+2·P·Dv operations; products are all that is counted, as in every paper (softmax, masks and scaling are left out).
+
+Each tensor that an algorithm names is read or written once, besides its passes over the Sq × Sk matrix: the least there
+is, so that bytes per second are a lower bound of what the memory really did, and the arithmetic intensity an upper one.
+
+The standard count, by which papers compare, is one for all: 4·B·Hq·Sq·Sk·D forward, half of it when causal, 2.5 times
+that backward, whatever was recomputed (with D ≠ Dv, 2·(D + Dv) in place of 4·D).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 from flashpoint_contract.options import ProblemError
-from flashpoint_contract.tensors import MAX_HEAD_DIM
+from flashpoint_contract.tensors import ITEMSIZE, MAX_HEAD_DIM
 
 CaseDirection = Literal["forward", "backward", "both"]
 DIRECTIONS = ("forward", "backward", "both")
@@ -104,3 +118,165 @@ class Timing:
             errors.append(("min_repeats", "must be at least 1, and at most max_repeats"))
         if errors:
             raise ProblemError(errors)
+
+
+# What is worth a row on each kind of device; elsewhere all but a few would say why they cannot run.
+_BACKENDS = {
+    "cpu": ("naive", "naive_explicit", "tiled", "torch", "sdpa_flash"),
+    "cuda": (
+        "naive",
+        "naive_explicit",
+        "triton",
+        "torch",
+        "tiled",
+        "sdpa_flash",
+        "sdpa_cudnn",
+        "sdpa_efficient",
+        "flex",
+    ),
+}
+_PASSES: tuple[CaseDirection, ...] = ("forward", "backward")
+
+
+def grid(
+    shapes: Iterable[Mapping[str, int]],
+    *,
+    backends: Iterable[str],
+    dtypes: Iterable[str] = ("bfloat16",),
+    causal: Iterable[bool] = (False,),
+    directions: Iterable[CaseDirection] = ("forward",),
+) -> list[Case]:
+    """Every combination, backends varying fastest. A shape has `Case`'s names. Raises ProblemError."""
+    return [
+        Case(**shape, dtype=dtype, causal=masked, direction=direction, backend=backend)
+        for shape, dtype, masked, direction, backend in product(
+            list(shapes), list(dtypes), list(causal), list(directions), list(backends)
+        )
+    ]
+
+
+def _seeds(kind: str) -> list[Case]:
+    """The tables that the seeds of this project print.
+
+    N 512, D 32 in float32 with one head; B 1, H 8, N 2048, D 64 half and causal, for its memory; B 4, H 8, D 64 in
+    bfloat16 from T 128 to 4096, forward and backward. On the CPU all in float32: where it has no half arithmetic
+    torch's half products run at a twentieth of that, and naive attention is slow for a reason that is not its own.
+    """
+    float16, bfloat16 = ("float32", "float32") if kind == "cpu" else ("float16", "bfloat16")
+    small = {"batch": 1, "q_heads": 1, "q_len": 512, "head_dim": 32}
+    memory = {"batch": 1, "q_heads": 8, "q_len": 2048, "head_dim": 64}
+    lengths = [{"batch": 4, "q_heads": 8, "q_len": 128 << n, "head_dim": 64} for n in range(6)]
+    backends = _BACKENDS[kind]
+    return [
+        *grid([small], dtypes=["float32"], directions=_PASSES, backends=backends),
+        *grid([memory], dtypes=[float16], causal=[True], directions=_PASSES, backends=backends),
+        *grid(lengths, dtypes=[bfloat16], directions=_PASSES, backends=backends),
+    ]
+
+
+def _h100(kind: str) -> list[Case]:
+    """The grid that FlashAttention 2 and 3 publish: batch·seq 16k, heads·D 2048, seq 512 to 16k, causal and not."""
+    tokens, width = 16384, 2048
+    shapes = [
+        {"batch": tokens // seq, "q_heads": width // dim, "q_len": seq, "head_dim": dim}
+        for dim, seq in product((64, 128, 256), (512 << n for n in range(6)))
+    ]
+    return grid(shapes, causal=[False, True], directions=_PASSES, backends=_BACKENDS[kind])
+
+
+PRESETS: dict[str, Callable[[str], list[Case]]] = {"seeds": _seeds, "h100": _h100}
+
+
+def preset(name: str, device: str = "cpu") -> list[Case]:
+    """The cases of a preset, with the implementations worth timing on `device` ("cpu", "cuda", "cuda:1").
+
+    Raises ProblemError naming `preset`.
+    """
+    if name not in PRESETS:
+        raise ProblemError([("preset", f"{name!r} is none of {', '.join(PRESETS)}")])
+    return PRESETS[name]("cpu" if device.startswith("cpu") else "cuda")
+
+
+_LSE_BYTES = 4  # float32, whatever the inputs
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One row of the table; `does` says it in words."""
+
+    does: str
+    d_products: int
+    dv_products: int
+    skips_hidden: bool  # does it leave out the pairs that a causal mask hides
+    tensors: tuple[str, ...]  # read or written once each; a name may come twice
+    matrix_passes: int = 0  # times that the Sq × Sk matrix is read or written, in the inputs' dtype
+    causal_passes: int = 0  # how many more a causal mask costs
+
+
+_GRADIENT = ("q", "k", "v", "do", "dq", "dk", "dv")
+ALGORITHMS = {
+    "flash_forward": Algorithm(
+        "S = QKᵀ, O = PV, a tile at a time (FlashAttention-2, Dao 2023, Algorithm 1)",
+        1, 1, True, ("q", "k", "v", "o", "lse"),
+    ),
+    "naive_forward": Algorithm(
+        "write S, scale it, softmax, read P for O; a mask over S when causal",
+        1, 1, False, ("q", "k", "v", "o"), 6, 2,
+    ),
+    "naive_backward": Algorithm(
+        "autograd's, from P: dV = PᵀdO, dP = dOVᵀ, back through softmax, mask and scale, dQ = dSK, dK = dSᵀQ",
+        2, 2, False, _GRADIENT, 9, 2,
+    ),
+    "explicit_backward": Algorithm(
+        "written out, from P: dV, dP, dS = P∘(dP − delta), dQ, dK",
+        2, 2, False, (*_GRADIENT, "o"), 9,
+    ),
+    "fused_backward": Algorithm(
+        "S again, dV, dP, dQ, dK in one walk (FlashAttention-2, Algorithm 2), dQ added up over tiles of keys",
+        3, 2, True, (*_GRADIENT, "o", "lse"),
+    ),
+    "two_pass_backward": Algorithm(
+        "a walk for dK and dV and one for dQ: S and dP once more, and nothing added up in memory",
+        4, 3, True, (*_GRADIENT, "o", "lse", "q", "k", "v", "do", "lse"),
+    ),
+}  # fmt: skip
+
+
+def pairs(case: Case, *, seen: bool = False) -> int:
+    """P: (query, key) pairs of a case over batch and query heads; of a causal one, with `seen`, those not hidden."""
+    rows, keys = case.q_len, case.kv_len
+    count = rows * keys
+    if seen and case.causal:
+        # Row i sees keys 0 … i + offset, aligned bottom right: the last min(rows, keys) rows see 1 more each.
+        seeing = min(rows, keys)
+        count = seeing * (2 * keys - seeing + 1) // 2
+    return case.batch * case.q_heads * count
+
+
+def flops(algorithm: str, case: Case) -> int:
+    """Operations of one run of `algorithm`, a name in `ALGORITHMS`."""
+    a = ALGORITHMS[algorithm]
+    per_pair = 2 * (a.d_products * case.head_dim + a.dv_products * case.value_dim)
+    return per_pair * pairs(case, seen=a.skips_hidden)
+
+
+def moved_bytes(algorithm: str, case: Case) -> int:
+    """Bytes that one run of `algorithm` reads and writes at least."""
+    a = ALGORITHMS[algorithm]
+    passes = a.matrix_passes + (a.causal_passes if case.causal else 0)
+    return passes * pairs(case) * ITEMSIZE[case.dtype] + sum(_nbytes(name, case) for name in a.tensors)
+
+
+def standard_flops(case: Case) -> int:
+    """The count by which papers compare; a causal square is half, and so is any other causal case."""
+    forward = 2 * pairs(case) * (case.head_dim + case.value_dim) // (2 if case.causal else 1)
+    return {"forward": 2 * forward, "backward": 5 * forward, "both": 7 * forward}[case.direction] // 2
+
+
+def _nbytes(name: str, case: Case) -> int:
+    if name == "lse":
+        return case.batch * case.q_heads * case.q_len * _LSE_BYTES
+    of_keys = name in ("k", "v", "dk", "dv")
+    rows = case.kv_heads * case.kv_len if of_keys else case.q_heads * case.q_len
+    dim = case.value_dim if name in ("v", "dv", "o", "do") else case.head_dim
+    return case.batch * rows * dim * ITEMSIZE[case.dtype]

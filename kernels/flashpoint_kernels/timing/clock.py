@@ -1,9 +1,14 @@
-"""How long calls take: monotonic time around each on the CPU, CUDA events around each on a GPU with its L2 flushed."""
+"""What calls take, in time and in memory.
+
+Time is monotonic time around each call on the CPU, and CUDA events around each on a GPU with its L2 flushed.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from time import perf_counter, perf_counter_ns
 from typing import Any, Protocol
@@ -128,3 +133,41 @@ def uncertainty(samples: Sequence[float]) -> float:
     reach = 0.98 * math.sqrt(n)
     low, high = math.floor(n / 2 - reach), math.ceil(n / 2 + reach)
     return (ordered[min(high, n - 1)] - ordered[max(low - 1, 0)]) / 2 / median(ordered)
+
+
+_RESIDENT = Path("/proc/self/clear_refs")  # writing 5 resets the peak of resident memory (man 5 proc)
+
+
+def peak_bytes(call: Callable[[], Any], device: str) -> int | None:
+    """Run `call`, which has run before, and see what its peak adds; what it returns counts, its inputs do not.
+
+    On CUDA the allocator's own statistics, exact. On the CPU what the kernel saw resident in this process at most, on
+    all threads and of all libraries, to some hundred KiB; None where the system does not tell (all but Linux).
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    if not _RESIDENT.exists():
+        return None
+    ctypes.CDLL(None).malloc_trim(0)  # else the call would be served from memory that is free, yet resident
+    _RESIDENT.write_text("5")
+    before = _kib("/proc/self/status", "VmHWM")
+    call()
+    return (_kib("/proc/self/status", "VmHWM") - before) * 1024
+
+
+def available_bytes() -> int:
+    """What this process could still allocate on the CPU: of the machine's memory, or its container's where less."""
+    available = _kib("/proc/meminfo", "MemAvailable") * 1024
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+        available = min(available, int(text) - int(used.read_text()))
+    return available
+
+
+def _kib(table: str, name: str) -> int:
+    return next(int(line.split()[1]) for line in Path(table).read_text().splitlines() if line.startswith(name))

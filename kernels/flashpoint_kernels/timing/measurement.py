@@ -1,4 +1,4 @@
-"""One case timed, as a generator that gives the device back after every slice.
+"""One case timed, and a whole grid: generators that give the device back after every slice.
 
 A slice ends when `slice_ms` have passed, between two calls: a single call cannot be split, and the longest slice is in
 the row. What runs in a pause leaves the caches cold, so a short call is made once unseen before it is timed again.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
@@ -20,13 +20,19 @@ import torch
 from torch import Tensor
 
 from flashpoint_kernels.problem import DTYPES
-from flashpoint_kernels.timing import account
-from flashpoint_kernels.timing.case import ROW_FIELDS, Case, Timing
-from flashpoint_kernels.timing.clock import Slices, clock_of, uncertainty
-from flashpoint_kernels.timing.environment import device_name, is_lost
+from flashpoint_kernels.timing.case import (
+    ALGORITHMS,
+    ROW_FIELDS,
+    Case,
+    Timing,
+    flops,
+    moved_bytes,
+    pairs,
+    standard_flops,
+)
+from flashpoint_kernels.timing.clock import Slices, available_bytes, clock_of, peak_bytes, uncertainty
+from flashpoint_kernels.timing.device import describe, device_name, find_peaks, is_lost, peak_of
 from flashpoint_kernels.timing.implementations import IMPLEMENTATIONS, CannotRunError, algorithms
-from flashpoint_kernels.timing.memory import available_bytes, peak_bytes
-from flashpoint_kernels.timing.peaks import find_peaks, peak_of
 
 # A call this many times shorter than a slice is repeated unseen after a pause, which costs so much of it at most.
 _SHORT = 4
@@ -49,7 +55,7 @@ def measure(
     """Time `case` on `device` ("cpu", "cuda", "cuda:1"): yields each slice's milliseconds, and returns the row.
 
     The row's keys are `ROW_FIELDS`: the case; `ms`, the median, `ms_p20` and `ms_p80` of `repeats` calls; `flops` and
-    `bytes`, the algorithm's own by `account`, `flops_standard`, and their rates in TFLOP/s and GB/s (1e9 bytes);
+    `bytes`, the algorithm's own by `case`, `flops_standard`, and their rates in TFLOP/s and GB/s (1e9 bytes);
     `arithmetic_intensity` in flops a byte; `roofline_percent`, of what the measured peaks allow at that intensity;
     `peak_bytes` beyond the inputs, what a forward keeps for the backward among them; `speedup_over_naive`, from the
     `naive_ms` of the same problem; `longest_slice_ms`. What cannot run has `skipped`, the reason, and None for figures.
@@ -155,10 +161,10 @@ def _inputs(case: Case, device: str, layout: str, slices: Slices) -> Generator[f
 
 def _check_memory(case: Case, device: str) -> None:
     """Refuse what a CPU's memory cannot hold: where a GPU raises, the system would end a process."""
-    if not device.startswith("cpu") or not any(account.ALGORITHMS[name].matrix_passes for name in algorithms(case)):
+    if not device.startswith("cpu") or not any(ALGORITHMS[name].matrix_passes for name in algorithms(case)):
         return
     # S and P, backward also dP and dS, each perhaps in float32 on the way.
-    needed = account.pairs(case) * 4 * (2 if case.direction == "forward" else 4)
+    needed = pairs(case) * 4 * (2 if case.direction == "forward" else 4)
     available = available_bytes()
     if needed > available:
         raise CannotRunError(f"needs about {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are available")
@@ -209,14 +215,53 @@ def _brief(text: str) -> str:
 
 
 def _rates(case: Case, device: str, ms: float) -> Row:
-    flops = sum(account.flops(name, case) for name in algorithms(case))
-    moved = sum(account.moved_bytes(name, case) for name in algorithms(case))
-    standard = account.standard_flops(case)
+    done = sum(flops(name, case) for name in algorithms(case))
+    moved = sum(moved_bytes(name, case) for name in algorithms(case))
+    standard = standard_flops(case)
     peak = peak_of(device, case.dtype)
-    least_ms = max(flops / peak.tflops / 1e9, moved / peak.gb_per_s / 1e6)
+    least_ms = max(done / peak.tflops / 1e9, moved / peak.gb_per_s / 1e6)
     return {
-        "flops": flops, "tflops": flops / ms / 1e9,
+        "flops": done, "tflops": done / ms / 1e9,
         "flops_standard": standard, "tflops_standard": standard / ms / 1e9,
         "bytes": moved, "gb_per_s": moved / ms / 1e6,
-        "arithmetic_intensity": flops / moved, "roofline_percent": 100 * least_ms / ms,
+        "arithmetic_intensity": done / moved, "roofline_percent": 100 * least_ms / ms,
     }  # fmt: skip
+
+
+def run_grid(
+    cases: Sequence[Case], device: str = "cpu", timing: Timing | None = None
+) -> Generator[dict[str, Any], None, None]:
+    """Time `cases` on `device`, with a yield after every slice of `timing.slice_ms`; the events are the package's.
+
+    Rows come in the order of the cases, but problem by problem, and `naive` first in each.
+    """
+    timing = timing or Timing()
+    total = len(cases)
+
+    def progress(done: int, backend: str | None, slice_ms: float) -> dict[str, Any]:
+        return {"type": "progress", "done": done, "total": total, "backend": backend, "slice_ms": slice_ms}
+
+    dtypes = dict.fromkeys(case.dtype for case in cases)
+    for dtype in dtypes:
+        for slice_ms in find_peaks(device, dtype, Slices(timing.slice_ms)):
+            yield progress(0, None, slice_ms)
+    peaks = {dtype: peak_of(device, dtype)._asdict() for dtype in dtypes}
+    yield {"type": "device", "environment": describe(device) | {"peaks": peaks}}
+    naive_ms: dict[tuple[Any, ...], float | None] = {}
+    for done, case in enumerate(_in_order(cases)):
+        running = measure(case, device, timing, naive_ms=naive_ms.get(case.problem))
+        while True:
+            try:
+                slice_ms = next(running)
+            except StopIteration as end:
+                row = end.value
+                break
+            yield progress(done, case.backend, slice_ms)
+        if case.backend == "naive":
+            naive_ms[case.problem] = row["ms"]
+        yield {"type": "row", "done": done + 1, "total": total, "row": row}
+
+
+def _in_order(cases: Sequence[Case]) -> list[Case]:
+    first = {case.problem: number for number, case in reversed(list(enumerate(cases)))}
+    return sorted(cases, key=lambda case: (first[case.problem], case.backend != "naive"))

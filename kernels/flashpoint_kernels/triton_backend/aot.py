@@ -117,10 +117,11 @@ def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
     tile = tile or tile_of(variant)
     function = KERNELS[kernel]
     constants = Constants(
-        LEVEL=level, DTYPE=_TYPES[dtype], MASK_DTYPE=mask and _TYPES[mask], DMASK_DTYPE=tl.float32, PRECISION=precision,
+        LEVEL=level, DTYPE=_TYPES[dtype], MASK_DTYPE=mask and _TYPES[mask], DMASK_DTYPE=tl.float32,
+        TF32=precision == "tf32",
         ALIGNED=True, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim),
         EVEN=padded(dim) == dim, STAGES=tile.num_stages, PACKED=rows > 0,
-        PAGED=paged, KEYS=keys and keys_kind(arch, keys),
+        PAGED=paged, KEYS=None if keys is None else keys_kind(arch, keys),
     )  # fmt: skip
     names = function.arg_names
     signature = {name: "constexpr" if name == "C" else _POINTERS.get(name, "i32") for name in names}

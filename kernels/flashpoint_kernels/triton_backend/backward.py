@@ -132,7 +132,7 @@ def attention_backward_kv(table, floats, items, heads, head_dim, value_dim, C: t
         seq = Sequence(row=t, scalars=scalars, head=kv_head * group + nth, scale=first.scale, band=band)
         o_m = i0 + within
         b_q = load(next_head(q_rows, nth), o_m, C.BLOCK_D, False, C.EVEN)  # (M, D)
-        s = dot(b_k, tl.trans(b_q), tl.full([C.BLOCK_N, C.BLOCK_M], 0.0, tl.float32), C.PRECISION)  # (N, M)
+        s = dot(b_k, tl.trans(b_q), tl.full([C.BLOCK_N, C.BLOCK_M], 0.0, tl.float32), C.TF32)  # (N, M)
         s, slope = modify(s, o_m[None, :], o_n[:, None], seq, C)
         # Aligned to 16 bytes: otherwise triton 3.6 copies each thread's columns four bytes at a time.
         p_block = tl.multiple_of(p_stats + nth * stats_head + i0, 16)
@@ -141,15 +141,15 @@ def attention_backward_kv(table, floats, items, heads, head_dim, value_dim, C: t
         seen = visible_to(o_n[:, None], i0, within[None, :], band, C)
         p = tl.where(seen, probabilities(s, lse[None, :]), 0.0)
         b_do = load(next_head(do_rows, nth), o_m, C.BLOCK_DV, False, C.EVEN)  # (M, Dv)
-        dp = dot(b_v, tl.trans(b_do), tl.full([C.BLOCK_N, C.BLOCK_M], 0.0, tl.float32), C.PRECISION)  # (N, M)
+        dp = dot(b_v, tl.trans(b_do), tl.full([C.BLOCK_N, C.BLOCK_M], 0.0, tl.float32), C.TF32)  # (N, M)
         if C.LEVEL == 2:
             z = tl.trans(dropout_factor(o_m, j0, seq, C))
-            dv = dot(cast(p * z, C.DTYPE), b_do, dv, C.PRECISION)
+            dv = dot(cast(p * z, C.DTYPE), b_do, dv, C.TF32)
             dp = dp * z
         else:
-            dv = dot(cast(p, C.DTYPE), b_do, dv, C.PRECISION)
+            dv = dot(cast(p, C.DTYPE), b_do, dv, C.TF32)
         ds = softmax_gradient(p, dp, delta[None, :], slope, C)
-        dk = dot(cast(ds, C.DTYPE), b_q, dk, C.PRECISION)
+        dk = dot(cast(ds, C.DTYPE), b_q, dk, C.TF32)
         i0 += C.BLOCK_M
         nth += tl.where(i0 >= hi, 1, 0)
         i0 = tl.where(i0 >= hi, lo, i0)
@@ -173,16 +173,16 @@ def gather_keys(dq, block, lo, hi, seq, k_rows, v_rows, FULL: tl.constexpr, C: t
         o_n = j0 + within
         b_k = load(k_rows, o_n, C.BLOCK_D, FULL, C.EVEN)  # (N, D)
         b_v = load(v_rows, o_n, C.BLOCK_DV, FULL, C.EVEN)  # (N, Dv)
-        s = dot(block.q, tl.trans(b_k), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.PRECISION)  # (M, N)
+        s = dot(block.q, tl.trans(b_k), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.TF32)  # (M, N)
         s, slope = modify(s, o_m[:, None], o_n[None, :], seq, C)
         p = probabilities(s, block.lse[:, None])
         if not FULL:
             p = tl.where(visible(o_m[:, None], j0, within[None, :], seq.band, C), p, 0.0)
-        dp = dot(block.do, tl.trans(b_v), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.PRECISION)  # (M, N)
+        dp = dot(block.do, tl.trans(b_v), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.TF32)  # (M, N)
         if C.LEVEL == 2:
             dp = dp * dropout_factor(o_m, j0, seq, C)
         ds = softmax_gradient(p, dp, block.delta[:, None], slope, C)
-        dq = dot(cast(ds, C.DTYPE), b_k, dq, C.PRECISION)
+        dq = dot(cast(ds, C.DTYPE), b_k, dq, C.TF32)
     return dq
 
 

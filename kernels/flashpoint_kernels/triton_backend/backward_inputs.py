@@ -50,11 +50,11 @@ def attention_backward_mask(table, floats, items, head_dim, value_dim, C: tl.con
                     o_n = j0 + tl.arange(0, C.BLOCK_N)
                     b_k = load(k_rows, o_n, C.BLOCK_D, False, C.EVEN)  # (N, D)
                     b_v = load(v_rows, o_n, C.BLOCK_DV, False, C.EVEN)  # (N, Dv)
-                    s = dot(b_q, tl.trans(b_k), zeros, C.PRECISION)  # (M, N)
+                    s = dot(b_q, tl.trans(b_k), zeros, C.TF32)  # (M, N)
                     s, _ = modify(s, o_m[:, None], o_n[None, :], seq, C)
                     seen = visible(o_m[:, None], j0, tl.arange(0, C.BLOCK_N)[None, :], seq.band, C)
                     p = tl.where(seen, probabilities(s, lse[:, None]), 0.0)
-                    dp = dot(b_do, tl.trans(b_v), zeros, C.PRECISION)  # (M, N)
+                    dp = dot(b_do, tl.trans(b_v), zeros, C.TF32)  # (M, N)
                     dp = dp * dropout_factor(o_m, j0, seq, C)
                     total += p * (dp - delta[:, None])  # the mask is added to the transformed score: no slope
     t = table + first * col.WIDTH

@@ -16,9 +16,11 @@ import triton
 
 from flashpoint_contract.spec import Spec
 from flashpoint_kernels.triton_backend.configurations import HOPPER, SHARED_KIB, TABLES, Config, Tile, packed_tile
+from flashpoint_kernels.triton_backend.groups import FLOAT8, FLOAT8_BITS, INT8
 from flashpoint_kernels.triton_backend.interpret import INTERPRETED
 
 # The interpreter runs tile by tile in Python: few tiles, but M ≠ N, and enough of them to be cut, skipped and split.
+INTERPRETED_AS = 90  # whose way to widen 8-bit keys the interpreter takes
 # Few queries are fewer than on a device, so that both kinds of blocks are run by small problems.
 _INTERPRETER = Config(Tile(64, 32), Tile(32, 64), Tile(64, 32), Tile(32, 32), split_keys=64, few_queries=8)
 
@@ -76,9 +78,10 @@ def tiles(
     return replace(config, packed=packed, **changes)
 
 
-def keys_kind(arch: int, dtype: str) -> str:
+def keys_kind(arch: int, dtype: str) -> int:
     """Constants.KEYS for 8-bit keys of that dtype on sm_`arch`: chips before sm_89 do not convert float8 themselves."""
-    return f"{dtype} bits" if dtype == "float8_e4m3fn" and arch < 89 else dtype
+    kind = INT8 if dtype == "int8" else FLOAT8 if arch >= 89 else FLOAT8_BITS
+    return int(kind.value)
 
 
 def hopper_tiles(head_dim: int, value_dim: int) -> dict[str, Tile]:
@@ -112,12 +115,11 @@ def config_for(spec: Spec, device: torch.device, hopper: bool) -> Config:
     return tiles(arch, spec.dtype, *dims, spec.level, hopper, spec.paged, spec.quantized)
 
 
-def keys_of_device(spec: Spec, device: torch.device) -> str | None:
+def keys_of_device(spec: Spec, device: torch.device) -> int | None:
     """Constants.KEYS for a problem on `device`."""
     if not spec.quantized:
         return None
-    dtype = spec.tensors["k"].dtype
-    return dtype if INTERPRETED else keys_kind(chip_of(device).arch, dtype)
+    return keys_kind(INTERPRETED_AS if INTERPRETED else chip_of(device).arch, spec.tensors["k"].dtype)
 
 
 def takes_hopper(device: torch.device) -> bool:

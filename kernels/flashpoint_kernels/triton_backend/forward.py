@@ -67,7 +67,7 @@ def attend_keys(softmax, b_q, o_m, lo, hi, seq, keys, values, FULL: tl.constexpr
         b_k = load_keys(keys, places, C.BLOCK_D, FULL, C)  # (N, D)
         if C.KEYS is not None:
             b_k = cast(widened(b_k, C), C.DTYPE)  # exact: 8 bits have no more digits than a bfloat16
-        s = dot(b_q, tl.trans(b_k), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.PRECISION)  # (M, N)
+        s = dot(b_q, tl.trans(b_k), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.TF32)  # (M, N)
         if C.KEYS is not None:
             s *= load_scales(keys, places, FULL, C)[None, :]
         unit = seq.scale * LOG2E
@@ -84,7 +84,7 @@ def attend_keys(softmax, b_q, o_m, lo, hi, seq, keys, values, FULL: tl.constexpr
         b_v = load_keys(values, places, C.BLOCK_DV, FULL, C)  # (N, Dv)
         if C.KEYS is not None:
             b_v = cast(widened(b_v, C) * load_scales(values, places, FULL, C)[:, None], C.DTYPE)
-        acc = dot(cast(p, C.DTYPE), b_v, acc, C.PRECISION)  # (M, Dv)
+        acc = dot(cast(p, C.DTYPE), b_v, acc, C.TF32)  # (M, Dv)
     return Softmax(m=m, denom=denom, acc=acc)
 
 

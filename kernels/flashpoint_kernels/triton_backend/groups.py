@@ -3,6 +3,9 @@
 Triton takes a NamedTuple as a tuple with named fields, from 3.6 on. Make one by keyword: Triton's cache on disk goes by
 the source of a kernel, which then says what each field is, whatever the order of the fields. `type` and `values` cannot
 be fields, because Triton's tuples have attributes of these names.
+
+Constants are the attributes of one constant. Triton 3.6 takes numbers, booleans and dtypes from there as arguments of
+other functions, but no strings.
 """
 
 from __future__ import annotations
@@ -10,13 +13,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import triton.language as tl
+
+# How 8-bit keys and values are widened: float8_e4m3fn by the chip, or by moving its bits.
+INT8, FLOAT8, FLOAT8_BITS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
 
 @dataclass(frozen=True)
 class Constants:
     """What a kernel is compiled for. Constants that it does not use are None: it is compiled once for all their values.
 
     LEVEL is `Spec.level`; the dtypes are Triton's, of the tensors, the mask (None: no mask) and the mask's gradient.
-    PRECISION is for float32 operands alone. ALIGNED: every row of every head starts at a multiple of 16 bytes. A tile
+    TF32 is for float32 operands alone. ALIGNED: every row of every head starts at a multiple of 16 bytes. A tile
     has BLOCK_M queries and BLOCK_N keys; head dimensions are padded to BLOCK_D, and those of values to BLOCK_DV. EVEN:
     they need no padding. STAGES: tiles of a tensor that are in shared memory at a time. PACKED: the rows of a block are
     the queries of all heads that share a key/value head (see Block). PAGED: keys and values are pages. KEYS: how keys
@@ -27,7 +35,7 @@ class Constants:
     DTYPE: Any = None
     MASK_DTYPE: Any = None
     DMASK_DTYPE: Any = None
-    PRECISION: str | None = None
+    TF32: bool | None = None
     ALIGNED: bool | None = None
     BLOCK_M: int | None = None
     BLOCK_N: int | None = None
@@ -37,7 +45,7 @@ class Constants:
     STAGES: int | None = None
     PACKED: bool | None = None
     PAGED: bool | None = None
-    KEYS: str | None = None
+    KEYS: int | None = None
 
 
 class Band(NamedTuple):

@@ -12,12 +12,12 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b in float32. PRECISION binds float32 operands alone: "ieee" or "tf32"."""
+def dot(a, b, acc, TF32: tl.constexpr):
+    """acc + a @ b in float32. TF32 is for float32 operands alone: they are rounded to tf32."""
     if _INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    return tl.dot(a, b, acc, input_precision="tf32" if TF32 else "ieee")
 
 
 @triton.jit

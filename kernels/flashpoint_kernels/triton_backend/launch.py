@@ -83,7 +83,7 @@ class Launch:
             LEVEL=spec.level,
             DTYPE=_TYPES[spec.dtype],
             MASK_DTYPE=mask and _TYPES["float32" if mask == "float64" else mask],
-            PRECISION=spec.options.precision if spec.dtype == "float32" else "ieee",
+            TF32=spec.dtype == "float32" and spec.options.precision == "tf32",
             ALIGNED=self.tables[0].aligned,
             BLOCK_D=block_d,
             BLOCK_DV=block_dv,
@@ -149,7 +149,7 @@ class Launch:
 
 
 _OF_HOPPER = ("LEVEL", "DTYPE", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
-_ALL = ("LEVEL", "DTYPE", "MASK_DTYPE", "PRECISION", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
+_ALL = ("LEVEL", "DTYPE", "MASK_DTYPE", "TF32", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
 _VALUES = ("DTYPE", "ALIGNED", "BLOCK_DV", "EVEN")
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from flashpoint_kernels.bounds import full_key_range_jit as full_key_range
 from flashpoint_kernels.bounds import key_range_jit as key_range
 from flashpoint_kernels.triton_backend import table as col
-from flashpoint_kernels.triton_backend.groups import Band, Block, Keys, Places, Rows, Sequence
+from flashpoint_kernels.triton_backend.groups import FLOAT8, INT8, Band, Block, Keys, Places, Rows, Sequence
 
 
 @triton.jit
@@ -91,12 +91,12 @@ def load_scales(keys, places, FULL: tl.constexpr, C: tl.constexpr):
 def widened(block, C: tl.constexpr):
     """8-bit numbers in float32, exactly.
 
-    A chip from sm_89 on converts float8_e4m3fn by itself. For others (KEYS ends with "bits") the bits are moved to
+    A chip from sm_89 on converts float8_e4m3fn by itself. For others (FLOAT8_BITS) the bits are moved to
     where a float16 has its sign, its exponent, which counts from 8 more, and its mantissa.
     """
-    if C.KEYS == "int8":
+    if C.KEYS == INT8:
         wide = block.to(tl.float32)
-    elif C.KEYS == "float8_e4m3fn":
+    elif C.KEYS == FLOAT8:
         wide = block.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     else:
         bits = block.to(tl.int16)

@@ -29,7 +29,7 @@ from flashpoint_kernels import Problem, available_backends, run, triton_backend
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.reproducible import CORES, split
-from flashpoint_kernels.timing.environment import device_name, is_lost
+from flashpoint_kernels.timing.device import device_name, is_lost
 from flashpoint_server.engine import local
 from flashpoint_server.engine.entry import OutOfMemoryError, Placed
 from flashpoint_server.ipc import messages

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from flashpoint.benchmark_schema import ENDED, EVENT, BenchmarkEvent, BenchmarkJob, BenchmarkRequest, StateEvent
 from flashpoint_contract.options import ProblemError
-from flashpoint_kernels.timing.account import standard_flops
+from flashpoint_kernels.timing.case import standard_flops
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.engine.cases import cases_of
 from flashpoint_server.ipc.client import Engine, Engines, Listener

@@ -241,7 +241,7 @@ class _Product:
     def finish(self) -> None:
         a, b = (_tensor(x) if isinstance(x, _Shared) else x for x in (self.a, self.b))
         acc = tl.zeros([a.shape[0], b.shape[1]], float32) if self.acc is None else self.acc
-        self.value = dot(a, b, acc, "ieee")
+        self.value = dot(a, b, acc, False)
 
 
 def _tensor(shared: _Shared) -> Any:

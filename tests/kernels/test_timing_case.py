@@ -9,7 +9,7 @@ import torch
 
 from flashpoint_kernels import ProblemError
 from flashpoint_kernels.timing import PRESETS, Case, Timing, grid, preset
-from flashpoint_kernels.timing.account import ALGORITHMS, flops, moved_bytes, pairs, standard_flops
+from flashpoint_kernels.timing.case import ALGORITHMS, flops, moved_bytes, pairs, standard_flops
 
 CASE = Case(backend="naive", batch=2, q_heads=6, kv_heads=2, q_len=10, kv_len=16, head_dim=8, value_dim=4)
 
@@ -103,7 +103,7 @@ def test_presets_are_the_published_ones() -> None:
 
 def test_a_grid_is_made_and_priced_without_torch() -> None:
     program = (
-        "import sys; from flashpoint_kernels.timing import preset; from flashpoint_kernels.timing.account import flops;"
+        "import sys; from flashpoint_kernels.timing import preset; from flashpoint_kernels.timing.case import flops;"
         "print(sum(flops('fused_backward', case) for case in preset('seeds')) > 0, 'torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

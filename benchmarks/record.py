@@ -1,0 +1,73 @@
+"""What recorded results share: the machine, versions, commit and date; percentiles; a file named after the device.
+
+The benchmarks, the load tests, the fuzzer and the tests with faults use it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashpoint_kernels.machine import cpu_name, version_of
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def environment(*packages: str, device: str = "cpu") -> dict[str, Any]:
+    """The device, how busy the machine is, the versions of `packages`, the commit and the date."""
+    name = cpu_name()
+    if device != "cpu":
+        from flashpoint_kernels.timing.device import device_name  # imports torch
+
+        name = device_name(device)
+    return {
+        "device": name,
+        "cores": os.cpu_count(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "python": platform.python_version(),
+        **{package: version_of(package) for package in packages},
+        "commit": commit(),
+        "date": now(),
+    }
+
+
+def commit() -> str:
+    """The commit that is checked out, or "unknown"."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def percentile(samples: Sequence[float], part: float) -> float:
+    """The `part`-th percentile, interpolated; infinite without samples."""
+    return float(np.percentile(samples, part)) if len(samples) else math.inf
+
+
+def file_name(device: str) -> str:
+    """The device's name as a part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def write(folder: Path, what: str, result: Mapping[str, Any]) -> None:
+    """Write `result` to WHAT-DEVICE.json, and print the path. The device is that of its environment."""
+    path = folder / f"{what}-{file_name(result['environment']['device'])}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    print(f"written: {path}")

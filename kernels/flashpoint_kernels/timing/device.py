@@ -1,0 +1,147 @@
+"""The device that figures belong to: what it is, what it runs, and what it could do at most.
+
+The roofline is drawn through peaks that are measured once: the fastest copy and the fastest square matrix product. The
+data sheet's figures stand beside them where they are known.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from flashpoint_kernels.machine import cpu_name, version_of
+from flashpoint_kernels.problem import DTYPES
+from flashpoint_kernels.timing.clock import Slices, clock_of
+
+
+def device_name(device: str) -> str:
+    """What the hardware calls itself, such as "NVIDIA H100 80GB HBM3" or the CPU's model."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name()
+
+
+def is_lost(device: str) -> bool:
+    """Whether nothing works on a GPU any more in this process, as after an illegal access."""
+    if torch.device(device).type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def describe(device: str) -> dict[str, Any]:
+    """Device, cores or multiprocessors, and versions, as plain data."""
+    found: dict[str, Any] = {"device": device_name(device), "kind": torch.device(device).type}
+    if found["kind"] == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "multiprocessors": properties.multi_processor_count,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+        }
+    else:
+        found |= {
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+        }
+    return found | {
+        "flashpoint": version_of("flashpoint"), "torch": torch.__version__, "triton": version_of("triton"),
+        "python": platform.python_version(),
+    }  # fmt: skip
+
+
+class Sheet(NamedTuple):
+    """A GPU's data sheet: TFLOP/s of dense 16-bit products with float32 sums, and of float32 without tf32; GB/s."""
+
+    half_tflops: float
+    float32_tflops: float
+    gb_per_s: float
+    source: str
+
+
+# By the name that CUDA gives them.
+SHEETS = {
+    "NVIDIA A100-SXM4-80GB": Sheet(312, 19.5, 2039, "NVIDIA A100 data sheet"),
+    "NVIDIA A100 80GB PCIe": Sheet(312, 19.5, 1935, "NVIDIA A100 data sheet"),
+    "NVIDIA A100-SXM4-40GB": Sheet(312, 19.5, 1555, "NVIDIA A100 data sheet"),
+    "NVIDIA A100-PCIE-40GB": Sheet(312, 19.5, 1555, "NVIDIA A100 data sheet"),
+    "NVIDIA H100 80GB HBM3": Sheet(989.5, 67, 3350, "NVIDIA H100 data sheet, SXM; half of its figure with sparsity"),
+    "NVIDIA H100 PCIe": Sheet(756.5, 51, 2000, "NVIDIA H100 data sheet, PCIe; half of its figure with sparsity"),
+    "NVIDIA H200": Sheet(989.5, 67, 4800, "NVIDIA H200 data sheet, SXM; half of its figure with sparsity"),
+    "NVIDIA L40S": Sheet(362.05, 91.6, 864, "NVIDIA L40S data sheet"),
+    "NVIDIA GeForce RTX 4090": Sheet(165.2, 82.6, 1008, "NVIDIA Ada GPU Architecture white paper"),
+    "NVIDIA B200": Sheet(
+        2250, 75, 8000, "NVIDIA HGX B200 data sheet; an eighth of it, half of its figure with sparsity"
+    ),
+}
+
+
+# Beyond the last-level caches, yet on a CPU short enough for a slice or two: a copy reads it and writes another.
+COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
+# A product is large enough when it takes this long: launches and its n² numbers no longer show beside its n³ work.
+PRODUCT_MS = 10.0
+REPEATS = 15  # the best of them counts: a peak is what nothing disturbs
+
+
+class Peak(NamedTuple):
+    """The most that a device does in one dtype; the `sheet_` figures are None where it is in no table of ours."""
+
+    tflops: float  # of float32 where that is faster: a half type may be computed in either
+    gb_per_s: float  # 1e9 bytes, those read and those written
+    sheet_tflops: float | None
+    sheet_gb_per_s: float | None
+    sheet: str | None
+
+
+_copies: dict[str, float] = {}  # device: GB/s
+_products: dict[tuple[str, str], float] = {}  # (device, dtype): TFLOP/s
+
+
+def find_peaks(device: str, dtype: str, slices: Slices) -> Iterator[float]:
+    """Measure what `peak_of(device, dtype)` needs, with a yield after each call; nothing where it is known already."""
+    clock, kind = clock_of(device), torch.device(device).type
+    if device not in _copies:
+        source = torch.zeros(COPY_BYTES[kind], dtype=torch.int8, device=device)
+        target, taken = torch.zeros_like(source), []
+        for _ in range(REPEATS):
+            taken += clock.time(partial(target.copy_, source), 1)
+            yield slices.end()
+            slices.begin()
+        _copies[device] = 2 * COPY_BYTES[kind] / min(taken) / 1e6
+    for name in {dtype, "float32"}:
+        if (device, name) in _products:
+            continue
+        n, taken = 256, [0.0]
+        while taken[0] < PRODUCT_MS:
+            n *= 2
+            matrix = torch.randn(n, n, device=device).to(DTYPES[name])
+            # Not timed: the first product of a process starts the library, the first of a size loads its code.
+            torch.mm(matrix, matrix)
+            yield slices.end()
+            slices.begin()
+            taken = clock.time(partial(torch.mm, matrix, matrix), 1)
+            yield slices.end()
+            slices.begin()
+        for _ in range(REPEATS):
+            taken += clock.time(partial(torch.mm, matrix, matrix), 1)
+            yield slices.end()
+            slices.begin()
+        _products[device, name] = 2 * n**3 / min(taken) / 1e9
+
+
+def peak_of(device: str, dtype: str) -> Peak:
+    """What `find_peaks` has found. Raises KeyError before."""
+    tflops = max(_products[device, dtype], _products[device, "float32"])
+    sheet = SHEETS.get(torch.cuda.get_device_name(device)) if torch.device(device).type == "cuda" else None
+    if sheet is None:
+        return Peak(tflops, _copies[device], None, None, None)
+    of_sheet = sheet.float32_tflops if dtype == "float32" else sheet.half_tflops
+    return Peak(tflops, _copies[device], of_sheet, sheet.gb_per_s, sheet.source)
