@@ -63,11 +63,20 @@ class Outcomes:
             found |= {"outcome": report.outcome, "message": _message(report)}
         if report.when in ("teardown", "???"):  # the latter: its process died
             del self.seen[report.nodeid]
-            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            key = f"test {self.frame['suite']} {report.nodeid}"
-            self.record.append(
-                {"key": key, "at": now, "seconds": found.pop("seconds"), **self.frame["row"], "result": found}
-            )
+            self._write(report.nodeid, found)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be read fails as a test does."""
+        if self.record is not None and report.failed and report.nodeid not in self.known:
+            self._write(report.nodeid, {"outcome": "failed", "seconds": 0.0, "message": _message(report)})
+
+    def _write(self, name: str, found: dict[str, Any]) -> None:
+        assert self.record is not None
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        key = f"test {self.frame['suite']} {name}"
+        self.record.append(
+            {"key": key, "at": now, "seconds": found.pop("seconds"), **self.frame["row"], "result": found}
+        )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Outcomes(frame, controls=not hasattr(config, "workerinput")))
 
 
-def _message(report: pytest.TestReport) -> str:
+def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
     if isinstance(report.longrepr, tuple):  # skipped: (file, line, reason)
         return str(report.longrepr[-1])
     return report.longreprtext[-_MESSAGE:]

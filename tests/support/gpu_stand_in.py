@@ -11,7 +11,9 @@ runs the whole command on it.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -44,8 +46,8 @@ class StandIn(Cuda):
     )  # fmt: skip
     suites = {  # noqa: RUF012
         "tests": (
-            plan.Suite("hopper", ("test_schedule.py",), {"FLASHPOINT_HOPPER": "1"}),
-            plan.Suite("general", ("test_schedule.py", "test_triton_offsets.py"), {"FLASHPOINT_HOPPER": "0"}),
+            plan.Suite("hopper", ("test_timing_account.py",), {"FLASHPOINT_HOPPER": "1"}),
+            plan.Suite("general", ("test_dispatch.py", "test_triton_offsets.py"), {"FLASHPOINT_HOPPER": "0"}),
         ),
         "races": (plan.Suite("hopper_races", ("test_triton_offsets.py",), {"FLASHPOINT_HOPPER": "1"}),),
     }
@@ -73,7 +75,7 @@ class StandIn(Cuda):
     def measure(self, case: Case) -> dict[str, Any]:
         """A made-up row. Our own backend runs before, on one head of the case."""
         hopper = os.environ.get("FLASHPOINT_HOPPER") == "1"
-        what = f"{case} {hopper} {_deterministic()}"
+        what = plan.Timed(case, _deterministic(), hopper).key
         self.note("begin", what)
         row = dict.fromkeys(ROW_FIELDS) | {name: getattr(case, name) for name in ROW_FIELDS if hasattr(case, name)}
         if case.backend in ("flash_attn", "flash_attn_3", "flashinfer", "xformers"):
@@ -100,6 +102,28 @@ class StandIn(Cuda):
         os.write(file, f"{what} {of}\n".encode())
         os.fsync(file)
         os.close(file)
+
+
+class Unruly(StandIn):
+    """A device on which cases of some lengths go wrong, each in its way."""
+
+    CRASHES, HANGS, LOSES, RAISES = 101, 102, 103, 104
+    gone = False
+
+    def is_lost(self) -> bool:
+        return self.gone
+
+    def measure(self, case: Case) -> dict[str, Any]:
+        if case.q_len == self.CRASHES:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if case.q_len == self.HANGS:
+            time.sleep(3600)
+        self.gone |= case.q_len == self.LOSES
+        if self.gone:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if case.q_len == self.RAISES:
+            raise ValueError("no tile")
+        return super().measure(case)
 
 
 def made_up(what: str) -> float:
