@@ -62,6 +62,9 @@ def main(
             _take_over(run, asked)
             whole = True
             for stage in (name for name in STAGES if name in asked.stages):
+                if budget.left <= 0:
+                    whole = False
+                    break
                 whole &= run.stage(stage)
                 _save(run, asked)
             bad = any(is_bad(row) for row in run.done().values())

@@ -20,6 +20,7 @@ from benchmarks.gpu_day.device import Cuda
 from benchmarks.gpu_day.plan import Task
 
 _SPAWN = get_context("spawn")
+_END_SECONDS = 10.0  # a process that waits in the GPU's driver may take longer: it is left to itself
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG (man 2 prctl)
 
 
@@ -63,7 +64,7 @@ class Guard:
         """End the process, whatever it does."""
         if self._process is not None:
             self._process.kill()
-            self._process.join()
+            self._process.join(_END_SECONDS)
             self._pipe.close()
             self._process = None
 

@@ -13,7 +13,7 @@ from flashpoint_kernels.timing.presets import preset
 # What a row's figures depend on, by names of the environment. The hashes are of these folders.
 OF_PEERS = ("device", "torch", "measuring")
 OF_OURS = (*OF_PEERS, "triton", "sources")
-SOURCES = ("kernels/flashpoint_kernels",)
+SOURCES = ("contract", "kernels/flashpoint_kernels")
 MEASURING = ("kernels/flashpoint_kernels/timing", "benchmarks/gpu_day")
 TESTS = ("tests/kernels", "tests/support/kernels")
 

@@ -38,16 +38,14 @@ class Record:
 
     def append(self, row: Row) -> None:
         """Add a row. It is on disk when this returns."""
-        with self._lock:
-            self._write(json.dumps(row).encode() + b"\n")
-            self.rows.append(row)
+        self._append([row])
 
     def bring(self, path: Path) -> int:
         """Add the rows of another record that are not here yet, and return their number."""
         here = {json.dumps(row) for row in self.rows}
         missing = [row for row in read(path) if json.dumps(row) not in here]
-        for row in missing:
-            self.append(row)
+        if missing:
+            self._append(missing)
         return len(missing)
 
     def reload(self) -> None:
@@ -56,6 +54,11 @@ class Record:
 
     def close(self) -> None:
         os.close(self._file)
+
+    def _append(self, rows: list[Row]) -> None:
+        with self._lock:
+            self._write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+            self.rows += rows
 
     def _write(self, line: bytes) -> None:
         written = os.write(self._file, line)
