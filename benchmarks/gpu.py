@@ -97,16 +97,13 @@ def _parse(arguments: Iterable[str] | None) -> argparse.Namespace:
 
 def _set_environment(device: Cuda, compiled: Path, installed: Path, commit: str) -> None:
     """Set what all child processes inherit: our packages, their version, and where Triton keeps what it compiles."""
-    # Rows name the version of what they timed, and here the package need not be installed.
-    metadata = installed / "flashpoint-0.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: flashpoint\nVersion: 0+{commit[:10]}\n")
+    described = checkout.pretend_installed(installed, f"0+{commit[:10]}")
     variables = {
         **device.environment(),
         "TRITON_CACHE_DIR": str(compiled.resolve()),
-        "PYTHONPATH": checkout.python_path(str(installed)),
+        "PYTHONPATH": checkout.python_path(described),
     }
-    sys.path.append(str(installed))  # guarded processes get this list
+    sys.path.append(described)  # guarded processes get this list
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)

@@ -67,10 +67,8 @@ def environment(wheels: Path | None, folder: Path) -> dict[str, str]:
     if wheels is None:
         return variables
     install(wheels, folder)
-    described = folder / "flashpoint-0.dist-info" / "METADATA"  # as if it were installed: the service says its version
-    described.parent.mkdir()
-    described.write_text("Metadata-Version: 2.1\nName: flashpoint\nVersion: 0\n")
-    return variables | {"PYTHONPATH": checkout.python_path(str(folder)), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    path = checkout.python_path(checkout.pretend_installed(folder, "0"))
+    return variables | {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 def install(wheels: Path, folder: Path) -> None:

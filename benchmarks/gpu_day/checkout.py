@@ -21,6 +21,14 @@ def python_path(*more: str) -> str:
     return os.pathsep.join([str(ROOT), *packages(), *more, *([before] if before else [])])
 
 
+def pretend_installed(folder: Path, version: str) -> str:
+    """Write metadata of this checkout into `folder`, which then belongs on the path: our code asks for its version."""
+    metadata = folder / "flashpoint-0.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: flashpoint\nVersion: {version}\n")
+    return str(folder)
+
+
 def sources(*folders: str, root: Path = ROOT) -> str:
     """Return one SHA-256 (16 digits) of all Python files below `folders`, committed or not."""
     files = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
