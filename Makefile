@@ -6,7 +6,7 @@ PORT ?= 8000
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint format protos compile-all compat gpu gpu-serve docker-steps charts audit loadtest chaos soak overload clean fuzz
+.PHONY: install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint format protos compile-all compat gpu gpu-serve gpu-wheels docker-steps charts audit loadtest chaos soak overload clean fuzz
 
 install: $(VENV)/.server
 $(VENV)/bin/python:
@@ -84,9 +84,11 @@ compile-all: $(VENV)/.dev
 compat: $(VENV)/.dev
 	$(BIN)/python benchmarks/compat.py
 
-# On a machine with a GPU. Needs torch, triton, numpy, pytest and matplotlib alone.
+# The kernels on a machine with a GPU, a stage at a time: docs/gpu-day.md. Needs torch, triton, numpy, pytest, pytest-xdist
+# and matplotlib alone. STAGE="tests races" for other stages; OUT=DIR for the record; RESUME=DIR to go on from another.
+STAGE ?= first
 gpu:
-	$(PYTHON) benchmarks/gpu.py --out benchmarks/results
+	$(PYTHON) benchmarks/gpu.py $(STAGE) $(if $(OUT),--out $(OUT)) $(if $(RESUME),--resume $(RESUME)) $(if $(COMMIT),--commit $(COMMIT)) $(GPU)
 
 # The Dockerfile's steps, in clean roots and without Docker. As root, where debootstrap is installed.
 docker-steps: $(VENV)/.dev
@@ -96,9 +98,14 @@ docker-steps: $(VENV)/.dev
 charts: $(VENV)/.dev
 	$(BIN)/python tests/support/charts.py
 
-# The whole service on a GPU: its batches, its faults and its speed.
-gpu-serve: $(VENV)/.dev
-	$(BIN)/python benchmarks/gpu_serve.py
+# The whole service on a GPU: its batches, its faults and its speed. WHEELS=DIR takes its packages from a folder, with no
+# network and nothing installed; gpu-wheels fills that folder, for WHEEL_PYTHON.
+gpu-serve: $(if $(WHEELS),,$(VENV)/.dev)
+	$(if $(WHEELS),$(PYTHON),$(BIN)/python) benchmarks/gpu_serve.py $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT))
+WHEEL_PYTHON ?= 3.12
+gpu-wheels: WHEELS ?= wheels
+gpu-wheels: $(VENV)/.dev
+	$(BIN)/python benchmarks/gpu_serve.py --download $(WHEELS) --python $(WHEEL_PYTHON)
 
 # A server of its own under load, in under four minutes. LOAD="--record" keeps the result for docs/loadtests.md.
 loadtest: $(VENV)/.dev

@@ -1,115 +1,100 @@
-"""What `make gpu` plans and what it makes of its measurements: plain data in, plain data, text and a picture out."""
+"""Tables from the record of `make gpu`, whole or partial: `python benchmarks/gpu_report.py DIR` writes DIR/report.md.
+
+Rows of the newest environment count; others, of other sources, versions or devices, are counted and left out. The
+newest row of a key counts. Plain data in; text and a picture (DIR/timings.svg) out.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from flashpoint_kernels.timing.case import Case, CaseDirection
-from flashpoint_kernels.triton_backend.configurations import Tile
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), *(str(path.parents[1]) for path in ROOT.glob("*/flashpoint*/__init__.py"))]
+
+from benchmarks.gpu_day import plan  # noqa: E402
+from benchmarks.gpu_day import record as records  # noqa: E402
 
 Row = dict[str, Any]
 
-TOKENS, WIDTH = 16384, 2048  # batch·seq and heads·D of the grid that FlashAttention 2 and 3 publish
+FILE, PLOT = "report.md", "timings.svg"
+LEVEL_STAGES = ("first", "table", "flex")  # one grid; the papers' shapes are others
 DIMS = (64, 128, 256)
-SEQS = tuple(512 << n for n in range(6))
-PEERS = (  # in the order in which they are timed: what levels are about first, what takes longest to compile last
-    ("sdpa_flash", "sdpa_cudnn"),
-    ("flash_attn", "flash_attn_3", "flashinfer", "xformers"),
-    ("sdpa_efficient", "sdpa_math"),
-    ("flex",),
-)
-PASSES: tuple[CaseDirection, ...] = ("forward", "backward")
-MATH_TOKENS = 4096  # beyond, the scores of SDPA's math alone would not fit
-
-# What may be proposed for each kernel, by queries × keys; warps and stages are tried with each, or stages alone where
-# warps have roles.
-SWEEP = {
-    "forward": ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32)),
-    "backward_kv": ((64, 128), (64, 64), (32, 128), (128, 64), (32, 64)),
-    "backward_q": ((128, 64), (128, 128), (64, 64), (128, 32), (64, 32)),
-    "forward_hopper": ((128, 128), (128, 64)),
-    "backward_kv_hopper": ((64, 128), (32, 128)),
-    "backward_q_hopper": ((128, 128), (128, 64)),
-}
+MIB = 1 << 20
 
 
-def timing_cases() -> list[Case]:
-    """Forward and backward, D 64, 128 and 256, causal and not, 512 to 16k; at D 128 also with eight heads a key."""
-    cases = []
-    for direction, dim, causal, group, seq in product(PASSES, DIMS, (False, True), (1, 8), SEQS):
-        if group > 1 and dim != 128:
-            continue
-        for backend in ("triton", *chain(*PEERS)):
-            if backend != "sdpa_math" or seq <= MATH_TOKENS:
-                cases.append(
-                    Case(
-                        backend=backend, batch=TOKENS // seq, q_heads=WIDTH // dim, kv_heads=WIDTH // dim // group,
-                        q_len=seq, head_dim=dim, causal=causal, direction=direction,
-                    )
-                )  # fmt: skip
-    return cases
+def write(out: Path, sizes: plan.Sizes | None = None) -> None:
+    """Write the report and the plot of the record in `out`; `sizes`: what was planned."""
+    rows = records.read(out / records.FILE)
+    (out / FILE).write_text(text(rows, sizes or plan.Sizes()))
+    if rows:
+        environment = rows[-1]["environment"]
+        plot(timed(records.latest(records.current(rows, environment)).values()), environment["device"], out / PLOT)
 
 
-class Pass(NamedTuple):
-    """Cases to time together: with torch asked to be `deterministic`, or us to take the path for Hopper."""
-
-    cases: list[Case]
-    deterministic: bool = False
-    hopper: bool = False
-
-
-def passes(hopper: bool) -> list[Pass]:
-    """All that is timed; `hopper`: on a device that can take that path. What is cut off has the most telling first."""
-    cases = timing_cases()
-
-    def of(*backends: str) -> list[Case]:
-        return [case for case in cases if case.backend in backends]
-
-    first, *others = PEERS
-    return [
-        Pass(of("triton", *first)),
-        Pass([case for case in of("sdpa_flash") if case.direction == "backward"], deterministic=True),
-        *([Pass(of("triton"), hopper=True)] if hopper else []),
-        *(Pass(of(*backends)) for backends in others),
+def text(rows: Sequence[Row], sizes: plan.Sizes) -> str:
+    """Return the report in Markdown."""
+    if not rows:
+        return "# Kernels on a GPU\n\nNothing has been measured.\n"
+    environment = rows[-1]["environment"]
+    counted = records.current(rows, environment)
+    found = list(records.latest(counted).values())
+    sections = [
+        _head(environment, found, len(rows) - len(counted)),
+        _progress(found, sizes, environment),
+        _smoke(found),
+        _levels(found),
+        _grid(found),
+        _papers(found),
+        _decode(found),
+        _sweep(found),
+        _tests(found),
+        _failures(found),
     ]
+    return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def of_hopper(kernel: str) -> bool:
-    return kernel.endswith("_hopper")
+def timed(rows: Iterable[Row], stages: Sequence[str] = LEVEL_STAGES) -> list[Row]:
+    """The rows of timings as flat ones: what the timing package measured, and what was asked of torch and of us."""
+    return [
+        {**row["task"]["case"], **row["result"], "deterministic": row["task"]["deterministic"],
+         "hopper": row["task"]["hopper"], "key": row["key"]}
+        for row in rows
+        if row["stage"] in stages and "result" in row and row["task"]["kind"] == "timed"
+    ]  # fmt: skip
 
 
-def candidates(kernel: str) -> list[Tile]:
-    warps, stages = ((4,), (2, 3, 4)) if of_hopper(kernel) else ((4, 8), (1, 2, 3))
-    return [Tile(m, n, w, deep) for (m, n), w, deep in product(SWEEP[kernel], warps, stages)]
+def trials(rows: Iterable[Row]) -> list[Row]:
+    """The rows of the sweep as flat ones."""
+    return [
+        {**row["result"], "kernel": row["task"]["kernel"], "head_dim": row["task"]["shape"][-1]}
+        for row in rows
+        if row["stage"] == "sweep" and "result" in row
+    ]
 
 
 def point(row: Row) -> tuple[Any, ...]:
     """What rows have in common that may be compared."""
-    names = ("direction", "dtype", "head_dim", "causal", "q_heads", "kv_heads", "q_len")
+    names = ("direction", "dtype", "head_dim", "causal", "batch", "q_heads", "kv_heads", "q_len")
     return tuple(row[name] for name in names)
 
 
 def name_of(row: Row) -> str:
-    """A peer that ran deterministically is a peer of its own, and so are we on the path for Hopper."""
+    """A peer that ran deterministically is a peer of its own, and so are we on the path of hopper.py."""
     more = [name for name in ("deterministic", "hopper") if row.get(name)]
     return " ".join([row["backend"], *more])
 
 
-def key(row: Row) -> tuple[Any, ...]:
-    """What one row of the table measured."""
-    return *point(row), name_of(row)
-
-
 def ratios(rows: Iterable[Row], ours: str = "triton") -> dict[str, dict[str, float]]:
     """How many times as fast as each peer we are, by direction: geometric mean, worst point, and how many points."""
-    timed = [row for row in rows if row["ms"] is not None]
-    our_ms = {point(row): row["ms"] for row in timed if name_of(row) == ours}
+    known = [row for row in rows if row["ms"] is not None]
+    our_ms = {point(row): row["ms"] for row in known if name_of(row) == ours}
     found: dict[str, list[float]] = {}
-    for row in timed:
+    for row in known:
         if name_of(row) != ours and point(row) in our_ms:
             found.setdefault(f"{row['direction']} {name_of(row)}", []).append(row["ms"] / our_ms[point(row)])
     return {
@@ -139,19 +124,16 @@ def levels(found: dict[str, dict[str, float]]) -> dict[str, str]:
     return {"forward": level("forward", flash, 0.9), "backward": level("backward", deterministic, 0.75)}
 
 
-def proposal(trials: Iterable[Row]) -> dict[str, dict[int, Row]]:
+def proposal(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
     """The fastest trial of each kernel and head dimension, and what the shipped tile took beside it."""
+    rows = list(rows)
     best: dict[str, dict[int, Row]] = {}
-    for trial in trials:
-        if trial["ms"] is None:
-            continue
-        by_dim = best.setdefault(trial["kernel"], {})
-        before = by_dim.get(trial["head_dim"])
-        shipped = trial["ms"] if trial["shipped"] else before and before["shipped_ms"]
-        if before is None or trial["ms"] < before["ms"]:
-            by_dim[trial["head_dim"]] = {**trial, "shipped_ms": shipped}
-        else:
-            before["shipped_ms"] = shipped
+    shipped = {(row["kernel"], row["head_dim"]): row["ms"] for row in rows if row["shipped"]}
+    for row in rows:
+        by_dim = best.setdefault(row["kernel"], {})
+        before = by_dim.get(row["head_dim"])
+        if row["ms"] is not None and (before is None or row["ms"] < before["ms"]):
+            by_dim[row["head_dim"]] = {**row, "shipped_ms": shipped.get((row["kernel"], row["head_dim"]))}
     return best
 
 
@@ -164,16 +146,16 @@ def configuration(best: dict[str, dict[int, Row]]) -> str:
     def tile(kernel: str, dim: int) -> str:
         return "Tile({block_m}, {block_n}, {num_warps}, {num_stages})".format(**best[kernel][dim])
 
-    general = [kernel for kernel in SWEEP if not of_hopper(kernel)]
+    general = ("forward", "backward_kv", "backward_q")
     lines = [
         f"{dim}: Config({', '.join(tile(kernel, dim) for kernel in general)}),"
         for dim in DIMS
         if all(dim in best.get(kernel, {}) for kernel in general)
     ]
     for dim in DIMS:
-        timed = [kernel for kernel in SWEEP if of_hopper(kernel) and dim in best.get(kernel, {})]
-        if timed:
-            tiles = ", ".join(f'"{kernel.removesuffix("_hopper")}": {tile(kernel, dim)}' for kernel in timed)
+        known = [kernel for kernel in general if dim in best.get(f"{kernel}_hopper", {})]
+        if known:
+            tiles = ", ".join(f'"{kernel}": {tile(f"{kernel}_hopper", dim)}' for kernel in known)
             lines.append(f"{dim}: {{{tiles}}},")
     return "\n".join(lines)
 
@@ -185,14 +167,14 @@ def plot(rows: Sequence[Row], device: str, path: Path) -> None:
     def panel(row: Row) -> tuple[bool, bool, int]:
         return row["direction"] != "forward", row["causal"], row["head_dim"]
 
-    timed = [row for row in rows if row["ms"] is not None and row["q_heads"] == row["kv_heads"]]
-    panels = sorted({panel(row) for row in timed})
+    known = [row for row in rows if row["ms"] is not None and row["q_heads"] == row["kv_heads"]]
+    panels = sorted({panel(row) for row in known})
     columns = len(DIMS)
     lines = -(-len(panels) // columns) or 1
     figure = Figure(figsize=(4.5 * columns, 3.2 * lines), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False)
     for at, (backward, causal, dim) in zip(axes.flat, panels, strict=False):
-        here = [row for row in timed if panel(row) == (backward, causal, dim)]
+        here = [row for row in known if panel(row) == (backward, causal, dim)]
         for name in dict.fromkeys(map(name_of, here)):
             x, y = zip(*sorted((r["q_len"], r["tflops_standard"]) for r in here if name_of(r) == name), strict=True)
             at.plot(x, y, marker="o", markersize=3, linewidth=2.2 if name.startswith("triton") else 1, label=name)
@@ -207,3 +189,169 @@ def plot(rows: Sequence[Row], device: str, path: Path) -> None:
         at.axis("off")
     figure.suptitle(f"{device}, bfloat16")
     figure.savefig(path)
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown."""
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+
+
+def _head(environment: Row, found: Sequence[Row], others: int) -> str:
+    names = ("driver", "cuda", "torch", "triton", "python", "commit", "sources")
+    said = ", ".join(f"{name} {environment.get(name)}" for name in names)
+    days = sorted(row["at"] for row in found)
+    clocks = [row["clocks"] for row in found if row.get("clocks")]
+    lines = [
+        "# Kernels on a GPU", "", f"{environment['device']}; {said}.", "",
+        f"{len(found)} rows, {days[0]} to {days[-1]}; {others} more of other sources, versions or devices.",
+    ]  # fmt: skip
+    if clocks:
+        each = {name: [c[name] for c in clocks if name in c] for name in clocks[-1]}
+        ranges = (f"{name} {min(a for a, _ in v):g} to {max(b for _, b in v):g}" for name, v in each.items() if v)
+        lines += ["", f"While it was measured: {', '.join(ranges)}."]
+    return "\n".join(lines)
+
+
+def _progress(found: Sequence[Row], sizes: plan.Sizes, environment: Row) -> str:
+    """Stage by stage: planned, measured, bad. A timing that two stages plan counts in both."""
+    bad = {row["key"] for row in found if records.is_bad(row)}
+    keys = {row["key"] for row in found}
+    lines = []
+    for stage in plan.STAGES:
+        if stage in plan.TIMED_STAGES:
+            groups = plan.groups(stage, sizes, environment)
+            planned = {task.key for group in groups for task in group.tasks}
+        else:
+            planned = {row["key"] for row in found if row["stage"] == stage}
+        size = len(planned) if stage in plan.TIMED_STAGES else "" if planned else "not run"
+        lines.append((stage, size, len(planned & keys), len(planned & bad)))
+    return "## Progress\n\n" + table(("stage", "planned", "measured", "failed or wrong"), lines)
+
+
+def _smoke(found: Sequence[Row]) -> str:
+    lines = []
+    for row in found:
+        if row["key"].startswith("smoke "):
+            result = row.get("result") or {"errors": {}}
+            said = row.get("failed") or ("ok" if result["ok"] else f"WRONG {' '.join(result['missing'])}".strip())
+            errors = ", ".join(f"{name} {error:.2g} ({bound:.2g})" for name, (error, bound) in result["errors"].items())
+            lines.append((row["task"]["name"], said, errors))
+    return "## Smoke tests\n\n" + table(("kernel", "", "error (bound)"), lines) if lines else ""
+
+
+def _levels(found: Sequence[Row]) -> str:
+    rows = timed(found)
+    parts = []
+    for ours in ("triton", "triton hopper"):
+        each = ratios(rows, ours)
+        if each:
+            reached = ", ".join(f"{name}: {level}" for name, level in levels(each).items())
+            lines = [(name, f"{r['mean']:.3f}", f"{r['worst']:.3f}", r["points"]) for name, r in each.items()]
+            head = ("times as fast as", "geometric mean", "worst", "points")
+            parts.append(f"`{ours}`. Level reached: {reached}.\n\n{table(head, lines)}")
+    return "## Levels\n\n" + "\n\n".join(parts) if parts else ""
+
+
+def _grid(found: Sequence[Row]) -> str:
+    """TFLOP/s by length: a table for each direction, head dimension, mask and group of heads."""
+    rows = timed(found)
+    parts = []
+    names = list(dict.fromkeys(name_of(row) for row in rows if row["ms"] is not None))
+    titles = dict.fromkeys((r["direction"], r["head_dim"], r["causal"], r["q_heads"] // r["kv_heads"]) for r in rows)
+    for title in sorted(titles, key=lambda t: (t[0] != "forward", t[1:])):
+        direction, dim, causal, group = title
+        here: dict[int, dict[str, Row]] = {}
+        for row in rows:
+            if (row["direction"], row["head_dim"], row["causal"], row["q_heads"] // row["kv_heads"]) == title:
+                here.setdefault(row["q_len"], {})[name_of(row)] = row
+        lines = [(seq, *(_rate(by.get(name)) for name in names)) for seq, by in sorted(here.items())]
+        what = f"{direction}, D {dim}{', causal' if causal else ''}{f', {group} heads a key' if group > 1 else ''}"
+        parts.append(f"### {what}\n\n{table(('length', *names), lines)}")
+    return "## TFLOP/s\n\n" + "\n\n".join(parts) if parts else ""
+
+
+def _rate(row: Row | None) -> str:
+    return f"{row['tflops_standard']:.4g}" if row and row["ms"] is not None else ""
+
+
+def _papers(found: Sequence[Row]) -> str:
+    """Milliseconds, how many times as fast as naive, and MiB beyond the inputs."""
+    rows = [row for row in timed(found, ("papers",)) if row["ms"] is not None]
+    naive = {point(row): row["ms"] for row in rows if row["backend"] == "naive"}
+    lines = []
+    for row in sorted(rows, key=lambda r: (str(point(r)[:4]), r["q_len"], r["ms"])):
+        shape = f"B {row['batch']}, H {row['q_heads']}, N {row['q_len']}, D {row['head_dim']}"
+        faster = f"{naive[point(row)] / row['ms']:.2f}" if point(row) in naive else ""
+        memory = "" if row.get("peak_bytes") is None else f"{row['peak_bytes'] / MIB:.1f}"
+        what = f"{row['direction']}, {row['dtype']}{', causal' if row['causal'] else ''}"
+        lines.append((shape, what, name_of(row), f"{row['ms']:.4g}", faster, memory))
+    head = ("shape", "", "", "ms", "times as fast as naive", "MiB")
+    return "## The papers' tables\n\n" + table(head, lines) if lines else ""
+
+
+def _decode(found: Sequence[Row]) -> str:
+    lines = []
+    for row in found:
+        if row["stage"] == "decode" and row.get("result", {}).get("ms") is not None:
+            t, r = row["task"], row["result"]
+            shape = f"B {t['batch']}, H {t['q_heads']}/{t['kv_heads']}, keys {t['kv_len']}, D {t['head_dim']}"
+            pages = f"pages of {t['page']}" if t["page"] else "whole"
+            lines.append((shape, pages, t["backend"], f"{1e3 * r['ms']:.4g}", f"{r['gb_per_s']:.0f}"))
+    head = ("shape", "keys and values", "", "µs", "GB/s")
+    return "## Decode\n\n" + table(head, lines) if lines else ""
+
+
+def _sweep(found: Sequence[Row]) -> str:
+    rows = trials(found)
+    if not rows:
+        return ""
+    best = proposal(rows)
+    lines = []
+    for kernel, by_dim in best.items():
+        for dim, row in sorted(by_dim.items()):
+            tile = f"{row['block_m']}×{row['block_n']}, {row['num_warps']} warps, {row['num_stages']} stages"
+            shipped = "" if row["shipped_ms"] is None else f"{row['shipped_ms'] / row['ms']:.3f}"
+            made = [row.get(name, "") for name in ("registers", "spills", "programs_per_multiprocessor")]
+            lines.append((kernel, dim, tile, f"{row['ms']:.4g}", shipped, *made))
+    head = ("kernel", "D", "fastest tile", "ms", "times as fast as shipped", "registers", "spills", "programs a SM")
+    wrong = [row for row in rows if "wrong_by" in row]
+    said = f"{len(rows)} trials, {sum('refused' in row for row in rows)} refused, {len(wrong)} with wrong answers."
+    code = configuration(best)
+    proposed = f"\n\nFor configurations.py:\n\n```python\n{code}\n```" if code else ""
+    return f"## Sweep\n\n{said}\n\n{table(head, lines)}{proposed}"
+
+
+def _tests(found: Sequence[Row]) -> str:
+    counts: dict[str, Counter[str]] = {}
+    for row in found:
+        if row["key"].startswith("test "):
+            counts.setdefault(row["key"].split()[1], Counter())[row["result"]["outcome"]] += 1
+    names = ("passed", "failed", "skipped")
+    lines = [(suite, *(count[name] for name in names)) for suite, count in counts.items()]
+    return "## Tests\n\n" + table(("suite", *names), lines) if lines else ""
+
+
+def _failures(found: Sequence[Row]) -> str:
+    """What does not work, with its words, and what cannot run here, each reason once."""
+    lines = []
+    for row in found:
+        if records.is_bad(row):
+            result = row.get("result") or {}
+            said = (
+                row.get("failed") or result.get("message") or f"wrong: {result.get('wrong_by', result.get('errors'))}"
+            )
+            lines.append(f"- `{row['key']}`: {' '.join(str(said).split())[-400:]}")
+    skipped = {
+        (row["task"].get("backend") or row["task"]["case"]["backend"], row["result"]["skipped"]): None
+        for row in found
+        if (row.get("result") or {}).get("skipped")
+    }
+    parts = ["## Failed or wrong\n\n" + "\n".join(lines)] if lines else []
+    if skipped:
+        parts.append("## Cannot run here\n\n" + "\n".join(f"- `{name}`: {why}" for name, why in skipped))
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -1,35 +1,140 @@
-"""Prove and time the service on a real GPU: `make gpu-serve`.
+"""Prove and time the service on a real GPU: `make gpu-serve`, or without a network `make gpu-serve WHEELS=DIR`.
 
 Starts it on the device for the tests that a CPU cannot stand in for: grouped launches, launches that overlap, cancelled
 and late requests, memory that runs out, an engine that dies, hangs or loses its device. Then benchmarks/serving.py
-there, whose figures go to benchmarks/results/serving-<device>.json. Needs the `server` and `dev` extras. Exits with 2
-where there is no GPU, and with 1 where a test fails or a target is missed.
+there, whose figures go to OUT/serving-<device>.json. `tests` or `timings` runs one of the two.
+
+Needs the `server` extra, and psutil, pytest and safetensors. A machine without a network takes them from a folder of
+wheels, --wheels, and the checkout's own packages from where they are. `--download DIR` fills such a folder on a machine
+with a network, in an environment that has all of them (`make gpu-wheels`).
+
+Exit codes: 0, all is right and every target is met; 1, a test failed or a target is missed; 3, there is no GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu_day import checkout  # noqa: E402
+
+NO_GPU = 3
 TESTS = ("tests/e2e/test_batching.py", "tests/e2e/test_gpu_served.py")
+PARTS = ("tests", "timings")
+WANTED = ("flashpoint[server,otel]", "httptools", "psutil", "safetensors")
+# Every machine with a GPU has these, and what they need: torch, above all, is larger than all else together.
+THERE = ("torch", "triton", "numpy", "pytest", "pytest-xdist", "matplotlib")
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux2014_x86_64", "manylinux_2_17_x86_64")
 
 
 def main() -> int:
-    if not torch.cuda.is_available():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="tests, timings; both by default")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--wheels", type=Path, help="install from this folder alone, into a folder that is thrown away")
+    parser.add_argument("--download", type=Path, metavar="DIR", help="fill a folder of wheels, and do nothing else")
+    parser.add_argument("--python", default="3.12", help="of the machine that the wheels are for")
+    asked = parser.parse_args()
+    if unknown := set(asked.parts) - set(PARTS):
+        parser.error(f"no part: {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
+    if asked.download:
+        return download(asked.download, asked.python)
+    if not has_gpu():
         print("no CUDA device here: nothing was tested and nothing was timed", file=sys.stderr)
-        return 2
-    environment = {**os.environ, "FLASHPOINT_TEST_DEVICE": "cuda"}
-    tests = [sys.executable, "-m", "pytest", "-q", "-m", "not full", *TESTS]
-    timings = [sys.executable, "benchmarks/serving.py", "--device", "cuda"]
-    failed = [
-        subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode for command in (tests, timings)
+        return NO_GPU
+    with tempfile.TemporaryDirectory() as folder:
+        return run(asked.parts or PARTS, asked.out, environment(asked.wheels, Path(folder)))
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def environment(wheels: Path | None, folder: Path) -> dict[str, str]:
+    """Return the variables of the child processes; with `wheels`, install those into `folder` first."""
+    variables = {**os.environ, "FLASHPOINT_TEST_DEVICE": "cuda"}
+    if wheels is None:
+        return variables
+    install(wheels, folder)
+    path = checkout.python_path(checkout.pretend_installed(folder, "0"))
+    return variables | {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+
+def install(wheels: Path, folder: Path) -> None:
+    """Install every wheel of a folder as it is. Exits where there is none, or where pip refuses."""
+    found = sorted(map(str, wheels.glob("*.whl")))
+    if not found:
+        sys.exit(f"{wheels} has no wheels: fill it with `make gpu-wheels` on a machine with a network")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+    subprocess.run([*pip, "--no-index", "--no-deps", "--no-compile", "--target", str(folder), *found], check=True)
+
+
+def run(parts: Iterable[str], out: Path, variables: dict[str, str]) -> int:
+    """Run the parts, all of them whatever becomes of one."""
+    commands = {
+        "tests": ["-m", "pytest", "-q", "-m", "not full", "-p", "no:cacheprovider", *TESTS],
+        "timings": ["benchmarks/serving.py", "--device", "cuda", "--out", str(out.resolve())],
+    }
+    commands["tests"] += ["-o", "filterwarnings=default"]  # the packages are not those that the project pins
+    codes = [
+        subprocess.run([sys.executable, *commands[part]], cwd=ROOT, env=variables, check=False).returncode
+        for part in parts
     ]
-    return int(any(failed))
+    return int(any(codes))
+
+
+def download(folder: Path, python: str) -> int:
+    """Download wheels of all that the service needs beside THERE, in the versions that are installed here."""
+    names = sorted(needed(WANTED, python) - needed(THERE, python))
+    pins = [f"{name}=={metadata.version(name)}" for name in names if name != "flashpoint"]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    platforms = [part for platform in PLATFORMS for part in ("--platform", platform)]
+    only = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
+    code = subprocess.run([*pip, *only, *platforms, "-d", str(folder), *pins], check=False).returncode
+    size = sum(path.stat().st_size for path in folder.glob("*.whl")) if folder.exists() else 0
+    print(f"{folder}: {len(pins)} packages, {size / 2**20:.1f} MiB")
+    return code
+
+
+def needed(requirements: Iterable[str], python: str) -> set[str]:
+    """Return the names of all distributions that `requirements` need on Linux with that Python, themselves included.
+
+    Read from what is installed here. A package that is not installed is left out: nothing here needs it.
+    """
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    machine = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    found: set[str] = set()
+    seen: set[tuple[str, str]] = set()
+    todo = [(Requirement(text), "") for text in requirements]
+    while todo:
+        requirement, extra = todo.pop()
+        if requirement.marker and not requirement.marker.evaluate({**machine, "extra": extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        for wanted in ("", *requirement.extras):
+            if (name, wanted) in seen:
+                continue
+            seen.add((name, wanted))
+            try:
+                lines = metadata.requires(name) or []
+            except metadata.PackageNotFoundError:
+                continue
+            found.add(name)
+            todo += [(Requirement(line), wanted) for line in lines]
+    return found
 
 
 if __name__ == "__main__":

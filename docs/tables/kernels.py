@@ -6,10 +6,9 @@ import json
 from itertools import groupby, product
 from typing import Any
 
-from flashpoint_kernels.timing.device import SHEETS
-
 from flashpoint.benchmark_schema import BenchmarkJob
 from flashpoint.commands.tables import columns, number, problem
+from flashpoint_kernels.timing.device import SHEETS
 
 from .markdown import NOT_MEASURED, RESULTS, made_on, results, table, targets
 

@@ -106,13 +106,9 @@ def _chip_of(device: torch.device) -> Chip:
     return Chip(major * 10 + minor, shared // 1024)
 
 
-def config_for(spec: Spec, device: torch.device, hopper: bool) -> Config:
-    """The tiles of a problem on `device`. Raises ValueError for a device that no table is for."""
-    if INTERPRETED:
-        return _INTERPRETER
-    arch = table_of(chip_of(device))
-    dims = spec.head_dim, spec.value_dim
-    return tiles(arch, spec.dtype, *dims, spec.level, hopper, spec.paged, spec.quantized)
+def config_for(device: torch.device, *problem: Any) -> Config:
+    """The tiles of a problem on `device`: `tiles` of all that follows. Raises ValueError where no table is for it."""
+    return _INTERPRETER if INTERPRETED else tiles(table_of(chip_of(device)), *problem)
 
 
 def keys_of_device(spec: Spec, device: torch.device) -> int | None:

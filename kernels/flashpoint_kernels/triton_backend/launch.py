@@ -397,7 +397,9 @@ def _goes_hopper(problem: Problem, table: Table) -> bool:
 
 
 def _config(problem: Problem, hopper: bool) -> Config:
-    return config_for(problem.spec, problem.device, hopper)
+    spec = problem.spec
+    dims = spec.head_dim, spec.value_dim
+    return config_for(problem.device, spec.dtype, *dims, spec.level, hopper, spec.paged, spec.quantized)
 
 
 def _shapes(table: Table) -> list[Shape]:

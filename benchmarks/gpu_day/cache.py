@@ -1,0 +1,107 @@
+"""Triton's compile cache, packed into a few files that can be carried from one machine to the next.
+
+An entry is a folder of Triton's: the binary, its metadata and its intermediate forms. No launch reads the first forms
+(`_DROPPED`), so they stay behind. A group file names its files by absolute paths, which unpacking rewrites: the folder
+may be elsewhere on the next machine. Whatever cannot be read is left out, and compiled again.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import tarfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+_DROPPED = (".ttir", ".llir", ".source", ".ttadapter")
+_GROUP = "__grp__"
+_PART = "part-{}.tar.gz"
+_PART_BYTES = 15 << 20  # of a part
+_MIB = 1 << 20
+
+
+def pack(cache: Path, folder: Path, limit_mib: int) -> tuple[int, int]:
+    """Write the entries of `cache` into parts in `folder`, and return (entries packed, entries left out).
+
+    The newest come first; those beyond `limit_mib` are left out. Each part is complete in itself.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = sorted(_entries(cache), key=_compiled_at, reverse=True)
+    parts: list[list[bytes]] = [[]]
+    total = size = packed = 0
+    for entry in entries:
+        data = _compressed(entry)
+        if total + len(data) > limit_mib * _MIB:
+            break
+        if size + len(data) > _PART_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(data)
+        total, size, packed = total + len(data), size + len(data), packed + 1
+    written = [folder / _PART.format(n) for n, part in enumerate(parts) if part]
+    for path, part in zip(written, parts, strict=False):
+        unfinished = path.with_suffix(".new")
+        unfinished.write_bytes(b"".join(part))
+        unfinished.replace(path)
+    for old in set(folder.glob(_PART.format("*"))) - set(written):
+        old.unlink()
+    return packed, len(entries) - packed
+
+
+def unpack(folder: Path, cache: Path) -> int:
+    """Put the entries of the parts in `folder` into `cache`, those that it has not, and return their number."""
+    cache.mkdir(parents=True, exist_ok=True)
+    there = {entry.name for entry in _entries(cache)}
+    new = set()
+    for part in sorted(folder.glob(_PART.format("*"))):
+        for name, at, data in _files(part):
+            key = name.partition("/")[0]
+            if key in there:
+                continue
+            path = cache / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(_moved(data, path.parent) if path.name.startswith(_GROUP) else data)
+            os.utime(path, (at, at))  # so that the oldest stay behind first, however often they are carried
+            new.add(key)
+    return len(new)
+
+
+def _entries(cache: Path) -> list[Path]:
+    """The folders of compiled kernels; others, such as those of Triton's launchers, have no group file."""
+    return [entry for entry in cache.iterdir() if any(entry.glob(_GROUP + "*"))] if cache.exists() else []
+
+
+def _compiled_at(entry: Path) -> float:
+    return max(path.stat().st_mtime for path in entry.glob(_GROUP + "*"))
+
+
+def _compressed(entry: Path) -> bytes:
+    """One entry as a gzip member that holds a part of a tar: members one after the other are a file, too."""
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w") as tar:
+        for path in sorted(entry.iterdir()):
+            if path.is_file() and path.suffix not in _DROPPED:
+                tar.add(path, f"{entry.name}/{path.name}")
+    return gzip.compress(held.getvalue(), compresslevel=6, mtime=0)
+
+
+def _files(part: Path) -> Iterator[tuple[str, float, bytes]]:
+    """(KEY/NAME, time of change, bytes) of a part's files, as far as it can be read; no name that leads elsewhere."""
+    try:
+        with gzip.open(part) as plain, tarfile.open(fileobj=plain, mode="r|", ignore_zeros=True) as tar:
+            for member in tar:
+                file = tar.extractfile(member) if member.isfile() else None
+                if file is not None and member.name.count("/") == 1 and ".." not in member.name.split("/"):
+                    yield member.name, member.mtime, file.read()
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        print(f"{part}: {error}; what is missing is compiled again")
+
+
+def _moved(group: bytes, folder: Path) -> bytes:
+    """A group file whose paths lead into `folder`."""
+    found = json.loads(group)
+    found["child_paths"] = {name: str(folder / name) for name in found["child_paths"]}
+    return json.dumps(found).encode()

@@ -1,0 +1,45 @@
+"""The checkout that runs: its packages, its commit, and hashes of the files that a row depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def packages(root: Path = ROOT) -> list[str]:
+    """Return the folders that hold a package of this project, for sys.path: nothing needs to be installed."""
+    return sorted({str(path.parents[1]) for path in root.glob("*/flashpoint*/__init__.py")})
+
+
+def python_path(*more: str) -> str:
+    """Return PYTHONPATH for a child process: the checkout, its packages, `more`, and what the variable had before."""
+    before = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(ROOT), *packages(), *more, *([before] if before else [])])
+
+
+def pretend_installed(folder: Path, version: str) -> str:
+    """Write metadata of this checkout into `folder`, which then belongs on the path: our code asks for its version."""
+    metadata = folder / "flashpoint-0.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: flashpoint\nVersion: {version}\n")
+    return str(folder)
+
+
+def sources(*folders: str, root: Path = ROOT) -> str:
+    """Return one SHA-256 (16 digits) of all Python files below `folders`, committed or not."""
+    files = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
+    each = [f"{path.relative_to(root)} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
+    return hashlib.sha256("\n".join(each).encode()).hexdigest()[:16]
+
+
+def commit(root: Path = ROOT) -> str:
+    """Return the commit that is checked out, or "unknown" where no git can tell."""
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return "unknown" if found.returncode else found.stdout.strip()

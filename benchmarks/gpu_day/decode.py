@@ -1,0 +1,159 @@
+"""One query of each sequence against a cache of keys and values, whole or in pages, beside the packages that serve it.
+
+Whatever is missing here, a package or an argument of our own library, is a row that says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.gpu_day.device import Cuda
+from benchmarks.gpu_day.plan import Decode
+from flashpoint_kernels import attention
+from flashpoint_kernels.timing.implementations import IMPLEMENTATIONS, CannotRunError
+
+_WRONG = 0.05  # of the largest value: beyond what bfloat16 explains
+
+
+@dataclass(frozen=True)
+class Cache:
+    """q is (B, 1, Hq, D). k and v are (B, S, Hk, D), or (pages, page, Hk, D) with `table` (B, pages a sequence)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: Tensor  # (B) int32
+    table: Tensor | None
+
+
+Call = Callable[[], Tensor]
+
+
+def decode(device: Cuda, task: Decode) -> dict[str, Any]:
+    """Return milliseconds, GB/s of the keys and values, and the version; or `skipped`, the reason."""
+    row: dict[str, Any] = {"ms": None, "skipped": None, "bytes": _bytes(task)}
+    try:
+        row["version"] = IMPLEMENTATIONS[task.backend].version()
+        cache = make_cache(device, task)
+        call = _MAKERS[task.backend](task, cache)
+        off = _off(call(), cache)
+    except (CannotRunError, ImportError) as error:
+        return row | {"skipped": str(error)}
+    if not off < _WRONG:
+        return row | {"wrong_by": off}
+    ms = median(device.milliseconds(call))
+    return row | {"ms": ms, "off": off, "gb_per_s": row["bytes"] / ms / 1e6}
+
+
+def make_cache(device: Cuda, task: Decode) -> Cache:
+    """Standard normal numbers in bfloat16; the pages of a sequence lie anywhere in the pool."""
+    generator = torch.Generator(device.name).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device.name, dtype=torch.bfloat16)
+
+    q = normal(task.batch, 1, task.q_heads, task.head_dim)
+    lengths = torch.full((task.batch,), task.kv_len, dtype=torch.int32, device=device.name)
+    if not task.page:
+        shape = (task.batch, task.kv_len, task.kv_heads, task.head_dim)
+        return Cache(q, normal(*shape), normal(*shape), lengths, None)
+    each = -(-task.kv_len // task.page)
+    shape = (task.batch * each, task.page, task.kv_heads, task.head_dim)
+    anywhere = torch.randperm(shape[0], generator=generator, device=device.name).int()
+    return Cache(q, normal(*shape), normal(*shape), lengths, anywhere.view(task.batch, each))
+
+
+def _bytes(task: Decode) -> int:
+    """Bytes of the keys and values, which decoding reads once at least."""
+    return 2 * 2 * task.batch * task.kv_len * task.kv_heads * task.head_dim
+
+
+def _off(answer: Tensor, cache: Cache) -> float:
+    """The largest error in the last sequence, in float32, over its largest value."""
+    k, v = cache.k[-1:], cache.v[-1:]
+    if cache.table is not None:
+        k, v = (t[cache.table[-1].long()].flatten(0, 1)[None] for t in (cache.k, cache.v))
+    length = int(cache.lengths[-1])
+    q, k, v = (t.float().transpose(1, 2) for t in (cache.q[-1:], k[:, :length], v[:, :length]))
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    exact = torch.softmax(q @ k.transpose(2, 3) * q.shape[-1] ** -0.5, -1) @ v
+    return float((answer[-1].float() - exact[0, :, 0]).abs().max() / exact.abs().max())
+
+
+def _ours(_task: Decode, cache: Cache) -> Call:
+    """Ours, (B, Hq, D). Pages are asked for as docs/kernels.md has them, once the library takes them."""
+    taken: dict[str, Any] = {}
+    if cache.table is not None:
+        if "block_table" not in inspect.signature(attention).parameters:
+            raise CannotRunError("flashpoint_kernels.attention takes no block_table")
+        taken = {"block_table": cache.table, "kv_lengths": cache.lengths}
+    return lambda: attention(cache.q, cache.k, cache.v, layout="bshd", backend="triton", **taken)[:, 0]
+
+
+def _sdpa(backend: SDPBackend) -> Callable[[Decode, Cache], Call]:
+    def make(task: Decode, cache: Cache) -> Call:
+        q, k, v = (t.transpose(1, 2) for t in (cache.q, cache.k, cache.v))
+
+        def call() -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q, k, v, enable_gqa=task.q_heads != task.kv_heads)[:, :, 0]
+
+        try:
+            call()
+        except RuntimeError as error:  # none of its kernels would do
+            raise CannotRunError(str(error).splitlines()[0]) from error
+        return call
+
+    return make
+
+
+def _flash_attn(module: str, table: str) -> Callable[[Decode, Cache], Call]:
+    def make(task: Decode, cache: Cache) -> Call:
+        if module == "flash_attn" and task.page % 256:
+            raise CannotRunError("its pages are multiples of 256")
+        run = import_module(module).flash_attn_with_kvcache
+        pages = {} if cache.table is None else {table: cache.table}
+
+        def call() -> Tensor:
+            o = run(cache.q, cache.k, cache.v, cache_seqlens=cache.lengths, **pages)
+            return (o[0] if isinstance(o, tuple) else o)[:, 0]
+
+        return call
+
+    return make
+
+
+def _flashinfer(task: Decode, cache: Cache) -> Call:
+    assert cache.table is not None
+    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=cache.q.device)  # what its documentation asks for
+    grouped = task.q_heads // task.kv_heads >= 4
+    made = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=grouped)
+    each = cache.table.shape[1]
+    starts = torch.arange(task.batch + 1, dtype=torch.int32, device=cache.q.device) * each
+    made.plan(
+        starts, cache.table.flatten(), cache.lengths - (each - 1) * task.page, task.q_heads, task.kv_heads,
+        task.head_dim, task.page, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+    )  # fmt: skip
+    q = cache.q[:, 0]
+    return lambda: made.run(q, (cache.k, cache.v))
+
+
+_MAKERS: dict[str, Callable[[Decode, Cache], Call]] = {
+    "triton": _ours,
+    "sdpa_flash": _sdpa(SDPBackend.FLASH_ATTENTION),
+    "sdpa_cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
+    "flash_attn": _flash_attn("flash_attn", "block_table"),
+    "flash_attn_3": _flash_attn("flash_attn_interface", "page_table"),
+    "flashinfer": _flashinfer,
+}

@@ -1,0 +1,123 @@
+"""The device that is measured: the one place of this procedure that knows CUDA.
+
+A guarded process gets a copy. Tests put another object in its place, with small shapes and figures that they know.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.gpu_day import plan
+from benchmarks.gpu_day.clocks import NVIDIA_SMI
+from flashpoint_kernels.timing.case import TIMED, Case
+
+Row = dict[str, Any]
+
+REGISTERS = 65536  # of a multiprocessor, on every architecture since Kepler
+
+
+class Cuda:
+    """The first CUDA device of this machine."""
+
+    name = "cuda"
+    sizes = plan.Sizes()
+    suites = plan.SUITES
+    processes = 12  # that compile or test side by side
+    clocks: tuple[str, ...] = NVIDIA_SMI
+
+    def environment(self) -> dict[str, str | None]:
+        """Return the variables of all processes that use the device; None: without this one."""
+        return {"TRITON_INTERPRET": None, "FLASHPOINT_HOPPER": None, "FLASHPOINT_TEST_DEVICE": self.name}
+
+    def describe(self) -> Row | None:
+        """Return name, capability, driver, versions and the backends that are `absent`; None where no device is."""
+        import torch
+
+        from flashpoint_kernels.timing.device import describe
+
+        if not torch.cuda.is_available():
+            return None
+        return describe(self.name) | {"driver": driver(), "absent": absent()}
+
+    def is_lost(self) -> bool:
+        """Whether nothing works on the device any more in this process."""
+        from flashpoint_kernels.timing.device import is_lost
+
+        return is_lost(self.name)
+
+    def measure_peaks(self, dtype: str) -> None:
+        """Measure what `measure` compares with, once in a process: cuBLAS refuses while torch must be deterministic."""
+        from flashpoint_kernels.timing.clock import Slices
+        from flashpoint_kernels.timing.device import find_peaks
+
+        for _ in find_peaks(self.name, dtype, Slices(20)):
+            pass
+
+    def measure(self, case: Case) -> Row:
+        """Time one case: a row of `flashpoint_kernels.timing`. Raises DeviceLostError."""
+        from flashpoint_kernels.timing import Timing, measure
+
+        running = measure(case, self.name, Timing(max_seconds=0.3))
+        while True:
+            try:
+                next(running)
+            except StopIteration as end:
+                row: Row = end.value
+                return row
+
+    def milliseconds(self, call: Callable[[], Any], repeats: int = 20) -> list[float]:
+        """Return the time of each of `repeats` calls."""
+        from flashpoint_kernels.timing.clock import clock_of
+
+        return clock_of(self.name).time(call, repeats)
+
+    def occupancy(self, call: Any) -> Row:
+        """Return what the compiler made of a call's kernel, and how many of its programs a multiprocessor holds."""
+        import torch
+
+        from flashpoint_kernels.triton_backend.calls import compile_options
+
+        options = {**call.constants, **compile_options(call.tile)}
+        compiled = call.kernel.warmup(*call.args(), grid=(call.programs,), **options)
+        compiled._init_handles()
+        properties = torch.cuda.get_device_properties(self.name)
+        threads = 32 * compiled.metadata.num_warps
+        shared = compiled.metadata.shared
+        fitting = [
+            REGISTERS // (max(compiled.n_regs, 1) * threads),
+            properties.shared_memory_per_multiprocessor // max(shared + 1024, 1),  # the system keeps 1 KiB a program
+            properties.max_threads_per_multi_processor // threads,
+        ]
+        return {
+            "registers": compiled.n_regs,
+            "spills": compiled.n_spills,
+            "shared_bytes": shared,
+            "programs_per_multiprocessor": min(fitting),
+        }
+
+
+def driver() -> str | None:
+    """Return the version of the NVIDIA driver, or None where nvidia-smi cannot tell."""
+    command = ["nvidia-smi", "-i", "0", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+def absent() -> list[str]:
+    """Return the backends whose packages are not installed, and say which on stderr."""
+    from flashpoint_kernels.timing.implementations import IMPLEMENTATIONS, CannotRunError
+
+    found = []
+    for name in TIMED:
+        try:
+            IMPLEMENTATIONS[name].version()
+        except CannotRunError as error:
+            found.append(name)
+            print(f"{name}: {error}", file=sys.stderr)
+    return found

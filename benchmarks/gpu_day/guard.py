@@ -1,0 +1,151 @@
+"""Processes that perform tasks, each apart from the one that keeps the record.
+
+A task may crash its process, hang, or leave the GPU in a state where nothing works in that process any more. All of
+these end the guarded process alone: the next task gets a new one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from benchmarks.gpu_day.device import Cuda
+from benchmarks.gpu_day.plan import Task
+
+_SPAWN = get_context("spawn")
+_END_SECONDS = 10.0  # a process that waits in the GPU's driver may take longer: it is left to itself
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG (man 2 prctl)
+
+
+class Answer(NamedTuple):
+    """The outcome of a task: a result, or why there is none. `fresh`: it was the first task of its process."""
+
+    result: Any = None
+    failed: str | None = None
+    timed_out: bool = False
+    lost: bool = False  # the process ended, or nothing works on its device any more
+    fresh: bool = True
+
+
+class Guard:
+    """One process that performs tasks one after the other; after one that ended it, a new process starts."""
+
+    def __init__(self, device: Cuda) -> None:
+        self._device = device
+        self._process: Any = None
+        self._pipe: Connection
+        self._used = False
+
+    def ask(self, action: str, task: Task | None, seconds: float) -> Answer:
+        """Have `work.ACTIONS[action]` called with the device and `task`, and wait at most `seconds`."""
+        fresh = self._process is None
+        if fresh:
+            self._start()
+        try:
+            self._pipe.send((action, task))
+            if not self._pipe.poll(seconds):
+                self.close()
+                return Answer(failed=f"no answer within {seconds:.0f} s", timed_out=True, lost=True, fresh=fresh)
+            result, failed, lost = self._pipe.recv()
+        except (EOFError, OSError):
+            return Answer(failed=self._died(), lost=True, fresh=fresh)
+        if lost:
+            self.close()
+        return Answer(result, failed, lost=lost, fresh=fresh)
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join(_END_SECONDS)
+            self._pipe.close()
+            self._process = None
+
+    def _start(self) -> None:
+        self._pipe, theirs = _SPAWN.Pipe()
+        self._process = _SPAWN.Process(target=_serve, args=(theirs, self._device, os.getpid()), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def _died(self) -> str:
+        self._process.join()
+        code = self._process.exitcode
+        self.close()
+        return f"the process ended: {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+
+
+class Pool:
+    """Guards side by side, for what may run beside others: compilation and smoke tests, never timings.
+
+    Each thread has one guard, which it keeps: a process whose parent thread ends gets the signal of `die_with_parent`.
+    """
+
+    def __init__(self, device: Cuda, processes: int) -> None:
+        self._device = device
+        self._threads = ThreadPoolExecutor(processes)
+        self._own = threading.local()
+        self._guards: list[Guard] = []
+
+    def ask_all(
+        self, action: str, tasks: Sequence[Task], seconds: Callable[[Task], float], apart: bool
+    ) -> Iterator[tuple[Task, Answer]]:
+        """Yield each task with its answer, as they come; `apart`: each task has a process of its own.
+
+        A task whose `seconds`, asked when its turn comes, are not above 0 is left out.
+        """
+
+        def ask(task: Task) -> Answer | None:
+            if not hasattr(self._own, "guard"):
+                self._own.guard = Guard(self._device)
+                self._guards.append(self._own.guard)
+            limit = seconds(task)
+            if limit <= 0:
+                return None
+            if apart:
+                self._own.guard.close()
+            answer: Answer = self._own.guard.ask(action, task, limit)
+            if apart:
+                self._own.guard.close()
+            return answer
+
+        asked = {self._threads.submit(ask, task): task for task in tasks}
+        for future in as_completed(asked):
+            answer = future.result()
+            if answer is not None:
+                yield asked[future], answer
+
+    def close(self) -> None:
+        for guard in self._guards:
+            guard.close()
+        self._threads.shutdown()
+
+
+def die_with_parent() -> None:
+    """Ask the system to kill this process when the thread that started it ends: nothing is left behind by a kill."""
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+
+
+def _serve(pipe: Connection, device: Cuda, parent: int) -> None:
+    """The guarded process: (action, task) in; (result, why it failed, whether the device is lost) out."""
+    die_with_parent()
+    if os.getppid() != parent:
+        return
+    from benchmarks.gpu_day import work  # torch, which takes seconds to import, is needed here alone
+
+    while True:
+        try:
+            action, task = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = work.ACTIONS[action](device, task), None, False
+        except Exception as error:
+            answer = None, f"{type(error).__name__}: {error}"[:500], device.is_lost()
+        pipe.send(answer)

@@ -1,0 +1,90 @@
+"""A plugin of pytest for the tests on a device: each outcome is a row of the record as soon as it is known.
+
+Tests whose outcomes the record has already are left out. A test that hangs, or after which nothing works on the device
+in that process, ends its process alone: pytest-xdist reports it and starts another.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_day.record import Record
+from flashpoint_kernels.timing.device import is_lost
+
+FRAME = "FLASHPOINT_GPU_FRAME"  # a JSON file: the record's path, what all rows share, known tests, device, limit
+_MESSAGE = 600  # characters of a failure
+
+
+class Outcomes:
+    def __init__(self, frame: dict[str, Any], controls: bool) -> None:
+        self.frame = frame
+        self.known = set(frame["known"])
+        self.record = Record(Path(frame["record"])) if controls else None
+        self.seen: dict[str, dict[str, Any]] = {}
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        left = [item for item in items if item.nodeid in self.known]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item.nodeid not in self.known]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Iterator[Any]:
+        """End a process whose test takes too long. The tool that dumps its stack also ends it."""
+        faulthandler.dump_traceback_later(self.frame["limit"], exit=True, file=sys.__stderr__)
+        try:
+            return (yield)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[Any]:
+        report = yield
+        if call.excinfo is not None and is_lost(self.frame["device"]):
+            print(report.longreprtext, flush=True)
+            os._exit(1)
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """In the process that has the record: the worst outcome of a test's phases, once its last is over."""
+        if self.record is None:
+            return
+        found = self.seen.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
+        found["seconds"] += getattr(report, "duration", 0.0)
+        if report.outcome != "passed" and found["outcome"] != "failed":
+            found |= {"outcome": report.outcome, "message": _message(report)}
+        if report.when in ("teardown", "???"):  # the latter: its process died
+            del self.seen[report.nodeid]
+            self._write(report.nodeid, found)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be read fails as a test does."""
+        if self.record is not None and report.failed and report.nodeid not in self.known:
+            self._write(report.nodeid, {"outcome": "failed", "seconds": 0.0, "message": _message(report)})
+
+    def _write(self, name: str, found: dict[str, Any]) -> None:
+        assert self.record is not None
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        key = f"test {self.frame['suite']} {name}"
+        self.record.append(
+            {"key": key, "at": now, "seconds": found.pop("seconds"), **self.frame["row"], "result": found}
+        )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    frame = json.loads(Path(os.environ[FRAME]).read_text())
+    config.pluginmanager.register(Outcomes(frame, controls=not hasattr(config, "workerinput")))
+
+
+def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
+    if isinstance(report.longrepr, tuple):  # skipped: (file, line, reason)
+        return str(report.longrepr[-1])
+    return report.longreprtext[-_MESSAGE:]

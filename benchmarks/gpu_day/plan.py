@@ -1,0 +1,363 @@
+"""What each stage of `make gpu` measures, in which order: plain data, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain, product
+from typing import Any, ClassVar, NamedTuple
+
+from flashpoint_kernels.timing.case import Case, CaseDirection, preset
+
+# What a row's figures depend on, by names of the environment. The hashes are of these folders.
+OF_PEERS = ("device", "torch", "measuring")
+OF_OURS = (*OF_PEERS, "triton", "sources")
+SOURCES = ("contract", "kernels/flashpoint_kernels")
+MEASURING = ("kernels/flashpoint_kernels/timing", "benchmarks/gpu_day")
+TESTS = ("tests/kernels", "tests/support/kernels")
+
+OURS = ("triton", "torch", "tiled")
+PASSES: tuple[CaseDirection, ...] = ("forward", "backward")
+# In the order in which the whole table times them: what the levels are about comes first.
+PEERS = (
+    ("sdpa_flash", "sdpa_cudnn"),
+    ("flash_attn", "flash_attn_3", "flashinfer", "xformers"),
+    ("sdpa_efficient", "sdpa_math"),
+)
+DECODERS = ("triton", "sdpa_flash", "sdpa_cudnn", "flash_attn", "flash_attn_3")
+PAGED = ("triton", "flashinfer", "flash_attn", "flash_attn_3")
+WIDEST_HOPPER_BACKWARD = 128  # above, hopper_backward.py has no kernels
+FLEX_SECONDS = 150.0  # it compiles for up to a minute
+
+# Candidates of the sweep, queries × keys of a tile; warps and stages are tried with each.
+SWEEP = {
+    "forward": ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32)),
+    "forward_hopper": ((128, 128), (128, 64)),
+    "backward_kv": ((64, 128), (64, 64), (32, 128), (128, 64), (32, 64)),
+    "backward_kv_hopper": ((64, 128), (32, 128)),
+    "backward_q": ((128, 64), (128, 128), (64, 64), (128, 32), (64, 32)),
+    "backward_q_hopper": ((128, 128), (128, 64)),
+}
+# Tried right after the shipped tile. The forward's leave room for two programs on a multiprocessor, which hide each
+# other's softmax; 64 × 128 of dK and dV spills, yet takes a quarter fewer instructions a score.
+EAGER = {
+    ("forward", 64): ((128, 64, 4, 3), (128, 64, 4, 2), (64, 128, 4, 2)),
+    ("forward", 128): ((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 4, 2)),
+    ("backward_kv", 128): ((64, 128, 8, 2), (64, 128, 4, 2)),
+    ("backward_kv_hopper", 128): ((64, 128, 4, 2), (64, 128, 4, 3)),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The shapes that are measured. The tests of this procedure have small ones."""
+
+    tokens: int = 16384  # batch·seq and heads·D of the grid that FlashAttention 2 and 3 publish
+    width: int = 2048
+    dims: tuple[int, ...] = (128, 64, 256)
+    seqs: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
+    first: tuple[int, ...] = (4096, 16384)  # at dims[0]
+    sweep: int = 4096
+    math: int = 4096  # beyond, the scores of SDPA's math alone would not fit
+    smoke: tuple[int, int, int, int] = (200, 333, 4099, 128)  # queries, keys, keys that are split, head dimension
+    decode: tuple[tuple[int, int], ...] = ((1, 4096), (64, 4096), (8, 16384), (64, 16384), (1, 65536))  # batch, keys
+    decode_heads: tuple[tuple[int, int], ...] = ((32, 8), (64, 8), (32, 32))  # of queries, of keys
+    pages: tuple[int, ...] = (16, 256)
+    papers: Callable[[], list[Case]] = field(default=lambda: papers_of_seeds())
+
+
+@dataclass(frozen=True)
+class Smoke:
+    """A small problem for one kernel, judged against float64: a name in smoke.CHECKS."""
+
+    name: str
+    limit: ClassVar[float] = 75.0
+    ours: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ()
+    compiles: ClassVar[Any] = None
+
+    @property
+    def key(self) -> str:
+        return f"smoke {self.name}"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A case of the timing package, with torch asked to be `deterministic`, or ours to take the path of hopper.py."""
+
+    case: Case
+    deterministic: bool = False
+    hopper: bool = False
+
+    @property
+    def key(self) -> str:
+        c = self.case
+        marks = [name for name in ("deterministic", "hopper") if getattr(self, name)]
+        return " ".join([
+            "timed", c.direction, c.dtype, f"b{c.batch}", f"h{c.q_heads}/{c.kv_heads}", f"s{c.q_len}/{c.kv_len}",
+            f"d{c.head_dim}/{c.value_dim}", "causal" if c.causal else "full", c.backend, *marks,
+        ])  # fmt: skip
+
+    @property
+    def limit(self) -> float:
+        return FLEX_SECONDS if self.case.backend == "flex" else 60.0
+
+    @property
+    def ours(self) -> bool:
+        return self.case.backend in OURS
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The smoke tests without which a time would mean nothing."""
+        if self.case.backend != "triton":
+            return ()
+        path = "_hopper" if self.hopper else ""
+        if self.case.direction == "forward":
+            return (f"forward{path}",)
+        return (f"forward{path}", f"backward_kv{path}", f"backward_q{path}")
+
+    @property
+    def compiles(self) -> Any:
+        """What has to be compiled once for all tasks that have the same value; None: nothing of ours."""
+        if self.case.backend != "triton":
+            return None
+        return self.case.direction, self.case.dtype, self.case.head_dim, self.hopper
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One kernel with one tile (queries, keys, warps, stages; None: the shipped one) on a causal bfloat16 problem."""
+
+    kernel: str  # a key of SWEEP
+    shape: tuple[int, int, int, int]  # B, H, S, D
+    tile: tuple[int, int, int, int] | None = None
+    limit: ClassVar[float] = 45.0
+    ours: ClassVar[bool] = True
+
+    @property
+    def key(self) -> str:
+        tile = "x".join(map(str, self.tile)) if self.tile else "shipped"
+        return f"trial {self.kernel} d{self.shape[-1]} s{self.shape[2]} {tile}"
+
+    @property
+    def hopper(self) -> bool:
+        return self.kernel.endswith("_hopper")
+
+    @property
+    def name(self) -> str:
+        """The kernel's name in a Config."""
+        return self.kernel.removesuffix("_hopper")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.kernel,)
+
+    @property
+    def compiles(self) -> Any:
+        return self.key
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One query of each sequence against all its keys, which lie in pages of `page` keys; 0: in one piece."""
+
+    backend: str
+    batch: int
+    q_heads: int
+    kv_heads: int
+    kv_len: int
+    head_dim: int
+    page: int = 0
+    limit: ClassVar[float] = 60.0
+
+    @property
+    def key(self) -> str:
+        where = f"page{self.page}" if self.page else "whole"
+        return (
+            f"decode b{self.batch} h{self.q_heads}/{self.kv_heads} s{self.kv_len} d{self.head_dim} {where} "
+            f"{self.backend}"
+        )
+
+    @property
+    def ours(self) -> bool:
+        return self.backend in OURS
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("forward", "merge") if self.ours else ()
+
+    @property
+    def compiles(self) -> Any:
+        return ("decode", self.head_dim, bool(self.page)) if self.ours else None
+
+
+Task = Smoke | Timed | Trial | Decode
+
+
+class Group(NamedTuple):
+    """Tasks of a stage. `apart`: each in a process of its own, side by side, for none is timed."""
+
+    tasks: Sequence[Task]
+    apart: bool = False
+
+
+class Suite(NamedTuple):
+    """Tests that run on the device: files of tests/kernels, and variables of their processes."""
+
+    name: str
+    patterns: tuple[str, ...]
+    environment: dict[str, str]
+
+
+# Of tests/kernels what runs on FLASHPOINT_TEST_DEVICE; none imports more than torch, triton, numpy and pytest.
+TRITON_TESTS = ("test_triton_*.py", "test_nano.py")
+BACKENDS_TESTS = tuple(
+    f"test_{name}.py" for name in ("torch_fused", "edges", "extremes", "backends", "functional", "ops", "verification")
+)
+_HOPPER_FIRST = ("test_triton_hopper.py", *TRITON_TESTS)
+_CONSAN = {"FLASHPOINT_HOPPER": "1", "TRITON_INSTRUMENTATION_MODE": "consan"}
+# By stage. The suites that name Hopper run on sm_90 alone.
+SUITES = {
+    "tests": (
+        Suite("hopper", _HOPPER_FIRST, {"FLASHPOINT_HOPPER": "1"}),
+        Suite("general", TRITON_TESTS, {"FLASHPOINT_HOPPER": "0"}),
+        Suite("backends", BACKENDS_TESTS, {"FLASHPOINT_HOPPER": "0"}),
+    ),
+    "races": (Suite("hopper_races", ("test_triton_hopper.py",), _CONSAN),),
+}
+
+
+def first(sizes: Sizes, hopper: bool, _absent: Collection[str]) -> list[Group]:
+    """Forward, then backward, at the first head dimension and two lengths: ours beside torch's three."""
+    tasks: list[Task] = []
+    for direction, causal, seq in product(PASSES, (False, True), sizes.first):
+        dim = sizes.dims[0]
+        tasks += _ours(_case(sizes, "triton", direction, dim, causal, 1, seq), hopper)
+        tasks += [
+            Timed(_case(sizes, name, direction, dim, causal, 1, seq))
+            for name in ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+        ]
+        if direction == "backward":
+            tasks.append(Timed(_case(sizes, "sdpa_flash", direction, dim, causal, 1, seq), deterministic=True))
+    return [Group(tasks)]
+
+
+def sweep(sizes: Sizes, hopper: bool, _absent: Collection[str]) -> list[Group]:
+    """A group for each kernel and head dimension: the shipped tile first, which the others are proven against."""
+    groups = []
+    for dim, kernel in product(sizes.dims, SWEEP):
+        of_hopper = kernel.endswith("_hopper")
+        if of_hopper and (not hopper or (dim > WIDEST_HOPPER_BACKWARD and kernel != "forward_hopper")):
+            continue
+        shape = (max(sizes.tokens // sizes.sweep, 1), max(sizes.width // dim, 1), sizes.sweep, dim)
+        warps, stages = ((4,), (2, 3, 4)) if of_hopper else ((4, 8), (1, 2, 3))
+        every = [(m, n, w, s) for (m, n), w, s in product(SWEEP[kernel], warps, stages)]
+        tiles = dict.fromkeys([*EAGER.get((kernel, dim), ()), *every])
+        groups.append(Group([Trial(kernel, shape), *(Trial(kernel, shape, tile) for tile in tiles)]))
+    return groups
+
+
+def table(sizes: Sizes, hopper: bool, absent: Collection[str]) -> list[Group]:
+    """Every head dimension and length, causal and not, forward and backward; grouped heads at the first dimension."""
+    points = [
+        (direction, dim, causal, group, seq)
+        for dim, direction, causal, group, seq in product(sizes.dims, PASSES, (False, True), (1, 8), sizes.seqs)
+        if (group == 1 or dim == sizes.dims[0]) and sizes.width // dim >= group
+    ]
+    decisive, *others = PEERS
+    tasks: list[Task] = []
+    for point in points:
+        tasks += _ours(_case(sizes, "triton", *point), hopper)
+        tasks += [Timed(_case(sizes, name, *point)) for name in decisive]
+        if point[0] == "backward":
+            tasks.append(Timed(_case(sizes, "sdpa_flash", *point), deterministic=True))
+    tasks += [
+        Timed(_case(sizes, name, *point))
+        for name, point in product(chain(*others), points)
+        if name != "sdpa_math" or point[-1] <= sizes.math
+    ]
+    return [Group(_without(tasks, absent))]
+
+
+def papers(sizes: Sizes, hopper: bool, absent: Collection[str]) -> list[Group]:
+    """The tables that the papers print, ours by both paths."""
+    tasks: list[Task] = []
+    for case in sizes.papers():
+        tasks += _ours(case, hopper) if case.backend == "triton" else [Timed(case)]
+    return [Group(_without(tasks, absent))]
+
+
+def papers_of_seeds() -> list[Case]:
+    """B 1, N 2048, H 8, D 64 half; T 128 to 4096 at B 4, H 8, D 64; and N 512, D 32: naive, flash and SDPA."""
+    return [case for case in preset("seeds", "cuda") if case.backend not in ("flex", "torch")]
+
+
+def decode(sizes: Sizes, _hopper: bool, absent: Collection[str]) -> list[Group]:
+    tasks: list[Task] = []
+    for (batch, keys), (heads, kv_heads) in product(sizes.decode, sizes.decode_heads):
+        shape = (batch, heads, kv_heads, keys, sizes.dims[0])
+        tasks += [Decode(name, *shape) for name in DECODERS]
+        tasks += [Decode(name, *shape, page) for page, name in product(sizes.pages, PAGED)]
+    return [Group(_without(tasks, absent))]
+
+
+def flex(sizes: Sizes, _hopper: bool, _absent: Collection[str]) -> list[Group]:
+    """FlexAttention at eight points, those of the first stage: it is compiled anew for each."""
+    points = product(PASSES, sizes.dims[:1], (False, True), (1,), sizes.first)
+    return [Group([Timed(_case(sizes, "flex", *point)) for point in points])]
+
+
+# The stages that time something; SUITES has the others.
+TIMED_STAGES: dict[str, Callable[[Sizes, bool, Collection[str]], list[Group]]] = {
+    "first": first,
+    "sweep": sweep,
+    "table": table,
+    "papers": papers,
+    "decode": decode,
+    "flex": flex,
+}
+STAGES = ("first", "tests", "races", "sweep", "table", "papers", "decode", "flex")  # in this order
+
+
+def groups(stage: str, sizes: Sizes, environment: dict[str, Any]) -> list[Group]:
+    """Return what a stage measures on the device that `environment` describes."""
+    hopper = environment["capability"] == "9.0"
+    made = TIMED_STAGES[stage](sizes, hopper, environment["absent"])
+    if stage != "first":
+        return made
+    checks = [Smoke(name) for name in environment["checks"] if hopper or not name.endswith("_hopper")]
+    return [Group(checks, apart=True), *made]
+
+
+def parameters(task: Task) -> dict[str, Any]:
+    """A task as plain data: what a row has as `task`."""
+    return {"kind": type(task).__name__.lower(), **asdict(task)}
+
+
+def _case(
+    sizes: Sizes, backend: str, direction: CaseDirection, dim: int, causal: bool, group: int, seq: int
+) -> Case:  # fmt: skip
+    heads = max(sizes.width // dim, 1)
+    return Case(
+        backend=backend, batch=max(sizes.tokens // seq, 1), q_heads=heads, kv_heads=max(heads // group, 1), q_len=seq,
+        head_dim=dim, causal=causal, direction=direction,
+    )  # fmt: skip
+
+
+def _ours(case: Case, hopper: bool) -> list[Timed]:
+    """Our kernels by the general path and, where there is one for the case, by that of hopper.py."""
+    has_path = case.dtype != "float32" and (case.direction == "forward" or case.head_dim <= WIDEST_HOPPER_BACKWARD)
+    return [Timed(case), *([Timed(case, hopper=True)] if hopper and has_path else [])]
+
+
+def _without(tasks: Iterable[Task], absent: Collection[str]) -> list[Task]:
+    """Leave out packages that are not installed, but for one task of each, whose row says so."""
+    kept, said = [], set()
+    for task in tasks:
+        backend = task.case.backend if isinstance(task, Timed) else task.backend if isinstance(task, Decode) else ""
+        if backend in absent:
+            if backend in said:
+                continue
+            said.add(backend)
+        kept.append(task)
+    return kept

@@ -1,0 +1,106 @@
+"""The record of `make gpu`: a file of JSON lines, to which each row is added as soon as it is measured.
+
+A row is one write and one fsync, so that whatever ends the process or the machine later cannot take it away. Nothing
+in the file is ever changed. A line that a power failure has cut off is skipped when the file is read, and the next row
+begins on a new line.
+
+A row has `key`, the name of what was measured; `of`, all that its figures depend on (device, versions, hashes of the
+sources); `stage`, `at`, `seconds`, `clocks`, `environment`; `task`, the parameters; and either `result` or `failed`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+FILE = "rows.jsonl"
+
+
+class Record:
+    """Rows on disk and in memory. Threads and processes may append at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        _sync_folder(path.parent)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            self._write(b"\n")
+        self.rows: list[Row] = read(path)
+
+    def append(self, row: Row) -> None:
+        """Add a row. It is on disk when this returns."""
+        self._append([row])
+
+    def bring(self, path: Path) -> int:
+        """Add the rows of another record that are not here yet, and return their number."""
+        here = {json.dumps(row) for row in self.rows}
+        missing = [row for row in read(path) if json.dumps(row) not in here]
+        if missing:
+            self._append(missing)
+        return len(missing)
+
+    def reload(self) -> None:
+        """Read what other processes have appended."""
+        self.rows = read(self.path)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _append(self, rows: list[Row]) -> None:
+        with self._lock:
+            self._write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+            self.rows += rows
+
+    def _write(self, line: bytes) -> None:
+        written = os.write(self._file, line)
+        if written != len(line):
+            raise OSError(f"only {written} of {len(line)} bytes were written to {self.path}: is the disk full?")
+        os.fsync(self._file)
+
+
+def read(path: Path) -> list[Row]:
+    """Return the rows of a record, oldest first. A line that is cut off is left out."""
+    return [row for line in path.read_bytes().splitlines() if (row := _parsed(line)) is not None]
+
+
+def latest(rows: Iterable[Row]) -> dict[str, Row]:
+    """Return the newest row of each key, in the order in which the keys were first measured."""
+    return {row["key"]: row for row in rows}
+
+
+def current(rows: Iterable[Row], environment: Row) -> list[Row]:
+    """Return the rows whose figures are of this environment: its device, its versions and its sources."""
+    return [row for row in rows if all(environment.get(name) == value for name, value in row["of"].items())]
+
+
+def is_bad(row: Row) -> bool:
+    """Whether a row shows that something does not work. What cannot run here, and says why, is not bad."""
+    result = row.get("result") or {}
+    wrong = result.get("ok") is False or result.get("outcome") == "failed" or "wrong_by" in result
+    return "failed" in row or wrong
+
+
+def _parsed(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "key" in row else None
+
+
+def _sync_folder(folder: Path) -> None:
+    """Put the name of a new file on disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -1,0 +1,206 @@
+"""Run stages on a device: each row is in the record when it is measured, and time that is over ends a stage."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from benchmarks.gpu_day import checkout, plan, suites
+from benchmarks.gpu_day.clocks import Clocks
+from benchmarks.gpu_day.device import Cuda
+from benchmarks.gpu_day.guard import Answer, Guard, Pool
+from benchmarks.gpu_day.plan import Group, Suite, Task
+from benchmarks.gpu_day.record import Record, Row, current, is_bad, latest
+
+DESCRIBE_SECONDS = 90.0
+COMPILE_SECONDS = 150.0  # of all that a group compiles side by side
+LOG = "tests.log"
+RESERVE_SECONDS = 20.0  # for the report and the cache, at the end
+
+
+class Budget:
+    """The seconds of one call, by a clock that tests may replace."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until = clock() + seconds - RESERVE_SECONDS
+
+    @property
+    def left(self) -> float:
+        return self._until - self._clock()
+
+
+class Run:
+    """One call of `make gpu`: a record, a device, and the time that it has."""
+
+    record: Record
+
+    def __init__(self, device: Cuda, budget: Budget, commit: str) -> None:
+        self.device, self.budget = device, budget
+        self.environment: Row = {"commit": commit}
+        self.guard = Guard(device)
+        self.pool = Pool(device, device.processes)
+        self.clocks = Clocks(device.clocks)
+        self._anew: set[str] = set()  # keys whose rows here do not count
+
+    def find_device(self) -> bool:
+        """Ask a guarded process for the device. Raises RuntimeError where that fails."""
+        answer = self.guard.ask("describe", None, DESCRIBE_SECONDS)
+        if answer.failed:
+            raise RuntimeError(f"the device could not be described: {answer.failed}")
+        if answer.result is None:
+            return False
+        folders = {"sources": plan.SOURCES, "measuring": plan.MEASURING, "tests": plan.TESTS}
+        self.environment |= answer.result | {name: checkout.sources(*each) for name, each in folders.items()}
+        return True
+
+    def open(self, record: Record) -> None:
+        self.record = record
+
+    def measure_failures_again(self) -> None:
+        """Leave out the newest row of a key where it is bad."""
+        self._anew = {key for key, row in self.done().items() if is_bad(row)}
+
+    def close(self) -> None:
+        self.guard.close()
+        self.pool.close()
+        self.clocks.close()
+        if hasattr(self, "record"):
+            self.record.close()
+
+    @property
+    def hopper(self) -> bool:
+        return bool(self.environment["capability"] == "9.0")
+
+    def stage(self, name: str) -> bool:
+        """Run a stage, and return whether all of it is measured."""
+        if name in self.device.suites:
+            ended = [self._suite(name, suite) for suite in self.device.suites[name]]
+            return all(ended)
+        groups = self.groups(name)
+        whole = all(self._group(name, group) for group in groups)
+        done = self.done()
+        tasks = [task for group in groups for task in group.tasks]
+        missing = [task.key for task in tasks if task.key not in done]
+        print(f"{name}: {len(tasks) - len(missing)} of {len(tasks)} measured", flush=True)
+        return whole
+
+    def groups(self, name: str) -> list[Group]:
+        return plan.groups(name, self.device.sizes, self.environment)
+
+    def done(self) -> dict[str, Row]:
+        """Return the newest row of each key, of what stands here now."""
+        found = latest(current(self.record.rows, self.environment))
+        return {key: row for key, row in found.items() if key not in self._anew}
+
+    def _group(self, stage: str, group: Group) -> bool:
+        """Measure what is missing of a group. False where time ran out."""
+        done = self.done()
+        missing = [task for task in group.tasks if task.key not in done]
+        failed = {key for key, row in done.items() if key.startswith("smoke ") and is_bad(row)}
+        for task in list(missing):
+            if reasons := [name for name in task.needs if f"smoke {name}" in failed]:
+                print(f"{task.key}: left out, for these smoke tests failed: {', '.join(reasons)}", flush=True)
+                missing.remove(task)
+        if group.apart:
+            return self._apart(stage, missing)
+        self._compile(missing)
+        return all(self._timed(stage, task) for task in missing)
+
+    def _apart(self, stage: str, tasks: list[Task]) -> bool:
+        """Tasks side by side, each in a process of its own."""
+        begin = time.monotonic()
+        seen = 0
+        for task, answer in self.pool.ask_all("perform", tasks, self._limit, apart=True):
+            seen += self._write(stage, task, answer, begin)
+        return seen == len(tasks)
+
+    def _compile(self, tasks: list[Task]) -> None:
+        """Compile side by side what the tasks launch. A failure shows again where the task is timed."""
+        different = {task.compiles: task for task in tasks if task.compiles is not None}
+        if len(different) < 2:
+            return
+        until = time.monotonic() + COMPILE_SECONDS
+
+        def seconds(_task: Task) -> float:
+            return min(self.budget.left, until - time.monotonic())
+
+        for task, answer in self.pool.ask_all("compile", list(different.values()), seconds, apart=False):
+            if answer.failed:
+                print(f"compiling {task.key}: {answer.failed}", flush=True)
+
+    def _timed(self, stage: str, task: Task) -> bool:
+        """Measure one task with the device to itself. False where there is no time for it."""
+        limit = self._limit(task)
+        if limit <= 0:
+            return False
+        begin = time.monotonic()
+        answer = self.guard.ask("perform", task, limit)
+        if answer.lost and not answer.fresh and not answer.timed_out:
+            # What ran before in that process may be to blame.
+            limit = self._limit(task)
+            if limit <= 0:
+                return False
+            begin = time.monotonic()
+            answer = self.guard.ask("perform", task, limit)
+        return self._write(stage, task, answer, begin)
+
+    def _limit(self, task: Task) -> float:
+        return min(task.limit, self.budget.left)
+
+    def _write(self, stage: str, task: Task, answer: Answer, begin: float) -> bool:
+        """Put a row on disk. False, and no row, where the task was cut off because time is over."""
+        if answer.timed_out and self.budget.left <= 0:
+            return False
+        row = self._row(stage, plan.OF_OURS if task.ours else plan.OF_PEERS) | {
+            "key": task.key,
+            "at": _now(),
+            "seconds": round(time.monotonic() - begin, 3),
+            "clocks": self.clocks.since(begin),
+            "task": plan.parameters(task),
+        }
+        self.record.append(row | ({"failed": answer.failed} if answer.failed else {"result": answer.result}))
+        self._anew.discard(task.key)
+        print(f"{task.key}: {answer.failed or _brief(answer.result)}", flush=True)
+        return True
+
+    def _row(self, stage: str, names: Sequence[str]) -> Row:
+        """What rows of a stage share; `names`: what of the environment their figures depend on."""
+        return {"stage": stage, "of": {name: self.environment[name] for name in names}, "environment": self.environment}
+
+    def _suite(self, stage: str, suite: Suite) -> bool:
+        """Run the tests of a suite that have no outcome yet. False where time ran out."""
+        if suite.name.startswith("hopper") and not self.hopper:
+            return True
+        if self.budget.left <= 0:
+            return False
+        prefix = f"test {suite.name} "
+        row = self._row(stage, (*plan.OF_OURS, "tests"))
+        known = [key.removeprefix(prefix) for key in self.done() if key.startswith(prefix)]
+        log = self.record.path.with_name(LOG)
+        code = suites.run(
+            suite, self.record.path, row, known, self.device.name, self.device.processes, self.budget.left, log
+        )
+        self.record.reload()
+        count = Counter(r["result"]["outcome"] for key, r in self.done().items() if key.startswith(prefix))
+        print(f"{suite.name}: pytest's exit code {code}; {dict(count)}", flush=True)
+        ended = code in (0, 1, 5)  # 5: no test was left
+        if not ended and code != suites.CUT_OFF:
+            print(log.read_text(errors="replace")[-3000:], flush=True)
+        return ended
+
+
+def _brief(result: Row) -> str:
+    """A row in a few words."""
+    if "ok" in result:
+        return "ok" if result["ok"] else f"WRONG: {result['errors']} {result['missing']}"
+    if result.get("ms") is not None:
+        more = f", {result['tflops_standard']:.0f} TFLOP/s" if result.get("tflops_standard") else ""
+        return f"{result['ms']:.4g} ms{more}"
+    return next((f"{name}: {result[name]}" for name in ("skipped", "refused", "wrong_by") if result.get(name)), "?")
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,130 @@
+"""A small problem for each kernel: does it run on this device, and does it agree with float64?
+
+The kernels of a check run alone: what a gradient starts from comes from the float64 reference, so that one kernel that
+is wrong fails its own checks and no others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_day.device import Cuda
+from benchmarks.gpu_day.plan import Smoke
+from flashpoint_kernels import Options, Problem, run, verify
+from flashpoint_kernels.nano import nano_attention
+from flashpoint_kernels.problem import DTYPES
+from flashpoint_kernels.triton_backend import launch
+
+
+@dataclass(frozen=True)
+class Check:
+    """A problem, and the kernels that must have run for it."""
+
+    kernels: tuple[str, ...]
+    grads: tuple[str, ...] = ()  # none: the forward
+    hopper: bool = False
+    split: bool = False  # few queries and many keys
+    mask: bool = False
+    sinks: bool = False
+    dtype: str = "bfloat16"
+    options: dict[str, Any] = field(default_factory=lambda: {"causal": True})
+
+
+_LEVEL_1: dict[str, Any] = {"window": (100, 20), "softcap": 5.0}
+CHECKS = {
+    "forward": Check(("attention_forward",)),
+    "forward_hopper": Check(("attention_forward_hopper",), hopper=True),
+    "backward_kv": Check(("attention_delta", "attention_backward_kv"), ("dk", "dv")),
+    "backward_q": Check(("attention_delta", "attention_backward_q"), ("dq",)),
+    "backward_kv_hopper": Check(("attention_delta", "attention_backward_kv_hopper"), ("dk", "dv"), hopper=True),
+    "backward_q_hopper": Check(("attention_delta", "attention_backward_q_hopper"), ("dq",), hopper=True),
+    "merge": Check(("attention_forward", "merge_parts"), split=True),
+    "options": Check(("attention_forward",), options=_LEVEL_1, sinks=True),
+    "mask": Check(("attention_forward",), mask=True),
+    "backward_mask": Check(("attention_delta", "attention_backward_mask"), ("dattn_mask",), mask=True),
+    "backward_sinks": Check(("attention_delta", "attention_backward_sinks"), ("dsinks",), sinks=True),
+    "float32": Check(("attention_forward",), dtype="float32"),
+    "nano": Check(("nano_forward",)),
+}
+
+
+def smoke(device: Cuda, task: Smoke) -> dict[str, Any]:
+    """Return whether the check is `ok`, the kernels that ran, and each error with its bound."""
+    check = CHECKS[task.name]
+    tensors = _tensors(device, check)
+    with path_of_hopper(check.hopper):
+        answers, ran, options = _nano(tensors) if task.name == "nano" else _launched(tensors, check)
+    found = verify(tensors, options, answers=answers)
+    missing = [name for name in check.kernels if name not in ran]
+    return {
+        "ok": found.ok and not missing,
+        "kernels": ran,
+        "missing": missing,
+        "errors": {t.name: [t.max_abs, t.bound] for t in found.tensors},
+    }
+
+
+@contextmanager
+def path_of_hopper(asked: bool) -> Iterator[None]:
+    """Ask our Triton backend for the path of hopper.py, or for the general one."""
+    before = os.environ.get("FLASHPOINT_HOPPER")
+    os.environ["FLASHPOINT_HOPPER"] = str(int(asked))
+    try:
+        yield
+    finally:
+        del os.environ["FLASHPOINT_HOPPER"]
+        if before is not None:
+            os.environ["FLASHPOINT_HOPPER"] = before
+
+
+def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:
+    """q, k, v and what else the check takes; with gradients also do, o and lse."""
+    queries, keys, many, dim = device.sizes.smoke
+    q_len, kv_len = (5, many) if check.split else (queries, keys)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device.name, DTYPES[check.dtype])
+
+    kv_heads = 4 if "nano_forward" in check.kernels else 2
+    tensors = {"q": normal(2, 4, q_len, dim), "k": normal(2, kv_heads, kv_len, dim)}
+    tensors["v"] = normal(2, kv_heads, kv_len, dim)
+    if check.mask:
+        tensors["attn_mask"] = normal(2, 4, q_len, kv_len)
+    if check.sinks:
+        tensors["sinks"] = normal(4).float()
+    if check.grads:
+        forward = Problem.create(tensors, Options(return_lse=True, **check.options))
+        run([forward], "reference")
+        tensors |= {"do": normal(2, 4, q_len, dim), **forward.outputs}
+    return tensors
+
+
+def _launched(tensors: dict[str, Tensor], check: Check) -> tuple[dict[str, Tensor], list[str], Options]:
+    """(answers, names of the kernels that ran, options). What a kernel does not write stays NaN."""
+    options = Options(**check.options, backend="triton")
+    if check.grads:
+        options = replace(options, grads=check.grads)
+        problem = Problem.create(tensors, options, "backward")
+    else:
+        problem = Problem.create(tensors, replace(options, return_lse=True))
+    for t in problem.outputs.values():
+        t.fill_(float("nan"))
+    run([problem], "triton")
+    if check.grads:
+        calls = launch.backward_calls([problem], [launch.scratch_of(problem)])
+    else:
+        calls = launch.forward_calls([problem])
+    return problem.outputs, [call.kernel.__name__ for call in calls if call.programs], options
+
+
+def _nano(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str], Options]:
+    o, lse = nano_attention(tensors["q"], tensors["k"], tensors["v"], causal=True)
+    return {"o": o, "lse": lse}, ["nano_forward"], Options(causal=True)

@@ -1,0 +1,173 @@
+"""What a guarded process does for each task. Imported there alone, for it needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import cache, lru_cache
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_day.decode import decode, make_cache
+from benchmarks.gpu_day.device import Cuda
+from benchmarks.gpu_day.plan import Decode, Smoke, Task, Timed, Trial
+from benchmarks.gpu_day.smoke import CHECKS, path_of_hopper, smoke
+from flashpoint_kernels import Options, Problem
+from flashpoint_kernels.problem import DTYPES
+from flashpoint_kernels.triton_backend import compile_ahead, launch
+from flashpoint_kernels.triton_backend.calls import Call
+from flashpoint_kernels.triton_backend.config import config_for
+from flashpoint_kernels.triton_backend.configurations import Config, Tile
+
+_WRONG = 0.02  # a tile changes the order of sums: a few roundings of bfloat16. More is a miscompilation
+
+
+def describe(device: Cuda, _task: None) -> dict[str, Any] | None:
+    """What the device says of itself, and the names of the smoke tests that it is to pass."""
+    found = device.describe()
+    return found and {"checks": list(CHECKS)} | found
+
+
+def perform(device: Cuda, task: Task) -> dict[str, Any]:
+    """Measure a task; what a row has as `result`."""
+    if isinstance(task, Smoke):
+        return smoke(device, task)
+    if isinstance(task, Timed):
+        return timed(device, task)
+    return trial(device, task) if isinstance(task, Trial) else decode(device, task)
+
+
+def compile_task(device: Cuda, task: Task) -> None:
+    """Compile what a task launches into Triton's cache on disk, from which the process that times it loads."""
+    if isinstance(task, Trial):
+        for call in _calls_of(device, task)[0]:
+            call.compile()
+        return
+    if isinstance(task, Timed):
+        with path_of_hopper(task.hopper):
+            compile_ahead([_problem(device, task)]).result()
+    elif isinstance(task, Decode) and not task.page:
+        made = make_cache(device, task)
+        whole = Problem.create({"q": made.q, "k": made.k, "v": made.v}, Options(layout="bshd"))
+        compile_ahead([whole]).result()
+
+
+ACTIONS: dict[str, Callable[[Cuda, Any], Any]] = {
+    "describe": describe,
+    "perform": perform,
+    "compile": compile_task,
+}
+
+
+def timed(device: Cuda, task: Timed) -> dict[str, Any]:
+    device.measure_peaks(task.case.dtype)
+    with _deterministic(task.deterministic), path_of_hopper(task.hopper):
+        return device.measure(task.case)
+
+
+@contextmanager
+def _deterministic(asked: bool) -> Iterator[None]:
+    """Ask torch for deterministic algorithms, and for no NaN in new memory, which would be within the time."""
+    memory: Any = torch.utils.deterministic
+    torch.use_deterministic_algorithms(asked)
+    memory.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        memory.fill_uninitialized_memory = True
+        torch.use_deterministic_algorithms(False)
+
+
+def _problem(device: Cuda, task: Timed) -> Problem:
+    """A problem that launches the kernels of a case."""
+    case = task.case
+    q = torch.zeros(case.batch, case.q_heads, case.q_len, case.head_dim, device=device.name, dtype=DTYPES[case.dtype])
+    k = torch.zeros(case.batch, case.kv_heads, case.kv_len, case.head_dim, device=device.name, dtype=q.dtype)
+    tensors = {"q": q, "k": k, "v": k}
+    options = Options(causal=case.causal, return_lse=True)
+    if case.direction == "forward":
+        return Problem.create(tensors, options)
+    return Problem.create(tensors | {"do": q}, Options(causal=case.causal), "backward")
+
+
+def trial(device: Cuda, task: Trial) -> dict[str, Any]:
+    """Time one tile of a kernel, proven against the shipped one, which is the truth for all others.
+
+    `refused`: it does not fit, or the compiler gives up; `wrong_by`: its answers are others.
+    """
+    shipped = getattr(_config(device, task), task.name)
+    row = {**asdict(shipped if task.tile is None else Tile(*task.tile)), "shipped": task.tile is None, "ms": None}
+    exact = _truth(device, replace(task, tile=None))
+    try:
+        ms, answers, made = _time(device, task)
+    except Exception as error:
+        if task.tile is None or device.is_lost():
+            raise
+        return row | {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+    off = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(answers, exact, strict=True)]
+    wrong = [each for each in off if not each < _WRONG]  # a NaN is wrong
+    return row | made | ({"wrong_by": wrong[0]} if wrong else {"ms": ms})
+
+
+@lru_cache(maxsize=1)
+def _truth(device: Cuda, task: Trial) -> list[Tensor]:
+    return _time(device, task)[1]
+
+
+def _time(device: Cuda, task: Trial) -> tuple[float, list[Tensor], dict[str, Any]]:
+    """(median milliseconds, the answers, what the compiler made of the kernel)."""
+    calls, outputs = _calls_of(device, task)
+    for output in outputs:
+        output.fill_(float("nan"))
+    for call in calls:
+        call.args = cache(call.args)  # made once, outside the time
+
+    def run() -> None:
+        for call in calls:
+            call.run()
+
+    run()
+    taken = device.milliseconds(run)
+    try:
+        made = device.occupancy(calls[0])
+    except Exception as error:  # it takes names that Triton's releases change; the time is worth more
+        made = {"occupancy": f"{type(error).__name__}: {error}"[:200]}
+    return median(taken), outputs, made
+
+
+def _config(device: Cuda, task: Trial) -> Config:
+    dim = task.shape[-1]
+    return config_for(torch.device(device.name), "bfloat16", dim, dim, 0, task.hopper)
+
+
+def _calls_of(device: Cuda, task: Trial) -> tuple[list[Call], list[Tensor]]:
+    """The calls of a trial's kernel, and the tensors that they write."""
+    with path_of_hopper(task.hopper):
+        return _calls(device, task)
+
+
+def _calls(device: Cuda, task: Trial) -> tuple[list[Call], list[Tensor]]:
+    generator = torch.Generator(device.name).manual_seed(0)
+    tensors = {
+        name: torch.randn(task.shape, generator=generator, device=device.name, dtype=torch.bfloat16)
+        for name in ("q", "k", "v", "do")
+    }
+    config = _config(device, task)
+    if task.tile is not None:
+        config = replace(config, **{task.name: Tile(*task.tile)})
+    options = Options(causal=True, return_lse=True)
+    forward = Problem.create({name: tensors[name] for name in "qkv"}, options)
+    if task.name == "forward":
+        return list(launch.forward_calls([forward], config)), list(forward.outputs.values())
+    launch.forward([forward])  # what the gradients start from is the same for every tile
+    backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
+    calls = list(launch.backward_calls([backward], [launch.scratch_of(backward)], config))
+    for call in calls:
+        if call.kernel.__name__ == "attention_delta":
+            call.run()
+    mine = [call for call in calls if call.kernel.__name__ == f"attention_{task.kernel}"]
+    return mine, [t for name, t in backward.outputs.items() if (name == "dq") == (task.name == "backward_q")]

@@ -1,0 +1,172 @@
+"""What a guarded process does for a task of `make gpu`, with the real kernels under Triton's interpreter."""
+
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_day import decode, smoke, work
+from benchmarks.gpu_day.plan import SWEEP, Decode, Smoke, Timed, Trial
+from flashpoint_kernels.timing.case import Case
+from flashpoint_kernels.triton_backend.aot import KERNELS
+from tests.support.gpu_stand_in import StandIn
+
+SHAPE = (1, 1, 4, 16)
+SLOW_CHECKS = ("merge", "options", "mask", "backward_mask", "backward_sinks", "float32", "forward_hopper")
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> StandIn:
+    return StandIn(tmp_path / "notes")
+
+
+def test_every_kernel_has_a_smoke_test() -> None:
+    """A new kernel needs a check in benchmarks/gpu_day/smoke.py."""
+    covered = {name for check in smoke.CHECKS.values() for name in check.kernels}
+    assert covered == {kernel.__name__ for kernel in KERNELS.values()} | {"nano_forward"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW_CHECKS else []) for name in smoke.CHECKS],
+)
+def test_a_smoke_test_runs_its_kernels_and_agrees_with_float64(name: str, device: StandIn) -> None:
+    found = work.perform(device, Smoke(name))
+    assert found["ok"], found
+    assert set(smoke.CHECKS[name].kernels) <= set(found["kernels"])
+
+
+def test_a_smoke_test_fails_where_another_kernel_ran_or_an_answer_is_wrong(
+    device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        smoke.CHECKS, "forward", replace(smoke.CHECKS["forward"], kernels=("attention_forward_hopper",))
+    )
+    found = work.perform(device, Smoke("forward"))
+    assert (found["ok"], found["missing"]) == (False, ["attention_forward_hopper"])
+    monkeypatch.setattr(smoke, "nano_attention", lambda q, k, v, causal: (torch.zeros_like(q), q[..., 0].float()))
+    assert not work.perform(device, Smoke("nano"))["ok"]
+
+
+@pytest.mark.parametrize(
+    "kernel", [kernel if kernel == "forward" else pytest.param(kernel, marks=pytest.mark.slow) for kernel in SWEEP]
+)
+def test_a_trial_runs_its_kernel_with_its_tile_and_a_wrong_answer_is_no_time(
+    kernel: str, device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = Trial(kernel, SHAPE, (16, 32, 4, 2))
+    ran = [call for call in work._calls_of(device, tried)[0] if call.programs]
+    assert {call.constants["BLOCK_M"] for call in ran} == {16}
+    assert [call.kernel.__name__ for call in ran] == [f"attention_{kernel}"]
+    found = work.perform(device, tried)
+    assert (found["ms"], found["shipped"], found["block_m"], found["spills"]) == (1.0, False, 16, 0)
+    truth = work._truth(device, replace(tried, tile=None))
+    monkeypatch.setattr(work, "_truth", lambda *_: [t + 1 for t in truth])
+    wrong = work.perform(device, tried)
+    assert (wrong["ms"], wrong["wrong_by"] > 0.02) == (None, True)
+
+
+def test_a_tile_that_does_not_fit_is_refused_and_the_shipped_one_fails(
+    device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = Trial("forward", SHAPE)
+    assert work.perform(device, shipped)["shipped"]
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("out of resource: shared memory\nand more")
+
+    monkeypatch.setattr(work, "_time", refuse)
+    found = work.perform(device, replace(shipped, tile=(16, 32, 4, 2)))
+    assert (found["ms"], found["refused"]) == (None, "RuntimeError: out of resource: shared memory")
+    with pytest.raises(RuntimeError, match="out of resource"):
+        work.perform(device, shipped)
+    monkeypatch.setattr(StandIn, "is_lost", lambda self: True)
+    with pytest.raises(RuntimeError, match="out of resource"):
+        work.perform(device, replace(shipped, tile=(16, 32, 4, 2)))
+
+
+@pytest.mark.parametrize("unwritten", [0, 1])
+def test_what_a_trial_leaves_unwritten_is_no_answer(
+    unwritten: int, device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New memory may hold the right answers of the trial before."""
+    right = [torch.ones(4), torch.ones(4)]
+    left = [t.clone() for t in right]
+    call = SimpleNamespace(args=tuple, run=lambda: left[1 - unwritten].copy_(right[0]))
+    monkeypatch.setattr(work, "_calls_of", lambda *_: ([call], left))
+    monkeypatch.setattr(work, "_truth", lambda *_: right)
+    row = work.trial(device, Trial("backward_kv", SHAPE, (16, 32, 4, 2)))
+    assert row["ms"] is None
+    assert math.isnan(row["wrong_by"])
+
+
+def test_what_the_compiler_made_cannot_be_read_and_the_time_stays(
+    device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(self: StandIn, call: Any) -> dict[str, Any]:
+        raise AttributeError("n_regs")
+
+    monkeypatch.setattr(StandIn, "occupancy", gone)
+    found = work.perform(device, Trial("forward", SHAPE, (16, 32, 4, 2)))
+    assert (found["ms"], found["occupancy"]) == (1.0, "AttributeError: n_regs")
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_torch_and_our_path_are_asked_for_one_task_alone(
+    before: str | None, device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def measure(self: StandIn, case: Case) -> dict[str, Any]:
+        filled: Any = torch.utils.deterministic
+        assert not filled.fill_uninitialized_memory
+        seen.append((torch.are_deterministic_algorithms_enabled(), os.environ["FLASHPOINT_HOPPER"]))
+        return {}
+
+    monkeypatch.setattr(StandIn, "measure", measure)
+    if before is None:
+        monkeypatch.delenv("FLASHPOINT_HOPPER", raising=False)
+    else:
+        monkeypatch.setenv("FLASHPOINT_HOPPER", before)
+    case = Case(backend="triton", batch=1, q_heads=1, q_len=16, head_dim=16)
+    for task in (Timed(case), Timed(case, hopper=True), Timed(case, deterministic=True)):
+        work.perform(device, task)
+    assert seen == [(False, "0"), (False, "1"), (True, "0")]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert os.environ.get("FLASHPOINT_HOPPER") == before
+
+
+def test_decoding_is_timed_where_it_is_right_and_says_what_is_not_there(
+    device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Decode("triton", 2, 4, 2, 40, 16)
+    found = work.perform(device, whole)
+    assert (found["ms"], found["bytes"]) == (1.0, 2 * 2 * 2 * 40 * 2 * 16)
+    assert work.perform(device, replace(whole, backend="flashinfer", page=16))["skipped"].startswith("flashinfer")
+    monkeypatch.setitem(decode._MAKERS, "triton", lambda task, cache: lambda: torch.zeros_like(cache.q[:, 0]))
+    wrong = work.perform(device, whole)
+    assert (wrong["ms"], wrong["wrong_by"]) == (None, pytest.approx(1, abs=0.01))
+
+
+def test_pages_are_asked_of_a_library_that_takes_them(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`attention` as docs/kernels.md will have it: a table of pages, and the length of each sequence."""
+    task = Decode("triton", 2, 4, 2, 40, 16, page=16)
+    assert "block_table" in work.perform(device, task)["skipped"]
+
+    def attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_table: torch.Tensor, kv_lengths: torch.Tensor,
+        layout: str, backend: str,
+    ) -> torch.Tensor:  # fmt: skip
+        assert (layout, backend, tuple(block_table.shape), kv_lengths.tolist()) == ("bshd", "triton", (2, 3), [40, 40])
+        assert sorted(block_table.flatten().tolist()) == list(range(6))
+        k, v = (t[block_table.long()].flatten(1, 2)[:, :40].float().repeat_interleave(2, 2) for t in (k, v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k) * 16**-0.5
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).to(q.dtype)
+
+    monkeypatch.setattr(decode, "attention", attention)
+    assert work.perform(device, task)["ms"] == 1.0

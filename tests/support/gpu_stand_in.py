@@ -1,0 +1,157 @@
+"""A device that is not there, for rehearsals of `make gpu`: real kernels under Triton's interpreter, made-up times.
+
+Every time that it "measures" is a function of what was measured. It notes each begin and end of a measurement in a file
+of its own, so that a test can say which measurements there were, whatever became of the process that made them.
+
+    python -m tests.support.gpu_stand_in NOTES [arguments of benchmarks/gpu.py]
+
+runs the whole command on it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flashpoint_kernels.timing.presets import grid
+
+from benchmarks import gpu
+from benchmarks.gpu_day import plan
+from benchmarks.gpu_day.device import Cuda
+from flashpoint_kernels.timing.case import ROW_FIELDS, Case
+
+NAME = "made up: no device"
+CLOCKS = "import time\nwhile True:\n    print('1980, 3201, 45, 600.5', flush=True)\n    time.sleep(0.05)\n"
+
+
+def papers() -> list[Case]:
+    shape = {"batch": 1, "q_heads": 2, "q_len": 16, "head_dim": 16}
+    return grid([shape], directions=plan.PASSES, backends=("naive", "triton", "sdpa_flash"))
+
+
+class StandIn(Cuda):
+    """The CPU, said to be an sm_90."""
+
+    name = "cpu"
+    processes = 2
+    clocks = (sys.executable, "-c", CLOCKS)
+    sizes = plan.Sizes(
+        tokens=32, width=32, dims=(16,), seqs=(16, 32), first=(16, 32), sweep=32, math=16, smoke=(20, 33, 99, 16),
+        decode=((2, 40),), decode_heads=((4, 2),), pages=(16,), papers=papers,
+    )  # fmt: skip
+    suites = {  # noqa: RUF012
+        "tests": (
+            plan.Suite("hopper", ("test_timing_account.py",), {"FLASHPOINT_HOPPER": "1"}),
+            plan.Suite("general", ("test_dispatch.py", "test_triton_offsets.py"), {"FLASHPOINT_HOPPER": "0"}),
+        ),
+        "races": (plan.Suite("hopper_races", ("test_triton_offsets.py",), {"FLASHPOINT_HOPPER": "1"}),),
+    }
+
+    def __init__(self, notes: Path) -> None:
+        self.notes = notes
+
+    def environment(self) -> dict[str, str | None]:
+        return super().environment() | {"TRITON_INTERPRET": "1", "FLASHPOINT_HOPPER": None}
+
+    def describe(self) -> dict[str, Any]:
+        import torch
+        import triton
+
+        return {
+            "device": NAME, "capability": "9.0", "driver": "0", "cuda": None, "torch": torch.__version__,
+            "triton": triton.__version__, "python": sys.version.split()[0],
+            "checks": ["forward", "backward_q_hopper", "nano"],
+            "absent": ["flash_attn", "flash_attn_3", "flashinfer", "xformers"],
+        }  # fmt: skip
+
+    def measure_peaks(self, dtype: str) -> None:
+        pass
+
+    def measure(self, case: Case) -> dict[str, Any]:
+        """A made-up row. Our own backend runs before, on one head of the case."""
+        hopper = os.environ.get("FLASHPOINT_HOPPER") == "1"
+        what = plan.Timed(case, _deterministic(), hopper).key
+        self.note("begin", what)
+        row = dict.fromkeys(ROW_FIELDS) | {name: getattr(case, name) for name in ROW_FIELDS if hasattr(case, name)}
+        if case.backend in ("flash_attn", "flash_attn_3", "flashinfer", "xformers"):
+            row["skipped"] = f"{case.backend} is not installed"
+        else:
+            if case.backend == "triton":
+                _run(case)
+            ms = made_up(what)
+            row |= {"ms": ms, "tflops_standard": 1 / ms, "device": NAME, "version": "0", "peak_bytes": 1 << 20}
+        self.note("end", what)
+        return row
+
+    def milliseconds(self, call: Callable[[], Any], repeats: int = 20) -> list[float]:
+        """Of what it does not know the name: one time for all."""
+        call()
+        return [1.0] * repeats
+
+    def occupancy(self, call: Any) -> dict[str, Any]:
+        return {"registers": 255, "spills": 0, "shared_bytes": 1024, "programs_per_multiprocessor": 2}
+
+    def note(self, what: str, of: str) -> None:
+        """One write that is on disk when this returns."""
+        file = os.open(self.notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(file, f"{what} {of}\n".encode())
+        os.fsync(file)
+        os.close(file)
+
+
+class Unruly(StandIn):
+    """A device on which cases of some lengths go wrong, each in its way."""
+
+    CRASHES, HANGS, LOSES, RAISES = 101, 102, 103, 104
+    gone = False
+
+    def is_lost(self) -> bool:
+        return self.gone
+
+    def measure(self, case: Case) -> dict[str, Any]:
+        if case.q_len == self.CRASHES:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if case.q_len == self.HANGS:
+            time.sleep(3600)
+        self.gone |= case.q_len == self.LOSES
+        if self.gone:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if case.q_len == self.RAISES:
+            raise ValueError("no tile")
+        return super().measure(case)
+
+
+def made_up(what: str) -> float:
+    """Milliseconds from 1 to 2, the same for the same words."""
+    return 1 + zlib.crc32(what.encode()) % 1000 / 1000
+
+
+def _deterministic() -> bool:
+    import torch
+
+    return torch.are_deterministic_algorithms_enabled()
+
+
+def _run(case: Case) -> None:
+    import torch
+
+    from flashpoint_kernels import attention
+
+    q = torch.randn(1, 1, case.q_len, case.head_dim, requires_grad=case.direction != "forward")
+    k = torch.randn(1, 1, case.kv_len, case.head_dim)
+    o = attention(q.half(), k.half(), k.half(), causal=case.causal, backend="triton")
+    if case.direction != "forward":
+        o.sum().backward()
+
+
+if __name__ == "__main__":
+    # By its name in its module: guarded processes import that, and not this file as a program.
+    from tests.support import gpu_stand_in
+
+    sys.exit(gpu.main(sys.argv[2:], gpu_stand_in.StandIn(Path(sys.argv[1]))))
