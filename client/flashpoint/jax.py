@@ -29,7 +29,7 @@ from flashpoint._vmapped import batch_shape, fold, single
 from flashpoint.errors import invalid
 from flashpoint.options import AttentionOptions, Grad
 from flashpoint_contract.options import GRADS
-from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED
+from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, refusals
 
 Array: TypeAlias = jax.Array | NDArray[Any]
 Arrays: TypeAlias = dict[str, jax.Array]
@@ -72,7 +72,7 @@ def attention(
     }  # fmt: skip
     tensors = {name: _array(name, t) for name, t in given.items() if t is not None or name in REQUIRED["forward"]}
     for name in options.keys() - Settled.__annotations__.keys():
-        raise invalid(name, "is not taken by this call")
+        raise invalid(name, dict(refusals("jax", [name])).get(name, "is not taken by this call"))
     sending = {name: value for name, value in options.items() if name in Sending.__annotations__}
     chosen: dict[str, Any] = {name: value for name, value in options.items() if name not in sending}
     if isinstance(dropout_seed, jax.Array):

@@ -156,8 +156,10 @@ class Spec:
         names = ("B", "B+1", "Hq", "Hk", "Sq", "Sk", "D", "Dv")
         heads, lengths = (self.q_heads, self.kv_heads), (self.q_len, self.kv_len)
         sizes = (self.batch, self.batch + 1, *heads, *lengths, self.head_dim, self.value_dim)
-        of_pages = {"pool": self.pool, "pages": self.kv_len // self.page_size, "page_size": self.page_size}
-        return dict(zip(names, sizes, strict=True)) | (of_pages if self.paged else {})
+        found = dict(zip(names, sizes, strict=True))
+        if self.paged:
+            found |= {"pool": self.pool, "pages": self.kv_len // self.page_size, "page_size": self.page_size}
+        return found
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the largest shape that a tensor of that name may have in this problem."""

@@ -16,7 +16,7 @@ from flashpoint.options import AttentionOptions
 from flashpoint_contract.options import OPTIONS, Direction, Option, Options, ProblemError
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.spec import plan as check
-from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, TENSORS, Tensor, TensorInfo
+from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, SCALES, TENSORS, Tensor, TensorInfo
 
 Numbers = NDArray[Any]
 
@@ -35,7 +35,8 @@ class Rows(NamedTuple):
 class Problem:
     """q (B,Hq,Sq,D), k and v (B,Hk,Sk,·), and what else is given, as such views; `thd` is one long sequence of rows.
 
-    A mask has four dimensions, each 1 or in full; numbers per head are (Hq,) or (B or 1,Hq); `lse` is (B,Hq,Sq).
+    A mask has four dimensions, each 1 or in full; numbers per head are (Hq,) or (B or 1,Hq); `lse` is (B,Hq,Sq), and
+    the scales of 8-bit k and v are (B,Hk,Sk).
     """
 
     options: AttentionOptions
@@ -82,7 +83,8 @@ def problem(tensors: Mapping[str, Any], options: AttentionOptions, direction: Di
         rows = tuple(_rows(spec, index))
     except ProblemError as error:
         raise _invalid(error.errors) from None
-    views = {name: _canonical(name, t, spec) for name, t in given.items()}
+    views = {name: _canonical(name, t, spec) for name, t in given.items() if name not in SCALES}
+    views |= {name: _scales(name, given[name], spec, index) for name in SCALES if name in given}
     return Problem(options, spec, views, rows, shapes, tensors["q"])
 
 
@@ -110,6 +112,19 @@ def _canonical(name: str, t: Numbers, spec: Spec) -> Numbers:
     if row.per_head:
         return t.reshape(-1, spec.q_heads) if row.shared else t
     return t.reshape(1 if spec.ragged else spec.batch, spec.q_heads, spec.q_len)
+
+
+def _scales(name: str, t: Numbers, spec: Spec, index: Mapping[str, list[int]]) -> Numbers:
+    """The scales of a tensor as a number for each of its rows, (B,Hk,Sk)."""
+    rows = spec.kv_heads, spec.kv_len
+    if spec.per_row(name):
+        t = t.T[None] if spec.ragged else t
+        turned = not spec.ragged and spec.rank == 4 and spec.options.layout == "bshd"
+        return t.swapaxes(1, 2) if turned else t.reshape(-1, *rows)
+    t = np.broadcast_to(t, (spec.batch, spec.kv_heads))
+    if spec.ragged:
+        return np.repeat(t, np.diff(index["cu_seqlens_k"]), axis=0).T[None]
+    return np.broadcast_to(t[..., None], (spec.batch, *rows))
 
 
 def _rows(spec: Spec, index: Mapping[str, list[int]]) -> Iterator[Rows]:

@@ -38,7 +38,7 @@ from flashpoint.options import AttentionOptions
 from flashpoint.shape_schema import Direction, Dtype
 from flashpoint.verify_schema import VerifyReport, VerifyRequest
 from flashpoint_contract import wire
-from flashpoint_contract.tensors import EXTRAS, REQUIRED
+from flashpoint_contract.tensors import EXTRAS, REQUIRED, refusals
 
 EXAMPLES = """
   flashpoint verify --q-len 512 --head-dim 64 --causal
@@ -130,6 +130,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     specs = {spec.name: spec for spec in head.tensors}
     if not specs.keys() >= set(REQUIRED["forward"]):
         raise invalid("file", f"{path} has no q, k and v, but {', '.join(specs) or 'nothing'}")
+    if refused := refusals("cli", specs):
+        raise invalid(*refused[0])
     return unpack(buffer[head.size :], specs, buffer), wire.decode_options(head.metadata)
 
 

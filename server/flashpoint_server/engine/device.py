@@ -26,11 +26,11 @@ from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyRequest
 from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.spec import Row, Spec, plan
-from flashpoint_contract.tensors import INDEX_TENSORS, TensorInfo
+from flashpoint_contract.tensors import INDEX_TENSORS, SCALES, TensorInfo
 from flashpoint_kernels import Problem, available_backends, calibration, run, triton_backend
 from flashpoint_kernels.cost import Rates
 from flashpoint_kernels.dispatch import run_part
-from flashpoint_kernels.problem import DTYPES
+from flashpoint_kernels.problem import DTYPES, check_scales
 from flashpoint_kernels.reproducible import CORES, split
 from flashpoint_kernels.timing.environment import device_name, is_lost
 from flashpoint_server.engine import local
@@ -333,9 +333,10 @@ def may_pass(error: Exception) -> bool:
 
 
 def check(job: Placed) -> tuple[Row, ...]:
-    """The sequences of a job. Raises Refusal 422 where the values of index tensors do not fit: a head cannot tell."""
+    """The sequences of a job. Raises Refusal 422 where values of its tensors do not fit: a head cannot tell."""
     index = {t.name: _in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
     try:
+        check_scales({t.name: _in(job.memory, t) for t in job.submit.inputs if t.name in SCALES})
         return job.spec.rows(index)
     except ProblemError as error:
         raise invalid(error.errors) from None

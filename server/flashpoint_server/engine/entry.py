@@ -17,7 +17,7 @@ from operator import mul
 from typing import NamedTuple
 
 from flashpoint_contract.spec import Row, Spec
-from flashpoint_contract.tensors import INDEX_TENSORS
+from flashpoint_contract.tensors import INDEX_TENSORS, SCALES
 from flashpoint_kernels import Problem
 from flashpoint_kernels.problem import launch_key
 from flashpoint_server.engine.device import Device, Placed, spec_of
@@ -67,7 +67,7 @@ class Asked:
         """Whether its problem depends on more than the places: on what is read there as it is made, or on a seed."""
         spec = self.spec
         bool_mask = spec.has("attn_mask") and spec.tensors["attn_mask"].dtype == "bool"
-        return bool_mask or bool(spec.options.dropout_p) or any(spec.has(name) for name in INDEX_TENSORS)
+        return bool_mask or bool(spec.options.dropout_p) or any(spec.has(name) for name in (*INDEX_TENSORS, *SCALES))
 
 
 @dataclass(eq=False)
