@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from flashpoint import jsonwire
 from flashpoint._arrays import Array, pack, unpack
-from flashpoint.errors import InvalidInputError, ProtocolError, invalid
+from flashpoint.errors import InvalidInputError, ProtocolError, all_invalid, invalid
 from flashpoint.meta import Meta
 from flashpoint.options import AttentionOptions, Backend, CausalAlignment, Grad, Layout, Precision
 from flashpoint.validation import field_problems
@@ -197,7 +197,7 @@ def _call(path: str, keywords: dict[str, Any]) -> Call:
 def message(tensors: Mapping[str, Any], options: AttentionOptions) -> tuple[memoryview, ...]:
     """The parts of a message of `tensors`, of which those that are None are left out, but for q, k and v."""
     if refused := refusals("sdk", (name for name, t in tensors.items() if t is not None)):
-        raise invalid(*refused[0])
+        raise all_invalid(refused)
     packed = {name: pack(name, t) for name, t in tensors.items() if t is not None or name in REQUIRED["forward"]}
     head = wire.build_head(
         [(name, p.dtype, p.shape) for name, p in packed.items()],

@@ -46,7 +46,9 @@ def attention(
             raise invalid(name, "must be a torch tensor")
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
         return _method(client, "attention")(q, k, v, **keywords)
-    if alone := [name for name, t in keywords.items() if t is not None and name in TENSORS and TENSORS[name].forward_only]:
+    if alone := [
+        name for name, t in keywords.items() if t is not None and name in TENSORS and TENSORS[name].forward_only
+    ]:
         raise invalid(alone[0], "is for the forward alone: detach q, k and v")
     others: dict[str, Any] = dict(keywords)
     return_lse, with_meta = others.pop("return_lse", False), others.pop("with_meta", False)

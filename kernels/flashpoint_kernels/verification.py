@@ -143,7 +143,9 @@ def _check_names(tensors: Mapping[str, Tensor]) -> None:
     unknown = f"unknown tensor; known are {', '.join(INPUT_TENSORS)}, and as answers o, lse, {', '.join(GRADS)}"
     taken = INPUT_TENSORS if "do" in tensors else TAKEN["forward"]
     errors = [
-        (name, "is taken beside do alone" if name in INPUT_TENSORS else unknown) for name in tensors if name not in taken
+        (name, "is taken beside do alone" if name in INPUT_TENSORS else unknown)
+        for name in tensors
+        if name not in taken
     ]
     if errors:
         raise ProblemError(errors)

@@ -338,6 +338,20 @@ def test_float8_goes_through_a_surface_with_scales_of_every_form(services, surfa
         torch.testing.assert_close(found["o"], solve(held, options, direction)["o"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_scales_are_cut_among_servers_with_their_keys(services, layout):
+    for form in FORMS:
+        tensors = problem("cu_seqlens_q")[0] if layout == "thd" else problem("kv_lengths")[0]
+        if layout == "bshd":
+            tensors |= {n: tensors[n].transpose(1, 2).contiguous() for n in "qkv"}
+        tensors |= {n: tensors[n].mul(20).to(torch.int8) for n in "kv"} | scales(form, layout)
+        held = {n: t if torch.is_tensor(t) else torch.tensor(t) for n, t in tensors.items()}
+        q, k, v = (tensors.pop(n) for n in "qkv")
+        found = sharded.attention(services.clients, q, k, v, layout=layout, causal=True, parts=(2, 3), **tensors)
+        expected = solve(held, {"layout": layout, "causal": True}, "forward")["o"]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("surface", ["oip", "grpc"])
 def test_a_protocol_without_float8_refuses_it_by_name(services, surface, monkeypatch):
     monkeypatch.setitem(NAMES, torch.float8_e4m3fn, "FP8")

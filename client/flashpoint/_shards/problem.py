@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flashpoint._arrays import Array, to_like, to_numpy
 from flashpoint._shards.cut import UNBOUNDED, Band
-from flashpoint.errors import FieldProblem, InvalidInputError
+from flashpoint.errors import all_invalid
 from flashpoint.options import AttentionOptions
 from flashpoint_contract.options import OPTIONS, Direction, Option, Options, ProblemError
 from flashpoint_contract.spec import Spec
@@ -74,7 +74,7 @@ def problem(tensors: Mapping[str, Any], options: AttentionOptions, direction: Di
     used: list[Tensor | Option] = [TENSORS[name] for name in given]
     used += [option for name, option in OPTIONS.items() if getattr(options, name) != option.default]
     if refused := [(row.name, f"{row.refused['sharded']}: not sharded") for row in used if "sharded" in row.refused]:
-        raise _invalid(refused)
+        raise all_invalid(refused)
     shapes = {name: t.shape for name, t in given.items()}
     infos = {name: TensorInfo(t.dtype.name, t.shape) for name, t in given.items()}
     index = {name: given.pop(name).tolist() for name in INDEX_TENSORS if name in given}
@@ -82,15 +82,10 @@ def problem(tensors: Mapping[str, Any], options: AttentionOptions, direction: Di
         spec = check(infos, Options(**options.model_dump()), direction)
         rows = tuple(_rows(spec, index))
     except ProblemError as error:
-        raise _invalid(error.errors) from None
+        raise all_invalid(error.errors) from None
     views = {name: _canonical(name, t, spec) for name, t in given.items() if name not in SCALES}
     views |= {name: _scales(name, given[name], spec, index) for name in SCALES if name in given}
     return Problem(options, spec, views, rows, shapes, tensors["q"])
-
-
-def _invalid(errors: Iterable[tuple[str, str]]) -> InvalidInputError:
-    problems = [FieldProblem(*each) for each in errors]
-    return InvalidInputError("; ".join(f"{name}: {message}" for name, message in problems), errors=problems)
 
 
 def _view(array: Numbers, layout: str) -> Numbers:

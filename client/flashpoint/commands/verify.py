@@ -33,7 +33,7 @@ from flashpoint.commands.running import (
     write_json,
 )  # fmt: skip
 from flashpoint.commands.tables import verification_table
-from flashpoint.errors import invalid
+from flashpoint.errors import all_invalid, invalid
 from flashpoint.options import AttentionOptions
 from flashpoint.shape_schema import Direction, Dtype
 from flashpoint.verify_schema import VerifyReport, VerifyRequest
@@ -131,7 +131,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not specs.keys() >= set(REQUIRED["forward"]):
         raise invalid("file", f"{path} has no q, k and v, but {', '.join(specs) or 'nothing'}")
     if refused := refusals("cli", specs):
-        raise invalid(*refused[0])
+        raise all_invalid(refused)
     return unpack(buffer[head.size :], specs, buffer), wire.decode_options(head.metadata)
 
 

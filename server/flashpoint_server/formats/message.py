@@ -102,9 +102,7 @@ def text_bytes(tensors: Iterable[TensorInfo]) -> int:
     return _NUMBER * sum(math.prod(info.shape) for info in tensors)
 
 
-def make_spec(
-    infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direction: Direction, surface: str
-) -> Spec:
+def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direction: Direction, surface: str) -> Spec:
     """Return the problem that names, shapes, dtypes and options make, as `surface` carries them. Raises Refusal 422."""
     if refused := refusals(surface, infos):
         raise invalid(refused)
