@@ -383,5 +383,5 @@ def test_a_scale_that_is_not_finite_is_refused_by_name_each_time(services):
             by_safetensors(services, given, options, direction)
             continue
         given["v_scale"][0, 0, 3] = bad
-        with pytest.raises(RefusedError, match="v_scale.*finite"):
+        with pytest.raises(RefusedError, match=r"v_scale.*finite"):
             by_safetensors(services, given, options, direction)
