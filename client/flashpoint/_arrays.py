@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashpoint.errors import invalid
-from flashpoint_contract.tensors import INDEX_TENSORS
+from flashpoint_contract.tensors import INDEX_TENSORS, SCALES
 from flashpoint_contract.wire import ITEMSIZE, TensorSpec
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = Union[NDArray[Any], "torch.Tensor"]
 
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_OF_ML_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
 
 
 class Packed(NamedTuple):
@@ -47,10 +47,13 @@ def pack(name: str, value: Any) -> Packed:
             value = np.array(value, None if value else np.int64)
         except (TypeError, ValueError, OverflowError):
             raise invalid(name, "must be integers of 64 bits") from None
+    if name in SCALES and isinstance(value, (int, float, np.floating)) and not isinstance(value, bool):
+        value = np.array(value, np.float32)
     if not isinstance(value, np.ndarray):
         kinds = (
             "a numpy array, a torch tensor or a list" if name in INDEX_TENSORS else "a numpy array or a torch tensor"
         )
+        kinds = f"a number, {kinds}" if name in SCALES else kinds
         raise invalid(name, f"must be {kinds}, not {type(value).__name__}")
     if value.dtype.name not in ITEMSIZE:
         raise invalid(name, f"dtype {value.dtype} cannot be sent")
@@ -109,4 +112,4 @@ def _unpack(data: NDArray[np.uint8], spec: TensorSpec, like: Array) -> Any:
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
-    return _BFLOAT16 if name == "bfloat16" else np.dtype(name)
+    return _OF_ML_DTYPES[name] if name in _OF_ML_DTYPES else np.dtype(name)

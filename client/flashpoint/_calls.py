@@ -12,13 +12,13 @@ from pydantic import BaseModel, ValidationError
 
 from flashpoint import jsonwire
 from flashpoint._arrays import Array, pack, unpack
-from flashpoint.errors import InvalidInputError, ProtocolError, invalid
+from flashpoint.errors import InvalidInputError, ProtocolError, all_invalid, invalid
 from flashpoint.meta import Meta
 from flashpoint.options import AttentionOptions, Backend, CausalAlignment, Grad, Layout, Precision
 from flashpoint.validation import field_problems
 from flashpoint_contract import wire
 from flashpoint_contract.options import OPTIONS, Direction
-from flashpoint_contract.tensors import ANSWERS, BACKWARD_TENSORS, FORWARD_TENSORS, REQUIRED
+from flashpoint_contract.tensors import ANSWERS, INPUT_TENSORS, REQUIRED, TAKEN, refusals
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -76,8 +76,18 @@ class Common(Problem, total=False):
     with_meta: bool
 
 
-class Forward(Common, total=False):
-    """Keywords of `attention`: `Common`, and whether to answer (o, lse)."""
+class Scales(TypedDict, total=False):
+    """The scales of k and v in float8_e4m3fn or int8, which stand for value times scale.
+
+    A number, a tensor (B,Hk) or (1,Hk), or one of k's shape without D, as `flashpoint_kernels.quantize` makes it.
+    """
+
+    k_scale: Array | float | None
+    v_scale: Array | float | None
+
+
+class Forward(Common, Scales, total=False):
+    """Keywords of `attention`: `Common`, `Scales`, and whether to answer (o, lse)."""
 
     return_lse: bool
 
@@ -131,7 +141,8 @@ class Call:
 def _only(direction: Direction) -> set[str]:
     """Return the options and tensors that calls of one direction alone take."""
     options = {name for name, option in OPTIONS.items() if option.direction == direction}
-    return options | (set(BACKWARD_TENSORS) - set(FORWARD_TENSORS) if direction == "backward" else set())
+    other: Direction = "backward" if direction == "forward" else "forward"
+    return options | (set(TAKEN[direction]) - set(TAKEN[other]))
 
 
 _FORWARD_ONLY, _BACKWARD_ONLY = _only("forward"), _only("backward")
@@ -165,7 +176,7 @@ def _call(path: str, keywords: dict[str, Any]) -> Call:
     timeout = keywords.pop("timeout", DEFAULT)
     with_meta = keywords.pop("with_meta", False)
     headers = {"Content-Type": wire.MEDIA_TYPE, "Accept": wire.MEDIA_TYPE, **call_headers(keywords)}
-    given = {name: keywords.pop(name, None) for name in BACKWARD_TENSORS}
+    given = {name: keywords.pop(name, None) for name in INPUT_TENSORS}
     options = checked(AttentionOptions, keywords)
     like = given["q"]
     names: tuple[str, ...] = options.grads
@@ -185,6 +196,8 @@ def _call(path: str, keywords: dict[str, Any]) -> Call:
 
 def message(tensors: Mapping[str, Any], options: AttentionOptions) -> tuple[memoryview, ...]:
     """The parts of a message of `tensors`, of which those that are None are left out, but for q, k and v."""
+    if refused := refusals("sdk", (name for name, t in tensors.items() if t is not None)):
+        raise all_invalid(refused)
     packed = {name: pack(name, t) for name, t in tensors.items() if t is not None or name in REQUIRED["forward"]}
     head = wire.build_head(
         [(name, p.dtype, p.shape) for name, p in packed.items()],

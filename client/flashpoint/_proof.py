@@ -9,20 +9,20 @@ from pydantic import BaseModel, ValidationError
 
 from flashpoint import jsonwire
 from flashpoint._arrays import Array
-from flashpoint._calls import DEFAULT, Call, Model, Problem, Sending, call_headers, checked, message
+from flashpoint._calls import DEFAULT, Call, Model, Problem, Scales, Sending, call_headers, checked, message
 from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest
 from flashpoint.errors import ProtocolError, invalid
 from flashpoint.options import AttentionOptions, Grad
 from flashpoint.shape_schema import Direction, Dtype, Shape
 from flashpoint.verify_schema import Extra, VerifyReport, VerifyRequest
 from flashpoint_contract import wire
-from flashpoint_contract.tensors import ALL_ANSWERS, BACKWARD_TENSORS
+from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS
 
 DRAWN = ("shape", "dtype", "seed", "direction", "extras")  # what only a problem that the server draws has
 
 
-class Verify(Problem, total=False):
-    """Keywords of `verify`: `Problem`, and either `shape` and the rest of `VerifyRequest`, or tensors.
+class Verify(Problem, Scales, total=False):
+    """Keywords of `verify`: `Problem`, `Scales`, and either `shape` and the rest of `VerifyRequest`, or tensors.
 
     Beside q, k and v: `do`, and `dlse`, where gradients are to be judged too; which gradients those are (`grads`); and
     any of `o`, `lse`, `dq`, `dk`, `dv`, `dattn_mask` and `dsinks`, which are then judged, and nothing else is.
@@ -64,7 +64,7 @@ def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[
     rest: dict[str, Any] = dict(keywords)
     timeout = rest.pop("timeout", DEFAULT)
     headers = {"Accept": jsonwire.MEDIA_TYPE, **call_headers(rest)}
-    given = {name: rest.pop(name, None) for name in dict.fromkeys((*BACKWARD_TENSORS, *ALL_ANSWERS))} | {
+    given = {name: rest.pop(name, None) for name in dict.fromkeys((*INPUT_TENSORS, *ALL_ANSWERS))} | {
         "q": q,
         "k": k,
         "v": v,

@@ -106,8 +106,14 @@ _BY_STATUS: dict[int, type[FlashpointError]] = {
 
 
 def invalid(field: str, message: str) -> InvalidInputError:
-    """The caller's `field` is not what it must be."""
-    return InvalidInputError(f"{field}: {message}", errors=[FieldProblem(field, message)])
+    """Return the error of one field of the caller's."""
+    return all_invalid([(field, message)])
+
+
+def all_invalid(errors: Iterable[tuple[str, str]]) -> InvalidInputError:
+    """Return the error of several fields of the caller's, each with what is wrong with it."""
+    problems = [FieldProblem(*each) for each in errors]
+    return InvalidInputError("; ".join(f"{name}: {message}" for name, message in problems), errors=problems)
 
 
 def from_problem(

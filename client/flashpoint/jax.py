@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from flashpoint._calls import Sending, Settled, checked
 from flashpoint._client import Client
 from flashpoint._vmapped import batch_shape, fold, single
-from flashpoint.errors import invalid
+from flashpoint.errors import all_invalid, invalid
 from flashpoint.options import AttentionOptions, Grad
 from flashpoint_contract.options import GRADS
-from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED
+from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, refusals
 
 Array: TypeAlias = jax.Array | NDArray[Any]
 Arrays: TypeAlias = dict[str, jax.Array]
@@ -71,8 +71,9 @@ def attention(
         "q_lengths": q_lengths, "kv_lengths": kv_lengths, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
     }  # fmt: skip
     tensors = {name: _array(name, t) for name, t in given.items() if t is not None or name in REQUIRED["forward"]}
-    for name in options.keys() - Settled.__annotations__.keys():
-        raise invalid(name, "is not taken by this call")
+    if unknown := sorted(options.keys() - Settled.__annotations__.keys()):
+        reasons = dict(refusals("jax", unknown))
+        raise all_invalid((name, reasons.get(name, "is not taken by this call")) for name in unknown)
     sending = {name: value for name, value in options.items() if name in Sending.__annotations__}
     chosen: dict[str, Any] = {name: value for name, value in options.items() if name not in sending}
     if isinstance(dropout_seed, jax.Array):

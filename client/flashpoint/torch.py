@@ -22,7 +22,9 @@ from flashpoint._client import Client
 from flashpoint.errors import invalid
 from flashpoint.meta import Meta
 from flashpoint_contract.options import GRADS
+from flashpoint_contract.tensors import TENSORS
 
+_FORWARD_ONLY = [name for name, row in TENSORS.items() if row.forward_only]
 _INPUTS = tuple(name[1:] for name in GRADS)  # those with a gradient, in the order in which autograd is given them
 
 
@@ -45,6 +47,8 @@ def attention(
             raise invalid(name, "must be a torch tensor")
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
         return _method(client, "attention")(q, k, v, **keywords)
+    if alone := [name for name in _FORWARD_ONLY if keywords.get(name) is not None]:
+        raise invalid(alone[0], "is for the forward alone: detach q, k and v")
     others: dict[str, Any] = dict(keywords)
     return_lse, with_meta = others.pop("return_lse", False), others.pop("with_meta", False)
     o, lse, meta = _RemoteAttention.apply(client, others, *inputs)  # type: ignore[no-untyped-call]

@@ -39,8 +39,8 @@ class Row(NamedTuple):
 
     `batch` indexes N (0 in `thd`), `index` is the sequence's number within its request (what dropout counts by).
     Query row i of the sequence is canonical row `q_start + i`; rows `q_len` to `q_rows` are padding, likewise for keys.
-    Where k and v are pages, `kv_start` is 0 and there is no padding (`kv_rows` is `kv_len`): key j of the sequence is key
-    j mod page_size of page `block_table[index, j div page_size]`.
+    Where k and v are pages, `kv_start` is 0 and there is no padding (`kv_rows` is `kv_len`): key j of the sequence is
+    key j mod page_size of page `block_table[index, j div page_size]`.
     """
 
     index: int  # type: ignore[assignment]  # a name the field has; tuple's own `index` is never wanted
@@ -182,7 +182,10 @@ class Spec:
 
     @property
     def causal_square(self) -> bool:
-        """Whether half of all (query, key) pairs are seen at most. Packed queries may all have the most keys of pages."""
+        """Whether half of all (query, key) pairs are seen at most.
+
+        Not where queries are packed and keys are pages: each query may see all keys that a sequence may have.
+        """
         return self.options.causal and self.q_len == self.kv_len and not (self.ragged and self.paged)
 
     @cached_property

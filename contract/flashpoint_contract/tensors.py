@@ -214,9 +214,8 @@ _ROWS = (
 
 def _gradient(name: str) -> Tensor:
     of = next(row for row in _ROWS if row.name == name[1:])
-    return of._replace(
-        name=name, text=f"of the shape of {of.name}", required=False, quantized=(), gradient=False, features=()
-    )
+    plain = of._replace(required=False, quantized=(), gradient=False, features=())
+    return plain._replace(name=name, text=f"of the shape of {of.name}")
 
 
 TENSORS: dict[str, Tensor] = {row.name: row for row in (*_ROWS, *map(_gradient, GRADS))}

@@ -8,9 +8,10 @@ layout and rank of the user's tensors (N is B, or 1 in the ragged layout):
     lse, dlse        (N, Hq, Sq)
     masks            (B, Hq, Sq, Sk)
     numbers per head (Hq,) or (B, Hq), float32
-    k_scale, v_scale (N, Hk, Sk) where each row has a number (`Spec.per_row`), else (1, Hk, 1) or (B, Hk, 1) by `Row.index`
+    k_scale, v_scale (N, Hk, Sk) where each row has a number (`Spec.per_row`), else (1, Hk, 1) or, by `Row.index`,
+                     (B, Hk, 1); in their own dtypes
 
-Views share the user's memory; a broadcast dimension of the mask has stride 0, and so has Hk of a scale that is a number.
+Views share the user's memory; a broadcast dimension of the mask has stride 0, and so has Hk where a scale is a number.
 
 Where k and v are pages (`Spec.paged`) their canonical views are the pool, whatever the layout: k and v (pool, Hk,
 page_size, D|Dv), and the scales of each row (pool, Hk, page_size). Key j of the sequence `Row.index` is at [number, :,
@@ -185,7 +186,7 @@ class Problem:
                 _scatter(name, view, rows, answers[name])
 
     def _read(self, name: str, view: Tensor, rows: Sequence[Row], read: _Read) -> Tensor:
-        """Return what `rows`, of equal lengths, have of the canonical view of an input, by `read` where it is so for all."""
+        """Return what `rows`, of equal lengths, have of an input. `read` copies or views what lies in rows."""
         if TENSORS[name].scale_of and not self.spec.per_row(name):
             if view.shape[0] == 1:
                 return view.expand(len(rows), -1, -1)
@@ -308,7 +309,7 @@ def check_scales(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _placed(name: str, t: Tensor, device: torch.device) -> Tensor:
-    """An input on the problem's device, but for index tensors. Raises ProblemError for one that does not belong there."""
+    """Return an input on the problem's device, or an index tensor wherever it is. Raises ProblemError."""
     if t.device == device or name in INDEX_TENSORS:
         return t
     if name == "block_table" or (name in SCALES and t.ndim == 0):

@@ -57,11 +57,16 @@ def dequantize(values: Tensor, scale: Tensor | float, dtype: torch.dtype = torch
     """
     if not isinstance(values, Tensor) or values.dtype not in _LARGEST or values.ndim < 1:
         raise ProblemError([("values", f"must be a tensor (..., D) of {' or '.join(EIGHT_BIT)}")])
-    wide = torch.promote_types(dtype, torch.float32)
-    factor = torch.as_tensor(scale, device=values.device).to(wide)
+    factor = torch.as_tensor(scale, dtype=None if isinstance(scale, Tensor) else torch.float64, device=values.device)
     try:
         factor = factor.expand(values.shape[:-1])
     except RuntimeError:
         shapes = f"{list(factor.shape)} does not broadcast to {list(values.shape[:-1])}"
         raise ProblemError([("scale", f"shape {shapes}")]) from None
-    return (values.to(wide) * factor[..., None]).to(dtype)
+    return scaled(values, factor, dtype)
+
+
+def scaled(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return values * scale[..., None] in `dtype`, rounded once, of any dtypes and scales that broadcast."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return (values.to(wide) * scale.to(wide)[..., None]).to(dtype)

@@ -20,26 +20,31 @@ import flashpoint
 from flashpoint import sharded
 from flashpoint.commands import verify
 from flashpoint_contract.options import OPTIONS, Pair
-from flashpoint_contract.tensors import ANSWERS, BACKWARD_TENSORS, FEATURES, TENSORS
-from flashpoint_kernels import Options, Problem, run
+from flashpoint_contract.tensors import ANSWERS, FEATURES, INPUT_TENSORS, SCALES, TAKEN, TENSORS
+from flashpoint_kernels import Options, Problem, quantize, run
 from flashpoint_kernels.support import SUPPORT
 from tests.support.messages import JSON, ask, message, normal, post
 from tests.support.oip.grpc_calls import Caller, port_of
 from tests.support.oip.grpc_calls import request as rpc_request
-from tests.support.oip.message import DATATYPES, infer
+from tests.support.oip.message import DATATYPES, NAMES, infer
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"B": 2, "B+1": 3, "Hq": 4, "Hk": 2, "Sq": 6, "Sk": 8, "D": 16, "Dv": 16}
 PACKED = SIZES | {"Sq": 12, "Sk": 16}
+PAGED = SIZES | {"pool": 5, "pages": 2, "page_size": 4}
+TABLE = torch.tensor([[4, 1], [0, 4]], dtype=torch.int32)
 # Options that an entry has an effect with.
 BESIDE = {"causal_alignment": {"causal": True}, "dropout_seed": {"dropout_p": 0.5}, "dropout_p": {"dropout_seed": 3}}
-ENTRIES = [*BACKWARD_TENSORS, *OPTIONS]
+ENTRIES = [*INPUT_TENSORS, *OPTIONS]
+BESIDE_TENSORS = {"block_table": ["kv_lengths"], **dict.fromkeys(SCALES, SCALES)}
 
 
-def value(name, layout):
+def value(name, layout, paged):
     """A tensor that is valid for its row, and other than what its absence stands for."""
     row = TENSORS[name]
-    sizes = PACKED if layout == "thd" else SIZES
+    if name == "block_table":
+        return TABLE
+    sizes = PAGED if paged else PACKED if layout == "thd" else SIZES
     shape = row.shape(sizes, layout, 3 if layout == "thd" else 4)
     if not row.is_index:
         return normal(*shape, seed=ENTRIES.index(name))
@@ -58,12 +63,20 @@ def problem(entry):
     layout = options.get("layout", "bhsd")
     if entry in rows and layout not in rows[entry].layouts:
         layout = options["layout"] = rows[entry].layouts[0]
-    known = [n for n in BACKWARD_TENSORS if rows[n].direction == "forward" or direction == "backward"]
-    names = [n for n in known if rows[n].required or n == entry or rows[n].layouts == (layout,)]
-    tensors = {name: value(name, layout) for name in names}
+    asked = [entry, *BESIDE_TENSORS.get(entry, [])]
+    names = [n for n in TAKEN[direction] if rows[n].required or n in asked or rows[n].layouts == (layout,)]
+    tensors = {name: value(name, layout, entry == "block_table") for name in names}
+    if entry in SCALES:
+        tensors |= eight_bit(tensors, torch.int8)
     if entry in ANSWERS["forward"]:  # `o` and `lse` of a gradient come together, and are the forward's
         tensors |= solve({n: tensors[n] for n in "qkv"}, {**options, "return_lse": True}, "forward")
     return tensors, options, direction
+
+
+def eight_bit(tensors, dtype):
+    """k and v of 8 bits, and their scales for each row."""
+    (k, k_scale), (v, v_scale) = (quantize(tensors[name], dtype) for name in "kv")
+    return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
 
 
 def solve(tensors, options, direction):
@@ -243,6 +256,10 @@ def judged(entry):
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_verification_takes_an_entry(services, entry):
     tensors, options = judged(entry)
+    if entry in INPUT_TENSORS and "sdk" in TENSORS[entry].refused:
+        with pytest.raises(flashpoint.InvalidInputError, match=rf"\b{entry}\b"):
+            services.client.verify(**tensors, **options)
+        return
     report = services.client.verify(**tensors, **options)
     assert report.ok
     assert report.backend == "given"
@@ -258,14 +275,14 @@ def flag_of(name, given):
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_the_command_line_takes_an_entry(tmp_path, capsys, entry):
     tensors, options = judged(entry)
-    refused = "cli" in OPTIONS[entry].refused if entry in OPTIONS else False
+    refused = "cli" in (OPTIONS.get(entry) or TENSORS[entry]).refused
     (tmp_path / "case").write_bytes(message(tensors))
     flags = [word for name, given in options.items() for word in flag_of(name, given)]
     code = verify.main([*flags, str(tmp_path / "case")])
     said = capsys.readouterr()
     if refused:
         assert code == 2
-        assert flag_of(entry, True)[0] in said.err
+        assert (flag_of(entry, True)[0] if entry in OPTIONS else entry) in said.err
     else:
         assert code == 0, said
 
@@ -276,11 +293,95 @@ def test_openapi_and_the_documentation_name_every_entry(server):
     forward, backward = (schemas[f"{name}Request"]["properties"] for name in ("Attention", "AttentionGrad"))
     for entry in ENTRIES:
         row = OPTIONS.get(entry) or TENSORS[entry]
-        if row.direction != "backward":
-            assert row.text in forward[entry]["description"]
-        assert row.text in backward[entry]["description"]
+        if "json" in row.refused:
+            assert entry not in forward | backward
+        else:
+            if row.direction != "backward":
+                assert row.text in forward[entry]["description"]
+            assert row.text in backward[entry]["description"]
         assert f"`{entry}`" in text, entry
 
 
 def test_every_feature_of_the_table_is_somebodys():
     assert set().union(*SUPPORT.values()) == FEATURES.keys()
+
+
+# 8-bit keys and values
+
+
+OF_FLOAT8 = [name for name in SURFACES if name not in ("json", "oip", "grpc", "jax")]
+FORMS = ("number", "0-d", "per head", "per head and sequence", "per row")
+
+
+def scales(form, layout="bhsd"):
+    """k_scale and v_scale of SIZES, in one of the contract's forms."""
+    if form == "number":
+        return {"k_scale": 0.25, "v_scale": 0.5}
+    sizes, rank = (PACKED, 3) if layout == "thd" else (SIZES, 4)
+    shapes = {"0-d": (), "per head": (1, 2), "per head and sequence": (2, 2)}
+    shape = shapes[form] if form in shapes else TENSORS["k_scale"].shape(sizes, layout, rank)
+    return {name: 0.1 + normal(*shape, seed=n).abs() for n, name in enumerate(SCALES)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("surface", OF_FLOAT8)
+def test_float8_goes_through_a_surface_with_scales_of_every_form(services, surface, form):
+    for layout in ("bhsd", "bshd", "thd"):
+        tensors, options, direction = problem("cu_seqlens_q" if layout == "thd" else "k_scale")
+        if layout == "bshd":
+            tensors |= {n: tensors[n].transpose(1, 2).contiguous() for n in "qkv"}
+            options = {"layout": layout}
+        tensors |= {n: tensors[n].float().clamp(-8, 8).to(torch.float8_e4m3fn) for n in "kv"}
+        tensors |= {n: t.contiguous() if torch.is_tensor(t) else t for n, t in scales(form, layout).items()}
+        held = {n: t if torch.is_tensor(t) else torch.tensor(t) for n, t in tensors.items()}
+        found = SURFACES[surface](services, held if surface == "safetensors" else tensors, options, direction)
+        torch.testing.assert_close(found["o"], solve(held, options, direction)["o"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_scales_are_cut_among_servers_with_their_keys(services, layout):
+    for form in FORMS:
+        tensors = problem("cu_seqlens_q")[0] if layout == "thd" else problem("kv_lengths")[0]
+        if layout == "bshd":
+            tensors |= {n: tensors[n].transpose(1, 2).contiguous() for n in "qkv"}
+        tensors |= {n: tensors[n].mul(20).to(torch.int8) for n in "kv"} | scales(form, layout)
+        held = {n: t if torch.is_tensor(t) else torch.tensor(t) for n, t in tensors.items()}
+        q, k, v = (tensors.pop(n) for n in "qkv")
+        found = sharded.attention(services.clients, q, k, v, layout=layout, causal=True, parts=(2, 3), **tensors)
+        expected = solve(held, {"layout": layout, "causal": True}, "forward")["o"]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("surface", ["oip", "grpc"])
+def test_a_protocol_without_float8_refuses_it_by_name(services, surface, monkeypatch):
+    monkeypatch.setitem(NAMES, torch.float8_e4m3fn, "FP8")
+    tensors, options, direction = problem("k_scale")
+    tensors |= {n: tensors[n].to(torch.float8_e4m3fn) for n in "kv"}
+    with pytest.raises(RefusedError, match=r"\bk\b.*FP8"):
+        SURFACES[surface](services, tensors, options, direction)
+
+
+@pytest.mark.parametrize("surface", ["safetensors", "sdk", "async", "kernels", "sharded", "torch"])
+def test_a_gradient_refuses_pages_and_8_bits_by_name(services, surface):
+    tensors, options, _ = problem("k_scale")
+    tensors["do"] = normal(2, 4, 6, 16)
+    direction = "backward"
+    if surface == "torch":
+        tensors.pop("do")
+        tensors["q"].requires_grad_()
+        direction = "forward"
+    with pytest.raises(RefusedError, match=r"\bk_scale\b"):
+        SURFACES[surface](services, tensors, options, direction)
+
+
+def test_a_scale_that_is_not_finite_is_refused_by_name_each_time(services):
+    """An engine keeps the problems of few sequences: values are checked when one comes again, too."""
+    tensors, options, direction = problem("k_scale")
+    for bad in (torch.nan, torch.inf, None, -torch.inf):
+        given = tensors | ({"v_scale": tensors["v_scale"].clone()})
+        if bad is None:
+            by_safetensors(services, given, options, direction)
+            continue
+        given["v_scale"][0, 0, 3] = bad
+        with pytest.raises(RefusedError, match=r"v_scale.*finite"):
+            by_safetensors(services, given, options, direction)

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flashpoint_contract.tensors import FORWARD_TENSORS
-from flashpoint_kernels import Options, ProblemError, attention, attention_backward
+from flashpoint_contract.tensors import BACKWARD_TENSORS, FORWARD_TENSORS
+from flashpoint_kernels import Options, ProblemError, attention, attention_backward, quantize
 from flashpoint_kernels.ops import literal
 from tests.conftest import DEVICE
 from tests.support.kernels.solving import normal, qkv
 
 FORWARD = torch.ops.flashpoint.attention.default
 BACKWARD = torch.ops.flashpoint.attention_backward.default
+FORWARD_ONLY = ("pages", "8 bits")
+OF_BACKWARD = [n for n, name in enumerate(FORWARD_TENSORS) if name in BACKWARD_TENSORS]  # and the seed behind them
 DIFFERENTIABLE = ("q", "k", "v", "attn_mask", "sinks")
 
 
@@ -38,6 +40,19 @@ def packed() -> dict[str, Tensor]:
     """Three sequences, one of them with no key."""
     t = {"q": normal(9, 4, 8), "k": normal(11, 2, 8, seed=1), "v": normal(11, 2, 8, seed=2)}
     return t | {"cu_seqlens_q": index(0, 4, 6, 9), "cu_seqlens_k": index(0, 4, 4, 11, dtype=torch.int32)}
+
+
+def pages() -> dict[str, Tensor]:
+    """Two sequences of 5 and 3 keys, in pages of 2."""
+    t = inputs(3, 4, 5, 2, 8) | {"q": normal(2, 4, 5, 8)}
+    table = index(2, 0, 1, 1, 2, 7, dtype=torch.int32).view(2, 3)
+    return t | {"kv_lengths": index(5, 3), "block_table": table}
+
+
+def eight_bit() -> dict[str, Tensor]:
+    t = inputs()
+    (k, k_scale), (v, v_scale) = quantize(t["k"], torch.int8), quantize(t["v"], torch.int8)
+    return t | {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
 
 
 # Every option and every tensor of the contract, alone or with what it needs.
@@ -60,6 +75,8 @@ CASES: dict[str, tuple[Callable[[], dict[str, Tensor]], dict[str, Any]]] = {
     "tf32": (inputs, {"precision": "tf32", "backend": "tiled"}),
     "bfloat16": (lambda: inputs(dtype=torch.bfloat16), {"causal": True}),
     "float64": (lambda: inputs(dtype=torch.float64), {"backend": "reference"}),
+    "pages": (pages, {"causal": True}),
+    "8 bits": (eight_bit, {}),
     "triton": (lambda: inputs(1, 2, 3, 3, 8), {"backend": "triton", "causal": True}),
 }
 OPTION_NAMES = {name for _, options in CASES.values() for name in options}
@@ -67,6 +84,8 @@ OPTION_NAMES = {name for _, options in CASES.values() for name in options}
 
 def leaves(case: str) -> dict[str, Tensor]:
     tensors = CASES[case][0]()
+    if case in FORWARD_ONLY:
+        return tensors
     return {n: x.detach().requires_grad_() if n in DIFFERENTIABLE and x.is_floating_point() else x
             for n, x in tensors.items()}  # fmt: skip
 
@@ -77,6 +96,11 @@ def arguments(case: str) -> list[Any]:
     seed = options.get("dropout_seed")
     seed = None if seed is None else torch.tensor(seed - (1 << 64))
     return [*(tensors.get(name) for name in FORWARD_TENSORS), seed, literal(Options(**options))]
+
+
+def of_backward(given: list[Any]) -> list[Any]:
+    """The tensors and the seed that both operators take."""
+    return [*(given[n] for n in OF_BACKWARD), given[-2]]
 
 
 def test_the_cases_have_every_option_and_tensor() -> None:
@@ -91,21 +115,25 @@ def cases(fast: Iterable[str], *, without: str = "") -> list[Any]:
 
 
 # The interpreter takes 15 s for what opcheck repeats, and the dispatcher does not see which backend runs.
-@pytest.mark.parametrize("case", cases({"thd", "dropout", "float mask"}, without="triton"))
+@pytest.mark.parametrize("case", cases({"thd", "dropout", "float mask", *FORWARD_ONLY}, without="triton"))
 def test_opcheck(case: str) -> None:
     """Schema, autograd's registration, the fake kernels' shapes and strides, and both traced with symbolic sizes."""
     given = arguments(case)
     torch.library.opcheck(FORWARD, given)
+    if case in FORWARD_ONLY:
+        return
     given = [x.detach() if isinstance(x, Tensor) else x for x in given]
     o, lse = FORWARD(*given)
     grads = [f"d{name}" for name, x in leaves(case).items() if x.requires_grad]
     dlse = torch.ones_like(lse)
-    torch.library.opcheck(BACKWARD, [*given[:-1], normal(*o.shape).to(o.dtype), o, lse, dlse, given[-1], grads])
+    torch.library.opcheck(BACKWARD, [*of_backward(given), normal(*o.shape).to(o.dtype), o, lse, dlse, given[-1], grads])
 
 
 def test_opcheck_without_the_forwards_answers() -> None:
     given = [x.detach() if isinstance(x, Tensor) else x for x in arguments("plain")]
-    torch.library.opcheck(BACKWARD, [*given[:-1], normal(2, 4, 5, 8), None, None, None, given[-1], ["dv", "dq"]])
+    torch.library.opcheck(
+        BACKWARD, [*of_backward(given), normal(2, 4, 5, 8), None, None, None, given[-1], ["dv", "dq"]]
+    )
 
 
 def test_options_of_numpy_travel() -> None:
@@ -117,6 +145,8 @@ def test_options_of_numpy_travel() -> None:
 def loss_and_gradients(call: Callable[..., Any], tensors: dict[str, Tensor]) -> list[Tensor]:
     wanted = [x for x in tensors.values() if x.requires_grad]
     answers = call(tensors)
+    if not wanted:
+        return list(answers)
     return [*answers, *torch.autograd.grad([x.double().cos().sum() for x in answers], wanted)]
 
 

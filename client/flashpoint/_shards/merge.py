@@ -22,10 +22,10 @@ from flashpoint import _calls
 from flashpoint._shards.plan import Plan, Shard
 from flashpoint._shards.problem import Numbers, Problem
 from flashpoint.errors import invalid
-from flashpoint_contract.tensors import TENSORS
+from flashpoint_contract.tensors import SCALES, TENSORS
 
-_FORWARD = ("q", "k", "v", "attn_mask")
-_BACKWARD = (*_FORWARD, "do", "dlse")
+_BACKWARD = ("q", "k", "v", "attn_mask", "do", "dlse")
+_FORWARD = ("q", "k", "v", "attn_mask", *SCALES)
 # Infinities of the caller's, and numbers too large for float16, are answered and not warned of: as a server does.
 _QUIET = np.errstate(invalid="ignore", over="ignore")
 # What a shard has in its own way, or its servers need not know.
@@ -58,7 +58,7 @@ class Question:
         return [t.swapaxes(1, 2) if self._turned(n) else t for n, t in zip(names, found, strict=True)]
 
     def _turned(self, name: str) -> bool:
-        return self.options["layout"] == "bshd" and TENSORS[name].has_columns
+        return self.options["layout"] == "bshd" and TENSORS[name].in_layout
 
 
 Steps: TypeAlias = Generator[list[Question], list[list[Numbers]], dict[str, Numbers]]

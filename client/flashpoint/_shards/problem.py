@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from flashpoint._arrays import Array, to_like, to_numpy
 from flashpoint._shards.cut import UNBOUNDED, Band
-from flashpoint.errors import FieldProblem, InvalidInputError
+from flashpoint.errors import all_invalid
 from flashpoint.options import AttentionOptions
 from flashpoint_contract.options import OPTIONS, Direction, Option, Options, ProblemError
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.spec import plan as check
-from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, TENSORS, Tensor, TensorInfo
+from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, SCALES, TENSORS, Tensor, TensorInfo
 
 Numbers = NDArray[Any]
 
@@ -35,7 +35,8 @@ class Rows(NamedTuple):
 class Problem:
     """q (B,Hq,Sq,D), k and v (B,Hk,Sk,·), and what else is given, as such views; `thd` is one long sequence of rows.
 
-    A mask has four dimensions, each 1 or in full; numbers per head are (Hq,) or (B or 1,Hq); `lse` is (B,Hq,Sq).
+    A mask has four dimensions, each 1 or in full; numbers per head are (Hq,) or (B or 1,Hq); `lse` is (B,Hq,Sq), and
+    the scales of 8-bit k and v are (B,Hk,Sk).
     """
 
     options: AttentionOptions
@@ -73,7 +74,7 @@ def problem(tensors: Mapping[str, Any], options: AttentionOptions, direction: Di
     used: list[Tensor | Option] = [TENSORS[name] for name in given]
     used += [option for name, option in OPTIONS.items() if getattr(options, name) != option.default]
     if refused := [(row.name, f"{row.refused['sharded']}: not sharded") for row in used if "sharded" in row.refused]:
-        raise _invalid(refused)
+        raise all_invalid(refused)
     shapes = {name: t.shape for name, t in given.items()}
     infos = {name: TensorInfo(t.dtype.name, t.shape) for name, t in given.items()}
     index = {name: given.pop(name).tolist() for name in INDEX_TENSORS if name in given}
@@ -81,14 +82,10 @@ def problem(tensors: Mapping[str, Any], options: AttentionOptions, direction: Di
         spec = check(infos, Options(**options.model_dump()), direction)
         rows = tuple(_rows(spec, index))
     except ProblemError as error:
-        raise _invalid(error.errors) from None
-    views = {name: _canonical(name, t, spec) for name, t in given.items()}
+        raise all_invalid(error.errors) from None
+    views = {name: _canonical(name, t, spec) for name, t in given.items() if name not in SCALES}
+    views |= {name: _scales(name, given[name], spec, index) for name in SCALES if name in given}
     return Problem(options, spec, views, rows, shapes, tensors["q"])
-
-
-def _invalid(errors: Iterable[tuple[str, str]]) -> InvalidInputError:
-    problems = [FieldProblem(*each) for each in errors]
-    return InvalidInputError("; ".join(f"{name}: {message}" for name, message in problems), errors=problems)
 
 
 def _view(array: Numbers, layout: str) -> Numbers:
@@ -110,6 +107,19 @@ def _canonical(name: str, t: Numbers, spec: Spec) -> Numbers:
     if row.per_head:
         return t.reshape(-1, spec.q_heads) if row.shared else t
     return t.reshape(1 if spec.ragged else spec.batch, spec.q_heads, spec.q_len)
+
+
+def _scales(name: str, t: Numbers, spec: Spec, index: Mapping[str, list[int]]) -> Numbers:
+    """The scales of a tensor as a number for each of its rows, (B,Hk,Sk)."""
+    rows = spec.kv_heads, spec.kv_len
+    if spec.per_row(name):
+        t = t.T[None] if spec.ragged else t
+        turned = not spec.ragged and spec.rank == 4 and spec.options.layout == "bshd"
+        return t.swapaxes(1, 2) if turned else t.reshape(-1, *rows)
+    t = np.broadcast_to(t, (spec.batch, spec.kv_heads))
+    if spec.ragged:
+        return np.repeat(t, np.diff(index["cu_seqlens_k"]), axis=0).T[None]
+    return np.broadcast_to(t[..., None], (spec.batch, *rows))
 
 
 def _rows(spec: Spec, index: Mapping[str, list[int]]) -> Iterator[Rows]:

@@ -33,12 +33,12 @@ from flashpoint.commands.running import (
     write_json,
 )  # fmt: skip
 from flashpoint.commands.tables import verification_table
-from flashpoint.errors import invalid
+from flashpoint.errors import all_invalid, invalid
 from flashpoint.options import AttentionOptions
 from flashpoint.shape_schema import Direction, Dtype
 from flashpoint.verify_schema import VerifyReport, VerifyRequest
 from flashpoint_contract import wire
-from flashpoint_contract.tensors import EXTRAS, REQUIRED
+from flashpoint_contract.tensors import EXTRAS, REQUIRED, refusals
 
 EXAMPLES = """
   flashpoint verify --q-len 512 --head-dim 64 --causal
@@ -130,6 +130,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     specs = {spec.name: spec for spec in head.tensors}
     if not specs.keys() >= set(REQUIRED["forward"]):
         raise invalid("file", f"{path} has no q, k and v, but {', '.join(specs) or 'nothing'}")
+    if refused := refusals("cli", specs):
+        raise all_invalid(refused)
     return unpack(buffer[head.size :], specs, buffer), wire.decode_options(head.metadata)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from flashpoint_contract.spec import Row
 from flashpoint_kernels.dropout import kept_bits
 from flashpoint_kernels.problem import Problem
-from flashpoint_kernels.quantization import dequantize
+from flashpoint_kernels.quantization import scaled
 
 # Scores at a time, over all heads: 32 MiB of float64, of which a gradient holds seven at once (215 MiB, measured).
 CHUNK = 1 << 22
@@ -130,7 +130,7 @@ def _inputs(problem: Problem, row: Row, x: dict[str, Tensor], dtype: torch.dtype
         own["attn_mask"] = problem.mask_part(problem.tensors["attn_mask"], [row])[0]
     for name in ("k", "v"):
         if f"{name}_scale" in x:
-            own[name] = dequantize(x[name], x[f"{name}_scale"], dtype)
+            own[name] = scaled(x[name], x[f"{name}_scale"], dtype)
     return {name: t if t.dtype == torch.bool else t.to(dtype) for name, t in own.items()}
 
 

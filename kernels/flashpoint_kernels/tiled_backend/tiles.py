@@ -29,7 +29,7 @@ from flashpoint_kernels import bounds
 from flashpoint_kernels.dropout import kept_bits, room_for
 from flashpoint_kernels.problem import Problem, narrowed, parted
 from flashpoint_kernels.products import add_product, product
-from flashpoint_kernels.quantization import dequantize
+from flashpoint_kernels.quantization import scaled
 from flashpoint_kernels.reproducible import aligned, can_be_cut, sharing, threads
 
 INF = float("inf")
@@ -350,7 +350,7 @@ def _rows_of(t: Tensor, scale: Tensor | None, j0: int, j1: int) -> Tensor:
     rows = t[:, j0:j1]
     if scale is None:
         return rows
-    return dequantize(rows, scale if scale.shape[1] == 1 else scale[:, j0:j1])
+    return scaled(rows, scale if scale.shape[1] == 1 else scale[:, j0:j1])
 
 
 def _shaped(memory: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from flashpoint_contract.spec import Row
 from flashpoint_kernels.problem import Problem, consecutive, narrowed
-from flashpoint_kernels.quantization import dequantize
+from flashpoint_kernels.quantization import scaled
 from flashpoint_kernels.reproducible import aligned, aligned_heads, exactly, sharing, threads
 
 INF = float("inf")
@@ -139,7 +139,7 @@ class Call:
         held = (mask is None or mask.dtype in (torch.bool, x["q"].dtype)) and not spec.quantized
         dtype = x["q"].dtype if problem.device.type == "cuda" and held else torch.float32
         if spec.quantized:  # in float32, which rounds no product of a number and its scale to a half type
-            x = x | {name: dequantize(x[name], x[f"{name}_scale"]) for name in ("k", "v")}
+            x = x | {name: scaled(x[name], x[f"{name}_scale"]) for name in ("k", "v")}
         q, k, v = (aligned_heads(x[name], dtype) for name in "qkv")
         turned, scale = (1.0, spec.scale) if spec.scale > 0 else (-1.0, -spec.scale) if spec.scale else (0.0, 1.0)
         if turned != 1.0:

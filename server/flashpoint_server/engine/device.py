@@ -24,10 +24,10 @@ from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyRequest
 from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.spec import Row
-from flashpoint_contract.tensors import INDEX_TENSORS
+from flashpoint_contract.tensors import INDEX_TENSORS, SCALES
 from flashpoint_kernels import Problem, available_backends, run, triton_backend
 from flashpoint_kernels.dispatch import run_part
-from flashpoint_kernels.problem import DTYPES
+from flashpoint_kernels.problem import DTYPES, check_scales
 from flashpoint_kernels.reproducible import CORES, split
 from flashpoint_kernels.timing.device import device_name, is_lost
 from flashpoint_server.engine import local
@@ -160,9 +160,10 @@ class TorchDevice:
             return None if triton_backend.compiled([problem]) else triton_backend.compile_ahead([problem])
 
     def rows(self, job: Placed) -> tuple[Row, ...]:
-        """Return the sequences of a job. Raises Refusal 422 where index tensors hold values that do not fit."""
+        """Return the sequences of a job. Raises Refusal 422 where values of its tensors do not fit."""
         index = {t.name: _in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
         try:
+            check_scales({t.name: _in(job.memory, t) for t in job.submit.inputs if t.name in SCALES})
             return job.spec.rows(index)
         except ProblemError as error:
             raise invalid(error.errors) from None

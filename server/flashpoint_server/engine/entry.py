@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import structlog
 
 from flashpoint_contract.spec import Row, Spec, plan
-from flashpoint_contract.tensors import INDEX_TENSORS, TensorInfo
+from flashpoint_contract.tensors import INDEX_TENSORS, SCALES, TensorInfo
 from flashpoint_kernels import Problem
 from flashpoint_kernels.problem import launch_key
 from flashpoint_server.engine.waiting import Budget
@@ -88,7 +88,7 @@ class PlannedProblem:
         """Whether its problem depends on more than the places: on what is read there as it is made, or on a seed."""
         spec = self.spec
         bool_mask = spec.has("attn_mask") and spec.tensors["attn_mask"].dtype == "bool"
-        return bool_mask or bool(spec.options.dropout_p) or any(spec.has(name) for name in INDEX_TENSORS)
+        return bool_mask or bool(spec.options.dropout_p) or any(spec.has(name) for name in (*INDEX_TENSORS, *SCALES))
 
 
 class Pinning(Protocol):

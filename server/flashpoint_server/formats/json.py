@@ -23,6 +23,8 @@ from flashpoint_server.refusal import Refusal, invalid
 class JsonMessage(TensorMessage):
     """A message that has been read whole."""
 
+    surface = "json"
+
     def __init__(self, arrays: Arrays, options: Mapping[str, Any]) -> None:
         self._arrays = arrays
         self.inputs = [(name, TensorInfo(array.dtype.name, array.shape)) for name, array in arrays.items()]

@@ -14,7 +14,7 @@ from flashpoint.validation import field_problems
 from flashpoint_contract import strictjson
 from flashpoint_contract.options import Direction, Options, ProblemError
 from flashpoint_contract.spec import Spec, plan
-from flashpoint_contract.tensors import TensorInfo
+from flashpoint_contract.tensors import TensorInfo, refusals
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Codec
 from flashpoint_server.http.body import RequestBody
@@ -46,10 +46,12 @@ Choose = Callable[[Spec, DeviceInfo], str]  # a backend. Raises Refusal 413 and 
 class TensorMessage(ABC):
     """A request whose options and shapes are known, and whose tensors may still be to come.
 
-    `inputs` are name, dtype and shape of each tensor, in the order of their bytes.
+    `inputs` are name, dtype and shape of each tensor, in the order of their bytes. `surface` is the contract's name of
+    the format, by which its tables name what the format does not carry.
     """
 
     inputs: list[tuple[str, TensorInfo]]
+    surface = "safetensors"
 
     @abstractmethod
     def options(self) -> Mapping[str, Any]:
@@ -57,7 +59,7 @@ class TensorMessage(ABC):
 
     def spec(self, direction: Direction) -> Spec:
         """Return the problem that is asked. Raises Refusal 422."""
-        return make_spec(dict(self.inputs), self.options(), direction)
+        return make_spec(dict(self.inputs), self.options(), direction, self.surface)
 
     def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> RequestPlan:
         """Return the plan of the problem. Raises Refusal 413 and 422."""
@@ -100,8 +102,10 @@ def text_bytes(tensors: Iterable[TensorInfo]) -> int:
     return _NUMBER * sum(math.prod(info.shape) for info in tensors)
 
 
-def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direction: Direction) -> Spec:
-    """Return the problem that names, shapes, dtypes and options make. Raises Refusal 422."""
+def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direction: Direction, surface: str) -> Spec:
+    """Return the problem that names, shapes, dtypes and options make, as `surface` carries them. Raises Refusal 422."""
+    if refused := refusals(surface, infos):
+        raise invalid(refused)
     try:
         checked = AttentionOptions.model_validate(options)
         return plan(infos, Options(**checked.model_dump()), direction)

@@ -97,7 +97,7 @@ class InferHead:
             if names:
                 implied = {"return_lse": "lse" in names} if direction == "forward" else {"grads": names}
             infos = {given.name: given.info for given in self.inputs}
-            spec = make_spec(infos, implied | self.options, direction)
+            spec = make_spec(infos, implied | self.options, direction, "oip")
             if missing := [name for name in names if name not in spec.outputs]:
                 raise invalid([("outputs", f"{missing[0]!r} is asked for, and the parameters leave it out")])
             self.specs[direction] = spec

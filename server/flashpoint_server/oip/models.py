@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from flashpoint_contract.options import OPTIONS, Direction, Names
-from flashpoint_contract.tensors import ANSWERS, BACKWARD_TENSORS, FORWARD_TENSORS, REQUIRED, TENSORS
+from flashpoint_contract.tensors import ANSWERS, REQUIRED, TAKEN, TENSORS
 from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.head import PRIORITY_LEVELS, SIDES
 from flashpoint_server.refusal import Refusal
@@ -27,11 +27,15 @@ class Model:
     outputs: tuple[str, ...]
 
 
+def _carried(direction: Direction) -> tuple[str, ...]:
+    return tuple(name for name in TAKEN[direction] if "oip" not in TENSORS[name].refused)
+
+
 MODELS = {
     model.name: model
     for model in (
-        Model("attention", "forward", FORWARD_TENSORS, REQUIRED["forward"], ANSWERS["forward"]),
-        Model("attention_grad", "backward", BACKWARD_TENSORS, REQUIRED["backward"], ANSWERS["backward"]),
+        Model("attention", "forward", _carried("forward"), REQUIRED["forward"], ANSWERS["forward"]),
+        Model("attention_grad", "backward", _carried("backward"), REQUIRED["backward"], ANSWERS["backward"]),
     )
 }
 
@@ -71,7 +75,8 @@ class ServerMetadata(BaseModel):
 
 def datatypes(name: str) -> list[str]:
     """Those that a tensor may have, the usual one first."""
-    dtypes = TENSORS[name].dtypes
+    row = TENSORS[name]
+    dtypes = (*row.dtypes, *(dtype for dtype in row.quantized if dtype in DATATYPE_OF))
     if "float16" not in dtypes and "float32" in dtypes:  # lse and its gradient: float32 whatever q has
         dtypes = ("float32",)
     usual = ("float32", "int64")

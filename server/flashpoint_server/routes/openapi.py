@@ -63,7 +63,8 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
     dtype = {"enum": list(jsonwire.DTYPES), "default": "float32", "description": "of q, k, v, do and o"}
 
     def request(names: tuple[str, ...], needed: list[str]) -> dict[str, Any]:
-        properties = {**_tensors(names), "dtype": dtype, **options}
+        carried = tuple(name for name in names if "json" not in TENSORS[name].refused)
+        properties = {**_tensors(carried), "dtype": dtype, **options}
         return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
 
     schemas["AttentionRequest"] = request(FORWARD_TENSORS, [*REQUIRED["forward"]])

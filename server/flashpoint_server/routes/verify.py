@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -15,7 +13,7 @@ from flashpoint.verify_schema import VerifyRequest
 from flashpoint_contract import strictjson
 from flashpoint_contract.options import Direction, Options, ProblemError
 from flashpoint_contract.spec import Spec, plan
-from flashpoint_contract.tensors import ALL_ANSWERS, BACKWARD_TENSORS, FORWARD_TENSORS, TensorInfo
+from flashpoint_contract.tensors import ALL_ANSWERS, FORWARD_TENSORS, INPUT_TENSORS, TensorInfo, refusals
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.json import JSON, JsonMessage
@@ -37,7 +35,7 @@ from flashpoint_server.routes.pipeline import (
     submit,
 )
 
-_PROBLEM = tuple(name for name in BACKWARD_TENSORS if name not in ALL_ANSWERS)
+_PROBLEM = tuple(name for name in INPUT_TENSORS if name not in ALL_ANSWERS)
 IN_FLOAT64 = 8  # times a problem's own bytes: drawn, answered and differentiated in 8 bytes where it has 2 or 4
 DRAWN_LIMIT = 1 << 16  # bytes of a request whose tensors the server draws; the longest has some hundred
 
@@ -65,7 +63,7 @@ async def verify(request: RouteRequest) -> None:
         asked, price, inputs = drawn.model_dump_json().encode(), _price(_spec_of(drawn), device, service.settings), []
     else:
         inputs = message.inputs
-        asked, price = _check(dict(inputs), message.options(), device, service.settings)
+        asked, price = _check(message, device, service.settings)
     permit = request.permit or admit(request, sum(info.nbytes for _, info in inputs))
     permit.charge(price)
     staging = stage(request, inputs, {})
@@ -75,17 +73,18 @@ async def verify(request: RouteRequest) -> None:
     await reply(request, [answer.report], {"content-type": jsonwire.MEDIA_TYPE})
 
 
-def _check(
-    infos: Mapping[str, TensorInfo], said: Mapping[str, Any], device: DeviceInfo, settings: Settings
-) -> tuple[bytes, Price]:
+def _check(message: TensorMessage, device: DeviceInfo, settings: Settings) -> tuple[bytes, Price]:
     """Return the options of tensors that a caller sends, in JSON, and their price. Raises Refusal 413 and 422."""
+    infos = dict(message.inputs)
     known = (*_PROBLEM, *ALL_ANSWERS)
     if unknown := [name for name in infos if name not in known]:
         raise invalid((name, f"unknown tensor; known are {', '.join(known)}") for name in unknown)
+    if refused := refusals(message.surface, infos):
+        raise invalid(refused)
     direction: Direction = "backward" if "do" in infos else "forward"
     names = _PROBLEM if direction == "backward" else FORWARD_TENSORS
     try:
-        options = AttentionOptions.model_validate(said)
+        options = AttentionOptions.model_validate(message.options())
         problem = {name: info for name, info in infos.items() if name in names}
         spec = plan(problem, Options(**options.model_dump()), direction)
     except ValidationError as error:

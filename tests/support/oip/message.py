@@ -12,6 +12,7 @@ import torch
 
 DATATYPES = {
     "BOOL": torch.bool,
+    "INT8": torch.int8,
     "INT32": torch.int32,
     "INT64": torch.int64,
     "FP16": torch.float16,

@@ -1,0 +1,318 @@
+"""Keys and values in pages: bit for bit what they are without, whatever the pages, and nothing else is read."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashpoint_kernels import Options, Problem, ProblemError, attention, run, verify
+from flashpoint_kernels.cost import extent_of
+from flashpoint_kernels.problem import launch_key
+from flashpoint_kernels.reproducible import split
+from flashpoint_kernels.support import unsupported
+from tests.support.kernels.serving import DTYPES, in_pages, of_eight_bits
+from tests.support.kernels.solving import forward, normal, qkv, spec_of
+from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, pairs, tensors_of
+
+BACKENDS = ["torch", "tiled", "reference", "triton"]
+CASES = pairs()
+SIZES = (1, 7, 16, 35)  # of a page: 70 keys are whole pages of each, but of 16
+
+
+def same(backend: str, dense: dict[str, torch.Tensor], paged: dict[str, torch.Tensor], **options: Any) -> None:
+    expected = forward(backend, dense, **options)
+    for name, t in forward(backend, paged, **options).items():
+        assert torch.equal(t, expected[name]), name
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bits_are_those_of_the_keys_that_lie_together(backend: str, layout: str, size: int) -> None:
+    case = PLAIN | {"layout": layout, "group": 2, "lengths": layout != "thd", "dims": (16, 16)}
+    dense = {n: t for n, t in tensors_of(case, 37, 70).items() if n != "do"}
+    for strided in (False, True):
+        same(backend, dense, in_pages(dense, layout, size, strided=strided), layout=layout, causal=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("backend", ["torch", "tiled", "triton"])
+def test_with_every_pair_of_options(backend: str, case: dict[str, Any]) -> None:
+    """Every other case with 8-bit keys, too: exact by the rule, or refused for what the backend does not claim."""
+    number = CASES.index(case)
+    tensors = {n: t for n, t in tensors_of(case, 37, 70).items() if n not in ("do", "dlse")}
+    options = replace(options_of(case), backend=backend, grads=("dq",))
+    if number % 2:
+        form = ("row", "sequence")[number // 2 % 2]
+        sequences = 3 if case["layout"] == "thd" else 2
+        dtype = list(DTYPES)[number // 4 % 2]
+        tensors = of_eight_bits(tensors, case["layout"], dtype, form, sequences=sequences)
+    paged = in_pages(tensors, case["layout"], (7, 35)[number % 2], seed=number)
+    if errors := unsupported(backend, spec_of(paged, options, "forward")):
+        with pytest.raises(ProblemError) as refused:
+            verify(paged, options)
+        assert list(refused.value.errors) == errors
+        return
+    found = verify(paged, options)
+    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    dense = Problem.create(tensors, replace(options, return_lse=True))
+    run([dense], backend)
+    assert verify(paged, options, answers=dense.outputs).ok
+
+
+@st.composite
+def serving(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
+    """A paged problem whose pages are drawn freely, shared and strided, and the dense one that it stands for."""
+    size, pool, pages = draw(st.integers(1, 20)), draw(st.integers(1, 6)), draw(st.integers(0, 5))
+    lengths = draw(st.lists(st.integers(0, size * pages), min_size=1, max_size=4))
+    layout, eight = draw(st.sampled_from(["bhsd", "bshd", "thd"])), draw(st.sampled_from([None, *DTYPES]))
+    q_len, step = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    seed = draw(st.integers(0, 2**16))
+    k, v = (normal(pool * step, size, 2, 8, seed=seed + n)[::step] for n in range(2))
+    t = {"k": k, "v": v}
+    if eight is not None:
+        t = of_eight_bits(t, "bshd", eight)
+        if step > 1:  # as of a cache with other things between its pages
+            t = {n: torch.stack([x, x], 1)[:, 0] for n, x in t.items()}
+    numbers = draw(st.lists(st.integers(0, pool - 1), min_size=len(lengths) * pages, max_size=len(lengths) * pages))
+    table = torch.tensor(numbers, dtype=torch.int32).view(len(lengths), pages)
+    q = normal(len(lengths), q_len, 4, 8, seed=seed + 9)
+    dense = {"q": q, "kv_lengths": torch.tensor(lengths)}
+    for name, x in t.items():  # key by key
+        together = x.new_zeros(len(lengths), size * pages, *x.shape[2:])
+        for b, length in enumerate(lengths):
+            for j in range(length):
+                together[b, j] = x[int(table[b, j // size]), j % size]
+        dense[name] = together
+    for b, length in enumerate(lengths):
+        table[b, -(-length // size) :] = draw(st.sampled_from([-1, 0, pool, 2**31 - 1, -(2**31)]))
+    paged = {"q": q, "kv_lengths": dense["kv_lengths"], "block_table": table, **t}
+    if layout == "bhsd":
+        dense, paged = ({n: _turned(n, x) for n, x in given.items()} for given in (dense, paged))
+    if layout == "thd":
+        paged |= {"q": q.flatten(0, 1), "cu_seqlens_q": torch.arange(len(lengths) + 1) * q_len}
+    return dense, paged, layout
+
+
+def _turned(name: str, t: torch.Tensor) -> torch.Tensor:
+    return t.transpose(1, 2) if name in ("q", "k", "v", "k_scale", "v_scale") else t
+
+
+@given(problem=serving(), causal=st.booleans(), backend=st.sampled_from(BACKENDS))
+@settings(max_examples=60, deadline=None)
+def test_any_pages(problem: Any, causal: bool, backend: str) -> None:
+    dense, paged, layout = problem
+    expected = forward(backend, dense, layout="bhsd" if layout == "bhsd" else "bshd", causal=causal)
+    found = forward(backend, paged, layout=layout, causal=causal)
+    if layout == "thd":
+        expected = {"o": expected["o"].flatten(0, 1), "lse": expected["lse"].transpose(0, 1).flatten(1)}
+    for name, t in found.items():
+        assert torch.equal(t, expected[name]), name
+
+
+@pytest.mark.parametrize("eight", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "tiled", "triton"])
+def test_bits_are_the_same_alone_and_among_others(backend: str, eight: bool) -> None:
+    """A sequence's neighbours, its place among them, its page size and its pages' places change nothing."""
+    t = qkv(3, 4, 37, 70, 40, kv_heads=2) | {"kv_lengths": torch.tensor([70, 13, 70])}
+    t.pop("do")
+    if eight:
+        t = of_eight_bits(t, "bhsd", sequences=3)
+    among = forward(backend, in_pages(t, "bhsd", 16), causal=True)
+    for place in range(3):
+        one = {name: x[place : place + 1] for name, x in t.items()}
+        for size in (5, 16):
+            alone = forward(backend, in_pages(one, "bhsd", size, seed=place), causal=True)
+            for name, x in alone.items():
+                assert torch.equal(among[name][place], x[0]), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_problems_share_a_call(backend: str) -> None:
+    """Page sizes, lengths, heads and layouts differ; each has the bits that it has alone."""
+    problems, alone = [], []
+    for n, (layout, size) in enumerate((("bhsd", 7), ("bshd", 16), ("thd", 3))):
+        case = PLAIN | {"layout": layout, "group": 1 + n % 2}
+        tensors = {name: t for name, t in tensors_of(case, 20 + n, 48 - n, seed=n).items() if name != "do"}
+        paged = in_pages(tensors, layout, size)
+        alone.append(forward(backend, paged, layout=layout))
+        problems.append(Problem.create(paged, Options(layout=layout, return_lse=True)))
+    run(problems, backend)
+    for problem, expected in zip(problems, alone, strict=True):
+        for name, t in expected.items():
+            assert torch.equal(problem.outputs[name], t), name
+
+
+def test_a_launch_is_of_one_kind() -> None:
+    t = {n: x for n, x in qkv(2, 2, 5, 12, 16).items() if n != "do"}
+    kinds = [t, in_pages(t, "bhsd", 4)]
+    kinds += [in_pages(of_eight_bits(t, "bhsd", dtype), "bhsd", 4) for dtype in DTYPES]
+    kinds += [of_eight_bits(t, "bhsd", dtype) for dtype in DTYPES]
+    problems = [Problem.create(kind, Options()) for kind in kinds]
+    assert len({launch_key(problem.spec, "triton") for problem in problems}) == len(kinds)
+    assert {problem.spec.level for problem in problems} == {0}
+    with pytest.raises(ValueError, match="share one launch key"):
+        run(problems[:2], "tiled")
+
+
+@pytest.mark.parametrize("backend", ["torch", "tiled", "triton"])
+def test_a_problem_that_runs_again_reads_its_pages_again(backend: str) -> None:
+    t = {n: x for n, x in qkv(1, 2, 5, 12, 16).items() if n != "do"}
+    problem = Problem.create(in_pages(t, "bhsd", 4), Options())
+    run([problem], backend)
+    problem.tensors["k"].nan_to_num_(0.0).mul_(2.0)
+    run([problem], backend)
+    again = forward(backend, {name: x for name, x in problem.tensors.items() if name != "o"})
+    assert torch.equal(problem.outputs["o"], again["o"])
+
+
+@pytest.mark.parametrize("backend", ["torch", "tiled", "triton"])
+def test_parts_of_a_problem_have_its_bits(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashpoint_kernels.reproducible.PART_SECONDS", 1e-5)
+    t = {n: x for n, x in qkv(3, 4, 64, 96, 32, kv_heads=2).items() if n != "do"}
+    for form in ("row", "head", "number"):
+        paged = in_pages(of_eight_bits(t, "bhsd", "int8", form), "bhsd", 16)
+        parts = split(problem := Problem.create(paged, Options()), backend)
+        assert len(parts) == 6
+        run([problem], backend)
+        expected = problem.outputs["o"].clone()
+        problem.outputs["o"].fill_(torch.nan)
+        for part in reversed(parts):
+            run([part], backend)
+        assert torch.equal(problem.outputs["o"], expected), form
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_head_forms(backend: str, rank: int) -> None:
+    """Pages of one head, and a pool of one page, have as many dimensions as q."""
+    q, k, v = normal(2, 5, 16), normal(4, 6, 16, seed=1), normal(4, 6, 16, seed=2)
+    table, lengths = torch.tensor([[3, 0], [1, 9]], dtype=torch.int32), torch.tensor([11, 6])
+    if rank == 2:
+        q, k, v, table, lengths = q[0], k[3], v[3], torch.zeros(1, 2, dtype=torch.int32), lengths[:1]
+    paged = {"q": q, "k": k, "v": v, "block_table": table, "kv_lengths": lengths}
+    full = {name: x.reshape(-1, 1, *x.shape[-2:]) for name, x in paged.items() if name in "qkv"}
+    expected = forward(backend, {**paged, **full})
+    for name, x in forward(backend, paged).items():
+        assert torch.equal(x, expected[name].view(x.shape)), name
+
+
+def test_no_key_and_no_page() -> None:
+    q, k = normal(2, 3, 5, 16), normal(4, 3, 6, 16)
+    table = torch.tensor([[7, 7], [2, 1]], dtype=torch.int32)
+    for backend in BACKENDS:
+        lengths = torch.tensor([0, 12])
+        found = forward(backend, {"q": q, "k": k, "v": k, "block_table": table, "kv_lengths": lengths})
+        assert not found["o"][0].any()
+        assert found["lse"][0].isneginf().all()
+        assert found["lse"][1].isfinite().all()
+        for pool, pages in ((0, 2), (4, 0), (0, 0)):
+            few = {"k": k[:pool], "v": k[:pool], "block_table": table[:, :pages], "kv_lengths": torch.tensor([0, 0])}
+            assert not forward(backend, {"q": q, **few})["o"].any()
+
+
+# prices
+
+
+def test_prices_are_those_of_the_keys_that_are_there() -> None:
+    t = {n: x for n, x in qkv(2, 4, 5, 12, 16, kv_heads=2).items() if n != "do"} | {"kv_lengths": torch.tensor([9, 12])}
+    dense, paged = (Problem.create(x, Options(causal=True)) for x in (t, in_pages(t, "bhsd", 4, spare=10)))
+    assert paged.flops == dense.flops
+    assert paged.spec.flops == dense.spec.flops
+    index = {"kv_lengths": t["kv_lengths"].numpy()}
+    assert extent_of(paged.spec, index) == extent_of(dense.spec, index)
+    assert extent_of(paged.spec) == extent_of(dense.spec)
+    given = sum(x.numel() * x.element_size() for x in paged.tensors.values())
+    assert paged.spec.input_bytes == given
+    assert paged.spec.footprint == given + paged.outputs["o"].nbytes
+
+
+def test_prices_of_packed_queries_over_pages() -> None:
+    """Each of the sequences may have all queries, or all keys that its pages hold; causal squares are no squares."""
+    case = PLAIN | {"layout": "thd"}
+    t = {n: x for n, x in tensors_of(case, 24, 48).items() if n != "do"}
+    paged = in_pages(t, "thd", 4)  # 24 keys a sequence at most
+    problem = Problem.create(paged, Options(layout="thd", causal=True))
+    spec, lengths = problem.spec, paged["kv_lengths"]
+    assert (spec.q_len, spec.kv_len, spec.batch) == (24, 24, 3)
+    assert spec.flops == 2 * spec.q_heads * 24 * 24 * 32
+    index = {"kv_lengths": lengths.numpy(), "cu_seqlens_q": t["cu_seqlens_q"].numpy()}
+    pairs = int((t["cu_seqlens_q"].diff() * lengths).sum())
+    assert extent_of(spec, index).pairs == pairs
+    assert extent_of(spec).pairs == 24 * 24
+    assert problem.flops == 2 * spec.q_heads * pairs * 32
+
+
+# refusals
+
+DENSE = {n: t for n, t in qkv(2, 4, 5, 12, 16, kv_heads=2).items() if n != "do"}
+PAGED = in_pages(DENSE, "bhsd", 5)
+THD = {"layout": "thd"}
+PACKED = {n: t for n, t in tensors_of(PLAIN | THD, 12, 16).items() if n != "do"}
+
+
+def table(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32).view(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("field", "changed"),
+    [
+        ("kv_lengths", {"kv_lengths": None}),
+        ("kv_lengths", {"kv_lengths": torch.tensor([12, 16])}),
+        ("kv_lengths", {"kv_lengths": torch.tensor([-1, 12])}),
+        ("kv_lengths", {"kv_lengths": torch.tensor([12])}),
+        ("block_table", {"block_table": PAGED["block_table"].long()}),
+        ("block_table", {"block_table": PAGED["block_table"][0]}),
+        ("block_table", {"block_table": PAGED["block_table"][:1]}),
+        ("block_table", {"block_table": [[0, 1], [2, 3]]}),
+        ("block_table", {"block_table": table(0, 1, 2, 3, 4, 9)}),
+        ("block_table", {"block_table": table(0, 1, 2, 3, -1, 4)}),
+        ("block_table", {"k": PAGED["k"][:0], "v": PAGED["v"][:0]}),
+        ("k", {"k": PAGED["k"][:, :, :0], "v": PAGED["v"][:, :, :0]}),
+        ("k", {"k": PAGED["k"][..., :8]}),
+        ("k", {"k": PAGED["k"][0], "v": PAGED["v"][0]}),
+        ("v", {"v": PAGED["v"][1:]}),
+        ("v", {"v": PAGED["v"][:, :, 1:]}),
+        ("v", {"v": PAGED["v"][:, :1]}),
+        ("cu_seqlens_k", {"cu_seqlens_k": torch.tensor([0, 1, 12])}),
+        ("block_table", {"q": PAGED["q"].clone().requires_grad_()}),
+    ],
+)
+def test_what_is_wrong_is_named(field: str, changed: dict[str, Any]) -> None:
+    with pytest.raises(ProblemError) as refused:
+        attention(**(PAGED | changed))
+    assert field in [name for name, _ in refused.value.errors]
+
+
+@pytest.mark.parametrize(
+    ("field", "changed"),
+    [
+        ("cu_seqlens_k", {"cu_seqlens_k": torch.tensor([0, 8, 9, 16])}),
+        ("cu_seqlens_q", {"cu_seqlens_q": None}),
+        ("cu_seqlens_q", {"cu_seqlens_q": torch.tensor([0, 4, 5, 11])}),
+        ("cu_seqlens_q", {"cu_seqlens_q": torch.tensor([[0, 4, 12]])}),
+        ("q_lengths", {"q_lengths": torch.tensor([1, 1, 1])}),
+        ("k", {"k": PACKED["k"]}),
+        ("kv_lengths", {"kv_lengths": None}),
+    ],
+)
+def test_what_is_wrong_with_packed_queries_is_named(field: str, changed: dict[str, Any]) -> None:
+    with pytest.raises(ProblemError) as refused:
+        attention(**(in_pages(PACKED, "thd", 4) | changed), layout="thd")
+    assert field in [name for name, _ in refused.value.errors]
+
+
+def test_a_number_beyond_the_pool_is_said_with_its_place() -> None:
+    with pytest.raises(ProblemError, match=r"block_table: \[1, 2\] is page 9: the 9 pages of k count from 0"):
+        attention(**(PAGED | {"block_table": table(0, 1, 2, 3, 4, 9)}))
+
+
+def test_gradients_are_refused_by_name() -> None:
+    with pytest.raises(ProblemError, match="block_table: is for the forward alone"):
+        spec_of(PAGED | {"do": PAGED["q"]}, Options(), "backward")
+    with pytest.raises(ProblemError, match="block_table"):
+        verify(PAGED | {"do": PAGED["q"]})

@@ -1,0 +1,79 @@
+"""Problems as a server for language models has them: keys in pages, and keys of 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flashpoint_kernels import quantize
+
+FORMS = ("number", "head", "sequence", "row")
+DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def in_pages(
+    tensors: Mapping[str, Tensor], layout: str, page_size: int, *, seed: int = 0, spare: int = 3, strided: bool = False
+) -> dict[str, Tensor]:
+    """The same problem in pages, in any order, with `spare` more than are needed.
+
+    What no sequence has is NaN (in int8 -1), and the numbers of pages that are not needed are
+    beyond the pool. `strided`: pages lie apart. In layout `thd`, cu_seqlens_k becomes kv_lengths.
+    """
+    found = dict(tensors)
+    if layout == "thd":
+        lengths = found.pop("cu_seqlens_k").diff().tolist()
+        most = max(lengths)
+    else:
+        batch, most = tensors["k"].shape[0], tensors["k"].shape[1 if layout == "bshd" else 2]
+        lengths = tensors["kv_lengths"].tolist() if "kv_lengths" in tensors else [most] * batch
+    pages = -(-most // page_size)
+    counts = [-(-length // page_size) for length in lengths]
+    order = torch.randperm(sum(counts) + spare, generator=torch.Generator().manual_seed(seed)).tolist()
+    pool, table = len(order), torch.full((len(lengths), pages), 2**31 - 1, dtype=torch.int32)
+    for row, count in enumerate(counts):
+        table[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+    rowwise = [n for n in ("k_scale", "v_scale") if n in tensors and is_of_rows(tensors, n)]
+    for name in ("k", "v", *rowwise):
+        found[name] = _pooled(tensors[name], layout, table, lengths, (pool, page_size), strided, name in rowwise)
+    return found | {"block_table": table.to(tensors["k"].device), "kv_lengths": torch.tensor(lengths)}
+
+
+def is_of_rows(tensors: Mapping[str, Tensor], scale: str) -> bool:
+    return tensors[scale].shape == tensors[scale[0]].shape[:-1]
+
+
+def _pooled(
+    t: Tensor, layout: str, table: Tensor, lengths: list[int], pool: tuple[int, int], strided: bool, of_scale: bool
+) -> Tensor:
+    """Rows of keys in pages, as the layout has these; row by row, so that it shares nothing with what is tested."""
+    if layout == "bhsd":
+        t = t.transpose(1, 2)  # rows before heads, as in the other layouts
+    number, size = pool
+    wide = t.new_empty(number, 2 if strided else 1, size, *t.shape[(1 if layout == "thd" else 2) :])
+    wide.view(torch.uint8 if t.itemsize == 1 else wide.dtype).fill_(255 if t.itemsize == 1 else torch.nan)
+    if of_scale:
+        wide.fill_(1e30)  # a scale is finite
+    pages, start = wide[:, 0], 0
+    for sequence, length in enumerate(lengths):
+        own = t[start : start + length] if layout == "thd" else t[sequence, :length]
+        for j in range(length):
+            pages[int(table[sequence, j // size]), j % size] = own[j]
+        start += length
+    return pages.transpose(1, 2) if layout == "bhsd" else pages
+
+
+def of_eight_bits(
+    tensors: Mapping[str, Tensor], layout: str, dtype: str = "int8", form: str = "row", *, sequences: int = 2
+) -> dict[str, Tensor]:
+    """The problem with k and v in 8 bits, and scales in one of FORMS."""
+    found, heads = dict(tensors), tensors["k"].shape[1 if layout == "bhsd" else -2]
+    for n, name in enumerate("kv"):
+        values, scale = quantize(tensors[name], DTYPES[dtype])
+        if form != "row":
+            shape = {"number": (), "head": (1, heads), "sequence": (sequences, heads)}[form]
+            generator = torch.Generator().manual_seed(n)
+            scale = (float(scale.mean()) * (0.5 + torch.rand(shape, generator=generator))).to(values.device)
+        found |= {name: values, f"{name}_scale": scale}
+    return found
