@@ -2,7 +2,8 @@
 
 Writes benchmarks/results/compile-sm<arch>.json with versions, commit and date (`make compile-all`): registers, spilled
 bytes, shared memory, instructions, matrix instructions, atomics. Needs no GPU, and minutes. docs/kernels.md shows them
-in tables. Exits with 1 where a variant is not as it must be (`aot.faults`).
+in tables. `--missing` compiles only what the file lacks, or has with another tile; each variant has its own commit. Exits
+with 1 where a variant is not as it must be (`aot.faults`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "contract"), str(ROOT / "kernels")]
@@ -22,9 +24,9 @@ os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined
 
 from record import commit, now  # noqa: E402
 
-from flashpoint_kernels.triton_backend.aot import compile_all, faults  # noqa: E402
-from flashpoint_kernels.triton_backend.configurations import TABLES  # noqa: E402
-from flashpoint_kernels.triton_backend.shipped import DTYPES, all_of  # noqa: E402
+from flashpoint_kernels.triton_backend.aot import compile_all, faults, tile_of  # noqa: E402
+from flashpoint_kernels.triton_backend.configurations import TABLES, Tile  # noqa: E402
+from flashpoint_kernels.triton_backend.shipped import DTYPES, Variant, all_of  # noqa: E402
 
 
 def main() -> int:
@@ -33,16 +35,21 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--missing", action="store_true", help="keep what the file has of these variants and tiles")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     wrong = 0
     for arch in asked.arch:
-        reports = []
-        for report in compile_all(all_of(arch, asked.dtypes), asked.processes):
-            reports.append(asdict(report))
+        path = asked.out / f"compile-sm{arch}.json"
+        variants = all_of(arch, asked.dtypes)
+        known = kept(path) if asked.missing else {}
+        due = [variant for variant in variants if (variant, tile_of(variant)) not in known]
+        for variant, report in zip(due, compile_all(due, asked.processes), strict=True):
+            known[variant, tile_of(variant)] = {**asdict(report), "commit": commit()}
             for fault in faults(report):
                 wrong += 1
                 print(f"sm_{arch} {report.kernel} {report.dtype} D {report.head_dim} level {report.level}: {fault}")
+        reports = [known[variant, tile_of(variant)] for variant in variants]
         result = {
             "device": "none: compiled ahead of time",
             "triton": version("triton"),
@@ -51,10 +58,19 @@ def main() -> int:
             "date": now(),
             "kernels": reports,
         }
-        path = asked.out / f"compile-sm{arch}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written: {path}: {len(reports)} variants", flush=True)
     return 1 if wrong else 0
+
+
+def kept(path: Path) -> dict[tuple[Variant, Tile], dict[str, Any]]:
+    """The reports of a file, by what was compiled."""
+    found = {}
+    for report in json.loads(path.read_text())["kernels"]:
+        variant = Variant(**{name: report[name] for name in Variant._fields})
+        tile = Tile(*(report[name] for name in ("block_m", "block_n", "num_warps", "num_stages")))
+        found[variant, tile] = report
+    return found
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ def compiled(arch: int) -> str:
         if (dtype, level, dim, "forward") in kernels
     ]
     instructions = sorted({i for k in result["kernels"] for i in k["matrix_instructions"]})
-    made = f"triton {result['triton']}, {result['date'][:10]}, commit {result['commit'][:10]}"
+    commits = ", ".join(dict.fromkeys(k["commit"][:10] for k in result["kernels"]))
+    made = f"triton {result['triton']}, {result['date'][:10]}, commits {commits}"
     said = f"\nsm_{arch}, {', '.join(f'`{i}`' for i in instructions)}; {len(result['kernels'])} variants; {made}:\n\n"
     return said + table(["dtype", "level", "D", *(f"`{name}`" for name in names)], rows)
 

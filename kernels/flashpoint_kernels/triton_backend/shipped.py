@@ -39,29 +39,38 @@ def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
     """What can run on sm_`arch`: every tile of its table, in every dtype that takes it.
 
     Level 2 has a float32 mask, which stands for four dtypes of them: a tile of it is loaded and added. Aligned tensors
-    stand for all: others come in the same tiles, loaded in narrower pieces. Pages and 8-bit keys at level 0, and levels
-    0 and 2 of packed blocks, stand for the other levels.
+    stand for all: others come in the same tiles, loaded in narrower pieces. Of packed blocks the smallest and the largest
+    stand for all, and of pages and 8-bit keys D 128 at level 0.
     """
     found = []
     for dtype in dtypes:
         for dim in HEAD_DIMS:
             found += [Variant(kernel, arch, dtype, dim) for kernel in ("merge", "delta")]
-            sizes = [rows for rows in PACKED_ROWS if rows <= packed_tile(arch, dtype, dim).block_m]
-            packed = [f"{kernel}_packed{rows}" for rows in sizes for kernel in ("forward", "backward_q")]
-            found += [Variant(f"merge_packed{rows}", arch, dtype, dim) for rows in sizes]
-            for level, kernel in [*product((0, 1, 2), _PRODUCTS), *product((0, 2), packed)]:
+            for level, kernel in product((0, 1, 2), _PRODUCTS):
                 found.append(Variant(kernel, arch, dtype, dim, level, "float32" if level == 2 else None))
-            kinds = product(("forward", "forward_packed16"), OTHER_KEYS if dtype != "float32" else ())
-            found += [Variant(kernel, arch, dtype, dim, paged=paged, keys=keys) for kernel, (paged, keys) in kinds]
+            found += _packed(arch, dtype, dim)
             found.append(Variant("backward_mask", arch, dtype, dim, 2, "float32"))
         if dtype == "float32":
             found += [Variant(kernel, arch, dtype, 128, precision="tf32") for kernel in _PRODUCTS]
         else:
             found += [Variant(kernel, arch, dtype, dim) for dim, kernel in product(OTHER_HEAD_DIMS, _PRODUCTS)]
+            kinds = product(("forward", "forward_packed16"), OTHER_KEYS)
+            found += [Variant(kernel, arch, dtype, 128, paged=paged, keys=keys) for kernel, (paged, keys) in kinds]
         if arch == 90 and dtype != "float32":
             dims = (*HEAD_DIMS, *OTHER_HEAD_DIMS)
             found += [Variant(f"{k}_hopper", arch, dtype, dim) for dim in dims for k in hopper_tiles(dim, dim)]
     return [*found, Variant("backward_sinks", arch, "float32", 64, 1)]
+
+
+def _packed(arch: int, dtype: str, dim: int) -> list[Variant]:
+    """The smallest packed blocks at levels 0 and 2, and the largest at level 0; float32 has the smallest at level 0."""
+    smallest, largest = PACKED_ROWS[0], packed_tile(arch, dtype, dim).block_m
+    kernels = ("forward", "backward_q")
+    found = [Variant(f"{kernel}_packed{smallest}", arch, dtype, dim) for kernel in (*kernels, "merge")]
+    if dtype != "float32":
+        found += [Variant(f"{kernel}_packed{largest}", arch, dtype, dim) for kernel in kernels]
+        found += [Variant(f"{kernel}_packed{smallest}", arch, dtype, dim, 2, "float32") for kernel in kernels]
+    return found
 
 
 def representative() -> list[Variant]:
