@@ -31,7 +31,7 @@ import numpy as np
 import psutil
 
 from client import cpu
-from flashpoint import wire
+from flashpoint_contract import wire
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashpoint_kernels.spec import ITEMSIZE
+from flashpoint_contract.tensors import ITEMSIZE
 from flashpoint_kernels.timing.case import Case
 
 _LSE_BYTES = 4  # float32, whatever the inputs

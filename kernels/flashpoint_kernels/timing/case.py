@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flashpoint_kernels.spec import MAX_HEAD_DIM, ProblemError
+from flashpoint_contract.options import ProblemError
+from flashpoint_contract.tensors import MAX_HEAD_DIM
 
 CaseDirection = Literal["forward", "backward", "both"]
 DIRECTIONS = ("forward", "backward", "both")

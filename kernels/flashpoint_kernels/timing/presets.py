@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 
-from flashpoint_kernels.spec import ProblemError
+from flashpoint_contract.options import ProblemError
 from flashpoint_kernels.timing.case import Case, CaseDirection
 
 # What is worth a row on each kind of device; elsewhere all but a few would say why they cannot run.

@@ -75,7 +75,7 @@ def attention_delta(
 
 @triton.jit
 def softmax_gradient(p, dp, delta, slope, LEVEL: tl.constexpr):
-    """dS of the raw scaled scores from P, dP and delta: through the softmax and the softcap (`slope`)."""
+    """dS of the raw scaled scores from P, dP and delta: through the softmax and the scores' transform (`slope`)."""
     ds = p * (dp - delta)
     if LEVEL >= 1:
         ds = ds * slope

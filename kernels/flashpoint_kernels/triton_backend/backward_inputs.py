@@ -64,7 +64,7 @@ def attention_backward_mask(
                     p = tl.where(seen, probabilities(s, lse[:, None]), 0.0)
                     dp = dot(do, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)  # (M, N)
                     dp = dp * dropout_factor(i0, j0, seq, BLOCK_M, BLOCK_N)
-                    total += p * (dp - delta[:, None])  # the mask comes after the softcap: no slope
+                    total += p * (dp - delta[:, None])  # the mask is added to the transformed score: no slope
     t = table + first * c.WIDTH
     base = tl.load(t + c.DMASK).to(tl.pointer_type(DMASK_DTYPE)) + first_head * tl.load(t + c.DMASK + 1)
     row_stride, column_stride = tl.load(t + c.DMASK + 2), tl.load(t + c.DMASK + 3)

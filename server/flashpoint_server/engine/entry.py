@@ -18,9 +18,10 @@ from typing import NamedTuple, Protocol
 
 import structlog
 
+from flashpoint_contract.spec import Row, Spec, plan
+from flashpoint_contract.tensors import INDEX_TENSORS, TensorInfo
 from flashpoint_kernels import Problem
-from flashpoint_kernels.spec import INDEX_TENSORS, Row, Spec, TensorInfo, plan
-from flashpoint_kernels.support import launch_key
+from flashpoint_kernels.problem import launch_key
 from flashpoint_server.engine.waiting import Budget
 from flashpoint_server.ipc.memory import LARGEST
 from flashpoint_server.ipc.messages import Batch, Channel, FromEngine, Prove, Submit, ToEngine, read_options

@@ -9,8 +9,8 @@ import structlog
 import torch
 from torch import Tensor
 
+from flashpoint_contract.options import Options
 from flashpoint_kernels import Problem, calibration, run, triton_backend
-from flashpoint_kernels.spec import Options
 from flashpoint_server.engine.device import TorchDevice
 
 log = structlog.stdlib.get_logger("flashpoint.engine")

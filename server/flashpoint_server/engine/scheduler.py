@@ -21,8 +21,8 @@ from typing import Protocol
 
 import structlog
 
+from flashpoint_contract.spec import Row
 from flashpoint_kernels import Problem
-from flashpoint_kernels.spec import Row
 from flashpoint_server.engine.entry import Entry, Lengths, OutOfMemoryError, Peer, Placed
 from flashpoint_server.engine.tasks import Compute, Cut, Launch, Plugin, Slice, Task
 from flashpoint_server.engine.waiting import Budget, Waiting

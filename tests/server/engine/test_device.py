@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 import torch
 
-from flashpoint_kernels.spec import Options
+from flashpoint_contract.options import Options
 from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, TorchDevice
 from flashpoint_server.engine.entry import OutOfMemoryError, Placed, spec_of
 from flashpoint_server.ipc.messages import DeviceInfo, Submit, Tensor, pack_options

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
-from flashpoint_kernels import tiled
+from flashpoint_kernels.tiled_backend import tiles
 from flashpoint_server.engine.device import TorchDevice
 from flashpoint_server.engine.proof import may_pass, prove
 
@@ -12,13 +12,13 @@ from flashpoint_server.engine.proof import may_pass, prove
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_backend_that_computes_wrongly_is_not_served(direction, monkeypatch):
     """As after a miscompilation: one element in one answer is off by a hundredth."""
-    compute = getattr(tiled, direction)
+    compute = getattr(tiles, direction)
 
     def miscompiled(problems):
         compute(problems)
         next(reversed(problems[0].outputs.values())).view(-1)[-1] += 0.01
 
-    monkeypatch.setattr(tiled, direction, miscompiled)
+    monkeypatch.setattr(tiles, direction, miscompiled)
     with pytest.raises(RuntimeError, match="the tiled backend disagrees with the reference on cpu"):
         prove(TorchDevice.open("cpu"))
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
-from flashpoint_kernels.spec import Options
+from flashpoint_contract.options import Options
 from flashpoint_server.engine import scheduler as module
 from flashpoint_server.engine.entry import Peer
 from flashpoint_server.engine.scheduler import Scheduler
