@@ -2,8 +2,8 @@
 
 Writes benchmarks/results/compile-sm<arch>.json with versions, commit and date (`make compile-all`): registers, spilled
 bytes, shared memory, instructions, matrix instructions, atomics. Needs no GPU, and minutes. docs/kernels.md shows them
-in tables. `--missing` compiles only what the file lacks, or has with another tile; each variant has its own commit. Exits
-with 1 where a variant is not as it must be (`aot.faults`).
+in tables. `--missing` compiles only what the file lacks, or has with another tile; each variant has its own commit.
+Exits with 1 where a variant is not as it must be (`aot.faults`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One name for one thing: a class of the server shares its name with no other class of the server or the client."""
+"""One name for one thing: no class has the name of another in the server, the client or the contract."""
 
 import ast
 from pathlib import Path
@@ -14,6 +14,6 @@ def class_names(folder):
 
 
 def test_a_class_of_the_server_has_a_name_of_its_own():
-    ours, theirs = class_names("server"), set(class_names("client"))
+    ours, theirs = class_names("server"), {*class_names("client"), *class_names("contract")}
     assert sorted(name for name in set(ours) if ours.count(name) > 1) == []
     assert (set(ours) & theirs) <= SHARED

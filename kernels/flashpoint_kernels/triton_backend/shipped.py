@@ -39,8 +39,8 @@ def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
     """What can run on sm_`arch`: every tile of its table, in every dtype that takes it.
 
     Level 2 has a float32 mask, which stands for four dtypes of them: a tile of it is loaded and added. Aligned tensors
-    stand for all: others come in the same tiles, loaded in narrower pieces. Of packed blocks the smallest and the largest
-    stand for all, and of pages and 8-bit keys D 128 at level 0.
+    stand for all: others come in the same tiles, loaded in narrower pieces. Of packed blocks the smallest and the
+    largest stand for all, and of pages and 8-bit keys D 128 at level 0.
     """
     found = []
     for dtype in dtypes:

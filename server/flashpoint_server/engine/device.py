@@ -32,8 +32,7 @@ from flashpoint_kernels.reproducible import CORES, split
 from flashpoint_kernels.timing.device import device_name, is_lost
 from flashpoint_server.engine import local
 from flashpoint_server.engine.entry import OutOfMemoryError, Placed
-from flashpoint_server.ipc import messages
-from flashpoint_server.ipc.messages import DeviceInfo, Prove
+from flashpoint_server.ipc.messages import DeviceInfo, PlacedTensor, Prove
 from flashpoint_server.refusal import invalid
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
@@ -207,13 +206,13 @@ class TorchDevice:
     def _copied(self, job: Placed) -> Problem:
         """The job's problem, its tensors on their way to the GPU."""
 
-        def there(t: messages.Tensor) -> Tensor:
+        def there(t: PlacedTensor) -> Tensor:
             copy = _bytes_in(job.memory, t).to(self.info.name, non_blocking=True)
             return copy.ne(0) if t.dtype == "bool" else copy
 
         return self._problem(job, there)
 
-    def _problem(self, job: Placed, there: Callable[[messages.Tensor], Tensor]) -> Problem:
+    def _problem(self, job: Placed, there: Callable[[PlacedTensor], Tensor]) -> Problem:
         """The job's problem, of its index tensors, whose values are read here, and of what `there` makes of others."""
         tensors = {t.name: _in(job.memory, t) if t.name in INDEX_TENSORS else there(t) for t in job.submit.inputs}
         return Problem.create(tensors, job.spec.options, job.spec.direction, spec=job.spec)
@@ -272,13 +271,13 @@ def _in_place(job: Placed) -> Problem:
 _STATM = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _in(segments: Mapping[int, mmap.mmap], t: messages.Tensor) -> Tensor:
+def _in(segments: Mapping[int, mmap.mmap], t: PlacedTensor) -> Tensor:
     """The tensor, in shared memory."""
     found = _bytes_in(segments, t)
     return found.ne(0) if t.dtype == "bool" else found
 
 
-def _bytes_in(segments: Mapping[int, mmap.mmap], t: messages.Tensor) -> Tensor:
+def _bytes_in(segments: Mapping[int, mmap.mmap], t: PlacedTensor) -> Tensor:
     """As `_in`, but a bool as uint8: any byte is sent for one, and what is neither 0 nor 1 is undefined behaviour."""
     dtype = torch.uint8 if t.dtype == "bool" else DTYPES[t.dtype]
     if not (count := math.prod(t.shape)):

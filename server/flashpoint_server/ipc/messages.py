@@ -22,7 +22,7 @@ _CUT = int(socket.MSG_TRUNC)  # as a number: to compare flags at each message ta
 _ROOM = socket.CMSG_SPACE(4 * array("i").itemsize)  # for the descriptors beside a message: `Attach` has one
 
 
-class Tensor(msgspec.Struct, frozen=True, array_like=True):
+class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
     """A tensor in a segment, row-major from `offset` on."""
 
     name: str
@@ -58,8 +58,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     options: msgspec.Raw  # Options, which are the same again and again: see `read_options`
     backend: str
     segment: int
-    inputs: list[Tensor]
-    outputs: list[Tensor]
+    inputs: list[PlacedTensor]
+    outputs: list[PlacedTensor]
     mark: int
     flops: int
     seconds: float  # predicted, of one core
@@ -75,7 +75,7 @@ class Prove(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     request: bytes
     segment: int
-    inputs: list[Tensor]
+    inputs: list[PlacedTensor]
     mark: int
     flops: int
     seconds: float

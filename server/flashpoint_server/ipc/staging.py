@@ -11,7 +11,7 @@ import numpy as np
 
 from flashpoint_contract.tensors import INDEX_TENSORS, ITEMSIZE, TensorInfo
 from flashpoint_server.ipc.memory import Pool, PoolFullError, Segment, Slot, aligned, size_class
-from flashpoint_server.ipc.messages import Tensor
+from flashpoint_server.ipc.messages import PlacedTensor
 from flashpoint_server.ipc.regions import Region
 from flashpoint_server.refusal import Refusal
 
@@ -93,13 +93,13 @@ class Staging:
             if name in INDEX_TENSORS
         }
 
-    def described(self, places: Mapping[str, Place]) -> list[Tensor]:
+    def described(self, places: Mapping[str, Place]) -> list[PlacedTensor]:
         """The tensors as the engine is told of them: offsets are within the segment."""
         ours, offset = self.slot.segment.number, self.slot.offset
         return [
-            Tensor(name, p.dtype, p.shape, ours, offset + p.start)
+            PlacedTensor(name, p.dtype, p.shape, ours, offset + p.start)
             if p.region is None
-            else Tensor(name, p.dtype, p.shape, p.region.number, p.start)
+            else PlacedTensor(name, p.dtype, p.shape, p.region.number, p.start)
             for name, p in places.items()
         ]
 

@@ -16,7 +16,7 @@ import torch
 from flashpoint_contract.options import Options
 from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, TorchDevice
 from flashpoint_server.engine.entry import OutOfMemoryError, Placed, spec_of
-from flashpoint_server.ipc.messages import DeviceInfo, Submit, Tensor, pack_options
+from flashpoint_server.ipc.messages import DeviceInfo, PlacedTensor, Submit, pack_options
 from flashpoint_server.refusal import Refusal
 
 
@@ -34,11 +34,11 @@ def submit(inputs, outputs, room=1 << 16, **options):
     placed, at = [], 0
     for name, array in inputs.items():
         memory[at : at + array.nbytes] = array.tobytes()
-        placed.append(Tensor(name, array.dtype.name, array.shape, 0, at))
+        placed.append(PlacedTensor(name, array.dtype.name, array.shape, 0, at))
         at += -(-array.nbytes // 64) * 64
     made = []
     for name, shape in outputs.items():
-        made.append(Tensor(name, "float32", shape, 0, at))
+        made.append(PlacedTensor(name, "float32", shape, 0, at))
         at += 4 * int(np.prod(shape))
     packed = pack_options(Options(**options))
     job = Submit(0, "an-id", "forward", packed, "tiled", 0, placed, made, 0, 0, 0.0, 0.0, None)

@@ -15,7 +15,7 @@ from flashpoint_server.engine.entry import Peer
 from flashpoint_server.engine.scheduler import Scheduler
 from flashpoint_server.engine.tasks import Compute, Cut, Launch, Slice
 from flashpoint_server.engine.waiting import Budget
-from flashpoint_server.ipc.messages import Submit, Tensor, pack_options
+from flashpoint_server.ipc.messages import PlacedTensor, Submit, pack_options
 
 NUMBERS = itertools.count()
 OPTIONS = pack_options(Options())
@@ -81,8 +81,8 @@ class Bench:
     def admit(self, sequences=1, *, backend="torch", seconds=SHORT, deadline=None):
         number = next(NUMBERS)
         shape = (sequences, 1, 4, 8)
-        inputs = [Tensor(name, "float32", shape, 0, 64) for name in "qkv"]
-        outputs = [Tensor("o", "float32", shape, 0, 64)]
+        inputs = [PlacedTensor(name, "float32", shape, 0, 64) for name in "qkv"]
+        outputs = [PlacedTensor("o", "float32", shape, 0, 64)]
         self.scheduler.admit(
             Submit(number, f"r{number}", "forward", OPTIONS, backend, 0, inputs, outputs, 0, 1, seconds, 0.0, deadline),
             self.peer,

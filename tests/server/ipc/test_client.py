@@ -25,7 +25,7 @@ from flashpoint_server.ipc import client as engine
 from flashpoint_server.ipc.client import Engines, State
 from flashpoint_server.ipc.job import AttentionJob
 from flashpoint_server.ipc.memory import Pool
-from flashpoint_server.ipc.messages import Submit, Tensor, pack_options
+from flashpoint_server.ipc.messages import PlacedTensor, Submit, pack_options
 from flashpoint_server.ipc.processes import running_engines
 from flashpoint_server.ipc.staging import Staging
 from flashpoint_server.observability.metrics import Metrics
@@ -189,7 +189,7 @@ def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
         async with running_engines(Settings(device="cpu", log_level="error"), ENGINE) as (address,):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
                 deaf.connect(address)
-                tensors = [Tensor(name, "float32", (1, 1), 7, 0) for name in "qkv"]
+                tensors = [PlacedTensor(name, "float32", (1, 1), 7, 0) for name in "qkv"]
                 options = pack_options(Options())
                 # A late one, which is answered at once.
                 late = Submit(0, "deaf", "forward", options, "reference", 7, tensors, [], 0, 0, 0.0, 0.0, 0.0)
