@@ -45,6 +45,53 @@ class Detach(msgspec.Struct, frozen=True, tag=True):
     segment: int
 
 
+class CacheShape(msgspec.Struct, frozen=True, array_like=True):
+    """The sizes of a cache, one number for each layer, and its dtype."""
+
+    kv_heads: tuple[int, ...]
+    head_dim: tuple[int, ...]
+    value_dim: tuple[int, ...]
+    dtype: str
+
+    @property
+    def layers(self) -> int:
+        return len(self.kv_heads)
+
+
+LayerSizes = tuple[int, int, int, str]  # flashpoint_contract.caches.LayerShape
+
+
+class CacheRecord(msgspec.Struct, frozen=True):
+    """A cache as it is: `lengths`, and `firsts` tokens that `keep` has left, of each layer; seconds for times."""
+
+    serial: int
+    shape: CacheShape
+    max_length: int | None
+    keep: list[int | None]
+    ttl: float
+    lengths: list[int]
+    firsts: list[int]
+    nbytes: int
+    expires_in: float
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """The caches of `owner` that a Submit attends over, and where it writes its k and v: at the end, or `at`.
+
+    `key` is the idempotency key, "" for none; `quota` is how many bytes the owner may hold, None for no limit. `left`
+    is how many keys before its own a single query sees, where the options do not say that; −1 for any.
+    """
+
+    owner: str
+    caches: tuple[int, ...]
+    shape: LayerSizes
+    layer: int
+    at: tuple[int, ...] | None
+    key: str
+    quota: int | None
+    left: int
+
+
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """To the engine: compute. `rank` and `deadline` are in `time.monotonic` seconds, which all processes share.
 
@@ -65,6 +112,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     seconds: float  # predicted, of one core
     rank: float
     deadline: float | None
+    held: Held | None = None
 
 
 class Prove(msgspec.Struct, frozen=True, tag=True):
@@ -81,6 +129,37 @@ class Prove(msgspec.Struct, frozen=True, tag=True):
     seconds: float
     rank: float
     deadline: float | None
+
+
+class AskCaches(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: what concerns caches and computes nothing. All else as in `Submit` and `Held`.
+
+    `what` is create, look, list, append, fork, truncate, renew, export or delete; `arguments` are what it takes. The k
+    and v of an append are `inputs`, those of an export `outputs`.
+    """
+
+    id: int
+    request_id: str
+    what: str
+    owner: str
+    caches: tuple[int, ...]
+    arguments: dict[str, Any]
+    key: str
+    quota: int | None
+    segment: int
+    inputs: list[PlacedTensor]
+    outputs: list[PlacedTensor]
+    mark: int
+    flops: int
+    seconds: float
+    rank: float
+    deadline: float | None
+
+
+class KeepOwners(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: these are the owners of caches that still have keys; those of all others are freed."""
+
+    names: list[str]
 
 
 class Time(msgspec.Struct, frozen=True, tag=True):
@@ -124,10 +203,11 @@ class DeviceInfo(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, first: its device, ready, and its process."""
+    """From the engine, first: its device, ready, its process, and a number that no other engine has had."""
 
     device: DeviceInfo
     pid: int
+    incarnation: int = 0
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
@@ -191,6 +271,22 @@ class Proven(msgspec.Struct, frozen=True, tag=True):
     ended: float
 
 
+class Told(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: what was asked of caches is done. Times as in `Done`."""
+
+    id: int
+    caches: list[CacheRecord]
+    began: float
+    ended: float
+
+
+class Holding(msgspec.Struct, frozen=True, tag=True):
+    """From the engine, to all: how many caches it holds, and their bytes."""
+
+    caches: int
+    nbytes: int
+
+
 class JobOpened(msgspec.Struct, frozen=True, tag=True):
     """From the engine, to all: it has this job. A process that comes later hears it with what has happened since."""
 
@@ -215,8 +311,8 @@ class JobDropped(msgspec.Struct, frozen=True, tag=True):
 
 
 JobNews = JobOpened | JobEvent | JobDropped
-ToEngine = Attach | Detach | Submit | Prove | Time | StopJob | Cancel
-FromEngine = Hello | Broken | Done | Failed | Unmapped | Proven | JobNews
+ToEngine = Attach | Detach | Submit | Prove | AskCaches | KeepOwners | Time | StopJob | Cancel
+FromEngine = Hello | Broken | Done | Failed | Unmapped | Proven | Told | Holding | JobNews
 
 Incoming = TypeVar("Incoming")
 

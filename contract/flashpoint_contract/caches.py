@@ -1,0 +1,153 @@
+"""Attention over caches that a service holds: the options that it takes beside `options.Options`, and its checks.
+
+A cache has the keys and values of one sequence, for every layer of a model. A call over caches brings q, and k and v of
+new tokens or none; all else is a call like any other. A process that knows a cache's shape, but not its length, checks
+and prices the call as one over k and v of any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from flashpoint_contract.options import Options, ProblemError
+from flashpoint_contract.spec import Spec, plan
+from flashpoint_contract.tensors import TensorInfo
+
+MOST_CACHES = 4096  # of one call
+MOST_TOKENS = 1 << 31  # of one cache
+ID_LENGTH = 1024  # characters, at most
+_ANY_LENGTH = 1024  # keys that a plan is made for; the lengths are the engine's
+_ELSEWHERE = "is for POST /attention over caches, in JSON or safetensors, and for the SDK's attention"
+
+
+class CacheOption(NamedTuple):
+    """A row of the table of options that a call over caches takes."""
+
+    name: str
+    default: Any
+    text: str
+
+
+CACHE_OPTIONS: dict[str, CacheOption] = {
+    row.name: row
+    for row in (
+        CacheOption("caches", None, "ids of caches, one for each sequence of q, which is attended over them"),
+        CacheOption("layer", 0, "the layer of those caches"),
+        CacheOption(
+            "at", None, "positions, one for each sequence, where k and v are written; later tokens of the layer go"
+        ),
+    )
+}
+REFUSED = ("kv_lengths", "cu_seqlens_k", "block_table", "k_scale", "v_scale")  # tensors that caches stand for
+
+
+class LayerShape(NamedTuple):
+    """Of one layer of a cache."""
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The values of CACHE_OPTIONS of a call, checked. Raises ProblemError."""
+
+    caches: tuple[str, ...]
+    layer: int = 0
+    at: tuple[int, ...] | None = None
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> CacheOptions:
+        """Return what `options`, of JSON, say of caches."""
+        errors = []
+        caches, layer, at = (options.get(name, row.default) for name, row in CACHE_OPTIONS.items())
+        if not (_listed(caches) and caches and all(isinstance(one, str) for one in caches)):
+            errors.append(("caches", "must be a list of ids"))
+        elif len(caches) > MOST_CACHES:
+            errors.append(("caches", f"{len(caches)} are over the {MOST_CACHES} of one call"))
+        if not _is_size(layer):
+            errors.append(("layer", "must be an integer, 0 or more"))
+        if at is not None and not (_listed(at) and all(map(_is_size, at))):
+            errors.append(("at", "must be a list of positions, 0 or more"))
+        elif at is not None and _listed(caches) and len(at) != len(caches):
+            errors.append(("at", f"has {len(at)} positions for {len(caches)} caches"))
+        if errors:
+            raise ProblemError(errors)
+        return cls(tuple(caches), layer, None if at is None else tuple(at))
+
+
+def _listed(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < MOST_TOKENS
+
+
+def refused(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return (option, reason) for each that a call without caches, or another surface, does not take."""
+    return [(name, _ELSEWHERE) for name in names if name in CACHE_OPTIONS]
+
+
+def plan_cached(tensors: Mapping[str, TensorInfo], options: Options, layer: LayerShape, caches: int) -> Spec:
+    """Check a call over that many caches, and return its problem with k and v of _ANY_LENGTH keys, or the mask's.
+
+    Raises ProblemError.
+    """
+    errors = [(name, "is not taken beside caches, which know their lengths") for name in REFUSED if name in tensors]
+    if ("k" in tensors) != ("v" in tensors):
+        errors.append(("v" if "k" in tensors else "k", "missing: k and v of new tokens come together"))
+    if "q" not in tensors:
+        errors.append(("q", "missing"))
+    if errors:
+        raise ProblemError(errors)
+    q = tensors["q"]
+    if q.dtype != layer.dtype:
+        raise ProblemError([("q", f"dtype {q.dtype} is not the cache's {layer.dtype}")])
+    count, length, ragged = _sizes(tensors, options.layout)
+    if count != caches:
+        raise ProblemError([("caches", f"{caches} for {count} sequences of q")])
+    mask = tensors.get("attn_mask")
+    keys = mask.shape[-1] if mask is not None and mask.shape and mask.shape[-1] > 1 else _ANY_LENGTH
+    given = dict(tensors)
+    for name, dim in (("k", layer.head_dim), ("v", layer.value_dim)):
+        heads = layer.kv_heads
+        if name in given:
+            shape = _shape(q.shape, options.layout, length, heads, dim)
+            if given[name] != TensorInfo(q.dtype, shape):
+                found = f"{given[name].dtype} of {list(given[name].shape)}"
+                errors.append((name, f"{found} must be {q.dtype} of {list(shape)}, as q and the cache are"))
+        given[name] = TensorInfo(q.dtype, _shape(q.shape, options.layout, keys, heads, dim))
+    if len(q.shape) < 4 and not ragged and layer.kv_heads != 1:
+        errors.append(("q", f"has one head where the cache has {layer.kv_heads} key/value heads"))
+    if errors:
+        raise ProblemError(errors)
+    if ragged:
+        given["cu_seqlens_k"] = given["cu_seqlens_q"]
+    return plan(given, options, "forward")
+
+
+def _sizes(tensors: Mapping[str, TensorInfo], layout: str) -> tuple[int, int, bool]:
+    """Return how many sequences q has, how many rows, and whether they are packed. Raises ProblemError."""
+    q = tensors["q"].shape
+    if layout == "thd":
+        ends = tensors.get("cu_seqlens_q")
+        if len(q) != 3 or ends is None or len(ends.shape) != 1 or not ends.shape[0]:
+            raise ProblemError([("cu_seqlens_q", "is needed in layout thd, with q of (T,H,D)")])
+        return ends.shape[0] - 1, q[0], True
+    if len(q) not in (2, 3, 4):
+        raise ProblemError([("q", f"takes 2, 3 or 4 dimensions, not {len(q)}")])
+    return (q[0] if len(q) > 2 else 1), q[-3 if layout == "bshd" and len(q) == 4 else -2], False
+
+
+def _shape(q: Sequence[int], layout: str, length: int, heads: int, dim: int) -> tuple[int, ...]:
+    """Return the shape of keys or values beside q."""
+    if layout == "thd":
+        return (length, heads, dim)
+    if len(q) == 4:
+        return (q[0], heads, length, dim) if layout == "bhsd" else (q[0], length, heads, dim)
+    return (*q[:-2], length, dim)

@@ -1,0 +1,113 @@
+"""A cache: what it holds of each layer, on which terms, and why a call on it cannot be."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from flashpoint_server.engine.caches.chunks import CHUNK, Change, Chunk, Track
+from flashpoint_server.ipc.messages import CacheShape
+
+KEYS = 64  # idempotency keys that a cache remembers
+
+SAID = {
+    "cache_not_found": "there is no such cache",
+    "cache_lost": "it expired, or its engine restarted",
+    "cache_stale": "its idempotency key came before the cache's last write: this is a late copy of an earlier call",
+}
+
+
+class Terms(NamedTuple):
+    """On whose behalf a call is made: `quota` bytes are what the owner may hold, None for no limit.
+
+    `key` is the idempotency key, "" for none.
+    """
+
+    owner: str
+    quota: int | None = None
+    key: str = ""
+
+
+class Mark(NamedTuple):
+    """A write, as an idempotency key stands for it."""
+
+    key: str
+    kind: str
+    layer: int
+
+
+@dataclass(eq=False)
+class Cache:
+    """Keys and values of one sequence. `users` are calls that wait or run; `expires` is in the store's seconds."""
+
+    serial: int
+    owner: str
+    shape: CacheShape
+    ttl: float
+    tracks: list[Track]
+    keep: tuple[int | None, ...]
+    max_length: int | None
+    expires: float
+    nbytes: int = 0
+    users: int = 0
+    disowned: bool = False
+    last: Mark | None = None
+    keys: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+    def marked(self, mark: Mark) -> None:
+        """Remember a write."""
+        self.last = mark if mark.key else None
+        if mark.key:
+            self.keys[mark.key] = None
+            self.keys.move_to_end(mark.key)
+            if len(self.keys) > KEYS:
+                self.keys.popitem(last=False)
+
+
+class Write(NamedTuple):
+    """A write that has been checked, and has its memory: `lengths` are the tracks' before and after it."""
+
+    cache: Cache
+    track: Track
+    at: int
+    end: int
+    made: list[tuple[Change, Chunk]]
+
+
+def reserved_chunks(max_length: int, keep: int | None) -> int:
+    """The chunks that a layer of so many tokens needs, of which it keeps the last."""
+    whole = -(-max_length // CHUNK)
+    return whole if keep is None else min(whole, -(-keep // CHUNK) + 2)
+
+
+def cut_problem(cache: Cache, end: int | None) -> tuple[str, str] | None:
+    """Say why a cache cannot be cut at a position."""
+    if end is None:
+        return None
+    longest = max((track.length for track in cache.tracks), default=0)
+    if end > longest:
+        return "cache_position", f"{end} is beyond the end, {longest}"
+    return dropped(max((track.first for track in cache.tracks), default=0), end)
+
+
+def dropped(first: int, position: int) -> tuple[str, str] | None:
+    if position < first:
+        return "cache_dropped", f"position {position} is before {first}, the first that `keep` has left"
+    return None
+
+
+def write_problem(
+    cache: Cache, layer: int, at: int, count: int, lowest: Callable[[int, int], int]
+) -> tuple[str, str] | None:
+    """Say why `count` tokens cannot be written at a position of a layer."""
+    track, keep = cache.tracks[layer], cache.keep[layer]
+    if at > track.length:
+        return "cache_position", f"{at} is beyond the end, {track.length}"
+    if (problem := dropped(track.first, at)) is not None:
+        return problem
+    if cache.max_length is not None and at + count > cache.max_length:
+        return "cache_full", f"{at + count} tokens are over its max_length of {cache.max_length}"
+    first = track.first if keep is None else max(track.first, max(at - keep, 0) // CHUNK * CHUNK)
+    return dropped(first, lowest(count, at + count)) if count else None

@@ -1,0 +1,432 @@
+"""The caches that an engine holds: who owns them, how much memory they take, and when they end.
+
+    held → expired, or its owner's key removed: 410 for an hour → forgotten: 404      held → deleted: 404
+
+Every operation checks all before it changes anything. Calls on one cache come one after the other (scheduler.py); those
+on different caches may come at the same time. No sockets here, and torch for memory alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from flashpoint_server.engine.caches.cache import (
+    SAID,
+    Cache,
+    Mark,
+    Terms,
+    Write,
+    cut_problem,
+    dropped,
+    reserved_chunks,
+    write_problem,
+)
+from flashpoint_server.engine.caches.chunks import CHUNK, Chunk, TokenSize, Track
+from flashpoint_server.ipc.messages import CacheRecord, CacheShape
+from flashpoint_server.refusal import Refusal
+
+ANSWERS = 4096  # first answers of creations and forks that are remembered
+TOMBSTONE_SECONDS = 3600.0
+TOMBSTONES = 1 << 17  # at most; the oldest is forgotten first
+CACHE_BYTES, LAYER_BYTES = 1024, 512  # that a cache, and each of its layers, counts for beside its tokens
+SWEEP_SECONDS = 1.0  # between two looks for caches that have expired
+
+
+class CacheStore:
+    """See the module. `limit` is in bytes, `ttl` in seconds of `clock`."""
+
+    def __init__(
+        self, limit: int, ttl: float, device: str = "cpu", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.limit = limit
+        self._ttl = ttl
+        self._device = device
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._caches: dict[int, Cache] = {}
+        self._serials = itertools.count(1)
+        self._used = 0
+        self._owned: defaultdict[str, int] = defaultdict(int)
+        self._lost: OrderedDict[int, tuple[str, float]] = OrderedDict()  # owner, and until when that is said
+        self._answers: OrderedDict[tuple[str, str], list[int]] = OrderedDict()
+        self._swept = clock()
+
+    @property
+    def used(self) -> int:
+        """Bytes of all caches, shared memory counted once."""
+        return self._used
+
+    def __len__(self) -> int:
+        return len(self._caches)
+
+    # Caches that come and go
+
+    def create(
+        self, terms: Terms, shape: CacheShape, count: int, max_length: int | None, keep: Sequence[int | None],
+        ttl: float | None,
+    ) -> list[CacheRecord]:  # fmt: skip
+        """Make empty caches; with `max_length` their memory is taken now. Raises Refusal 413 and 429."""
+        with self._lock:
+            self._sweep()
+            if (again := self._answered(terms)) is not None:
+                return again
+            sizes = self._sizes(shape)
+            chunks = [reserved_chunks(max_length, kept) for kept in keep] if max_length else [0] * len(sizes)
+            base = CACHE_BYTES + LAYER_BYTES * len(sizes)
+            each = base + sum(size.nbytes * CHUNK * n for size, n in zip(sizes, chunks, strict=True))
+            self._check_memory(terms, each * count, each * count, each * count)
+            made = []
+            for _ in range(count):
+                tracks = [Track(size, reserved=n) for size, n in zip(sizes, chunks, strict=True)]
+                for track, n in zip(tracks, chunks, strict=True):
+                    track.spares = [Chunk(track.size, CHUNK) for _ in range(n)]
+                made.append(self._add(terms.owner, shape, ttl or self._ttl, tracks, tuple(keep), max_length))
+                self._count(made[-1], each, each)
+            return self._answer(terms, made)
+
+    def fork(
+        self, terms: Terms, serials: Sequence[int], lengths: Sequence[int] | None, free: Sequence[int]
+    ) -> list[CacheRecord]:
+        """Copy caches, up to `lengths` tokens of each layer, and delete `free`. Raises Refusal 404, 409, 410, 429."""
+        with self._lock:
+            self._sweep()
+            if (again := self._answered(terms)) is not None:
+                return again
+            found = self._find(terms.owner, [*serials, *free])
+            sources, freed = found[: len(serials)], found[len(serials) :]
+            ends = [None] * len(sources) if lengths is None else lengths
+            self._refuse("caches", [cut_problem(c, end) for c, end in zip(sources, ends, strict=True)])
+            tracks = [[t.fork(t.length if end is None else min(end, t.length)) for t in c.tracks]
+                      for c, end in zip(sources, ends, strict=True)]  # fmt: skip
+            base = [CACHE_BYTES + LAYER_BYTES * len(c.tracks) for c in sources]
+            full = [own + sum(t.nbytes for t in some) for own, some in zip(base, tracks, strict=True)]
+            try:
+                gone = sum(c.nbytes for c in dict.fromkeys(freed))
+                self._check_memory(terms, sum(base), sum(full) - gone, max(base, default=0))
+            except Refusal:
+                for track in itertools.chain(*tracks):
+                    self._release(track, track.cut(0))
+                raise
+            made = []
+            for source, own, nbytes, some in zip(sources, base, full, tracks, strict=True):
+                made.append(self._add(terms.owner, source.shape, source.ttl, some, source.keep, source.max_length))
+                self._count(made[-1], nbytes, own)
+            answer = self._answer(terms, made)
+            for cache in dict.fromkeys(freed):
+                self._end(cache)
+            return answer
+
+    def delete(self, terms: Terms, serials: Sequence[int]) -> None:
+        """Free caches, all or none. Raises Refusal 404 and 410."""
+        with self._lock:
+            for cache in dict.fromkeys(self._find(terms.owner, serials)):
+                self._end(cache)
+
+    def keep_owners(self, names: Iterable[str]) -> None:
+        """Free the caches of all other owners, when no call uses them any more: their keys have been removed."""
+        with self._lock:
+            kept = set(names)
+            for cache in [cache for cache in self._caches.values() if cache.owner not in kept]:
+                cache.disowned = True
+                if not cache.users:
+                    self._lose(cache)
+
+    def _add(
+        self, owner: str, shape: CacheShape, ttl: float, tracks: list[Track], keep: tuple[int | None, ...],
+        max_length: int | None,
+    ) -> Cache:  # fmt: skip
+        cache = Cache(next(self._serials), owner, shape, ttl, tracks, keep, max_length, self._clock() + ttl)
+        self._caches[cache.serial] = cache
+        return cache
+
+    def _answered(self, terms: Terms) -> list[CacheRecord] | None:
+        """Return the first answer to this key again. Raises Refusal 404 and 410 where its caches are gone."""
+        serials = self._answers.get((terms.owner, terms.key)) if terms.key else None
+        return None if serials is None else [self.record(cache) for cache in self._find(terms.owner, serials)]
+
+    def _answer(self, terms: Terms, made: Sequence[Cache]) -> list[CacheRecord]:
+        if terms.key:
+            self._answers[terms.owner, terms.key] = [cache.serial for cache in made]
+            if len(self._answers) > ANSWERS:
+                self._answers.popitem(last=False)
+        return [self.record(cache) for cache in made]
+
+    def _end(self, cache: Cache) -> None:
+        """Take a cache's memory back."""
+        del self._caches[cache.serial]
+        for track in cache.tracks:
+            track.reserved = 0
+            self._release(track, [*track.cut(0), *track.spares])
+        self._used -= CACHE_BYTES + LAYER_BYTES * len(cache.tracks)
+        self._owned[cache.owner] -= cache.nbytes
+        if not self._owned[cache.owner]:
+            del self._owned[cache.owner]
+
+    def _lose(self, cache: Cache) -> None:
+        self._end(cache)
+        self._lost[cache.serial] = cache.owner, self._clock() + TOMBSTONE_SECONDS
+        if len(self._lost) > TOMBSTONES:
+            self._lost.popitem(last=False)
+
+    # Time
+
+    def enter(self, serials: Iterable[int]) -> None:
+        """A call waits for these caches, which do not expire before `leave`."""
+        with self._lock:
+            now = self._clock()
+            for serial in serials:
+                if (cache := self._caches.get(serial)) is not None and (cache.users or now < cache.expires):
+                    cache.users += 1
+
+    def leave(self, serials: Iterable[int], *, used: bool) -> None:
+        """The call has ended; the time to live of what it has `used` begins anew."""
+        with self._lock:
+            now = self._clock()
+            for serial in serials:
+                if (cache := self._caches.get(serial)) is None or not cache.users:
+                    continue
+                cache.users -= 1
+                if used:
+                    cache.expires = now + cache.ttl
+                if cache.disowned and not cache.users:
+                    self._lose(cache)
+
+    def next_look(self) -> float | None:
+        """Return when `sweep` has something to do, in the clock's seconds; None where nothing is held."""
+        return self._swept + SWEEP_SECONDS if self._caches else None
+
+    def sweep(self) -> None:
+        """Free what has expired."""
+        with self._lock:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        now = self._clock()
+        if now < self._swept + SWEEP_SECONDS:
+            return
+        self._swept = now
+        for cache in [cache for cache in self._caches.values() if not cache.users and now >= cache.expires]:
+            self._lose(cache)
+        while self._lost and next(iter(self._lost.values()))[1] <= now:
+            self._lost.popitem(last=False)
+
+    # What is there
+
+    def look(self, terms: Terms, serials: Sequence[int]) -> list[CacheRecord]:
+        """Describe caches. Raises Refusal 404 and 410."""
+        with self._lock:
+            return [self.record(cache) for cache in self._find(terms.owner, serials)]
+
+    def listed(self, terms: Terms) -> list[CacheRecord]:
+        """Describe all caches of the owner."""
+        with self._lock:
+            now = self._clock()
+            own = (cache for cache in self._caches.values() if cache.owner == terms.owner)
+            return [self.record(cache) for cache in own if cache.users or now < cache.expires]
+
+    def lengths(self, serials: Sequence[int], layer: int) -> Sequence[int]:
+        """Return the lengths of caches that a call uses, which are there."""
+        with self._lock:
+            return [self._caches[serial].tracks[layer].length for serial in serials]
+
+    def record(self, cache: Cache) -> CacheRecord:
+        """Describe a cache, as it is now."""
+        return CacheRecord(
+            serial=cache.serial,
+            shape=cache.shape,
+            max_length=cache.max_length,
+            keep=list(cache.keep),
+            ttl=cache.ttl,
+            lengths=[track.length for track in cache.tracks],
+            firsts=[track.first for track in cache.tracks],
+            nbytes=cache.nbytes,
+            expires_in=max(0.0, cache.expires - self._clock()),
+        )
+
+    def find(self, terms: Terms, serials: Sequence[int]) -> list[Cache]:
+        """Return the owner's caches. Raises Refusal 404 and 410."""
+        with self._lock:
+            return self._find(terms.owner, serials)
+
+    def _find(self, owner: str, serials: Sequence[int]) -> list[Cache]:
+        now = self._clock()
+        found, problems = [], list[tuple[str, str] | None]()
+        for serial in serials:
+            cache = self._caches.get(serial)
+            if cache is not None and cache.owner == owner and not cache.users and now >= cache.expires:
+                self._lose(cache)
+                cache = None
+            problem = None
+            if cache is None or cache.owner != owner:
+                lost = self._lost.get(serial)
+                code = "cache_lost" if lost is not None and lost[0] == owner and now < lost[1] else "cache_not_found"
+                problem = code, SAID[code]
+            else:
+                found.append(cache)
+            problems.append(problem)
+        self._refuse("caches", problems)
+        return found
+
+    @staticmethod
+    def _refuse(field_: str, problems: Sequence[tuple[str, str] | None]) -> None:
+        """Raise Refusal where there are problems, (code, message): of the first's code, naming each by its index."""
+        errors = [(f"{field_}.{i}", f"{p[0]}: {p[1]}") for i, p in enumerate(problems) if p is not None]
+        if errors:
+            code, said = next(p for p in problems if p is not None)
+            raise Refusal(code, said, errors=errors)
+
+    # Tokens
+
+    def truncate(self, terms: Terms, serial: int, length: int) -> CacheRecord:
+        """Drop the tokens from `length` on, in every layer. Raises Refusal 404, 409 and 410."""
+        with self._lock:
+            (cache,) = self._find(terms.owner, [serial])
+            mark = Mark(terms.key, f"truncate {length}", 0)
+            if not self._repeats([cache], mark):
+                self._refuse("caches", [cut_problem(cache, length)])
+                for track in cache.tracks:
+                    if track.length > length:
+                        self._let_go(cache, track, track.cut(length))
+                cache.marked(mark)
+            return self.record(cache)
+
+    def write(
+        self,
+        terms: Terms,
+        serials: Sequence[int],
+        layer: int,
+        at: Sequence[int] | None,
+        tokens: Sequence[tuple[Tensor, Tensor]],
+        lowest: Callable[[int, int], int] = lambda queries, length: length,
+    ) -> list[Cache]:
+        """Write k (Hk, n, D) and v (Hk, n, Dv) of each cache's new tokens, at its end or `at` a position.
+
+        `lowest` says which position a call of so many queries reads first in a cache of that length, once it is
+        written. Return the caches. Raises Refusal 404, 409, 410, 413, 422, 429, and MemoryError; then nothing has
+        changed.
+        """
+        with self._lock:
+            caches = self._find(terms.owner, serials)
+            if len(set(serials)) < len(serials):
+                raise Refusal("invalid_request", "caches: names a cache twice, and the call writes",
+                              errors=[("caches", "names a cache twice, and the call writes")])  # fmt: skip
+            mark = Mark(terms.key, "write", layer)
+            if self._repeats(caches, mark):
+                return caches
+            writes = self._prepared(terms, caches, layer, at, [k.shape[1] for k, _ in tokens], lowest)
+            for cache in caches:
+                cache.marked(mark)
+        for write, (k, v) in zip(writes, tokens, strict=True):
+            with self._lock:
+                if (kept := write.cache.keep[layer]) is not None:
+                    self._let_go(write.cache, write.track, write.track.drop_before(write.at - kept))
+            released = write.track.write(write.at, k, v, write.made)
+            with self._lock:
+                self._let_go(write.cache, write.track, released)
+        return caches
+
+    def readable(self, caches: Sequence[Cache], layer: int, first: Sequence[int]) -> None:
+        """Check that tokens from `first` on are there in each cache. Raises Refusal 409."""
+        self._refuse("caches", [dropped(c.tracks[layer].first, p) for c, p in zip(caches, first, strict=True)])
+
+    def _prepared(
+        self, terms: Terms, caches: Sequence[Cache], layer: int, at: Sequence[int] | None, counts: Sequence[int],
+        lowest: Callable[[int, int], int],
+    ) -> list[Write]:  # fmt: skip
+        """Check a write, and take its memory: all that can fail."""
+        tracks = [cache.tracks[layer] for cache in caches]
+        places = [track.length for track in tracks] if at is None else at
+        self._refuse(
+            "caches",
+            [write_problem(c, layer, p, n, lowest) for c, p, n in zip(caches, places, counts, strict=True)],
+        )
+        needs = [track.needs(p, n) for track, p, n in zip(tracks, places, counts, strict=True)]
+        new = net = largest = 0
+        for cache, track, changes in zip(caches, tracks, needs, strict=True):
+            spared = len(track.spares)
+            fresh = sum(track.size.nbytes * change.capacity for change in changes[spared:])
+            old = (track.chunks[change.place] for change in changes if change.place < len(track.chunks))
+            gone = sum(chunk.nbytes for chunk in old if chunk is not None)
+            new, net, largest = new + fresh, net + fresh - gone, max(largest, cache.nbytes + fresh - gone)
+        self._check_memory(terms, new, net, largest)
+        writes = []
+        try:
+            for cache, track, p, n, changes in zip(caches, tracks, places, counts, needs, strict=True):
+                writes.append(Write(cache, track, p, p + n, []))
+                for change in changes:
+                    if track.spares:
+                        chunk = track.spares.pop()
+                    else:
+                        chunk = Chunk(track.size, change.capacity)
+                        self._count(cache, chunk.nbytes, chunk.nbytes)
+                    writes[-1].made.append((change, chunk))
+        except (MemoryError, RuntimeError):
+            for write in writes:
+                self._let_go(write.cache, write.track, [chunk for _, chunk in write.made])
+            raise
+        return writes
+
+    def _repeats(self, caches: Sequence[Cache], mark: Mark) -> bool:
+        """Whether a call is the last of all of these caches again. Raises Refusal 409 for an older one."""
+        if not mark.key:
+            return False
+        if all(cache.last == mark for cache in caches):
+            return True
+        stale = "cache_stale", SAID["cache_stale"]
+        self._refuse("caches", [stale if mark.key in cache.keys else None for cache in caches])
+        return False
+
+    # Memory
+
+    def _sizes(self, shape: CacheShape) -> list[TokenSize]:
+        dtype = getattr(torch, shape.dtype)
+        dims = zip(shape.kv_heads, shape.head_dim, shape.value_dim, strict=True)
+        return [TokenSize(*each, dtype, self._device) for each in dims]
+
+    def _check_memory(self, terms: Terms, new: int, net: int, largest: int) -> None:
+        """Raise Refusal where `new` bytes are too many; `net` of them are the owner's, `largest` is one cache's."""
+        if largest > self.limit:
+            raise Refusal("work_too_large", f"a cache of {largest} bytes never fits the {self.limit} for caches")
+        if terms.quota is not None and net > 0 and (owned := self._owned.get(terms.owner, 0)) + net > terms.quota:
+            raise Refusal("key_limit", f"the key's caches hold {owned} bytes, and {net} more are over {terms.quota}")
+        if self._used + new > self.limit:
+            self._swept = -math.inf  # what has expired need not wait for the next look
+            self._sweep()
+        if self._used + new > self.limit:
+            raise Refusal("cache_memory", f"{self._used} of {self.limit} bytes are held, and this needs {new} more")
+
+    def _count(self, cache: Cache, nbytes: int, new: int) -> None:
+        """Count `nbytes` of a cache, of which the store has `new` ones."""
+        cache.nbytes += nbytes
+        self._owned[cache.owner] += nbytes
+        self._used += new
+
+    def _let_go(self, cache: Cache, track: Track, chunks: Iterable[Chunk]) -> None:
+        """Take chunks from a cache, which keeps what is reserved for it."""
+        spares = len(track.spares)
+        chunks = list(chunks)
+        self._release(track, chunks)
+        kept = sum(chunk.nbytes for chunk in track.spares[spares:])
+        gone = sum(chunk.nbytes for chunk in chunks) - kept
+        cache.nbytes -= gone
+        with suppress(KeyError):
+            self._owned[cache.owner] -= gone
+
+    def _release(self, track: Track, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.holders -= 1
+            if not chunk.holders:
+                if chunk.capacity == CHUNK and track.spares_one:
+                    chunk.holders = 1
+                    track.spares.append(chunk)
+                else:
+                    self._used -= chunk.nbytes

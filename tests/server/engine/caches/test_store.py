@@ -1,0 +1,366 @@
+"""The store of caches against a model in numpy, and what it counts."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from flashpoint_server.engine.caches.cache import Terms
+from flashpoint_server.engine.caches.chunks import CHUNK
+from flashpoint_server.engine.caches.store import CACHE_BYTES, LAYER_BYTES, CacheStore
+from flashpoint_server.ipc.messages import CacheShape
+from flashpoint_server.refusal import Refusal
+
+HEADS, D, DV, LAYERS = 2, 4, 3, 2
+SHAPE = CacheShape((HEADS,) * LAYERS, (D,) * LAYERS, (DV,) * LAYERS, "float32")
+TOKEN = HEADS * (D + DV) * 4
+BASE = CACHE_BYTES + LAYER_BYTES * LAYERS
+LIMIT = 24 * CHUNK * TOKEN
+TTL = 100.0
+OWNERS = ("alice", "bob")
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def store_of(limit=LIMIT, clock=None):
+    return CacheStore(limit, TTL, clock=clock or Clock())
+
+
+def create(store, owner="alice", count=1, **how):
+    asked = {"max_length": None, "keep": [None] * LAYERS, "ttl": None, **how}
+    terms = Terms(owner, asked.pop("quota", None), asked.pop("key", ""))
+    return [record.serial for record in store.create(terms, SHAPE, count, **asked)]
+
+
+def tokens(count, seed=0):
+    values = np.random.default_rng(seed).standard_normal((HEADS, count, D + DV), np.float32)
+    return torch.from_numpy(values[..., :D]), torch.from_numpy(values[..., D:])
+
+
+def read(store, owner, serial, layer):
+    """(first, k and v of the tokens that are there, side by side) of a layer."""
+    (cache,) = store.find(Terms(owner), [serial])
+    track = cache.tracks[layer]
+    pieces = [torch.cat((p.k, p.v), -1) for p in track.pieces(track.first, track.length)]
+    return track.first, torch.cat(pieces, 1).numpy() if pieces else np.zeros((HEADS, 0, D + DV), np.float32)
+
+
+def outcome(call, *arguments, **keywords):
+    """(the code that a call is refused with, or None; what it returns)."""
+    try:
+        return None, call(*arguments, **keywords)
+    except Refusal as refusal:
+        return refusal.code, None
+
+
+def refused(code, call, *arguments, **keywords):
+    with pytest.raises(Refusal) as error:
+        call(*arguments, **keywords)
+    assert error.value.code == code, error.value.code
+    return error.value
+
+
+class Model:
+    """A cache as it should be."""
+
+    def __init__(self, owner, ttl_end, max_length=None, keep=None):
+        self.owner, self.expires, self.max_length, self.keep = owner, ttl_end, max_length, keep
+        self.layers = [np.zeros((HEADS, 0, D + DV), np.float32) for _ in range(LAYERS)]
+        self.keys, self.last = [], None
+
+    def copy(self, end, expires):
+        other = Model(self.owner, expires, self.max_length, self.keep)
+        other.layers = [layer[:, :end].copy() for layer in self.layers]
+        return other
+
+    def wrote(self, mark):
+        self.last = mark if mark[0] else None
+        if mark[0]:
+            self.keys = [*(key for key in self.keys if key != mark[0]), mark[0]][-64:]
+
+
+class Stateful(RuleBasedStateMachine):
+    """Every operation, on the store and on the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.clock = Clock()
+        self.store = store_of(clock=self.clock)
+        self.there, self.lost, self.gone = {}, {}, {}
+        self.seed = 0
+
+    def expected(self, owner, serial):
+        """None, or the code of a call with that cache."""
+        if serial in self.there and self.there[serial].owner == owner:
+            return None
+        return "cache_lost" if self.lost.get(serial) == owner else "cache_not_found"
+
+    def some(self, data):
+        serials = [*self.there, *self.lost, *self.gone] or [999]
+        return data.draw(st.sampled_from(serials))
+
+    @rule(
+        owner=st.sampled_from(OWNERS), count=st.integers(1, 2), max_length=st.sampled_from([None, None, 1500]),
+        keep=st.sampled_from([None, None, 300]),
+    )  # fmt: skip
+    def create(self, owner, count, max_length, keep):
+        code, made = outcome(create, self.store, owner, count, max_length=max_length, keep=[keep] * LAYERS)
+        assert code in (None, "cache_memory")
+        for serial in made or ():
+            self.there[serial] = Model(owner, self.clock.now + TTL, max_length, keep)
+
+    @rule(
+        data=st.data(), owner=st.sampled_from(OWNERS), layer=st.integers(0, LAYERS - 1), count=st.integers(0, 1100),
+        back=st.none() | st.integers(-2, 1300), key=st.sampled_from(["", "a", "b", "c"]),
+    )  # fmt: skip
+    def write(self, data, owner, layer, count, back, key):
+        serial = self.some(data)
+        model, code = self.there.get(serial), self.expected(owner, serial)
+        at = mark = None
+        if code is None:
+            length, mark = model.layers[layer].shape[1], (key, layer)
+            at = None if back is None else max(0, length - back)
+            place = length if at is None else at
+            if key and model.last == mark:
+                code = "repeats"
+            elif key and key in model.keys:
+                code = "cache_stale"
+            elif place > length:
+                code = "cache_position"
+            elif place < (first := read(self.store, owner, serial, layer)[0]):
+                assert first
+                code = "cache_dropped"
+            elif model.max_length is not None and place + count > model.max_length:
+                code = "cache_full"
+        self.seed += 1
+        k, v = tokens(count, self.seed)
+        places = None if at is None else [at]
+        found, _ = outcome(self.store.write, Terms(owner, None, key), [serial], layer, places, [(k, v)])
+        assert found in ((None, "cache_memory") if code is None else (None,) if code == "repeats" else (code,))
+        if found is not None:
+            return
+        self.store.enter([serial])
+        self.store.leave([serial], used=True)
+        model.expires = self.clock.now + TTL
+        if code is None:
+            new = np.concatenate((k.numpy(), v.numpy()), -1)
+            model.layers[layer] = np.concatenate((model.layers[layer][:, :place], new), 1)
+            model.wrote(mark)
+
+    @rule(data=st.data(), owner=st.sampled_from(OWNERS), end=st.none() | st.integers(0, 2500), free=st.booleans())
+    def fork(self, data, owner, end, free):
+        serials = [self.some(data) for _ in range(2)]
+        freed = [self.some(data)] if free else []
+        codes = [self.expected(owner, serial) for serial in [*serials, *freed]]
+        code = next((one for one in codes if one), None)
+        if code is None and end is not None:
+            longest = [max(layer.shape[1] for layer in self.there[s].layers) for s in serials]
+            code = "cache_position" if any(end > one for one in longest) else None
+        lengths = None if end is None else [end] * 2
+        found, made = outcome(self.store.fork, Terms(owner), serials, lengths, freed)
+        assert found in ((None, "cache_memory", "cache_dropped") if code is None else (code, "cache_dropped"))
+        if found is not None:
+            return
+        for serial, record in zip(serials, made, strict=True):
+            self.there[record.serial] = self.there[serial].copy(end, self.clock.now + TTL)
+        for serial in freed:
+            self.gone[serial] = self.there.pop(serial)
+
+    @rule(data=st.data(), owner=st.sampled_from(OWNERS), end=st.integers(0, 2500))
+    def truncate(self, data, owner, end):
+        serial = self.some(data)
+        code = self.expected(owner, serial)
+        if code is None and end > max(layer.shape[1] for layer in self.there[serial].layers):
+            code = "cache_position"
+        found, _ = outcome(self.store.truncate, Terms(owner), serial, end)
+        assert found in (code, "cache_dropped")
+        if found is not None:
+            return
+        model = self.there[serial]
+        model.layers = [layer[:, :end] for layer in model.layers]
+        model.wrote(("", 0))
+
+    @rule(data=st.data(), owner=st.sampled_from(OWNERS))
+    def delete(self, data, owner):
+        serial = self.some(data)
+        if code := self.expected(owner, serial):
+            refused(code, self.store.delete, Terms(owner), [serial])
+            return
+        self.store.delete(Terms(owner), [serial])
+        self.gone[serial] = self.there.pop(serial)
+
+    @rule(seconds=st.sampled_from([1.0, 60.0, 120.0]))
+    def wait(self, seconds):
+        self.clock.now += seconds
+        for serial, model in list(self.there.items()):
+            if self.clock.now >= model.expires:
+                self.lost[serial] = self.there.pop(serial).owner
+
+    @precondition(lambda self: self.there)
+    @rule(owner=st.sampled_from(OWNERS))
+    def remove_a_key(self, owner):
+        self.store.keep_owners(set(OWNERS) - {owner})
+        for serial, model in list(self.there.items()):
+            if model.owner == owner:
+                self.lost[serial] = self.there.pop(serial).owner
+
+    @invariant()
+    def holds_what_was_written(self):
+        for serial, model in self.there.items():
+            for layer, expected in enumerate(model.layers):
+                first, found = read(self.store, model.owner, serial, layer)
+                np.testing.assert_array_equal(found, expected[:, first:])
+                assert model.keep is not None or not first
+
+    @invariant()
+    def counts_what_it_holds(self):
+        self.store.sweep()
+        chunks = {}
+        held = self.store._caches.values()
+        for cache in held:
+            own = BASE
+            for track in cache.tracks:
+                for chunk in (*track.chunks, *track.spares):
+                    if chunk is not None:
+                        chunks.setdefault(chunk, [0])[0] += 1
+                        own += chunk.nbytes
+            assert cache.nbytes == own
+        assert all(chunk.holders == count for chunk, (count,) in chunks.items())
+        assert self.store.used == sum(chunk.nbytes for chunk in chunks) + BASE * len(held)
+        for owner in OWNERS:
+            assert self.store._owned.get(owner, 0) == sum(c.nbytes for c in held if c.owner == owner)
+
+
+TestStateful = Stateful.TestCase
+TestStateful.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
+def test_forks_share_memory_until_one_writes():
+    store = store_of()
+    (serial,) = create(store)
+    store.write(Terms("alice"), [serial], 0, None, [tokens(4 * CHUNK)])
+    before = store.used
+    store.fork(Terms("alice"), [serial] * 64, None, [])
+    assert store.used - 64 * BASE == before
+    assert store.used <= 1.1 * before + 64 * BASE
+    copy = store.listed(Terms("alice"))[-1].serial
+    store.write(Terms("alice"), [copy], 0, [4 * CHUNK - 1], [tokens(1, 5)])
+    assert store.used - 64 * BASE == before + CHUNK * TOKEN  # its last chunk alone
+    assert not np.array_equal(read(store, "alice", copy, 0)[1], read(store, "alice", serial, 0)[1])
+
+
+def test_a_write_over_several_caches_happens_on_all_or_on_none():
+    store = store_of()
+    one, two = create(store, count=2)
+    store.write(Terms("alice"), [one], 0, None, [tokens(3)])
+    said = refused("cache_position", store.write, Terms("alice"), [one, two], 0, [2, 2], [tokens(1)] * 2)
+    assert said.errors == (("caches.1", "cache_position: 2 is beyond the end, 0"),)
+    assert [record.lengths for record in store.look(Terms("alice"), [one, two])] == [[3, 0], [0, 0]]
+
+
+def test_a_late_copy_of_a_write_is_refused_and_the_last_one_repeats():
+    store = store_of()
+    (serial,) = create(store)
+
+    def write(key, seed):
+        store.write(Terms("alice", None, key), [serial], 0, None, [tokens(1, seed)])
+        return store.lengths([serial], 0)
+
+    assert [write("a", 1), write("a", 1), write("b", 2), write("b", 2)] == [[1], [1], [2], [2]]
+    refused("cache_stale", write, "a", 1)
+    for n in range(64):
+        write(f"k{n}", n)
+    assert write("a", 1) == [67]  # 64 keys are remembered
+
+
+def test_an_owner_is_held_to_a_quota_and_all_to_the_limit():
+    store = store_of(limit=8 * CHUNK * TOKEN)
+    (serial,) = create(store, quota=2 * CHUNK * TOKEN)
+    small = Terms("alice", 2 * CHUNK * TOKEN)
+    refused("key_limit", store.write, small, [serial], 0, None, [tokens(2 * CHUNK)])
+    store.write(small, [serial], 0, None, [tokens(CHUNK)])
+    refused("key_limit", store.fork, small, [serial], None, [])  # shared memory counts in full
+    (other,) = create(store, "bob")
+    refused("cache_memory", store.write, Terms("bob"), [other], 0, None, [tokens(7 * CHUNK)])
+    refused("work_too_large", store.write, Terms("bob"), [other], 0, None, [tokens(9 * CHUNK)])
+    refused("work_too_large", create, store, max_length=100 * CHUNK)
+
+
+def test_a_cache_in_use_does_not_expire_and_one_that_has_is_known_for_an_hour():
+    clock = Clock()
+    store = store_of(clock=clock)
+    (serial,) = create(store)
+    store.enter([serial])
+    clock.now += 10 * TTL
+    store.sweep()
+    assert len(store) == 1
+    store.leave([serial], used=True)
+    clock.now += TTL - 1
+    assert store.look(Terms("alice"), [serial])[0].expires_in == 1.0
+    clock.now += 1
+    refused("cache_lost", store.look, Terms("alice"), [serial])
+    refused("cache_not_found", store.look, Terms("bob"), [serial])
+    clock.now += 3601
+    store.sweep()
+    refused("cache_not_found", store.look, Terms("alice"), [serial])
+    assert store.used == 0
+
+
+def test_creations_and_forks_repeat_their_first_answer():
+    store = store_of()
+    first = create(store, count=2, key="k")
+    assert create(store, count=2, key="k") == first
+    assert create(store, "bob", count=2, key="k") != first
+    forked = store.fork(Terms("alice", None, "f"), [first[0]], None, [first[1]])
+    assert store.fork(Terms("alice", None, "f"), [first[0]], None, [first[1]]) == forked
+
+
+def test_a_reserved_cache_takes_its_memory_at_once_and_keeps_it():
+    store = store_of()
+    (serial,) = create(store, max_length=2 * CHUNK)
+    taken = store.used
+    assert taken == BASE + LAYERS * 2 * CHUNK * TOKEN
+    store.write(Terms("alice"), [serial], 0, None, [tokens(2 * CHUNK)])
+    refused("cache_full", store.write, Terms("alice"), [serial], 0, None, [tokens(1)])
+    store.truncate(Terms("alice"), serial, 0)
+    assert store.used == taken
+
+
+def test_tokens_before_the_last_are_freed_where_a_layer_keeps_so_many():
+    store = store_of()
+    (serial,) = create(store, keep=[100, None])
+    for seed in range(3):
+        store.write(Terms("alice"), [serial], 0, None, [tokens(CHUNK, seed)])
+    record = store.look(Terms("alice"), [serial])[0]
+    assert (record.lengths, record.firsts) == ([3 * CHUNK, 0], [CHUNK, 0])
+    refused("cache_dropped", store.write, Terms("alice"), [serial], 0, [5], [tokens(1)])
+    refused("cache_dropped", store.truncate, Terms("alice"), serial, 5)
+    refused(
+        "cache_dropped", store.write, Terms("alice"), [serial], 0, None, [tokens(1)], lambda queries, length: CHUNK - 1
+    )
+
+
+def test_memory_that_changes_hands_shows_nothing_of_its_last_owner():
+    store = store_of()
+    for owner, canary in (("alice", 7777.0), ("bob", 1.0)):
+        (serial,) = create(store, owner, max_length=CHUNK)
+        k, v = torch.full((HEADS, 900, D), canary), torch.full((HEADS, 900, DV), canary)
+        if owner == "bob":
+            assert read(store, owner, serial, 0)[1].size == 0
+            k, v = k[:, :5], v[:, :5]
+        store.write(Terms(owner), [serial], 0, None, [(k, v)])
+        assert (read(store, owner, serial, 0)[1] == canary).all()
+        store.truncate(Terms(owner), serial, 2)
+        assert read(store, owner, serial, 0)[1].shape[1] == 2
+        store.delete(Terms(owner), [serial])
