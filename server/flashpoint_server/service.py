@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from flashpoint_server.access.admission import Admission
+from flashpoint_server.access.cache_ids import CacheIds
 from flashpoint_server.access.keys import Caller, Keyring
 from flashpoint_server.config.key_file import Right
 from flashpoint_server.config.settings import Settings
@@ -17,7 +19,7 @@ from flashpoint_server.http.sites import Sites
 from flashpoint_server.ipc.client import Engines
 from flashpoint_server.ipc.counts import Counts, WorkerGroup
 from flashpoint_server.ipc.memory import Pool
-from flashpoint_server.ipc.messages import DeviceInfo
+from flashpoint_server.ipc.messages import DeviceInfo, KeepOwners
 from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.observability.lines import LINES
 from flashpoint_server.observability.metrics import Metrics
@@ -47,8 +49,10 @@ class Service:
         self.pool = Pool(settings.staging_bytes, engines.forget_segment, self.counts)
         self.regions = Regions(settings.shared_memory_bytes, engines.forget_segment)
         self.codec = Codec()
-        self.keys_file = Watch([settings.api_keys_file], lambda: self.keys.reload())
+        self.keys_file = Watch([settings.api_keys_file], self.reload_keys)
         self.keys = Keyring(settings, shared)
+        self.cache_ids = CacheIds(shared)
+        self.cache_lengths: OrderedDict[int, int] = OrderedDict()  # of caches that were used here, by number
         self.sites = Sites(settings.allowed_hosts, settings.cors_origins)
         self.admission = Admission(settings, self.counts)
         self.draining = False
@@ -62,6 +66,11 @@ class Service:
         exchange.key = caller.name
         caller.use(right)
         return caller
+
+    def reload_keys(self) -> None:
+        """Read the file of keys again, and free the caches of those that are gone."""
+        self.keys.reload()
+        self.engine.tell_all(KeepOwners(self.keys.names))
 
     def check_ready(self) -> DeviceInfo:
         """The device, where new work is taken. Raises Refusal 503."""

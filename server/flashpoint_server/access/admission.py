@@ -52,6 +52,14 @@ class Permit:
         """Count so many bytes more. Raises Refusal 429."""
         self._admission.grow(self, nbytes)
 
+    def settle(self, price: Price) -> None:
+        """Count the price that a computed request has turned out to have; its key pays it, whatever its limits."""
+        before, self.price = self.price, price
+        self._admission.correct(before, price)
+        if self.quota is not None:
+            self.quota.owe("flops", price.flops - before.flops)
+            self.quota.owe("seconds", price.seconds - before.seconds)
+
     def correct(self, price: Price) -> None:
         """Count a lower price than was charged, once the lengths of the sequences are known."""
         before, self.price = self.price, price

@@ -55,6 +55,11 @@ class Keyring:
         """Whether a key is needed."""
         return bool(self._callers)
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all keys; '' where none is needed."""
+        return [caller.name for _, caller in self._callers] or [ANYONE.name]
+
     def reload(self) -> None:
         """Read the file again. Where it is not right all stays as it was, and the log says so."""
         try:

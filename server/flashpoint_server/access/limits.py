@@ -72,6 +72,7 @@ class Quota:
         }
         self._rates = {what: rate for what, rate in rates.items() if rate is not None}
         self._concurrent = entry.concurrent
+        self.cache_bytes = entry.cache_bytes
         self._spent = spent
 
     def take(self, what: What, cost: float) -> None:
@@ -85,6 +86,13 @@ class Quota:
         if (rate := self._rates.get(what)) is not None and amount > 0:
             with self._spent.locked():
                 self._spent.numbers[_PLACES[what]] -= amount / rate
+
+    def owe(self, what: What, amount: float) -> None:
+        """Take what a request cost beyond its price, which the next one waits for."""
+        if (rate := self._rates.get(what)) is not None and amount:
+            with self._spent.locked():
+                place = _PLACES[what]
+                self._spent.numbers[place] = max(self._spent.numbers[place], time.monotonic()) + amount / rate
 
     def enter(self, nbytes: int) -> None:
         """A request for compute comes inside with `nbytes` of tensors, until `leave`. Raises Refusal 429."""

@@ -100,7 +100,7 @@ class _Server(uvicorn.Server):
         if not settings.rereads:
             log.info(NOTHING_TO_REREAD)
             return
-        self._service.keys.reload()
+        self._service.reload_keys()
         self._reload_certificate()
 
     def _reload_certificate(self) -> None:

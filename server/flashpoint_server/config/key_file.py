@@ -43,6 +43,8 @@ class KeyEntry(BaseModel):
     """predicted seconds of one core, or of the GPU, that attention, gradients and verifications take"""
     concurrent: Annotated[int, Field(ge=1, strict=True)] | None = None
     """requests for compute inside at once"""
+    cache_bytes: Annotated[int, Field(ge=0, strict=True)] | None = None
+    """bytes of the caches that it may hold at each engine; memory that forks share counts for each of them"""
 
 
 def check_name(name: str) -> str:

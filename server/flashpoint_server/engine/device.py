@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import mmap
 import os
 import threading
@@ -31,7 +30,10 @@ from flashpoint_kernels.problem import DTYPES, check_scales
 from flashpoint_kernels.reproducible import CORES, split
 from flashpoint_kernels.timing.device import device_name, is_lost
 from flashpoint_server.engine import local
+from flashpoint_server.engine.caches.attending import HeldCall, Part
+from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.entry import OutOfMemoryError, Placed
+from flashpoint_server.engine.memory import bytes_in, tensor_in
 from flashpoint_server.ipc.messages import DeviceInfo, PlacedTensor, Prove
 from flashpoint_server.refusal import invalid
 
@@ -60,6 +62,8 @@ class TorchDevice:
     `lanes` threads serve it. They make at most `launches` launches and run at most `cores` parts at a time, and one
     more part that is short while all others are long (see scheduler.py).
     """
+
+    caches: CacheStore  # set before it serves
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
@@ -160,9 +164,9 @@ class TorchDevice:
 
     def rows(self, job: Placed) -> tuple[Row, ...]:
         """Return the sequences of a job. Raises Refusal 422 where values of its tensors do not fit."""
-        index = {t.name: _in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
+        index = {t.name: tensor_in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
         try:
-            check_scales({t.name: _in(job.memory, t) for t in job.submit.inputs if t.name in SCALES})
+            check_scales({t.name: tensor_in(job.memory, t) for t in job.submit.inputs if t.name in SCALES})
             return job.spec.rows(index)
         except ProblemError as error:
             raise invalid(error.errors) from None
@@ -171,10 +175,36 @@ class TorchDevice:
         """A job that this device cuts, in parts, which compute in its shared memory. Raises Refusal 422."""
         return split(_in_place(job), job.submit.backend)
 
-    def run(self, part: Problem, backend: str) -> None:
+    def write(self, job: Placed) -> None:
+        """Write the new tokens of a job over caches, once all that can be refused has been. Raises Refusal."""
+        with self._told_apart():
+            self._held(job, self._given(job)).write(self.caches)
+
+    def held_parts(self, job: Placed) -> Sequence[Problem | Part]:
+        """As `parts`, of a job over caches that has been written. Raises Refusal 422."""
+        with self._told_apart():
+            return self._held(job, self._given(job)).parts(self.caches, job.submit.backend)
+
+    def _given(self, job: Placed) -> dict[str, Tensor]:
+        """The tensors that a job brings, on the device but for index tensors."""
+        given = {t.name: tensor_in(job.memory, t) for t in job.submit.inputs}
+        if self.is_cpu:
+            return given
+        return {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
+
+    def _held(self, job: Placed, given: Mapping[str, Tensor]) -> HeldCall:
+        held = job.submit.held
+        assert held is not None
+        outputs = {t.name: tensor_in(job.memory, t) for t in job.submit.outputs} if self.is_cpu else {}
+        return HeldCall.of(job.spec, held, given, outputs)
+
+    def run(self, part: Problem | Part, backend: str) -> None:
         """Compute a part. Raises OutOfMemoryError."""
         with self._told_apart():
-            run_part(part, backend)
+            if isinstance(part, Part):
+                part.compute()
+            else:
+                run_part(part, backend)
 
     def launch(self, jobs: Sequence[Placed]) -> tuple[list[int | None], Stages]:
         """Compute jobs of one launch key from and into their memory; the seed of each, and what the copies took.
@@ -185,36 +215,41 @@ class TorchDevice:
         backend = jobs[0].submit.backend
         if self.is_cpu:
             with self._told_apart():
-                problems = [_in_place(job) for job in jobs]
+                problems = [self._held_problem(job) if job.submit.held else _in_place(job) for job in jobs]
                 run(problems, backend)
             return [problem.seed for problem in problems], NO_COPIES
         with self._told_apart(), torch.cuda.stream(self._stream()):
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
             marks[0].record()
-            problems = [self._copied(job) for job in jobs]
+            problems = [self._held_problem(job) if job.submit.held else self._copied(job) for job in jobs]
             marks[1].record()
             run(problems, backend)
             marks[2].record()
             for job, problem in zip(jobs, problems, strict=True):
                 for t in job.submit.outputs:
-                    _in(job.memory, t).copy_(problem.outputs[t.name], non_blocking=True)
+                    answer = problem.outputs[t.name].view(t.shape)
+                    tensor_in(job.memory, t).copy_(answer, non_blocking=True)
             marks[3].record()
             marks[3].synchronize()
             stages = Stages(marks[0].elapsed_time(marks[1]) / 1000, marks[2].elapsed_time(marks[3]) / 1000)
             return [problem.seed for problem in problems], stages
 
+    def _held_problem(self, job: Placed) -> Problem:
+        """The problem of a job over caches that has been written. Raises Refusal 422."""
+        return self._held(job, self._given(job)).problem(self.caches)
+
     def _copied(self, job: Placed) -> Problem:
         """The job's problem, its tensors on their way to the GPU."""
 
         def there(t: PlacedTensor) -> Tensor:
-            copy = _bytes_in(job.memory, t).to(self.info.name, non_blocking=True)
+            copy = bytes_in(job.memory, t).to(self.info.name, non_blocking=True)
             return copy.ne(0) if t.dtype == "bool" else copy
 
         return self._problem(job, there)
 
     def _problem(self, job: Placed, there: Callable[[PlacedTensor], Tensor]) -> Problem:
         """The job's problem, of its index tensors, whose values are read here, and of what `there` makes of others."""
-        tensors = {t.name: _in(job.memory, t) if t.name in INDEX_TENSORS else there(t) for t in job.submit.inputs}
+        tensors = {t.name: tensor_in(job.memory, t) if t.name in INDEX_TENSORS else there(t) for t in job.submit.inputs}
         return Problem.create(tensors, job.spec.options, job.spec.direction, spec=job.spec)
 
     def _stream(self) -> torch.cuda.Stream:
@@ -231,7 +266,7 @@ class TorchDevice:
                 if not asked.inputs:
                     drawn = VerifyRequest.model_validate_json(asked.request)
                     return local.verify(drawn, self.info.name).model_dump_json().encode()
-                given = {t.name: _in(memory, t) for t in asked.inputs}
+                given = {t.name: tensor_in(memory, t) for t in asked.inputs}
                 given = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
                 options = Options(**AttentionOptions.model_validate_json(asked.request).model_dump())
                 return local.judge_given(given, options, self.info.name).model_dump_json().encode()
@@ -260,8 +295,8 @@ class TorchDevice:
 def _in_place(job: Placed) -> Problem:
     """Raises Refusal 422, as `rows` does."""
     submit, spec, memory = job
-    given = {t.name: _in(memory, t) for t in submit.inputs}
-    wanted = {t.name: _in(memory, t) for t in submit.outputs}
+    given = {t.name: tensor_in(memory, t) for t in submit.inputs}
+    wanted = {t.name: tensor_in(memory, t) for t in submit.outputs}
     try:
         return Problem.create(given, spec.options, spec.direction, spec=spec, outputs=wanted)
     except ProblemError as error:
@@ -269,20 +304,6 @@ def _in_place(job: Placed) -> Problem:
 
 
 _STATM = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _in(segments: Mapping[int, mmap.mmap], t: PlacedTensor) -> Tensor:
-    """The tensor, in shared memory."""
-    found = _bytes_in(segments, t)
-    return found.ne(0) if t.dtype == "bool" else found
-
-
-def _bytes_in(segments: Mapping[int, mmap.mmap], t: PlacedTensor) -> Tensor:
-    """As `_in`, but a bool as uint8: any byte is sent for one, and what is neither 0 nor 1 is undefined behaviour."""
-    dtype = torch.uint8 if t.dtype == "bool" else DTYPES[t.dtype]
-    if not (count := math.prod(t.shape)):
-        return torch.empty(t.shape, dtype=dtype)
-    return torch.frombuffer(segments[t.segment], dtype=dtype, count=count, offset=t.offset).view(t.shape)
 
 
 def _address(memory: mmap.mmap) -> int:

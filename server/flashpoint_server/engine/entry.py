@@ -14,17 +14,27 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import mul
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import structlog
 
+from flashpoint_contract.caches import LayerShape, plan_cached
 from flashpoint_contract.spec import Row, Spec, plan
 from flashpoint_contract.tensors import INDEX_TENSORS, SCALES, TensorInfo
 from flashpoint_kernels import Problem
 from flashpoint_kernels.problem import launch_key
 from flashpoint_server.engine.waiting import Budget
 from flashpoint_server.ipc.memory import LARGEST
-from flashpoint_server.ipc.messages import Batch, Channel, FromEngine, Prove, Submit, ToEngine, read_options
+from flashpoint_server.ipc.messages import (
+    AskCaches,
+    Batch,
+    Channel,
+    FromEngine,
+    Prove,
+    Submit,
+    ToEngine,
+    read_options,
+)
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
@@ -50,7 +60,10 @@ class Placed(NamedTuple):
 def spec_of(submit: Submit) -> Spec:
     """Return the problem of a message. Raises ProblemError for what is no problem."""
     infos = {t.name: TensorInfo(t.dtype, t.shape) for t in submit.inputs}
-    return plan(infos, read_options(submit.options), submit.direction)
+    options = read_options(submit.options)
+    if (held := submit.held) is not None:
+        return plan_cached(infos, options, LayerShape(*held.shape), len(held.caches))
+    return plan(infos, options, submit.direction)
 
 
 class Lengths(NamedTuple):
@@ -128,7 +141,9 @@ class Peer:
 
     def plan(self, submit: Submit) -> PlannedProblem:
         """Return the problem of a message, planned now or before. Raises ProblemError for what is no problem."""
-        key = (submit.direction, bytes(submit.options), tuple(submit.inputs), tuple(submit.outputs))
+        key: Hashable = (submit.direction, bytes(submit.options), tuple(submit.inputs), tuple(submit.outputs))
+        if (held := submit.held) is not None:
+            key = key, held.shape, len(held.caches)
         if (planned := self.planned.get(key)) is None:
             if len(self.planned) == KEPT:
                 self.planned.clear()
@@ -180,7 +195,7 @@ def accept(listener: socket.socket) -> socket.socket | None:
 class Entry:
     """A request. `key` says with which it may share a launch; None: it is cut into parts."""
 
-    submit: Submit | Prove
+    submit: Submit | Prove | AskCaches
     peer: Peer
     planned: PlannedProblem | None  # of a Submit
     key: Hashable | None
@@ -194,17 +209,21 @@ class Entry:
     failure: Exception | None = None
 
     @classmethod
-    def of(cls, submit: Submit | Prove, peer: Peer, cuts: Callable[[str], bool]) -> Entry:
+    def of(cls, submit: Submit | Prove | AskCaches, peer: Peer, cuts: Callable[[str], bool]) -> Entry:
         """Return the entry of a message that has just come. Raises ProblemError for what is no problem.
 
         `cuts` says whether requests of a backend are cut into parts.
         """
         if isinstance(submit, Prove):
             return cls(submit, peer, None, object(), time.monotonic())
+        if isinstance(submit, AskCaches):
+            return cls(submit, peer, None, None, time.monotonic())
         planned = peer.plan(submit)
         key: Hashable | None = None
         if submit.backend == "triton":
             key = launch_key(planned.spec, "triton")
+            if submit.held is not None:  # its keys are pages
+                key = (*key[:-1], True)
         elif not cuts(submit.backend):
             key = object()  # one request after the other: such a backend gains nothing from a common launch
         return cls(submit, peer, planned, key, time.monotonic())
@@ -236,8 +255,30 @@ class Entry:
     def mapped(self) -> bool:
         """Whether all of its memory is."""
         submit, segments = self.submit, self.peer.segments
-        tensors = [*submit.inputs, *submit.outputs] if isinstance(submit, Submit) else submit.inputs
+        tensors = submit.inputs if isinstance(submit, Prove) else [*submit.inputs, *submit.outputs]
         return submit.segment in segments and all(t.segment in segments for t in tensors)
+
+    @property
+    def caches(self) -> tuple[int, ...]:
+        """The caches that it uses, each once."""
+        submit = self.submit
+        if isinstance(submit, AskCaches):
+            return tuple(dict.fromkeys(submit.caches))
+        held = submit.held if isinstance(submit, Submit) else None
+        return () if held is None else tuple(dict.fromkeys(held.caches))
+
+    @property
+    def uses(self) -> bool:
+        """Whether the time to live of its caches begins anew with its end."""
+        submit = self.submit
+        return not isinstance(submit, AskCaches) or submit.what not in ("look", "export")
+
+    def cut_held(self, parts: Sequence[Any]) -> None:
+        """Take the parts of a call over caches."""
+        self.lengths = Lengths.of([row for part in parts if not part.first_head for row in part.rows])
+        self.parts.extend(parts)
+        self.left, self.seed = len(parts), parts[0].seed
+        self.part_seconds = self.submit.seconds / len(parts)
 
     def cut(self, parts_of: Callable[[Placed], list[Problem]]) -> None:
         """Make its parts, or take those that were made before. Raises Refusal 422."""
@@ -261,8 +302,10 @@ class Entry:
 
     @property
     def many(self) -> bool:
-        """Whether its sequences are so many that to make its parts takes a while."""
-        return self.planned is not None and self.planned.spec.batch > FEW_SEQUENCES
+        """Whether its sequences are so many that to make its parts takes a while, or tokens are written with that."""
+        if self.planned is None:
+            return False
+        return self.planned.spec.batch > FEW_SEQUENCES or (isinstance(self.submit, Submit) and bool(self.submit.held))
 
     def alone(self, budget: Budget) -> Batch:
         """Return what it amounts to by itself."""

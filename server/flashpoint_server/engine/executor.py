@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 import structlog
 
 from flashpoint_kernels import Problem
+from flashpoint_server.engine.caches.asking import asked_of_caches
 from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, Stages, TorchDevice
 from flashpoint_server.engine.entry import Entry, OutOfMemoryError, account
-from flashpoint_server.engine.tasks import Compute, Cut, Launch, Task
+from flashpoint_server.engine.tasks import Ask, Compute, Cut, Launch, Task
 from flashpoint_server.engine.waiting import Budget
-from flashpoint_server.ipc.messages import Batch, Done, Failed, Prove, Proven, Submit
+from flashpoint_server.ipc.messages import AskCaches, Batch, Done, Failed, Prove, Proven, Submit, Told
 from flashpoint_server.ipc.parent import Watchdog
 from flashpoint_server.observability.lines import LINES
 from flashpoint_server.refusal import Refusal
@@ -39,7 +40,9 @@ class Executor:
             return self._compute(task.entries[0], task.problem)
         if isinstance(task, Cut):
             return self._cut(task.entries[0])
-        if isinstance(task, Launch):
+        if isinstance(task, Ask):
+            self._ask(task.entries[0])
+        elif isinstance(task, Launch):
             self._launch(task.entries)
         else:
             with self._watchdog.watched():
@@ -74,16 +77,43 @@ class Executor:
 
     def _cut(self, entry: Entry) -> Exception | None:
         try:
-            entry.cut(self.device.parts)
+            if entry.caches:
+                with self._watchdog.watched():
+                    self.device.write(entry.placed)
+                    entry.cut_held(self.device.held_parts(entry.placed))
+            else:
+                entry.cut(self.device.parts)
         except Exception as error:
             return error
         return None
 
+    def _ask(self, entry: Entry) -> None:
+        """Do what is asked of caches. It is answered here, as a launch is."""
+        submit = entry.submit
+        assert isinstance(submit, AskCaches)
+        try:
+            with self._watchdog.watched():
+                records = asked_of_caches(self.device.caches, submit, entry.peer.segments)
+        except Exception as error:
+            self._fail([entry], OutOfMemoryError() if isinstance(error, MemoryError) else error)
+        else:
+            entry.peer.send(Told(submit.id, records, entry.began, time.perf_counter()))
+
     def _launch(self, batch: Sequence[Entry]) -> None:
         if isinstance(asked := batch[0].submit, Prove):
             self._prove(batch[0], asked)
-        else:
-            self._solve(batch, splits=0, tries=2)
+        elif written := [entry for entry in batch if self._writes(entry)]:
+            self._solve(written, splits=0, tries=2)
+
+    def _writes(self, entry: Entry) -> bool:
+        """Write the new tokens of a call over caches, once, however often it is tried. False: it is answered."""
+        if entry.caches:
+            try:
+                self.device.write(entry.placed)
+            except Exception as error:
+                self._fail([entry], error)
+                return False
+        return True
 
     def _prove(self, entry: Entry, asked: Prove) -> None:
         try:
@@ -139,6 +169,8 @@ class Executor:
         metadata: dict[str, Any] = {"backend": submit.backend}
         if spec.options.dropout_p:
             metadata["dropout_seed"] = entry.seed
+        if submit.held is not None:
+            metadata["lengths"] = self.device.caches.lengths(submit.held.caches, submit.held.layer)
         ended, memory, dropped = time.perf_counter(), self.device.memory(), LINES.dropped()
         entry.peer.send(Done(submit.id, metadata, entry.began, ended, size, *stages, memory, number, about, dropped))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -28,12 +29,15 @@ from flashpoint_server.engine.executor import Executor
 from flashpoint_server.engine.scheduler import Scheduler
 from flashpoint_server.engine.tasks import Slice, Task
 from flashpoint_server.ipc.messages import (
+    AskCaches,
     Attach,
     Cancel,
     Channel,
     Detach,
     FromEngine,
     Hello,
+    Holding,
+    KeepOwners,
     Prove,
     Submit,
     ToEngine,
@@ -84,6 +88,8 @@ class EngineLoop:
         self._lock = scheduler.lock
         self._peers: list[Peer] = []
         self._stopping = False
+        self._incarnation = secrets.randbits(63)
+        self._held = 0, 0
         self._turn = threading.Lock()
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -135,6 +141,7 @@ class EngineLoop:
         timeout: float | None = 0
         while not self._stopping:
             self._hear_all(timeout)
+            self._look_at_caches()
             with self._lock:
                 if (task := self._take()) is not None:
                     return task
@@ -142,6 +149,15 @@ class EngineLoop:
                 until = self._scheduler.next_look()
             timeout = None if until is None else max(until - time.monotonic(), 0)
         return None
+
+    def _look_at_caches(self) -> None:
+        """Free caches that have expired, and tell the HTTP processes what is held, where that has changed."""
+        caches = self._executor.device.caches
+        caches.sweep()
+        if (held := (len(caches), caches.used)) != self._held:
+            self._held = held
+            with self._lock:
+                self._tell_all([Holding(*held)])
 
     def _take(self) -> Task | None:
         return None if self._stopping else self._scheduler.take()
@@ -176,7 +192,8 @@ class EngineLoop:
                 return
             device = self._executor.device
             peer = Peer(Channel(sock, ToEngine), device)
-            peer.channel.send(Hello(device.info, os.getpid()))
+            peer.channel.send(Hello(device.info, os.getpid(), self._incarnation))
+            peer.channel.send(Holding(*self._held))
             self._selector.register(peer.channel, selectors.EVENT_READ, peer)
             with self._lock:
                 self._peers.append(peer)
@@ -200,8 +217,10 @@ class EngineLoop:
 
     def _take_in(self, peer: Peer, message: ToEngine, descriptors: Sequence[int]) -> None:
         match message:
-            case Submit() | Prove():
+            case Submit() | Prove() | AskCaches():
                 self._scheduler.admit(message, peer)
+            case KeepOwners():
+                self._executor.device.caches.keep_owners(message.names)
             case Cancel():
                 self._scheduler.cancel(peer, message.id)
             case Attach():

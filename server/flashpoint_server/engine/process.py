@@ -46,6 +46,8 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     parser.add_argument("--hang-timeout", type=float, required=True)
     parser.add_argument("--benchmark-slice-ms", type=float, required=True)
     parser.add_argument("--benchmark-keep", type=float, required=True)
+    parser.add_argument("--cache-bytes", type=int, required=True)
+    parser.add_argument("--cache-ttl", type=float, required=True)
     parser.add_argument("--log-format", required=True)
     parser.add_argument("--log-level", required=True)
     asked = parser.parse_args()
@@ -54,6 +56,7 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     logs.configure(asked.log_format, asked.log_level)
     from flashpoint_server.engine import proof  # imports torch, which takes seconds
     from flashpoint_server.engine.benchmark_jobs import BenchmarkJobs
+    from flashpoint_server.engine.caches.store import CacheStore
     from flashpoint_server.engine.executor import Executor
     from flashpoint_server.engine.loop import EngineLoop, Waker
     from flashpoint_server.engine.scheduler import Scheduler
@@ -71,9 +74,10 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
         return CANNOT_WORK
     budget = Budget(asked.batch_flops, asked.batch_bytes, asked.max_queue_delay)
     waker = Waker()
+    device.caches = CacheStore(asked.cache_bytes, asked.cache_ttl, device.info.name)
     executor = Executor(device, budget, asked.hang_timeout)
     benchmarks = BenchmarkJobs(device.info.name, asked.benchmark_slice_ms, asked.benchmark_keep)
-    scheduler = Scheduler(device, budget, executor.answer, waker.wake, plugins=[benchmarks])
+    scheduler = Scheduler(device, budget, executor.answer, waker.wake, [benchmarks], device.caches)
     loop = EngineLoop(listener, waker, scheduler, executor)
     keep_what_is_there()
     if device.is_cpu:

@@ -7,6 +7,8 @@ GPU, and under Triton's interpreter, a task is a launch of as many requests as m
 
     admitted → waiting → begun → answered      waiting → cancelled, late: answered without having begun
 
+A call that uses caches waits first until those before it that use one of them have ended (turns.py).
+
 The scheduler knows neither sockets nor torch. The device tells it what it can do (`Resources`); tasks are run, and
 requests answered, by others.
 """
@@ -24,9 +26,10 @@ import structlog
 from flashpoint_contract.spec import Row
 from flashpoint_kernels import Problem
 from flashpoint_server.engine.entry import Entry, Lengths, OutOfMemoryError, Peer, Placed
-from flashpoint_server.engine.tasks import Compute, Cut, Launch, Plugin, Slice, Task
+from flashpoint_server.engine.tasks import Ask, Compute, Cut, Launch, Plugin, Slice, Task
+from flashpoint_server.engine.turns import Turns
 from flashpoint_server.engine.waiting import Budget, Waiting
-from flashpoint_server.ipc.messages import Prove, Submit
+from flashpoint_server.ipc.messages import AskCaches, Prove, Submit
 from flashpoint_server.refusal import out_of_time
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
@@ -50,6 +53,14 @@ class Resources(Protocol):
     def compile(self, job: Placed) -> Future[None] | None: ...
 
 
+class Holder(Protocol):
+    """What holds caches, as far as the scheduler needs it: a call keeps those that it uses from `enter` to `leave`."""
+
+    def enter(self, serials: Sequence[int]) -> None: ...
+    def leave(self, serials: Sequence[int], *, used: bool) -> None: ...
+    def next_look(self) -> float | None: ...
+
+
 class Scheduler:
     """See the module. All calls are made under `lock`, which guards the queue, the entries and the peers' segments.
 
@@ -64,13 +75,16 @@ class Scheduler:
         answer: Callable[[Entry], None],
         wake: Callable[[], None],
         plugins: Sequence[Plugin] = (),
+        holder: Holder | None = None,
     ) -> None:
         self.lock = threading.RLock()
         self.plugins = plugins
         self._log = log.bind()  # as it is configured by now: what `log` itself is asked for is looked up each time
         self._device = device
-        self._answer = answer
+        self._send_answer = answer
         self._wake = wake
+        self._holder = holder
+        self._turns: Turns[Entry] = Turns()
         self._waiting: Waiting[Entry] = Waiting(budget)
         self._compiled: set[Hashable] = set()  # launch keys
         self._held: dict[Hashable, list[Entry]] = {}  # until their launch key is compiled
@@ -83,14 +97,21 @@ class Scheduler:
 
     # Requests
 
-    def admit(self, message: Submit | Prove, peer: Peer) -> None:
+    def admit(self, message: Submit | Prove | AskCaches, peer: Peer) -> None:
         """Put a request into the queue. Raises ProblemError for what is no problem.
 
         A request that needs a kernel that is not compiled yet waits for it aside, and holds up no other.
         """
         entry = Entry.of(message, peer, self._device.cuts)
         key = entry.key
-        if isinstance(message, Prove) or message.backend != "triton" or key is None or key in self._compiled:
+        if entry.caches:
+            assert self._holder is not None
+            self._holder.enter(entry.caches)
+            if self._turns.join(entry):
+                self._waiting.put(entry)
+            return
+        compiled = not isinstance(message, Submit) or message.backend != "triton"
+        if compiled or key is None or key in self._compiled:
             self._waiting.put(entry)
         elif key in self._held:
             self._held[key].append(entry)
@@ -136,14 +157,16 @@ class Scheduler:
 
     def forget(self, peer: Peer) -> None:
         """Drop all requests of an HTTP process that is gone."""
-        self._remove(lambda entry: entry.peer is peer)
+        for entry in self._remove(lambda entry: entry.peer is peer):
+            if entry.caches:  # others wait for it to end
+                self._drop_parts(entry, out_of_time())
         for entry in self._cutting:
             if entry.peer is peer:
                 entry.failure = out_of_time()
 
     def _remove(self, unwanted: Callable[[Entry], bool]) -> list[Entry]:
         """Take out of the queue, and from beside it, what is `unwanted`."""
-        found = self._waiting.remove(unwanted)
+        found = [*self._waiting.remove(unwanted), *self._turns.waiting(unwanted)]
         for key, held in self._held.items():
             found += [entry for entry in held if unwanted(entry)]
             self._held[key] = [entry for entry in held if not unwanted(entry)]
@@ -160,6 +183,19 @@ class Scheduler:
     def _fail(self, entry: Entry, error: Exception) -> None:
         entry.failure = error
         self._answer(entry)
+
+    def _answer(self, entry: Entry) -> None:
+        self._send_answer(entry)
+        self._end_turn(entry)
+
+    def _end_turn(self, entry: Entry) -> None:
+        """A call is answered: those behind it that use its caches may run."""
+        if entry.caches:
+            assert self._holder is not None
+            self._holder.leave(entry.caches, used=entry.uses and entry.failure is None)
+            for other in self._turns.leave(entry):
+                self._waiting.put(other)
+                self._wake()
 
     # Tasks
 
@@ -189,7 +225,9 @@ class Scheduler:
             return None
         if self._holding is not None:
             return self._holding + HOLD_SECONDS
-        return self._waiting.closes() if self._may_launch else None
+        expires = None if self._holder is None else self._holder.next_look()
+        closes = self._waiting.closes() if self._may_launch else None
+        return min((at for at in (expires, closes) if at is not None), default=None)
 
     def finish(self, task: Task, failure: Exception | None) -> None:
         """A task has ended, with a `failure` of its part or of its cutting."""
@@ -201,7 +239,11 @@ class Scheduler:
             self._part_ended(task.entries[0], failure)
         elif isinstance(task, Cut):
             self._cut_ended(task.entries[0], failure)
+        elif isinstance(task, Ask):
+            self._end_turn(task.entries[0])
         elif isinstance(task, Launch):
+            for entry in task.entries:
+                self._end_turn(entry)
             self._launches -= 1
             self._wake()  # it may have to wait for a batch to close now
         else:
@@ -224,6 +266,8 @@ class Scheduler:
     def _task(self, batch: list[Entry]) -> Task:
         """Return the task of requests that may run together: one, unless they share a launch."""
         entry = batch[0]
+        if isinstance(entry.submit, AskCaches):
+            return Ask((entry,))
         if entry.key is not None:
             self._launches += 1
             return Launch(batch)
@@ -263,10 +307,12 @@ class Scheduler:
                 raise out_of_time()
             entry.begin()
             self._log.debug("begin", request_id=entry.submit.request_id, kind=type(entry.submit).__name__)
+            if isinstance(entry.submit, AskCaches):
+                return True
             if entry.key is None:
                 if not entry.many:
                     entry.cut(self._device.parts)
-            elif isinstance(entry.submit, Submit):
+            elif isinstance(entry.submit, Submit) and entry.submit.held is None:
                 entry.lengths = Lengths.of(self._device.rows(entry.placed))
         except Exception as error:
             self._fail(entry, error)

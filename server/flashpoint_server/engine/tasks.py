@@ -50,6 +50,14 @@ class Cut(NamedTuple):
     brief: bool = False
 
 
+class Ask(NamedTuple):
+    """Do what is asked of caches, and answer it."""
+
+    entries: tuple[Entry]
+    long: bool = False
+    brief: bool = False
+
+
 class Launch(NamedTuple):
     """Compute requests in one launch, or verify one."""
 
@@ -67,4 +75,4 @@ class Slice(NamedTuple):
     brief: bool = False
 
 
-Task = Compute | Cut | Launch | Slice
+Task = Compute | Cut | Ask | Launch | Slice

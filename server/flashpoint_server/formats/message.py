@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from flashpoint.options import AttentionOptions
 from flashpoint.validation import field_problems
-from flashpoint_contract import strictjson
+from flashpoint_contract import caches, strictjson
 from flashpoint_contract.options import Direction, Options, ProblemError
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import TensorInfo, refusals
@@ -56,6 +56,11 @@ class TensorMessage(ABC):
     @abstractmethod
     def options(self) -> Mapping[str, Any]:
         """Return the options, which are not checked yet."""
+
+    @property
+    def names_caches(self) -> bool:
+        """Whether it asks for attention over caches."""
+        return "caches" in self.options()
 
     def spec(self, direction: Direction) -> Spec:
         """Return the problem that is asked. Raises Refusal 422."""
@@ -107,6 +112,8 @@ def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direc
     if refused := refusals(surface, infos):
         raise invalid(refused)
     try:
+        if refused := caches.refused(options):
+            raise invalid(refused)
         checked = AttentionOptions.model_validate(options)
         return plan(infos, Options(**checked.model_dump()), direction)
     except ValidationError as error:

@@ -81,6 +81,11 @@ class SafetensorsMessage(TensorMessage):
         """Return what the head's `__metadata__` says, each option as JSON."""
         return wire.decode_options(self._reading.head.metadata)
 
+    @property
+    def names_caches(self) -> bool:
+        """Whether the head asks for attention over caches."""
+        return "caches" in self._reading.head.metadata
+
     def spec(self, direction: Direction) -> Spec:
         """Return the problem: the one found before for this head, else a new one. Raises Refusal 422."""
         specs = self._reading.specs
@@ -118,13 +123,16 @@ class Safetensors(Format):
         places = job.staging.outputs
         tensors = tuple((name, place.dtype, place.shape) for name, place in places.items())
         views = job.staging.views(places).values()
-        return [_head(tensors, tuple(answer.metadata.items())), *(view for view in views if len(view))]
+        make = _head if job.held is None else _new_head  # lengths differ each time
+        return [make(tensors, tuple(answer.metadata.items())), *(view for view in views if len(view))]
 
 
-@lru_cache(256)
-def _head(tensors: tuple[tuple[str, str, tuple[int, ...]], ...], metadata: tuple[tuple[str, str | int], ...]) -> bytes:
-    """Return the head of an answer. Kept, because a model's answers are of few shapes."""
+def _new_head(tensors: tuple[tuple[str, str, tuple[int, ...]], ...], metadata: tuple[tuple[str, Any], ...]) -> bytes:
+    """Return the head of an answer."""
     return wire.build_head(tensors, wire.encode_options(dict(metadata)))
+
+
+_head = lru_cache(256)(_new_head)  # a model's answers are of few shapes
 
 
 SAFETENSORS = Safetensors(wire.MEDIA_TYPE)

@@ -34,14 +34,17 @@ from flashpoint_server.ipc.messages import (
     Failed,
     FromEngine,
     Hello,
+    Holding,
     JobDropped,
     JobEvent,
     JobNews,
     JobOpened,
+    KeepOwners,
     Proven,
     StopJob,
     Time,
     ToEngine,
+    Told,
     Unmapped,
 )
 from flashpoint_server.refusal import Refusal
@@ -84,6 +87,9 @@ class Listener:
 
     def heard(self, engine: Engine, said: JobNews) -> None:
         """Something happened to a benchmark."""
+
+    def held(self, engine: Engine, said: Holding) -> None:
+        """The caches that an engine holds have changed."""
 
     def lost(self, engine: Engine) -> None:
         """The engine died; another is started at its address."""
@@ -133,6 +139,9 @@ class Engine:
         self.device: DeviceInfo | None = None
         self.failure: str | None = None
         self._pid = 0
+        self.incarnation = 0  # while it is ready
+        self.before: set[int] = set()  # incarnations that died
+        self.holding = Holding(0, 0)
         self.pace = Pace()
         self.load = 0.0  # predicted seconds of what it has been sent and has not answered
         self._address = address
@@ -196,8 +205,8 @@ class Engine:
         if self._sent.get(sent.number) is sent:
             self._send(Cancel(sent.number))
 
-    def tell(self, message: Time | StopJob) -> None:
-        """What concerns its benchmarks."""
+    def tell(self, message: Time | StopJob | KeepOwners) -> None:
+        """What concerns its benchmarks, or who may own caches."""
         self._send(message)
 
     def forget_segment(self, number: int) -> None:
@@ -250,19 +259,24 @@ class Engine:
                         self.state, self.failure = State.FAILED, found
                     case Hello():
                         self.device, self._pid, self.state = message.device, message.pid, State.READY
+                        self.incarnation = message.incarnation
                         log.info("ready", device=message.device.name, backends=message.device.backends)
                         self._ready()
                     case Broken():
                         self.state, self.failure = State.FAILED, message.reason
-                    case Done() | Failed() | Proven():
+                    case Done() | Failed() | Proven() | Told():
                         self._settle(message)
                     case JobOpened() | JobEvent() | JobDropped():
                         for listener in self._listeners:
                             listener.heard(self, message)
+                    case Holding():
+                        self.holding = message
+                        for listener in self._listeners:
+                            listener.held(self, message)
                     case Unmapped():
                         self._attached.discard(message.segment)
 
-    def _settle(self, message: Done | Failed | Proven) -> None:
+    def _settle(self, message: Done | Failed | Proven | Told) -> None:
         sent = self._sent.pop(message.id)
         self._let_go(sent)
         if isinstance(message, Done):
@@ -277,6 +291,9 @@ class Engine:
             timings.compute, timings.encode = message.began, message.ended
             if isinstance(message, Proven):
                 sent.future.set_result(JobResult({}, 1, report=message.report))
+                return
+            if isinstance(message, Told):
+                sent.future.set_result(JobResult({}, 1, caches=tuple(message.caches)))
                 return
             timings.copy_in, timings.copy_out = message.copy_in, message.copy_out
             sent.future.set_result(JobResult(message.metadata, message.batch_size, message.launch))
@@ -296,6 +313,8 @@ class Engine:
             return
         log.error("engine lost", jobs=len(self._sent))
         self.state = State.STARTING
+        self.before.add(self.incarnation)
+        self.incarnation, self.holding = 0, Holding(0, 0)
         kept = list(self.unbegun)
         for sent in kept:
             del self._sent[sent.number]
@@ -408,12 +427,41 @@ class Engines:
         """Whether all that are ready are stopped."""
         return all(engine.stopped for engine in self._ready())
 
+    def holder(self, incarnation: int) -> bool:
+        """Return whether that engine is there; False where it is gone. Raises Refusal 503 where that is not known."""
+        if any(engine.incarnation == incarnation for engine in self._ready()):
+            return True
+        known_dead = any(incarnation in engine.before for engine in self._engines)
+        if not known_dead and any(engine.state is State.STARTING for engine in self._engines):
+            raise Refusal("not_ready", "an engine that may hold the cache is starting")
+        return False
+
+    def incarnations(self) -> list[int]:
+        """Return the engines that are ready."""
+        return [engine.incarnation for engine in self._ready()]
+
+    def tell_all(self, message: KeepOwners) -> None:
+        """Tell every engine that is ready."""
+        for engine in self._ready():
+            engine.tell(message)
+
+    @property
+    def holding(self) -> Holding:
+        """The caches of all engines."""
+        found = [engine.holding for engine in self._engines]
+        return Holding(sum(one.caches for one in found), sum(one.nbytes for one in found))
+
     def _check_ready(self) -> None:
         if next(self._ready(), None) is None:
             raise Refusal("not_ready", f"the engine is {self.state.value}")
 
     def _send(self, sent: Sent) -> None:
-        engine = min(self._ready(), key=lambda engine: engine.load)
+        wanted = sent.job.incarnation
+        able = [engine for engine in self._ready() if not wanted or engine.incarnation == wanted]
+        if not able:
+            sent.future.set_exception(Refusal("cache_lost", "the engine that held the caches has restarted"))
+            return
+        engine = min(able, key=lambda engine: engine.load)
         engine.submit(sent)
         sent.future.add_done_callback(lambda _: engine.cancel(sent))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flashpoint_contract.spec import Spec
 from flashpoint_server.exchange import Timings
-from flashpoint_server.ipc.messages import Prove, Submit, pack_options
+from flashpoint_server.ipc.messages import AskCaches, CacheRecord, Held, Prove, Submit, pack_options
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.ipc.staging import Staging
 
@@ -24,9 +24,10 @@ class Job(ABC):
     price: Price
     deadline: float | None = None
     priority: int = 0
+    incarnation: int = 0  # of the engine that holds its caches; 0 for any engine
 
     @abstractmethod
-    def message(self, number: int, rank: float) -> Submit | Prove:
+    def message(self, number: int, rank: float) -> Submit | Prove | AskCaches:
         """To the engine, which knows the job by `number`."""
 
     def remaining(self) -> float | None:
@@ -40,10 +41,11 @@ class Job(ABC):
 
 @dataclass(eq=False, kw_only=True)
 class AttentionJob(Job):
-    """Attention or its gradients, on `backend`."""
+    """Attention or its gradients, on `backend`; over caches where `held` names some."""
 
     spec: Spec
     backend: str
+    held: Held | None = None
 
     def message(self, number: int, rank: float) -> Submit:
         return Submit(
@@ -52,6 +54,39 @@ class AttentionJob(Job):
             direction=self.spec.direction,
             options=pack_options(self.spec.options),
             backend=self.backend,
+            segment=self.staging.slot.segment.number,
+            inputs=self.staging.described(self.staging.inputs),
+            outputs=self.staging.described(self.staging.outputs),
+            mark=self.staging.slot.mark_at,
+            flops=self.price.flops,
+            seconds=self.price.seconds,
+            rank=rank,
+            deadline=self.deadline,
+            held=self.held,
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class CacheJob(Job):
+    """What concerns caches and computes nothing; see `AskCaches`."""
+
+    what: str
+    owner: str
+    caches: tuple[int, ...] = ()
+    arguments: dict[str, Any] = field(default_factory=dict)
+    key: str = ""
+    quota: int | None = None
+
+    def message(self, number: int, rank: float) -> AskCaches:
+        return AskCaches(
+            id=number,
+            request_id=self.id,
+            what=self.what,
+            owner=self.owner,
+            caches=self.caches,
+            arguments=self.arguments,
+            key=self.key,
+            quota=self.quota,
             segment=self.staging.slot.segment.number,
             inputs=self.staging.described(self.staging.inputs),
             outputs=self.staging.described(self.staging.outputs),
@@ -89,9 +124,11 @@ class JobResult:
     """What is not a tensor of an answer: the tensors are written in the job's staging memory.
 
     `launch` numbers the launch it was computed in. `report` is the answer of a verification, a VerifyReport in JSON.
+    `caches` are those that a CacheJob is about.
     """
 
     metadata: dict[str, Any]
     batch_size: int
     launch: int = 0
     report: bytes = b""
+    caches: tuple[CacheRecord, ...] = ()

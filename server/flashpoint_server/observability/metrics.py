@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.ipc.client import Engine, Listener
-from flashpoint_server.ipc.messages import DeviceInfo, Done
+from flashpoint_server.ipc.messages import DeviceInfo, Done, Holding
 from flashpoint_server.observability.observed import build_info, used
 
 MEDIA_TYPE = CONTENT_TYPE_LATEST
@@ -65,6 +65,8 @@ class Metrics(Listener):
         self._compute = counter("compute_seconds", "Seconds of launches, copies left out", "backend")
         self._speed = gauge("kernel_tflops", "TFLOP/s of the last launch", "mostrecent")
         self._memory = gauge("device_memory_bytes", "Of the device's memory, held by its engine", "mostrecent")
+        self._caches = gauge("caches", "KV caches that engines hold", "livemax", "engine")
+        self._cache_bytes = gauge("cache_bytes", "Bytes of those, shared memory counted once", "livemax", "engine")
         self._restarts = counter("engine_restarts", "Engines lost, and replaced")
         self._splits = counter("out_of_memory_splits", "Batches cut in two for want of memory")
 
@@ -123,8 +125,13 @@ class Metrics(Listener):
         self._speed.set(batch.flops / seconds / 1e12)
         self._splits.inc(batch.splits)
 
+    def held(self, engine: Engine, said: Holding) -> None:
+        self._caches.labels(engine.process[0]).set(said.caches)
+        self._cache_bytes.labels(engine.process[0]).set(said.nbytes)
+
     def lost(self, engine: Engine) -> None:
         self._restarts.inc()
+        self.held(engine, Holding(0, 0))
 
     def queue(self, **now: float) -> None:
         """Set what is inside, and `oldest_seconds`, the age of the oldest of that."""

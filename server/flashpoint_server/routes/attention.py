@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashpoint_contract.options import Direction
 from flashpoint_server.formats.negotiation import answer_format, request_format
+from flashpoint_server.routes.cached_attention import compute_cached
 from flashpoint_server.routes.pipeline import RouteRequest, authorize, begin, compute, read, write
 
 
@@ -14,6 +15,9 @@ async def attention(request: RouteRequest, direction: Direction) -> None:
     wanted = answer_format(request.headers, given)
     begin(request)
     message = await read(request, given)
-    job, answer = await compute(request, message, direction, wanted.numbers)
+    if direction == "forward" and message.names_caches:
+        job, answer = await compute_cached(request, message, wanted.numbers)
+    else:
+        job, answer = await compute(request, message, direction, wanted.numbers)
     parts = await wanted.write(job, answer, request.service.codec)
     await write(request, job, answer, parts, {"content-type": wanted.media_type})

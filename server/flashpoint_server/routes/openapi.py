@@ -13,9 +13,11 @@ from flashpoint.benchmark_schema import BenchmarkRequest
 from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyReport, VerifyRequest
 from flashpoint_contract import wire
+from flashpoint_contract.caches import CACHE_OPTIONS, MOST_CACHES
 from flashpoint_contract.options import Direction
 from flashpoint_contract.tensors import ALL_ANSWERS, ANSWERS, BACKWARD_TENSORS, FORWARD_TENSORS, REQUIRED, TENSORS
 from flashpoint_server.refusal import STATUS
+from flashpoint_server.routes import openapi_caches
 from flashpoint_server.routes import openapi_examples as examples
 from flashpoint_server.routes.problem_schema import ProblemDocument, problems
 
@@ -26,7 +28,9 @@ _HEADERS = {
     "Server-Timing": "decode, queue, compute and encode in milliseconds",
 }
 _SUMMARY = {"forward": "Attention", "backward": "Gradients of attention"}
-_ERRORS = sorted({status for code, status in STATUS.items() if code not in ("not_found", "method_not_allowed")})
+_NO_CALL = ("not_found", "method_not_allowed")
+_ERRORS = sorted({status for code, status in STATUS.items() if code not in _NO_CALL and not code.startswith("cache_")})
+_CACHE_ERRORS = sorted({status for code, status in STATUS.items() if code.startswith("cache_")})
 _KEYS: list[dict[str, list[str]]] = [{}, {"bearer": []}]  # a key where the server has keys
 
 
@@ -43,6 +47,7 @@ def install(app: FastAPI, paths: dict[str, Direction], add: Callable[[dict[str, 
             for path, direction in paths.items():
                 document["paths"][path] = {"post": _operation(direction)}
             document["paths"]["/verify"] = {"post": _verification()}
+            openapi_caches.add(document)
             add(document)
             for operation in (each for path in document["paths"].values() for each in path.values()):
                 if "401" in operation["responses"]:
@@ -67,7 +72,7 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
         properties = {**_tensors(carried), "dtype": dtype, **options}
         return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
 
-    schemas["AttentionRequest"] = request(FORWARD_TENSORS, [*REQUIRED["forward"]])
+    schemas["AttentionRequest"] = _over_caches(request(FORWARD_TENSORS, [*REQUIRED["forward"]]))
     schemas["AttentionGradRequest"] = request(BACKWARD_TENSORS, [*REQUIRED["backward"]])
     judged = tuple(name for name in ALL_ANSWERS if name not in BACKWARD_TENSORS)
     schemas["VerifyTensors"] = request((*BACKWARD_TENSORS, *judged), [*REQUIRED["forward"]])
@@ -88,7 +93,21 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
         return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
 
     schemas["AttentionAnswer"] = answer(ANSWERS["forward"], ["o"])
+    lengths = {"type": "array", "items": {"type": "integer"}, "description": "of the caches, in that layer"}
+    schemas["AttentionAnswer"]["properties"]["lengths"] = lengths
     schemas["AttentionGradAnswer"] = answer(ANSWERS["backward"], [])
+
+
+def _over_caches(request: dict[str, Any]) -> dict[str, Any]:
+    """Add the options of caches to the schema of a request, which then need not have k and v."""
+    of: dict[str, Any] = {name: {"description": row.text} for name, row in CACHE_OPTIONS.items()}
+    of["caches"] |= {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MOST_CACHES}
+    of["layer"] |= {"type": "integer", "minimum": 0, "default": 0}
+    of["at"] |= {"type": ["array", "null"], "items": {"type": "integer", "minimum": 0}}
+    whole = {"required": request.pop("required"), "not": {"anyOf": [{"required": [name]} for name in CACHE_OPTIONS]}}
+    request["properties"] |= of
+    request["required"] = ["q"]
+    return request | {"anyOf": [whole, {"required": ["q", "caches"]}]}
 
 
 def _json_tensor(element: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +137,7 @@ def _tensors(names: tuple[str, ...]) -> dict[str, Any]:
 
 def _verification() -> dict[str, Any]:
     """The operation of /verify: two kinds of request, one report."""
-    ours = _operation("forward")
+    ours = _operation("forward", caches=False)
     kinds = [{"$ref": f"#/components/schemas/{name}"} for name in ("VerifyRequest", "VerifyTensors")]
     content = ours["requestBody"]["content"]
     content[jsonwire.MEDIA_TYPE] = {"schema": {"oneOf": kinds}, "examples": examples.VERIFY}
@@ -132,7 +151,7 @@ def _verification() -> dict[str, Any]:
     }
 
 
-def _operation(direction: Direction) -> dict[str, Any]:
+def _operation(direction: Direction, *, caches: bool = True) -> dict[str, Any]:
     name = "Attention" if direction == "forward" else "AttentionGrad"
     binary = {
         "schema": {
@@ -145,6 +164,7 @@ def _operation(direction: Direction) -> dict[str, Any]:
         "schema": {"$ref": f"#/components/schemas/{name}Request"},
         "examples": examples.FORWARD if direction == "forward" else examples.BACKWARD,
     }
+    statuses = sorted({*_ERRORS, *(_CACHE_ERRORS if caches and direction == "forward" else ())})
     answered = {"schema": {"$ref": f"#/components/schemas/{name}Answer"}}
     return {
         "tags": ["attention"],
@@ -173,7 +193,7 @@ def _operation(direction: Direction) -> dict[str, Any]:
                     "application/octet-stream": binary,
                 },
             },
-            **{str(status): response for status, response in problems(*_ERRORS).items()},
+            **{str(status): response for status, response in problems(*statuses).items()},
         },
     }
 

@@ -56,6 +56,7 @@ class RouteRequest:
     receive: Receive
     send: Send
     inside: ExitStack
+    query: str = ""
     caller: Caller | None = None
     device: DeviceInfo | None = None
     priority: int = 0
@@ -84,11 +85,11 @@ class Route:
         self._body = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange.of(scope)
+        exchange, query = Exchange.of(scope), scope["query_string"].decode("latin-1")
         body = self._body(scope, receive, exchange.headers, self._service.settings)
         try:
             with ExitStack() as inside:
-                await self._handle(RouteRequest(self._service, exchange, body, receive, send, inside))
+                await self._handle(RouteRequest(self._service, exchange, body, receive, send, inside, query))
         except Refusal as refusal:
             await _refuse(send, exchange, refusal, body)
         except MemoryError:

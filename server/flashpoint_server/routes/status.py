@@ -49,6 +49,7 @@ class Info(BaseModel):
     backends: list[str] = Field(description="in the order in which `auto` prefers them")
     options: dict[str, list[str]] = Field(description="what each backend can do, of the words in `features`")
     load: dict[str, int] = Field(description="requests that are admitted now, and the bytes of their tensors")
+    caches: dict[str, int] = Field(description="KV caches that are held, their bytes, and the most of each engine")
     limits: dict[str, int] = Field(description="bytes, counts, seconds and milliseconds, as the names say")
 
 
@@ -89,6 +90,11 @@ def router(service: Service) -> APIRouter:
             backends=backends,
             options={backend: sorted(SUPPORT[backend]) for backend in backends},
             load={"requests": int(service.counts.requests.total), "bytes": int(service.counts.bytes.total)},
+            caches={
+                "caches": service.engine.holding.caches,
+                "bytes": service.engine.holding.nbytes,
+                "limit_bytes": settings.cache_bytes,
+            },
             limits={
                 "body_bytes": settings.body_limit,
                 "json_bytes": settings.json_limit,

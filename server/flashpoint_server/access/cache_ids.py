@@ -1,0 +1,102 @@
+"""Ids of caches: which engine holds a cache, in which shape, for whom. Authenticated, so that no engine need be asked.
+
+    "c" and base64url of: HMAC-SHA-256 of owner and payload (16 bytes), payload
+
+The payload, in MessagePack: the engine's incarnation, the cache's number there, its dtype, and its layers as distinct
+sizes and the place of each layer's among them. The secret is drawn when the service starts; all HTTP processes have it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from flashpoint_contract.caches import ID_LENGTH, LayerShape
+from flashpoint_server.ipc.counts import WorkerGroup
+from flashpoint_server.ipc.messages import CacheShape
+
+MOST_LAYERS = 512
+MOST_SIZES = 16  # different ones among the layers of a cache
+_MAC = 16  # bytes
+_SECRET = 32
+_FILE = "caches.secret"  # beside the counts of keys, whose names have no dot
+
+
+class CacheId(NamedTuple):
+    """What an id says."""
+
+    incarnation: int
+    serial: int
+    shape: CacheShape
+
+    def layer(self, number: int) -> LayerShape:
+        """Return the sizes of a layer."""
+        shape = self.shape
+        return LayerShape(shape.kv_heads[number], shape.head_dim[number], shape.value_dim[number], shape.dtype)
+
+
+class _Payload(msgspec.Struct, frozen=True, array_like=True):
+    incarnation: int
+    serial: int
+    dtype: str
+    sizes: list[tuple[int, int, int]]
+    layers: bytes
+
+
+class CacheIds:
+    """Makes and reads ids."""
+
+    def __init__(self, shared: WorkerGroup) -> None:
+        self._secret = _shared_secret(shared.directory)
+
+    def make(self, owner: str, incarnation: int, serial: int, shape: CacheShape) -> str:
+        """Return the id of a cache, the same each time."""
+        layers = list(zip(shape.kv_heads, shape.head_dim, shape.value_dim, strict=True))
+        sizes = list(dict.fromkeys(layers))
+        places = bytes(sizes.index(one) for one in layers)
+        payload = msgspec.msgpack.encode(_Payload(incarnation, serial, shape.dtype, sizes, places))
+        text = base64.urlsafe_b64encode(self._mac(owner, payload) + payload)
+        return "c" + text.rstrip(b"=").decode()
+
+    def read(self, owner: str, text: str) -> CacheId | None:
+        """Return what an id of the owner's says; None for what is none."""
+        if not text.startswith("c") or len(text) > ID_LENGTH:
+            return None
+        try:
+            raw = base64.b64decode(text[1:] + "=" * (-len(text[1:]) % 4), b"-_", validate=True)
+        except (binascii.Error, ValueError):
+            return None
+        mac, payload = raw[:_MAC], raw[_MAC:]
+        if not hmac.compare_digest(mac, self._mac(owner, payload)):
+            return None
+        said = msgspec.msgpack.decode(payload, type=_Payload)
+        kv_heads, head_dim, value_dim = zip(*(said.sizes[place] for place in said.layers), strict=True)
+        return CacheId(said.incarnation, said.serial, CacheShape(kv_heads, head_dim, value_dim, said.dtype))
+
+    def _mac(self, owner: str, payload: bytes) -> bytes:
+        name = owner.encode()
+        message = len(name).to_bytes(4, "little") + name + payload
+        return hmac.digest(self._secret, message, hashlib.sha256)[:_MAC]
+
+
+def _shared_secret(directory: Path | None) -> bytes:
+    """Return the secret that all HTTP processes with this directory have, drawn by the first of them."""
+    drawn = secrets.token_bytes(_SECRET)
+    if directory is None:
+        return drawn
+    own, path = directory / f"{_FILE}.{os.getpid()}", directory / _FILE
+    own.touch(0o600)
+    own.write_bytes(drawn)
+    with suppress(FileExistsError):
+        os.link(own, path)  # whole or not at all
+    own.unlink()
+    return path.read_bytes()

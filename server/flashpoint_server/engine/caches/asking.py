@@ -1,0 +1,55 @@
+"""What is asked of caches beside attention: they are made, listed, appended to, forked, cut, kept, read and freed."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+
+from flashpoint_server.engine.caches.cache import Terms
+from flashpoint_server.engine.caches.store import CacheStore
+from flashpoint_server.engine.memory import tensor_in
+from flashpoint_server.ipc.messages import AskCaches, CacheRecord, CacheShape
+from flashpoint_server.refusal import Refusal
+
+
+def asked_of_caches(store: CacheStore, asked: AskCaches, memory: Mapping[int, mmap.mmap]) -> list[CacheRecord]:
+    """Do what is asked, and return the caches that it is about. Raises Refusal, and MemoryError."""
+    terms, said, ids = Terms(asked.owner, asked.quota, asked.key), asked.arguments, asked.caches
+    match asked.what:
+        case "create":
+            shape = CacheShape(
+                tuple(said["kv_heads"]), tuple(said["head_dim"]), tuple(said["value_dim"]), said["dtype"]
+            )
+            return store.create(terms, shape, said["count"], said["max_length"], said["keep"], said["ttl"])
+        case "list":
+            return store.listed(terms)
+        case "fork":
+            count = said["forked"]
+            order = [ids[n] for n in said["order"]]
+            return store.fork(terms, order[:count], said["lengths"], order[count:])
+        case "append":
+            k, v = (tensor_in(memory, t) for t in asked.inputs)
+            if said["layout"] != "bhsd":
+                k, v = k.transpose(0, 1), v.transpose(0, 1)
+            at = None if said["at"] is None else [said["at"]]
+            store.write(terms, ids, said["layer"], at, [(k, v)])
+        case "truncate":
+            return [store.truncate(terms, ids[0], said["length"])]
+        case "export":
+            _export(store, terms, asked, memory)
+        case "delete":
+            store.delete(terms, ids)
+            return []
+    return store.look(terms, ids)
+
+
+def _export(store: CacheStore, terms: Terms, asked: AskCaches, memory: Mapping[int, mmap.mmap]) -> None:
+    """Copy a layer's tokens to the outputs. Raises Refusal 409 where they are not as many as the outputs hold."""
+    (cache,) = store.find(terms, asked.caches)
+    track = cache.tracks[asked.arguments["layer"]]
+    k, v = (tensor_in(memory, t) for t in asked.outputs)
+    if track.length - track.first != k.shape[1]:
+        raise Refusal("cache_position", "the cache's length changed while it was read; ask again")
+    for piece in track.pieces(track.first, track.length):
+        inside = slice(piece.start - track.first, piece.start - track.first + piece.k.shape[1])
+        k[:, inside], v[:, inside] = piece.k, piece.v

@@ -1,0 +1,87 @@
+"""What /caches is asked and answers, in JSON."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from flashpoint_contract.caches import MOST_CACHES, MOST_TOKENS
+from flashpoint_server.access.cache_ids import MOST_LAYERS
+from flashpoint_server.config.settings import LONGEST
+
+Size = Annotated[int, Field(ge=1, le=1 << 16)]
+Length = Annotated[int, Field(ge=0, lt=MOST_TOKENS)]
+Sizes = Size | Annotated[list[Size], Field(min_length=1, max_length=MOST_LAYERS)]
+Keep = Annotated[int, Field(ge=1, lt=MOST_TOKENS)] | None
+Ids = Annotated[list[str], Field(min_length=1, max_length=MOST_CACHES)]
+CacheDtype = Literal["float16", "bfloat16", "float32"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class CacheRequest(_Strict):
+    """Caches to be made. Sizes are one for all layers, or a list with one for each."""
+
+    layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
+    kv_heads: Sizes = 8
+    head_dim: Sizes = 64
+    value_dim: Sizes | None = None
+    """as head_dim where it is not given"""
+    dtype: CacheDtype = "float32"
+    count: Annotated[int, Field(ge=1, le=MOST_CACHES)] = 1
+    """caches of this shape, all on one engine"""
+    max_length: Annotated[int, Field(ge=1, lt=MOST_TOKENS)] | None = None
+    """most tokens; their memory is taken now"""
+    keep: Keep | Annotated[list[Keep], Field(min_length=1, max_length=MOST_LAYERS)] = None
+    """tokens at the end of a layer that stay; those before may be freed"""
+    ttl_s: Annotated[float, Field(gt=0, le=LONGEST)] | None = None
+    """seconds after its last use that a cache is kept; the server's own where it is not given"""
+    beside: str | None = None
+    """id of a cache on whose engine they are made"""
+
+
+class ForkRequest(_Strict):
+    """Copies to be made, which share memory until one is written."""
+
+    caches: Ids
+    lengths: Annotated[list[Length], Field(min_length=1, max_length=MOST_CACHES)] | None = None
+    """tokens of each copy; all where it is not given"""
+    free: Annotated[list[str], Field(max_length=MOST_CACHES)] = []
+    """ids of caches that are deleted with that"""
+
+
+class DeleteRequest(_Strict):
+    caches: Ids
+
+
+class TruncateRequest(_Strict):
+    length: Length
+
+
+class CacheDescription(BaseModel):
+    """A cache. `lengths` has one number for each layer; `bytes` counts memory that forks share in full."""
+
+    model_config = ConfigDict(title="Cache")
+    id: str
+    layers: int
+    kv_heads: int | list[int]
+    head_dim: int | list[int]
+    value_dim: int | list[int]
+    dtype: str
+    max_length: int | None
+    keep: int | list[int | None] | None
+    ttl_s: float
+    lengths: list[int]
+    bytes: int
+    expires_in_s: float
+
+
+class CacheList(BaseModel):
+    caches: list[CacheDescription]
+
+
+class CacheLength(BaseModel):
+    length: int

@@ -1,0 +1,329 @@
+"""/caches: KV caches are made, listed, appended to, forked, cut, kept, read and deleted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import parse_qs
+
+from starlette.routing import Route as StarletteRoute
+
+from flashpoint import jsonwire
+from flashpoint_contract import wire
+from flashpoint_contract.options import LAYOUTS
+from flashpoint_contract.tensors import TensorInfo
+from flashpoint_server.access.cache_ids import MOST_SIZES, CacheId
+from flashpoint_server.formats.json import JSON
+from flashpoint_server.formats.message import read_model
+from flashpoint_server.formats.negotiation import request_format
+from flashpoint_server.ipc.job import CacheJob, JobResult
+from flashpoint_server.ipc.messages import CacheRecord
+from flashpoint_server.ipc.price import Price
+from flashpoint_server.refusal import Refusal, invalid
+from flashpoint_server.routes.cache_schema import (
+    CacheRequest,
+    DeleteRequest,
+    ForkRequest,
+    TruncateRequest,
+)
+from flashpoint_server.routes.cached_attention import cache_quota, found, idempotency_key
+from flashpoint_server.routes.pipeline import (
+    Handler,
+    Route,
+    RouteRequest,
+    admit,
+    authorize,
+    begin,
+    make_job,
+    read,
+    reply,
+    stage,
+    submit,
+)
+from flashpoint_server.service import Service
+
+REQUEST_LIMIT = 8 << 20  # bytes of JSON: thousands of ids
+LITTLE = Price(0, 1e-5)
+T = TypeVar("T")
+
+
+def routes(service: Service) -> list[StarletteRoute]:
+    """Return the routes of /caches."""
+
+    def route(path: str, method: str, handle: Handler) -> StarletteRoute:
+        return StarletteRoute(path, Route(service, partial(_served, handle=handle)), methods=[method])
+
+    return [
+        route("/caches", "POST", create),
+        route("/caches", "GET", listed),
+        route("/caches/fork", "POST", fork),
+        route("/caches/delete", "POST", delete_many),
+        route("/caches/{id}", "GET", look),
+        route("/caches/{id}", "DELETE", delete),
+        route("/caches/{id}/append", "POST", append),
+        route("/caches/{id}/truncate", "POST", truncate),
+        route("/caches/{id}/renew", "POST", renew),
+        route("/caches/{id}/tensors", "GET", tensors),
+    ]
+
+
+async def _served(request: RouteRequest, handle: Handler) -> None:
+    authorize(request, "attention")
+    if not request.service.settings.cache_bytes:
+        raise Refusal("not_found", "this server holds no caches: --cache-bytes is 0")
+    begin(request)
+    await handle(request)
+
+
+async def create(request: RouteRequest) -> None:
+    """201: new caches."""
+    asked = await _read(request, CacheRequest)
+    n = asked.layers
+    kv_heads, head_dim = _each("kv_heads", asked.kv_heads, n), _each("head_dim", asked.head_dim, n)
+    value_dim = head_dim if asked.value_dim is None else _each("value_dim", asked.value_dim, n)
+    if len(set(zip(kv_heads, head_dim, value_dim, strict=True))) > MOST_SIZES:
+        raise invalid([("layers", f"have more than {MOST_SIZES} different sizes")])
+    arguments = {
+        "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim, "dtype": asked.dtype, "count": asked.count,
+        "max_length": asked.max_length, "keep": _each("keep", asked.keep, n), "ttl": asked.ttl_s,
+    }  # fmt: skip
+    incarnation = found(request, [asked.beside])[0].incarnation if asked.beside is not None else _engine_for(request)
+    answer = await _ask(request, incarnation, "create", arguments=arguments)
+    await _send(request, 201, {"caches": _described(request, incarnation, answer.caches)})
+
+
+async def listed(request: RouteRequest) -> None:
+    """200: the caller's caches."""
+    every = []
+    for incarnation in request.service.engine.incarnations():
+        answer = await _ask(request, incarnation, "list")
+        every += _described(request, incarnation, answer.caches)
+    await _send(request, 200, {"caches": every})
+
+
+async def look(request: RouteRequest) -> None:
+    """200: one cache."""
+    one = _named(request)
+    answer = await _ask(request, one.incarnation, "look", [one])
+    await _send(request, 200, _described(request, one.incarnation, answer.caches)[0])
+
+
+async def fork(request: RouteRequest) -> None:
+    """201: copies of caches."""
+    asked = await _read(request, ForkRequest)
+    if asked.lengths is not None and len(asked.lengths) != len(asked.caches):
+        raise invalid([("lengths", f"has {len(asked.lengths)} for {len(asked.caches)} caches")])
+    ids = found(request, [*asked.caches, *asked.free])
+    serials = [one.serial for one in ids]
+    unique = list(dict.fromkeys(serials))
+    places = {serial: place for place, serial in enumerate(unique)}
+    arguments = {
+        "order": [places[serial] for serial in serials], "forked": len(asked.caches), "lengths": asked.lengths
+    }  # fmt: skip
+    incarnation = ids[0].incarnation
+    answer = await _ask(request, incarnation, "fork", list({one.serial: one for one in ids}.values()), arguments)
+    await _send(request, 201, {"caches": _described(request, incarnation, answer.caches)})
+
+
+async def delete(request: RouteRequest) -> None:
+    """204: a cache is gone."""
+    one = _named(request)
+    await _ask(request, one.incarnation, "delete", [one])
+    await _send(request, 204)
+
+
+async def delete_many(request: RouteRequest) -> None:
+    """204: caches are gone, all or none."""
+    asked = await _read(request, DeleteRequest)
+    ids = found(request, asked.caches)
+    await _ask(request, ids[0].incarnation, "delete", list({one.serial: one for one in ids}.values()))
+    await _send(request, 204)
+
+
+async def truncate(request: RouteRequest) -> None:
+    """200: the cache, cut."""
+    one = _named(request)
+    asked = await _read(request, TruncateRequest)
+    answer = await _ask(request, one.incarnation, "truncate", [one], {"length": asked.length})
+    await _send(request, 200, _described(request, one.incarnation, answer.caches)[0])
+
+
+async def renew(request: RouteRequest) -> None:
+    """200: the cache, whose time to live begins anew."""
+    one = _named(request)
+    answer = await _ask(request, one.incarnation, "renew", [one])
+    document = _described(request, one.incarnation, answer.caches)[0]
+    await _send(request, 200, document | {"expires_in_s": document["ttl_s"]})
+
+
+async def append(request: RouteRequest) -> None:
+    """200: the length of the layer, once tokens are written."""
+    one = _named(request)
+    given = request_format(request.headers)
+    message = await read(request, given)
+    infos, options = dict(message.inputs), dict(message.options())
+    layout, layer, at = options.pop("layout", "bhsd"), options.pop("layer", 0), options.pop("at", None)
+    errors = [(name, "is not an option of this call, which takes layout, layer and at") for name in options]
+    errors += [(name, "is not taken: the call takes k and v") for name in infos if name not in ("k", "v")]
+    errors += [(name, "missing") for name in ("k", "v") if name not in infos]
+    if layout not in LAYOUTS:
+        errors.append(("layout", f"must be one of {', '.join(LAYOUTS)}"))
+    if type(layer) is not int or not 0 <= layer < one.shape.layers:
+        errors.append(("layer", f"must be an integer from 0 to {one.shape.layers - 1}"))
+    if at is not None and (type(at) is not int or at < 0):
+        errors.append(("at", "must be a position, 0 or more"))
+    if errors:
+        raise invalid(errors)
+    shapes = _token_shapes(infos, one, layer, layout)
+    permit = request.permit or admit(request, sum(info.nbytes for info in infos.values()))
+    permit.charge(LITTLE, request.body.deadline, request.service.engine.pace)
+    staging = stage(request, message.inputs, {})
+    await message.receive(request.body, staging.views(staging.inputs))
+    for name, shape in shapes.items():  # without the dimension of a batch of one
+        staging.inputs[name] = staging.inputs[name]._replace(shape=shape)
+    staging.inputs = {name: staging.inputs[name] for name in ("k", "v")}
+    kind = partial(
+        CacheJob, what="append", owner=_owner(request), caches=(one.serial,), incarnation=one.incarnation,
+        arguments={"layout": layout, "layer": layer, "at": at}, key=idempotency_key(request),
+        quota=cache_quota(request),
+    )  # fmt: skip
+    answer = await submit(request, make_job(request, kind, staging, LITTLE))
+    await _send(request, 200, {"length": answer.caches[0].lengths[layer]})
+
+
+def _token_shapes(infos: Mapping[str, TensorInfo], one: CacheId, layer: int, layout: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of k and v, of one sequence, without a batch: (Hk,S,D) or (S,Hk,D). Raises Refusal 422."""
+    sizes, errors, found_ = one.layer(layer), [], {}
+    count = None
+    for name, dim in (("k", sizes.head_dim), ("v", sizes.value_dim)):
+        info = infos[name]
+        shape = info.shape[1:] if len(info.shape) == 4 and info.shape[0] == 1 and layout != "thd" else info.shape
+        if len(shape) == 2 and sizes.kv_heads == 1:
+            shape = (1, *shape) if layout == "bhsd" else (shape[0], 1, shape[1])
+        heads, length = (0, 1) if layout == "bhsd" else (1, 0)
+        right = len(shape) == 3 and shape[heads] == sizes.kv_heads and shape[2] == dim and info.dtype == sizes.dtype
+        if not right or (count is not None and shape[length] != count):
+            due = f"({sizes.kv_heads}, S, {dim})" if layout == "bhsd" else f"(S, {sizes.kv_heads}, {dim})"
+            errors.append((name, f"{info.dtype} of {list(info.shape)} must be {sizes.dtype} of {due}, S as k's"))
+        else:
+            count, found_[name] = shape[length], shape
+    if errors:
+        raise invalid(errors)
+    return found_
+
+
+async def tensors(request: RouteRequest) -> None:
+    """200: k and v of a layer, in safetensors."""
+    one = _named(request)
+    layer = _layer(request, one)
+    (record,) = (await _ask(request, one.incarnation, "look", [one])).caches
+    count, sizes = record.lengths[layer] - record.firsts[layer], one.layer(layer)
+    outputs = {
+        name: TensorInfo(sizes.dtype, (sizes.kv_heads, count, dim))
+        for name, dim in (("k", sizes.head_dim), ("v", sizes.value_dim))
+    }
+    admit(request, sum(info.nbytes for info in outputs.values()))
+    staging = stage(request, [], outputs)
+    kind = partial(
+        CacheJob, what="export", owner=_owner(request), caches=(one.serial,), incarnation=one.incarnation,
+        arguments={"layer": layer},
+    )  # fmt: skip
+    await submit(request, make_job(request, kind, staging, LITTLE))
+    listed_ = [(name, info.dtype, (1, *info.shape)) for name, info in outputs.items()]
+    said = wire.encode_options({"first": record.firsts[layer], "length": record.lengths[layer]})
+    views = [view for view in staging.views(staging.outputs).values() if len(view)]
+    await reply(request, [wire.build_head(listed_, said), *views], {"content-type": wire.MEDIA_TYPE})
+
+
+def _layer(request: RouteRequest, one: CacheId) -> int:
+    text = parse_qs(request.query).get("layer", ["0"])[-1]
+    if not (text.isascii() and text.isdecimal() and len(text) < 6 and int(text) < one.shape.layers):
+        raise invalid([("layer", f"must be an integer from 0 to {one.shape.layers - 1}")])
+    return int(text)
+
+
+async def _read(request: RouteRequest, model: type[T]) -> T:
+    if request_format(request.headers) is not JSON:
+        raise Refusal("unsupported_media_type", f"this call takes {jsonwire.MEDIA_TYPE}")
+    return await read_model(request.body, model, REQUEST_LIMIT)  # type: ignore[type-var]
+
+
+def _named(request: RouteRequest) -> CacheId:
+    """Return what the id of the address says. Raises Refusal 404, 410 and 503."""
+    return found(request, [request.exchange.path.split("/")[2]])[0]
+
+
+def _owner(request: RouteRequest) -> str:
+    assert request.caller is not None
+    return request.caller.name
+
+
+def _engine_for(request: RouteRequest) -> int:
+    """Return the engine of new caches: the same one for the same idempotency key. Raises Refusal 503."""
+    engines = request.service.engine.incarnations()
+    if not engines:
+        raise Refusal("not_ready", "no engine is ready")
+    key = idempotency_key(request)
+    if key:
+        return sorted(engines)[sum(key.encode()) % len(engines)]
+    return request.service.engine.least(lambda engine: engine.holding.nbytes).incarnation
+
+
+async def _ask(
+    request: RouteRequest, incarnation: int, what: str, ids: Sequence[CacheId] = (),
+    arguments: Mapping[str, Any] | None = None,
+) -> JobResult:  # fmt: skip
+    """Ask an engine, and return its answer. Raises Refusal and ClientGoneError."""
+    if request.permit is None:
+        admit(request, 0)
+    kind = partial(
+        CacheJob, what=what, owner=_owner(request), caches=tuple(one.serial for one in ids), incarnation=incarnation,
+        arguments=dict(arguments or {}), key=idempotency_key(request), quota=cache_quota(request),
+    )  # fmt: skip
+    return await submit(request, make_job(request, kind, stage(request, [], {}), LITTLE))
+
+
+def _described(request: RouteRequest, incarnation: int, records: Sequence[CacheRecord]) -> list[dict[str, Any]]:
+    owner, ids = _owner(request), request.service.cache_ids
+    return [
+        {
+            "id": ids.make(owner, incarnation, one.serial, one.shape),
+            "layers": one.shape.layers,
+            "kv_heads": _one(one.shape.kv_heads),
+            "head_dim": _one(one.shape.head_dim),
+            "value_dim": _one(one.shape.value_dim),
+            "dtype": one.shape.dtype,
+            "max_length": one.max_length,
+            "keep": _one(one.keep),
+            "ttl_s": one.ttl,
+            "lengths": one.lengths,
+            "bytes": one.nbytes,
+            "expires_in_s": round(one.expires_in, 3),
+        }
+        for one in records
+    ]
+
+
+def _each(name: str, value: T | list[T], layers: int) -> list[T]:
+    """Return one value for each layer. Raises Refusal 422."""
+    if not isinstance(value, list):
+        return [value] * layers
+    if len(value) != layers:
+        raise invalid([(name, f"has {len(value)} numbers for {layers} layers")])
+    return value
+
+
+def _one(values: Sequence[T]) -> T | list[T]:
+    """Return the value that all layers have, or the list of all."""
+    return values[0] if len(set(values)) == 1 else list(values)
+
+
+async def _send(request: RouteRequest, status: int, document: Mapping[str, Any] | None = None) -> None:
+    body = b"" if document is None else json.dumps(document, separators=(",", ":")).encode()
+    headers = [(b"content-length", b"%d" % len(body))] if status != 204 else []
+    if document is not None:
+        headers.append((b"content-type", jsonwire.MEDIA_TYPE.encode()))
+    await request.send({"type": "http.response.start", "status": status, "headers": headers})
+    await request.send({"type": "http.response.body", "body": body, "more_body": False})
