@@ -11,12 +11,14 @@ attention.
 from importlib.metadata import version
 
 from flashpoint import capacity, sharded
+from flashpoint._caches import AsyncCache, Cache
 from flashpoint._client import AsyncClient, Client
 from flashpoint._runs import AsyncBenchmarkRun, BenchmarkRun
 from flashpoint.benchmark_schema import BenchmarkEvent, BenchmarkJob, BenchmarkRequest, BenchmarkRow
 from flashpoint.errors import (
     AuthenticationError,
     BadRequestError,
+    CacheError,
     ConnectionFailedError,
     DeadlineExceededError,
     FieldProblem,
@@ -36,6 +38,7 @@ __version__ = version("flashpoint")
 
 __all__ = [
     "AsyncBenchmarkRun",
+    "AsyncCache",
     "AsyncClient",
     "AttentionOptions",
     "AuthenticationError",
@@ -45,6 +48,8 @@ __all__ = [
     "BenchmarkRequest",
     "BenchmarkRow",
     "BenchmarkRun",
+    "Cache",
+    "CacheError",
     "Client",
     "ConnectionFailedError",
     "DeadlineExceededError",

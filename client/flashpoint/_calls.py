@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypedDict, TypeVar
 
 import numpy as np
@@ -17,7 +19,8 @@ from flashpoint.meta import Meta
 from flashpoint.options import AttentionOptions, Backend, CausalAlignment, Grad, Layout, Precision
 from flashpoint.validation import field_problems
 from flashpoint_contract import wire
-from flashpoint_contract.options import OPTIONS, Direction
+from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions
+from flashpoint_contract.options import OPTIONS, Direction, ProblemError
 from flashpoint_contract.tensors import ANSWERS, INPUT_TENSORS, REQUIRED, TAKEN, refusals
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -86,10 +89,34 @@ class Scales(TypedDict, total=False):
     v_scale: Array | float | None
 
 
+class HeldCache:
+    """A KV cache that a server holds, as a call needs it: its id, and the lengths of its layers that answers tell."""
+
+    id: str
+    lengths: list[int]
+
+
 class Forward(Common, Scales, total=False):
-    """Keywords of `attention`: `Common`, `Scales`, and whether to answer (o, lse)."""
+    """Keywords of a forward: `Common`, `Scales`, and whether to answer (o, lse)."""
 
     return_lse: bool
+
+
+class OfLayer(Forward, total=False):
+    """Keywords of a cache's `attention`: `Forward`, and which of its layers."""
+
+    layer: int
+
+
+class OverCaches(OfLayer, total=False):
+    """Keywords of `attention`: `OfLayer`, and caches.
+
+    `caches`: one for each sequence of q, objects of `Client.cache` or ids; `at` which positions, one for each, k and v
+    are written, in place of their ends.
+    """
+
+    caches: Sequence[HeldCache | str] | None
+    at: Sequence[int] | None
 
 
 class Backward(Common, total=False):
@@ -148,10 +175,43 @@ def _only(direction: Direction) -> set[str]:
 _FORWARD_ONLY, _BACKWARD_ONLY = _only("forward"), _only("backward")
 
 
-def forward(q: Array, k: Array, v: Array, keywords: Mapping[str, Any]) -> Call:
+def forward(q: Array, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
     """The call for `o`, or (o, lse). Raises InvalidInputError."""
     _refuse(keywords, _BACKWARD_ONLY)
-    return _call("/attention", {"q": q, "k": k, "v": v, **keywords})
+    if keywords.get("caches") is not None:
+        return _cached(q, k, v, dict(keywords))
+    if taken := [name for name in CACHE_OPTIONS if keywords.get(name) is not None]:
+        raise invalid(taken[0], "is taken beside caches")
+    rest = {name: value for name, value in keywords.items() if name not in CACHE_OPTIONS}
+    return _call("/attention", {"q": q, "k": k, "v": v, **rest})
+
+
+def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]) -> Call:
+    """The call for attention over caches. A write carries a key, so that it may be sent again."""
+    given = keywords.pop("caches")
+    layer, at = keywords.pop("layer", 0), keywords.pop("at", None)
+    ids = [cache.id if isinstance(cache, HeldCache) else cache for cache in given]
+    try:
+        said = CacheOptions.read({"caches": ids, "layer": layer, "at": _plain(at)})
+    except ProblemError as error:
+        raise all_invalid(error.errors) from None
+    options = {"caches": list(said.caches), "layer": said.layer} | ({} if said.at is None else {"at": list(said.at)})
+    call = _call("/attention", {"q": q, "k": k, "v": v, **keywords}, options)
+    if k is None:
+        return call
+
+    def read(answer: Answer) -> Any:
+        for cache, length in zip(given, answer.meta.lengths or (), strict=False):
+            if isinstance(cache, HeldCache):
+                cache.lengths[said.layer] = length
+        return call.read(answer)
+
+    return replace(call, headers={**call.headers, **idempotent()}, read=read)
+
+
+def idempotent() -> dict[str, str]:
+    """Return the header by which a server knows a write that it gets again."""
+    return {"Idempotency-Key": uuid.uuid4().hex}
 
 
 def backward(do: Array, q: Array, k: Array, v: Array, keywords: Mapping[str, Any]) -> Call:
@@ -172,7 +232,7 @@ def _refuse(keywords: Mapping[str, Any], names: set[str]) -> None:
         raise invalid(name, "is not taken by this call")
 
 
-def _call(path: str, keywords: dict[str, Any]) -> Call:
+def _call(path: str, keywords: dict[str, Any], of_caches: Mapping[str, Any] = MappingProxyType({})) -> Call:
     timeout = keywords.pop("timeout", DEFAULT)
     with_meta = keywords.pop("with_meta", False)
     headers = {"Content-Type": wire.MEDIA_TYPE, "Accept": wire.MEDIA_TYPE, **call_headers(keywords)}
@@ -191,17 +251,23 @@ def _call(path: str, keywords: dict[str, Any]) -> Call:
         result = tensors["o"] if names == ("o",) else tuple(tensors[name] for name in names)
         return (result, answer.meta) if with_meta else result
 
-    return Call("POST", path, wire.MEDIA_TYPE, headers, message(given, options), timeout, read)
+    return Call("POST", path, wire.MEDIA_TYPE, headers, message(given, options, of_caches), timeout, read)
 
 
-def message(tensors: Mapping[str, Any], options: AttentionOptions) -> tuple[memoryview, ...]:
-    """The parts of a message of `tensors`, of which those that are None are left out, but for q, k and v."""
+def message(
+    tensors: Mapping[str, Any], options: AttentionOptions, of_caches: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[memoryview, ...]:
+    """The parts of a message of `tensors`, of which those that are None are left out, but for q, k and v.
+
+    With options `of_caches` k and v may be left out, too.
+    """
     if refused := refusals("sdk", (name for name, t in tensors.items() if t is not None)):
         raise all_invalid(refused)
-    packed = {name: pack(name, t) for name, t in tensors.items() if t is not None or name in REQUIRED["forward"]}
+    needed = ("q",) if of_caches else REQUIRED["forward"]
+    packed = {name: pack(name, t) for name, t in tensors.items() if t is not None or name in needed}
     head = wire.build_head(
         [(name, p.dtype, p.shape) for name, p in packed.items()],
-        wire.encode_options(options.model_dump(exclude_defaults=True)),
+        wire.encode_options({**options.model_dump(exclude_defaults=True), **of_caches}),
     )
     return (memoryview(head), *(p.data for p in packed.values()))
 

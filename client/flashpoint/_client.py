@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Generic, Self, TypeVar, Unpack
 
 import httpx
 
-from flashpoint import _calls, _proof
+from flashpoint import _caches, _calls, _proof
 from flashpoint._arrays import Array
-from flashpoint._calls import DEFAULT, Backward, Call, Forward
+from flashpoint._caches import AsyncCache, Cache, CacheShape
+from flashpoint._calls import DEFAULT, Backward, Call, OverCaches
 from flashpoint._exchange import Exchange
 from flashpoint._listening import Listening
 from flashpoint._proof import Benchmark, Verify
@@ -110,12 +111,15 @@ class Client(_Settings[httpx.Client]):
         super().__init__(url, api_key, timeout, retries, tls)
         self._http = httpx.Client(transport=transport or self._direct(Transport), **self._http_settings())
 
-    def attention(self, q: Array, k: Array, v: Array, **keywords: Unpack[Forward]) -> Any:
+    def attention(
+        self, q: Array, k: Array | None = None, v: Array | None = None, **keywords: Unpack[OverCaches]
+    ) -> Any:
         """softmax(scale·q·kᵀ + …)·v: `o`, or (o, lse) with `return_lse`; (that, Meta) with `with_meta`.
 
         q (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv) → o (B,Hq,Sq,Dv) in q's dtype, lse (B,Hq,Sq) float32; other layouts
         and ranks as the contract has them. numpy arrays give numpy arrays, torch tensors give torch tensors on q's
-        device, outside autograd (see `flashpoint.torch`). Keywords: `Forward`.
+        device, outside autograd (see `flashpoint.torch`). Keywords: `OverCaches`. With `caches`
+        (see `cache`) k and v are those of new tokens, or left out.
         """
         return self._call(_calls.forward(q, k, v, keywords))
 
@@ -126,6 +130,24 @@ class Client(_Settings[httpx.Client]):
         forward's. Keywords: `Backward`.
         """
         return self._call(_calls.backward(do, q, k, v, keywords))
+
+    def cache(self, **shape: Unpack[CacheShape]) -> Cache:
+        """Make a KV cache at the server, which holds the keys and values of one sequence. Keywords: `CacheShape`.
+
+        with client.cache(layers=12, kv_heads=8, head_dim=64) as cache:
+            o = cache.attention(q, k, v, layer=0, causal=True)  # writes k and v, attends over all that is held
+        """
+        return Cache(self, self._call(_caches.create(shape))[0])
+
+    def caches(self, count: int, **shape: Unpack[CacheShape]) -> list[Cache]:
+        """Make several caches of one shape, all on one engine, as a call over them needs."""
+        return [Cache(self, one) for one in self._call(_caches.create(shape, count))]
+
+    def fork_caches(
+        self, caches: Sequence[Cache], lengths: Sequence[int] | None = None, free: Sequence[Cache] = ()
+    ) -> list[Cache]:
+        """Return a copy of each cache, which may be named several times, and delete `free`: all at once or nothing."""
+        return [Cache(self, one) for one in self._call(_caches.fork(caches, lengths, free))]
 
     def verify(
         self, q: Array | None = None, k: Array | None = None, v: Array | None = None, **keywords: Unpack[Verify]
@@ -248,13 +270,29 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
             transport = self._direct(AsyncTransport)
         self._http = httpx.AsyncClient(transport=transport, **self._http_settings())
 
-    async def attention(self, q: Array, k: Array, v: Array, **keywords: Unpack[Forward]) -> Any:
+    async def attention(
+        self, q: Array, k: Array | None = None, v: Array | None = None, **keywords: Unpack[OverCaches]
+    ) -> Any:
         """See `Client.attention`."""
         return await self._call(_calls.forward(q, k, v, keywords))
 
     async def attention_grad(self, do: Array, q: Array, k: Array, v: Array, **keywords: Unpack[Backward]) -> Any:
         """See `Client.attention_grad`."""
         return await self._call(_calls.backward(do, q, k, v, keywords))
+
+    async def cache(self, **shape: Unpack[CacheShape]) -> AsyncCache:
+        """See `Client.cache`: `async with await client.cache(…) as cache`."""
+        return AsyncCache(self, (await self._call(_caches.create(shape)))[0])
+
+    async def caches(self, count: int, **shape: Unpack[CacheShape]) -> list[AsyncCache]:
+        """See `Client.caches`."""
+        return [AsyncCache(self, one) for one in await self._call(_caches.create(shape, count))]
+
+    async def fork_caches(
+        self, caches: Sequence[AsyncCache], lengths: Sequence[int] | None = None, free: Sequence[AsyncCache] = ()
+    ) -> list[AsyncCache]:
+        """See `Client.fork_caches`."""
+        return [AsyncCache(self, one) for one in await self._call(_caches.fork(caches, lengths, free))]
 
     async def verify(
         self, q: Array | None = None, k: Array | None = None, v: Array | None = None, **keywords: Unpack[Verify]

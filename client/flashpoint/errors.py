@@ -3,6 +3,7 @@
 FlashpointError
 ├── InvalidInputError         422, and input refused here, before anything was sent    (also a ValueError)
 ├── BadRequestError           400, 404, 405, 406, 408, 415: the message, not what it asks
+├── CacheError                404, 409, 410: a cache that is not there, has expired, or is not as the call expects
 ├── AuthenticationError       401, 403
 ├── TooLargeError             413
 ├── OverloadedError           429, 503: worth trying again, after `retry_after` seconds
@@ -66,6 +67,10 @@ class BadRequestError(FlashpointError):
     """The server could not make sense of the message: the two ends disagree, or the address is not Flashpoint's."""
 
 
+class CacheError(FlashpointError):
+    """A cache is not there, has expired or gone with its engine, or is not as the call expects: `code` says which."""
+
+
 class AuthenticationError(FlashpointError):
     """No key, a wrong key, or a key without that right."""
 
@@ -94,6 +99,7 @@ class ProtocolError(FlashpointError):
     """The answer is not what the contract says, so something other than Flashpoint may have given it."""
 
 
+_OF_CACHES = (404, 409, 410)
 _BY_STATUS: dict[int, type[FlashpointError]] = {
     401: AuthenticationError,
     403: AuthenticationError,
@@ -122,15 +128,23 @@ def from_problem(
     """The error of an answer with `status` and, where it could be read, its RFC 9457 problem document."""
     if status < 400:
         return ProtocolError(f"an answer with status {status}", status=status, request_id=request_id)
-    family = _BY_STATUS.get(status) or (ServerError if status >= 500 else BadRequestError)
+    code = _text(problem.get("code"))
+    if status in _OF_CACHES and (code or "").startswith("cache_"):
+        family: type[FlashpointError] = CacheError
+    else:
+        family = _family(status)
     return family(
         str(problem.get("detail") or problem.get("title") or "no detail was given"),
         status=status,
-        code=_text(problem.get("code")),
+        code=code,
         request_id=_text(problem.get("request_id")) or request_id,
         errors=_fields(problem.get("errors")),
         retry_after=retry_after,
     )
+
+
+def _family(status: int) -> type[FlashpointError]:
+    return _BY_STATUS.get(status) or (ServerError if status >= 500 else BadRequestError)
 
 
 def _text(value: object) -> str | None:

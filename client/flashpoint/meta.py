@@ -16,7 +16,8 @@ class Meta:
 
     `timings` are the server's `decode`, `queue`, `compute` and `encode` in milliseconds; `batch_size` is the number of
     requests that ran in the same launch; `seed` is that of the dropout, whoever picked it; `retries` counts the
-    attempts before the one that was answered. What the server did not say is None.
+    attempts before the one that was answered. `lengths` are those of the caches that were
+    attended over. What the server did not say is None.
     """
 
     backend: str | None = None
@@ -25,6 +26,7 @@ class Meta:
     request_id: str | None = None
     timings: dict[str, float] = field(default_factory=dict)
     retries: int = 0
+    lengths: tuple[int, ...] | None = None
 
 
 def read_meta(headers: Mapping[str, str], metadata: Mapping[str, Any], retries: int) -> Meta:
@@ -39,4 +41,5 @@ def read_meta(headers: Mapping[str, str], metadata: Mapping[str, Any], retries: 
         request_id=headers.get("x-request-id"),
         timings={name: float(ms) for name, ms in _DURATION.findall(headers.get("server-timing", ""))},
         retries=retries,
+        lengths=tuple(lengths) if isinstance(lengths := metadata.get("lengths"), list) else None,
     )
