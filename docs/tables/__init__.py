@@ -7,7 +7,7 @@ from functools import partial
 
 from flashpoint_kernels.triton_backend.configurations import TABLES as TILES
 
-from .code import algorithms, data_sheets, errors, extremes, grpc, metrics, options, settings, support
+from .code import algorithms, cache_options, data_sheets, errors, extremes, grpc, metrics, options, settings, support
 from .kernels import benchmarks, compiled, decode, each_option
 from .service import beside, capacity, fairness, ray, rpc, serving, throughput
 from .trust import faults, fuzz, load, steady
@@ -20,6 +20,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "data-sheets": data_sheets,
     "decode": decode,
     "each-option": each_option,
+    "cache_options": cache_options,
     "errors": errors,
     "extremes": extremes,
     "fairness": fairness,

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from flashpoint.options import AttentionOptions
+from flashpoint_contract.caches import CACHE_OPTIONS
 from flashpoint_contract.options import BACKENDS
 from flashpoint_kernels.support import SUPPORT, said
 from flashpoint_kernels.timing.case import ALGORITHMS
@@ -28,12 +29,19 @@ WHEN = {
     "forbidden": "the key lacks this permission",
     "cross_site": "a browser sent it for a page of another site, whose origin `--cors-origins` does not allow",
     "not_found": "no such address",
+    "cache_not_found": "there is no such cache, or it is another key's",
+    "cache_position": "the position is beyond the end of the cache",
+    "cache_dropped": "the call needs tokens before those that `keep` has left",
+    "cache_full": "the tokens are over the cache's `max_length`",
+    "cache_stale": "a late copy of an earlier write: its `Idempotency-Key` came before the cache's last write",
+    "cache_lost": "the cache has expired, its key was removed, or its engine has restarted; known for an hour",
+    "cache_memory": "the caches of all hold as much as `--cache-bytes` allows; what is alive is never evicted",
     "method_not_allowed": "the address has other methods; `Allow` names them",
     "not_acceptable": "`Accept` takes neither encoding",
     "body_timeout": "the body came too slowly",
     "body_too_large": "the body is over its limit, by its length, by its head, or as it streams",
     "work_too_large": "the work could never fit: the device's memory, the limit of sequences, a JSON answer's limit, "
-    "a verification's",
+    "a verification's, the memory for caches",
     "unsupported_media_type": "the body has another type than the two, or a content coding",
     "host_not_allowed": "the server does not answer to this `Host`: see `--allowed-hosts`",
     "invalid_request": "well-formed, but not valid: names, shapes, dtypes, values of options and of headers; `errors` "
@@ -63,7 +71,7 @@ def errors() -> str:
 def grpc() -> str:
     """The status of every refusal, by its codes."""
     codes: dict[str, list[str]] = {}
-    for code in STATUS:
+    for code in (code for code in STATUS if code in STATUSES):
         codes.setdefault(STATUSES[code], []).append(f"`{code}`")
     return table(["status", "code over HTTP"], [(f"`{status}`", ", ".join(found)) for status, found in codes.items()])
 
@@ -81,6 +89,12 @@ def options() -> str:
         default = schema.get("default")
         rows.append((f"`{name}`", values(schema), f"`{json.dumps(default)}`", schema["description"]))
     return table(["option", "values", "default", "meaning"], rows)
+
+
+def cache_options() -> str:
+    """The options of a call over caches."""
+    rows = [(f"`{row.name}`", f"`{json.dumps(row.default)}`", row.text) for row in CACHE_OPTIONS.values()]
+    return table(["option", "default", "meaning"], rows)
 
 
 def settings() -> str:

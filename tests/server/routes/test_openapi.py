@@ -5,7 +5,8 @@ import json
 import pytest
 
 from flashpoint.options import AttentionOptions
-from flashpoint_contract.tensors import BACKWARD_TENSORS, FORWARD_TENSORS
+from flashpoint_contract.caches import CACHE_OPTIONS
+from flashpoint_contract.tensors import BACKWARD_TENSORS, FORWARD_TENSORS, TENSORS
 from flashpoint_server import Settings, create_app
 from flashpoint_server.app import PATHS
 from flashpoint_server.refusal import STATUS
@@ -23,6 +24,8 @@ def test_every_route_is_there(document):
     assert set(document["paths"]) == {
         *PATHS, "/verify", "/info", "/metrics", "/health", "/health/live", "/health/ready",
         "/benchmark", "/benchmark/{id}", "/benchmark/{id}/events", "/benchmark/{id}/plot.{format}",
+        "/caches", "/caches/fork", "/caches/delete", "/caches/{id}",
+        *(f"/caches/{{id}}/{what}" for what in ("append", "truncate", "renew", "tensors")),
         "/v2", "/v2/health/live", "/v2/health/ready", "/v2/repository/index", "/v2/models/stats", "/v2/models/{name}",
         *(f"/v2/models/{{name}}/{what}" for what in ("ready", "config", "stats")),
         *(f"/v2/models/{name}/infer" for name in ("attention", "attention_grad")),
@@ -35,10 +38,15 @@ def test_a_call_names_every_tensor_option_and_error(document, path, tensors):
     content = operation["requestBody"]["content"]
     assert set(content) == {"application/json", "application/vnd.safetensors", "application/octet-stream"}
     schema = document["components"]["schemas"][content["application/json"]["schema"]["$ref"].rpartition("/")[2]]
-    assert set(schema["properties"]) == {"dtype", *tensors, *AttentionOptions.model_fields}
+    forward = path == "/attention"
+    of_caches = CACHE_OPTIONS if forward else ()
+    carried = {name for name in tensors if "json" not in TENSORS[name].refused}
+    assert set(schema["properties"]) == {"dtype", *carried, *AttentionOptions.model_fields, *of_caches}
     for example in content["application/json"]["examples"].values():
         assert set(schema["required"]) <= set(example["value"]) <= set(schema["properties"])
-    statuses = {str(status) for code, status in STATUS.items() if code not in ("not_found", "method_not_allowed")}
+    unused = ("not_found", "method_not_allowed")
+    codes = [code for code in STATUS if code not in unused and (forward or not code.startswith("cache_"))]
+    statuses = {str(STATUS[code]) for code in codes}
     assert set(operation["responses"]) == {"200", *statuses}
     for status in statuses:
         assert set(operation["responses"][status]["content"]) == {"application/problem+json"}

@@ -1,0 +1,465 @@
+"""KV caches over HTTP, against a model in numpy and the kernel library; keys, quotas, lost engines."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+import flashpoint
+from flashpoint_kernels import attention
+from tests.support.messages import JSON, ask, message, normal, post, problem
+from tests.support.servers import wait_for
+
+HQ, HK, D, DV, LAYERS = 4, 2, 16, 16, 2
+SHAPE = {"layers": LAYERS, "kv_heads": HK, "head_dim": D}
+KEYS = {name: f"key-of-{name}-with-some-length" for name in ("alice", "bob", "carol")}
+
+
+def started(start_server, tmp_path_factory):
+    """A server with two HTTP processes, keys, and little memory for caches."""
+    file = tmp_path_factory.mktemp("keys") / "keys.toml"
+    write_keys(file, KEYS)
+    server = start_server(workers=2, api_keys_file=file, cache_bytes=8 << 20)
+    server.keys_file = file
+    return server
+
+
+@pytest.fixture(scope="module")
+def held(start_server, tmp_path_factory):
+    """A server that tests share: delete the caches that you made."""
+    return started(start_server, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def hurt(start_server, tmp_path_factory):
+    """A server whose engine is killed, and whose keys change."""
+    return started(start_server, tmp_path_factory)
+
+
+def write_keys(file, names):
+    rows = []
+    for name in names:
+        digest = hashlib.sha256(KEYS[name].encode()).hexdigest()
+        limit = "cache_bytes = 1000000\n" if name == "carol" else ""
+        rows.append(f'[{name}]\nsha256 = "{digest}"\nrights = ["attention", "info", "metrics"]\n{limit}')
+    new = file.with_suffix(".new")
+    new.write_text("\n".join(rows))
+    new.replace(file)
+
+
+def bearer(name):
+    return {"Authorization": f"Bearer {KEYS[name]}"}
+
+
+def client(server, name="alice", **how):
+    return flashpoint.Client(server.url, api_key=KEYS[name], timeout=240, **how)
+
+
+def posted(server, path, document, name="alice", **headers):
+    return post(server, path, json.dumps(document).encode(), JSON, **bearer(name), **headers)
+
+
+def created(server, name="alice", **asked):
+    answer = posted(server, "/caches", {**SHAPE, **asked}, name)
+    assert answer.status == 201, answer
+    return [cache["id"] for cache in answer.json["caches"]]
+
+
+def attended(server, tensors, name="alice", headers=(), **options):
+    return post(server, "/attention", message(tensors, **options), **bearer(name), **dict(headers))
+
+
+def kv(count, seed, batch=1):
+    return normal(batch, HK, count, D, seed=seed), normal(batch, HK, count, DV, seed=seed + 1000)
+
+
+class Decoding(RuleBasedStateMachine):
+    """Clients of two keys, each call on a connection of its own and so at either HTTP process."""
+
+    server = None
+
+    def __init__(self):
+        super().__init__()
+        self.there, self.gone, self.seed = {}, [], 0
+
+    def teardown(self):
+        for name in ("alice", "bob"):
+            ids = [one for one, (owner, _) in self.there.items() if owner == name]
+            if ids:
+                assert posted(self.server, "/caches/delete", {"caches": ids}, name).status == 204
+
+    def some(self, data):
+        return data.draw(st.sampled_from([*self.there, *self.gone] or ["c" + "A" * 60]))
+
+    def code(self, name, one):
+        return None if one in self.there and self.there[one][0] == name else "cache_not_found"
+
+    @rule(name=st.sampled_from(["alice", "bob"]), count=st.integers(1, 2))
+    def create(self, name, count):
+        for one in created(self.server, name, count=count):
+            self.there[one] = name, [np.zeros((2, 0, HK, D), np.float32) for _ in range(LAYERS)]
+
+    @rule(
+        data=st.data(), name=st.sampled_from(["alice", "bob"]), layer=st.integers(0, LAYERS - 1),
+        new=st.integers(0, 3) | st.just(1030), back=st.none() | st.integers(-1, 40), twice=st.booleans(),
+        option=st.sampled_from([{}, {"causal": True}, {"causal": True, "window": [7, 0]}, {"softcap": 2.0}]),
+    )  # fmt: skip
+    def attend(self, data, name, layer, new, back, twice, option):
+        one = self.some(data)
+        self.seed += 1
+        q = normal(1, HQ, new or 2, D, seed=self.seed)
+        options, tensors, expected = {"caches": [one], "layer": layer, **option}, {"q": q}, self.code(name, one)
+        length = 0 if expected else self.there[one][1][layer].shape[1]
+        place = length if back is None or not new else max(0, length - back)
+        if new:
+            k, v = kv(new, self.seed)
+            tensors |= {"k": k, "v": v}
+            if back is not None:
+                options["at"] = [place]
+        if expected is None and place > length:
+            expected = "cache_position"
+        headers = {"Idempotency_Key": f"{id(self)}-{self.seed}"} if twice else {}
+        answers = [attended(self.server, tensors, name, headers, **options) for _ in range(1 + twice)]
+        if expected is not None:
+            assert [answer.json["code"] for answer in answers] == [expected] * len(answers)
+            return
+        layers = self.there[one][1]
+        if new:
+            added = np.stack((k[0].transpose(0, 1).numpy(), v[0].transpose(0, 1).numpy()))
+            layers[layer] = np.concatenate((layers[layer][:, :place], added), 1)
+        assert all(answer.status == 200 for answer in answers), answers
+        o = answers[0].tensors["o"]
+        assert all(torch.equal(answer.tensors["o"], o) for answer in answers)
+        assert json.loads(answers[-1].metadata["lengths"]) == [layers[layer].shape[1]]
+        whole = [torch.from_numpy(t).transpose(0, 1)[None] for t in layers[layer]]
+        torch.testing.assert_close(o, attention(q, *whole, backend="tiled", **option), rtol=1e-4, atol=1e-5)
+
+    @rule(data=st.data(), name=st.sampled_from(["alice", "bob"]), end=st.none() | st.integers(0, 1040))
+    def fork(self, data, name, end):
+        one = self.some(data)
+        expected = self.code(name, one)
+        longest = 0 if expected else max(layer.shape[1] for layer in self.there[one][1])
+        if expected is None and end is not None and end > longest:
+            expected = "cache_position"
+        answer = posted(self.server, "/caches/fork", {"caches": [one], "lengths": None if end is None else [end]}, name)
+        if expected is not None:
+            assert answer.json["code"] == expected
+            return
+        copy = answer.json["caches"][0]["id"]
+        self.there[copy] = name, [layer[:, :end].copy() for layer in self.there[one][1]]
+
+    @rule(data=st.data(), name=st.sampled_from(["alice", "bob"]), end=st.integers(0, 1040))
+    def truncate(self, data, name, end):
+        one = self.some(data)
+        expected = self.code(name, one)
+        if expected is None and end > max(layer.shape[1] for layer in self.there[one][1]):
+            expected = "cache_position"
+        answer = posted(self.server, f"/caches/{one}/truncate", {"length": end}, name)
+        if expected is not None:
+            assert answer.json["code"] == expected
+            return
+        name, layers = self.there[one]
+        self.there[one] = name, [layer[:, :end] for layer in layers]
+        assert answer.json["lengths"] == [layer.shape[1] for layer in self.there[one][1]]
+
+    @rule(data=st.data(), name=st.sampled_from(["alice", "bob"]))
+    def delete(self, data, name):
+        one = self.some(data)
+        expected = self.code(name, one)
+        answer = ask(self.server, f"/caches/{one}", "DELETE", **bearer(name))
+        assert answer.status == (404 if expected else 204)
+        if expected is None:
+            del self.there[one]
+            self.gone.append(one)
+
+    @rule(data=st.data(), name=st.sampled_from(["alice", "bob"]), layer=st.integers(0, LAYERS - 1))
+    def export(self, data, name, layer):
+        one = self.some(data)
+        answer = ask(self.server, f"/caches/{one}/tensors?layer={layer}", **bearer(name))
+        if self.code(name, one):
+            assert answer.json["code"] == "cache_not_found"
+            return
+        k, v = self.there[one][1][layer]
+        np.testing.assert_array_equal(answer.tensors["k"][0].transpose(0, 1).numpy(), k)
+        np.testing.assert_array_equal(answer.tensors["v"][0].transpose(0, 1).numpy(), v)
+
+
+def test_every_call_does_what_the_model_does(held):
+    Decoding.server = held
+    run_state_machine_as_test(Decoding, settings=settings(max_examples=8, stateful_step_count=25, deadline=None))
+    listed = ask(held, "/caches", **bearer("alice")).json["caches"]
+    assert listed == []
+
+
+OPTIONS = [
+    {}, {"causal": True}, {"window": [5, 2]}, {"causal": True, "window": [1100, 0], "return_lse": True},
+    {"softcap": 3.0}, {"scale": -0.3}, {"causal": True, "causal_alignment": "top_left"},
+    {"dropout_p": 0.3, "dropout_seed": 5}, {"backend": "reference"}, {"backend": "tiled", "causal": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_options_mean_over_caches_what_they_mean_over_tensors(held, layout, options):
+    old, new, batch = 1100, 5, 2
+    k, v = kv(old + new, 3, batch)
+    q = normal(batch, HQ, new, D, seed=4)
+    ids = created(held, count=batch)
+    assert (
+        attended(
+            held, {"q": k[:, :1, :old].expand(-1, HQ, -1, -1), "k": k[:, :, :old], "v": v[:, :, :old]}, caches=ids
+        ).status
+        == 200
+    )
+    tensors = {"q": q, "k": k[:, :, old:], "v": v[:, :, old:]}
+    named = dict(options)
+    if layout == "bshd":
+        tensors = {name: t.transpose(1, 2) for name, t in tensors.items()}
+    if layout == "thd":
+        tensors = {name: t.transpose(1, 2).flatten(0, 1) for name, t in tensors.items()}
+        tensors["cu_seqlens_q"] = torch.tensor([0, new, 2 * new])
+    answer = attended(held, tensors, caches=ids, layout=layout, **named)
+    assert answer.status == 200, answer
+    o = answer.tensors["o"]
+    if layout == "bshd":
+        o = o.transpose(1, 2)
+    if layout == "thd":
+        o = o.view(batch, new, HQ, D).transpose(1, 2)
+    expected = attention(q, k, v, **{"backend": "tiled", **options})
+    torch.testing.assert_close(o, expected[0] if options.get("return_lse") else expected, rtol=1e-4, atol=1e-5)
+    posted(held, "/caches/delete", {"caches": ids})
+
+
+def test_masks_slopes_sinks_and_lengths_count_positions_in_the_cache(held):
+    lengths, batch = [700, 3], 2
+    k, v = kv(702, 5, batch)
+    ids = created(held, count=batch)
+    for one, length, n in zip(ids, lengths, range(batch), strict=True):
+        body = message({"k": k[n, :, :length], "v": v[n, :, :length]})
+        assert post(held, f"/caches/{one}/append", body, **bearer("alice")).json == {"length": length}
+    q, new = normal(batch, HQ, 2, D, seed=6), [t[:, :, :2] for t in kv(2, 7, batch)]
+    extra = {
+        "attn_mask": normal(batch, 1, 2, 710, seed=8), "alibi_slopes": normal(HQ, seed=9).abs(),
+        "sinks": normal(HQ, seed=10), "q_lengths": torch.tensor([2, 0]),
+    }  # fmt: skip
+    answer = attended(held, {"q": q, "k": new[0], "v": new[1], **extra}, caches=ids, causal=True)
+    assert json.loads(answer.metadata["lengths"]) == [702, 3]
+    whole = [torch.cat((t[:1, :, :700], own[:1]), 2) for t, own in zip((k, v), new, strict=True)]
+    own = {
+        "attn_mask": extra["attn_mask"][:1, ..., :702],
+        "alibi_slopes": extra["alibi_slopes"],
+        "sinks": extra["sinks"],
+    }
+    expected = attention(q[:1], *whole, causal=True, backend="tiled", **own)
+    torch.testing.assert_close(answer.tensors["o"][:1], expected, rtol=1e-4, atol=1e-5)
+    assert not answer.tensors["o"][1].any()
+    short = attended(held, {"q": q, "attn_mask": extra["attn_mask"][..., :650]}, caches=ids)
+    problem(short, 422, "invalid_request")
+    posted(held, "/caches/delete", {"caches": ids})
+
+
+def test_bits_do_not_depend_on_how_a_cache_was_filled_forked_or_cut_nor_on_neighbours(held):
+    count = 1500
+    k, v = kv(count, 11)
+    q = normal(1, HQ, 1, D, seed=12)
+    whole, pieces = created(held, count=2)
+
+    def append(one, start, stop, **options):
+        body = message({"k": k[0, :, start:stop], "v": v[0, :, start:stop]}, **options)
+        assert post(held, f"/caches/{one}/append", body, **bearer("alice")).status == 200
+
+    append(whole, 0, count)
+    for start, stop in ((0, 7), (7, 900), (900, 1300)):
+        append(pieces, start, stop)
+    append(pieces, 5, 40)  # and cut again
+    posted(held, f"/caches/{pieces}/truncate", {"length": 1300})
+    append(pieces, 1300, count, at=1300)
+    (forked,) = (c["id"] for c in posted(held, "/caches/fork", {"caches": [pieces]}).json["caches"])
+    append(pieces, 0, 3)
+    alone = attended(held, {"q": q}, caches=[whole]).tensors["o"]
+    assert torch.equal(attended(held, {"q": q}, caches=[forked]).tensors["o"], alone)
+    beside = attended(held, {"q": q.repeat(3, 1, 1, 1)}, caches=[pieces, forked, whole]).tensors["o"]
+    assert torch.equal(beside[1:2], alone)
+    assert torch.equal(beside[2:], alone)
+    posted(held, "/caches/delete", {"caches": [whole, pieces, forked]})
+
+
+def test_ids_of_others_and_guessed_ones_are_not_found(held):
+    (one,) = created(held)
+    other = one[:-3] + ("AAA" if one[-3:] != "AAA" else "BBB")
+    for name, guess in (("bob", one), ("alice", other), ("alice", "c"), ("alice", "x" * 5000), ("alice", one + "A")):
+        found = [
+            ask(held, f"/caches/{guess}", **bearer(name)), ask(held, f"/caches/{guess}", "DELETE", **bearer(name)),
+            posted(held, f"/caches/{guess}/truncate", {"length": 0}, name),
+            posted(held, f"/caches/{guess}/renew", {}, name),
+            posted(held, "/caches/fork", {"caches": [guess]}, name),
+            posted(held, "/caches", {**SHAPE, "beside": guess}, name),
+            attended(held, {"q": normal(1, HQ, 1, D)}, name, caches=[guess]),
+            ask(held, f"/caches/{guess}/tensors", **bearer(name)),
+        ]  # fmt: skip
+        assert [(answer.status, answer.json["code"]) for answer in found] == [(404, "cache_not_found")] * len(found)
+    assert ask(held, "/caches", **bearer("bob")).json == {"caches": []}
+    assert ask(held, f"/caches/{one}", **bearer("alice")).status == 200
+    posted(held, "/caches/delete", {"caches": [one]})
+
+
+def test_a_key_is_held_to_its_quota_and_all_keys_to_the_memory(held):
+    (one,) = created(held, "carol")
+    k, v = kv(8000, 13)
+    problem(post(held, f"/caches/{one}/append", message({"k": k, "v": v}), **bearer("carol")), 429, "key_limit")
+    (two,) = created(held)
+    problem(
+        post(
+            held,
+            f"/caches/{two}/append",
+            message({"k": k.repeat(1, 1, 5, 1), "v": v.repeat(1, 1, 5, 1)}),
+            **bearer("alice"),
+        ),
+        413,
+        "work_too_large",
+    )
+    assert post(held, f"/caches/{two}/append", message({"k": k, "v": v}), **bearer("alice")).status == 200
+    filled, answer = [], None
+    for _ in range(9):
+        answer = posted(held, "/caches", {**SHAPE, "layers": 1, "max_length": 8000})
+        filled += [cache["id"] for cache in answer.json.get("caches", [])]
+    problem(answer, 429, "cache_memory")
+    posted(held, "/caches/delete", {"caches": [two, *filled]})
+    posted(held, "/caches/delete", {"caches": [one]}, "carol")
+    info = ask(held, "/info", **bearer("alice")).json["caches"]
+    assert info["limit_bytes"] == 8 << 20
+
+
+def test_refusals_name_the_field(held):
+    (one,), (wide,) = created(held), created(held, kv_heads=HK + 1)
+    q, (k, v) = normal(1, HQ, 1, D), kv(1, 1)
+    two = {name: t.repeat(2, 1, 1, 1) for name, t in {"q": q, "k": k, "v": v}.items()}
+    cases = [
+        ({"q": q}, {"caches": [one], "layer": LAYERS}, "layer"), ({"q": q}, {"caches": []}, "caches"),
+        ({"q": q}, {"caches": [one, one]}, "caches"), (two, {"caches": [one, one]}, "caches"),
+        ({"q": q, "k": k}, {"caches": [one]}, "v"), ({"q": q}, {"caches": [one], "at": [0]}, "at"),
+        ({"q": q, "kv_lengths": torch.tensor([1])}, {"caches": [one]}, "kv_lengths"),
+        ({"q": q.half(), "k": k.half(), "v": v.half()}, {"caches": [one]}, "q"),
+        ({"q": two["q"]}, {"caches": [one, wide]}, "caches"),
+        ({"q": q, "k": k, "v": v}, {"caches": [one], "at": [-1]}, "at"),
+        ({"q": q, "k": k, "v": v}, {"layer": 1}, "layer"),
+        ({"q": q}, {"caches": [one], "cazual": True}, "cazual"),
+    ]  # fmt: skip
+    for tensors, options, field in cases:
+        answer = attended(held, tensors, **options)
+        errors = problem(answer, 422, "invalid_request")["errors"]
+        assert errors[0]["loc"] == [field], (options, errors)
+    do = {"do": q, "q": q, "k": k, "v": v}
+    for path in ("/attention/grad", "/verify"):
+        answer = post(held, path, message(do, caches=[one]), **bearer("alice"))
+        assert problem(answer, 403 if path == "/verify" else 422, answer.json["code"])
+    assert "caches" in post(held, "/attention/grad", message(do, caches=[one]), **bearer("alice")).json["detail"]
+    posted(held, "/caches/delete", {"caches": [one, wide]})
+
+
+def test_a_server_without_memory_for_caches_has_none(start_server):
+    server = start_server(cache_bytes=0)
+    answer = post(server, "/caches", json.dumps(SHAPE).encode(), JSON)
+    problem(answer, 404, "not_found")
+
+
+def test_calls_on_one_cache_keep_their_order_and_the_sdk_its_lengths(held):
+    with client(held) as alice, alice.cache(**SHAPE) as cache:
+        q, (k, v) = normal(1, HQ, 64, D, seed=1), kv(64, 2)
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            done = [pool.submit(cache.append, k[0, :, n : n + 1], v[0, :, n : n + 1], layer=1) for n in range(64)]
+            lengths = [one.result() for one in done]
+        assert sorted(lengths) == list(range(1, 65))
+        cache.refresh()  # the threads heard their answers in any order
+        o, meta = cache.attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], causal=True, with_meta=True)
+        torch.testing.assert_close(
+            o, attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], causal=True), rtol=1e-4, atol=1e-5
+        )
+        assert (meta.lengths, cache.length, cache.lengths) == ((9,), 64, [9, 64])
+        draft = cache.fork()
+        cache.truncate(5)
+        assert (cache.lengths, draft.lengths) == ([5, 5], [9, 64])
+        both = alice.attention(q[:, :, :1].repeat(2, 1, 1, 1), caches=[cache, draft])
+        for n, length in enumerate((5, 9)):
+            expected = attention(q[:, :, :1], k[:, :, :length], v[:, :, :length])
+            torch.testing.assert_close(both[n : n + 1], expected, rtol=1e-4, atol=1e-5)
+        held_k, held_v = draft.tensors(0, like=q)
+        assert torch.equal(held_k, k[:, :, :9])
+        assert torch.equal(held_v, v[:, :, :9])
+        draft.renew()
+        copies = alice.fork_caches([cache, cache], [1, 2], free=[draft])
+        assert [copy.length for copy in copies] == [1, 2]
+        with pytest.raises(flashpoint.CacheError) as error:
+            draft.refresh()
+        assert error.value.code == "cache_not_found"
+        draft.delete()
+        for copy in copies:
+            copy.delete()
+        with pytest.raises(flashpoint.InvalidInputError):
+            alice.attention(q, k, v, layer=1)
+    assert ask(held, "/caches", **bearer("alice")).json == {"caches": []}
+
+
+def test_the_asyncio_twin_does_the_same(held):
+    async def run():
+        async with flashpoint.AsyncClient(held.url, api_key=KEYS["bob"], timeout=240) as bob:
+            q, (k, v) = normal(1, HQ, 3, D).numpy(), (t.numpy() for t in kv(3, 2))
+            async with await bob.cache(**SHAPE) as cache:
+                assert await cache.append(k[0], v[0], layer=1) == 3
+                o = await cache.attention(q, k, v, causal=True)
+                copy = await cache.fork(2)
+                await copy.truncate(1)
+                await copy.renew()
+                await cache.refresh()
+                assert (cache.lengths, copy.lengths) == ([3, 3], [1, 1])
+                assert np.array_equal((await cache.tensors())[0], k)
+                made = await bob.fork_caches([cache], free=[copy])
+                made += await bob.caches(2, **SHAPE, beside=cache)
+                assert (await bob.attention(np.concatenate((q, q)), caches=[cache, made[0]])).shape == (2, *o.shape[1:])
+                for one in made:
+                    await one.delete()
+            return o
+
+    o = asyncio.run(run())
+    q, (k, v) = normal(1, HQ, 3, D), kv(3, 2)
+    np.testing.assert_allclose(o, attention(q, k, v, causal=True).numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_removing_a_key_frees_its_caches(hurt):
+    created(hurt, "bob", max_length=1024)
+
+    def held_bytes():
+        return ask(hurt, "/info", **bearer("alice")).json["caches"]["bytes"]
+
+    wait_for(lambda: held_bytes() > 0, lambda: "nobody is told of the cache")
+    write_keys(hurt.keys_file, ["alice", "carol"])
+    wait_for(lambda: held_bytes() == 0, lambda: "the cache is still held")
+    write_keys(hurt.keys_file, KEYS)
+    wait_for(lambda: ask(hurt, "/caches", **bearer("bob")).status == 200, lambda: "the key is not back")
+
+
+def test_a_cache_of_an_engine_that_died_is_lost_and_one_of_no_engine_never_was(hurt):
+    (one,) = created(hurt)
+    (pid,) = hurt.children("engine.process")
+    os.kill(pid, signal.SIGKILL)
+
+    def lost():
+        answers = [ask(hurt, f"/caches/{one}", **bearer("alice")) for _ in range(6)]  # of both HTTP processes
+        with contextlib.suppress(KeyError):
+            return all(answer.json["code"] == "cache_lost" for answer in answers)
+
+    wait_for(lost, lambda: "the cache is not lost")
+    problem(ask(hurt, f"/caches/{one}", **bearer("alice")), 410, "cache_lost")
+    wait_for(lambda: ask(hurt, "/health/ready").status == 200, lambda: "not ready again")
+    problem(attended(hurt, {"q": normal(1, HQ, 1, D)}, caches=[one]), 410, "cache_lost")
+    problem(ask(hurt, f"/caches/{one}", **bearer("bob")), 404, "cache_not_found")
