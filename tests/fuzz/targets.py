@@ -306,7 +306,7 @@ def documents(data: bytes) -> None:
         tensor = TensorInfo("float32", (2, 3))
         infos = dict.fromkeys(("q", "k", "v"), tensor)
         travelled = wire.decode_options(wire.encode_options(checked.model_dump(mode="json")))
-        one, other = (refused(partial(make_spec, infos, o, "forward")) for o in (options, travelled))
+        one, other = (refused(partial(make_spec, infos, o, "forward", "safetensors")) for o in (options, travelled))
         assert one == other
 
 
