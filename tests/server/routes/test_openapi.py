@@ -5,7 +5,7 @@ import json
 import pytest
 
 from flashpoint.options import AttentionOptions
-from flashpoint_contract.tensors import BACKWARD_TENSORS, FORWARD_TENSORS
+from flashpoint_contract.tensors import BACKWARD_TENSORS, FORWARD_TENSORS, TENSORS
 from flashpoint_server import Settings, create_app
 from flashpoint_server.app import PATHS
 from flashpoint_server.refusal import STATUS
@@ -35,7 +35,8 @@ def test_a_call_names_every_tensor_option_and_error(document, path, tensors):
     content = operation["requestBody"]["content"]
     assert set(content) == {"application/json", "application/vnd.safetensors", "application/octet-stream"}
     schema = document["components"]["schemas"][content["application/json"]["schema"]["$ref"].rpartition("/")[2]]
-    assert set(schema["properties"]) == {"dtype", *tensors, *AttentionOptions.model_fields}
+    carried = {name for name in tensors if "json" not in TENSORS[name].refused}
+    assert set(schema["properties"]) == {"dtype", *carried, *AttentionOptions.model_fields}
     for example in content["application/json"]["examples"].values():
         assert set(schema["required"]) <= set(example["value"]) <= set(schema["properties"])
     statuses = {str(status) for code, status in STATUS.items() if code not in ("not_found", "method_not_allowed")}
