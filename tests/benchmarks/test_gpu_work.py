@@ -17,7 +17,22 @@ from flashpoint_kernels.triton_backend.aot import KERNELS
 from tests.support.gpu_stand_in import StandIn
 
 SHAPE = (1, 1, 4, 16)
-SLOW_CHECKS = ("merge", "options", "mask", "backward_mask", "backward_sinks", "float32", "forward_hopper")
+SLOW_CHECKS = {
+    "merge", "packed_backward_q", "int8", "pages", "pages_many", "options", "mask", "backward_mask", "backward_sinks",
+    "float32", "forward_hopper",
+}  # fmt: skip
+    "merge",
+    "packed_backward_q",
+    "int8",
+    "pages",
+    "pages_many",
+    "options",
+    "mask",
+    "backward_mask",
+    "backward_sinks",
+    "float32",
+    "forward_hopper",
+)
 
 
 @pytest.fixture
