@@ -21,18 +21,6 @@ SLOW_CHECKS = {
     "merge", "packed_backward_q", "int8", "pages", "pages_many", "options", "mask", "backward_mask", "backward_sinks",
     "float32", "forward_hopper",
 }  # fmt: skip
-    "merge",
-    "packed_backward_q",
-    "int8",
-    "pages",
-    "pages_many",
-    "options",
-    "mask",
-    "backward_mask",
-    "backward_sinks",
-    "float32",
-    "forward_hopper",
-)
 
 
 @pytest.fixture
