@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flashpoint_kernels.timing.presets import grid
+from flashpoint_kernels.timing.case import grid
 
 from benchmarks import gpu
 from benchmarks.gpu_day import plan

@@ -44,14 +44,21 @@ class Config:
         return tuple(rows for rows in PACKED_ROWS if rows <= self.packed.block_m)
 
     def forward_of(self, rows: int) -> Tile:
-        """The forward's tile for packed blocks of so many rows, 0 for a block of one head's queries."""
-        return replace(self.packed, block_m=rows) if rows else self.forward
+        """The forward's tile for packed blocks of so many rows, 0 for a block of one head's queries.
+
+        Blocks of 64 rows hold so many scores that they have registers for half of the keys.
+        """
+        if not rows:
+            return self.forward
+        keys = self.packed.block_n // (2 if rows == 64 else 1)
+        return replace(self.packed, block_m=rows, block_n=max(keys, 16))
 
     def backward_q_of(self, rows: int) -> Tile:
         """The tile of dQ, likewise. It holds twice as many products of a tile as the forward: half the keys."""
         if not rows:
             return self.backward_q
-        return replace(self.packed, block_m=rows, block_n=max(self.packed.block_n // 2, 16))
+        tile = self.forward_of(rows)
+        return replace(tile, block_n=max(tile.block_n // 2, 16))
 
     def merge_of(self, rows: int) -> Tile:
         """A part of a split block of queries and the sum of those before it are two accumulators: twice the warps."""
