@@ -156,4 +156,3 @@ def test_the_whole_procedure_runs_on_a_bare_machine(python: Path, tmp_path: Path
     assert set(names) <= {"rows.jsonl", "report.md", "timings.svg", "tests.log", "cache/part-0.tar.gz"}
     report = (rehearsal.outs[-1] / "report.md").read_text()
     assert "| not run |" not in report
-    assert "flashpoint_kernels.attention takes no block_table" in report
