@@ -32,6 +32,7 @@ RUN python3 -m venv venv \
     && venv/bin/pip install -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
     && venv/bin/pip install -c constraints.txt triton
 COPY pyproject.toml README.md LICENSE ./
+COPY contract contract
 COPY client client
 COPY kernels kernels
 COPY server server

@@ -29,7 +29,7 @@ import numpy as np
 from record import ROOT, environment, write
 
 import flashpoint
-from flashpoint import wire
+from flashpoint_contract import wire
 
 MIB = 1 << 20
 SMALL_CALLS = 50

@@ -32,7 +32,7 @@ def works(asked: tuple[str, ...]) -> bool:
     with tempfile.TemporaryDirectory() as directory:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
         subprocess.run([*pip, "--target", directory, *asked], check=True)
-        path = os.pathsep.join([directory, str(ROOT / "kernels")])
+        path = os.pathsep.join([directory, str(ROOT / "contract"), str(ROOT / "kernels")])
         env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         env |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(Path(directory) / "cache")}
 

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "kernels"))
+sys.path[:0] = [str(ROOT / "contract"), str(ROOT / "kernels")]
 os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined
 
 from record import commit, now  # noqa: E402

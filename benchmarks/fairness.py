@@ -33,7 +33,7 @@ from rpc import METHOD, free_port
 from rpc import message as rpc_message
 from serving import ROOT, SMALL, environment, message, service, target
 
-from flashpoint import wire
+from flashpoint_contract import wire
 from flashpoint_server.oip.grpc import protos
 
 COUNT = 65536

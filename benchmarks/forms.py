@@ -15,7 +15,7 @@ import numpy as np
 from load import Buffer, Request
 from numpy.typing import NDArray
 
-from flashpoint import wire
+from flashpoint_contract import wire
 
 Array = NDArray[np.float32]
 Headers = Mapping[str, str]

@@ -36,7 +36,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+sys.path[:0] = [str(ROOT), str(ROOT / "contract"), str(ROOT / "kernels")]
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined
     os.environ.pop("FLASHPOINT_HOPPER", None)  # asked for where it is meant
@@ -141,7 +141,9 @@ def run_tests(files: Sequence[str], seconds: float, **environment: str) -> dict[
     """Run them on the device: pytest's exit code, 124 after `seconds`, and the last line that it has said."""
     environment = {**os.environ, "FLASHPOINT_TEST_DEVICE": "cuda", "PYTHONUNBUFFERED": "1", **environment}
     before = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "kernels"), *([before] if before else [])])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT / "contract"), str(ROOT / "kernels"), *([before] if before else [])]
+    )
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "not full", *files]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         try:

@@ -29,7 +29,7 @@ import psutil
 import record
 from record import ROOT, write
 
-from flashpoint import wire
+from flashpoint_contract import wire
 
 MIB = 1 << 20
 BIG = 64 * MIB

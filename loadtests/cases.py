@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashpoint import jsonwire, wire
+from flashpoint import jsonwire
+from flashpoint_contract import wire
 
 Array = NDArray[Any]
 

@@ -36,6 +36,16 @@ def server():
     server.stop()
 
 
+@pytest.fixture(scope="session")
+def rpc_server():
+    """A server with gRPC, shared memory and small limits; a test must leave it as it found it."""
+    from tests.support.servers import serve
+
+    server = serve(grpc_port=0, shared_memory_bytes=1 << 20, body_limit=4 << 20, json_limit=1 << 20, log_level="debug")
+    yield server
+    server.stop()
+
+
 @pytest.fixture(scope="module")
 def start_server():
     """A factory: `start_server(ready=True, interpret=False, **settings)`; what it starts ends with the module."""

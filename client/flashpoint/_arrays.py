@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashpoint.errors import invalid
-from flashpoint.wire import ITEMSIZE, TensorSpec
+from flashpoint_contract.tensors import INDEX_TENSORS
+from flashpoint_contract.wire import ITEMSIZE, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
 Array: TypeAlias = Union[NDArray[Any], "torch.Tensor"]
 
-INDEX = ("q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k")  # these may be lists of int
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -42,13 +42,15 @@ def pack(name: str, value: Any) -> Packed:
     """`value` ready to send as tensor `name`. Raises InvalidInputError naming it when it cannot be sent."""
     if is_torch(value):
         return _pack_torch(name, value)
-    if name in INDEX and isinstance(value, (list, tuple)):
+    if name in INDEX_TENSORS and isinstance(value, (list, tuple)):
         try:
             value = np.array(value, None if value else np.int64)
         except (TypeError, ValueError, OverflowError):
             raise invalid(name, "must be integers of 64 bits") from None
     if not isinstance(value, np.ndarray):
-        kinds = "a numpy array, a torch tensor or a list" if name in INDEX else "a numpy array or a torch tensor"
+        kinds = (
+            "a numpy array, a torch tensor or a list" if name in INDEX_TENSORS else "a numpy array or a torch tensor"
+        )
         raise invalid(name, f"must be {kinds}, not {type(value).__name__}")
     if value.dtype.name not in ITEMSIZE:
         raise invalid(name, f"dtype {value.dtype} cannot be sent")

@@ -10,12 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
-from flashpoint import jsonwire, wire
+from flashpoint import jsonwire
 from flashpoint._arrays import Array, pack, unpack
 from flashpoint.errors import InvalidInputError, ProtocolError, invalid
 from flashpoint.meta import Meta
 from flashpoint.options import AttentionOptions, Backend, CausalAlignment, Grad, Layout, Precision
 from flashpoint.validation import field_problems
+from flashpoint_contract import wire
+from flashpoint_contract.options import OPTIONS, Direction
+from flashpoint_contract.tensors import ANSWERS, BACKWARD_TENSORS, FORWARD_TENSORS, REQUIRED
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -125,12 +128,13 @@ class Call:
         return sum(part.nbytes for part in self.body)
 
 
-TENSORS = (
-    "q", "k", "v", "attn_mask", "alibi_slopes", "sinks", "q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k",
-    "do", "dlse", "o", "lse",
-)  # fmt: skip
-_FORWARD_ONLY = {"return_lse"}
-_BACKWARD_ONLY = {"do", "dlse", "o", "lse", "grads"}
+def _only(direction: Direction) -> set[str]:
+    """Return the options and tensors that calls of one direction alone take."""
+    options = {name for name, option in OPTIONS.items() if option.direction == direction}
+    return options | (set(BACKWARD_TENSORS) - set(FORWARD_TENSORS) if direction == "backward" else set())
+
+
+_FORWARD_ONLY, _BACKWARD_ONLY = _only("forward"), _only("backward")
 
 
 def forward(q: Array, k: Array, v: Array, keywords: Mapping[str, Any]) -> Call:
@@ -161,12 +165,12 @@ def _call(path: str, keywords: dict[str, Any]) -> Call:
     timeout = keywords.pop("timeout", DEFAULT)
     with_meta = keywords.pop("with_meta", False)
     headers = {"Content-Type": wire.MEDIA_TYPE, "Accept": wire.MEDIA_TYPE, **call_headers(keywords)}
-    given = {name: keywords.pop(name, None) for name in TENSORS}
+    given = {name: keywords.pop(name, None) for name in BACKWARD_TENSORS}
     options = checked(AttentionOptions, keywords)
     like = given["q"]
     names: tuple[str, ...] = options.grads
     if path == "/attention":
-        names = ("o", "lse") if options.return_lse else ("o",)
+        names = ANSWERS["forward"] if options.return_lse else ("o",)
 
     def read(answer: Answer) -> Any:
         specs = {spec.name: spec for spec in answer.head.tensors}
@@ -181,7 +185,7 @@ def _call(path: str, keywords: dict[str, Any]) -> Call:
 
 def message(tensors: Mapping[str, Any], options: AttentionOptions) -> tuple[memoryview, ...]:
     """The parts of a message of `tensors`, of which those that are None are left out, but for q, k and v."""
-    packed = {name: pack(name, t) for name, t in tensors.items() if t is not None or name in ("q", "k", "v")}
+    packed = {name: pack(name, t) for name, t in tensors.items() if t is not None or name in REQUIRED["forward"]}
     head = wire.build_head(
         [(name, p.dtype, p.shape) for name, p in packed.items()],
         wire.encode_options(options.model_dump(exclude_defaults=True)),

@@ -18,7 +18,6 @@ from typing import Any
 
 import httpx
 
-from flashpoint import wire
 from flashpoint._calls import Answer, Call
 from flashpoint._readers import Document, Message, Reader
 from flashpoint.errors import (
@@ -30,6 +29,7 @@ from flashpoint.errors import (
     from_problem,
 )
 from flashpoint.meta import read_meta
+from flashpoint_contract import wire
 
 FIRST_DELAY = 0.1  # seconds; doubled at each retry
 LONGEST_DELAY = 10.0

@@ -7,16 +7,17 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from flashpoint import jsonwire, wire
+from flashpoint import jsonwire
 from flashpoint._arrays import Array
-from flashpoint._calls import DEFAULT, TENSORS, Call, Model, Problem, Sending, call_headers, checked, message
+from flashpoint._calls import DEFAULT, Call, Model, Problem, Sending, call_headers, checked, message
 from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest
 from flashpoint.errors import ProtocolError, invalid
 from flashpoint.options import AttentionOptions, Grad
 from flashpoint.shape_schema import Direction, Dtype, Shape
 from flashpoint.verify_schema import Extra, VerifyReport, VerifyRequest
+from flashpoint_contract import wire
+from flashpoint_contract.tensors import ALL_ANSWERS, BACKWARD_TENSORS
 
-ANSWERS = ("o", "lse", "dq", "dk", "dv", "dattn_mask", "dsinks")  # tensors that can be judged
 DRAWN = ("shape", "dtype", "seed", "direction", "extras")  # what only a problem that the server draws has
 
 
@@ -63,14 +64,18 @@ def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[
     rest: dict[str, Any] = dict(keywords)
     timeout = rest.pop("timeout", DEFAULT)
     headers = {"Accept": jsonwire.MEDIA_TYPE, **call_headers(rest)}
-    given = {name: rest.pop(name, None) for name in dict.fromkeys((*TENSORS, *ANSWERS))} | {"q": q, "k": k, "v": v}
+    given = {name: rest.pop(name, None) for name in dict.fromkeys((*BACKWARD_TENSORS, *ALL_ANSWERS))} | {
+        "q": q,
+        "k": k,
+        "v": v,
+    }
     if q is None:
-        if names := [name for name, t in given.items() if t is not None]:
-            raise invalid(names[0], "is taken beside q, k and v alone")
+        if alone := [name for name, t in given.items() if t is not None]:
+            raise invalid(alone[0], "is taken beside q, k and v alone")
         media, body = jsonwire.MEDIA_TYPE, _document(checked(VerifyRequest, rest))
     else:
-        if names := [name for name in DRAWN if name in rest]:
-            raise invalid(names[0], "is not taken beside tensors")
+        if drawn := [name for name in DRAWN if name in rest]:
+            raise invalid(drawn[0], "is not taken beside tensors")
         media, body = wire.MEDIA_TYPE, message(given, checked(AttentionOptions, rest))
     headers["Content-Type"] = media
     return Call("POST", "/verify", jsonwire.MEDIA_TYPE, headers, body, timeout, _reads(VerifyReport))

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flashpoint import wire
 from flashpoint.errors import ProtocolError
+from flashpoint_contract import wire
 
 DOCUMENT_LIMIT = 8 << 20  # bytes of a JSON answer that are read: a benchmark's row has 1 KiB
 

@@ -2,7 +2,8 @@
 
 A tensor comes with `lead` axes before its own, each as long as the axis that is mapped, or 1 where it is not mapped.
 Attention computes every sequence and every head by itself, so what is mapped is laid along the axis of the sequences.
-`sinks` have no such axis: where theirs is mapped, or their gradient is wanted, it is laid along that of the heads.
+A tensor of one number per head has no such axis: where it is mapped, or its gradient is wanted, the mapped axes are
+laid along the axis of the heads.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashpoint_contract.tensors import INDEX_TENSORS, TENSORS
+
 Numbers = NDArray[Any]
 
 _RAGGED = {"cu_seqlens_q": "q", "cu_seqlens_k": "k"}
-_PER_SEQUENCE = ("q_lengths", "kv_lengths", *_RAGGED)
+# Numbers per head alone: they have no axis for sequences.
+_HEADS_ONLY = {name for name, row in TENSORS.items() if row.per_head and "B" not in row.axes}
 
 
 @dataclass(frozen=True)
@@ -61,18 +65,19 @@ def fold(tensors: Mapping[str, Numbers], lead: int, layout: str, grads: Sequence
     flat = {name: _one_axis(t, lead, batch) for name, t in tensors.items()}
     whole = {name: t.reshape(len(t), *_whole(name, t.shape[1:], rank, layout)) for name, t in flat.items()}
     mapped = {name for name, t in whole.items() if len(t) > 1}
-    by_heads = "sinks" in mapped or "dsinks" in grads
-    if count == 0 or not (mapped.isdisjoint(_PER_SEQUENCE) if by_heads else _are_full(whole)):
+    by_heads = not _HEADS_ONLY.isdisjoint(mapped | set(grads))
+    if count == 0 or not (mapped.isdisjoint(INDEX_TENSORS) if by_heads else _are_full(whole)):
         return None
 
     folded = {}
     for name, t in whole.items():
-        if name in (_PER_SEQUENCE if by_heads else ("sinks",)):
+        row = TENSORS[name]
+        if row.is_index if by_heads else name in _HEADS_ONLY:
             folded[name] = t[0]
             continue
         axis = _axis(name, layout, by_heads)
         size = t.shape[1 + axis]
-        if size == 1 and (name == "attn_mask" or (name == "alibi_slopes" and not by_heads)):
+        if size == 1 and (row.broadcast or (row.shared and not by_heads)):
             if name not in mapped and f"d{name}" not in grads:
                 folded[name] = t[0]  # all have it in common
                 continue
@@ -82,8 +87,9 @@ def fold(tensors: Mapping[str, Numbers], lead: int, layout: str, grads: Sequence
             folded[name] = _one_behind_another(t, whole[_RAGGED[name]].shape[1])
         else:
             folded[name] = np.moveaxis(t, 0, axis).reshape(*t.shape[1 : 1 + axis], count * size, *t.shape[2 + axis :])
-    if "alibi_slopes" in folded and len(folded["alibi_slopes"]) == 1:
-        folded["alibi_slopes"] = folded["alibi_slopes"][0]
+    for name, t in folded.items():
+        if TENSORS[name].shared and len(t) == 1:
+            folded[name] = t[0]
     return Fold(folded, batch, layout, by_heads)
 
 
@@ -97,13 +103,12 @@ def _one_axis(t: Numbers, lead: int, batch: tuple[int, ...]) -> Numbers:
 
 def _whole(name: str, own: tuple[int, ...], rank: int, layout: str) -> tuple[int, ...]:
     """The shape `own` of a tensor with all axes of the layout, where q has `rank` of them."""
-    if name in ("sinks", *_PER_SEQUENCE):
+    row = TENSORS[name]
+    if row.shared:
+        return own if len(own) == len(row.axes) else (1, *own)
+    if row.is_index or row.per_head or layout == "thd":
         return own
-    if name == "alibi_slopes":
-        return own if len(own) == 2 else (1, *own)
-    if layout == "thd":
-        return own
-    if name == "attn_mask":
+    if row.broadcast:
         own = (1,) * (rank - len(own)) + own
     if rank == 2:
         own = (1, *own)
@@ -113,13 +118,14 @@ def _whole(name: str, own: tuple[int, ...], rank: int, layout: str) -> tuple[int
 
 def _axis(name: str, layout: str, by_heads: bool) -> int:
     """The axis of the heads, or that of the sequences (in `thd`, their rows), in a tensor that has it."""
-    if name == "sinks":
+    row = TENSORS[name]
+    if row.has_columns:
+        return (2 if layout == "bshd" else 1) if by_heads else 0
+    if name in _HEADS_ONLY:
         return 0
-    if name in ("lse", "dlse"):
+    if "Sq" in row.axes and not row.broadcast:  # lse: in `thd` its heads come first
         return int(by_heads != (layout == "thd"))
-    if name in ("attn_mask", "alibi_slopes"):
-        return int(by_heads)
-    return (2 if layout == "bshd" else 1) if by_heads else 0
+    return int(by_heads)
 
 
 def _size(whole: Mapping[str, Numbers], layout: str, by_heads: bool) -> int:

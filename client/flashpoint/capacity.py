@@ -25,7 +25,7 @@ from flashpoint._client import Client
 from flashpoint._shards.cut import UNBOUNDED, Band, Piece
 from flashpoint.errors import invalid
 from flashpoint.shape_schema import Dtype, Shape
-from flashpoint.wire import ITEMSIZE
+from flashpoint_contract.wire import ITEMSIZE
 
 Side = Literal["forward", "backward"]
 

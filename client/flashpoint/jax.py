@@ -23,17 +23,18 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from numpy.typing import NDArray
 
-from flashpoint._arrays import INDEX
 from flashpoint._calls import Sending, Settled, checked
 from flashpoint._client import Client
 from flashpoint._vmapped import batch_shape, fold, single
 from flashpoint.errors import invalid
 from flashpoint.options import AttentionOptions, Grad
+from flashpoint_contract.options import GRADS
+from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED
 
 Array: TypeAlias = jax.Array | NDArray[Any]
 Arrays: TypeAlias = dict[str, jax.Array]
 
-_GRADS: dict[str, Grad] = {"q": "dq", "k": "dk", "v": "dv", "attn_mask": "dattn_mask", "sinks": "dsinks"}
+_GRADS: dict[str, Grad] = {name[1:]: name for name in GRADS}
 _AT_ONCE = 16  # requests of one call: many for one launch, few for a server's queue
 
 
@@ -69,7 +70,7 @@ def attention(
         "q": q, "k": k, "v": v, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "q_lengths": q_lengths, "kv_lengths": kv_lengths, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
     }  # fmt: skip
-    tensors = {name: _array(name, t) for name, t in given.items() if t is not None or name in ("q", "k", "v")}
+    tensors = {name: _array(name, t) for name, t in given.items() if t is not None or name in REQUIRED["forward"]}
     for name in options.keys() - Settled.__annotations__.keys():
         raise invalid(name, "is not taken by this call")
     sending = {name: value for name, value in options.items() if name in Sending.__annotations__}
@@ -90,7 +91,7 @@ def attention(
 
 
 def _array(name: str, value: Any) -> jax.Array:
-    if not isinstance(value, (jax.Array, np.ndarray, *((list, tuple) if name in INDEX else ()))):
+    if not isinstance(value, (jax.Array, np.ndarray, *((list, tuple) if name in INDEX_TENSORS else ()))):
         raise invalid(name, f"must be a JAX or NumPy array, not {type(value).__name__}")
     try:
         return jnp.asarray(value, int if isinstance(value, (list, tuple)) and not value else None)

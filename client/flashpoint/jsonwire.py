@@ -17,15 +17,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from flashpoint import strictjson
-from flashpoint.wire import RANK_LIMIT, WireError
+from flashpoint_contract import strictjson
+from flashpoint_contract.tensors import TENSORS
+from flashpoint_contract.wire import RANK_LIMIT, WireError
 
 MEDIA_TYPE = "application/json"
-
-SHARED_DTYPE = ("q", "k", "v", "do", "o", "dq", "dk", "dv")  # the message's `dtype` holds for these
-FLOAT32 = ("lse", "dlse", "sinks", "alibi_slopes", "dattn_mask", "dsinks")
-INDEX = ("q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k")
-TENSORS = frozenset({*SHARED_DTYPE, *FLOAT32, *INDEX, "attn_mask"})
 
 # Lists and objects within one another, of a field that is no tensor; the contract's own have one. What is deep could be
 # read, and then not handed from the process that reads it to the one that asked.
@@ -55,10 +51,9 @@ class FieldError(ValueError):
 def decode(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """The tensors, by name, and everything else, of a message.
 
-    q, k, v, do and o have the message's `dtype` (default float32; bfloat16 is ml_dtypes'); a mask of booleans is bool,
-    otherwise float32; lengths and cu_seqlens are int64; lse, dlse, sinks, slopes and the gradients of mask and sinks
-    are float32. Raises WireError when `body` is no JSON object, FieldError when a tensor is ragged, not of numbers, or
-    has numbers its dtype cannot hold.
+    q, k, v, do, o and the gradients of q, k and v have the message's `dtype` (default float32; bfloat16 is ml_dtypes');
+    a mask of booleans is bool; lengths and cu_seqlens are int64; any other tensor is float32. Raises WireError when
+    `body` is no JSON object, FieldError when a tensor is ragged, not of numbers, or has numbers its dtype cannot hold.
     """
     try:
         message = strictjson.loads(body)
@@ -69,7 +64,7 @@ def decode(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     dtype = message.pop("dtype", "float32")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise FieldError("dtype", f"must be one of {', '.join(DTYPES)}")
-    tensors = {name: _array(name, message.pop(name), dtype) for name in sorted(TENSORS & message.keys())}
+    tensors = {name: _array(name, message.pop(name), dtype) for name in sorted(TENSORS.keys() & message.keys())}
     for name, value in message.items():
         if _deeper(value, FIELD_DEPTH):
             raise FieldError(name, f"has more than {FIELD_DEPTH} lists or objects within one another")
@@ -87,12 +82,13 @@ def _deeper(value: Any, levels: int) -> bool:
 
 def _array(name: str, value: Any, dtype: str) -> NDArray[Any]:
     shape, flat = elements(name, value)
-    if name == "attn_mask" and set(map(type, flat)) == {bool}:
+    row = TENSORS[name]
+    if "bool" in row.dtypes and set(map(type, flat)) == {bool}:
         target: np.dtype[Any] = np.dtype(np.bool_)
-    elif name in INDEX:
+    elif row.is_index:
         target = np.dtype(np.int64)
     else:
-        target = DTYPES[dtype] if name in SHARED_DTYPE else DTYPES["float32"]
+        target = DTYPES[dtype] if row.like_q else DTYPES["float32"]
     return array(name, flat, target).reshape(shape)
 
 
@@ -111,7 +107,11 @@ def array(name: str, flat: list[Any], target: np.dtype[Any]) -> NDArray[Any]:
         except OverflowError:
             raise FieldError(name, f"holds an integer beyond {8 * target.itemsize} bits") from None
     if not kinds <= {int, float, str}:
-        raise FieldError(name, "must hold numbers alone" + (", or booleans alone" if name == "attn_mask" else ""))
+        raise FieldError(
+            name,
+            "must hold numbers alone"
+            + (", or booleans alone" if name in TENSORS and "bool" in TENSORS[name].dtypes else ""),
+        )
     if str in kinds:
         unknown = next((x for x in flat if isinstance(x, str) and x not in _WORDS), None)
         if unknown is not None:

@@ -29,6 +29,7 @@ from flashpoint._shards.work import Item, Work
 from flashpoint.errors import invalid
 from flashpoint.meta import Meta
 from flashpoint.options import AttentionOptions
+from flashpoint_contract.tensors import BACKWARD_TENSORS
 
 __all__ = ["Part", "async_attention", "async_attention_grad", "attention", "attention_grad"]
 
@@ -133,9 +134,9 @@ class _Job:
         self.sending: dict[str, Any] = {
             name: keywords.pop(name) for name in ("priority", "request_id") if name in keywords
         }
-        given = {name: keywords.pop(name, None) for name in _calls.TENSORS}
+        given = {name: keywords.pop(name, None) for name in BACKWARD_TENSORS}
         options = _calls.checked(AttentionOptions, keywords)
-        self._problem = problem(given, options)
+        self._problem = problem(given, options, "forward" if forward else "backward")
         self._steps = (merge.forward if forward else merge.backward)(
             self._problem, plan(self._problem, len(clients), parts)
         )

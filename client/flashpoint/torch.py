@@ -21,22 +21,21 @@ from flashpoint import sharded
 from flashpoint._client import Client
 from flashpoint.errors import invalid
 from flashpoint.meta import Meta
+from flashpoint_contract.options import GRADS
 
-# Inputs with a gradient, in the order in which autograd is given them, and the names of those.
-_INPUTS = ("q", "k", "v", "attn_mask", "sinks")
-_GRADS = ("dq", "dk", "dv", "dattn_mask", "dsinks")
+_INPUTS = tuple(name[1:] for name in GRADS)  # those with a gradient, in the order in which autograd is given them
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Client], **keywords: Unpack[sharded.ShardedForward]
 ) -> Any:
-    """`client.attention`, with gradients for q, k, v, a float `attn_mask` and `sinks`, through o and lse.
+    """`client.attention`, with gradients for q, k, v and every other input that has one, through o and lse.
 
     The same shapes, keywords, answers and errors; `timeout` and `priority` hold for the backward's call too. With
     dropout, the backward uses the seed of the forward, whoever picked it. A second derivative raises RuntimeError.
     A list of clients is `sharded.attention` of them, with its keywords, answers and errors.
     """
-    tensors = {"q": q, "k": k, "v": v, "attn_mask": keywords.get("attn_mask"), "sinks": keywords.get("sinks")}
+    tensors = {name: keywords.get(name) for name in _INPUTS} | {"q": q, "k": k, "v": v}
     for name, value in {**tensors, **keywords}.items():
         if isinstance(value, Tensor) and value.requires_grad and name not in _INPUTS and torch.is_grad_enabled():
             raise invalid(name, "has no gradient: detach it")
@@ -78,7 +77,7 @@ class _RemoteAttention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         *inputs, o, lse = ctx.saved_tensors
         named = {name: t for name, t in zip(_INPUTS, inputs, strict=True) if t is not None}
-        wanted = [name for name, needed in zip(_GRADS, ctx.needs_input_grad[2:], strict=True) if needed]
+        wanted = [name for name, needed in zip(GRADS, ctx.needs_input_grad[2:], strict=True) if needed]
         found = _method(ctx.client, "attention_grad")(
             torch.zeros_like(o) if do is None else do,
             **named,
@@ -91,7 +90,7 @@ class _RemoteAttention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph: the gradients depend on the inputs, and must not seem not to
             found = [_FirstOrder.apply(t, *named.values()) for t in found]  # type: ignore[no-untyped-call]
         grads = dict(zip(wanted, found, strict=True))
-        return None, None, *(grads.get(name) for name in _GRADS)
+        return None, None, *(grads.get(name) for name in GRADS)
 
 
 class _FirstOrder(torch.autograd.Function):

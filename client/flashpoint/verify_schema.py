@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from flashpoint.options import AttentionOptions
 from flashpoint.shape_schema import Answer, Direction, Dtype, Number, Shape
+from flashpoint_contract.tensors import EXTRAS
 
-Extra = Literal["bool_mask", "float_mask", "alibi_slopes", "sinks", "q_lengths", "kv_lengths"]
+if TYPE_CHECKING:
+    Extra = str
+else:
+    Extra = Literal[EXTRAS]
 
 
 class VerifyRequest(AttentionOptions):
     """A problem drawn from a seed, and the options to run it with: the caller sends no tensors.
 
     Tensors of the caller's own travel as to `/attention` instead: a message of q, k, v and what else the problem has,
-    `do` where gradients are to be judged, and any of o, lse, dq, dk, dv, dattn_mask, dsinks to be judged in the place
-    of what a backend computes.
+    `do` where gradients are to be judged, and any answers (o, lse and gradients), which are then judged in the place of
+    what a backend computes.
     """
 
     shape: Shape = Field(description="the sizes of the problem")

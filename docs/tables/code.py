@@ -8,8 +8,8 @@ from collections import Counter
 from typing import Any
 
 from flashpoint.options import AttentionOptions
-from flashpoint_kernels.spec import BACKENDS
-from flashpoint_kernels.support import FEATURE_FIELDS, SUPPORT
+from flashpoint_contract.options import BACKENDS
+from flashpoint_kernels.support import SUPPORT, said
 from flashpoint_kernels.timing.case import ALGORITHMS
 from flashpoint_kernels.timing.device import SHEETS
 from flashpoint_server.config.settings import Settings
@@ -108,7 +108,7 @@ def support() -> str:
     """A row a feature, those that every backend has first; a column a backend."""
     rows = []
     for feature in set().union(*SUPPORT.values()):
-        field, what = FEATURE_FIELDS.get(feature, (feature, feature))
+        field, what = said(feature)
         name = f"`{field}`" if field == what else f"`{field}`: {what}"
         rows.append((name, *("yes" if feature in SUPPORT[backend] else "–" for backend in BACKENDS)))
     return table(["", *BACKENDS], sorted(rows, key=lambda row: (row.count("–"), row)))

@@ -1,30 +1,30 @@
 """Exact attention and its gradients, forward and backward, on every backend: see `attention`.
 
-Names are imported when they are first used, so that `flashpoint_kernels.spec` costs no import of torch.
+Names are imported when they are first used, so that `flashpoint_kernels.support` costs no import of torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flashpoint_contract.options import Options as Options
+    from flashpoint_contract.options import ProblemError as ProblemError
     from flashpoint_kernels.dispatch import available_backends as available_backends
     from flashpoint_kernels.dispatch import run as run
     from flashpoint_kernels.functional import attention as attention
     from flashpoint_kernels.functional import attention_backward as attention_backward
     from flashpoint_kernels.problem import Problem as Problem
-    from flashpoint_kernels.spec import Options as Options
-    from flashpoint_kernels.spec import ProblemError as ProblemError
     from flashpoint_kernels.verification import verify as verify
 
 _HOME = {
-    "attention": "functional",
-    "attention_backward": "functional",
-    "available_backends": "dispatch",
-    "run": "dispatch",
-    "Problem": "problem",
-    "Options": "spec",
-    "ProblemError": "spec",
-    "verify": "verification",
+    "attention": "flashpoint_kernels.functional",
+    "attention_backward": "flashpoint_kernels.functional",
+    "available_backends": "flashpoint_kernels.dispatch",
+    "run": "flashpoint_kernels.dispatch",
+    "Problem": "flashpoint_kernels.problem",
+    "Options": "flashpoint_contract.options",
+    "ProblemError": "flashpoint_contract.options",
+    "verify": "flashpoint_kernels.verification",
 }
 __all__ = [
     "Options",
@@ -40,5 +40,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(import_module(f"flashpoint_kernels.{_HOME[name]}"), name)
+        return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

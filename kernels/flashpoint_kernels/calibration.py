@@ -13,11 +13,12 @@ from functools import partial
 
 import torch
 
-from flashpoint_kernels.cost import NOMINAL, SCORE_OPTIONS, Rates
+from flashpoint_contract.options import OPTIONS, Options
+from flashpoint_contract.tensors import FEATURES, TENSORS
+from flashpoint_kernels.cost import NOMINAL, SCORE_FEATURES, Rates
 from flashpoint_kernels.dispatch import run_part
-from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.problem import DTYPES, Problem
 from flashpoint_kernels.reproducible import split
-from flashpoint_kernels.spec import Options
 from flashpoint_kernels.support import SUPPORT
 
 _REPEATS = 2  # the least of these counts
@@ -43,9 +44,9 @@ def measure(backend: str) -> Rates:
     flop = max((slower - slow) / (wide.flops - narrow.flops), _LEAST * least.flop)
     score = max((slow - one - narrow.flops * flop) / scores, _LEAST * least.score)
     options = {}
-    for name in SCORE_OPTIONS:
+    for name in SCORE_FEATURES:
         if name in SUPPORT[backend]:
-            problem = _with_option(narrow, name)
+            problem = _with_feature(narrow, name)
             taken = _seconds(partial(run_part, problem, backend)) - slow
             options[name] = max(taken / scores, _LEAST * least.options[name])
     return Rates(max(one - sequence, _LEAST * least.call), sequence, flop, score, options)
@@ -68,18 +69,17 @@ def _problem(sequences: int, length: int, dim: int) -> Problem:
     return Problem.create(dict.fromkeys(("q", "k", "v"), t), Options())
 
 
-def _with_option(problem: Problem, name: str) -> Problem:
-    """The same problem with one of SCORE_OPTIONS."""
+def _with_feature(problem: Problem, name: str) -> Problem:
+    """Return the same problem with a feature that an option or a tensor asks for."""
     spec, tensors, options = problem.spec, dict(problem.tensors), problem.spec.options
-    if name == "softcap":
-        options = replace(options, softcap=1.0)
-    elif name == "dropout":
-        options = replace(options, dropout_p=0.5, dropout_seed=0)
-    elif name == "alibi_slopes":
-        tensors[name] = torch.zeros(spec.q_heads)
+    field, feature = FEATURES[name]
+    if field in OPTIONS:
+        options = replace(options, **{"dropout_seed": 0, field: OPTIONS[field].example})
     else:
-        dtype = torch.bool if name == "bool_mask" else torch.float32
-        tensors["attn_mask"] = torch.ones(spec.q_len, spec.kv_len, dtype=dtype)
+        row = TENSORS[field]
+        dtype = next(dtype for dtype in row.dtypes if dtype in ("bool", "float32") and row.feature(dtype) == feature)
+        shape = row.shape(spec.sizes | ({"B": 1, "Hq": 1} if row.broadcast else {}), options.layout, spec.rank)
+        tensors[field] = torch.ones(shape, dtype=DTYPES[dtype])
     return Problem.create(tensors, options)
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from flashpoint_kernels.spec import Row, Spec
+from flashpoint_contract.spec import Row, Spec
+from flashpoint_contract.tensors import FEATURES
 
-# Options and tensors that cost time for each score, in the words of `Spec.features`.
-SCORE_OPTIONS = ("softcap", "dropout", "bool_mask", "float_mask", "alibi_slopes")
+# Features that cost time for each score.
+SCORE_FEATURES = tuple(name for name, (_, feature) in FEATURES.items() if feature.per_score)
 BACKWARD = 3.0  # a gradient calls operators, and touches each score, that many times as often as a forward
 
 
@@ -96,7 +97,7 @@ def _seconds(spec: Spec, rates: Rates, sequences: int, pairs: int) -> float:
 
 
 def _options(spec: Spec) -> Iterable[str]:
-    return (name for name in SCORE_OPTIONS if name in spec.features)
+    return (name for name in SCORE_FEATURES if name in spec.features)
 
 
 def _ways(spec: Spec) -> float:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 
 import torch
 
-from flashpoint_kernels.problem import Problem
+from flashpoint_contract.options import ProblemError
+from flashpoint_kernels.problem import Problem, launch_key, with_forwards
 from flashpoint_kernels.reproducible import split, spread, with_all_threads
-from flashpoint_kernels.spec import ProblemError
-from flashpoint_kernels.support import launch_key, unsupported
+from flashpoint_kernels.support import unsupported
 
 # A backend is a module with `forward(problems)` and `backward(problems)`, imported when it is first used.
-_MODULES = {"triton": "triton_backend", "torch": "torch_fused", "tiled": "tiled", "reference": "reference"}
+_MODULES = {
+    "triton": "triton_backend.launch",
+    "torch": "torch_backend.fused",
+    "tiled": "tiled_backend.tiles",
+    "reference": "reference_backend.formula",
+}
 _OWN_FORWARD = ("torch", "reference")  # whose `backward` makes `o` and `lse` where they are not given
 
 # Triton reads it when kernels are defined, so what it was at import is what holds.
@@ -35,7 +39,7 @@ def available_backends(device: str) -> tuple[str, ...]:
 
 
 def run(problems: Sequence[Problem], backend: str) -> None:
-    """Run `problems`, which share one direction and one `support.launch_key`, on `backend`, into their outputs.
+    """Run `problems`, which share one direction and one `problem.launch_key`, on `backend`, into their outputs.
 
     A gradient without `o` and `lse` first runs the same backend's forward. On the CPU `torch` and `tiled` run on all
     cores: one problem with torch's own threads where its bits keep, else cut as `reproducible.split` says; such a part
@@ -84,21 +88,3 @@ def _run(problems: Sequence[Problem], backend: str) -> None:
 @cache
 def _module(backend: str) -> ModuleType:
     return import_module(f"flashpoint_kernels.{_MODULES[backend]}")
-
-
-def with_forwards(problems: Sequence[Problem]) -> tuple[list[Problem], Sequence[Problem]]:
-    """The forwards that gradient problems without `o` and `lse` need, and the problems with the answers' places in."""
-    forwards = {id(p): forward_of(p) for p in problems if "lse" not in p.tensors}
-    whole = [replace(p, tensors=p.tensors | forwards[id(p)].outputs) if id(p) in forwards else p for p in problems]
-    return list(forwards.values()), whole
-
-
-def forward_of(problem: Problem) -> Problem:
-    """The forward problem of a gradient problem, with room for its `o` and `lse`."""
-    spec = problem.spec
-    return replace(
-        problem,
-        spec=spec.forward,
-        tensors={name: problem.tensors[name] for name in spec.forward.tensors},
-        outputs={name: problem.empty_like_output(name) for name in ("o", "lse")},
-    )

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from flashpoint_contract.options import Options, ProblemError
 from flashpoint_kernels import ops
-from flashpoint_kernels.spec import Options, ProblemError
 
 
 def attention(

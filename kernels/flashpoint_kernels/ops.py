@@ -16,19 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashpoint_contract.options import OPTIONS, Direction, Flag, Kind, Number, OneOf, Options, Pair, ProblemError
+from flashpoint_contract.spec import plan
+from flashpoint_contract.tensors import FORWARD_TENSORS, TENSORS
 from flashpoint_kernels.dispatch import available_backends, run
 from flashpoint_kernels.problem import Problem, tensor_info
-from flashpoint_kernels.spec import FORWARD_TENSORS, Direction, Options, ProblemError, plan
 from flashpoint_kernels.support import choose_backend
 
 # Options travel as one string, the Python literal of those that are not the default, and not as an argument each: for a
 # call that wants a gradient torch takes time by the square of the number of arguments. A call at (1,1,4,8) on one CPU
 # core, the library's own part of it 115 µs: 330 µs with 22 arguments, 230 with these.
-_OPTIONS: dict[str, Callable[[Any], Any]] = {
-    "layout": str, "causal": bool, "causal_alignment": str, "window": lambda pair: (int(pair[0]), int(pair[1])),
-    "scale": float, "softcap": float, "dropout_p": float, "precision": str, "deterministic": bool, "backend": str,
+_PLAIN: dict[type[Kind], Callable[[Any], Any]] = {
+    OneOf: str, Flag: bool, Number: float, Pair: lambda pair: (int(pair[0]), int(pair[1])),
 }  # fmt: skip
-_DEFAULTS = Options()
+_OPTIONS = {
+    name: _PLAIN[type(option.kind)]
+    for name, option in OPTIONS.items()
+    if option.direction is None and type(option.kind) in _PLAIN
+}
 _GIVEN = ("do", "o", "lse", "dlse")
 
 _library = torch.library.Library("flashpoint", "DEF")  # type: ignore[no-untyped-call]
@@ -64,7 +69,7 @@ def literal(options: Options) -> str:
     given = [
         f"'{name}': {kind(value)!r}"
         for name, kind in _OPTIONS.items()
-        if (value := getattr(options, name)) != getattr(_DEFAULTS, name)
+        if (value := getattr(options, name)) != OPTIONS[name].default
     ]
     return "{" + ", ".join(given) + "}"
 
@@ -146,8 +151,9 @@ def _fake_attention_backward(*arguments: Any) -> list[Tensor]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """A forward keeps its inputs, o and lse: the backward recomputes the probabilities from them."""
-    if ctx.needs_input_grad[FORWARD_TENSORS.index("alibi_slopes")]:
-        raise ProblemError([("alibi_slopes", "has no gradient: pass slopes that do not require one")])
+    for name, needed in zip(FORWARD_TENSORS, ctx.needs_input_grad, strict=False):
+        if needed and not TENSORS[name].gradient:
+            raise ProblemError([(name, "has no gradient: pass a tensor that does not require one")])
     ctx.set_materialize_grads(False)
     *tensors, ctx.options = inputs
     ctx.save_for_backward(*tensors, *output)

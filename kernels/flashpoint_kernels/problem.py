@@ -3,8 +3,11 @@
 Every backend takes a list of `Problem`s and writes into their outputs. Canonical views have one shape whatever the
 layout and rank of the user's tensors (N is B, or 1 in the ragged layout):
 
-    q, o, do, dq  (N, Hq, Sq, D|Dv)      lse, dlse  (N, Hq, Sq)          sinks         (Hq,)   float32
-    k, v, dk, dv  (N, Hk, Sk, D|Dv)      attn_mask  (B, Hq, Sq, Sk)      alibi_slopes  (B, Hq) float32
+    q, o, do, dq     (N, Hq, Sq, D|Dv)
+    k, v, dk, dv     (N, Hk, Sk, D|Dv)
+    lse, dlse        (N, Hq, Sq)
+    masks            (B, Hq, Sq, Sk)
+    numbers per head (Hq,) or (B, Hq), float32
 
 Views share the user's memory; a broadcast dimension of the mask has stride 0.
 """
@@ -18,18 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashpoint_contract.options import Direction, Options, ProblemError
+from flashpoint_contract.spec import Row, Spec, plan
+from flashpoint_contract.tensors import FORWARD_TENSORS, INDEX_TENSORS, TENSORS, TensorInfo
 from flashpoint_kernels.cost import flops_of
-from flashpoint_kernels.spec import (
-    INDEX_TENSORS,
-    Direction,
-    Options,
-    ProblemError,
-    Row,
-    Spec,
-    TensorInfo,
-    mask_shape,
-    plan,
-)
 
 DTYPES = {
     "bool": torch.bool,
@@ -106,21 +101,17 @@ class Problem:
 
     def canonical(self, name: str, t: Tensor) -> Tensor:
         """The canonical view of `t`, which has the shape that the contract gives to `name`."""
-        spec = self.spec
-        if name == "sinks":
-            return t.float()
-        if name == "alibi_slopes":
-            return t.float().expand(spec.batch, spec.q_heads)
-        if name in ("attn_mask", "dattn_mask"):
-            t = t.reshape((1,) * (spec.rank - t.ndim) + tuple(t.shape)).expand(mask_shape(spec))
-            return _one_head(t, 4)
-        if name in ("lse", "dlse"):
-            return t[None] if spec.ragged else _one_head(t, 3)
-        if spec.ragged:
-            return t.transpose(0, 1)[None]
-        if t.ndim == 4:
-            return t if spec.options.layout == "bhsd" else t.transpose(1, 2)
-        return _one_head(t, 4)
+        spec, row = self.spec, TENSORS[name]
+        if row.per_head:
+            return t.float().expand(spec.shape_of(name))
+        if row.broadcast:
+            t = t.reshape((1,) * (spec.rank - t.ndim) + tuple(t.shape)).expand(spec.shape_of(name))
+        if row.has_columns:
+            if spec.ragged:
+                return t.transpose(0, 1)[None]
+            if t.ndim == 4 and spec.options.layout == "bshd":
+                return t.transpose(1, 2)
+        return t[None] if spec.ragged else _one_head(t, len(row.axes))
 
     def mask_part(self, t: Tensor, rows: Sequence[Row]) -> Tensor:
         """Return what `rows`, of equal lengths, use of `t`, which has `attn_mask`'s own shape, or `own_part`'s of it.
@@ -159,11 +150,11 @@ class Problem:
     def batches(self, most: Callable[[Row], int] | None = None) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
         """Yield sequences of equal lengths with views of their valid rows: q (n,Hq,sq,D), lse (n,Hq,sq)…
 
-        Inputs and outputs alike, by name, without `attn_mask` and its gradient (see `mask_part`) and `dsinks`; `sinks`
-        (Hq,) and `alibi_slopes` (n,Hq). `most(row)` is how many sequences as long as `row` may come together, 0 to
-        leave them out; by default each comes alone. Padding is not in the views: a backend that writes through them
-        first calls `clear_outputs`. Sequences that do not lie together are copied, and their outputs are copied back
-        when the next ones are taken.
+        Inputs and outputs alike, by name, without masks and their gradients (see `mask_part`) and without gradients
+        that all sequences add to; numbers per head are (Hq,) or (n,Hq). `most(row)` is how many sequences as long as
+        `row` may come together, 0 to leave them out; by default each comes alone. Padding is not in the views: a
+        backend that writes through them first calls `clear_outputs`. Sequences that do not lie together are copied,
+        and their outputs are copied back when the next ones are taken.
         """
         inputs = {name: self.canonical(name, t) for name, t in self.tensors.items() if name not in _NOT_OF_ROWS}
         outputs = {name: self.canonical(name, t) for name, t in self.outputs.items() if name not in _NOT_OF_ROWS}
@@ -196,7 +187,7 @@ class Problem:
     def sequences(self) -> Iterator[tuple[Row, dict[str, Tensor]]]:
         """Yield each sequence as in `batches`, without the dimension of the batch: q (Hq,sq,D), lse (Hq,sq)…"""
         for (row,), x in self.batches():
-            yield row, {name: t if name == "sinks" else t[0] for name, t in x.items()}
+            yield row, {name: t[0] if "B" in TENSORS[name].axes else t for name, t in x.items()}
 
     @property
     def query_heads(self) -> range:
@@ -218,17 +209,12 @@ class Problem:
         group = spec.q_heads // spec.kv_heads
 
         def part(name: str, t: Tensor) -> Tensor:
-            of_mask = name in ("attn_mask", "dattn_mask")
-            if name in INDEX_TENSORS or (of_mask and shared_by_heads(t.shape)):
+            row = TENSORS[name]
+            axis = row.head_axis(spec.options.layout)
+            if axis is None or (row.broadcast and shared_by_heads(t.shape)):
                 return t
-            if name in ("sinks", "dsinks", "alibi_slopes"):
-                dim = t.ndim - 1
-            elif name in ("lse", "dlse"):
-                dim = t.ndim - 2
-            else:
-                dim = t.ndim - (3 if of_mask or spec.options.layout == "bhsd" else 2)
-            first, last = (start, stop) if name in _KEY_ROWS else (start * group, stop * group)
-            return t.narrow(dim, first, last - first)
+            first, last = (start, stop) if row.of_keys else (start * group, stop * group)
+            return t.narrow(t.ndim + axis, first, last - first)
 
         tensors = {name: part(name, t) for name, t in self.tensors.items()}
         infos = {name: TensorInfo(info.dtype, tuple(tensors[name].shape)) for name, info in spec.tensors.items()}
@@ -260,18 +246,43 @@ class Problem:
         That is all of it but in a part of a larger problem (`of_rows`): other parts may be written at the same time.
         """
         t = self.outputs[name]
-        if not self.rows or name == "dsinks":
+        row = TENSORS[name]
+        if not self.rows or row.per_head:
             return t
         first, last = self.rows[0], self.rows[-1]
-        if name == "dattn_mask":
+        if row.broadcast:
             view = _one_head(t.reshape((1,) * (self.spec.rank - t.ndim) + tuple(t.shape)), 4)
             return view if view.shape[0] == 1 else view[first.batch : last.batch + 1]
         view = self.canonical(name, t)
         if not self.spec.ragged:
             return view[first.batch : last.batch + 1]
-        if name in _KEY_ROWS:
+        if row.of_keys:
             return view[:, :, first.kv_start : last.kv_start + last.kv_rows]
         return view[:, :, first.q_start : last.q_start + last.q_rows]
+
+
+def launch_key(spec: Spec, backend: str) -> tuple[Any, ...]:
+    """What requests must share to run in one launch; lengths, batch sizes, head counts and scalars are free."""
+    mask = spec.tensors["attn_mask"].dtype if spec.has("attn_mask") else None
+    return backend, spec.direction, spec.dtype, spec.head_dim, spec.value_dim, spec.options.precision, spec.level, mask
+
+
+def with_forwards(problems: Sequence[Problem]) -> tuple[list[Problem], Sequence[Problem]]:
+    """The forwards that gradient problems without `o` and `lse` need, and the problems with the answers' places in."""
+    forwards = {id(p): forward_of(p) for p in problems if "lse" not in p.tensors}
+    whole = [replace(p, tensors=p.tensors | forwards[id(p)].outputs) if id(p) in forwards else p for p in problems]
+    return list(forwards.values()), whole
+
+
+def forward_of(problem: Problem) -> Problem:
+    """The forward problem of a gradient problem, with room for its `o` and `lse`."""
+    spec = problem.spec
+    return replace(
+        problem,
+        spec=spec.forward,
+        tensors={name: problem.tensors[name] for name in spec.forward.tensors},
+        outputs={name: problem.empty_like_output(name) for name in ("o", "lse")},
+    )
 
 
 def _one_head(t: Tensor, rank: int) -> Tensor:
@@ -286,8 +297,12 @@ def shared_by_heads(mask: Sequence[int]) -> bool:
     return len(mask) < 3 or mask[-3] == 1
 
 
-_KEY_ROWS = {"k", "v", "dk", "dv"}
-_NOT_OF_ROWS = {*INDEX_TENSORS, "attn_mask", "dattn_mask", "dsinks"}
+# Not among the views of `batches`: index tensors, masks (see `mask_part`), and gradients that all sequences add to.
+_NOT_OF_ROWS = {
+    name
+    for name, row in TENSORS.items()
+    if row.is_index or row.broadcast or (row.per_head and name not in FORWARD_TENSORS)
+}
 
 
 def consecutive(rows: Sequence[Row]) -> bool:
@@ -297,16 +312,14 @@ def consecutive(rows: Sequence[Row]) -> bool:
 
 def _span(name: str, row: Row) -> tuple[int, int]:
     """The first row and the valid rows of a sequence in the canonical view of a tensor."""
-    return (row.kv_start, row.kv_len) if name in _KEY_ROWS else (row.q_start, row.q_len)
+    return (row.kv_start, row.kv_len) if TENSORS[name].of_keys else (row.q_start, row.q_len)
 
 
 def _own(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
     """A view of consecutive sequences: (n, …)."""
     row, count = rows[0], len(rows)
-    if name == "sinks":
-        return view
-    if name == "alibi_slopes":
-        return view.narrow(0, row.index, count)
+    if TENSORS[name].per_head:
+        return view if view.ndim == 1 else view.narrow(0, row.index, count)
     start, length = _span(name, row)
     if view.shape[0] > 1 or row.batch != rows[-1].batch:
         view = view.narrow(0, row.batch, count)
@@ -317,10 +330,9 @@ def _own(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
 
 def _gathered(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
     """A copy of sequences of equal lengths, wherever they lie: (n, …)."""
-    if name == "sinks":
-        return view
-    if name == "alibi_slopes":
-        return view.index_select(0, torch.tensor([row.index for row in rows], device=view.device))
+    if TENSORS[name].per_head:
+        index = torch.tensor([row.index for row in rows], device=view.device)
+        return view if view.ndim == 1 else view.index_select(0, index)
     start, length = _span(name, rows[0])
     if rows[0].batch != rows[-1].batch:
         own = view.narrow(2, start, length)

@@ -19,10 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels.cost import NOMINAL, Rates, row_seconds
 from flashpoint_kernels.problem import Problem, shared_by_heads
-from flashpoint_kernels.spec import Row
-from flashpoint_kernels.support import whole_vectors
 
 # Measured on 2 CPU cores, 8 heads, D 64, a call a millisecond, threads asleep while they wait, as in the server: a
 # second thread costs a third at 18 MiFLOP, a fifth at 32 and 50, and saves a tenth at 72, two fifths at 128.
@@ -32,6 +31,7 @@ FLOPS_PER_THREAD = 1 << 25
 # a gradient at (1,8,128,64) take 7.2 ms where one part takes 4.6 (2 cores, busy with other work).
 PART_SECONDS = 3e-3
 
+_VECTOR = 16  # float32s of an AVX-512 register
 _TOGETHER = 1 << 20  # elements of q, of k or of the scores in one call: 4 MiB in float32, which a call may copy
 
 
@@ -215,3 +215,8 @@ def aligned_heads(t: Tensor, dtype: torch.dtype) -> Tensor:
     if together and all(n * t.itemsize % _ALIGNMENT == 0 for n in t.stride()[:-2]) and t.data_ptr() % _ALIGNMENT == 0:
         return t
     return aligned(t, dtype)
+
+
+def whole_vectors(spec: Spec) -> bool:
+    """Whether rows are of whole vectors: then torch's fused CPU operators sum in one order, whoever else is there."""
+    return spec.head_dim % _VECTOR == 0 and spec.value_dim % _VECTOR == 0

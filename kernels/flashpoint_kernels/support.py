@@ -1,41 +1,19 @@
-"""Which backend runs a problem: what each can do, which one is meant, what may share a launch. No torch here either."""
+"""Which backend runs a problem: what each can do, and which one is meant. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from flashpoint_kernels.spec import FLOATS, MAX_HEAD_DIM, ProblemError, Spec
+from flashpoint_contract.options import ProblemError
+from flashpoint_contract.spec import Spec
+from flashpoint_contract.tensors import FEATURES
+from flashpoint_kernels import reference_backend, tiled_backend, torch_backend, triton_backend
 
-# What each backend can do, in the words of `Spec.features`. `reference` can do everything.
-_EVERY_OPTION = frozenset({
-    "float16", "bfloat16", "float32", "causal", "window", "gqa", "thd", "softcap", "tf32", "value_dim", "lengths",
-    "bool_mask", "float_mask", "alibi_slopes", "sinks", "lse", "dlse", "backward", "dattn_mask", "dsinks", "dropout",
-})  # fmt: skip
-SUPPORT: dict[str, frozenset[str]] = {
-    "triton": _EVERY_OPTION,
-    # torch's fused op: no window, softcap, ALiBi, sinks or dropout of ours, one head dimension, no gradient through lse
-    "torch": _EVERY_OPTION
-    - {"window", "softcap", "value_dim", "alibi_slopes", "sinks", "dlse", "dattn_mask", "dsinks", "dropout"},
-    "tiled": _EVERY_OPTION,
-    "reference": _EVERY_OPTION | {"float64", "large_head_dim"},
-}
-
-FEATURE_FIELDS = {
-    "thd": ("layout", "thd"),
-    "gqa": ("k", "fewer key/value heads than query heads"),
-    "dropout": ("dropout_p", "dropout"),
-    "tf32": ("precision", "tf32"),
-    "value_dim": ("v", "a value head dimension other than q's"),
-    "large_head_dim": ("q", f"a head dimension above {MAX_HEAD_DIM}"),
-    "lengths": ("kv_lengths", "q_lengths and kv_lengths"),
-    "bool_mask": ("attn_mask", "a boolean mask"),
-    "float_mask": ("attn_mask", "a float mask"),
-    "lse": ("return_lse", "lse"),
-    "backward": ("grads", "gradients"),
-    "dattn_mask": ("grads", "dattn_mask"),
-    "dsinks": ("grads", "dsinks"),
-    **{dtype: ("q", dtype) for dtype in FLOATS},
+SUPPORT = {
+    "triton": triton_backend.SUPPORT,
+    "torch": torch_backend.SUPPORT,
+    "tiled": tiled_backend.SUPPORT,
+    "reference": reference_backend.SUPPORT,
 }
 
 
@@ -45,8 +23,14 @@ def unsupported(backend: str, spec: Spec) -> list[tuple[str, str]]:
     return [
         (field, f"the {backend} backend does not do {what}")
         for feature in sorted(missing)
-        for field, what in [FEATURE_FIELDS.get(feature, (feature, feature))]
+        for field, what in [said(feature)]
     ]
+
+
+def said(feature: str) -> tuple[str, str]:
+    """Return the field that asks for a feature, and how an error says it."""
+    field, row = FEATURES[feature]
+    return field, row.said or feature
 
 
 def choose_backend(spec: Spec, available: Sequence[str]) -> str:
@@ -68,17 +52,3 @@ def choose_backend(spec: Spec, available: Sequence[str]) -> str:
         if not unsupported(backend, spec):
             return backend
     raise ProblemError([("backend", "no backend of this device can do this")])
-
-
-def launch_key(spec: Spec, backend: str) -> tuple[Any, ...]:
-    """What requests must share to run in one launch; lengths, batch sizes, head counts and scalars are free."""
-    mask = spec.tensors["attn_mask"].dtype if spec.has("attn_mask") else None
-    return backend, spec.direction, spec.dtype, spec.head_dim, spec.value_dim, spec.options.precision, spec.level, mask
-
-
-_VECTOR = 16  # float32s of an AVX-512 register
-
-
-def whole_vectors(spec: Spec) -> bool:
-    """Whether rows are of whole vectors: then torch's fused CPU operators sum in one order, whoever else is there."""
-    return spec.head_dim % _VECTOR == 0 and spec.value_dim % _VECTOR == 0

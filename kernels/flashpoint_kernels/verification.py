@@ -26,10 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashpoint_kernels import reference
+from flashpoint_contract.options import GRADS, Direction, Options, ProblemError
+from flashpoint_contract.spec import Spec
+from flashpoint_contract.tensors import BACKWARD_TENSORS, FORWARD_TENSORS
 from flashpoint_kernels.dispatch import available_backends, run
 from flashpoint_kernels.problem import DTYPES, Problem
-from flashpoint_kernels.spec import BACKWARD_TENSORS, FORWARD_TENSORS, GRADS, Direction, Options, ProblemError, Spec
+from flashpoint_kernels.reference_backend import formula
 from flashpoint_kernels.support import choose_backend
 
 # Absolute bounds for answers up to 1 in size; larger ones scale them. A few units of the dtype's rounding.
@@ -98,8 +100,8 @@ def verify(
         answers: judge these instead of running: any of o, lse, dq, dk, dv, dattn_mask, dsinks, in the shapes that the
             contract gives them. With dropout the seed they were made with is needed.
 
-    Memory is O(Sq + Sk) in float64 (see `reference`), time O(Sq·Sk). Raises ProblemError as `attention` does, and for
-    answers that do not fit.
+    Memory is O(Sq + Sk) in float64 (see `reference_backend`), time O(Sq·Sk). Raises ProblemError as `attention`
+    does, and for answers that do not fit.
     """
     options = options or Options()
     if answers is not None and options.dropout_p and options.dropout_seed is None:
@@ -173,7 +175,7 @@ def _solve(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
     """The answers by the plain formula, computed in `dtype` and kept in it."""
     problem = replace(problem, outputs={name: torch.empty_like(t, dtype=dtype) for name, t in problem.outputs.items()})
     with torch.no_grad(), torch.autocast(problem.device.type, enabled=False):
-        solve = reference.solve_forward if problem.spec.direction == "forward" else reference.solve_backward
+        solve = formula.solve_forward if problem.spec.direction == "forward" else formula.solve_backward
         solve(problem, dtype)
     return problem.outputs
 

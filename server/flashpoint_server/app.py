@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flashpoint_kernels.spec import Direction
+from flashpoint_contract.options import Direction
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.cors import Cors

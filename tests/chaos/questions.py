@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from flashpoint import jsonwire, wire
+from flashpoint import jsonwire
+from flashpoint_contract import wire
 
 SAFETENSORS, JSON = wire.MEDIA_TYPE, jsonwire.MEDIA_TYPE
 SECONDS = 60.0  # for an answer to a question that is asked alone

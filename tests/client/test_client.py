@@ -13,7 +13,7 @@ import pytest
 
 import flashpoint
 from flashpoint import _exchange, _transport
-from flashpoint.wire import MEDIA_TYPE, decode_options, head_size, parse_head
+from flashpoint_contract.wire import MEDIA_TYPE, decode_options, head_size, parse_head
 from tests.support.scripted_server import message
 
 Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)

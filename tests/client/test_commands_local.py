@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 import flashpoint
-from flashpoint import wire
+from flashpoint_contract import wire
 
 GRID = ("--q-len", "64", "--head-dim", "16")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from flashpoint.jsonwire import DTYPES, FieldError, decode, encode
-from flashpoint.wire import WireError
+from flashpoint_contract.wire import WireError
 
 
 def test_a_message_is_read():

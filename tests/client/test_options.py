@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from flashpoint.options import AttentionOptions
-from flashpoint_kernels import spec
+from flashpoint_contract import options as spec
 
 
 def test_the_wire_and_the_kernels_agree_in_names_and_defaults():

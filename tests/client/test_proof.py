@@ -9,7 +9,7 @@ import pytest
 import flashpoint
 from flashpoint import _drive, _exchange, _listening
 from flashpoint.benchmark_schema import EVENT
-from flashpoint.wire import MEDIA_TYPE, decode_options, head_size, parse_head
+from flashpoint_contract.wire import MEDIA_TYPE, decode_options, head_size, parse_head
 from tests.support.proof_answers import EVENTS, JOB, REPORT, ROW, SHAPES, frames, says, streams
 
 JSON = "application/json"

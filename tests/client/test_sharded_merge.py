@@ -26,14 +26,16 @@ def test_a_query_without_a_key_and_with_a_sink_of_minus_infinity_has_no_gradient
     keys = np.zeros((1, 1, 0, 8), np.float32)
     lse = np.full((1, 1, 4), -np.inf, np.float32)  # of no key and no sink
     given = {"do": ANSWER, "q": ZEROS, "k": keys, "v": keys, "o": ZEROS, "lse": lse}
-    whole = problem({**given, "sinks": np.full(1, -np.inf, np.float32)}, AttentionOptions(grads=("dsinks",)))
+    whole = problem(
+        {**given, "sinks": np.full(1, -np.inf, np.float32)}, AttentionOptions(grads=("dsinks",)), "backward"
+    )
     assert merged([], merge.backward(whole, plan(whole, 2, None)))["dsinks"].tolist() == [0]
 
 
 def test_infinities_and_nan_are_answered_without_a_warning():
     given = {"q": ZEROS, "k": ZEROS, "v": ZEROS, "sinks": np.full(1, np.nan, np.float32)}
     for lse in (np.inf, -np.inf, np.nan):
-        whole = problem(given, AttentionOptions(return_lse=True))
+        whole = problem(given, AttentionOptions(return_lse=True), "forward")
         answer = [ANSWER, np.full((1, 1, 4), lse, np.float32)]
         found = merged([answer, answer], merge.forward(whole, plan(whole, 2, (1, 2))))
         assert np.isnan(found["o"]).all()
@@ -43,7 +45,7 @@ def test_infinities_and_nan_are_answered_without_a_warning():
 def test_a_sum_beyond_float16_is_infinite_as_a_servers():
     given = {"do": ZEROS, "q": ZEROS, "k": ZEROS, "v": ZEROS, "o": ZEROS}
     half = {name: t.astype(np.float16) for name, t in given.items()} | {"lse": np.zeros((1, 1, 4), np.float32)}
-    whole = problem(half, AttentionOptions(grads=("dq",)))
+    whole = problem(half, AttentionOptions(grads=("dq",)), "backward")
     parts = np.full((1, 1, 4, 8), 6e4, np.float16)
     found = merged([[parts], [parts]], merge.backward(whole, plan(whole, 2, (1, 2))))
     answer = whole.answer("dq", found["dq"])

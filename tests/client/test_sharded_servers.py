@@ -13,7 +13,7 @@ import pytest
 import flashpoint
 from flashpoint import sharded
 from flashpoint._shards import work
-from flashpoint.wire import head_size, parse_head
+from flashpoint_contract.wire import head_size, parse_head
 from tests.support.raw_server import PATIENCE, until_closed
 from tests.support.scripted_server import ScriptedServer, message
 from tests.support.servers import wait_for

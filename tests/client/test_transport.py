@@ -14,7 +14,7 @@ import uvloop
 
 import flashpoint
 from flashpoint import _transport
-from flashpoint.wire import MEDIA_TYPE
+from flashpoint_contract.wire import MEDIA_TYPE
 from tests.support.raw_server import PATIENCE, read_head, read_request, until_closed
 from tests.support.scripted_server import message
 from tests.support.servers import wait_for

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import flashpoint
-from flashpoint.wire import MEDIA_TYPE
+from flashpoint_contract.wire import MEDIA_TYPE
 from tests.support.raw_server import read_head, read_request, until_closed
 from tests.support.scripted_server import message
 

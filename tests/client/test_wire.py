@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from flashpoint.wire import (
+from flashpoint_contract.wire import (
     HEAD_LIMIT,
     ITEMSIZE,
     WireError,

@@ -66,7 +66,7 @@ def test_torch_is_pinned_and_in_a_layer_before_the_code():
 
 def test_all_that_is_copied_exists_and_is_sent_to_the_builder():
     sources = [source for copy in every("COPY") if "--from" not in copy for source in shlex.split(copy)[:-1]]
-    assert {"client", "kernels", "server", "pyproject.toml", "constraints.txt"} <= set(sources)
+    assert {"contract", "client", "kernels", "server", "pyproject.toml", "constraints.txt"} <= set(sources)
     for source in sources:
         assert (ROOT / source).exists(), source
         assert not ignored(source), source

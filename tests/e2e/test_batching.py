@@ -9,7 +9,9 @@ import psutil
 import pytest
 import torch
 
-from flashpoint_kernels.spec import Options, TensorInfo, plan
+from flashpoint_contract.options import Options
+from flashpoint_contract.spec import plan
+from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.access.admission import FEW
 from tests.support.gated import GatedServer
 from tests.support.messages import message, normal, post, problem, read_metrics, refused_by_protocol

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from flashpoint_kernels import spec, support
+from flashpoint_contract.options import Options
+from flashpoint_contract.spec import plan
+from flashpoint_contract.tensors import FORWARD_TENSORS, TensorInfo
+from flashpoint_kernels import support
 from tests.support.messages import JSON, SAFETENSORS, message, normal, post
 
 CPU_BACKENDS = ("torch", "tiled", "reference")
@@ -127,11 +130,11 @@ SHORT = problems(96)  # half types: torch's own half arithmetic is slow on a CPU
 
 
 def features(tensors, options, direction):
-    infos = {n: spec.TensorInfo(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()}
+    infos = {n: TensorInfo(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()}
     if direction == "forward":
-        infos = {n: info for n, info in infos.items() if n in spec.FORWARD_TENSORS}
+        infos = {n: info for n, info in infos.items() if n in FORWARD_TENSORS}
         options = {n: value for n, value in options.items() if n != "grads"}
-    return spec.plan(infos, spec.Options(**options), direction).features
+    return plan(infos, Options(**options), direction).features
 
 
 def claims(backend, name, dtype=torch.float32):
@@ -152,7 +155,7 @@ def test_the_list_of_claims_is_worth_testing():
 
 def ask(server, tensors, options, backend, **headers):
     """Forward and gradients over HTTP, the gradients with the forward's answer for o and lse; both replies."""
-    forward = {n: t for n, t in tensors.items() if n in spec.FORWARD_TENSORS}
+    forward = {n: t for n, t in tensors.items() if n in FORWARD_TENSORS}
     one = post(server, "/attention", message(forward, **options, backend=backend, return_lse=True), **headers)
     assert one.status == 200, one.body
     two = post(server, "/attention/grad", message(tensors, **options, backend=backend), **headers)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from flashpoint import wire
+from flashpoint_contract import wire
 from tests.fuzz.http_cases import SMUGGLED, all_cases
 from tests.fuzz.http_fuzz import attack
 

@@ -24,12 +24,16 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from flashpoint import jsonwire, strictjson, wire
+from flashpoint import jsonwire
 from flashpoint.benchmark_schema import BenchmarkRequest
 from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyRequest
-from flashpoint_kernels.spec import INDEX_TENSORS, Direction, Options, ProblemError, Spec, TensorInfo
-from flashpoint_kernels.support import choose_backend, launch_key
+from flashpoint_contract import strictjson, wire
+from flashpoint_contract.options import Direction, Options, ProblemError
+from flashpoint_contract.spec import Spec
+from flashpoint_contract.tensors import INDEX_TENSORS, TensorInfo
+from flashpoint_kernels.problem import launch_key
+from flashpoint_kernels.support import choose_backend
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import combined

@@ -251,7 +251,7 @@ def test_the_tests_that_run_on_a_device_need_no_package_but_those_named(tmp_path
     command = [sys.executable, "-m", "pytest", "-p", "absent", "--collect-only", "-q", "-p", "no:cacheprovider"]
     more = {
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "kernels")]),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "contract"), str(ROOT / "kernels")]),
     }
     run = subprocess.run(
         [*command, *files], cwd=ROOT, env={**os.environ, **more}, capture_output=True, text=True, check=False

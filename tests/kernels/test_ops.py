@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flashpoint_contract.tensors import FORWARD_TENSORS
 from flashpoint_kernels import Options, ProblemError, attention, attention_backward
 from flashpoint_kernels.ops import literal
-from flashpoint_kernels.spec import FORWARD_TENSORS
 from tests.conftest import DEVICE
 from tests.support.kernels.solving import normal, qkv
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from flashpoint_kernels import Options, Problem, reference
+from flashpoint_kernels import Options, Problem
+from flashpoint_kernels.reference_backend import formula
 from tests.support.kernels.made import Made
 from tests.support.kernels.solving import backward, forward, normal, qkv
 from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
@@ -67,7 +68,7 @@ def test_forward_is_the_contracts_formula(case: dict[str, object], q_len: int, k
     del tensors["do"]
     options = options_of(case, return_lse=True)
     problem = Problem.create(tensors, options)
-    reference.forward([problem])
+    formula.forward([problem])
     arrays = {name: t.cpu().numpy() for name, t in tensors.items()}
     o, lse = (problem.outputs[name].cpu().numpy() for name in ("o", "lse"))
     for b, h, i in np.ndindex(o.shape[:3]):
@@ -98,7 +99,7 @@ def test_gradients_are_those_of_finite_differences(case: dict[str, object]) -> N
                 own["alibi_slopes"] = x["alibi_slopes"].double()
             if "sinks" in given:
                 own["sinks"] = given["sinks"]
-            o, lse = reference.attend(problem, row, own, range(row.q_len))
+            o, lse = formula.attend(problem, row, own, range(row.q_len))
             answers += [o, lse.masked_fill(lse == -math.inf, 0.0)]  # gradcheck cannot subtract infinities
         return tuple(answers)
 
@@ -151,8 +152,8 @@ def test_a_long_sequence_is_taken_some_queries_at_a_time(
         grads.append("dattn_mask")
     options = {"causal": True, "window": (9, -1), "dropout_p": 0.25, "dropout_seed": 3}
     found = []
-    for scores in (2 * 4 * 20, reference.CHUNK):
-        monkeypatch.setattr(reference, "CHUNK", scores)
+    for scores in (2 * 4 * 20, formula.CHUNK):
+        monkeypatch.setattr(formula, "CHUNK", scores)
         dlse = normal(2, 4, 31, seed=5).double()
         found.append(
             forward("reference", t, **options) | backward("reference", t | {"dlse": dlse}, grads=grads, **options)
@@ -164,7 +165,7 @@ def test_a_long_sequence_is_taken_some_queries_at_a_time(
 def test_what_is_materialised_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     t = {name: x.double() for name, x in qkv(1, 1, 1024, 1024, 16).items()}
     matrix = 1024 * 1024 * 8
-    monkeypatch.setattr(reference, "CHUNK", 1 << 14)  # an eighth of a MiB; the whole matrix is 8
+    monkeypatch.setattr(formula, "CHUNK", 1 << 14)  # an eighth of a MiB; the whole matrix is 8
     for solve in (forward, backward):
         with Made() as made:
             solve("reference", t)

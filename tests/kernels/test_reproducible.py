@@ -13,6 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from flashpoint_contract.spec import Row
 from flashpoint_kernels import Options, Problem, reproducible, run, verify
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.reproducible import (
@@ -25,7 +26,6 @@ from flashpoint_kernels.reproducible import (
     threads,
     with_all_threads,
 )
-from flashpoint_kernels.spec import Row
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
 DIM, HEADS = 40, 3

@@ -7,12 +7,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from flashpoint_contract.spec import Row
 from flashpoint_kernels import Options, Problem, reproducible, verify
 from flashpoint_kernels.cost import NOMINAL, extent_of, flops_of, seconds_of
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.products import add_product, product
 from flashpoint_kernels.reproducible import PART_SECONDS, exactly, sharing, split
-from flashpoint_kernels.spec import Row
 from flashpoint_kernels.support import unsupported
 from tests.support.kernels.solving import normal, qkv
 

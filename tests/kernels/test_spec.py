@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from flashpoint_kernels.spec import GRADS, Options, ProblemError, TensorInfo, plan
-from flashpoint_kernels.support import launch_key
+from flashpoint_contract.options import GRADS, Options, ProblemError
+from flashpoint_contract.spec import plan
+from flashpoint_contract.tensors import TensorInfo
+from flashpoint_kernels.problem import launch_key
 
 F32 = "float32"
 Q, K = (2, 4, 5, 8), (2, 2, 7, 8)

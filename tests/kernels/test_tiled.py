@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashpoint_kernels import Options, Problem, run, tiled, verify
+from flashpoint_kernels import Options, Problem, run, verify
+from flashpoint_kernels.tiled_backend import tiles
 from tests.conftest import DEVICE
 from tests.support.kernels.made import Made
 from tests.support.kernels.solving import backward, forward, normal, qkv
@@ -70,8 +71,8 @@ def test_any_problem_is_exact(problem: tuple[dict[str, torch.Tensor], dict[str, 
     tensors, options = problem
     with pytest.MonkeyPatch.context() as patch:
         for name, tile in (("FORWARD_TILE", (16, 24)), ("BACKWARD_TILE", (24, 16))):
-            patch.setattr(tiled, name, tile)
-            patch.setattr(tiled, f"DROPOUT_{name}", tile)
+            patch.setattr(tiles, name, tile)
+            patch.setattr(tiles, f"DROPOUT_{name}", tile)
         found = verify(tensors, Options(**options))
     assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
 
@@ -98,7 +99,7 @@ def test_the_gradient_of_a_mask_of_each_scores_own_is_written_whole(
     options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of what lay in its memory is left, where tiles hide their keys or lengths their rows."""
-    monkeypatch.setattr(tiled, "BACKWARD_TILE", (16, 24))
+    monkeypatch.setattr(tiles, "BACKWARD_TILE", (16, 24))
     t = qkv(2, 2, 70, 90, 8) | {"attn_mask": normal(2, 2, 70, 90).to(dtype)}
     for lengths in ({}, {"q_lengths": torch.tensor([70, 41]), "kv_lengths": torch.tensor([0, 77])}):
         found = []
@@ -118,7 +119,7 @@ def test_dropout_does_not_depend_on_the_tiles(block: tuple[int, int], monkeypatc
     t["v"] = torch.eye(60, device=DEVICE).expand(1, 2, 60, 60).contiguous()  # so that o is what dropout left
     options: dict[str, Any] = {"dropout_p": 0.4, "dropout_seed": 3, "window": (20, 9)}
     expected = forward("reference", t, **options)["o"] != 0
-    monkeypatch.setattr(tiled, "DROPOUT_FORWARD_TILE", block)
+    monkeypatch.setattr(tiles, "DROPOUT_FORWARD_TILE", block)
     assert torch.equal(forward("tiled", t, **options)["o"] != 0, expected)
 
 
@@ -181,6 +182,6 @@ def test_outputs_may_be_any_subset() -> None:
     problem = Problem.create(t, Options(return_lse=True))
     o = problem.outputs.pop("o")
     o.fill_(7.0)
-    tiled.forward([problem])
+    tiles.forward([problem])
     assert torch.equal(problem.outputs["lse"], forward("tiled", t)["lse"])
     assert bool((o == 7.0).all())

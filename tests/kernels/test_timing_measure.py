@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashpoint_kernels import reproducible, tiled
+from flashpoint_kernels import reproducible
+from flashpoint_kernels.tiled_backend import tiles as tile_loop
 from flashpoint_kernels.timing import ROW_FIELDS, Case, Timing, clock, device, grid, measure, measurement, run_grid
 from flashpoint_kernels.timing.case import flops, moved_bytes, standard_flops
 from flashpoint_kernels.timing.clock import CpuClock, CudaClock, Slices, uncertainty
@@ -165,7 +166,7 @@ def check_memory() -> None:
 
     noise = 1 << 20  # pages of threads and of Python's own
     # Each thread has a tile of scores (torch's is smaller than ours), and as much again for BLAS and for a row.
-    tiles = torch.get_num_threads() * 2 * math.prod(tiled.FORWARD_TILE) * 4
+    tiles = torch.get_num_threads() * 2 * math.prod(tile_loop.FORWARD_TILE) * 4
     for length in (1024, 2048):
         matrix = 2 * length * length * 4
         assert abs(peak("naive", length) - 2 * matrix) < noise  # S and P

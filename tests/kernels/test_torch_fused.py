@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashpoint_kernels import Options, Problem, ProblemError, attention, attention_backward, torch_fused, verify
+from flashpoint_kernels import Options, Problem, ProblemError, attention, attention_backward, verify
 from flashpoint_kernels.reproducible import sharing
+from flashpoint_kernels.torch_backend import fused
 from tests.conftest import DEVICE
 from tests.support.kernels.made import Made
 from tests.support.kernels.solving import backward, forward, normal, qkv
@@ -42,7 +43,7 @@ SCHEMAS = {
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_the_private_operators_are_as_they_were(name: str) -> None:
-    """They are private to torch. When this fails, read their new meaning before changing `torch_fused`."""
+    """They are private to torch. When this fails, read their new meaning before changing `fused`."""
     assert str(getattr(torch.ops.aten, name).default._schema) == f"aten::{name}{SCHEMAS[name]}"
 
 
@@ -134,9 +135,9 @@ def test_determinism_is_asked_without_filling_new_memory_and_all_is_as_it_was_af
         return torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
 
     before = asked()
-    with torch_fused._deterministic(True):
+    with fused._deterministic(True):
         assert asked() == (True, False)
-    with pytest.raises(ZeroDivisionError), torch_fused._deterministic(True):
+    with pytest.raises(ZeroDivisionError), fused._deterministic(True):
         1 / 0  # noqa: B018
     assert asked() == before == (False, True)
 
@@ -152,13 +153,13 @@ def efficient(q: Any, k: Any, v: Any, bias: Any, _lse: bool, _p: float, causal: 
     return s.softmax(-1) @ v.float(), s.logsumexp(-1)
 
 
-def cuda_call(dtype: torch.dtype, bias: torch.Tensor, q_len: int, kv_len: int) -> torch_fused.Call:
+def cuda_call(dtype: torch.dtype, bias: torch.Tensor, q_len: int, kv_len: int) -> fused.Call:
     """A call as it would be made on CUDA, of tensors on the CPU: one key/value head for two of the queries'."""
     q, k, v = (normal(1, h, n, 8, dtype=dtype, seed=h).cpu() for h, n in ((4, q_len), (2, kv_len), (2, kv_len)))
-    return torch_fused.Call(q, k, v, bias.cpu(), None, False, 0.3, 1.0)
+    return fused.Call(q, k, v, bias.cpu(), None, False, 0.3, 1.0)
 
 
-def softmax_in_float64(call: torch_fused.Call) -> tuple[torch.Tensor, torch.Tensor]:
+def softmax_in_float64(call: fused.Call) -> tuple[torch.Tensor, torch.Tensor]:
     assert call.bias is not None
     k, v = (t.double().repeat_interleave(2, 1) for t in (call.k, call.v))
     s = call.q.double() @ k.mT * call.scale + call.bias.double()
@@ -171,7 +172,7 @@ def softmax_in_float64(call: torch_fused.Call) -> tuple[torch.Tensor, torch.Tens
 def test_a_mask_reaches_the_efficient_operator_as_it_must_lie(
     dtype: torch.dtype, q_len: int, kv_len: int, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_fused, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
+    monkeypatch.setattr(fused, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
     numbers = normal(4 * q_len * kv_len + 1, dtype=dtype).float()
     bias = {
         "full": numbers[:-1].view(1, 4, q_len, kv_len),
@@ -192,14 +193,14 @@ def test_cuda_takes_a_mask_of_another_dtype_without_rounding_it(
     dtype: torch.dtype, mask_dtype: torch.dtype, low: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A number that q's dtype does not hold is no −∞: a row of it alone is a softmax, with its own lse."""
-    monkeypatch.setattr(torch_fused, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
+    monkeypatch.setattr(fused, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
     mask = torch.zeros(4, 8)
     mask[1:, 4:], mask[2], mask[3, :4] = low, low, -torch.inf
     mask = mask.to(mask_dtype)
     t = {name: x.cpu() for name, x in qkv(1, 2, 4, 8, 8, dtype=dtype).items() if name != "do"} | {"attn_mask": mask}
     problem = replace(Problem.create(t, Options()), device=torch.device("cuda"))
     ((row, x),) = problem.batches()
-    call = torch_fused.Call.of(problem, row, x)
+    call = fused.Call.of(problem, row, x)
     assert call.q.dtype == (dtype if mask_dtype == dtype else torch.float32)
     s = t["q"].float() @ t["k"].float().mT * 8**-0.5 + mask.float()
     dead = s.amax(-1) == -torch.inf  # −1e6 is −∞ in float16: there the caller wrote it
@@ -213,7 +214,7 @@ def test_cuda_takes_a_mask_of_another_dtype_without_rounding_it(
 
 def test_nothing_is_copied_that_the_operators_take_as_it_is() -> None:
     q = normal(1, 4, 5, 16)
-    call = torch_fused.Call(q, q + 1, q + 2, None, None, False, 1.0, 1.0)
+    call = fused.Call(q, q + 1, q + 2, None, None, False, 1.0, 1.0)
     assert [t.data_ptr() for t in call._cuda_inputs()[0]] == [t.data_ptr() for t in (call.q, call.k, call.v)]
 
 

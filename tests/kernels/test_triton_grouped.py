@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashpoint_kernels import Options, Problem, triton_backend
-from flashpoint_kernels.support import launch_key
+from flashpoint_kernels import Options, Problem
+from flashpoint_kernels.problem import launch_key
+from flashpoint_kernels.triton_backend import launch
 from flashpoint_kernels.triton_backend.launch import Launch
 from tests.conftest import DEVICE
 from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
@@ -43,7 +44,7 @@ def _run_forward(requests: list[tuple[dict[str, torch.Tensor], Options]]) -> lis
     for problem in problems:
         for t in problem.outputs.values():
             t.fill_(float("nan"))
-    triton_backend.forward(problems)
+    launch.forward(problems)
     return [p.outputs for p in problems]
 
 
@@ -52,7 +53,7 @@ def _run_backward(requests: list[tuple[dict[str, torch.Tensor], Options]]) -> li
     for problem in problems:
         for t in problem.outputs.values():
             t.fill_(float("nan"))
-    triton_backend.backward(problems)
+    launch.backward(problems)
     return [p.outputs for p in problems]
 
 
@@ -140,9 +141,9 @@ def test_what_scratch_held_before_changes_no_bit(case: dict[str, Any], monkeypat
     def answers() -> dict[str, torch.Tensor]:
         inputs = {name: t for name, t in tensors.items() if name not in ("do", "dlse")}
         forward = Problem.create(inputs, replace(options, return_lse=True, grads=Options().grads))
-        triton_backend.forward([forward])
+        launch.forward([forward])
         backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
-        triton_backend.backward([backward])
+        launch.backward([backward])
         return {**forward.outputs, **backward.outputs}
 
     expected, beside, made = answers(), 1024, []

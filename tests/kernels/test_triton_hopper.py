@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, run, verify
-from flashpoint_kernels.dispatch import with_forwards
+from flashpoint_kernels.problem import with_forwards
 from flashpoint_kernels.triton_backend import config, launch
 from flashpoint_kernels.triton_backend.interpret import INTERPRETED
 from flashpoint_kernels.triton_backend.launch import backward_calls, forward_calls

@@ -14,16 +14,6 @@ def url(request):
 
 
 @pytest.fixture(scope="session")
-def rpc_server():
-    """A server with gRPC, shared memory and small limits; a test must leave it as it found it."""
-    from tests.support.servers import serve
-
-    server = serve(grpc_port=0, shared_memory_bytes=MIB, body_limit=4 * MIB, json_limit=MIB, log_level="debug")
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="session")
 def held(tmp_path_factory):
     """A server with gRPC, keys, shared memory and smaller limits, whose launches wait at gates; shared, too."""
     from tests.support.oip.held import HeldServer

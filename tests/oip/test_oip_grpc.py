@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from flashpoint.jsonwire import FieldError
-from flashpoint.wire import WireError
+from flashpoint_contract.wire import WireError
 from flashpoint_server.cli import serve as cli
 from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.grpc.framing import before, split

@@ -6,7 +6,7 @@ import struct
 from collections import deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from flashpoint.wire import MEDIA_TYPE, build_head, head_size, parse_head
+from flashpoint_contract.wire import MEDIA_TYPE, build_head, head_size, parse_head
 
 
 def message(tensors, metadata=None):

@@ -22,8 +22,8 @@ from flashpoint import _calls
 from flashpoint._shards.plan import Plan, Shard
 from flashpoint._shards.problem import Numbers, Problem
 from flashpoint.errors import invalid
+from flashpoint_contract.tensors import TENSORS
 
-_OF_QUERIES = ("q", "o", "do", "lse", "dlse")
 _FORWARD = ("q", "k", "v", "attn_mask")
 _BACKWARD = (*_FORWARD, "do", "dlse")
 # Infinities of the caller's, and numbers too large for float16, are answered and not warned of: as a server does.
@@ -58,7 +58,7 @@ class Question:
         return [t.swapaxes(1, 2) if self._turned(n) else t for n, t in zip(names, found, strict=True)]
 
     def _turned(self, name: str) -> bool:
-        return self.options["layout"] == "bshd" and name in ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+        return self.options["layout"] == "bshd" and TENSORS[name].has_columns
 
 
 Steps: TypeAlias = Generator[list[Question], list[list[Numbers]], dict[str, Numbers]]
@@ -91,7 +91,7 @@ def _merged(problem: Problem, plan: Plan, answers: list[list[Numbers]]) -> dict[
     for at, o, lse_s in parts:
         weight = np.exp(lse_s - _or_zero(lse[at])).astype(problem.sum_dtype)
         view[at] += weight[..., None] * o.astype(problem.sum_dtype)
-    return {"o": whole.astype(q.dtype, copy=False), "lse": lse.astype(np.float32).reshape(problem.lse_shape)}
+    return {"o": whole.astype(q.dtype, copy=False), "lse": lse.astype(np.float32).reshape(problem.spec.lse_shape)}
 
 
 def backward(problem: Problem, plan: Plan) -> Steps:
@@ -125,7 +125,8 @@ def backward(problem: Problem, plan: Plan) -> Steps:
 
 @_QUIET
 def _add(problem: Problem, shard: Shard, name: str, part: Numbers, whole: Numbers) -> None:
-    view = whole.reshape(problem.tensors["attn_mask"].shape) if name == "dattn_mask" else problem.view(whole)
+    of_mask = TENSORS[name].broadcast
+    view = whole.reshape(problem.tensors[name[1:]].shape) if of_mask else problem.view(whole)
     at = _at(problem, shard, name[1:])
     view[at] += _summed_to(part, view[at].shape)
 
@@ -149,10 +150,10 @@ def _question(problem: Problem, shard: Shard, names: tuple[str, ...], more: dict
 def _at(problem: Problem, shard: Shard, name: str) -> tuple[slice, ...]:
     """Where in the view of a tensor the shard's part of it is."""
     rows, every = shard.rows, slice(None)
-    if name == "attn_mask":
+    if TENSORS[name].broadcast:
         of_mask = zip(problem.tensors[name].shape, (rows.batch, every, shard.queries, shard.keys), strict=True)
         return tuple(every if size == 1 else at for size, at in of_mask)
-    return rows.batch, every, shard.queries if name in _OF_QUERIES else shard.keys
+    return rows.batch, every, shard.keys if TENSORS[name].of_keys else shard.queries
 
 
 # ALiBi counts from the diagonal of the whole, which a piece that is not aligned has not. But all its keys are on one

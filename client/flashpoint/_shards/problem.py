@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashpoint._arrays import INDEX, Array, to_like, to_numpy
+from flashpoint._arrays import Array, to_like, to_numpy
 from flashpoint._shards.cut import UNBOUNDED, Band
-from flashpoint.errors import invalid
+from flashpoint.errors import FieldProblem, InvalidInputError
 from flashpoint.options import AttentionOptions
+from flashpoint_contract.options import OPTIONS, Direction, Option, Options, ProblemError
+from flashpoint_contract.spec import Spec
+from flashpoint_contract.spec import plan as check
+from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, TENSORS, Tensor, TensorInfo
 
 Numbers = NDArray[Any]
-MAX_HEAD_DIM = 256  # of every backend but the reference, as the contract has it
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Rows(NamedTuple):
@@ -34,35 +35,25 @@ class Rows(NamedTuple):
 class Problem:
     """q (B,Hq,Sq,D), k and v (B,Hk,Sk,·), and what else is given, as such views; `thd` is one long sequence of rows.
 
-    `attn_mask` has four dimensions, each 1 or in full; `alibi_slopes` is (B or 1,Hq); `lse` is (B,Hq,Sq).
+    A mask has four dimensions, each 1 or in full; numbers per head are (Hq,) or (B or 1,Hq); `lse` is (B,Hq,Sq).
     """
 
     options: AttentionOptions
+    spec: Spec
     tensors: dict[str, Numbers]
     rows: tuple[Rows, ...]
     shapes: dict[str, tuple[int, ...]]  # as they were given
     like: Array
 
     @property
-    def ragged(self) -> bool:
-        return self.options.layout == "thd"
-
-    @property
     def on_reference(self) -> bool:
         """Whether only the reference backend does it: its gradients take no lse, and lse would round its float64."""
-        wide = max(self.tensors[name].shape[-1] for name in ("q", "v")) > MAX_HEAD_DIM
-        return wide or self.options.backend == "reference" or self.tensors["q"].dtype == np.float64
+        return self.options.backend == "reference" or not self.spec.features.isdisjoint({"float64", "large_head_dim"})
 
     @property
     def sum_dtype(self) -> type[np.floating[Any]]:
         """What parts of an answer are added up in."""
-        return np.float64 if self.tensors["q"].dtype == np.float64 else np.float32
-
-    @property
-    def lse_shape(self) -> tuple[int, ...]:
-        """Of the answer, as the caller wants it."""
-        b, h, s, _ = self.tensors["q"].shape
-        return {4: (b, h, s), 3: (h, s) if self.ragged else (b, s), 2: (s,)}[len(self.shapes["q"])]
+        return np.float64 if self.spec.dtype == "float64" else np.float32
 
     def view(self, array: Numbers) -> Numbers:
         """A tensor in the caller's layout as (B,H,S,D)."""
@@ -76,39 +67,28 @@ class Problem:
             return to_like(array.astype(dtype, copy=False), self.like)
 
 
-def problem(tensors: Mapping[str, Any], options: AttentionOptions) -> Problem:
+def problem(tensors: Mapping[str, Any], options: AttentionOptions, direction: Direction) -> Problem:
     """The problem of these tensors, of which some are None. Raises InvalidInputError naming what does not fit."""
-    if options.dropout_p:
-        raise invalid("dropout_p", "counts positions in the whole sequence, which a shard does not know: not sharded")
-    given = {name: to_numpy(name, t) for name, t in tensors.items() if t is not None or name in ("q", "k", "v")}
+    given = {name: to_numpy(name, t) for name, t in tensors.items() if t is not None or name in REQUIRED[direction]}
+    used: list[Tensor | Option] = [TENSORS[name] for name in given]
+    used += [option for name, option in OPTIONS.items() if getattr(options, name) != option.default]
+    if refused := [(row.name, f"{row.refused['sharded']}: not sharded") for row in used if "sharded" in row.refused]:
+        raise _invalid(refused)
     shapes = {name: t.shape for name, t in given.items()}
-    sizes = _sizes(shapes, options.layout)
-    _check(given, sizes, options)
-    index = {name: given.pop(name).tolist() for name in INDEX if name in given}
-    layout, rank = options.layout, len(shapes["q"])
-    views = {name: _view(t, layout) for name, t in given.items() if name in ("q", "k", "v", "o", "do")}
-    for name in {"lse", "dlse"} & given.keys():
-        views[name] = given[name].reshape(sizes.batch, sizes.q_heads, sizes.q_len)
-    if "attn_mask" in given:
-        mask = given["attn_mask"]
-        mask = mask.reshape((1,) * (rank - mask.ndim) + mask.shape)
-        views["attn_mask"] = mask[:, None] if rank == 3 else mask.reshape((1,) * (4 - rank) + mask.shape)
-    if "alibi_slopes" in given:
-        views["alibi_slopes"] = given["alibi_slopes"].reshape(-1, sizes.q_heads)
-    if "sinks" in given:
-        views["sinks"] = given["sinks"]
-    rows = tuple(_rows(sizes, index, options))
-    return Problem(options, views, rows, shapes, tensors["q"])
+    infos = {name: TensorInfo(t.dtype.name, t.shape) for name, t in given.items()}
+    index = {name: given.pop(name).tolist() for name in INDEX_TENSORS if name in given}
+    try:
+        spec = check(infos, Options(**options.model_dump()), direction)
+        rows = tuple(_rows(spec, index))
+    except ProblemError as error:
+        raise _invalid(error.errors) from None
+    views = {name: _canonical(name, t, spec) for name, t in given.items()}
+    return Problem(options, spec, views, rows, shapes, tensors["q"])
 
 
-class _Sizes(NamedTuple):
-    batch: int
-    q_heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-    head_dim: int
-    value_dim: int
+def _invalid(errors: Iterable[tuple[str, str]]) -> InvalidInputError:
+    problems = [FieldProblem(*each) for each in errors]
+    return InvalidInputError("; ".join(f"{name}: {message}" for name, message in problems), errors=problems)
 
 
 def _view(array: Numbers, layout: str) -> Numbers:
@@ -119,97 +99,30 @@ def _view(array: Numbers, layout: str) -> Numbers:
     return array[:, None] if array.ndim == 3 else array[None, None]
 
 
-def _sizes(shapes: Mapping[str, tuple[int, ...]], layout: str) -> _Sizes:
-    rank = len(shapes["q"])
-    if rank not in ((3,) if layout == "thd" else (2, 3, 4)):
-        raise invalid("q", f"has {rank} dimensions, which layout {layout} does not take")
-    for name in ("k", "v"):
-        if len(shapes[name]) != rank:
-            raise invalid(name, f"has {len(shapes[name])} dimensions where q has {rank}")
-    q, k, v = (_view(np.broadcast_to(np.False_, shapes[name]), layout).shape for name in ("q", "k", "v"))
-    sizes = _Sizes(q[0], q[1], k[1], q[2], k[2], q[3], v[3])
-    if k[0] != sizes.batch or k[3] != sizes.head_dim:
-        raise invalid("k", f"shape {list(shapes['k'])} does not fit q's {list(shapes['q'])}")
-    if v[:3] != k[:3]:
-        raise invalid("v", f"shape {list(shapes['v'])} does not fit k's {list(shapes['k'])}")
-    if not sizes.kv_heads or not sizes.q_heads or sizes.q_heads % sizes.kv_heads:
-        raise invalid("q", f"its {sizes.q_heads} heads must be a positive multiple of k's {sizes.kv_heads}")
-    if not sizes.head_dim or not sizes.value_dim:
-        raise invalid("v" if sizes.head_dim else "q", "the head dimension must be at least 1")
-    return sizes
+def _canonical(name: str, t: Numbers, spec: Spec) -> Numbers:
+    """A tensor in the form that `Problem` has it in."""
+    row = TENSORS[name]
+    if row.has_columns:
+        return _view(t, spec.options.layout)
+    if row.broadcast:
+        t = t.reshape((1,) * (spec.rank - t.ndim) + t.shape)
+        return t[:, None] if spec.rank == 3 else t.reshape((1,) * (4 - spec.rank) + t.shape)
+    if row.per_head:
+        return t.reshape(-1, spec.q_heads) if row.shared else t
+    return t.reshape(1 if spec.ragged else spec.batch, spec.q_heads, spec.q_len)
 
 
-def _check(given: Mapping[str, Numbers], sizes: _Sizes, options: AttentionOptions) -> None:
-    """What slicing would not notice. The servers check the rest in what they are sent."""
-    ragged, q, v = options.layout == "thd", given["q"].shape, sizes.value_dim
-    lse = (sizes.q_heads, sizes.q_len) if ragged else {4: (*sizes[:2], sizes.q_len), 3: q[:2], 2: q[:1]}[len(q)]
-    sequences: tuple[tuple[int, ...], ...] = ((sizes.batch,),)
-    if ragged:
-        found = [given[name].shape for name in ("cu_seqlens_q", "cu_seqlens_k") if name in given]
-        if len(found) < 2 or len(found[0]) != 1 or found[0] != found[1] or not found[0][0]:
-            raise invalid("cu_seqlens_q", "layout thd takes cu_seqlens_q and cu_seqlens_k, both of one shape (n+1,)")
-        sequences = ((found[0][0] - 1,),)
-    refused = ("attn_mask", "q_lengths", "kv_lengths") if ragged else ("cu_seqlens_q", "cu_seqlens_k")
-    for name in refused:
-        if name in given:
-            raise invalid(name, f"is not taken in layout {options.layout}")
-    wanted: dict[str, tuple[tuple[int, ...], ...]] = {
-        "do": ((*q[:-1], v),), "o": ((*q[:-1], v),), "lse": (lse,), "dlse": (lse,), "sinks": ((sizes.q_heads,),),
-        "alibi_slopes": ((sizes.q_heads,), (*sequences[0], sizes.q_heads)),
-        "q_lengths": sequences, "kv_lengths": sequences,
-    }  # fmt: skip
-    for name, shapes in wanted.items():
-        if name in given and given[name].shape not in shapes:
-            raise invalid(name, f"shape {list(given[name].shape)} must be {' or '.join(str(list(s)) for s in shapes)}")
-    if given["q"].dtype.name not in _FLOATS:
-        raise invalid("q", f"dtype {given['q'].dtype} is none of {', '.join(_FLOATS)}")
-    for name in ("k", "v", "do", "o"):
-        if name in given and given[name].dtype != given["q"].dtype:
-            raise invalid(name, f"dtype {given[name].dtype} is not q's {given['q'].dtype}")
-    for name in INDEX:
-        if name in given and given[name].dtype.name not in ("int32", "int64"):
-            raise invalid(name, f"dtype {given[name].dtype} must be int32 or int64")
-    if ("o" in given) != ("lse" in given):
-        raise invalid("lse" if "o" in given else "o", "o and lse come together")
-    _check_mask(given, sizes, options)
-
-
-def _check_mask(given: Mapping[str, Numbers], sizes: _Sizes, options: AttentionOptions) -> None:
-    if "attn_mask" in given:
-        mask, rank = given["attn_mask"].shape, given["q"].ndim
-        full = {4: sizes[:2], 3: sizes[:1], 2: ()}[rank] + (sizes.q_len, sizes.kv_len)
-        padded = (1,) * (rank - len(mask)) + mask
-        if len(padded) > rank or any(size not in (1, whole) for size, whole in zip(padded, full, strict=True)):
-            raise invalid("attn_mask", f"shape {list(mask)} does not broadcast to {list(full)}")
-    if "dattn_mask" in options.grads and ("attn_mask" not in given or given["attn_mask"].dtype == np.bool_):
-        raise invalid("grads", "dattn_mask needs a float attn_mask")
-    if "dsinks" in options.grads and "sinks" not in given:
-        raise invalid("grads", "dsinks needs sinks")
-
-
-def _rows(sizes: _Sizes, index: Mapping[str, list[int]], options: AttentionOptions) -> Iterator[Rows]:
+def _rows(spec: Spec, index: Mapping[str, list[int]]) -> Iterator[Rows]:
     """The sequences of a problem: all together where they are of one geometry, else one by one."""
+    options = spec.options
+    left, right = (UNBOUNDED if side < 0 else side for side in options.window)
 
     def band(q_len: int, kv_len: int) -> Band:
-        left, right = (UNBOUNDED if side < 0 else side for side in options.window)
-        offset = kv_len - q_len if options.causal_alignment == "bottom_right" else 0
-        return Band(q_len, kv_len, offset, left, min(right, 0) if options.causal else right)
+        return Band(q_len, kv_len, spec.offset(q_len, kv_len), left, min(right, 0) if options.causal else right)
 
-    if options.layout == "thd":
-        for name, total in (("cu_seqlens_q", sizes.q_len), ("cu_seqlens_k", sizes.kv_len)):
-            cu = index[name]
-            if cu[0] != 0 or cu[-1] != total or any(a > b for a, b in pairwise(cu)):
-                raise invalid(name, f"must start at 0, never fall, and end at {total}")
-        bounds = zip(pairwise(index["cu_seqlens_q"]), pairwise(index["cu_seqlens_k"]), strict=True)
-        for i, ((a, b), (c, d)) in enumerate(bounds):
-            yield Rows(slice(0, 1), slice(i, i + 1), a, c, band(b - a, d - c))
-    elif index:
-        q_lengths = index.get("q_lengths", [sizes.q_len] * sizes.batch)
-        kv_lengths = index.get("kv_lengths", [sizes.kv_len] * sizes.batch)
-        for name, lengths, whole in (("q_lengths", q_lengths, sizes.q_len), ("kv_lengths", kv_lengths, sizes.kv_len)):
-            if any(not 0 <= length <= whole for length in lengths):
-                raise invalid(name, f"must lie between 0 and {whole}")
-        for b, (q_len, kv_len) in enumerate(zip(q_lengths, kv_lengths, strict=True)):
-            yield Rows(slice(b, b + 1), slice(b, b + 1), 0, 0, band(q_len, kv_len))
-    else:
-        yield Rows(slice(0, sizes.batch), slice(0, sizes.batch), 0, 0, band(sizes.q_len, sizes.kv_len))
+    if not index:
+        yield Rows(slice(0, spec.batch), slice(0, spec.batch), 0, 0, band(spec.q_len, spec.kv_len))
+        return
+    for row in spec.rows(index):
+        at, sequence = slice(row.batch, row.batch + 1), slice(row.index, row.index + 1)
+        yield Rows(at, sequence, row.q_start, row.kv_start, band(row.q_len, row.kv_len))

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.console import Console
 
-from flashpoint import wire
 from flashpoint._arrays import unpack
 from flashpoint._calls import checked
 from flashpoint._proof import DRAWN
+from flashpoint.commands.flags import takes_options
 from flashpoint.commands.running import (
-    INTS,
     RIGHT,
     WORDS,
     WRONG,
@@ -34,14 +34,16 @@ from flashpoint.commands.running import (
 )  # fmt: skip
 from flashpoint.commands.tables import verification_table
 from flashpoint.errors import invalid
-from flashpoint.options import AttentionOptions, Backend, CausalAlignment, Layout, Precision
+from flashpoint.options import AttentionOptions
 from flashpoint.shape_schema import Direction, Dtype
 from flashpoint.verify_schema import VerifyReport, VerifyRequest
+from flashpoint_contract import wire
+from flashpoint_contract.tensors import EXTRAS, REQUIRED
 
 EXAMPLES = """
   flashpoint verify --q-len 512 --head-dim 64 --causal
   flashpoint verify --q-len 300 --head-dim 80 --dtype bfloat16 --backend tiled
-  flashpoint verify --q-len 64 --head-dim 16 --extras sinks,float_mask
+  flashpoint verify --q-len 64 --head-dim 16 --extras float_mask,kv_lengths
   flashpoint verify mine.safetensors --plot errors.svg
   flashpoint verify --q-len 512 --head-dim 64 --url http://localhost:8000
 """
@@ -56,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(verify, sys.argv[1:] if argv is None else argv, EXAMPLES)
 
 
+@takes_options
 def verify(
     file: Annotated[Path | None, typer.Argument(help=_FILE, exists=True, dir_okay=False, readable=True)] = None,
     q_len: Annotated[int | None, typer.Option(help="Queries of a sequence.")] = None,
@@ -68,25 +71,13 @@ def verify(
     dtype: Annotated[Dtype | None, typer.Option(help="float32 if not given.")] = None,
     seed: Annotated[int | None, typer.Option(help="What the tensors are drawn from; 0.")] = None,
     direction: Annotated[Direction | None, typer.Option(help="Judge o and lse, gradients, or both.")] = None,
-    extras: Annotated[
-        Any, typer.Option(help="bool_mask, float_mask, alibi_slopes, sinks, q_lengths, kv_lengths.", **WORDS)
-    ] = None,
-    grads: Annotated[Any, typer.Option(help="Which gradients; dq,dk,dv.", **WORDS)] = None,
-    backend: Annotated[Backend | None, typer.Option(help="What computes; auto.")] = None,
-    layout: Annotated[Layout | None, typer.Option(help="bhsd if not given.")] = None,
-    causal: Annotated[bool | None, typer.Option(help="Query i sees key j only if j <= i + offset.")] = None,
-    causal_alignment: Annotated[CausalAlignment | None, typer.Option(help="Of the diagonal; bottom_right.")] = None,
-    window: Annotated[Any, typer.Option(help="Keys seen left and right of the diagonal; -1,-1.", **INTS)] = None,
-    scale: Annotated[float | None, typer.Option(help="Multiplies q·k; 1/sqrt(D).")] = None,
-    softcap: Annotated[float | None, typer.Option(help="softcap·tanh(s/softcap); 0, off.")] = None,
-    dropout_p: Annotated[float | None, typer.Option(help="Probability to drop a weight; 0.")] = None,
-    dropout_seed: Annotated[int | None, typer.Option(help="Of the dropout.")] = None,
-    precision: Annotated[Precision | None, typer.Option(help="Of float32 products; ieee.")] = None,
+    extras: Annotated[Any, typer.Option(help=f"Optional inputs: {', '.join(EXTRAS)}.", **WORDS)] = None,
     url: Url = None,
     api_key: Key = None,
     timeout: Timeout = 60.0,
     json: Json = None,
     plot: Plot = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
     """Judge attention against float64, here or at a server: a backend's, or your own kernel's from a file.
 
@@ -99,17 +90,15 @@ def verify(
     }  # fmt: skip
     asked = {
         "shape": {name: value for name, value in sizes.items() if value is not None} or None,
-        "dtype": dtype, "seed": seed, "direction": direction, "extras": extras, "grads": grads, "backend": backend,
-        "layout": layout, "causal": causal, "causal_alignment": causal_alignment, "window": window, "scale": scale,
-        "softcap": softcap, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "precision": precision,
+        "dtype": dtype, "seed": seed, "direction": direction, "extras": extras,
     }  # fmt: skip
-    keywords = {name: value for name, value in asked.items() if value is not None}
+    keywords = {name: value for name, value in asked.items() if value is not None} | dict(options)
     if file is None and (q_len is None or head_dim is None):
         raise typer.BadParameter("a problem has both; or name a file", param_hint="--q-len, --head-dim")
     tensors: dict[str, Any] = {}
     if file is not None:
-        tensors, options = read_tensors(file)
-        keywords = options | keywords
+        tensors, of_file = read_tensors(file)
+        keywords = of_file | keywords
     if url is not None:
         with client(url, api_key, timeout) as server:
             report = server.verify(**tensors, **keywords)
@@ -139,7 +128,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if len(buffer) != head.size + head.data_size:
         raise invalid("file", f"{path} has {len(buffer)} bytes where its head says {head.size + head.data_size}")
     specs = {spec.name: spec for spec in head.tensors}
-    if not {"q", "k", "v"} <= specs.keys():
+    if not specs.keys() >= set(REQUIRED["forward"]):
         raise invalid("file", f"{path} has no q, k and v, but {', '.join(specs) or 'nothing'}")
     return unpack(buffer[head.size :], specs, buffer), wire.decode_options(head.metadata)
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from flashpoint_kernels.spec import ITEMSIZE, MAX_HEAD_DIM, ProblemError
+from flashpoint_contract.options import ProblemError
+from flashpoint_contract.tensors import ITEMSIZE, MAX_HEAD_DIM
 
 CaseDirection = Literal["forward", "backward", "both"]
 DIRECTIONS = ("forward", "backward", "both")

@@ -1,5 +1,22 @@
-"""The Triton kernels as a backend: every option, forward and backward, any mix of problems in one grouped launch."""
+"""The Triton kernels as a backend: every option, forward and backward, any mix of problems in one grouped launch.
 
-from flashpoint_kernels.triton_backend.launch import backward, compile_ahead, compiled, forward
+The two calls come from launch.py when they are first used: what the backend can do is known without torch and Triton.
+"""
 
-__all__ = ["backward", "compile_ahead", "compiled", "forward"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from flashpoint_contract.tensors import EVERY_FEATURE
+
+if TYPE_CHECKING:
+    from flashpoint_kernels.triton_backend.launch import compile_ahead as compile_ahead
+    from flashpoint_kernels.triton_backend.launch import compiled as compiled
+
+SUPPORT = EVERY_FEATURE - {"float64", "large_head_dim"}
+__all__ = ["SUPPORT", "compile_ahead", "compiled"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module("flashpoint_kernels.triton_backend.launch"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,8 +20,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from flashpoint_contract.options import Direction, Options
 from flashpoint_kernels.problem import Problem
-from flashpoint_kernels.spec import Direction, Options
 from flashpoint_kernels.triton_backend import config
 from flashpoint_kernels.triton_backend.configurations import SHARED_KIB
 from flashpoint_kernels.triton_backend.launch import compile_ahead

@@ -72,7 +72,7 @@ def attention_delta(table, items, heads, value_dim, C: tl.constexpr):
 
 @triton.jit
 def softmax_gradient(p, dp, delta, slope, C: tl.constexpr):
-    """dS of the raw scaled scores from P, dP and delta: through the softmax and the softcap (`slope`)."""
+    """dS of the raw scaled scores from P, dP and delta: through the softmax and the scores' transform (`slope`)."""
     ds = p * (dp - delta)
     if C.LEVEL >= 1:
         ds = ds * slope

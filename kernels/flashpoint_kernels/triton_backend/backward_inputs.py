@@ -56,7 +56,7 @@ def attention_backward_mask(table, floats, items, head_dim, value_dim, C: tl.con
                     p = tl.where(seen, probabilities(s, lse[:, None]), 0.0)
                     dp = dot(b_do, tl.trans(b_v), zeros, C.TF32)  # (M, N)
                     dp = dp * dropout_factor(i0, j0, seq, C)
-                    total += p * (dp - delta[:, None])  # the mask comes after the softcap: no slope
+                    total += p * (dp - delta[:, None])  # the mask is added to the transformed score: no slope
     t = table + first * col.WIDTH
     base = tl.load(t + col.DMASK).to(tl.pointer_type(C.DMASK_DTYPE)) + first_head * tl.load(t + col.DMASK + 1)
     row_stride, column_stride = tl.load(t + col.DMASK + 2), tl.load(t + col.DMASK + 3)

@@ -15,9 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flashpoint_kernels.dispatch import with_forwards
-from flashpoint_kernels.problem import Problem
-from flashpoint_kernels.support import launch_key
+from flashpoint_kernels.problem import Problem, launch_key, with_forwards
 from flashpoint_kernels.triton_backend import table as columns
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks

@@ -18,8 +18,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from flashpoint_contract.spec import Row
 from flashpoint_kernels.problem import Problem, narrowed
-from flashpoint_kernels.spec import Row
 
 # int64 columns
 Q, K, V, O, LSE = (tl.constexpr(3 * n) for n in range(5))  # noqa: E741

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from flashpoint_kernels.spec import Spec
+from flashpoint_contract.spec import Spec
 from flashpoint_server.access.limits import Quota
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.counts import Counts

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, CliImplicitFlag, NoDecode, SettingsConfigDict
 
-from flashpoint import wire
+from flashpoint_contract import wire
 from flashpoint_server.config import tls
 from flashpoint_server.config.hosts import host_name
 from flashpoint_server.config.key_file import RIGHTS, read

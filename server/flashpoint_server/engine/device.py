@@ -24,12 +24,14 @@ from torch import Tensor
 from flashpoint.errors import InvalidInputError
 from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyRequest
+from flashpoint_contract.options import Options, ProblemError
+from flashpoint_contract.spec import Row, Spec, plan
+from flashpoint_contract.tensors import INDEX_TENSORS, TensorInfo
 from flashpoint_kernels import Problem, available_backends, calibration, run, triton_backend
 from flashpoint_kernels.cost import Rates
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.reproducible import CORES, split
-from flashpoint_kernels.spec import INDEX_TENSORS, Options, ProblemError, Row, Spec, TensorInfo, plan
 from flashpoint_kernels.timing.device import device_name, is_lost
 from flashpoint_server.engine import local
 from flashpoint_server.ipc import messages

@@ -16,9 +16,10 @@ from functools import cached_property
 from operator import mul
 from typing import NamedTuple
 
+from flashpoint_contract.spec import Row, Spec
+from flashpoint_contract.tensors import INDEX_TENSORS
 from flashpoint_kernels import Problem
-from flashpoint_kernels.spec import INDEX_TENSORS, Row, Spec
-from flashpoint_kernels.support import launch_key
+from flashpoint_kernels.problem import launch_key
 from flashpoint_server.engine.device import Device, Placed, spec_of
 from flashpoint_server.engine.waiting import Budget
 from flashpoint_server.ipc.memory import LARGEST

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashpoint._arrays import pack
-from flashpoint._proof import ANSWERS
 from flashpoint.benchmark_schema import (
     BenchmarkEvent,
     BenchmarkRequest,
@@ -35,9 +34,10 @@ from flashpoint.benchmark_schema import (
 from flashpoint.errors import FieldProblem, InvalidInputError
 from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyReport, VerifyRequest
+from flashpoint_contract.options import Options, ProblemError
+from flashpoint_contract.tensors import ALL_ANSWERS
 from flashpoint_kernels import available_backends
 from flashpoint_kernels.problem import DTYPES
-from flashpoint_kernels.spec import Options, ProblemError
 from flashpoint_kernels.support import SUPPORT
 from flashpoint_kernels.timing import Timing, describe, run_grid
 from flashpoint_kernels.verification import Verification
@@ -118,8 +118,8 @@ def verify_tensors(tensors: Mapping[str, NDArray[Any]], options: AttentionOption
 def judge_given(given: Mapping[str, Tensor], options: Options, device: str) -> VerifyReport:
     """`verify_tensors` of tensors that are on `device`."""
     start = time.monotonic()
-    problem = {name: t for name, t in given.items() if name not in ANSWERS}
-    answers = {name: t for name, t in given.items() if name in ANSWERS}
+    problem = {name: t for name, t in given.items() if name not in ALL_ANSWERS}
+    answers = {name: t for name, t in given.items() if name in ALL_ANSWERS}
     with _fields():
         found = judge(problem, options, answers=answers or None)
     return _report(found, device, start)

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from flashpoint import jsonwire, wire
-from flashpoint_kernels.spec import Spec, TensorInfo
+from flashpoint import jsonwire
+from flashpoint_contract import wire
+from flashpoint_contract.spec import Spec
+from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Arrays, Codec
 from flashpoint_server.formats.message import Format, Message, read_text

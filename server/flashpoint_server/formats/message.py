@@ -9,10 +9,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from flashpoint import strictjson
 from flashpoint.options import AttentionOptions
 from flashpoint.validation import field_problems
-from flashpoint_kernels.spec import Direction, Options, ProblemError, Spec, TensorInfo, plan
+from flashpoint_contract import strictjson
+from flashpoint_contract.options import Direction, Options, ProblemError
+from flashpoint_contract.spec import Spec, plan
+from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Codec
 from flashpoint_server.http.body import Body

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from flashpoint import wire
-from flashpoint_kernels.spec import Direction, Spec, TensorInfo
+from flashpoint_contract import wire
+from flashpoint_contract.options import Direction
+from flashpoint_contract.spec import Spec
+from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Codec
 from flashpoint_server.formats.message import Choose, Format, Message, Plan

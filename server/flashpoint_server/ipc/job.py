@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from flashpoint_kernels.spec import Spec
+from flashpoint_contract.spec import Spec
 from flashpoint_server.exchange import Timings
 from flashpoint_server.ipc.messages import Prove, Submit, pack_options
 from flashpoint_server.ipc.price import Price

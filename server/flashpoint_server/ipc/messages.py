@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from flashpoint_contract.options import Direction, Options
 from flashpoint_kernels.cost import Rates
-from flashpoint_kernels.spec import Direction, Options
 
 LARGEST_MESSAGE = 1 << 17
 _CUT = int(socket.MSG_TRUNC)  # as a number: to compare flags at each message takes a tenth of its way

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from flashpoint_kernels.spec import ITEMSIZE, TensorInfo
+from flashpoint_contract.tensors import ITEMSIZE, TensorInfo
 from flashpoint_server.ipc.memory import Segment
 from flashpoint_server.refusal import Refusal, invalid
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashpoint_kernels.spec import INDEX_TENSORS, ITEMSIZE, TensorInfo
+from flashpoint_contract.tensors import INDEX_TENSORS, ITEMSIZE, TensorInfo
 from flashpoint_server.ipc.memory import Pool, PoolFullError, Segment, Slot, aligned, size_class
 from flashpoint_server.ipc.messages import Tensor
 from flashpoint_server.ipc.regions import Region

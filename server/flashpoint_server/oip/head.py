@@ -20,17 +20,21 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from flashpoint import jsonwire, strictjson
+from flashpoint import jsonwire
 from flashpoint.jsonwire import FieldError
-from flashpoint.wire import ITEMSIZE, RANK_LIMIT, TENSOR_LIMIT, WireError
-from flashpoint_kernels.spec import GRADS, Direction, Spec, TensorInfo
+from flashpoint_contract import strictjson
+from flashpoint_contract.options import OPTIONS, Direction, Names, Pair
+from flashpoint_contract.spec import Spec
+from flashpoint_contract.tensors import ANSWERS, TensorInfo
+from flashpoint_contract.wire import ITEMSIZE, RANK_LIMIT, TENSOR_LIMIT, WireError
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.message import make_spec
 from flashpoint_server.ipc.regions import Shared
 from flashpoint_server.oip.datatypes import DTYPE_OF, numpy_dtype
 from flashpoint_server.refusal import invalid
 
-ANSWERS: dict[Direction, tuple[str, ...]] = {"forward": ("o", "lse"), "backward": GRADS}
+# A parameter holds one value: a pair of integers has a parameter for each, by these names.
+SIDES = {name: (f"{name}_left", f"{name}_right") for name, option in OPTIONS.items() if isinstance(option.kind, Pair)}
 PRIORITY_LEVELS = 10  # 1 is the highest, as in Triton; ours are 9 to 0
 _KEYS = {"id", "model_name", "model_version", "parameters", "inputs", "outputs"}
 SHARED = {"shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"}
@@ -142,16 +146,19 @@ def make_head(
 
 
 def _options(said: dict[str, Any]) -> dict[str, Any]:
-    """Parameters as options. A parameter holds one value: what is a list among the options goes by other names here."""
+    """Return parameters as options. Raises FieldError."""
     for name, value in said.items():
         if not isinstance(value, str | int | float):
             raise FieldError(name, "must be a string, a number, true or false")
-    if "window" in said:
-        raise FieldError("window", "is said by window_left and window_right")
-    if "window_left" in said or "window_right" in said:
-        said["window"] = [said.pop("window_left", -1), said.pop("window_right", -1)]
-    if "grads" in said:
-        said["grads"] = [name.strip() for name in str(said["grads"]).split(",")]
+    for name, sides in SIDES.items():
+        if name in said:
+            raise FieldError(name, f"is said by {' and '.join(sides)}")
+        if any(side in said for side in sides):
+            defaults = zip(sides, OPTIONS[name].default, strict=True)
+            said[name] = [said.pop(side, default) for side, default in defaults]
+    for name, option in OPTIONS.items():
+        if name in said and isinstance(option.kind, Names):
+            said[name] = [word.strip() for word in str(said[name]).split(",")]
     return said
 
 

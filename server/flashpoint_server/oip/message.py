@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from flashpoint_kernels.spec import INDEX_TENSORS, Direction, Spec, TensorInfo
+from flashpoint_contract.options import Direction
+from flashpoint_contract.spec import Spec
+from flashpoint_contract.tensors import INDEX_TENSORS, TensorInfo
 from flashpoint_server.formats.json import bytes_of
 from flashpoint_server.formats.message import Message
 from flashpoint_server.ipc.regions import Region, Regions, check_apart

@@ -8,17 +8,14 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from flashpoint.options import AttentionOptions
-from flashpoint_kernels.spec import BACKWARD_TENSORS, FLOATS, FORWARD_TENSORS, GRADS, INDEX_TENSORS, INTS, Direction
+from flashpoint_contract.options import OPTIONS, Direction, Names
+from flashpoint_contract.tensors import ANSWERS, BACKWARD_TENSORS, FORWARD_TENSORS, REQUIRED, TENSORS
 from flashpoint_server.oip.datatypes import DATATYPE_OF
-from flashpoint_server.oip.head import PRIORITY_LEVELS
+from flashpoint_server.oip.head import PRIORITY_LEVELS, SIDES
 from flashpoint_server.refusal import Refusal
 
 VERSION = "1"
 PLATFORM = "flashpoint"
-
-# The shape of each in its largest form; -1 is any size. Layouts, and forms with fewer dimensions: docs/http.md.
-_RANKS = {"alibi_slopes": 2, "sinks": 1, "dsinks": 1, "lse": 3, "dlse": 3} | dict.fromkeys(INDEX_TENSORS, 1)
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,8 @@ class Model:
 MODELS = {
     model.name: model
     for model in (
-        Model("attention", "forward", FORWARD_TENSORS, ("q", "k", "v"), ("o", "lse")),
-        Model("attention_grad", "backward", BACKWARD_TENSORS, ("q", "k", "v", "do"), GRADS),
+        Model("attention", "forward", FORWARD_TENSORS, REQUIRED["forward"], ANSWERS["forward"]),
+        Model("attention_grad", "backward", BACKWARD_TENSORS, REQUIRED["backward"], ANSWERS["backward"]),
     )
 }
 
@@ -74,18 +71,22 @@ class ServerMetadata(BaseModel):
 
 def datatypes(name: str) -> list[str]:
     """Those that a tensor may have, the usual one first."""
-    if name in INDEX_TENSORS:
-        return [DATATYPE_OF[dtype] for dtype in reversed(INTS)]
-    if name in ("lse", "dlse"):
-        return [DATATYPE_OF["float32"]]
-    floats = sorted((DATATYPE_OF[dtype] for dtype in FLOATS), key=lambda datatype: datatype != "FP32")
-    return [*floats, "BOOL"] if name == "attn_mask" else floats
+    dtypes = TENSORS[name].dtypes
+    if "float16" not in dtypes and "float32" in dtypes:  # lse and its gradient: float32 whatever q has
+        dtypes = ("float32",)
+    usual = ("float32", "int64")
+    return [DATATYPE_OF[dtype] for dtype in sorted(dtypes, key=lambda dtype: (dtype not in usual, dtype == "bool"))]
+
+
+def _any_size(name: str) -> list[int]:
+    """Return the shape of a tensor in its largest form; -1 is any size. Other forms: docs/http.md."""
+    return [-1] * len(TENSORS[name].axes)
 
 
 def metadata(model: Model) -> ModelMetadata:
     def tensor(name: str, **parameters: Any) -> TensorMetadata:
         first, *_ = known = datatypes(name)
-        shape = [-1] * _RANKS.get(name, 4)
+        shape = _any_size(name)
         parameters = {"datatypes": ",".join(known), **parameters}
         return TensorMetadata(name=name, datatype=first, shape=shape, parameters=parameters)
 
@@ -106,7 +107,7 @@ def configuration(model: Model, max_queue_delay: float) -> dict[str, Any]:
         return {
             "name": name,
             "data_type": f"TYPE_{datatypes(name)[0]}",
-            "dims": [-1] * _RANKS.get(name, 4),
+            "dims": _any_size(name),
         }
 
     return {
@@ -128,7 +129,10 @@ def configuration(model: Model, max_queue_delay: float) -> dict[str, Any]:
 
 def _defaults() -> dict[str, Any]:
     """The options as parameters, which hold one value each: see head.py."""
-    found = AttentionOptions.model_validate({}).model_dump()
-    left, right = found.pop("window")
-    found["grads"] = ",".join(found["grads"])
-    return found | {"window_left": left, "window_right": right}
+    found: dict[str, Any] = {}
+    for name, option in OPTIONS.items():
+        if name in SIDES:
+            found |= dict(zip(SIDES[name], option.default, strict=True))
+        else:
+            found[name] = ",".join(option.default) if isinstance(option.kind, Names) else option.default
+    return found

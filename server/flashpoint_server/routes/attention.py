@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashpoint_kernels.spec import Direction
+from flashpoint_contract.options import Direction
 from flashpoint_server.formats.negotiation import answer_format, request_format
 from flashpoint_server.routes.pipeline import Request, authorize, begin, compute, read, write
 

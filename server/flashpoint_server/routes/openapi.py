@@ -8,37 +8,17 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from flashpoint import jsonwire, wire
-from flashpoint._proof import ANSWERS
+from flashpoint import jsonwire
 from flashpoint.benchmark_schema import BenchmarkRequest
 from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import VerifyReport, VerifyRequest
-from flashpoint_kernels.spec import BACKWARD_TENSORS, FORWARD_TENSORS, GRADS, Direction
+from flashpoint_contract import wire
+from flashpoint_contract.options import Direction
+from flashpoint_contract.tensors import ALL_ANSWERS, ANSWERS, BACKWARD_TENSORS, FORWARD_TENSORS, REQUIRED, TENSORS
 from flashpoint_server.refusal import STATUS
 from flashpoint_server.routes import openapi_examples as examples
 from flashpoint_server.routes.problem_schema import Problem, problems
 
-_TENSORS = {
-    "q": "(B,Hq,Sq,D) in layout bhsd, (B,Sq,Hq,D) in bshd, (Tq,Hq,D) in thd; also (B,S,D) and (S,D), as one head",
-    "k": "(B,Hk,Sk,D), likewise",
-    "v": "(B,Hk,Sk,Dv), likewise",
-    "attn_mask": "booleans (true: attend) or numbers (added to the scaled scores), broadcastable to (B,Hq,Sq,Sk)",
-    "alibi_slopes": "(Hq,) or (B,Hq)",
-    "sinks": "(Hq,): one more logit a head in the softmax's denominator",
-    "q_lengths": "(B,): valid queries of padded sequences",
-    "kv_lengths": "(B,): valid keys of padded sequences",
-    "cu_seqlens_q": "(n+1,): where sequences begin in Tq, in layout thd",
-    "cu_seqlens_k": "(n+1,): where sequences begin in Tk, in layout thd",
-    "do": "the gradient of o, of o's shape",
-    "dlse": "the gradient of lse, of its shape",
-    "o": "the forward's answer; with it and lse the forward is not run again",
-    "lse": "(B,Hq,Sq), in layout thd (Hq,Tq)",
-    "dq": "of q's shape",
-    "dk": "of k's shape",
-    "dv": "of v's shape",
-    "dattn_mask": "of attn_mask's own shape",
-    "dsinks": "(Hq,)",
-}
 _HEADERS = {
     "X-Request-Id": "echoed, or made",
     "X-Backend": "the backend that ran",
@@ -86,10 +66,10 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
         properties = {**_tensors(names), "dtype": dtype, **options}
         return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
 
-    schemas["AttentionRequest"] = request(FORWARD_TENSORS, ["q", "k", "v"])
-    schemas["AttentionGradRequest"] = request(BACKWARD_TENSORS, ["q", "k", "v", "do"])
-    judged = tuple(name for name in ANSWERS if name not in BACKWARD_TENSORS)
-    schemas["VerifyTensors"] = request((*BACKWARD_TENSORS, *judged), ["q", "k", "v"])
+    schemas["AttentionRequest"] = request(FORWARD_TENSORS, [*REQUIRED["forward"]])
+    schemas["AttentionGradRequest"] = request(BACKWARD_TENSORS, [*REQUIRED["backward"]])
+    judged = tuple(name for name in ALL_ANSWERS if name not in BACKWARD_TENSORS)
+    schemas["VerifyTensors"] = request((*BACKWARD_TENSORS, *judged), [*REQUIRED["forward"]])
     models: tuple[type[BaseModel], ...] = (VerifyRequest, VerifyReport, BenchmarkRequest, Problem)
     for model in models:
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}", mode="validation")
@@ -106,8 +86,8 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
         needed = [*needed, "dtype", "backend"]
         return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
 
-    schemas["AttentionAnswer"] = answer(("o", "lse"), ["o"])
-    schemas["AttentionGradAnswer"] = answer(GRADS, [])
+    schemas["AttentionAnswer"] = answer(ANSWERS["forward"], ["o"])
+    schemas["AttentionGradAnswer"] = answer(ANSWERS["backward"], [])
 
 
 def _json_tensor(element: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
@@ -125,12 +105,13 @@ def _json_tensor(element: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any
 def _tensors(names: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
-        kinds = ["JsonIntegers"] if name in jsonwire.INDEX else ["JsonTensor"]
-        if name == "attn_mask":
+        row = TENSORS[name]
+        kinds = ["JsonIntegers"] if row.is_index else ["JsonTensor"]
+        if "bool" in row.dtypes:
             kinds.append("JsonBooleans")
         references = [{"$ref": f"#/components/schemas/{kind}"} for kind in kinds]
         one: dict[str, Any] = references[0] if len(references) == 1 else {"anyOf": references}
-        found[name] = {**one, "description": _TENSORS[name]}
+        found[name] = {**one, "description": row.text}
     return found
 
 

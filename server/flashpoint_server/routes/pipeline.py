@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
-from flashpoint_kernels.spec import Direction, ProblemError, Spec, TensorInfo
+from flashpoint_contract.options import Direction, ProblemError
+from flashpoint_contract.spec import Spec
+from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels.support import choose_backend
 from flashpoint_server.access.admission import Permit, check_size
 from flashpoint_server.access.keys import Caller

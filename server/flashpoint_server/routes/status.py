@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
-from flashpoint_kernels.spec import MAX_HEAD_DIM
+from flashpoint_contract.tensors import MAX_HEAD_DIM
 from flashpoint_kernels.support import SUPPORT
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.observability.metrics import MEDIA_TYPE

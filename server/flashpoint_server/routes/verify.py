@@ -7,21 +7,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flashpoint import jsonwire, strictjson
-from flashpoint._proof import ANSWERS
+from flashpoint import jsonwire
 from flashpoint.options import AttentionOptions
 from flashpoint.validation import field_problems
 from flashpoint.verify_schema import VerifyRequest
-from flashpoint_kernels.spec import (
-    BACKWARD_TENSORS,
-    FORWARD_TENSORS,
-    Direction,
-    Options,
-    ProblemError,
-    Spec,
-    TensorInfo,
-    plan,
-)
+from flashpoint_contract import strictjson
+from flashpoint_contract.options import Direction, Options, ProblemError
+from flashpoint_contract.spec import Spec, plan
+from flashpoint_contract.tensors import ALL_ANSWERS, BACKWARD_TENSORS, FORWARD_TENSORS, TensorInfo
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Timings
@@ -34,7 +27,7 @@ from flashpoint_server.ipc.price import Price, proof_price
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import Request, admit, authorize, begin, limit, reply, stage, submit
 
-_PROBLEM = tuple(name for name in BACKWARD_TENSORS if name not in ANSWERS)
+_PROBLEM = tuple(name for name in BACKWARD_TENSORS if name not in ALL_ANSWERS)
 IN_FLOAT64 = 8  # times a problem's own bytes: drawn, answered and differentiated in 8 bytes where it has 2 or 4
 DRAWN_LIMIT = 1 << 16  # bytes of a request whose tensors the server draws; the longest has some hundred
 
@@ -85,7 +78,7 @@ def _check(
     infos: Mapping[str, TensorInfo], said: Mapping[str, Any], device: DeviceInfo, settings: Settings
 ) -> tuple[bytes, Price]:
     """Return the options of tensors that a caller sends, in JSON, and their price. Raises Refusal 413 and 422."""
-    known = (*_PROBLEM, *ANSWERS)
+    known = (*_PROBLEM, *ALL_ANSWERS)
     if unknown := [name for name in infos if name not in known]:
         raise invalid((name, f"unknown tensor; known are {', '.join(known)}") for name in unknown)
     direction: Direction = "backward" if "do" in infos else "forward"
@@ -121,9 +114,10 @@ def _drawn(text: bytes) -> VerifyRequest | None:
     if not isinstance(document, dict) or "shape" not in document:
         return None
     try:
-        return VerifyRequest.model_validate_json(text)
+        request: VerifyRequest = VerifyRequest.model_validate_json(text)
     except ValidationError as error:
         raise invalid(field_problems(error)) from None
+    return request
 
 
 def _spec_of(request: VerifyRequest) -> Spec:

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashpoint_kernels.spec import Options, TensorInfo, plan
+from flashpoint_contract.options import Options
+from flashpoint_contract.spec import plan
+from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.access import admission as module
 from flashpoint_server.access.admission import Admission, check_size
 from flashpoint_server.access.limits import Spent

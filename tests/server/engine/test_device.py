@@ -13,8 +13,8 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 import torch
 
-from flashpoint_kernels import tiled
-from flashpoint_kernels.spec import Options
+from flashpoint_contract.options import Options
+from flashpoint_kernels.tiled_backend import tiles
 from flashpoint_server.engine.device import (
     NO_COPIES,
     Device,
@@ -86,13 +86,13 @@ def test_every_byte_of_a_bool_but_0_is_true(device):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_backend_that_computes_wrongly_is_not_served(device, direction, monkeypatch):
     """As after a miscompilation: one element in one answer is off by a hundredth."""
-    compute = getattr(tiled, direction)
+    compute = getattr(tiles, direction)
 
     def miscompiled(problems):
         compute(problems)
         next(reversed(problems[0].outputs.values())).view(-1)[-1] += 0.01
 
-    monkeypatch.setattr(tiled, direction, miscompiled)
+    monkeypatch.setattr(tiles, direction, miscompiled)
     with pytest.raises(RuntimeError, match="the tiled backend disagrees with the reference on cpu"):
         device.prove()
 

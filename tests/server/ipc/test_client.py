@@ -15,7 +15,9 @@ import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
-from flashpoint_kernels.spec import Options, TensorInfo, plan
+from flashpoint_contract.options import Options
+from flashpoint_contract.spec import plan
+from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.access.admission import FREE
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Timings

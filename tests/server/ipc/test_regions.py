@@ -3,7 +3,7 @@ from multiprocessing import shared_memory
 
 import pytest
 
-from flashpoint_kernels.spec import TensorInfo
+from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.ipc.regions import Regions, Shared
 from flashpoint_server.refusal import Refusal
 

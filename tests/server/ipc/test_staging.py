@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashpoint_kernels.spec import TensorInfo
+from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.http.places import MOST_AT_ONCE, Places
 from flashpoint_server.ipc.memory import ALIGNMENT, Pool
 from flashpoint_server.ipc.staging import Staging

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from flashpoint.options import AttentionOptions
-from flashpoint_kernels.spec import BACKWARD_TENSORS, FORWARD_TENSORS
+from flashpoint_contract.tensors import BACKWARD_TENSORS, FORWARD_TENSORS
 from flashpoint_server import Settings, create_app
 from flashpoint_server.app import PATHS
 from flashpoint_server.refusal import STATUS

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from flashpoint_contract.options import Direction
+from flashpoint_contract.spec import Spec, plan
 from flashpoint_kernels import Options, Problem, run
 from flashpoint_kernels.problem import tensor_info
-from flashpoint_kernels.spec import Direction, Spec, plan
 from tests.conftest import DEVICE
 
 

@@ -6,7 +6,7 @@ have their length and then the bytes. So the bytes can be used where they came, 
 
 from __future__ import annotations
 
-from flashpoint.wire import TENSOR_LIMIT, WireError
+from flashpoint_contract.wire import TENSOR_LIMIT, WireError
 
 _BYTES = 2  # the kind of a field that says its length; 0 is a number, 1 and 5 are of 8 and 4 bytes
 MOST_FIELDS = 8 * TENSOR_LIMIT  # of a request, the outermost: inputs, outputs, tensors, parameters; more is no request

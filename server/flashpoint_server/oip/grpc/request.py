@@ -11,8 +11,8 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from flashpoint.jsonwire import FieldError
-from flashpoint.wire import WireError
-from flashpoint_kernels.spec import TensorInfo
+from flashpoint_contract.tensors import TensorInfo
+from flashpoint_contract.wire import WireError
 from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
 from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.head import (

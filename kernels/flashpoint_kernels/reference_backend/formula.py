@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from flashpoint_contract.spec import Row
 from flashpoint_kernels.dropout import kept_bits
 from flashpoint_kernels.problem import Problem
-from flashpoint_kernels.spec import Row
 
 # Scores at a time, over all heads: 32 MiB of float64, of which a gradient holds seven at once (215 MiB, measured).
 CHUNK = 1 << 22

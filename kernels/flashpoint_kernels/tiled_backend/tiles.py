@@ -22,12 +22,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flashpoint_contract.spec import Row
 from flashpoint_kernels import bounds
 from flashpoint_kernels.dropout import kept_bits, room_for
 from flashpoint_kernels.problem import Problem, narrowed, parted
 from flashpoint_kernels.products import add_product, product
 from flashpoint_kernels.reproducible import aligned, can_be_cut, sharing, threads
-from flashpoint_kernels.spec import Row, mask_shape
 
 INF = float("inf")
 
@@ -82,7 +82,7 @@ def backward(problems: Sequence[Problem]) -> None:
 
 def _own_mask(problem: Problem) -> bool:
     """Whether no two scores of a problem with a mask have one number of it."""
-    return problem.tensors["attn_mask"].numel() == math.prod(mask_shape(problem.spec))
+    return problem.tensors["attn_mask"].numel() == math.prod(problem.spec.shape_of("attn_mask"))
 
 
 def _with_queries(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:

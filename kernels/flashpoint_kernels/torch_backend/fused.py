@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from flashpoint_contract.spec import Row
 from flashpoint_kernels.problem import Problem, consecutive, narrowed
 from flashpoint_kernels.reproducible import aligned, aligned_heads, exactly, sharing, threads
-from flashpoint_kernels.spec import Row
 
 INF = float("inf")
 _LOOKED_AT = 1 << 20  # scores at a time

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flashpoint import strictjson
+from flashpoint_contract import strictjson
 
 MEDIA_TYPE = "application/vnd.safetensors"
 HEAD_LIMIT = 1 << 20  # bytes; the largest head of our own messages is under 4 KiB

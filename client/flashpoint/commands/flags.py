@@ -1,0 +1,68 @@
+"""Flags for the options of an attention call, made from the contract's table."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import typer
+
+from flashpoint.commands.running import INTS, WORDS
+from flashpoint_contract.options import OPTIONS, Flag, Integer, Kind, Names, Number, OneOf, Option, Pair
+
+
+def takes_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Add a flag for each option to `command`, which gets those that were given as its keyword `options`."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    own = [
+        each.replace(annotation=hints[each.name])
+        for each in inspect.signature(command).parameters.values()
+        if each.name != "options"
+    ]
+    flags = {name: _flag(option) for name, option in OPTIONS.items() if "cli" not in option.refused}
+    first = next(i for i, each in enumerate(own) if each.name == "url")
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag)
+        for name, flag in flags.items()
+    ]
+    kept = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+
+    @functools.wraps(command)
+    def done(**keywords: Any) -> int:
+        given = {name: keywords.pop(name, None) for name in flags}
+        return command(**keywords, options={name: value for name, value in given.items() if value is not None})
+
+    signature = inspect.Signature([*kept[:first], *added, *kept[first:]], return_annotation=int)
+    done.__signature__ = signature  # type: ignore[attr-defined]
+    done.__annotations__ = {**hints, **flags}
+    return done
+
+
+def _flag(option: Option) -> Any:
+    kind, default = _type(option.kind)
+    text = option.text.replace("[", "\\[")  # rich would read a style
+    if option.default is not None and not isinstance(option.kind, Flag):
+        shown = option.default if isinstance(option.default, str) else json.dumps(option.default).strip("[]")
+        text += f" (default: {shown})".replace('"', "")
+    return Annotated[kind, typer.Option(help=f"{text}.", **default)]
+
+
+def _type(kind: Kind) -> tuple[Any, dict[str, Any]]:
+    """Return the type that typer parses, and what else it needs for that."""
+    match kind:
+        case Flag():
+            return bool | None, {}
+        case OneOf(values):
+            return Literal[values] | None, {}
+        case Number():
+            return float | None, {}
+        case Integer():
+            return int | None, {}
+        case Pair():
+            return Any, INTS
+        case Names():
+            return Any, WORDS

@@ -1,0 +1,247 @@
+"""The table of options: one field of `Options` each, with its values, its default and its meaning.
+
+Everything that lists options derives the list from `OPTIONS`: validation, the SDK's model, JSON and safetensors
+metadata, the Open Inference Protocol, the command line, OpenAPI, torch's dispatcher and the documentation.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, cast
+
+Direction = Literal["forward", "backward"]
+Layout = Literal["bhsd", "bshd", "thd"]
+CausalAlignment = Literal["bottom_right", "top_left"]
+Precision = Literal["ieee", "tf32"]
+Backend = Literal["auto", "triton", "torch", "tiled", "reference"]
+Grad = Literal["dq", "dk", "dv", "dattn_mask", "dsinks"]
+
+LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd", "thd")
+BACKENDS = ("triton", "torch", "tiled", "reference")
+UNBOUNDED = 1 << 30  # stands for "no bound" in a window: beyond any length, and its sums fit an int32
+LARGEST_FLOAT32, LEAST_NORMAL_FLOAT32 = 3.4028234663852886e38, 1.1754943508222875e-38
+
+
+class ProblemError(ValueError):
+    """The problem is not valid. `errors` has one (field, message) pair for each thing that is wrong."""
+
+    def __init__(self, errors: Iterable[tuple[str, str]]) -> None:
+        self.errors = tuple(errors)
+        super().__init__("; ".join(f"{field}: {message}" for field, message in self.errors))
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of some words."""
+
+    values: tuple[str, ...]
+
+    def error(self, value: object) -> str | None:
+        return None if value in self.values else f"must be one of {', '.join(self.values)}"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """True or false."""
+
+    def error(self, value: object) -> str | None:
+        return None if isinstance(value, bool) else "must be a bool"
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that float32 holds, for kernels compute with it in float32; `optional` admits None.
+
+    `normal`: a number other than 0 is normal in float32. `below`: the number is less than that.
+    """
+
+    least: float = -LARGEST_FLOAT32
+    below: float | None = None
+    normal: bool = False
+    optional: bool = False
+    said: str = "must be a number within float32's range"
+
+    def error(self, value: object) -> str | None:
+        if value is None and self.optional:
+            return None
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            return self.said
+        number = cast(float, value)  # NaN is in no range, and an int may be of any size
+        right = self.least <= number <= LARGEST_FLOAT32 and (self.below is None or number < self.below)
+        return None if right and not (self.normal and 0 != number < LEAST_NORMAL_FLOAT32) else self.said
+
+
+@dataclass(frozen=True)
+class Integer:
+    """An integer from `least` to `most`; `optional` admits None."""
+
+    least: int
+    most: int
+    said: str
+    optional: bool = False
+
+    def error(self, value: object) -> str | None:
+        right = value is None and self.optional
+        right = right or (_is_integer(value) and self.least <= cast(int, value) <= self.most)
+        return None if right else self.said
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two integers from `least` to `most` each."""
+
+    least: int
+    most: int
+    said: str
+
+    def error(self, value: object) -> str | None:
+        right = isinstance(value, tuple) and len(value) == 2
+        right = right and all(_is_integer(each) and self.least <= each <= self.most for each in cast(Any, value))
+        return None if right else self.said
+
+
+@dataclass(frozen=True)
+class Names:
+    """Some of these words, each at most once."""
+
+    values: tuple[str, ...]
+
+    def error(self, value: object) -> str | None:
+        if not isinstance(value, tuple) or not value:
+            return "must name at least one gradient"
+        if unknown := [name for name in value if name not in self.values]:
+            return f"{unknown[0]!r} is none of {', '.join(self.values)}"
+        return "names a gradient twice" if len(set(value)) < len(value) else None
+
+
+Kind = OneOf | Flag | Number | Integer | Pair | Names
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+class Feature(NamedTuple):
+    """What a problem may ask of a backend: a word of `/info`, and how an error says it.
+
+    `level` is the least variant of a kernel that has it (see `Spec.level`). `per_score`: it takes time for each score.
+    """
+
+    name: str
+    said: str = ""
+    level: int = 0
+    per_score: bool = False
+
+
+class Option(NamedTuple):
+    """A row of the table.
+
+    `example` is a value other than the default. The option asks for `feature` where its value is `when`, or any other
+    than the default where `when` is None. `direction`: the only call that takes it, None for both. `refused` has the
+    surfaces that do not take it, each with the reason.
+    """
+
+    kind: Kind
+    text: str
+    example: Any
+    feature: Feature | None = None
+    when: Any = None
+    direction: Direction | None = None
+    refused: Mapping[str, str] = MappingProxyType({})
+    name: str = ""
+    default: Any = None
+
+    def asks(self, value: Any) -> bool:
+        """Return whether a problem with that value asks for the feature."""
+        return bool(value != self.default if self.when is None else value == self.when)
+
+
+def _row(default: Any, kind: Kind, text: str, example: Any, **more: Any) -> Any:
+    return field(default=default, metadata={"row": Option(kind, text, example, **more)})
+
+
+GRADS: tuple[Grad, ...] = ("dq", "dk", "dv", "dattn_mask", "dsinks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of an attention call, checked. Raises ProblemError naming every field that is wrong."""
+
+    layout: str = _row(
+        "bhsd", OneOf(LAYOUTS), "bhsd (B,H,S,D), bshd (B,S,H,D), or thd: ragged, packed, (T,H,D)",
+        "bshd", feature=Feature("thd", "thd"), when="thd",
+    )  # fmt: skip
+    causal: bool = _row(
+        False, Flag(), "query i sees key j only if j <= i + offset", True, feature=Feature("causal")
+    )  # fmt: skip
+    causal_alignment: str = _row(
+        "bottom_right", OneOf(("bottom_right", "top_left")),
+        "offset of the diagonal: bottom_right Sk - Sq, top_left 0; the window uses it too", "top_left",
+    )  # fmt: skip
+    window: tuple[int, int] = _row(
+        (-1, -1), Pair(-1, UNBOUNDED, "must be two integers [left, right], each -1 (no bound) or 0 to 2^30"),
+        "[left, right] keys visible either side of the diagonal; -1 is no bound",
+        (3, 0), feature=Feature("window", level=1),
+    )  # fmt: skip
+    scale: float | None = _row(None, Number(optional=True), "multiplies q·k; 1/sqrt(D) when not given", 0.25)
+    softcap: float = _row(
+        0.0, Number(0.0, normal=True, said="must be 0 (off) or a positive number within float32's normal range"),
+        "s = softcap·tanh(s/softcap), before mask and bias; 0 is off",
+        1.0, feature=Feature("softcap", level=1, per_score=True),
+    )  # fmt: skip
+    dropout_p: float = _row(
+        0.0, Number(0.0, below=1.0, said="must be a number with 0 <= dropout_p < 1"),
+        "probability with which an attention weight is dropped",
+        0.5, feature=Feature("dropout", "dropout", level=2, per_score=True),
+        refused={"sharded": "counts positions in the whole sequence, which a shard does not know"},
+    )  # fmt: skip
+    dropout_seed: int | None = _row(
+        None, Integer(0, (1 << 64) - 1, "must be an integer from 0 to 2^64 - 1", optional=True),
+        "Philox key; one that the server picks is below 2^53 and is returned", 7,
+        refused={"sharded": "belongs to dropout"},
+    )  # fmt: skip
+    precision: str = _row(
+        "ieee", OneOf(("ieee", "tf32")), "float32 matrix products: ieee or tf32",
+        "tf32", feature=Feature("tf32", "tf32"),
+    )  # fmt: skip
+    return_lse: bool = _row(
+        False, Flag(), "also answer lse, the natural log of the softmax's denominator",
+        True, feature=Feature("lse", "lse"), direction="forward",
+        refused={"cli": "flashpoint verify always judges lse"},
+    )  # fmt: skip
+    grads: tuple[str, ...] = _row(
+        GRADS[:3], Names(GRADS), "which gradients to answer", ("dk",), direction="backward",
+        refused={"torch": "autograd asks for what is needed", "jax": "autodiff asks for what is needed"},
+    )  # fmt: skip
+    deterministic: bool = _row(True, Flag(), "gradients bitwise equal from run to run", False)
+    backend: str = _row(
+        "auto", OneOf(("auto", *BACKENDS)), "a backend asked for by name is never substituted", "reference"
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        errors = []
+        for name, option in OPTIONS.items():
+            value = getattr(self, name)
+            if isinstance(option.default, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
+                value = tuple(value)
+                object.__setattr__(self, name, value)
+            if (value is not option.default) and (error := option.kind.error(value)):
+                errors.append((name, error))
+        if errors:
+            raise ProblemError(errors)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # they are looked up with each request, and hashing every field takes a while
+        return hash(tuple(getattr(self, name) for name in OPTIONS))
+
+
+OPTIONS: dict[str, Option] = {
+    each.name: each.metadata["row"]._replace(name=each.name, default=each.default) for each in fields(Options)
+}

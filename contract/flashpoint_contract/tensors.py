@@ -1,0 +1,209 @@
+"""The table of tensors: one row each, with its axes, dtypes and meaning.
+
+B is the batch, Sq and Sk the query and key lengths, Hq and Hk the query and key/value heads, D and Dv the head
+dimensions of q and of v. In the ragged layout `thd` Sq and Sk are the packed totals Tq and Tk, and B counts sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from flashpoint_contract.options import GRADS, LAYOUTS, OPTIONS, Direction, Feature
+
+ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTS = ("int32", "int64")
+
+MAX_HEAD_DIM = 256  # of every backend but `reference`
+
+
+class TensorInfo(NamedTuple):
+    """A tensor's dtype (a key of `ITEMSIZE`) and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+class Tensor(NamedTuple):
+    """A row of the table.
+
+    `axes` are the tensor's in layout `bhsd`, for q of four dimensions. `like_q`: it has q's dtype, one of `dtypes`.
+    `direction`: "backward" where the gradient call alone takes it. `gradient`: it has one, of its own shape and dtype.
+    `broadcast`: an axis may be 1, and leading axes may be missing. `shared`: its first axis may be missing, and the
+    tensor is then shared along it. `features`: what it asks of a backend, by dtype, or "" for any.
+    `refused`: as in `options.Option`.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    text: str
+    dtypes: tuple[str, ...] = FLOATS
+    like_q: bool = False
+    direction: Direction = "forward"
+    required: bool = False
+    gradient: bool = False
+    broadcast: bool = False
+    shared: bool = False
+    layouts: tuple[str, ...] = LAYOUTS
+    features: tuple[tuple[str, Feature], ...] = ()
+    refused: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def is_index(self) -> bool:
+        """Whether it has lengths or offsets of sequences, whose values a problem's rows follow from."""
+        return self.dtypes == INTS
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether it has rows of D or Dv numbers: the layout says how its axes lie."""
+        return self.axes[-1] in ("D", "Dv")
+
+    @property
+    def per_head(self) -> bool:
+        """Whether it has one number per head, or per sequence and head."""
+        return self.axes[-1] == "Hq"
+
+    @property
+    def of_keys(self) -> bool:
+        """Whether its rows are keys, and its heads key/value heads."""
+        return "Hk" in self.axes
+
+    def head_axis(self, layout: str) -> int | None:
+        """Return which axis has the heads, counted from the end, or None."""
+        if self.has_columns:
+            return -3 if layout == "bhsd" else -2
+        found = [axis - len(self.axes) for axis, name in enumerate(self.axes) if name in ("Hq", "Hk")]
+        return found[0] if found else None
+
+    def shape(self, sizes: Mapping[str, int], layout: str, rank: int) -> tuple[int, ...]:
+        """Return the largest shape that it may have beside q of `rank` dimensions, from the sizes of axes."""
+        axes = list(self.axes)
+        if "Sq" in axes or "Sk" in axes:
+            ragged = layout == "thd"
+            if ragged or rank < 3:
+                axes.remove("B")
+            if not ragged and rank < 4:
+                axes = [axis for axis in axes if axis not in ("Hq", "Hk")]
+            if self.has_columns and layout != "bhsd" and (ragged or rank == 4):
+                axes[-3], axes[-2] = axes[-2], axes[-3]
+        return tuple(sizes[axis] for axis in axes)
+
+    def feature(self, dtype: str) -> Feature | None:
+        """Return what it asks of a backend where it has that dtype."""
+        return next((feature for of, feature in self.features if of in ("", dtype)), None)
+
+
+_BY_AUTOGRAD = {"torch": "autograd passes it to the backward", "jax": "autodiff passes it to the backward"}
+_DENSE = ("bhsd", "bshd")
+_LENGTHS = (("", Feature("lengths", "q_lengths and kv_lengths")),)
+_BOOL_MASK = Feature("bool_mask", "a boolean mask", level=2, per_score=True)
+_FLOAT_MASK = Feature("float_mask", "a float mask", level=2, per_score=True)
+
+_ROWS = (
+    Tensor(
+        "q", ("B", "Hq", "Sq", "D"),
+        "(B,Hq,Sq,D) in layout bhsd, (B,Sq,Hq,D) in bshd, (Tq,Hq,D) in thd; also (B,S,D) and (S,D), as one head",
+        like_q=True, required=True, gradient=True,
+    ),
+    Tensor("k", ("B", "Hk", "Sk", "D"), "(B,Hk,Sk,D), likewise", like_q=True, required=True, gradient=True),
+    Tensor("v", ("B", "Hk", "Sk", "Dv"), "(B,Hk,Sk,Dv), likewise", like_q=True, required=True, gradient=True),
+    Tensor(
+        "attn_mask", ("B", "Hq", "Sq", "Sk"),
+        "booleans (true: attend) or numbers (added to the scaled scores), broadcastable to (B,Hq,Sq,Sk)",
+        dtypes=("bool", *FLOATS), gradient=True, broadcast=True, layouts=_DENSE,
+        features=(("bool", _BOOL_MASK), ("", _FLOAT_MASK)),
+    ),
+    Tensor(
+        "alibi_slopes", ("B", "Hq"), "(Hq,) or (B,Hq): slope·|i + offset - j| is subtracted from the score",
+        shared=True, features=(("", Feature("alibi_slopes", level=2, per_score=True)),),
+    ),
+    Tensor(
+        "sinks", ("Hq",), "(Hq,): one more logit per head in the softmax's denominator",
+        gradient=True, features=(("", Feature("sinks", level=1)),),
+    ),
+    Tensor(
+        "q_lengths", ("B",), "(B,): valid queries of padded sequences",
+        dtypes=INTS, layouts=_DENSE, features=_LENGTHS,
+    ),
+    Tensor(
+        "kv_lengths", ("B",), "(B,): valid keys of padded sequences", dtypes=INTS, layouts=_DENSE, features=_LENGTHS
+    ),
+    Tensor(
+        "cu_seqlens_q", ("B+1",), "(B+1,): where sequences begin in Tq, in layout thd", dtypes=INTS, layouts=("thd",)
+    ),
+    Tensor(
+        "cu_seqlens_k", ("B+1",), "(B+1,): where sequences begin in Tk, in layout thd", dtypes=INTS, layouts=("thd",)
+    ),
+    Tensor(
+        "do", ("B", "Hq", "Sq", "Dv"), "the gradient of o, of o's shape",
+        like_q=True, direction="backward", required=True, refused=_BY_AUTOGRAD,
+    ),
+    Tensor(
+        "dlse", ("B", "Hq", "Sq"), "the gradient of lse, of its shape",
+        dtypes=("float32", "float64"), direction="backward", features=(("", Feature("dlse")),), refused=_BY_AUTOGRAD,
+    ),
+    Tensor(
+        "o", ("B", "Hq", "Sq", "Dv"), "the forward's answer; with it and lse the forward is not run again",
+        like_q=True, direction="backward", refused=_BY_AUTOGRAD,
+    ),
+    Tensor(
+        "lse", ("B", "Hq", "Sq"), "(B,Hq,Sq), in layout thd (Hq,Tq)",
+        dtypes=("float32", "float64"), direction="backward", refused=_BY_AUTOGRAD,
+    ),
+)  # fmt: skip
+
+
+def _gradient(name: str) -> Tensor:
+    of = next(row for row in _ROWS if row.name == name[1:])
+    return of._replace(name=name, text=f"of the shape of {of.name}", required=False, gradient=False, features=())
+
+
+TENSORS: dict[str, Tensor] = {row.name: row for row in (*_ROWS, *map(_gradient, GRADS))}
+
+BACKWARD_TENSORS = tuple(row.name for row in _ROWS)  # what each call takes
+FORWARD_TENSORS = tuple(row.name for row in _ROWS if row.direction == "forward")
+INDEX_TENSORS = tuple(row.name for row in _ROWS if row.is_index)
+REQUIRED: dict[Direction, tuple[str, ...]] = {
+    "forward": tuple(row.name for row in _ROWS if row.required and row.direction == "forward"),
+    "backward": tuple(row.name for row in _ROWS if row.required),
+}
+ANSWERS: dict[Direction, tuple[str, ...]] = {"forward": ("o", "lse"), "backward": GRADS}
+ALL_ANSWERS = tuple(name for names in ANSWERS.values() for name in names)
+
+# Optional inputs of a problem that is drawn from a seed; a mask is named by its kind.
+EXTRAS = tuple(
+    name
+    for row in _ROWS
+    if row.direction == "forward" and "bhsd" in row.layouts and not row.required
+    for name in ([feature.name for _, feature in row.features] if len(row.features) > 1 else [row.name])
+)
+
+
+def _features() -> dict[str, tuple[str, Feature]]:
+    """Return each feature by its name, and the field that asks for it."""
+    found: dict[str, tuple[str, Feature]] = {}
+    for option in OPTIONS.values():
+        if option.feature is not None:
+            found[option.feature.name] = option.name, option.feature
+    for row in _ROWS:
+        found.update({feature.name: (row.name, feature) for _, feature in row.features})
+    of_sizes = (
+        ("k", Feature("gqa", "fewer key/value heads than query heads")),
+        ("v", Feature("value_dim", "a value head dimension other than q's")),
+        ("q", Feature("large_head_dim", f"a head dimension above {MAX_HEAD_DIM}")),
+        ("grads", Feature("backward", "gradients")),
+        *(("grads", Feature(name, name)) for name in GRADS if not TENSORS[name[1:]].required),
+        *(("q", Feature(dtype, dtype)) for dtype in FLOATS),
+    )
+    return found | {feature.name: (field, feature) for field, feature in of_sizes}
+
+
+FEATURES = _features()
+EVERY_FEATURE = frozenset(FEATURES)

@@ -1,0 +1,286 @@
+"""Every tensor and option of the contract's table, through every surface that can carry it.
+
+Each surface is asked for the same small problem with the entry, and must answer as the kernel library does in process.
+A surface that a row names in `refused` must refuse the entry by its name. The entries come from the table, so a new row
+is tested here without a new line.
+"""
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+import flashpoint
+from flashpoint import sharded
+from flashpoint.commands import verify
+from flashpoint_contract.options import OPTIONS, Pair
+from flashpoint_contract.tensors import ANSWERS, BACKWARD_TENSORS, FEATURES, TENSORS
+from flashpoint_kernels import Options, Problem, run
+from flashpoint_kernels.support import SUPPORT
+from tests.support.messages import JSON, ask, message, normal, post
+from tests.support.oip.grpc_calls import Caller, port_of
+from tests.support.oip.grpc_calls import request as rpc_request
+from tests.support.oip.message import DATATYPES, infer
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = {"B": 2, "B+1": 3, "Hq": 4, "Hk": 2, "Sq": 6, "Sk": 8, "D": 16, "Dv": 16}
+PACKED = SIZES | {"Sq": 12, "Sk": 16}
+# Options that an entry has an effect with.
+BESIDE = {"causal_alignment": {"causal": True}, "dropout_seed": {"dropout_p": 0.5}, "dropout_p": {"dropout_seed": 3}}
+ENTRIES = [*BACKWARD_TENSORS, *OPTIONS]
+
+
+def value(name, layout):
+    """A tensor that is valid for its row, and other than what its absence stands for."""
+    row = TENSORS[name]
+    sizes = PACKED if layout == "thd" else SIZES
+    shape = row.shape(sizes, layout, 3 if layout == "thd" else 4)
+    if not row.is_index:
+        return normal(*shape, seed=ENTRIES.index(name))
+    longest = sizes["Sk" if "k" in name else "Sq"]
+    if row.axes == ("B+1",):
+        return torch.tensor([0, longest // 3, longest])
+    return torch.tensor([longest - 2, longest - 1])
+
+
+def problem(entry):
+    """(tensors, options, direction) of a problem that has the entry."""
+    rows, options = TENSORS, {}
+    direction = (OPTIONS[entry].direction if entry in OPTIONS else rows[entry].direction) or "forward"
+    if entry in OPTIONS:
+        options = {entry: OPTIONS[entry].example, **BESIDE.get(entry, {})}
+    layout = options.get("layout", "bhsd")
+    if entry in rows and layout not in rows[entry].layouts:
+        layout = options["layout"] = rows[entry].layouts[0]
+    known = [n for n in BACKWARD_TENSORS if rows[n].direction == "forward" or direction == "backward"]
+    names = [n for n in known if rows[n].required or n == entry or rows[n].layouts == (layout,)]
+    tensors = {name: value(name, layout) for name in names}
+    if entry in ANSWERS["forward"]:  # `o` and `lse` of a gradient come together, and are the forward's
+        tensors |= solve({n: tensors[n] for n in "qkv"}, {**options, "return_lse": True}, "forward")
+    return tensors, options, direction
+
+
+def solve(tensors, options, direction):
+    """The answers of the kernel library, by name."""
+    backend = options.get("backend", "tiled")
+    made = Problem.create(tensors, Options(**{**options, "backend": backend}), direction)
+    run([made], backend)
+    return made.outputs
+
+
+@pytest.fixture(scope="module")
+def services(rpc_server):
+    with contextlib.ExitStack() as stack:
+        caller = stack.enter_context(contextlib.closing(Caller(port_of(rpc_server))))
+        client, other = (stack.enter_context(flashpoint.Client(rpc_server.url)) for _ in range(2))
+        yield SimpleNamespace(server=rpc_server, caller=caller, client=client, clients=[client, other])
+
+
+class RefusedError(Exception):
+    """A surface refused what it was asked for; the text is what it said."""
+
+
+def by_json(services, tensors, options, direction):
+    fields = {n: t.tolist() for n, t in tensors.items()}
+    body = json.dumps({**fields, **options}).encode()
+    answer = post(services.server, PATHS[direction], body, JSON)
+    if answer.status != 200:
+        raise RefusedError(answer.body.decode())
+    return {n: torch.tensor(t) for n, t in answer.json.items() if n in TENSORS}
+
+
+def by_safetensors(services, tensors, options, direction):
+    answer = post(services.server, PATHS[direction], message(tensors, **options))
+    if answer.status != 200:
+        raise RefusedError(answer.body.decode())
+    return answer.tensors
+
+
+def parameters(options):
+    """Options as the Open Inference Protocol has them."""
+    found = {}
+    for name, given in options.items():
+        if isinstance(OPTIONS[name].kind, Pair):
+            found |= {f"{name}_left": given[0], f"{name}_right": given[1]}
+        else:
+            found[name] = ",".join(given) if isinstance(given, tuple) else given
+    return found
+
+
+def by_oip(services, tensors, options, direction):
+    said = {**parameters(options), "binary_data_output": True}
+    answer = infer(services.server.url, MODELS[direction], tensors, parameters=said)
+    if answer.status != 200:
+        raise RefusedError(answer.error)
+    return answer.tensors
+
+
+def by_grpc(services, tensors, options, direction):
+    try:
+        answer = services.caller.infer(rpc_request(tensors, model=MODELS[direction], **parameters(options)))
+    except grpc.RpcError as error:
+        raise RefusedError(error.details()) from None
+    shapes = {o.name: (DATATYPES[o.datatype], list(o.shape)) for o in answer.message.outputs}
+    return {
+        n: torch.frombuffer(bytearray(bits), dtype=shapes[n][0]).reshape(shapes[n][1])
+        for n, bits in answer.bits.items()
+    }
+
+
+def called(forward, backward, tensors, options, direction):
+    """The answers of calls with keywords, by name."""
+    first = ("q", "k", "v") if direction == "forward" else ("do", "q", "k", "v")
+    keywords = {n: t for n, t in tensors.items() if n not in first} | options
+    try:
+        found = (forward if direction == "forward" else backward)(*(tensors[n] for n in first), **keywords)
+    except (flashpoint.InvalidInputError, ValueError, TypeError) as error:
+        raise RefusedError(str(error)) from None
+    names = options.get("grads", OPTIONS["grads"].default)
+    if direction == "forward":
+        names = ANSWERS["forward"] if options.get("return_lse") else ("o",)
+    return dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
+
+
+def by_sdk(services, *asked):
+    return called(services.client.attention, services.client.attention_grad, *asked)
+
+
+def by_async_sdk(services, *asked):
+    def wait(name):
+        async def call(*tensors, **keywords):
+            async with flashpoint.AsyncClient(services.server.url) as client:
+                return await getattr(client, name)(*tensors, **keywords)
+
+        return lambda *tensors, **keywords: asyncio.run(call(*tensors, **keywords))
+
+    return called(wait("attention"), wait("attention_grad"), *asked)
+
+
+def by_kernels(services, *asked):
+    from flashpoint_kernels import attention, attention_backward
+
+    return called(attention, attention_backward, *asked)
+
+
+def by_shards(services, *asked):
+    clients = services.clients
+    return called(
+        lambda *t, **k: sharded.attention(clients, *t, **k), lambda *t, **k: sharded.attention_grad(clients, *t, **k),
+        *asked,
+    )  # fmt: skip
+
+
+def by_torch(services, tensors, options, direction):
+    from flashpoint.torch import attention
+
+    return called(lambda *t, **k: attention(*t, client=services.client, **k), None, tensors, options, direction)
+
+
+def by_jax(services, tensors, options, direction):
+    jax = pytest.importorskip("jax")
+    from flashpoint.jax import attention
+
+    def call(*given, **keywords):
+        arrays = [jax.numpy.asarray(t.numpy()) for t in given]
+        named = {n: jax.numpy.asarray(x.numpy()) if torch.is_tensor(x) else x for n, x in keywords.items()}
+        found = attention(*arrays, client=services.client, **named)
+        found = found if isinstance(found, tuple) else (found,)
+        return tuple(torch.from_numpy(np.array(t)) for t in found)
+
+    return called(call, None, tensors, options, direction)
+
+
+PATHS = {"forward": "/attention", "backward": "/attention/grad"}
+MODELS = {"forward": "attention", "backward": "attention_grad"}
+SURFACES = {
+    "json": by_json,
+    "safetensors": by_safetensors,
+    "oip": by_oip,
+    "grpc": by_grpc,
+    "sdk": by_sdk,
+    "async": by_async_sdk,
+    "kernels": by_kernels,
+    "sharded": by_shards,
+    "torch": by_torch,
+    "jax": by_jax,
+}
+
+
+AUTOGRAD = ("torch", "jax")  # their gradient call is autograd's, which passes what belongs to it
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("surface", SURFACES)
+def test_an_entry_goes_through_a_surface_or_is_refused_by_name(services, surface, entry):
+    row = OPTIONS.get(entry) or TENSORS[entry]
+    tensors, options, direction = problem(entry)
+    if surface in row.refused:
+        if surface in AUTOGRAD:
+            tensors = {n: t for n, t in tensors.items() if TENSORS[n].direction == "forward" or n == entry}
+            direction = "forward"
+        with pytest.raises(RefusedError, match=rf"\b{entry}\b"):
+            SURFACES[surface](services, tensors, options, direction)
+        return
+    found = SURFACES[surface](services, tensors, options, direction)
+    expected = solve(tensors, options, direction)
+    assert found.keys() == expected.keys()
+    for name, t in expected.items():
+        torch.testing.assert_close(found[name], t, rtol=1e-4, atol=1e-5)
+
+
+def judged(entry):
+    """(tensors with answers that are right for the entry alone, options) of a verification."""
+    tensors, options, direction = problem(entry)
+    return {**tensors, **solve(tensors, options, direction)}, options
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_verification_takes_an_entry(services, entry):
+    tensors, options = judged(entry)
+    report = services.client.verify(**tensors, **options)
+    assert report.ok
+    assert report.backend == "given"
+
+
+def flag_of(name, given):
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(given, bool):
+        return [flag if given else f"--no-{flag[2:]}"]
+    return [flag, ",".join(map(str, given)) if isinstance(given, tuple) else str(given)]
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_the_command_line_takes_an_entry(tmp_path, capsys, entry):
+    tensors, options = judged(entry)
+    refused = "cli" in OPTIONS[entry].refused if entry in OPTIONS else False
+    (tmp_path / "case").write_bytes(message(tensors))
+    flags = [word for name, given in options.items() for word in flag_of(name, given)]
+    code = verify.main([*flags, str(tmp_path / "case")])
+    said = capsys.readouterr()
+    if refused:
+        assert code == 2
+        assert flag_of(entry, True)[0] in said.err
+    else:
+        assert code == 0, said
+
+
+def test_openapi_and_the_documentation_name_every_entry(server):
+    schemas = ask(server, "/openapi.json").json["components"]["schemas"]
+    text = (ROOT / "docs" / "http.md").read_text()
+    forward, backward = (schemas[f"{name}Request"]["properties"] for name in ("Attention", "AttentionGrad"))
+    for entry in ENTRIES:
+        row = OPTIONS.get(entry) or TENSORS[entry]
+        if row.direction != "backward":
+            assert row.text in forward[entry]["description"]
+        assert row.text in backward[entry]["description"]
+        assert f"`{entry}`" in text, entry
+
+
+def test_every_feature_of_the_table_is_somebodys():
+    assert set().union(*SUPPORT.values()) == FEATURES.keys()
