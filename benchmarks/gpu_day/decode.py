@@ -95,7 +95,13 @@ def _ours(_task: Decode, cache: Cache) -> Call:
     taken: dict[str, Any] = {}
     if cache.table is not None:
         taken = {"block_table": cache.table, "kv_lengths": cache.lengths}
-    return lambda: attention(cache.q, cache.k, cache.v, layout="bshd", backend="triton", **taken)[:, 0]
+
+    def call() -> Tensor:
+        o: Any = attention(cache.q, cache.k, cache.v, layout="bshd", backend="triton", **taken)
+        answer: Tensor = o[:, 0]
+        return answer
+
+    return call
 
 
 def _sdpa(backend: SDPBackend) -> Callable[[Decode, Cache], Call]:
@@ -124,7 +130,8 @@ def _flash_attn(module: str, table: str) -> Callable[[Decode, Cache], Call]:
 
         def call() -> Tensor:
             o = run(cache.q, cache.k, cache.v, cache_seqlens=cache.lengths, **pages)
-            return (o[0] if isinstance(o, tuple) else o)[:, 0]
+            answer: Tensor = o[0] if isinstance(o, tuple) else o
+            return answer[:, 0]
 
         return call
 

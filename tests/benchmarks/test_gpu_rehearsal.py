@@ -23,7 +23,7 @@ from tests.support.servers import wait_for
 
 pytestmark = pytest.mark.slow
 STAGES = ("first", "tests", "papers")
-KILLS = 6
+KILLS = 4
 ABSENT = ("pydantic", "httpx", "fastapi", "hypothesis", "ml_dtypes", "psutil", "flashpoint")
 
 
