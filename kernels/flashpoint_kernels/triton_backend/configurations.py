@@ -80,7 +80,7 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # Packed blocks of few queries read keys at the speed of memory: as many bytes of keys and values in flight as two
 # programs of an SM have room for (three stages of 16 KiB each of K and V), and four warps. 99 KiB hold less.
 _PACKED = {64: Tile(64, 64, 4, 4), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 3)}
-_PACKED_99 = {64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 3), 256: Tile(64, 32, 4, 2)}
+_PACKED_99 = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 3), 256: Tile(64, 32, 4, 2)}
 _PACKED_FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 2)}
 
 
