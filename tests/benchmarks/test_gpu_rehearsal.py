@@ -141,6 +141,7 @@ def unrecorded(rehearsal: Rehearsal, seed: int) -> Counter[str]:
     return missing
 
 
+@pytest.mark.full
 def test_the_whole_procedure_runs_on_a_bare_machine(python: Path, tmp_path: Path) -> None:
     """Every stage, in the calls of docs/gpu-day.md, each on another machine, which gives back few files."""
     rehearsal = Rehearsal(python, tmp_path)
