@@ -64,7 +64,7 @@ def tiles(
 
     A head dimension that is no power of two tests the columns of what comes through pointers, and pages need an address
     for each key: that takes the registers that level 1 has left. 8-bit keys are widened, which takes those that level 2
-    has. In packed blocks 8-bit keys come in tiles of half the size, and in two stages from pages.
+    has. 8-bit keys in pages come in tiles of half the size, and so do all 8-bit keys in packed blocks.
     """
     widest = max(padded(head_dim), padded(value_dim))
     even = padded(head_dim) == head_dim and padded(value_dim) == value_dim
@@ -74,7 +74,10 @@ def tiles(
     changes: dict[str, Any] = dict(hopper_tiles(head_dim, value_dim)) if hopper else {}
     packed = packed_tile(arch, dtype, widest)
     if quantized:
-        packed = replace(packed, block_n=max(packed.block_n // 2, 16), num_stages=2 if paged else packed.num_stages)
+        packed = replace(packed, block_n=max(packed.block_n // 2, 16))
+    if quantized and paged:
+        changes["forward"] = replace(config.forward, block_n=max(config.forward.block_n // 2, 16))
+        packed = replace(packed, num_stages=2 if arch >= 100 else packed.num_stages)  # one more spills on sm_100
     return replace(config, packed=packed, **changes)
 
 
