@@ -5,7 +5,6 @@ Whatever is missing here, a package or an argument of our own library, is a row 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -92,13 +91,17 @@ def _off(answer: Tensor, cache: Cache) -> float:
 
 
 def _ours(_task: Decode, cache: Cache) -> Call:
-    """Ours, (B, Hq, D). Pages are asked for as docs/kernels.md has them, once the library takes them."""
+    """Ours, (B, Hq, D)."""
     taken: dict[str, Any] = {}
     if cache.table is not None:
-        if "block_table" not in inspect.signature(attention).parameters:
-            raise CannotRunError("flashpoint_kernels.attention takes no block_table")
         taken = {"block_table": cache.table, "kv_lengths": cache.lengths}
-    return lambda: attention(cache.q, cache.k, cache.v, layout="bshd", backend="triton", **taken)[:, 0]
+
+    def call() -> Tensor:
+        o: Any = attention(cache.q, cache.k, cache.v, layout="bshd", backend="triton", **taken)
+        answer: Tensor = o[:, 0]
+        return answer
+
+    return call
 
 
 def _sdpa(backend: SDPBackend) -> Callable[[Decode, Cache], Call]:
@@ -127,7 +130,8 @@ def _flash_attn(module: str, table: str) -> Callable[[Decode, Cache], Call]:
 
         def call() -> Tensor:
             o = run(cache.q, cache.k, cache.v, cache_seqlens=cache.lengths, **pages)
-            return (o[0] if isinstance(o, tuple) else o)[:, 0]
+            answer: Tensor = o[0] if isinstance(o, tuple) else o
+            return answer[:, 0]
 
         return call
 

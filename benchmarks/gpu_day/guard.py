@@ -144,6 +144,7 @@ def _serve(pipe: Connection, device: Cuda, parent: int) -> None:
             action, task = pipe.recv()
         except EOFError:
             return
+        answer: tuple[Any, str | None, bool]
         try:
             answer = work.ACTIONS[action](device, task), None, False
         except Exception as error:

@@ -39,7 +39,7 @@ class Outcomes:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Iterator[Any]:
         """End a process whose test takes too long. The tool that dumps its stack also ends it."""
-        faulthandler.dump_traceback_later(self.frame["limit"], exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(self.frame["limit"], exit=True, file=sys.__stderr__ or 2)
         try:
             return (yield)
         finally:
@@ -49,7 +49,7 @@ class Outcomes:
     def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[Any]:
         report = yield
         if call.excinfo is not None and is_lost(self.frame["device"]):
-            print(report.longreprtext, flush=True)
+            print(call.excinfo.getrepr(), flush=True)
             os._exit(1)
         return report
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.gpu_day.device import Cuda
 from benchmarks.gpu_day.plan import Smoke
-from flashpoint_kernels import Options, Problem, run, verify
+from flashpoint_kernels import Options, Problem, quantize, run, verify
 from flashpoint_kernels.nano import nano_attention
 from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.triton_backend import launch
@@ -30,7 +30,9 @@ class Check:
     kernels: tuple[str, ...]
     grads: tuple[str, ...] = ()  # none: the forward
     hopper: bool = False
-    split: bool = False  # few queries and many keys
+    split: bool = False  # few queries, in packed blocks, and many keys
+    pages: bool = False
+    keys: str | None = None  # the dtype of 8-bit keys and values
     mask: bool = False
     sinks: bool = False
     dtype: str = "bfloat16"
@@ -46,6 +48,11 @@ CHECKS = {
     "backward_kv_hopper": Check(("attention_delta", "attention_backward_kv_hopper"), ("dk", "dv"), hopper=True),
     "backward_q_hopper": Check(("attention_delta", "attention_backward_q_hopper"), ("dq",), hopper=True),
     "merge": Check(("attention_forward", "merge_parts"), split=True),
+    "packed_backward_q": Check(("attention_delta", "attention_backward_q"), ("dq",), split=True),
+    "pages": Check(("attention_forward", "merge_parts"), split=True, pages=True),
+    "int8": Check(("attention_forward", "merge_parts"), split=True, keys="int8"),
+    "float8": Check(("attention_forward", "merge_parts"), split=True, keys="float8_e4m3fn"),
+    "pages_many": Check(("attention_forward",), pages=True, keys="float8_e4m3fn"),
     "options": Check(("attention_forward",), options=_LEVEL_1, sinks=True),
     "mask": Check(("attention_forward",), mask=True),
     "backward_mask": Check(("attention_delta", "attention_backward_mask"), ("dattn_mask",), mask=True),
@@ -96,6 +103,11 @@ def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:
     kv_heads = 4 if "nano_forward" in check.kernels else 2
     tensors = {"q": normal(2, 4, q_len, dim), "k": normal(2, kv_heads, kv_len, dim)}
     tensors["v"] = normal(2, kv_heads, kv_len, dim)
+    if check.keys:
+        for name in ("k", "v"):
+            tensors[name], tensors[f"{name}_scale"] = quantize(tensors[name], DTYPES[check.keys])
+    if check.pages:
+        tensors = _in_pages(tensors)
     if check.mask:
         tensors["attn_mask"] = normal(2, 4, q_len, kv_len)
     if check.sinks:
@@ -105,6 +117,26 @@ def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:
         run([forward], "reference")
         tensors |= {"do": normal(2, 4, q_len, dim), **forward.outputs}
     return tensors
+
+
+def _in_pages(tensors: dict[str, Tensor], size: int = 48) -> dict[str, Tensor]:
+    """The same keys and values in pages, in any order; the last page of a sequence is not full."""
+    k = tensors["k"]
+    batch, _, length, _ = k.shape
+    each = -(-length // size)
+    order = torch.randperm(batch * each, generator=torch.Generator().manual_seed(1)).to(k.device)
+    found = dict(tensors)
+    for name in ("k", "v", "k_scale", "v_scale"):
+        if name in tensors:
+            t = tensors[name].transpose(1, 2)
+            bits = t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
+            pages = bits.new_zeros(batch * each, size, *t.shape[2:])
+            padded = bits.new_zeros(batch, each * size, *t.shape[2:])
+            padded[:, :length] = bits
+            pages[order] = padded.unflatten(1, (each, size)).flatten(0, 1)
+            found[name] = pages.view(t.dtype).transpose(1, 2)
+    table = order.view(batch, each).int()
+    return found | {"block_table": table, "kv_lengths": torch.full((batch,), length)}
 
 
 def _launched(tensors: dict[str, Tensor], check: Check) -> tuple[dict[str, Tensor], list[str], Options]:

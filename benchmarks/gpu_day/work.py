@@ -158,7 +158,8 @@ def _calls(device: Cuda, task: Trial) -> tuple[list[Call], list[Tensor]]:
     }
     config = _config(device, task)
     if task.tile is not None:
-        config = replace(config, **{task.name: Tile(*task.tile)})
+        tiles: dict[str, Any] = {task.name: Tile(*task.tile)}
+        config = replace(config, **tiles)
     options = Options(causal=True, return_lse=True)
     forward = Problem.create({name: tensors[name] for name in "qkv"}, options)
     if task.name == "forward":

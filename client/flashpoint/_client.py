@@ -14,11 +14,11 @@ from flashpoint import _caches, _calls, _proof
 from flashpoint._arrays import Array
 from flashpoint._caches import AsyncCache, Cache, CacheShape
 from flashpoint._calls import DEFAULT, Backward, Call, OverCaches
-from flashpoint._exchange import Exchange
-from flashpoint._listening import Listening
+from flashpoint._http.exchange import Exchange
+from flashpoint._http.listening import Listening
+from flashpoint._http.transport import ASYNC, AsyncTransport, Transport, is_direct
 from flashpoint._proof import Benchmark, Verify
 from flashpoint._runs import AsyncBenchmarkRun, BenchmarkRun
-from flashpoint._transport import ASYNC, AsyncTransport, Transport, is_direct
 from flashpoint.benchmark_schema import BenchmarkEvent
 from flashpoint.errors import ConnectionFailedError, FlashpointError, OverloadedError, invalid
 from flashpoint.verify_schema import VerifyReport

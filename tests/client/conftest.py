@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 import flashpoint
-from flashpoint import _client, _exchange, _transport, cli
+from flashpoint import _client, cli
+from flashpoint._http import exchange, transport
 from tests.support.raw_server import RawServer
 from tests.support.scripted_server import ScriptedServer
 
@@ -15,7 +16,7 @@ from tests.support.scripted_server import ScriptedServer
 @pytest.fixture(autouse=True)
 def kept_connections(monkeypatch):
     """A client keeps its idle connections, however long a busy machine takes from one call to the next."""
-    monkeypatch.setattr(_transport, "IDLE_SECONDS", 3600.0)
+    monkeypatch.setattr(transport, "IDLE_SECONDS", 3600.0)
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def timed_waits(monkeypatch):
         began.append(time.monotonic())
         return began[0]
 
-    monkeypatch.setattr(_exchange, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(exchange, "time", SimpleNamespace(monotonic=monotonic))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import flashpoint
-from flashpoint import _exchange, _transport
+from flashpoint._http import exchange, transport
 from flashpoint_contract.wire import MEDIA_TYPE, decode_options, head_size, parse_head
 from tests.support.scripted_server import message
 
@@ -150,10 +150,10 @@ def test_retry_after_is_honoured(scripted, connect, delays):
 
 
 def test_retry_after_may_be_a_date(monkeypatch):
-    monkeypatch.setattr(_exchange, "time", SimpleNamespace(time=lambda: 1_000_000_000.0))
-    assert _exchange._retry_after({"retry-after": "Sun, 09 Sep 2001 01:47:10 GMT"}) == 30
-    assert _exchange._retry_after({"retry-after": "Thu, 01 Jan 1970 00:00:00 GMT"}) == 0
-    assert _exchange._retry_after({"retry-after": "soon"}) is None
+    monkeypatch.setattr(exchange, "time", SimpleNamespace(time=lambda: 1_000_000_000.0))
+    assert exchange._retry_after({"retry-after": "Sun, 09 Sep 2001 01:47:10 GMT"}) == 30
+    assert exchange._retry_after({"retry-after": "Thu, 01 Jan 1970 00:00:00 GMT"}) == 0
+    assert exchange._retry_after({"retry-after": "soon"}) is None
 
 
 def test_no_retry_is_begun_that_the_timeout_would_cut_off(scripted, connect, delays):
@@ -248,7 +248,7 @@ def test_a_server_that_trickles_meets_the_timeout_too(scripted, connected):
 def test_time_spent_sending_is_not_given_again_to_the_wait(scripted, connect, monkeypatch):
     """To connect, to send, to wait and to receive have one deadline, that of the call."""
     deadlines = []
-    now, run, run_async = time.monotonic(), _transport.run, _transport.run_async
+    now, run, run_async = time.monotonic(), transport.run, transport.run_async
 
     def observed(steps, deadline, *more):
         deadlines.append(deadline)
@@ -258,9 +258,9 @@ def test_time_spent_sending_is_not_given_again_to_the_wait(scripted, connect, mo
         deadlines.append(deadline)
         return run_async(steps, deadline, *more)
 
-    monkeypatch.setattr(_exchange, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(_transport, "run", observed)
-    monkeypatch.setattr(_transport, "run_async", observed_async)
+    monkeypatch.setattr(exchange, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(transport, "run", observed)
+    monkeypatch.setattr(transport, "run_async", observed_async)
     connect(scripted.url).attention(Q, Q, Q, timeout=600)
     assert len(deadlines) >= 3
     assert set(deadlines) == {now + 600}
@@ -409,6 +409,6 @@ def test_a_transport_can_be_put_in():
 
 def test_backoff_doubles_jitters_and_is_bounded():
     for failures, longest in [(0, 0.1), (1, 0.2), (3, 0.8), (20, 10.0)]:
-        delays = [_exchange.backoff(failures) for _ in range(50)]
+        delays = [exchange.backoff(failures) for _ in range(50)]
         assert all(longest / 2 <= delay <= longest for delay in delays)
         assert len(set(delays)) > 1

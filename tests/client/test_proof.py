@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import flashpoint
-from flashpoint import _drive, _exchange, _listening
+from flashpoint._http import drive, exchange, listening
 from flashpoint.benchmark_schema import EVENT
 from flashpoint_contract.wire import MEDIA_TYPE, decode_options, head_size, parse_head
 from tests.support.proof_answers import EVENTS, JOB, REPORT, ROW, SHAPES, frames, says, streams
@@ -181,7 +181,7 @@ def test_events_go_on_where_a_connection_broke(scripted, reach, transport):
 
 def test_a_connection_whose_time_is_over_is_followed_by_another(scripted, reach, clock):
     """The timeout is for the beginning of an answer: a benchmark may take longer. It passes behind event 2."""
-    time, release = clock(_drive, _exchange, _listening), threading.Event()
+    time, release = clock(drive, exchange, listening), threading.Event()
     scripted.script.extend([streams(EVENTS[:2], end=lambda h: release.wait(PATIENCE)), streams(EVENTS[2:])])
     client = reach(scripted.url, retries=0, timeout=300)
     try:

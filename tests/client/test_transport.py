@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 import flashpoint
-from flashpoint import _transport
+from flashpoint._http import transport
 from flashpoint_contract.wire import MEDIA_TYPE
 from tests.support.raw_server import PATIENCE, read_head, read_request, until_closed
 from tests.support.scripted_server import message
@@ -224,13 +224,13 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(scripted, connect
     client.attention(Q, Q, Q)
     client.attention(Q, Q, Q)
     assert scripted.connections == 1
-    monkeypatch.setattr(_transport, "IDLE_SECONDS", 0)
+    monkeypatch.setattr(transport, "IDLE_SECONDS", 0)
     client.attention(Q, Q, Q)
     assert scripted.connections == 2
 
 
 def test_no_more_idle_connections_are_kept_than_there_may_be(scripted, monkeypatch):
-    monkeypatch.setattr(_transport, "IDLE_CONNECTIONS", 1)
+    monkeypatch.setattr(transport, "IDLE_CONNECTIONS", 1)
     barrier = threading.Barrier(2, timeout=PATIENCE)
 
     def together(handler):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flashpoint
-from flashpoint._transport import Transport
+from flashpoint._http.transport import Transport
 
 Q = np.random.default_rng(0).standard_normal((1, 2, 8, 16)).astype(np.float32)
 

@@ -198,7 +198,7 @@ async def _received(data: bytes, direction: Direction) -> None:
     index = {name: np.frombuffer(places[name], info.dtype).tolist() for name, info in given if name in INDEX_TENSORS}
     use(spec, index)
     options = wire.decode_options(wire.encode_options(dict(message.options())))
-    assert make_spec(dict(given), options, direction) == spec
+    assert make_spec(dict(given), options, direction, message.surface) == spec
 
 
 def json_message(data: bytes) -> None:
@@ -208,7 +208,7 @@ def json_message(data: bytes) -> None:
     tensors, options = found
     infos = {name: TensorInfo(array.dtype.name, array.shape) for name, array in tensors.items()}
     for direction in DIRECTIONS:
-        spec = refused(partial(make_spec, infos, options, direction))
+        spec = refused(partial(make_spec, infos, options, direction, "json"))
         if spec is not None:
             use(spec, {name: t.ravel().tolist() for name, t in tensors.items() if name in INDEX_TENSORS})
     dtype = strictjson.loads(data).get("dtype", "float32")
@@ -306,7 +306,7 @@ def documents(data: bytes) -> None:
         tensor = TensorInfo("float32", (2, 3))
         infos = dict.fromkeys(("q", "k", "v"), tensor)
         travelled = wire.decode_options(wire.encode_options(checked.model_dump(mode="json")))
-        one, other = (refused(partial(make_spec, infos, o, "forward")) for o in (options, travelled))
+        one, other = (refused(partial(make_spec, infos, o, "forward", "safetensors")) for o in (options, travelled))
         assert one == other
 
 

@@ -24,7 +24,8 @@ from flashpoint_kernels.triton_backend.shipped import Variant, all_of, represent
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 FINE = Report(
-    "forward", 90, "bfloat16", 128, 0, None, "ieee", 128, 64, 8, 3, 255, 0, 227 * 1024, 0, ("wgmma.mma_async",), 0,
+    "forward", 90, "bfloat16", 128, 0, None, "ieee", False, None, 128, 64, 8, 3, 255, 0, 227 * 1024, 0,
+    ("wgmma.mma_async",), 0,
     False, 400, 0,
 )  # fmt: skip
 

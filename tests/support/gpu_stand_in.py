@@ -19,12 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flashpoint_kernels.timing.presets import grid
-
 from benchmarks import gpu
 from benchmarks.gpu_day import plan
 from benchmarks.gpu_day.device import Cuda
-from flashpoint_kernels.timing.case import ROW_FIELDS, Case
+from flashpoint_kernels.timing.case import ROW_FIELDS, Case, grid
 
 NAME = "made up: no device"
 CLOCKS = "import time\nwhile True:\n    print('1980, 3201, 45, 600.5', flush=True)\n    time.sleep(0.05)\n"

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from flashpoint._client import AsyncClient, Client
-from flashpoint._exchange import Exchange
+from flashpoint._http.exchange import Exchange
 from flashpoint._shards.work import Item, Work
 from flashpoint.errors import FlashpointError
 

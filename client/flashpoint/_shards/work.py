@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashpoint._exchange import backoff
+from flashpoint._http.exchange import backoff
 from flashpoint._shards.merge import Question
 from flashpoint.errors import ConnectionFailedError, DeadlineExceededError, FlashpointError, OverloadedError
 

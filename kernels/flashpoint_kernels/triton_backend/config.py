@@ -62,19 +62,22 @@ def tiles(
 ) -> Config:  # fmt: skip
     """The tiles of a problem in the table of sm_`arch`; `hopper`: with those of the path for Hopper.
 
-    A head dimension that is no power of two tests the columns of what comes through pointers, pages need an address for
-    each key, and 8-bit keys are widened: that takes the registers that level 1 has left. In packed blocks 8-bit keys
-    come in tiles of half the size.
+    A head dimension that is no power of two tests the columns of what comes through pointers, and pages need an address
+    for each key: that takes the registers that level 1 has left. 8-bit keys are widened, which takes those that level 2
+    has. 8-bit keys in pages come in tiles of half the size, and so do all 8-bit keys in packed blocks.
     """
     widest = max(padded(head_dim), padded(value_dim))
     even = padded(head_dim) == head_dim and padded(value_dim) == value_dim
-    level = level if even and not paged and not quantized else max(level, 1)
+    level = max(level, 2 if quantized else 1 if paged or not even else 0)
     by_dim = TABLES[arch]["float32" if dtype == "float32" else f"level {level}"]
     config = by_dim[next(dim for dim in by_dim if widest <= dim)]
     changes: dict[str, Any] = dict(hopper_tiles(head_dim, value_dim)) if hopper else {}
     packed = packed_tile(arch, dtype, widest)
     if quantized:
         packed = replace(packed, block_n=max(packed.block_n // 2, 16))
+    if quantized and paged:
+        changes["forward"] = replace(config.forward, block_n=max(config.forward.block_n // 2, 16))
+        packed = replace(packed, num_stages=2 if arch >= 100 else packed.num_stages)  # one more spills on sm_100
     return replace(config, packed=packed, **changes)
 
 

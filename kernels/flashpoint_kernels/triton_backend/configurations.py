@@ -44,14 +44,21 @@ class Config:
         return tuple(rows for rows in PACKED_ROWS if rows <= self.packed.block_m)
 
     def forward_of(self, rows: int) -> Tile:
-        """The forward's tile for packed blocks of so many rows, 0 for a block of one head's queries."""
-        return replace(self.packed, block_m=rows) if rows else self.forward
+        """The forward's tile for packed blocks of so many rows, 0 for a block of one head's queries.
+
+        Blocks of 64 rows hold so many scores that they have registers for half of the keys.
+        """
+        if not rows:
+            return self.forward
+        keys = self.packed.block_n // (2 if rows == 64 else 1)
+        return replace(self.packed, block_m=rows, block_n=max(keys, 16))
 
     def backward_q_of(self, rows: int) -> Tile:
         """The tile of dQ, likewise. It holds twice as many products of a tile as the forward: half the keys."""
         if not rows:
             return self.backward_q
-        return replace(self.packed, block_m=rows, block_n=max(self.packed.block_n // 2, 16))
+        tile = self.forward_of(rows)
+        return replace(tile, block_n=max(tile.block_n // 2, 16))
 
     def merge_of(self, rows: int) -> Tile:
         """A part of a split block of queries and the sum of those before it are two accumulators: twice the warps."""
@@ -73,7 +80,7 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # Packed blocks of few queries read keys at the speed of memory: as many bytes of keys and values in flight as two
 # programs of an SM have room for (three stages of 16 KiB each of K and V), and four warps. 99 KiB hold less.
 _PACKED = {64: Tile(64, 64, 4, 4), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 3)}
-_PACKED_99 = {64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 3), 256: Tile(64, 32, 4, 2)}
+_PACKED_99 = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 3), 256: Tile(64, 32, 4, 2)}
 _PACKED_FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 2)}
 
 

@@ -167,9 +167,9 @@ def prepare(problems: Sequence[Problem]) -> Callable[[], None]:
     """Return a function that runs the problems, which share a direction and a launch key, into their outputs.
 
     It may be called again, with other numbers in the same memory: tensors, outputs, page numbers and scales (not
-    lengths, which are read here, and not copies: masks in float64, tensors whose rows do not lie together, and float32
-    made of other slopes, sinks, lse and scales). From its second call on it copies nothing from the host, so it can be
-    captured in a CUDA graph. A gradient needs `o` and `lse`.
+    lengths, which are read here, and not copies: masks in float64, tensors whose rows do not lie together, and numbers
+    per head, lse and scales that are not float32). From its second call on it copies nothing from the host, so it can
+    be captured in a CUDA graph. A gradient needs `o` and `lse`.
     """
     if problems and problems[0].spec.direction == "forward":
         calls = list(forward_calls(problems))

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 
 from flashpoint_server.config.key_file import RIGHTS, check_name
 
-_LIMITS = ("requests_per_second", "bytes_per_second", "flops_per_second", "compute_seconds_per_second", "concurrent")
+_LIMITS = (
+    "requests_per_second",
+    "bytes_per_second",
+    "flops_per_second",
+    "compute_seconds_per_second",
+    "concurrent",
+    "cache_bytes",
+)
+_WHOLE = ("concurrent", "cache_bytes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help="what logs and metrics call it: letters, digits, - and _")
     parser.add_argument("--rights", default="attention+info", help=f"of {', '.join(RIGHTS)}, with + between them")
     for limit in _LIMITS:
-        parser.add_argument(f"--{limit.replace('_', '-')}", type=int if limit == "concurrent" else float)
+        parser.add_argument(f"--{limit.replace('_', '-')}", type=int if limit in _WHOLE else float)
     asked = parser.parse_args(argv)
     rights = asked.rights.split("+")
     if unknown := [right for right in rights if right not in RIGHTS]:

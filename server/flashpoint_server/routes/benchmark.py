@@ -9,7 +9,7 @@ from fastapi import APIRouter, Header, Path, Request, Response
 from fastapi.responses import StreamingResponse
 
 from flashpoint import jsonwire
-from flashpoint._sse import MEDIA_TYPE as EVENT_STREAM
+from flashpoint._http.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest, PlotKind
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.json import JSON

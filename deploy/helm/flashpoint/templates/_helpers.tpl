@@ -35,7 +35,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- $settings := .Values.settings -}}
 {{- $grpc := ternary 0 $settings.grpc_bytes (kindIs "invalid" $settings.grpc_port) -}}
 {{- $http := mulf $settings.workers (addf 268435456 (mulf 112 $settings.json_limit)) -}}
-{{- $bytes := addf $settings.staging_bytes $settings.queue_bytes $grpc $http -}}
+{{- $caches := ternary $settings.cache_bytes 0 (eq (int .Values.gpu.count) 0) -}}
+{{- $bytes := addf $settings.staging_bytes $settings.queue_bytes $caches $grpc $http -}}
 {{- add (int64 (ceil (divf $bytes 1048576))) .Values.memory.processesMiB -}}Mi
 {{- end -}}
 

@@ -1,6 +1,6 @@
 """A connection to the server as steps that never block: each yields what its socket must be ready for.
 
-`_drive` runs the steps, one way for threads and one for asyncio: what is sent and received is the same in both.
+`drive` runs the steps, one way for threads and one for asyncio: what is sent and received is the same in both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import httpx
 
-from flashpoint._http1 import Reply, packets
+from flashpoint._http.http1 import Reply, packets
 
 T = TypeVar("T")
 RECEIVE = 64 * 1024  # bytes received at once where they are not the caller's yet

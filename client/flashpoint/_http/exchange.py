@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from flashpoint._calls import Answer, Call
-from flashpoint._readers import Document, Message, Reader
+from flashpoint._http.readers import Document, Message, Reader
 from flashpoint.errors import (
     ConnectionFailedError,
     DeadlineExceededError,

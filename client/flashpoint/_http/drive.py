@@ -11,7 +11,7 @@ from typing import Any, Generic
 
 import httpx
 
-from flashpoint._connection import Steps, T, Wait
+from flashpoint._http.connection import Steps, T, Wait
 
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # no descriptor of its own, and no limit
 _LATE = "the deadline passed"

@@ -20,9 +20,9 @@ import urllib.request
 
 import httpx
 
-from flashpoint._connection import Connection
-from flashpoint._drive import readable, run, run_async
-from flashpoint._http1 import Reply
+from flashpoint._http.connection import Connection
+from flashpoint._http.drive import readable, run, run_async
+from flashpoint._http.http1 import Reply
 
 IDLE_CONNECTIONS = 64  # of one client
 IDLE_SECONDS = 4.0  # servers close idle connections after 5 s (uvicorn) or more: a request must not meet that

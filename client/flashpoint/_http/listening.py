@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import httpx
 
-from flashpoint import _sse
 from flashpoint._calls import DEFAULT, Call
-from flashpoint._exchange import Exchange
+from flashpoint._http import sse
+from flashpoint._http.exchange import Exchange
 from flashpoint.benchmark_schema import ENDED, EVENT, BenchmarkEvent, StateEvent
 from flashpoint.errors import ConnectionFailedError, DeadlineExceededError, ProtocolError
 
@@ -27,8 +27,8 @@ class Listening(Exchange):
     """
 
     def __init__(self, id: str, after: int, *, timeout: float | None, retries: int) -> None:
-        headers = {"Accept": _sse.MEDIA_TYPE}
-        call = Call("GET", f"/benchmark/{id}/events", _sse.MEDIA_TYPE, headers, (), DEFAULT, lambda _: None)
+        headers = {"Accept": sse.MEDIA_TYPE}
+        call = Call("GET", f"/benchmark/{id}/events", sse.MEDIA_TYPE, headers, (), DEFAULT, lambda _: None)
         super().__init__(call, timeout=timeout, retries=retries)
         self._timeout = timeout
         self._last = after
@@ -76,7 +76,7 @@ class _Events:
 
     def __init__(self) -> None:
         self._space = memoryview(bytearray(16 * 1024))
-        self._frames = _sse.Frames()
+        self._frames = sse.Frames()
         self._events: list[BenchmarkEvent] = []
 
     def space(self) -> memoryview:
