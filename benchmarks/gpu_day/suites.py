@@ -20,9 +20,13 @@ TEST_SECONDS = 120  # of one test, kernels compiled within it
 
 
 def files(suite: Suite) -> list[str]:
-    """The files of a suite, each once, in the order of its patterns."""
+    """The files of a suite, each once, in the order of its patterns. Raises ValueError for a pattern without a file."""
     folder = ROOT / "tests" / "kernels"
-    found = [path for pattern in suite.patterns for path in sorted(folder.glob(pattern))]
+    found = []
+    for pattern in suite.patterns:
+        if not (matching := sorted(folder.glob(pattern))):
+            raise ValueError(f"suite {suite.name}: there is no tests/kernels/{pattern}")
+        found += matching
     return [str(path.relative_to(ROOT)) for path in dict.fromkeys(found)]
 
 

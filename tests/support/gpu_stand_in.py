@@ -23,6 +23,10 @@ from benchmarks import gpu
 from benchmarks.gpu_day import plan
 from benchmarks.gpu_day.device import Cuda
 from flashpoint_kernels.timing.case import ROW_FIELDS, Case, grid
+from tests.support.kernels import gluon_interpreter
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    gluon_interpreter.install()
 
 NAME = "made up: no device"
 CLOCKS = "import time\nwhile True:\n    print('1980, 3201, 45, 600.5', flush=True)\n    time.sleep(0.05)\n"
@@ -45,7 +49,7 @@ class StandIn(Cuda):
     )  # fmt: skip
     suites = {  # noqa: RUF012
         "tests": (
-            plan.Suite("hopper", ("test_timing_account.py",), {"FLASHPOINT_HOPPER": "1"}),
+            plan.Suite("hopper", ("test_timing_case.py",), {"FLASHPOINT_HOPPER": "1"}),
             plan.Suite("general", ("test_dispatch.py", "test_triton_offsets.py"), {"FLASHPOINT_HOPPER": "0"}),
         ),
         "races": (plan.Suite("hopper_races", ("test_triton_offsets.py",), {"FLASHPOINT_HOPPER": "1"}),),
