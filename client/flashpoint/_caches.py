@@ -19,7 +19,7 @@ from flashpoint_contract import wire
 _GONE = ("cache_not_found", "cache_lost")
 
 
-class CacheShape(TypedDict, total=False):
+class CacheSizes(TypedDict, total=False):
     """Keywords of `cache`. Sizes are one for all layers, or a list with one for each.
 
     `value_dim`: as `head_dim` where it is not given. `dtype`: float32, bfloat16 or float16, that of q, k and v.
@@ -185,7 +185,7 @@ class AsyncCache(AnyCache):
 def create(shape: Mapping[str, Any], count: int = 1) -> Call:
     """The call for the descriptions of new caches."""
     asked = {name: list(value) if isinstance(value, tuple) else value for name, value in shape.items()}
-    if unknown := [name for name in asked if name not in CacheShape.__annotations__]:
+    if unknown := [name for name in asked if name not in CacheSizes.__annotations__]:
         raise invalid(unknown[0], "is not an option of a cache")
     if isinstance(beside := asked.get("beside"), AnyCache):
         asked["beside"] = beside.id

@@ -189,6 +189,8 @@ def forward(q: Array, k: Array | None, v: Array | None, keywords: Mapping[str, A
 def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]) -> Call:
     """The call for attention over caches. A write carries a key, so that it may be sent again."""
     given = keywords.pop("caches")
+    if isinstance(given, str | HeldCache):
+        raise invalid("caches", "must be a list, with one cache for each sequence of q")
     layer, at = keywords.pop("layer", 0), keywords.pop("at", None)
     ids = [cache.id if isinstance(cache, HeldCache) else cache for cache in given]
     try:

@@ -12,7 +12,7 @@ import httpx
 
 from flashpoint import _caches, _calls, _proof
 from flashpoint._arrays import Array
-from flashpoint._caches import AsyncCache, Cache, CacheShape
+from flashpoint._caches import AsyncCache, Cache, CacheSizes
 from flashpoint._calls import DEFAULT, Backward, Call, OverCaches
 from flashpoint._http.exchange import Exchange
 from flashpoint._http.listening import Listening
@@ -131,15 +131,15 @@ class Client(_Settings[httpx.Client]):
         """
         return self._call(_calls.backward(do, q, k, v, keywords))
 
-    def cache(self, **shape: Unpack[CacheShape]) -> Cache:
-        """Make a KV cache at the server, which holds the keys and values of one sequence. Keywords: `CacheShape`.
+    def cache(self, **shape: Unpack[CacheSizes]) -> Cache:
+        """Make a KV cache at the server, which holds the keys and values of one sequence. Keywords: `CacheSizes`.
 
         with client.cache(layers=12, kv_heads=8, head_dim=64) as cache:
             o = cache.attention(q, k, v, layer=0, causal=True)  # writes k and v, attends over all that is held
         """
         return Cache(self, self._call(_caches.create(shape))[0])
 
-    def caches(self, count: int, **shape: Unpack[CacheShape]) -> list[Cache]:
+    def caches(self, count: int, **shape: Unpack[CacheSizes]) -> list[Cache]:
         """Make several caches of one shape, all on one engine, as a call over them needs."""
         return [Cache(self, one) for one in self._call(_caches.create(shape, count))]
 
@@ -280,11 +280,11 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
         """See `Client.attention_grad`."""
         return await self._call(_calls.backward(do, q, k, v, keywords))
 
-    async def cache(self, **shape: Unpack[CacheShape]) -> AsyncCache:
+    async def cache(self, **shape: Unpack[CacheSizes]) -> AsyncCache:
         """See `Client.cache`: `async with await client.cache(…) as cache`."""
         return AsyncCache(self, (await self._call(_caches.create(shape)))[0])
 
-    async def caches(self, count: int, **shape: Unpack[CacheShape]) -> list[AsyncCache]:
+    async def caches(self, count: int, **shape: Unpack[CacheSizes]) -> list[AsyncCache]:
         """See `Client.caches`."""
         return [AsyncCache(self, one) for one in await self._call(_caches.create(shape, count))]
 

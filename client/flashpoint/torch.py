@@ -21,6 +21,7 @@ from flashpoint import sharded
 from flashpoint._client import Client
 from flashpoint.errors import invalid
 from flashpoint.meta import Meta
+from flashpoint_contract.caches import CACHE_OPTIONS
 from flashpoint_contract.options import GRADS
 from flashpoint_contract.tensors import TENSORS
 
@@ -37,6 +38,8 @@ def attention(
     dropout, the backward uses the seed of the forward, whoever picked it. A second derivative raises RuntimeError.
     A list of clients is `sharded.attention` of them, with its keywords, answers and errors.
     """
+    if of_caches := [name for name in CACHE_OPTIONS if name in keywords]:
+        raise invalid(of_caches[0], "is not taken: caches have no gradients. Call the client's attention")
     tensors = {name: keywords.get(name) for name in _INPUTS} | {"q": q, "k": k, "v": v}
     for name, value in {**tensors, **keywords}.items():
         if isinstance(value, Tensor) and value.requires_grad and name not in _INPUTS and torch.is_grad_enabled():

@@ -167,6 +167,7 @@ async def _framework_error(request: Request, error: Exception) -> Response:
 def _allowed(request: Request) -> str:
     """Every method of an address. The framework would name those of one route, where several share the address."""
     routes = request.app.router.routes
+    routes = [r for r in routes if getattr(r, "path", None) == request.url.path] or routes  # not those of an {id}
     asked = {method: {**request.scope, "method": method} for method in ("GET", "POST", "DELETE")}
     found = [m for m, scope in asked.items() if any(r.matches(scope)[0] is Match.FULL for r in routes)]
     if "GET" in found and not request.url.path.endswith(_ENDLESS):

@@ -19,6 +19,7 @@ import torch
 import flashpoint
 from flashpoint import sharded
 from flashpoint.commands import verify
+from flashpoint_contract.caches import CACHE_OPTIONS
 from flashpoint_contract.options import OPTIONS, Pair
 from flashpoint_contract.tensors import ANSWERS, FEATURES, INPUT_TENSORS, SCALES, TAKEN, TENSORS
 from flashpoint_kernels import Options, Problem, quantize, run
@@ -119,7 +120,7 @@ def parameters(options):
     """Options as the Open Inference Protocol has them."""
     found = {}
     for name, given in options.items():
-        if isinstance(OPTIONS[name].kind, Pair):
+        if name in OPTIONS and isinstance(OPTIONS[name].kind, Pair):
             found |= {f"{name}_left": given[0], f"{name}_right": given[1]}
         else:
             found[name] = ",".join(given) if isinstance(given, tuple) else given
@@ -304,6 +305,15 @@ def test_openapi_and_the_documentation_name_every_entry(server):
 
 def test_every_feature_of_the_table_is_somebodys():
     assert set().union(*SUPPORT.values()) == FEATURES.keys()
+
+
+@pytest.mark.parametrize("entry", CACHE_OPTIONS)
+@pytest.mark.parametrize("surface", [*AUTOGRAD, "oip", "grpc", "sharded", "kernels"])
+def test_caches_are_refused_by_name_where_they_are_not_taken(services, surface, entry):
+    tensors, _, direction = problem("q")
+    given = {"caches": "an-id", "layer": 1, "at": 3}[entry]
+    with pytest.raises(RefusedError, match=rf"\b{entry}\b"):
+        SURFACES[surface](services, tensors, {entry: given}, direction)
 
 
 # 8-bit keys and values

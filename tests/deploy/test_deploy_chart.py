@@ -128,7 +128,10 @@ MIB = 1 << 20
     [
         ({}, 256 + 112 * 32),
         ({"grpc_port": 8001}, 6144 + 256 + 112 * 32),
-        ({"workers": 4, "staging_bytes": 8 << 30, "queue_bytes": 1 << 30, "json_limit": MIB}, 4 * (256 + 112)),
+        (
+            {"workers": 4, "staging_bytes": 8 << 30, "queue_bytes": 1 << 30, "cache_bytes": 0, "json_limit": MIB},
+            4 * (256 + 112),
+        ),
         ({"workers": 3, "staging_bytes": (64 << 20) + 1, "grpc_port": 8001, "grpc_bytes": 64 << 20}, 64 + 3 * 3840),
     ],
 )
@@ -137,8 +140,9 @@ def test_a_pods_memory_has_room_for_all_that_its_settings_allow(given, processes
     resources = container({"settings": given, "memory": {"processesMiB": 2048}})["resources"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
     memory = int(resources["limits"]["memory"].removesuffix("Mi"))
-    staging, queue = (given.get(name, Settings.model_fields[name].default) for name in ("staging_bytes", "queue_bytes"))
-    assert memory == -(-(staging + queue) // MIB) + processes + 2048
+    sizes = ("staging_bytes", "queue_bytes", "cache_bytes")
+    bounded = sum(given.get(name, Settings.model_fields[name].default) for name in sizes)
+    assert memory == -(-bounded // MIB) + processes + 2048
 
 
 def test_without_keys_everybody_is_served_by_choice_alone():

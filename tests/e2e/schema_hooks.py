@@ -96,6 +96,8 @@ def messages_get_what_they_ask(ctx, response, case):
     """A safetensors message is answered where it fits the call, and else refused for what is wrong with it."""
     if not (isinstance(case.body, bytes) and case.meta.generation.mode.is_positive) or response.status_code == 504:
         return
+    if case.path.startswith("/caches/"):  # whose ids nobody can draw: test_caches.py has them
+        return
     head = head_of(case.body)
     wrong = {name for name in MISSPELT if name in head["__metadata__"]}
     if not wrong and case.path == "/attention":
@@ -130,13 +132,13 @@ def a_refusal_names_its_fields(ctx, response, case):
 
 @schemathesis.check
 class EveryCallIsReached:
-    """Both encodings of every call were answered at least once."""
+    """Both encodings of every call were answered at least once, but for calls whose cache nobody can draw."""
 
     def __init__(self):
         self.asked, self.answered = set(), set()
 
     def after_response(self, ctx, response, case):
-        if case.media_type is not None:
+        if case.media_type is not None and not case.path.startswith("/caches/"):
             what = (case.path, "JSON" if case.media_type == "application/json" else "binary")
             self.asked.add(what)
             if response.status_code < 300:

@@ -11,15 +11,9 @@ from collections.abc import Sequence
 
 from flashpoint_server.config.key_file import RIGHTS, check_name
 
-_LIMITS = (
-    "requests_per_second",
-    "bytes_per_second",
-    "flops_per_second",
-    "compute_seconds_per_second",
-    "concurrent",
-    "cache_bytes",
-)
+_RATES = ("requests_per_second", "bytes_per_second", "flops_per_second", "compute_seconds_per_second")
 _WHOLE = ("concurrent", "cache_bytes")
+_LIMITS = (*_RATES, *_WHOLE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

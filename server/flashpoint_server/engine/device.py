@@ -30,7 +30,7 @@ from flashpoint_kernels.problem import DTYPES, check_scales
 from flashpoint_kernels.reproducible import CORES, split
 from flashpoint_kernels.timing.device import device_name, is_lost
 from flashpoint_server.engine import local
-from flashpoint_server.engine.caches.attending import HeldCall, Part
+from flashpoint_server.engine.caches.attending import CachedPart, HeldCall
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.entry import OutOfMemoryError, Placed
 from flashpoint_server.engine.memory import bytes_in, tensor_in
@@ -180,7 +180,7 @@ class TorchDevice:
         with self._told_apart():
             self._held(job, self._given(job)).write(self.caches)
 
-    def held_parts(self, job: Placed) -> Sequence[Problem | Part]:
+    def held_parts(self, job: Placed) -> Sequence[Problem | CachedPart]:
         """As `parts`, of a job over caches that has been written. Raises Refusal 422."""
         with self._told_apart():
             return self._held(job, self._given(job)).parts(self.caches, job.submit.backend)
@@ -198,10 +198,10 @@ class TorchDevice:
         outputs = {t.name: tensor_in(job.memory, t) for t in job.submit.outputs} if self.is_cpu else {}
         return HeldCall.of(job.spec, held, given, outputs)
 
-    def run(self, part: Problem | Part, backend: str) -> None:
+    def run(self, part: Problem | CachedPart, backend: str) -> None:
         """Compute a part. Raises OutOfMemoryError."""
         with self._told_apart():
-            if isinstance(part, Part):
+            if isinstance(part, CachedPart):
                 part.compute()
             else:
                 run_part(part, backend)

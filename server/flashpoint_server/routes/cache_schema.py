@@ -18,11 +18,11 @@ Ids = Annotated[list[str], Field(min_length=1, max_length=MOST_CACHES)]
 CacheDtype = Literal["float16", "bfloat16", "float32"]
 
 
-class _Strict(BaseModel):
+class _CacheBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
-class CacheRequest(_Strict):
+class CacheRequest(_CacheBody):
     """Caches to be made. Sizes are one for all layers, or a list with one for each."""
 
     layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
@@ -43,7 +43,7 @@ class CacheRequest(_Strict):
     """id of a cache on whose engine they are made"""
 
 
-class ForkRequest(_Strict):
+class ForkRequest(_CacheBody):
     """Copies to be made, which share memory until one is written."""
 
     caches: Ids
@@ -53,11 +53,11 @@ class ForkRequest(_Strict):
     """ids of caches that are deleted with that"""
 
 
-class DeleteRequest(_Strict):
+class DeleteRequest(_CacheBody):
     caches: Ids
 
 
-class TruncateRequest(_Strict):
+class TruncateRequest(_CacheBody):
     length: Length
 
 

@@ -20,7 +20,7 @@ from flashpoint_kernels import Problem
 from flashpoint_kernels.chunked import attend
 from flashpoint_kernels.cost import NOMINAL, row_seconds
 from flashpoint_kernels.reproducible import CORES, PART_SECONDS, split
-from flashpoint_server.engine.caches.cache import Cache, Terms
+from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.chunks import CHUNK, SMALLEST, Track
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.ipc.messages import Held
@@ -78,13 +78,13 @@ class HeldCall:
             store.readable(caches, held.layer, first)
         self._check_mask(caches)
 
-    def _check_mask(self, caches: Sequence[Cache]) -> None:
+    def _check_mask(self, caches: Sequence[StoredCache]) -> None:
         longest = max(cache.tracks[self.held.layer].length for cache in caches)
         mask = self.tensors.get("attn_mask")
         if mask is not None and mask.ndim and 1 < mask.shape[-1] < longest:
             raise invalid([("attn_mask", f"has {mask.shape[-1]} columns where a cache has {longest} tokens")])
 
-    def parts(self, store: CacheStore, backend: str) -> list[Problem | Part]:
+    def parts(self, store: CacheStore, backend: str) -> list[Problem | CachedPart]:
         """Return what cores of the CPU compute side by side, once tokens are written."""
         if backend != "torch" or "attn_mask" in self.tensors:
             return list(split(self.problem(store), backend))
@@ -97,7 +97,7 @@ class HeldCall:
             for row, track in zip(self.rows, tracks, strict=True)
         ]  # fmt: skip
         shell.clear_outputs()
-        return list(_parts(self.spec, [one for one in sequences if one.row.q_len])) or [Part(self.spec, ())]
+        return list(_parts(self.spec, [one for one in sequences if one.row.q_len])) or [CachedPart(self.spec, ())]
 
     def _edge(self, row: Row, track: Track) -> int | None:
         offset = self.spec.offset(row.q_len, track.length)
@@ -190,7 +190,7 @@ class Share:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class CachedPart:
     """What one core computes of a call: heads of sequences, read in the caches' own memory."""
 
     spec: Spec
@@ -227,7 +227,7 @@ class Part:
                 one.views["lse"][heads] = lse
 
 
-def _parts(spec: Spec, sequences: Sequence[Attended]) -> list[Part]:
+def _parts(spec: Spec, sequences: Sequence[Attended]) -> list[CachedPart]:
     """Cut a call between its sequences, and these between their key/value heads, into parts of about equal bytes."""
     rates = NOMINAL["torch"]
     total = sum(one.nbytes for one in sequences)
@@ -244,7 +244,7 @@ def _parts(spec: Spec, sequences: Sequence[Attended]) -> list[Part]:
             shares.append(Share(sequences[number], first, last))
             start += last - first
         if shares:
-            parts.append(Part(spec, shares))
+            parts.append(CachedPart(spec, shares))
     return parts
 
 

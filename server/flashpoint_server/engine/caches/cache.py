@@ -39,7 +39,7 @@ class Mark(NamedTuple):
 
 
 @dataclass(eq=False)
-class Cache:
+class StoredCache:
     """Keys and values of one sequence. `users` are calls that wait or run; `expires` is in the store's seconds."""
 
     serial: int
@@ -69,7 +69,7 @@ class Cache:
 class Write(NamedTuple):
     """A write that has been checked, and has its memory: `lengths` are the tracks' before and after it."""
 
-    cache: Cache
+    cache: StoredCache
     track: Track
     at: int
     end: int
@@ -82,7 +82,7 @@ def reserved_chunks(max_length: int, keep: int | None) -> int:
     return whole if keep is None else min(whole, -(-keep // CHUNK) + 2)
 
 
-def cut_problem(cache: Cache, end: int | None) -> tuple[str, str] | None:
+def cut_problem(cache: StoredCache, end: int | None) -> tuple[str, str] | None:
     """Say why a cache cannot be cut at a position."""
     if end is None:
         return None
@@ -99,7 +99,7 @@ def dropped(first: int, position: int) -> tuple[str, str] | None:
 
 
 def write_problem(
-    cache: Cache, layer: int, at: int, count: int, lowest: Callable[[int, int], int]
+    cache: StoredCache, layer: int, at: int, count: int, lowest: Callable[[int, int], int]
 ) -> tuple[str, str] | None:
     """Say why `count` tokens cannot be written at a position of a layer."""
     track, keep = cache.tracks[layer], cache.keep[layer]

@@ -53,7 +53,7 @@ class Change(NamedTuple):
     kept: int
 
 
-class Piece(NamedTuple):
+class TokenRun(NamedTuple):
     """Keys and values of consecutive tokens from `start` on: k (Hk, n, D), v (Hk, n, Dv)."""
 
     start: int
@@ -138,14 +138,14 @@ class Track:
                 chunk.holders += 1
         return other
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+    def pieces(self, start: int, stop: int) -> Iterator[TokenRun]:
         """Yield the tokens [start, stop), which it holds, as views of its chunks."""
         for place in range(start // CHUNK, -(-stop // CHUNK)):
             chunk = self.chunks[place]
             assert chunk is not None
             first, last = max(start, place * CHUNK), min(stop, (place + 1) * CHUNK)
             inside = slice(first - place * CHUNK, last - place * CHUNK)
-            yield Piece(first, chunk.k[:, inside], chunk.v[:, inside])
+            yield TokenRun(first, chunk.k[:, inside], chunk.v[:, inside])
 
     @property
     def spares_one(self) -> bool:

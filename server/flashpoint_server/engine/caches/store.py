@@ -21,8 +21,8 @@ from torch import Tensor
 
 from flashpoint_server.engine.caches.cache import (
     SAID,
-    Cache,
     Mark,
+    StoredCache,
     Terms,
     Write,
     cut_problem,
@@ -52,7 +52,7 @@ class CacheStore:
         self._device = device
         self._clock = clock
         self._lock = threading.RLock()
-        self._caches: dict[int, Cache] = {}
+        self._caches: dict[int, StoredCache] = {}
         self._serials = itertools.count(1)
         self._used = 0
         self._owned: defaultdict[str, int] = defaultdict(int)
@@ -143,8 +143,8 @@ class CacheStore:
     def _add(
         self, owner: str, shape: CacheShape, ttl: float, tracks: list[Track], keep: tuple[int | None, ...],
         max_length: int | None,
-    ) -> Cache:  # fmt: skip
-        cache = Cache(next(self._serials), owner, shape, ttl, tracks, keep, max_length, self._clock() + ttl)
+    ) -> StoredCache:  # fmt: skip
+        cache = StoredCache(next(self._serials), owner, shape, ttl, tracks, keep, max_length, self._clock() + ttl)
         self._caches[cache.serial] = cache
         return cache
 
@@ -153,14 +153,14 @@ class CacheStore:
         serials = self._answers.get((terms.owner, terms.key)) if terms.key else None
         return None if serials is None else [self.record(cache) for cache in self._find(terms.owner, serials)]
 
-    def _answer(self, terms: Terms, made: Sequence[Cache]) -> list[CacheRecord]:
+    def _answer(self, terms: Terms, made: Sequence[StoredCache]) -> list[CacheRecord]:
         if terms.key:
             self._answers[terms.owner, terms.key] = [cache.serial for cache in made]
             if len(self._answers) > ANSWERS:
                 self._answers.popitem(last=False)
         return [self.record(cache) for cache in made]
 
-    def _end(self, cache: Cache) -> None:
+    def _end(self, cache: StoredCache) -> None:
         """Take a cache's memory back."""
         del self._caches[cache.serial]
         for track in cache.tracks:
@@ -171,7 +171,7 @@ class CacheStore:
         if not self._owned[cache.owner]:
             del self._owned[cache.owner]
 
-    def _lose(self, cache: Cache) -> None:
+    def _lose(self, cache: StoredCache) -> None:
         self._end(cache)
         self._lost[cache.serial] = cache.owner, self._clock() + TOMBSTONE_SECONDS
         if len(self._lost) > TOMBSTONES:
@@ -238,7 +238,7 @@ class CacheStore:
         with self._lock:
             return [self._caches[serial].tracks[layer].length for serial in serials]
 
-    def record(self, cache: Cache) -> CacheRecord:
+    def record(self, cache: StoredCache) -> CacheRecord:
         """Describe a cache, as it is now."""
         return CacheRecord(
             serial=cache.serial,
@@ -252,12 +252,12 @@ class CacheStore:
             expires_in=max(0.0, cache.expires - self._clock()),
         )
 
-    def find(self, terms: Terms, serials: Sequence[int]) -> list[Cache]:
+    def find(self, terms: Terms, serials: Sequence[int]) -> list[StoredCache]:
         """Return the owner's caches. Raises Refusal 404 and 410."""
         with self._lock:
             return self._find(terms.owner, serials)
 
-    def _find(self, owner: str, serials: Sequence[int]) -> list[Cache]:
+    def _find(self, owner: str, serials: Sequence[int]) -> list[StoredCache]:
         now = self._clock()
         found, problems = [], list[tuple[str, str] | None]()
         for serial in serials:
@@ -307,7 +307,7 @@ class CacheStore:
         at: Sequence[int] | None,
         tokens: Sequence[tuple[Tensor, Tensor]],
         lowest: Callable[[int, int], int] = lambda queries, length: length,
-    ) -> list[Cache]:
+    ) -> list[StoredCache]:
         """Write k (Hk, n, D) and v (Hk, n, Dv) of each cache's new tokens, at its end or `at` a position.
 
         `lowest` says which position a call of so many queries reads first in a cache of that length, once it is
@@ -334,12 +334,12 @@ class CacheStore:
                 self._let_go(write.cache, write.track, released)
         return caches
 
-    def readable(self, caches: Sequence[Cache], layer: int, first: Sequence[int]) -> None:
+    def readable(self, caches: Sequence[StoredCache], layer: int, first: Sequence[int]) -> None:
         """Check that tokens from `first` on are there in each cache. Raises Refusal 409."""
         self._refuse("caches", [dropped(c.tracks[layer].first, p) for c, p in zip(caches, first, strict=True)])
 
     def _prepared(
-        self, terms: Terms, caches: Sequence[Cache], layer: int, at: Sequence[int] | None, counts: Sequence[int],
+        self, terms: Terms, caches: Sequence[StoredCache], layer: int, at: Sequence[int] | None, counts: Sequence[int],
         lowest: Callable[[int, int], int],
     ) -> list[Write]:  # fmt: skip
         """Check a write, and take its memory: all that can fail."""
@@ -375,7 +375,7 @@ class CacheStore:
             raise
         return writes
 
-    def _repeats(self, caches: Sequence[Cache], mark: Mark) -> bool:
+    def _repeats(self, caches: Sequence[StoredCache], mark: Mark) -> bool:
         """Whether a call is the last of all of these caches again. Raises Refusal 409 for an older one."""
         if not mark.key:
             return False
@@ -404,13 +404,13 @@ class CacheStore:
         if self._used + new > self.limit:
             raise Refusal("cache_memory", f"{self._used} of {self.limit} bytes are held, and this needs {new} more")
 
-    def _count(self, cache: Cache, nbytes: int, new: int) -> None:
+    def _count(self, cache: StoredCache, nbytes: int, new: int) -> None:
         """Count `nbytes` of a cache, of which the store has `new` ones."""
         cache.nbytes += nbytes
         self._owned[cache.owner] += nbytes
         self._used += new
 
-    def _let_go(self, cache: Cache, track: Track, chunks: Iterable[Chunk]) -> None:
+    def _let_go(self, cache: StoredCache, track: Track, chunks: Iterable[Chunk]) -> None:
         """Take chunks from a cache, which keeps what is reserved for it."""
         spares = len(track.spares)
         chunks = list(chunks)
