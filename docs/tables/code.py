@@ -71,7 +71,7 @@ def errors() -> str:
 def grpc() -> str:
     """The status of every refusal, by its codes."""
     codes: dict[str, list[str]] = {}
-    for code in (code for code in STATUS if code in STATUSES):
+    for code in STATUS:
         codes.setdefault(STATUSES[code], []).append(f"`{code}`")
     return table(["status", "code over HTTP"], [(f"`{status}`", ", ".join(found)) for status, found in codes.items()])
 

@@ -61,6 +61,13 @@ STATUSES = {
     "out_of_memory": "UNAVAILABLE",
     "engine_lost": "UNAVAILABLE",
     "deadline_exceeded": "DEADLINE_EXCEEDED",
+    "cache_not_found": "NOT_FOUND",
+    "cache_lost": "NOT_FOUND",
+    "cache_position": "OUT_OF_RANGE",
+    "cache_dropped": "OUT_OF_RANGE",
+    "cache_full": "FAILED_PRECONDITION",
+    "cache_stale": "ABORTED",
+    "cache_memory": "RESOURCE_EXHAUSTED",
 }
 
 _KEY = "authorization"
