@@ -18,6 +18,8 @@ from tests.support.kernels.solving import forward, normal, qkv, spec_of
 from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, pairs, tensors_of
 
 BACKENDS = ["torch", "tiled", "reference", "triton"]
+# In the fast tier the property tests run the kernels, which the interpreter takes long for.
+EACH = [*BACKENDS[:3], pytest.param("triton", marks=pytest.mark.slow)]
 CASES = pairs()
 SIZES = (1, 7, 16, 35)  # of a page: 70 keys are whole pages of each, but of 16
 
@@ -30,7 +32,7 @@ def same(backend: str, dense: dict[str, torch.Tensor], paged: dict[str, torch.Te
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 def test_bits_are_those_of_the_keys_that_lie_together(backend: str, layout: str, size: int) -> None:
     case = PLAIN | {"layout": layout, "group": 2, "lengths": layout != "thd", "dims": (16, 16)}
     dense = {n: t for n, t in tensors_of(case, 37, 70).items() if n != "do"}
@@ -39,7 +41,7 @@ def test_bits_are_those_of_the_keys_that_lie_together(backend: str, layout: str,
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-@pytest.mark.parametrize("backend", ["torch", "tiled", "triton"])
+@pytest.mark.parametrize("backend", EACH[:2] + EACH[3:])
 def test_with_every_pair_of_options(backend: str, case: dict[str, Any]) -> None:
     """Every other case with 8-bit keys, too: exact by the rule, or refused for what the backend does not claim."""
     number = CASES.index(case)
@@ -114,7 +116,7 @@ def test_any_pages(problem: Any, causal: bool, backend: str) -> None:
 
 
 @pytest.mark.parametrize("eight", [False, True])
-@pytest.mark.parametrize("backend", ["torch", "tiled", "triton"])
+@pytest.mark.parametrize("backend", EACH[:2] + EACH[3:])
 def test_bits_are_the_same_alone_and_among_others(backend: str, eight: bool) -> None:
     """A sequence's neighbours, its place among them, its page size and its pages' places change nothing."""
     t = qkv(3, 4, 37, 70, 40, kv_heads=2) | {"kv_lengths": torch.tensor([70, 13, 70])}
@@ -130,7 +132,7 @@ def test_bits_are_the_same_alone_and_among_others(backend: str, eight: bool) -> 
                 assert torch.equal(among[name][place], x[0]), name
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 def test_problems_share_a_call(backend: str) -> None:
     """Page sizes, lengths, heads and layouts differ; each has the bits that it has alone."""
     problems, alone = [], []
@@ -158,7 +160,7 @@ def test_a_launch_is_of_one_kind() -> None:
         run(problems[:2], "tiled")
 
 
-@pytest.mark.parametrize("backend", ["torch", "tiled", "triton"])
+@pytest.mark.parametrize("backend", EACH[:2] + EACH[3:])
 def test_a_problem_that_runs_again_reads_its_pages_again(backend: str) -> None:
     t = {n: x for n, x in qkv(1, 2, 5, 12, 16).items() if n != "do"}
     problem = Problem.create(in_pages(t, "bhsd", 4), Options())
@@ -169,7 +171,7 @@ def test_a_problem_that_runs_again_reads_its_pages_again(backend: str) -> None:
     assert torch.equal(problem.outputs["o"], again["o"])
 
 
-@pytest.mark.parametrize("backend", ["torch", "tiled", "triton"])
+@pytest.mark.parametrize("backend", EACH[:2] + EACH[3:])
 def test_parts_of_a_problem_have_its_bits(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashpoint_kernels.reproducible.PART_SECONDS", 1e-5)
     t = {n: x for n, x in qkv(3, 4, 64, 96, 32, kv_heads=2).items() if n != "do"}
@@ -186,7 +188,7 @@ def test_parts_of_a_problem_have_its_bits(backend: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("rank", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 def test_one_head_forms(backend: str, rank: int) -> None:
     """Pages of one head, and a pool of one page, have as many dimensions as q."""
     q, k, v = normal(2, 5, 16), normal(4, 6, 16, seed=1), normal(4, 6, 16, seed=2)

@@ -15,6 +15,8 @@ from tests.support.kernels.solving import forward, normal, qkv, spec_of
 from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, pairs, tensors_of
 
 BACKENDS = ["torch", "tiled", "reference", "triton"]
+# In the fast tier the property tests run the kernels, which the interpreter takes long for.
+EACH = [*BACKENDS[:3], pytest.param("triton", marks=pytest.mark.slow)]
 CASES = pairs()
 
 
@@ -119,7 +121,7 @@ def test_what_cannot_be_quantized_is_named(field: str, call: Any) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 def test_each_form_of_scales_alone(backend: str, layout: str, dtype: str, form: str) -> None:
     case = PLAIN | {"layout": layout, "group": 2}
     given = {n: t for n, t in tensors_of(case, 37, 70).items() if n != "do"}
@@ -129,13 +131,13 @@ def test_each_form_of_scales_alone(backend: str, layout: str, dtype: str, form: 
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-@pytest.mark.parametrize("backend", ["torch", "tiled", "triton"])
+@pytest.mark.parametrize("backend", EACH[:2] + EACH[3:])
 def test_with_every_pair_of_options(backend: str, case: dict[str, Any]) -> None:
     check(*asked(case, backend))
 
 
 @pytest.mark.parametrize("rank", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 def test_one_head_forms(backend: str, rank: int) -> None:
     t = of_eight_bits(qkv(1, 1, 5, 7, 16), "bhsd")
     expected = forward(backend, t)
@@ -145,7 +147,7 @@ def test_one_head_forms(backend: str, rank: int) -> None:
         assert torch.equal(x, expected[name].squeeze(drop)), name
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH)
 def test_it_is_attention_over_what_the_numbers_stand_for(backend: str) -> None:
     """With a key of its own, and no verification of ours: the mean of equal scores, one key's value."""
     t = qkv(2, 4, 5, 7, 16, kv_heads=2)
@@ -155,7 +157,7 @@ def test_it_is_attention_over_what_the_numbers_stand_for(backend: str) -> None:
     torch.testing.assert_close(forward(backend, t)["o"], mean.expand(-1, -1, 5, -1), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["torch", "tiled", "triton"])
+@pytest.mark.parametrize("backend", EACH[:2] + EACH[3:])
 @pytest.mark.parametrize("lengths", [(37, 70), (600, 1100)])
 def test_bits_are_the_same_alone_and_among_others(backend: str, lengths: tuple[int, int]) -> None:
     one = of_eight_bits(qkv(1, 3, *lengths, 40, seed=100), "bhsd")
