@@ -152,12 +152,17 @@ class EngineLoop:
 
     def _look_at_caches(self) -> None:
         """Free caches that have expired, and tell the HTTP processes what is held, where that has changed."""
-        caches = self._executor.device.caches
-        caches.sweep()
-        if (held := (len(caches), caches.used)) != self._held:
+        self._executor.device.caches.sweep()
+        if (held := self._held_now) != self._held:
             self._held = held
             with self._lock:
                 self._tell_all([Holding(*held)])
+
+    @property
+    def _held_now(self) -> tuple[int, int]:
+        """How many caches are held, and their bytes."""
+        caches = self._executor.device.caches
+        return len(caches), caches.used
 
     def _take(self) -> Task | None:
         return None if self._stopping else self._scheduler.take()
@@ -168,6 +173,8 @@ class EngineLoop:
             self._scheduler.finish(task, failure)
             for entry in task.entries:
                 self._let_go(entry.peer)
+            if self._held_now != self._held:  # who listens tells it, and when the first of them expires
+                self._waker.wake()
             if isinstance(task, Slice):
                 self._tell_all(task.plugin.conclude())
                 if task.plugin.suspect:
