@@ -19,7 +19,7 @@ from tables import TABLES
 DOCS = Path(__file__).resolve().parent
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CHART_SCHEMA = DOCS.parent / "deploy/helm/flashpoint/values.schema.json"
-# What the chart decides itself, files that it does not mount, and shared memory, which ends with a pod.
+# What the chart decides itself, secrets, files that it does not mount, and shared memory, which ends with a pod.
 NOT_OF_THE_CHART = {
     "port",
     "device",
@@ -30,6 +30,8 @@ NOT_OF_THE_CHART = {
     "tls_key",
     "tls_client_ca",
     "shared_memory_bytes",
+    "cache_secret",
+    "replica",
 }
 
 

@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol, Self, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol, Self, TypedDict, Unpack
 
 import numpy as np
 
 from flashpoint import jsonwire
 from flashpoint._arrays import Array, pack, unpack
-from flashpoint._calls import DEFAULT, Answer, Call, HeldCache, OfLayer, forward, idempotent
+from flashpoint._calls import DEFAULT, Affinity, Answer, Call, HeldCache, OfLayer, forward, idempotent
 from flashpoint.errors import CacheError, ProtocolError, invalid
 from flashpoint_contract import wire
 
@@ -39,10 +39,18 @@ class CacheSizes(TypedDict, total=False):
     beside: AnyCache | str | None
 
 
+class Described(NamedTuple):
+    """What an answer says of a cache, and what leads to it."""
+
+    document: Mapping[str, Any]
+    affinity: Affinity
+
+
 class AnyCache(HeldCache):
     """What both kinds of cache are made of: the id, and the lengths that answers have told."""
 
-    def __init__(self, described: Mapping[str, Any]) -> None:
+    def __init__(self, found: Described) -> None:
+        described, self.affinity = found
         try:
             self.id: str = described["id"]
             self.layers: int = described["layers"]
@@ -56,8 +64,13 @@ class AnyCache(HeldCache):
         """Tokens of its longest layer, as the last answers told. `lengths` has every layer's."""
         return max(self.lengths, default=0)
 
+    @property
+    def replica(self) -> str:
+        """What a balancer routes its calls by, in X-Flashpoint-Replica: for another client, with its `id`."""
+        return self.affinity.replica
+
     def _hear(self, described: Mapping[str, Any]) -> None:
-        other = AnyCache(described)
+        other = AnyCache(Described(described, self.affinity))
         self.lengths, self.bytes = other.lengths, other.bytes
 
 
@@ -76,8 +89,8 @@ class Cache(AnyCache):
     engine has restarted: make it again, and send its tokens again.
     """
 
-    def __init__(self, client: _Client, described: Mapping[str, Any]) -> None:
-        super().__init__(described)
+    def __init__(self, client: _Client, found: Described) -> None:
+        super().__init__(found)
         self._client = client
 
     def attention(
@@ -132,8 +145,8 @@ class Cache(AnyCache):
 class AsyncCache(AnyCache):
     """The asyncio twin of `Cache`."""
 
-    def __init__(self, client: _AsyncClient, described: Mapping[str, Any]) -> None:
-        super().__init__(described)
+    def __init__(self, client: _AsyncClient, found: Described) -> None:
+        super().__init__(found)
         self._client = client
 
     async def attention(
@@ -187,9 +200,10 @@ def create(shape: Mapping[str, Any], count: int = 1) -> Call:
     asked = {name: list(value) if isinstance(value, tuple) else value for name, value in shape.items()}
     if unknown := [name for name in asked if name not in CacheSizes.__annotations__]:
         raise invalid(unknown[0], "is not an option of a cache")
+    affinity = Affinity()
     if isinstance(beside := asked.get("beside"), AnyCache):
-        asked["beside"] = beside.id
-    return _asks("POST", "/caches", {**asked, "count": count}, _described, success=201)
+        asked["beside"], affinity = beside.id, beside.affinity
+    return _asks("POST", "/caches", {**asked, "count": count}, affinity, _made(affinity), success=201)
 
 
 def attend(
@@ -215,28 +229,31 @@ def append(cache: AnyCache, k: Array, v: Array, layer: int, at: int | None, layo
 
     headers = {"Content-Type": wire.MEDIA_TYPE, "Accept": jsonwire.MEDIA_TYPE, **idempotent()}
     body = (memoryview(head), *(p.data for p in packed.values()))
-    return Call("POST", f"/caches/{cache.id}/append", jsonwire.MEDIA_TYPE, headers, body, DEFAULT, read)
+    path = f"/caches/{cache.id}/append"
+    return Call("POST", path, jsonwire.MEDIA_TYPE, headers, body, DEFAULT, read, affinity=cache.affinity)
 
 
 def fork(caches: Sequence[AnyCache], lengths: Sequence[int] | None, free: Sequence[AnyCache]) -> Call:
     """The call for the descriptions of copies."""
-    asked = {"caches": [c.id for c in caches], "lengths": None if lengths is None else list(lengths)}
-    return _asks("POST", "/caches/fork", {**asked, "free": [c.id for c in free]}, _described, success=201)
+    asked: dict[str, Any] = {"caches": [c.id for c in caches], "lengths": None if lengths is None else list(lengths)}
+    affinity = caches[0].affinity if caches else Affinity()
+    asked["free"] = [c.id for c in free]
+    return _asks("POST", "/caches/fork", asked, affinity, _made(affinity), success=201)
 
 
 def change(cache: AnyCache, what: str, asked: Mapping[str, Any]) -> Call:
     """The call for the description of a cache that is truncated or renewed."""
-    return _asks("POST", f"/caches/{cache.id}/{what}", asked, lambda document: document)
+    return _asks("POST", f"/caches/{cache.id}/{what}", asked, cache.affinity, lambda document: document)
 
 
 def look(cache: AnyCache) -> Call:
     """The call for the description of a cache."""
-    return _asks("GET", f"/caches/{cache.id}", None, lambda document: document)
+    return _asks("GET", f"/caches/{cache.id}", None, cache.affinity, lambda document: document)
 
 
 def delete(cache: AnyCache) -> Call:
     """The call that frees a cache."""
-    call = _asks("DELETE", f"/caches/{cache.id}", None, lambda document: None, success=204)
+    call = _asks("DELETE", f"/caches/{cache.id}", None, cache.affinity, lambda document: None, success=204)
     return replace(call, expected="")  # there is no body
 
 
@@ -250,21 +267,25 @@ def tensors(cache: AnyCache, layer: int, like: Array | None) -> Call:
 
     headers = {"Accept": wire.MEDIA_TYPE}
     path = f"/caches/{cache.id}/tensors?layer={layer}"
-    return Call("GET", path, wire.MEDIA_TYPE, headers, (), DEFAULT, read)
+    return Call("GET", path, wire.MEDIA_TYPE, headers, (), DEFAULT, read, affinity=cache.affinity)
 
 
-def _described(document: Any) -> list[Mapping[str, Any]]:
-    found = document.get("caches")
-    if not isinstance(found, list) or not found:
-        raise ProtocolError("the answer describes no caches")
-    return found
+def _made(affinity: Affinity) -> Callable[[Any], list[Described]]:
+    def read(document: Any) -> list[Described]:
+        found = document.get("caches")
+        if not isinstance(found, list) or not found:
+            raise ProtocolError("the answer describes no caches")
+        return [Described(one, affinity) for one in found]
+
+    return read
 
 
 def _asks(
-    method: str, path: str, asked: Mapping[str, Any] | None, read: Callable[[Any], Any], success: int = 200
-) -> Call:
+    method: str, path: str, asked: Mapping[str, Any] | None, affinity: Affinity, read: Callable[[Any], Any],
+    success: int = 200,
+) -> Call:  # fmt: skip
     headers, body = {"Accept": jsonwire.MEDIA_TYPE}, b"" if asked is None else json.dumps(asked).encode()
     if asked is not None:
         headers |= {"Content-Type": jsonwire.MEDIA_TYPE, **idempotent()}
     parts = (memoryview(body),) if body else ()
-    return Call(method, path, jsonwire.MEDIA_TYPE, headers, parts, DEFAULT, read, success=success)
+    return Call(method, path, jsonwire.MEDIA_TYPE, headers, parts, DEFAULT, read, success=success, affinity=affinity)

@@ -89,11 +89,22 @@ class Scales(TypedDict, total=False):
     v_scale: Array | float | None
 
 
+class Affinity:
+    """What leads to the replica that holds caches: the value of X-Flashpoint-Replica, "" where it is not known."""
+
+    def __init__(self, replica: str = "") -> None:
+        self.replica = replica
+
+
 class HeldCache:
-    """A KV cache that a server holds, as a call needs it: its id, and the lengths of its layers that answers tell."""
+    """A KV cache that a server holds, as a call needs it: its id, and the lengths of its layers that answers tell.
+
+    Caches that were made together, and their forks, share an `affinity`.
+    """
 
     id: str
     lengths: list[int]
+    affinity: Affinity
 
 
 class Forward(Common, Scales, total=False):
@@ -147,7 +158,7 @@ class Call:
 
     `body` are its parts, in order. `read` makes the result: of an `Answer`, or of a JSON object where the media type
     that is expected is JSON. `success` is the status it comes with. `repeatable`: it has no effect but its answer, so
-    it may be sent again even when the connection broke half-way.
+    it may be sent again even when the connection broke half-way. `affinity` is that of the caches it is about.
     """
 
     method: str
@@ -159,6 +170,7 @@ class Call:
     read: Callable[[Any], Any]
     success: int = 200
     repeatable: bool = True
+    affinity: Affinity | None = None
 
     @property
     def size(self) -> int:
@@ -198,7 +210,8 @@ def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]
     except ProblemError as error:
         raise all_invalid(error.errors) from None
     options = {"caches": list(said.caches), "layer": said.layer} | ({} if said.at is None else {"at": list(said.at)})
-    call = _call("/attention", {"q": q, "k": k, "v": v, **keywords}, options)
+    affinity = next((cache.affinity for cache in given if isinstance(cache, HeldCache)), None) or Affinity()
+    call = replace(_call("/attention", {"q": q, "k": k, "v": v, **keywords}, options), affinity=affinity)
     if k is None:
         return call
 

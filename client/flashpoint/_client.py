@@ -39,8 +39,9 @@ class _Settings(Generic[Http]):
     _http: Http
 
     def __init__(
-        self, url: str, api_key: str | None, timeout: float | None, retries: int, tls: ssl.SSLContext | None
-    ) -> None:
+        self, url: str, api_key: str | None, timeout: float | None, retries: int, tls: ssl.SSLContext | None,
+        replica: str,
+    ) -> None:  # fmt: skip
         if type(retries) is not int or retries < 0:
             raise invalid("retries", "must be an integer, 0 or more")
         try:
@@ -54,6 +55,9 @@ class _Settings(Generic[Http]):
         self._timeout = _seconds(timeout)
         self._retries = retries
         self._tls = tls
+        if not isinstance(replica, str) or not (replica.isascii() and replica.isprintable() and len(replica) <= 128):
+            raise invalid("replica", "must be printable ASCII of up to 128 characters")
+        self._replica = replica
 
     def _http_settings(self) -> dict[str, Any]:
         headers = {"User-Agent": "flashpoint", "Accept-Encoding": "identity"}
@@ -69,6 +73,8 @@ class _Settings(Generic[Http]):
         return transport(self._parsed, self._tls) if is_direct(self._parsed) else None
 
     def _exchange(self, call: Call, *, once: bool = False) -> Exchange:
+        if call.affinity is not None:
+            call.affinity.replica = call.affinity.replica or self._replica
         timeout = self._timeout if call.timeout is DEFAULT else _seconds(call.timeout)
         return Exchange(call, timeout=timeout, retries=0 if once else self._retries)
 
@@ -91,6 +97,8 @@ class Client(_Settings[httpx.Client]):
     server; None is no end. `retries` is how often a call is sent again when there was no connection, or it broke (a 500
     or 502 of a proxy's own, too), or the server was full (429) or not ready (503): after its `Retry-After`, else after
     a delay that doubles. `tls` is for an authority of one's own, or for a certificate that the server asks for.
+    `replica` is sent as X-Flashpoint-Replica when caches are made, for a balancer that routes by a hash of that header;
+    later calls with a cache send what the answers say.
 
     `transport` replaces the client's own, which is used where the environment names no proxy. Another than the client's
     own holds the timeout over each of its waits: a server that falls silent within its answer may overrun it.
@@ -106,9 +114,10 @@ class Client(_Settings[httpx.Client]):
         timeout: float | None = TIMEOUT,
         retries: int = RETRIES,
         tls: ssl.SSLContext | None = None,
+        replica: str = "",
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        super().__init__(url, api_key, timeout, retries, tls)
+        super().__init__(url, api_key, timeout, retries, tls, replica)
         self._http = httpx.Client(transport=transport or self._direct(Transport), **self._http_settings())
 
     def attention(
@@ -263,9 +272,10 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
         timeout: float | None = TIMEOUT,
         retries: int = RETRIES,
         tls: ssl.SSLContext | None = None,
+        replica: str = "",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        super().__init__(url, api_key, timeout, retries, tls)
+        super().__init__(url, api_key, timeout, retries, tls, replica)
         if transport is None and ASYNC:
             transport = self._direct(AsyncTransport)
         self._http = httpx.AsyncClient(transport=transport, **self._http_settings())

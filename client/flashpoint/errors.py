@@ -3,7 +3,7 @@
 FlashpointError
 ├── InvalidInputError         422, and input refused here, before anything was sent    (also a ValueError)
 ├── BadRequestError           400, 404, 405, 406, 408, 415: the message, not what it asks
-├── CacheError                404, 409, 410: a cache that is not there, has expired, or is not as the call expects
+├── CacheError                404, 409, 410, 421: a cache that is not there, has expired, or is not as the call expects
 ├── AuthenticationError       401, 403
 ├── TooLargeError             413
 ├── OverloadedError           429, 503: worth trying again, after `retry_after` seconds
@@ -68,7 +68,10 @@ class BadRequestError(FlashpointError):
 
 
 class CacheError(FlashpointError):
-    """A cache is not there, has expired or gone with its engine, or is not as the call expects: `code` says which."""
+    """A cache is not there, has expired or gone with its engine, or is not as the call expects: `code` says which.
+
+    With `cache_elsewhere` another replica holds it, and the balancer did not lead there.
+    """
 
 
 class AuthenticationError(FlashpointError):
@@ -99,7 +102,7 @@ class ProtocolError(FlashpointError):
     """The answer is not what the contract says, so something other than Flashpoint may have given it."""
 
 
-_OF_CACHES = (404, 409, 410)
+_OF_CACHES = (404, 409, 410, 421)
 _BY_STATUS: dict[int, type[FlashpointError]] = {
     401: AuthenticationError,
     403: AuthenticationError,

@@ -76,6 +76,7 @@ class Exchange:
     bytes_in: int = 0
     bytes_out: int = 0
     key: str = ""  # the name of the key that the request came with
+    replica: str = ""  # what leads to the caches that it is about, for the answer to say
     way: Way | None = None  # once it is computed
     write_refusal: Writer = problem  # in the form that clients of this address read
     facts: dict[str, Any] = field(default_factory=dict)  # what the route adds to the log line

@@ -27,6 +27,7 @@ NOT_HERE = {
     **dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca"), _SOCKET),
     **dict.fromkeys(("grpc_port", "grpc_bytes"), "Ray's proxies hand on HTTP alone"),
     "workers": "a replica is one process: see num_replicas",
+    "replica": "every replica has a name of its own, which it draws",
     "shared_memory_bytes": "a region is registered with one process, and Ray has several to choose from",
 }
 THE_IMAGES = {"host", "port", "insecure"}  # that the image has as variables, for `flashpoint serve`

@@ -31,6 +31,7 @@ STATUS = {
     "work_too_large": 413,
     "unsupported_media_type": 415,
     "host_not_allowed": 421,
+    "cache_elsewhere": 421,
     "invalid_request": 422,
     "queue_full": 429,
     "key_limit": 429,

@@ -51,7 +51,7 @@ class Service:
         self.codec = Codec()
         self.keys_file = Watch([settings.api_keys_file], self.reload_keys)
         self.keys = Keyring(settings, shared)
-        self.cache_ids = CacheIds(shared)
+        self.cache_ids = CacheIds(settings, shared)
         self.cache_lengths: OrderedDict[int, int] = OrderedDict()  # of caches that were used here, by number
         self.sites = Sites(settings.allowed_hosts, settings.cors_origins)
         self.admission = Admission(settings, self.counts)

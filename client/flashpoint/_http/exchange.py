@@ -36,6 +36,7 @@ LONGEST_DELAY = 10.0
 # A part goes out in pieces that a socket's buffer takes whole: httpx copies each, and again what did not fit.
 PIECE = 256 * 1024
 
+REPLICA = "X-Flashpoint-Replica"
 _PROBLEM = "application/problem+json"  # every error of Flashpoint itself
 # Without that it is another's: a proxy's whose server died. Nginx says 502, Ray Serve 500.
 _BROKEN_BEHIND = (500, 502)
@@ -72,6 +73,7 @@ class Exchange:
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._retries = retries
         self._failures = 0
+        self._moved = False  # to the replica that holds its caches
         self._timeouts: dict[str, float | None] = {}
         self._status = 0
         self._headers: Mapping[str, str] = {}
@@ -97,6 +99,8 @@ class Exchange:
         headers = {**_trace_headers(), **self.call.headers, "Content-Length": str(self.call.size)}
         if left is not None:
             headers["X-Timeout-Ms"] = str(max(1, int(left * 1000)))
+        if self.call.affinity is not None and self.call.affinity.replica:
+            headers[REPLICA] = self.call.affinity.replica
         request = http.build_request(self.call.method, self.call.path, headers=headers, timeout=left)
         # For our own transport:
         request.extensions |= {"parts": self.call.body, "deadline": self._deadline, "stop": self._stop}
@@ -145,11 +149,22 @@ class Exchange:
         if self._status != self.call.success:
             retry_after = _retry_after(self._headers)
             raise from_problem(self._status, found, request_id=self._request_id, retry_after=retry_after)
+        if self.call.affinity is not None and (replica := self._headers.get(REPLICA)):
+            self.call.affinity.replica = replica
         if not isinstance(self._reader, Message):
             return self.call.read(found)
         head, buffer = found
         meta = read_meta(self._headers, wire.decode_options(head.metadata), self._failures)
         return self.call.read(Answer(head, buffer, meta))
+
+    def _moves(self, error: Exception) -> bool:
+        """Whether to ask another replica, which this answer names: once, for a balancer may not lead there."""
+        affinity, named = self.call.affinity, self._headers.get(REPLICA, "")
+        elsewhere = isinstance(error, FlashpointError) and error.code == "cache_elsewhere"
+        if affinity is None or not elsewhere or self._moved or named in ("", affinity.replica):
+            return False
+        affinity.replica, self._moved = named, True
+        return True
 
     @property
     def _request_id(self) -> str | None:
@@ -159,6 +174,8 @@ class Exchange:
         """Seconds to sleep before the next attempt. Raises what the caller must see when there is to be none."""
         if isinstance(error, httpx.TransportError):
             error = _translated(error)
+        if self._moves(error):
+            return 0.0
         if not isinstance(error, (OverloadedError, ConnectionFailedError)) or self._failures >= self._retries:
             raise error
         sent = isinstance(error, ConnectionFailedError) and not isinstance(error.__cause__, _NOT_SENT)

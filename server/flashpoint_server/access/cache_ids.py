@@ -2,8 +2,9 @@
 
     "c" and base64url of: HMAC-SHA-256 of owner and payload (16 bytes), payload
 
-The payload, in MessagePack: the engine's incarnation, the cache's number there, its dtype, and its layers as distinct
-sizes and the place of each layer's among them. The secret is drawn when the service starts; all HTTP processes have it.
+The payload, in MessagePack: the replica's name, the engine's incarnation, the cache's number there, its dtype, and its
+layers as distinct sizes and the place of each layer's among them. All HTTP processes of the service have the secret. It
+is drawn when the service starts, or made of `--cache-secret`: replicas that have the same one read each other's ids.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from flashpoint_contract.caches import ID_LENGTH, LayerShape
+from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.ipc.messages import CacheShape
 
@@ -34,6 +36,7 @@ _FILE = "caches.secret"  # beside the counts of keys, whose names have no dot
 class CacheId(NamedTuple):
     """What an id says."""
 
+    replica: str
     incarnation: int
     serial: int
     shape: CacheShape
@@ -45,6 +48,7 @@ class CacheId(NamedTuple):
 
 
 class _Payload(msgspec.Struct, frozen=True, array_like=True):
+    replica: str
     incarnation: int
     serial: int
     dtype: str
@@ -53,17 +57,21 @@ class _Payload(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheIds:
-    """Makes and reads ids."""
+    """Makes ids, and reads them. `replica` is the name of this service among those behind a balancer."""
 
-    def __init__(self, shared: WorkerGroup) -> None:
-        self._secret = _shared_secret(shared.directory)
+    def __init__(self, settings: Settings, shared: WorkerGroup) -> None:
+        drawn = _shared_secret(shared.directory)
+        self._secret = drawn
+        if settings.cache_secret is not None:
+            self._secret = hashlib.sha256(settings.cache_secret.get_secret_value().encode()).digest()
+        self.replica = settings.replica or hashlib.sha256(drawn + b"replica").hexdigest()[:16]
 
     def make(self, owner: str, incarnation: int, serial: int, shape: CacheShape) -> str:
         """Return the id of a cache, the same each time."""
         layers = list(zip(shape.kv_heads, shape.head_dim, shape.value_dim, strict=True))
         sizes = list(dict.fromkeys(layers))
         places = bytes(sizes.index(one) for one in layers)
-        payload = msgspec.msgpack.encode(_Payload(incarnation, serial, shape.dtype, sizes, places))
+        payload = msgspec.msgpack.encode(_Payload(self.replica, incarnation, serial, shape.dtype, sizes, places))
         text = base64.urlsafe_b64encode(self._mac(owner, payload) + payload)
         return "c" + text.rstrip(b"=").decode()
 
@@ -80,7 +88,8 @@ class CacheIds:
             return None
         said = msgspec.msgpack.decode(payload, type=_Payload)
         kv_heads, head_dim, value_dim = zip(*(said.sizes[place] for place in said.layers), strict=True)
-        return CacheId(said.incarnation, said.serial, CacheShape(kv_heads, head_dim, value_dim, said.dtype))
+        shape = CacheShape(kv_heads, head_dim, value_dim, said.dtype)
+        return CacheId(said.replica, said.incarnation, said.serial, shape)
 
     def _mac(self, owner: str, payload: bytes) -> bytes:
         name = owner.encode()

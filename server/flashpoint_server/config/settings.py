@@ -19,6 +19,7 @@ MIB = 1 << 20
 
 _RIGHT = "|".join(RIGHTS)
 _KEY = re.compile(rf"[A-Za-z0-9._~+/-]+=*(:({_RIGHT})(\+({_RIGHT}))*)?")  # a token of RFC 6750, and its rights
+REPLICA = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")  # a replica's name, or a balancer's for it
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 LONGEST = 1_000_000  # seconds, eleven days: twice as many milliseconds are as much as a timer of the kernel holds
@@ -117,6 +118,10 @@ class Settings(BaseSettings):
     """most bytes of keys and values that each engine holds for callers (docs/http.md); 0: no caches"""
     cache_ttl: Seconds = 600.0
     """seconds for which a cache is kept after its last use, where its owner asks for no other time"""
+    cache_secret: SecretStr | None = None
+    """secret that replicas behind a balancer share, 32 characters or more: they know each other's caches by it"""
+    replica: Annotated[str, Field(max_length=63)] = ""
+    """name of this server among the replicas behind a balancer, which ids of caches show; drawn where it is empty"""
     verify_flops: Annotated[int, Field(ge=1)] = 1 << 38
     """floating-point operations of a problem to verify, which runs in float64 and in torch's own math, too"""
     benchmark_cases: Annotated[int, Field(ge=1)] = 512
@@ -192,6 +197,20 @@ class Settings(BaseSettings):
                     f"{host!r} is not allowed: give a host name or an address without a port, *.example.org, or *"
                 )
         return hosts
+
+    @field_validator("cache_secret")
+    @classmethod
+    def _long_enough(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is not None and len(secret.get_secret_value()) < 32:
+            raise ValueError("needs 32 characters or more, drawn at random: openssl rand -hex 32")
+        return secret
+
+    @field_validator("replica")
+    @classmethod
+    def _a_name(cls, name: str) -> str:
+        if name and not REPLICA.fullmatch(name):
+            raise ValueError("takes letters, digits and ._:/+=@~-")
+        return name
 
     @field_validator("shared_memory_bytes")
     @classmethod

@@ -24,6 +24,7 @@ log = structlog.stdlib.get_logger("flashpoint.http")
 
 _PARTS = 8  # of a path; /v2's longest has 7
 CLIENT_GONE = 499  # no status of HTTP: what nginx and others log for a client that went before its answer
+REPLICA_FIELD = b"x-flashpoint-replica"
 _NO_GUESSING = (b"x-content-type-options", b"nosniff")  # a browser takes an answer for what it says it is
 
 
@@ -78,6 +79,8 @@ class Envelope:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 fields = [*message.get("headers", ()), (b"x-request-id", exchange.request_id.encode()), _NO_GUESSING]
+                if exchange.replica:
+                    fields.append((REPLICA_FIELD, exchange.replica.encode()))
                 message["headers"] = fields
             else:
                 exchange.bytes_out += len(message.get("body", b""))

@@ -19,6 +19,7 @@ from flashpoint_kernels.cost import Extent, flops_of, seconds_of
 from flashpoint_kernels.support import choose_backend
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.access.cache_ids import CacheId
+from flashpoint_server.config.settings import REPLICA
 from flashpoint_server.formats.message import TensorMessage, text_bytes
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo, Held
@@ -38,6 +39,7 @@ async def compute_cached(
     service, body, device = request.service, request.body, request.device
     assert device is not None
     infos = dict(message.inputs)
+    lead_here(request)
     asked, options = _options(message)
     ids = found(request, asked.caches)
     if asked.layer >= ids[0].shape.layers:
@@ -130,8 +132,17 @@ def _price(spec: Spec, backend: str, device: DeviceInfo, lengths: Sequence[int])
     return Price(min(flops_of(spec, pairs), MOST_FLOPS), seconds)
 
 
+def lead_here(request: RouteRequest) -> None:
+    """Have the answer say what leads to this replica: what led the request here, or else the replica's name.
+
+    A balancer may know replicas by other names than theirs.
+    """
+    sent = request.headers.get("x-flashpoint-replica", "")
+    request.exchange.replica = sent if REPLICA.fullmatch(sent) else request.service.cache_ids.replica
+
+
 def found(request: RouteRequest, texts: Sequence[str]) -> list[CacheId]:
-    """Return what ids say of caches that one engine holds. Raises Refusal 404, 410, 422 and 503."""
+    """Return what ids say of caches that one engine holds. Raises Refusal 404, 410, 421, 422 and 503."""
     assert request.caller is not None
     service, owner = request.service, request.caller.name
     ids = [service.cache_ids.read(owner, text) for text in texts]
@@ -139,10 +150,16 @@ def found(request: RouteRequest, texts: Sequence[str]) -> list[CacheId]:
     for place, one in enumerate(ids):
         if one is None:
             errors.append((f"caches.{place}", "cache_not_found: there is no such cache"))
+        elif one.replica != service.cache_ids.replica:
+            said = f"replica {one.replica!r} holds it: send X-Flashpoint-Replica: {one.replica}"
+            errors.append((f"caches.{place}", f"cache_elsewhere: {said}"))
         elif not service.engine.holder(one.incarnation):
             errors.append((f"caches.{place}", "cache_lost: its engine restarted"))
     if errors:
         code, _, said = errors[0][1].partition(": ")
+        if code == "cache_elsewhere":
+            own = service.cache_ids.replica
+            request.exchange.replica = next(one.replica for one in ids if one is not None and one.replica != own)
         raise Refusal(code, said, errors=errors)
     known = [one for one in ids if one is not None]
     if len({one.incarnation for one in known}) > 1:

@@ -28,7 +28,7 @@ from flashpoint_server.routes.cache_schema import (
     ForkRequest,
     TruncateRequest,
 )
-from flashpoint_server.routes.cached_attention import cache_quota, found, idempotency_key
+from flashpoint_server.routes.cached_attention import cache_quota, found, idempotency_key, lead_here
 from flashpoint_server.routes.pipeline import (
     Handler,
     Route,
@@ -73,6 +73,7 @@ async def _served(request: RouteRequest, handle: Handler) -> None:
     authorize(request, "attention")
     if not request.service.settings.cache_bytes:
         raise Refusal("not_found", "this server holds no caches: --cache-bytes is 0")
+    lead_here(request)
     begin(request)
     await handle(request)
 

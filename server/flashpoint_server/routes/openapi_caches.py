@@ -21,7 +21,7 @@ from flashpoint_server.routes.cache_schema import (
 from flashpoint_server.routes.problem_schema import problems
 
 _MODELS = (CacheRequest, ForkRequest, DeleteRequest, TruncateRequest, CacheDescription, CacheList, CacheLength)
-_ALWAYS = (400, 401, 403, 404, 408, 413, 422, 429, 503, 504)
+_ALWAYS = (400, 401, 403, 404, 408, 413, 421, 422, 429, 503, 504)
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 _KEY = {

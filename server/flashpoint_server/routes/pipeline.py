@@ -28,7 +28,7 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange, Timings, Way
 from flashpoint_server.formats.message import Format, TensorMessage, text_bytes
 from flashpoint_server.http.body import ClientGoneError, RequestBody
-from flashpoint_server.http.envelope import send_refusal
+from flashpoint_server.http.envelope import REPLICA_FIELD, send_refusal
 from flashpoint_server.http.places import Part
 from flashpoint_server.ipc.job import AttentionJob, Job, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
@@ -285,6 +285,8 @@ async def reply(request: RouteRequest, parts: list[Part], fields: Mapping[str, s
         raise ClientGoneError
     exchange.status, exchange.bytes_out = 200, size
     raw.append((b"x-request-id", exchange.request_id.encode()))
+    if exchange.replica:
+        raw.append((REPLICA_FIELD, exchange.replica.encode()))
     if not await direct.answer(200, raw, parts, settings.body_timeout + size / settings.body_rate):
         exchange.code = "answer_timeout"
 

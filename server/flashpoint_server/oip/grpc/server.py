@@ -66,6 +66,7 @@ STATUSES = {
     "cache_position": "OUT_OF_RANGE",
     "cache_dropped": "OUT_OF_RANGE",
     "cache_full": "FAILED_PRECONDITION",
+    "cache_elsewhere": "FAILED_PRECONDITION",
     "cache_stale": "ABORTED",
     "cache_memory": "RESOURCE_EXHAUSTED",
 }

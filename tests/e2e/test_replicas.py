@@ -1,0 +1,213 @@
+"""KV caches at several servers: behind balancers that route by X-Flashpoint-Replica, and moved from one to another."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import flashpoint
+from tests.support.balancer import balancer, by_hash, by_name, haproxy, installed, nginx
+from tests.support.messages import JSON, ask, message, normal, post, problem
+
+SHAPE = {"layers": 1, "kv_heads": 2, "head_dim": 16}
+SECRET = {"FLASHPOINT_CACHE_SECRET": "a secret of the tests, of 32 characters and more"}
+NAME = "x-flashpoint-replica"
+
+
+@pytest.fixture(scope="module")
+def replicas(start_server):
+    return {name: start_server(replica=name, environment=SECRET) for name in ("a", "b")}
+
+
+@pytest.fixture(scope="module", params=["ours", "nginx", "haproxy"])
+def balanced(replicas, request, tmp_path_factory):
+    """A balancer that routes by name."""
+    if request.param == "ours":
+        with balancer(by_name(replicas)) as found:
+            yield found
+        return
+    if not installed(request.param):
+        pytest.skip(f"{request.param} is not installed")
+    start = {"nginx": nginx, "haproxy": haproxy}[request.param]
+    with start(replicas, tmp_path_factory.mktemp(request.param)) as found:
+        yield found
+
+
+def client(server, **how):
+    return flashpoint.Client(server.url, timeout=240, **how)
+
+
+def posted(server, path, document, **headers):
+    return post(server, path, json.dumps(document).encode(), JSON, **headers)
+
+
+def created(server, **headers):
+    answer = posted(server, "/caches", SHAPE, **headers)
+    assert answer.status == 201, answer
+    return answer.json["caches"][0]["id"]
+
+
+def kv(count, seed):
+    return normal(1, 2, count, 16, seed=seed), normal(1, 2, count, 16, seed=seed + 1000)
+
+
+def held(server):
+    return {cache["id"] for cache in ask(server, "/caches").json["caches"]}
+
+
+def every_call(server, one):
+    """The answers of every call that names a cache."""
+    q, (k, v) = normal(1, 2, 1, 16), kv(1, 1)
+    return [
+        ask(server, f"/caches/{one}"), ask(server, f"/caches/{one}/tensors"),
+        post(server, f"/caches/{one}/append", message({"k": k, "v": v})),
+        posted(server, f"/caches/{one}/truncate", {"length": 0}), posted(server, f"/caches/{one}/renew", {}),
+        posted(server, "/caches/fork", {"caches": [one]}), posted(server, "/caches", {**SHAPE, "beside": one}),
+        post(server, "/attention", message({"q": q, "k": k, "v": v}, caches=[one])),
+        posted(server, "/caches/delete", {"caches": [one]}), ask(server, f"/caches/{one}", "DELETE"),
+    ]  # fmt: skip
+
+
+def test_a_replica_names_the_one_that_holds_a_cache(replicas):
+    one = created(replicas["a"])
+    for answer in every_call(replicas["b"], one):
+        document = problem(answer, 421, "cache_elsewhere")
+        assert answer.headers[NAME] == "a"
+        assert "X-Flashpoint-Replica: a" in document["detail"]
+    assert ask(replicas["a"], f"/caches/{one}").status == 200
+    assert ask(replicas["a"], f"/caches/{one}", "DELETE").status == 204
+
+
+def test_every_answer_about_caches_says_what_leads_to_the_replica(replicas):
+    b = replicas["b"]
+    one = created(b)
+    for answer in every_call(b, one):
+        assert answer.headers[NAME] == "b", answer
+    assert ask(b, "/caches").headers[NAME] == "b"
+    q = message({name: normal(2, 3) for name in "qkv"})
+    assert NAME not in post(b, "/attention", q).headers
+    # A balancer may have other names for replicas: what has led here leads here again.
+    assert ask(b, "/caches", x_flashpoint_replica="MTAuMC4wLjE6ODAwMA==").headers[NAME] == "MTAuMC4wLjE6ODAwMA=="
+    assert ask(b, "/caches", x_flashpoint_replica="no name").headers[NAME] == "b"
+    for cache in held(b):
+        ask(b, f"/caches/{cache}", "DELETE")
+
+
+def test_without_a_common_secret_an_id_is_unknown_elsewhere(replicas, server):
+    one, other = created(replicas["a"]), created(server)
+    problem(ask(server, f"/caches/{one}"), 404, "cache_not_found")
+    problem(ask(replicas["a"], f"/caches/{other}"), 404, "cache_not_found")
+    name = ask(server, "/caches").headers[NAME]
+    assert len(name) == 16
+    assert ask(server, f"/caches/{other}", "DELETE").headers[NAME] == name
+    ask(replicas["a"], f"/caches/{one}", "DELETE")
+
+
+def test_a_replica_that_is_started_again_has_lost_its_caches(replicas, start_server):
+    one = created(replicas["a"])
+    again = start_server(replica="a", environment=SECRET)
+    problem(ask(again, f"/caches/{one}"), 410, "cache_lost")
+    ask(replicas["a"], f"/caches/{one}", "DELETE")
+
+
+def test_the_sdk_reaches_each_cache_through_a_balancer(replicas, balanced):
+    q, (k, v) = normal(1, 2, 7, 16, seed=1), kv(7, 2)
+    with client(balanced) as through:
+        caches = [through.cache(**SHAPE) for _ in range(6)]
+        assert {cache.replica for cache in caches} == {"a", "b"}
+        for cache in caches:
+            for n in range(7):
+                o = cache.attention(q[:, :, n : n + 1], k[:, :, n : n + 1], v[:, :, n : n + 1])
+            copy, neighbour = cache.fork(), through.cache(**SHAPE, beside=cache)
+            neighbour.append(k[0], v[0])
+            copy.truncate(7)
+            both = through.attention(q[:, :, 6:].repeat(2, 1, 1, 1), caches=[copy, neighbour])
+            assert torch.equal(both[:1], o)
+            assert torch.equal(both[1:], o)
+            assert {cache.id, copy.id, neighbour.id} <= held(replicas[cache.replica])
+            copy.renew()
+            copy.delete()
+            neighbour.delete()
+            cache.refresh()
+            assert torch.equal(cache.tensors(like=q)[0], k)
+        with client(balanced) as other:  # which has but the ids
+            for cache in caches * 2:
+                assert torch.equal(other.attention(q[:, :, 6:], caches=[cache.id]), o)
+        for cache in caches:
+            cache.delete()
+    assert not held(replicas["a"]) | held(replicas["b"])
+
+
+def test_the_asyncio_twin_does_the_same(replicas, balanced):
+    async def run():
+        async with flashpoint.AsyncClient(balanced.url, timeout=240) as through:
+            caches = [await through.cache(**SHAPE) for _ in range(4)]
+            (k, v) = (t.numpy() for t in kv(3, 2))
+            for cache in caches * 2:
+                await cache.append(k, v)
+            for cache in caches:
+                copy = await cache.fork()
+                assert (cache.length, copy.length) == (6, 6)
+                await copy.delete()
+                await cache.delete()
+            return {cache.replica for cache in caches}
+
+    assert asyncio.run(run()) == {"a", "b"}
+    assert not held(replicas["a"]) | held(replicas["b"])
+
+
+def test_a_balancer_that_hashes_the_header_needs_a_value_of_the_client(replicas):
+    k, v = kv(2, 3)
+    with balancer(by_hash(replicas)) as hashing:
+        reached = set()
+        for session in range(8):
+            with client(hashing, replica=f"session-{session}") as own, own.cache(**SHAPE) as cache:
+                assert [cache.append(k, v) for _ in range(3)] == [2, 4, 6]
+                assert cache.replica == f"session-{session}"
+                reached |= {name for name in replicas if cache.id in held(replicas[name])}
+        assert reached == {"a", "b"}
+
+
+def test_a_balancer_that_does_not_route_by_name_is_told_of(replicas):
+    one = created(replicas["a"])
+    with balancer(lambda _: replicas["b"]) as stubborn, client(stubborn) as through:
+        with pytest.raises(flashpoint.CacheError, match="X-Flashpoint-Replica: a") as error:
+            through.attention(normal(1, 2, 1, 16), caches=[one])
+        assert (error.value.status, error.value.code) == (421, "cache_elsewhere")
+    ask(replicas["a"], f"/caches/{one}", "DELETE")
+
+
+def test_a_cache_moves_to_another_server_with_its_bits(replicas):
+    q, (k, v) = normal(1, 2, 1, 16, seed=1), kv(1500, 2)
+    shape = {**SHAPE, "layers": 2}
+    with (
+        client(replicas["a"]) as here, client(replicas["b"]) as there,
+        here.cache(**shape) as old, there.cache(**shape) as new,
+    ):  # fmt: skip
+        for layer in range(2):
+            for start in range(0, 1500, 300):
+                old.append(k[:, :, start : start + 300] + layer, v[:, :, start : start + 300], layer=layer)
+            new.append(*old.tensors(layer), layer=layer)
+        assert new.lengths == old.lengths == [1500, 1500]
+        for layer in range(2):
+            token = [t[:, :, :1] for t in kv(1, 5)]
+            answers = [cache.attention(q, *token, layer=layer) for cache in (old, new)]
+            assert torch.equal(*answers)
+    assert not held(replicas["a"]) | held(replicas["b"])
+
+
+@pytest.mark.parametrize("name", ["x" * 129, "two\nlines", 7])
+def test_a_value_that_cannot_be_a_header_is_refused(name):
+    with pytest.raises(flashpoint.InvalidInputError, match="replica"):
+        flashpoint.Client(replica=name)
+
+
+def test_numpy_is_as_torch(replicas):
+    """A cache that was made by one client and is used by another, by id and by what leads to it."""
+    k, v = (t.numpy() for t in kv(3, 2))
+    with client(replicas["a"]) as one, one.cache(**SHAPE) as cache, client(replicas["a"], replica=cache.replica) as two:
+        cache.append(k, v)
+        o = two.attention(k[:, :, :1], caches=[cache.id])
+        np.testing.assert_array_equal(o, cache.attention(k[:, :, :1]))

@@ -1,0 +1,132 @@
+"""Balancers before two servers: a small one of ours, and nginx and HAProxy with the configurations of deploy/."""
+
+import contextlib
+import http.client
+import itertools
+import shutil
+import socket
+import subprocess
+import threading
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+from tests.support.messages import PATIENCE
+from tests.support.servers import wait_for
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+REPLICA = "X-Flashpoint-Replica"
+
+
+@contextlib.contextmanager
+def balancer(choose):
+    """A proxy of HTTP/1.1; `choose` is given what X-Flashpoint-Replica says, or "", and returns a server."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _pass_on(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            server = choose(self.headers.get(REPLICA, ""))
+            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)) as behind:
+                behind.request(self.command, self.path, body, dict(self.headers.items()))
+                answer = behind.getresponse()
+                text = answer.read()
+            self.send_response_only(answer.status)
+            for name, value in answer.getheaders():
+                if name.lower() not in ("connection", "transfer-encoding"):
+                    self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(text)
+
+        do_GET = do_POST = do_DELETE = _pass_on  # noqa: N815  # names of http.server
+
+        def log_message(self, *_):
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_):
+            """A client that has gone is no news."""
+
+    with Server(("127.0.0.1", 0), Handler) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        try:
+            yield SimpleNamespace(port=proxy.server_port, url=f"http://127.0.0.1:{proxy.server_port}")
+        finally:
+            proxy.shutdown()
+            thread.join()
+
+
+def by_name(servers):
+    """Return how a balancer chooses that knows replicas by name; in turn for any other name."""
+    turns = itertools.cycle(servers.values())
+    return lambda name: servers.get(name) or next(turns)
+
+
+def by_hash(servers):
+    """Return how a balancer chooses that hashes the header, whatever it says."""
+    choices = list(servers.values())
+    return lambda name: choices[zlib.crc32(name.encode()) % len(choices)]
+
+
+@contextlib.contextmanager
+def nginx(servers, folder):
+    """Nginx with deploy/nginx/flashpoint.conf."""
+    port = _configure("nginx/flashpoint.conf", servers, folder / "flashpoint.conf")
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    http = ["access_log off;", *(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)]
+    http.append(f"include {folder}/flashpoint.conf;")
+    (folder / "nginx.conf").write_text(f"daemon off; pid {folder}/pid; events {{}} http {{ {' '.join(http)} }}")
+    with _running(["nginx", "-e", "stderr", "-p", folder, "-c", folder / "nginx.conf"], port) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def haproxy(servers, folder):
+    """HAProxy with deploy/haproxy/haproxy.cfg."""
+    port = _configure("haproxy/haproxy.cfg", servers, folder / "haproxy.cfg")
+    with _running(["haproxy", "-db", "-f", folder / "haproxy.cfg"], port) as found:
+        yield found
+
+
+def installed(program):
+    """Whether a program is there, in a folder of an administrator too."""
+    return _path(program) is not None
+
+
+def _path(program):
+    return shutil.which(program) or shutil.which(program, path="/usr/sbin:/sbin")
+
+
+def _configure(name, servers, path):
+    """Write a configuration of deploy/ with the tests' addresses; return the balancer's port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    text = (DEPLOY / name).read_text()
+    for address, server in zip(("10.0.0.1:8000", "10.0.0.2:8000"), servers.values(), strict=True):
+        assert address in text
+        text = text.replace(address, f"127.0.0.1:{server.port}")
+    assert "0.0.0.0:8080" in text
+    path.write_text(text.replace("0.0.0.0:8080", f"127.0.0.1:{port}"))
+    return port
+
+
+@contextlib.contextmanager
+def _running(command, port):
+    program, *arguments = map(str, command)
+    with subprocess.Popen([_path(program), *arguments], stderr=subprocess.PIPE, text=True) as process:
+        try:
+
+            def listens():
+                with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+                    return True
+
+            wait_for(listens, lambda: process.stderr.read(), stop=lambda: process.poll() is not None)
+            yield SimpleNamespace(port=port, url=f"http://127.0.0.1:{port}")
+        finally:
+            process.terminate()
+            process.communicate()
