@@ -98,6 +98,9 @@ def test_what_helm_renders_is_valid_and_a_misspelt_field_would_be_seen():
         ({"insecure": False}, "apiKeys.secret: empty, so that nobody is asked for a key"),
         ({"insecure": "yes"}, "/insecure"),
         ({"settings": {"insecure": True}}, "insecure"),
+        ({"settings": {"replica": "one-name-for-all"}}, "replica"),
+        ({"settings": {"cache_secret": "SECRET"}}, "cache_secret"),
+        ({"service": {"sessionAffinity": "Cookie"}}, "/service/sessionAffinity"),
         ({"settings": {"host": "127.0.0.1"}}, "settings.host"),
         ({"settings": {"host": "localhost"}}, "settings.host"),
         ({"settings": {"grpc_port": 0}}, "settings.grpc_port"),
@@ -202,7 +205,8 @@ def test_a_gpu_is_asked_for_and_tolerated():
 def test_keys_come_from_a_secret_and_prometheus_has_its_own():
     manifests = render(EXAMPLES["keys"])
     assert not [manifest for manifest in manifests if manifest["kind"] == "Secret"]
-    (key,) = of_kind(manifests, "Deployment")["spec"]["template"]["spec"]["containers"][0]["env"]
+    own, key = of_kind(manifests, "Deployment")["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert own["name"] == "FLASHPOINT_REPLICA"
     source = {"name": "flashpoint-keys", "key": "api-keys"}
     assert key == {"name": "FLASHPOINT_API_KEYS", "valueFrom": {"secretKeyRef": source}}
     (endpoint,) = of_kind(manifests, "ServiceMonitor")["spec"]["endpoints"]
@@ -217,8 +221,19 @@ def test_keys_with_limits_come_in_a_file_of_the_secret():
     (volume,) = [volume["secret"] for volume in spec["volumes"] if volume["name"] == "keys"]
     (item,) = volume["items"]
     assert (volume["secretName"], item["key"]) == ("flashpoint-keys", "keys.toml")
-    assert one["env"] == [{"name": "FLASHPOINT_API_KEYS_FILE", "value": f"{mount['mountPath']}/{item['path']}"}]
+    assert one["env"][1:] == [{"name": "FLASHPOINT_API_KEYS_FILE", "value": f"{mount['mountPath']}/{item['path']}"}]
     assert "api_keys_file" in Settings.model_fields
+
+
+def test_pods_have_names_and_share_the_secret_of_their_caches():
+    (own,) = container()["env"]
+    assert own == {"name": "FLASHPOINT_REPLICA", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    _, secret = container({"caches": {"secret": "flashpoint-caches"}})["env"]
+    source = {"name": "flashpoint-caches", "key": "cache-secret"}
+    assert secret == {"name": "FLASHPOINT_CACHE_SECRET", "valueFrom": {"secretKeyRef": source}}
+    assert {"replica", "cache_secret"} <= Settings.model_fields.keys()
+    services = [of_kind(render(values), "Service")["spec"] for values in ({}, EVERYTHING)]
+    assert [service["sessionAffinity"] for service in services] == ["None", "ClientIP"]
 
 
 def test_grpc_has_a_port_wherever_http_has_one():
