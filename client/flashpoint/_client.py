@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -72,11 +73,11 @@ class _Settings(Generic[Http]):
         """Our own `transport`; None for httpx's, which knows proxies."""
         return transport(self._parsed, self._tls) if is_direct(self._parsed) else None
 
-    def _exchange(self, call: Call, *, once: bool = False) -> Exchange:
+    def _exchange(self, call: Call, *, once: bool = False, stop: socket.socket | None = None) -> Exchange:
         if call.affinity is not None:
             call.affinity.replica = call.affinity.replica or self._replica
         timeout = self._timeout if call.timeout is DEFAULT else _seconds(call.timeout)
-        return Exchange(call, timeout=timeout, retries=0 if once else self._retries)
+        return Exchange(call, timeout=timeout, retries=0 if once else self._retries, stop=stop)
 
     def _listening(self, id: str, after: int) -> Listening:
         return Listening(id, after, timeout=self._timeout, retries=self._retries)

@@ -1,0 +1,139 @@
+"""The two ways to make the calls of `spread`, threads and asyncio: they differ in how they wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from flashpoint import _calls
+from flashpoint._client import AsyncClient, Client, _seconds
+from flashpoint._shards.spread import Ask, Round, Steps
+from flashpoint.errors import FlashpointError
+
+MOST_CALLS = 64  # side by side
+T = TypeVar("T")
+
+
+class Deadline:
+    """When an operation must have ended; its calls have what is left. Without one, each call has its client's own."""
+
+    def __init__(self, timeout: Any = _calls.DEFAULT) -> None:
+        seconds = None if timeout is _calls.DEFAULT else _seconds(timeout)
+        self._given = timeout is not _calls.DEFAULT
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def timed(self, ask: Ask) -> _calls.Call:
+        if not self._given:
+            return ask.call
+        left = None if self._end is None else max(self._end - time.monotonic(), 1e-6)
+        return replace(ask.call, timeout=left)
+
+
+class Threads:
+    """Makes calls with `Client`s, those of a round in threads. Operations come one after the other."""
+
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self.clients = clients
+        self._pool = ThreadPoolExecutor(MOST_CALLS, "flashpoint-cache")  # its threads start when they are needed
+        self._lock = threading.Lock()
+
+    def run(self, steps: Steps[T], deadline: Deadline | None = None) -> T:
+        deadline = deadline or Deadline()
+        with self._lock:
+            try:
+                following = next(steps)
+                while True:
+                    following = steps.send(self._round(following, deadline))
+            except StopIteration as end:
+                result: T = end.value
+                return result
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _round(self, asked: Round, deadline: Deadline) -> list[Any]:
+        if len(asked.asks) == 1 and not asked.whole:
+            return [self._one(asked.asks[0], deadline, None)]
+        theirs, ours = socket.socketpair()  # what can be read ends the calls of all threads
+        with theirs, ours:
+            context = contextvars.copy_context  # the caller's trace goes along
+            calls = [self._pool.submit(context().run, self._one, ask, deadline, theirs) for ask in asked.asks]
+            try:
+                ended, _ = wait(calls, return_when=FIRST_EXCEPTION) if not asked.whole else wait(calls)
+                if not asked.whole:
+                    for call in ended:
+                        call.result()
+                return [_outcome(call) for call in calls]
+            finally:
+                ours.send(b"\0")
+                for call in calls:
+                    call.cancel()
+                wait(calls)
+
+    def _one(self, ask: Ask, deadline: Deadline, stop: socket.socket | None) -> Any:
+        client = self.clients[ask.server]
+        try:
+            return client._run(client._exchange(deadline.timed(ask), stop=stop))
+        except FlashpointError as error:
+            raise _named(error, client.url) from None
+
+
+class Tasks:
+    """Makes calls with `AsyncClient`s, those of a round in tasks. Operations come one after the other."""
+
+    def __init__(self, clients: Sequence[AsyncClient]) -> None:
+        self.clients = clients
+        self._lock = asyncio.Lock()
+
+    async def run(self, steps: Steps[T], deadline: Deadline | None = None) -> T:
+        deadline = deadline or Deadline()
+        async with self._lock:
+            try:
+                following = next(steps)
+                while True:
+                    following = steps.send(await self._round(following, deadline))
+            except StopIteration as end:
+                result: T = end.value
+                return result
+
+    async def _round(self, asked: Round, deadline: Deadline) -> list[Any]:
+        calls = [asyncio.ensure_future(self._one(ask, deadline)) for ask in asked.asks]
+        try:
+            found = await asyncio.gather(*calls, return_exceptions=asked.whole)
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException) and not isinstance(one, FlashpointError):
+                raise one
+        return list(found)
+
+    async def _one(self, ask: Ask, deadline: Deadline) -> Any:
+        client = self.clients[ask.server]
+        try:
+            return await client._run(client._exchange(deadline.timed(ask)))
+        except FlashpointError as error:
+            raise _named(error, client.url) from None
+
+
+def _outcome(call: Any) -> Any:
+    """The result of a call, or the error that is one of ours."""
+    try:
+        return call.result()
+    except FlashpointError as error:
+        return error
+
+
+def _named(error: FlashpointError, url: str) -> FlashpointError:
+    """The error, which says at which server it came."""
+    error.detail = f"{url}: {error.detail}"
+    error.args = (error.detail,)
+    return error

@@ -1,0 +1,197 @@
+"""Attention over a sequence whose keys lie in spans at several servers: what each is asked, and how answers are merged.
+
+No I/O. The queries are the last rows of the sequence: query i of n stands at key total − n + i. A server that has the
+span [first, behind) knows its own keys alone and lets query i stand at key (behind − first) − n + i of them
+(bottom_right): too far left by what lies behind the span, `shift` = total − behind. So its window is moved right by
+that. A query whose window ends before the span is not sent; those are the last ones, and each that is dropped moves the
+others right by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashpoint._arrays import to_numpy
+from flashpoint._calls import checked
+from flashpoint._shards.cut import UNBOUNDED, Band, Piece, Range
+from flashpoint._shards.merge import _QUIET, _or_zero, _with_columns
+from flashpoint._shards.problem import Numbers
+from flashpoint.errors import all_invalid, invalid
+from flashpoint.options import AttentionOptions
+
+TAKEN = ("attn_mask", "alibi_slopes", "sinks")
+_OWN = {"causal", "causal_alignment", "window", "return_lse", "grads", "dropout_p", "dropout_seed"}  # set here
+
+
+@dataclass(frozen=True)
+class Queries:
+    """A call over a sequence in spans: q (1,Hq,n,D), options; a mask of four dimensions, slopes and sinks (Hq,)."""
+
+    q: Numbers
+    options: AttentionOptions
+    tensors: Mapping[str, Numbers]
+
+    @classmethod
+    def of(cls, q: Any, keywords: Mapping[str, Any]) -> Queries:
+        """Raises InvalidInputError, which names what is not valid and what no server alone can do."""
+        given = {name: to_numpy(name, keywords[name]) for name in TAKEN if keywords.get(name) is not None}
+        options = checked(AttentionOptions, {name: value for name, value in keywords.items() if name not in TAKEN})
+        refused = []
+        if options.dropout_p:
+            refused.append(("dropout_p", "counts positions in the whole sequence, which a server does not know"))
+        if options.layout == "thd":
+            refused.append(("layout", "must be bhsd or bshd: there is one sequence"))
+        diagonal = options.causal or "alibi_slopes" in given or tuple(options.window) != (-1, -1)
+        if options.causal_alignment != "bottom_right" and diagonal:
+            refused.append(("causal_alignment", "must be bottom_right: the queries are the last tokens"))
+        q = to_numpy("q", q)
+        if q.ndim != 4 or q.shape[0] != 1:
+            refused.append(("q", f"has shape {list(q.shape)}, and must be of one sequence, with four dimensions"))
+        if refused:
+            raise all_invalid(refused)
+        q = _turned(q, options.layout)
+        return cls(q, options, {name: _tensor(name, t, q.shape[1]) for name, t in given.items()})
+
+    @property
+    def heads(self) -> int:
+        return int(self.q.shape[1])
+
+    @property
+    def count(self) -> int:
+        return int(self.q.shape[2])
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Keys that a query sees left and right of its own, `UNBOUNDED` for all."""
+        left, right = (UNBOUNDED if side < 0 else side for side in self.options.window)
+        return left, min(right, 0) if self.options.causal else right
+
+    def asked(self, total: int, spans: Iterable[Range]) -> Iterator[Question]:
+        """What is asked of each span; nothing of one that no query sees. Raises InvalidInputError."""
+        mask = self.tensors.get("attn_mask")
+        if mask is not None and 1 < mask.shape[3] < total:
+            raise invalid("attn_mask", f"has {mask.shape[3]} columns where the cache has {total} tokens")
+        for place, (first, behind) in enumerate(spans):
+            question = self._question(place, first, behind, total - behind)
+            if question.rows:
+                yield question
+
+    def _question(self, place: int, first: int, behind: int, shift: int) -> Question:
+        left, right = self.bounds
+        rows = self.count if left >= shift else max(0, self.count - (shift - left))
+        moved = shift - (self.count - rows)  # by which the server would let these rows stand too far left
+        left, right = left - moved, right + moved
+        length = behind - first
+        options: dict[str, Any] = self.options.model_dump(exclude=_OWN, exclude_defaults=True)
+        options |= {"return_lse": True, "causal": right == 0}
+        options["window"] = (-1 if left >= length - 1 else left, -1 if right >= rows - 1 or right == 0 else right)
+        return Question(self, place, (first, behind), rows, moved, options)
+
+
+class Question(NamedTuple):
+    """What is asked of the span `keys`, number `place`: its first `rows` queries, which stand `moved` keys further."""
+
+    call: Queries
+    place: int
+    keys: Range
+    rows: int
+    moved: int
+    options: dict[str, Any]
+
+    @property
+    def q(self) -> Numbers:
+        """In the caller's layout."""
+        return _turned(self.call.q[:, :, : self.rows], self.call.options.layout)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Tensors beside q, and options. Sinks are added when the answers are merged."""
+        given, (first, behind) = self.call.tensors, self.keys
+        found: dict[str, Any] = dict(self.options)
+        if (mask := given.get("attn_mask")) is not None:
+            mask = mask[:, :, : self.rows] if mask.shape[2] > 1 else mask
+            found["attn_mask"] = mask[..., first:behind] if mask.shape[3] > 1 else mask
+        if "alibi_slopes" in given and self._knows_distances:
+            found["alibi_slopes"] = given["alibi_slopes"]
+        elif "alibi_slopes" in given:
+            found["attn_mask"] = _with_columns(found.get("attn_mask"), self._bias())
+        return found
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs of all heads that see each other."""
+        n, (first, behind) = self.call.count, self.keys
+        band = Band(n, behind - first, behind - first - self.rows + self.moved, *self.call.bounds)
+        return band.pairs(Piece((0, self.rows), (0, behind - first), band.offset)) * self.call.heads
+
+    # ALiBi counts from where a query stands. A single row at the end of its span has every key left of it: there, all
+    # its scores are too large by slope·moved, which o does not show. For several rows a mask has the distances: a row
+    # of it where all keys that are seen are left of their queries, and lse is put right; else all of it.
+
+    @property
+    def _knows_distances(self) -> bool:
+        return not self.moved or self.rows == 1
+
+    @property
+    def _left(self) -> bool:
+        """Whether all keys that are seen are left of their queries, or at them."""
+        return self.call.bounds[1] == 0 or self.moved >= self.rows - 1
+
+    def _stand(self) -> Numbers:
+        """Where each row stands among the keys of the span."""
+        return np.arange(self.rows) + (self.keys[1] - self.keys[0] - self.rows + self.moved)
+
+    def _bias(self) -> Numbers:
+        slopes = self.call.tensors["alibi_slopes"].astype(np.float64)[:, None, None]
+        keys = np.arange(self.keys[1] - self.keys[0])
+        distance = keys[-1:] - keys if self._left else np.abs(self._stand()[:, None] - keys)
+        bias: Numbers = (-slopes * distance)[None].astype(np.float32)
+        return bias
+
+    def right_lse(self, lse: Numbers) -> Numbers:
+        """Return lse (1,Hq,rows) as the whole sequence has it."""
+        lse = lse.astype(np.float64)
+        if "alibi_slopes" not in self.call.tensors or not self._left:
+            return lse
+        slopes = self.call.tensors["alibi_slopes"].astype(np.float64)[:, None]
+        if self._knows_distances:
+            return lse - slopes * self.moved
+        beyond: Numbers = self._stand() - (self.keys[1] - self.keys[0] - 1)
+        return np.asarray(lse - slopes * beyond)
+
+
+@_QUIET
+def merged(
+    call: Queries, answers: Sequence[tuple[Question, Numbers, Numbers]], value_dim: int
+) -> tuple[Numbers, Numbers]:
+    """Return o, in q's dtype and the caller's layout, and lse (1,Hq,n) float32, of the parts' o and lse."""
+    heads, count = call.heads, call.count
+    total = np.full((1, heads, count), -np.inf)
+    parts = []
+    for question, o, lse in answers:
+        own = question.right_lse(lse)
+        parts.append((question.rows, _turned(o, call.options.layout), own))
+        total[..., : question.rows] = np.logaddexp(total[..., : question.rows], own)
+    if "sinks" in call.tensors:
+        total = np.logaddexp(total, call.tensors["sinks"].astype(np.float64)[:, None])
+    whole = np.zeros((1, heads, count, value_dim), np.float32)
+    for rows, o, own in parts:
+        weight = np.exp(own - _or_zero(total[..., :rows])).astype(np.float32)
+        whole[:, :, :rows] += weight[..., None] * o.astype(np.float32)
+    return _turned(whole.astype(call.q.dtype, copy=False), call.options.layout), total.astype(np.float32)
+
+
+def _tensor(name: str, t: Numbers, heads: int) -> Numbers:
+    if name == "attn_mask":
+        return t.reshape((1,) * (4 - t.ndim) + t.shape)
+    if t.shape != (heads,) and (name == "sinks" or t.shape != (1, heads)):
+        raise invalid(name, f"shape {list(t.shape)} must be [{heads}]")
+    return t.reshape(heads)
+
+
+def _turned(t: Numbers, layout: str) -> Numbers:
+    return t.swapaxes(1, 2) if layout == "bshd" else t

@@ -1,0 +1,356 @@
+"""A cache spread over servers: which of them has which tokens, and the calls of each operation. No I/O.
+
+Tokens [p·span, (p + 1)·span) of every layer are in part p, a cache of its own at server p modulo their number. An
+operation is a generator: it yields rounds of calls that may run side by side, is sent their results, and returns its
+own. Every write says where its tokens go (`at`), so that it can be made again. A part whose write has not been answered
+may hold anything behind that place: it is cut there before the layer is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, TypedDict, TypeVar
+
+import numpy as np
+
+from flashpoint import _caches, _calls
+from flashpoint._arrays import Array, _numpy_dtype, to_like, to_numpy
+from flashpoint._caches import AnyCache, CacheSizes
+from flashpoint._calls import Call
+from flashpoint._shards.problem import Numbers
+from flashpoint._shards.spans import Queries, Question, merged
+from flashpoint.errors import CacheError, FlashpointError, ProtocolError, invalid
+from flashpoint.meta import Meta
+
+SPAN = 1 << 16  # tokens of a part
+NOT_SPREAD = {
+    "max_length": "its memory is taken as tokens come",
+    "keep": "the tokens of a window need no second server",
+    "beside": "its parts are where they are",
+}
+T = TypeVar("T")
+
+
+class Part(NamedTuple):
+    """What one server answered: its URL, the queries and keys [first, behind the last), and how it went.
+
+    `path` is `/attention` or `/attention/grad`, `pairs` the (query, key) pairs over all heads and sequences: the work.
+    Queries and keys are counted in the tensors' own rows (`thd`: in the packed ones), keys of a cache by position.
+    """
+
+    url: str
+    path: str
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    pairs: int
+    meta: Meta
+
+
+class Ask(NamedTuple):
+    """A call of one server, by its number."""
+
+    server: int
+    call: Call
+
+
+@dataclass(frozen=True)
+class Round:
+    """Calls to be made side by side. The first error ends all, unless `whole`: then errors are among the results."""
+
+    asks: Sequence[Ask]
+    whole: bool = False
+
+
+Steps: TypeAlias = Generator[Round, list[Any], T]
+
+
+class SpreadSizes(TypedDict, total=False):
+    """Keywords of `sharded.cache`: as `CacheSizes` has them, and `span`, the tokens of a part."""
+
+    layers: int
+    kv_heads: int | Sequence[int]
+    head_dim: int | Sequence[int]
+    value_dim: int | Sequence[int] | None
+    dtype: str
+    ttl_s: float | None
+    span: int
+
+
+class Spread:
+    """The parts of a cache, and how many tokens each layer has."""
+
+    def __init__(self, urls: Sequence[str], asked: Mapping[str, Any]) -> None:
+        shape = dict(asked)
+        span = shape.pop("span", SPAN)
+        if type(span) is not int or span < 1:
+            raise invalid("span", "must be a number of tokens, 1 or more")
+        for name in shape:
+            if name in NOT_SPREAD:
+                raise invalid(name, f"{NOT_SPREAD[name]}: not for a cache of several servers")
+            if name not in CacheSizes.__annotations__:
+                raise invalid(name, "is not an option of a cache")
+        self.urls, self.span, self._shape = urls, span, shape
+        self.parts: list[AnyCache] = []
+        self.lengths = [0] * int(shape.get("layers", 1))
+        self._unsure: set[tuple[int, int]] = set()  # part and layer: a write was not answered
+
+    def server(self, part: int) -> int:
+        return part % len(self.urls)
+
+    def grow(self, tokens: int) -> Steps[None]:
+        """Make the parts that so many tokens need, and at least one."""
+        missing = range(len(self.parts), max(1, -(-tokens // self.span)))
+        if not missing:
+            return
+        results = yield Round([Ask(self.server(part), _caches.create(self._shape)) for part in missing], whole=True)
+        made = [AnyCache(found[0]) for found in results if not isinstance(found, FlashpointError)]
+        if len(made) < len(results):
+            yield from _freed([Ask(self.server(part), _caches.delete(cache))
+                               for part, cache in zip(_good(missing, results), made, strict=True)])  # fmt: skip
+            raise _first(results)
+        self.parts += made
+
+    def _held(self, part: int, layer: int) -> int:
+        """Return how many tokens of a layer are in a part."""
+        return min(max(0, self.lengths[layer] - part * self.span), self.span)
+
+    def _mend(self, layer: int) -> Steps[None]:
+        """Cut what an unanswered write may have left."""
+        torn = [part for part, of in self._unsure if of == layer]
+        if torn:
+            yield Round([self._cut(part, layer, self._held(part, layer)) for part in torn])
+            self._unsure -= {(part, layer) for part in torn}
+
+    def _cut(self, part: int, layer: int, length: int) -> Ask:
+        k, v = (np.zeros((heads, 0, dim), dtype) for heads, dim, dtype in self._sizes(layer))
+        return Ask(self.server(part), _caches.append(self.parts[part], k, v, layer, length, "bhsd"))
+
+    def _sizes(self, layer: int) -> list[tuple[int, int, np.dtype[Any]]]:
+        def of(name: str, default: Any) -> int:
+            value = default if self._shape.get(name) is None else self._shape[name]
+            return int(value if isinstance(value, int) else value[layer])
+
+        heads, dim = of("kv_heads", 8), of("head_dim", 64)
+        dtype = _numpy_dtype(self._shape.get("dtype", "float32"))
+        return [(heads, dim, dtype), (heads, of("value_dim", dim), dtype)]
+
+    def _places(self, layer: int, at: int | None) -> int:
+        if type(layer) is not int or not 0 <= layer < len(self.lengths):
+            raise invalid("layer", f"must be an integer from 0 to {len(self.lengths) - 1}")
+        length = self.lengths[layer]
+        if at is None:
+            return length
+        if type(at) is not int or not 0 <= at <= length:
+            raise invalid("at", f"must be a position from 0 to {length}, the layer's length")
+        return at
+
+    # Operations
+
+    def append(self, k: Array, v: Array, layer: int, at: int | None, layout: str) -> Steps[int]:
+        """Write k and v of new tokens; the layer's length."""
+        place = self._places(layer, at)
+        tokens = _Tokens.of(k, v, layout)
+        yield from self._mend(layer)
+        yield from self._write(tokens, layer, place)
+        return self.lengths[layer]
+
+    def _write(self, tokens: _Tokens, layer: int, place: int) -> Steps[None]:
+        """Write tokens from `place` on, each to its part; cut all that was behind them."""
+        behind, span = place + tokens.count, self.span
+        yield from self.grow(behind)
+        asks = {}
+        for part, cache in enumerate(self.parts):
+            first = part * span
+            start, stop = max(place, first), min(behind, first + span)
+            if start < stop:
+                k, v = tokens.between(start - place, stop - place)
+                asks[part] = Ask(self.server(part), _caches.append(cache, k, v, layer, start - first, "bhsd"))
+            elif self._held(part, layer) > max(0, behind - first):
+                asks[part] = self._cut(part, layer, max(0, behind - first))
+        yield from self._writing(layer, place, asks)
+        self.lengths[layer] = behind
+
+    def _writing(
+        self, layer: int, place: int, asks: Mapping[int, Ask], reading: Sequence[Ask] = ()
+    ) -> Steps[list[Any]]:
+        """Make the calls of parts that write from `place` on, beside others that read; return all results."""
+        torn = {(part, layer) for part in asks}
+        self._unsure |= torn
+        self.lengths[layer] = place
+        results = yield Round([*asks.values(), *reading])
+        self._unsure -= torn
+        return results
+
+    def attention(
+        self, q: Array, k: Array | None, v: Array | None, at: int | None, keywords: dict[str, Any]
+    ) -> Steps[Any]:
+        """The answer of `Cache.attention`: o, (o, lse), or that with a list of `Part`."""
+        _calls._refuse(keywords, _calls._BACKWARD_ONLY)
+        with_meta, layer = keywords.pop("with_meta", False), keywords.pop("layer", 0)
+        sending: dict[str, Any] = {name: keywords.pop(name) for name in ("priority", "request_id") if name in keywords}
+        call = Queries.of(q, keywords)
+        place, tokens = self._places(layer, at), _Tokens.beside(call, k, v)
+        if tokens is None and at is not None:
+            raise invalid("at", "is where k and v are written, which are missing")
+        yield from self._mend(layer)
+        total = self.lengths[layer] if tokens is None else place + tokens.count
+        alone = tokens is not None and self._fits(layer, place, total)
+        if tokens is not None and not alone:
+            yield from self._write(tokens, layer, place)
+        questions = list(call.asked(total, self._spans(total)))
+        asks = [self._ask(question, layer, sending) for question in questions]
+        if tokens is not None and alone:
+            last = questions[-1].place
+            writing = {last: self._ask(questions[-1], layer, sending, tokens, place - last * self.span)}
+            first, *rest = yield from self._writing(layer, place, writing, asks[:-1])
+            self.lengths[layer] = total
+            results = [*rest, first]
+        else:
+            results = (yield Round(asks)) if asks else []
+        found = [(question, *answer) for question, (answer, _) in zip(questions, results, strict=True)]
+        o, lse = merged(call, found, self._sizes(layer)[1][1])
+        parts = [self._part(question, meta) for question, (_, meta) in zip(questions, results, strict=True)]
+        answers = (to_like(o, q), to_like(lse, q)) if call.options.return_lse else to_like(o, q)
+        return (answers, parts) if with_meta else answers
+
+    def _fits(self, layer: int, place: int, behind: int) -> bool:
+        """Whether one part takes these tokens, and no other has any behind them."""
+        first = place // self.span * self.span
+        return place < behind <= first + self.span >= self.lengths[layer] and first < len(self.parts) * self.span
+
+    def _spans(self, total: int) -> list[tuple[int, int]]:
+        return [(first, min(first + self.span, total)) for first in range(0, total, self.span)]
+
+    def _ask(
+        self, question: Question, layer: int, sending: Mapping[str, Any], tokens: _Tokens | None = None, at: int = 0
+    ) -> Ask:
+        given = {
+            **question.keywords,
+            **sending,
+            "caches": [self.parts[question.place]],
+            "layer": layer,
+            "with_meta": True,
+        }
+        k = v = None
+        if tokens is not None:
+            k, v = tokens.in_layout(question.call.options.layout)
+            given["at"] = [at]
+        return Ask(self.server(question.place), _calls.forward(question.q, k, v, given))
+
+    def _part(self, question: Question, meta: Meta) -> Part:
+        """Raises ProtocolError where the part does not have the tokens that it should have."""
+        url, (first, behind) = self.urls[self.server(question.place)], question.keys
+        if meta.lengths != (behind - first,):
+            raise ProtocolError(
+                f"{url}: the cache has {meta.lengths} tokens, not {behind - first}: another client wrote"
+            )
+        return Part(url, "/attention", (0, question.rows), question.keys, question.pairs, meta)
+
+    def truncate(self, length: int) -> Steps[None]:
+        """Drop the tokens from `length` on, in every layer."""
+        kept = self._kept(length)
+        place = length - (kept - 1) * self.span
+        if any(self._held(kept - 1, layer) > place for layer in range(len(self.lengths))):
+            last = Ask(self.server(kept - 1), _caches.change(self.parts[kept - 1], "truncate", {"length": place}))
+            yield Round([last])
+        self.lengths = [min(own, length) for own in self.lengths]
+        self._unsure = {(part, layer) for part, layer in self._unsure if part < kept}
+        gone, self.parts = self.parts[kept:], self.parts[:kept]
+        if gone:
+            yield from _freed([Ask(self.server(kept + n), _caches.delete(cache)) for n, cache in enumerate(gone)])
+
+    def _kept(self, length: int) -> int:
+        """Return how many parts hold so many tokens. Raises InvalidInputError."""
+        if type(length) is not int or not 0 <= length <= max(self.lengths):
+            raise invalid("length", f"must be from 0 to {max(self.lengths)}, the length of the longest layer")
+        return max(1, -(-length // self.span))
+
+    def fork(self, length: int | None) -> Steps[Spread]:
+        """Return a copy, of `length` tokens or of all."""
+        longest = max(self.lengths)
+        end = longest if length is None else length
+        sources = self.parts[: self._kept(end)]
+        for layer in {layer for _, layer in self._unsure}:
+            yield from self._mend(layer)
+        ends = [min(self.span, end - part * self.span) for part in range(len(sources))]
+        calls = [_caches.fork([cache], [own], []) for cache, own in zip(sources, ends, strict=True)]
+        results = yield Round([Ask(self.server(part), call) for part, call in enumerate(calls)], whole=True)
+        copy = Spread(self.urls, {**self._shape, "span": self.span})
+        copy.parts = [AnyCache(found[0]) for found in results if not isinstance(found, FlashpointError)]
+        if len(copy.parts) < len(results):
+            made = zip(_good(range(len(results)), results), copy.parts, strict=True)
+            yield from _freed([Ask(self.server(part), _caches.delete(cache)) for part, cache in made])
+            raise _first(results)
+        copy.lengths = [min(own, end) for own in self.lengths]
+        return copy
+
+    def renew(self) -> Steps[None]:
+        """Let the time to live of every part begin anew."""
+        yield Round([Ask(self.server(n), _caches.change(cache, "renew", {})) for n, cache in enumerate(self.parts)])
+
+    def delete(self) -> Steps[None]:
+        """Free every part. Raises what a server that could not be asked has failed with."""
+        yield from _freed([Ask(self.server(n), _caches.delete(cache)) for n, cache in enumerate(self.parts)])
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """k (Hk,S,D) and v (Hk,S,Dv)."""
+
+    k: Numbers
+    v: Numbers
+
+    @classmethod
+    def of(cls, k: Array, v: Array, layout: str) -> _Tokens:
+        if layout not in ("bhsd", "bshd"):
+            raise invalid("layout", "must be bhsd or bshd")
+        found = []
+        for name, given in (("k", k), ("v", v)):
+            t = to_numpy(name, given)
+            t = t[0] if t.ndim == 4 and t.shape[0] == 1 else t
+            if t.ndim != 3:
+                raise invalid(name, f"has shape {list(t.shape)}, and must be (1,H,S,D) or (H,S,D) of one sequence")
+            found.append(t if layout == "bhsd" else t.swapaxes(0, 1))
+        if found[0].shape[:2] != found[1].shape[:2]:
+            raise invalid("v", f"has {list(found[1].shape)}, and k has {list(found[0].shape)}")
+        return cls(*found)
+
+    @classmethod
+    def beside(cls, call: Queries, k: Array | None, v: Array | None) -> _Tokens | None:
+        if k is None and v is None:
+            return None
+        if k is None or v is None:
+            raise invalid("k" if k is None else "v", "missing: k and v of new tokens come together")
+        tokens = cls.of(k, v, call.options.layout)
+        if tokens.count != call.count:
+            raise invalid("k", f"has {tokens.count} tokens, and q has {call.count}")
+        return tokens
+
+    @property
+    def count(self) -> int:
+        return int(self.k.shape[1])
+
+    def between(self, start: int, stop: int) -> tuple[Numbers, Numbers]:
+        return self.k[:, start:stop], self.v[:, start:stop]
+
+    def in_layout(self, layout: str) -> tuple[Numbers, Numbers]:
+        """As four dimensions."""
+        k, v = (t[None] if layout == "bhsd" else t[None].swapaxes(1, 2) for t in (self.k, self.v))
+        return k, v
+
+
+def _freed(asks: Sequence[Ask]) -> Steps[None]:
+    """Delete caches at all servers, whatever one of them answers; then raise the first error that is not of a cache."""
+    results = yield Round(asks, whole=True)
+    for found in results:
+        if isinstance(found, FlashpointError) and not isinstance(found, CacheError):
+            raise found
+
+
+def _first(results: Sequence[Any]) -> FlashpointError:
+    return next(found for found in results if isinstance(found, FlashpointError))
+
+
+def _good(numbers: Sequence[int], results: Sequence[Any]) -> list[int]:
+    return [number for number, found in zip(numbers, results, strict=True) if not isinstance(found, FlashpointError)]
