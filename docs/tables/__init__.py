@@ -9,7 +9,7 @@ from flashpoint_kernels.triton_backend.configurations import TABLES as TILES
 
 from .code import algorithms, cache_options, data_sheets, errors, extremes, grpc, metrics, options, settings, support
 from .kernels import benchmarks, compiled, decode, each_option
-from .service import beside, capacity, fairness, ray, rpc, serving, throughput
+from .service import beside, capacity, fairness, ray, rpc, serving, sharded_cache, throughput
 from .trust import faults, fuzz, load, steady
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -33,6 +33,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ray": ray,
     "rpc": rpc,
     "settings": settings,
+    "sharded_cache": sharded_cache,
     "support": support,
     "throughput": throughput,
     **{what: partial(serving, what) for what in ("protocol", "serving")},

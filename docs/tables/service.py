@@ -142,3 +142,20 @@ def capacity() -> str:
         names = ("predicted_ms", "measured_ms", "ratio", "predicted_rps", "measured_rps", "rps_ratio")
         text += table(head, [(row["case"], *(number(row[name]) for name in names)) for row in result["cases"]])
     return text or NOT_MEASURED
+
+
+def sharded_cache() -> str:
+    """One query over a cache at four servers, beside the operator over the same tensors."""
+    ways = {"operator": "the operator in process", "sdpa": "torch's own in process", "sharded": "four servers"}
+    text = ""
+    for _, result in results("sharded-cache"):
+        text += (
+            f"\nOne query over {result['tokens']:,} tokens ({result['kv_heads']} key heads, D {result['head_dim']}, "
+            f"{result['dtype']}, {result['bytes'] / 2**30:.2g} GiB) at {result['servers']} servers of one machine: "
+            f"{made_on(result['environment'], 'python', 'torch')}; median of {result['rounds']}. An error of 1 is the "
+            "bound above.\n\n"
+        )
+        milliseconds, errors = result["median_milliseconds"], result["errors"]
+        rows = [(way, milliseconds[name], errors[name]) for name, way in ways.items()]
+        text += targets(result) + "\n" + table(["", "ms", "largest error / bound"], rows)
+    return text or NOT_MEASURED

@@ -21,10 +21,10 @@ def connect(server, *, receive_buffer=None):
     return connection
 
 
-def send(server, body, *, length=None, request_id=None, receive_buffer=None, **headers):
+def send(server, body, *, path="/attention", length=None, request_id=None, receive_buffer=None, **headers):
     """A connection on which a request was sent; `length` is its Content-Length, where it is not that of `body`."""
     connection = connect(server, receive_buffer=receive_buffer)
-    head = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nContent-Type: {SAFETENSORS}\r\nConnection: close\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {SAFETENSORS}\r\nConnection: close\r\n"
     if request_id is not None:
         head += f"X-Request-Id: {request_id}\r\n"
     head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
