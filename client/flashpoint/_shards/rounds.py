@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from flashpoint import _calls
 from flashpoint._client import AsyncClient, Client, _seconds
-from flashpoint._shards.spread import Ask, Round, Steps
+from flashpoint._shards.spread import PartCall, Round, Steps
 from flashpoint.errors import FlashpointError
 
 MOST_CALLS = 64  # side by side
@@ -29,7 +29,7 @@ class Deadline:
         self._given = timeout is not _calls.DEFAULT
         self._end = None if seconds is None else time.monotonic() + seconds
 
-    def timed(self, ask: Ask) -> _calls.Call:
+    def timed(self, ask: PartCall) -> _calls.Call:
         if not self._given:
             return ask.call
         left = None if self._end is None else max(self._end - time.monotonic(), 1e-6)
@@ -77,7 +77,7 @@ class Threads:
                     call.cancel()
                 wait(calls)
 
-    def _one(self, ask: Ask, deadline: Deadline, stop: socket.socket | None) -> Any:
+    def _one(self, ask: PartCall, deadline: Deadline, stop: socket.socket | None) -> Any:
         client = self.clients[ask.server]
         try:
             return client._run(client._exchange(deadline.timed(ask), stop=stop))
@@ -116,7 +116,7 @@ class Tasks:
                 raise one
         return list(found)
 
-    async def _one(self, ask: Ask, deadline: Deadline) -> Any:
+    async def _one(self, ask: PartCall, deadline: Deadline) -> Any:
         client = self.clients[ask.server]
         try:
             return await client._run(client._exchange(deadline.timed(ask)))

@@ -70,7 +70,7 @@ class Queries:
         left, right = (UNBOUNDED if side < 0 else side for side in self.options.window)
         return left, min(right, 0) if self.options.causal else right
 
-    def asked(self, total: int, spans: Iterable[Range]) -> Iterator[Question]:
+    def asked(self, total: int, spans: Iterable[Range]) -> Iterator[SpanQuestion]:
         """What is asked of each span; nothing of one that no query sees. Raises InvalidInputError."""
         mask = self.tensors.get("attn_mask")
         if mask is not None and 1 < mask.shape[3] < total:
@@ -80,7 +80,7 @@ class Queries:
             if question.rows:
                 yield question
 
-    def _question(self, place: int, first: int, behind: int, shift: int) -> Question:
+    def _question(self, place: int, first: int, behind: int, shift: int) -> SpanQuestion:
         left, right = self.bounds
         rows = self.count if left >= shift else max(0, self.count - (shift - left))
         moved = shift - (self.count - rows)  # by which the server would let these rows stand too far left
@@ -89,10 +89,10 @@ class Queries:
         options: dict[str, Any] = self.options.model_dump(exclude=_OWN, exclude_defaults=True)
         options |= {"return_lse": True, "causal": right == 0}
         options["window"] = (-1 if left >= length - 1 else left, -1 if right >= rows - 1 or right == 0 else right)
-        return Question(self, place, (first, behind), rows, moved, options)
+        return SpanQuestion(self, place, (first, behind), rows, moved, options)
 
 
-class Question(NamedTuple):
+class SpanQuestion(NamedTuple):
     """What is asked of the span `keys`, number `place`: its first `rows` queries, which stand `moved` keys further."""
 
     call: Queries
@@ -166,7 +166,7 @@ class Question(NamedTuple):
 
 @_QUIET
 def merged(
-    call: Queries, answers: Sequence[tuple[Question, Numbers, Numbers]], value_dim: int
+    call: Queries, answers: Sequence[tuple[SpanQuestion, Numbers, Numbers]], value_dim: int
 ) -> tuple[Numbers, Numbers]:
     """Return o, in q's dtype and the caller's layout, and lse (1,Hq,n) float32, of the parts' o and lse."""
     heads, count = call.heads, call.count

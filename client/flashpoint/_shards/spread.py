@@ -19,7 +19,7 @@ from flashpoint._arrays import Array, _numpy_dtype, to_like, to_numpy
 from flashpoint._caches import AnyCache, CacheSizes
 from flashpoint._calls import Call
 from flashpoint._shards.problem import Numbers
-from flashpoint._shards.spans import Queries, Question, merged
+from flashpoint._shards.spans import Queries, SpanQuestion, merged
 from flashpoint.errors import CacheError, FlashpointError, ProtocolError, invalid
 from flashpoint.meta import Meta
 
@@ -47,7 +47,7 @@ class Part(NamedTuple):
     meta: Meta
 
 
-class Ask(NamedTuple):
+class PartCall(NamedTuple):
     """A call of one server, by its number."""
 
     server: int
@@ -58,7 +58,7 @@ class Ask(NamedTuple):
 class Round:
     """Calls to be made side by side. The first error ends all, unless `whole`: then errors are among the results."""
 
-    asks: Sequence[Ask]
+    asks: Sequence[PartCall]
     whole: bool = False
 
 
@@ -103,10 +103,12 @@ class Spread:
         missing = range(len(self.parts), max(1, -(-tokens // self.span)))
         if not missing:
             return
-        results = yield Round([Ask(self.server(part), _caches.create(self._shape)) for part in missing], whole=True)
+        results = yield Round(
+            [PartCall(self.server(part), _caches.create(self._shape)) for part in missing], whole=True
+        )
         made = [AnyCache(found[0]) for found in results if not isinstance(found, FlashpointError)]
         if len(made) < len(results):
-            yield from _freed([Ask(self.server(part), _caches.delete(cache))
+            yield from _freed([PartCall(self.server(part), _caches.delete(cache))
                                for part, cache in zip(_good(missing, results), made, strict=True)])  # fmt: skip
             raise _first(results)
         self.parts += made
@@ -122,9 +124,9 @@ class Spread:
             yield Round([self._cut(part, layer, self._held(part, layer)) for part in torn])
             self._unsure -= {(part, layer) for part in torn}
 
-    def _cut(self, part: int, layer: int, length: int) -> Ask:
+    def _cut(self, part: int, layer: int, length: int) -> PartCall:
         k, v = (np.zeros((heads, 0, dim), dtype) for heads, dim, dtype in self._sizes(layer))
-        return Ask(self.server(part), _caches.append(self.parts[part], k, v, layer, length, "bhsd"))
+        return PartCall(self.server(part), _caches.append(self.parts[part], k, v, layer, length, "bhsd"))
 
     def _sizes(self, layer: int) -> list[tuple[int, int, np.dtype[Any]]]:
         def of(name: str, default: Any) -> int:
@@ -165,14 +167,14 @@ class Spread:
             start, stop = max(place, first), min(behind, first + span)
             if start < stop:
                 k, v = tokens.between(start - place, stop - place)
-                asks[part] = Ask(self.server(part), _caches.append(cache, k, v, layer, start - first, "bhsd"))
+                asks[part] = PartCall(self.server(part), _caches.append(cache, k, v, layer, start - first, "bhsd"))
             elif self._held(part, layer) > max(0, behind - first):
                 asks[part] = self._cut(part, layer, max(0, behind - first))
         yield from self._writing(layer, place, asks)
         self.lengths[layer] = behind
 
     def _writing(
-        self, layer: int, place: int, asks: Mapping[int, Ask], reading: Sequence[Ask] = ()
+        self, layer: int, place: int, asks: Mapping[int, PartCall], reading: Sequence[PartCall] = ()
     ) -> Steps[list[Any]]:
         """Make the calls of parts that write from `place` on, beside others that read; return all results."""
         torn = {(part, layer) for part in asks}
@@ -223,8 +225,8 @@ class Spread:
         return [(first, min(first + self.span, total)) for first in range(0, total, self.span)]
 
     def _ask(
-        self, question: Question, layer: int, sending: Mapping[str, Any], tokens: _Tokens | None = None, at: int = 0
-    ) -> Ask:
+        self, question: SpanQuestion, layer: int, sending: Mapping[str, Any], tokens: _Tokens | None = None, at: int = 0
+    ) -> PartCall:
         given = {
             **question.keywords,
             **sending,
@@ -236,9 +238,9 @@ class Spread:
         if tokens is not None:
             k, v = tokens.in_layout(question.call.options.layout)
             given["at"] = [at]
-        return Ask(self.server(question.place), _calls.forward(question.q, k, v, given))
+        return PartCall(self.server(question.place), _calls.forward(question.q, k, v, given))
 
-    def _part(self, question: Question, meta: Meta) -> Part:
+    def _part(self, question: SpanQuestion, meta: Meta) -> Part:
         """Raises ProtocolError where the part does not have the tokens that it should have."""
         url, (first, behind) = self.urls[self.server(question.place)], question.keys
         if meta.lengths != (behind - first,):
@@ -252,13 +254,13 @@ class Spread:
         kept = self._kept(length)
         place = length - (kept - 1) * self.span
         if any(self._held(kept - 1, layer) > place for layer in range(len(self.lengths))):
-            last = Ask(self.server(kept - 1), _caches.change(self.parts[kept - 1], "truncate", {"length": place}))
+            last = PartCall(self.server(kept - 1), _caches.change(self.parts[kept - 1], "truncate", {"length": place}))
             yield Round([last])
         self.lengths = [min(own, length) for own in self.lengths]
         self._unsure = {(part, layer) for part, layer in self._unsure if part < kept}
         gone, self.parts = self.parts[kept:], self.parts[:kept]
         if gone:
-            yield from _freed([Ask(self.server(kept + n), _caches.delete(cache)) for n, cache in enumerate(gone)])
+            yield from _freed([PartCall(self.server(kept + n), _caches.delete(cache)) for n, cache in enumerate(gone)])
 
     def _kept(self, length: int) -> int:
         """Return how many parts hold so many tokens. Raises InvalidInputError."""
@@ -275,23 +277,25 @@ class Spread:
             yield from self._mend(layer)
         ends = [min(self.span, end - part * self.span) for part in range(len(sources))]
         calls = [_caches.fork([cache], [own], []) for cache, own in zip(sources, ends, strict=True)]
-        results = yield Round([Ask(self.server(part), call) for part, call in enumerate(calls)], whole=True)
+        results = yield Round([PartCall(self.server(part), call) for part, call in enumerate(calls)], whole=True)
         copy = Spread(self.urls, {**self._shape, "span": self.span})
         copy.parts = [AnyCache(found[0]) for found in results if not isinstance(found, FlashpointError)]
         if len(copy.parts) < len(results):
             made = zip(_good(range(len(results)), results), copy.parts, strict=True)
-            yield from _freed([Ask(self.server(part), _caches.delete(cache)) for part, cache in made])
+            yield from _freed([PartCall(self.server(part), _caches.delete(cache)) for part, cache in made])
             raise _first(results)
         copy.lengths = [min(own, end) for own in self.lengths]
         return copy
 
     def renew(self) -> Steps[None]:
         """Let the time to live of every part begin anew."""
-        yield Round([Ask(self.server(n), _caches.change(cache, "renew", {})) for n, cache in enumerate(self.parts)])
+        yield Round(
+            [PartCall(self.server(n), _caches.change(cache, "renew", {})) for n, cache in enumerate(self.parts)]
+        )
 
     def delete(self) -> Steps[None]:
         """Free every part. Raises what a server that could not be asked has failed with."""
-        yield from _freed([Ask(self.server(n), _caches.delete(cache)) for n, cache in enumerate(self.parts)])
+        yield from _freed([PartCall(self.server(n), _caches.delete(cache)) for n, cache in enumerate(self.parts)])
 
 
 @dataclass(frozen=True)
@@ -340,7 +344,7 @@ class _Tokens:
         return k, v
 
 
-def _freed(asks: Sequence[Ask]) -> Steps[None]:
+def _freed(asks: Sequence[PartCall]) -> Steps[None]:
     """Delete caches at all servers, whatever one of them answers; then raise the first error that is not of a cache."""
     results = yield Round(asks, whole=True)
     for found in results:
