@@ -5,6 +5,10 @@
     prediction = flashpoint.capacity.predict(need, rates)
     print(prediction.seconds, prediction.requests_per_second, prediction.bottleneck, prediction.for_load(100))
 
+    decode = flashpoint.Shape(q_heads=32, kv_heads=8, q_len=1, kv_len=4096, head_dim=128)
+    token = capacity.need(decode, dtype="bfloat16", cached=True)  # its keys and values are on the server
+    print(token.upload, capacity.cache_bytes(decode, dtype="bfloat16", layers=32))
+
 A request passes one stage after the other, so its time is the sum of theirs; requests that follow each other are in
 different stages, so a server's rate is that of its slowest stage. Queues are left out: near that rate, requests wait.
 """
@@ -25,6 +29,7 @@ from flashpoint._client import Client
 from flashpoint._shards.cut import UNBOUNDED, Band, Piece
 from flashpoint.errors import invalid
 from flashpoint.shape_schema import Dtype, Shape
+from flashpoint_contract.caches import layer_tokens
 from flashpoint_contract.wire import ITEMSIZE
 
 Side = Literal["forward", "backward"]
@@ -110,15 +115,21 @@ def need(
     causal: bool = False,
     with_forward: bool = True,
     parts: tuple[int, int] = (1, 1),
+    cached: bool = False,
 ) -> Need:
-    """What a request of `shape` needs; a gradient with the forward's o and lse, or without them.
+    """Return what a request of `shape` needs; a gradient with the forward's o and lse, or without them.
 
     A product over P pairs of query and key is 2·P·D or 2·P·Dv operations: two products forward, five backward
     (FlashAttention-2, Dao 2023, Algorithms 1 and 2). With `parts` (of the queries, of the keys), all that a sharded
-    call sends: a query goes with every part of the keys, a key with every part of the queries.
+    call sends: a query goes with every part of the keys, a key with every part of the queries. With `cached`, k and v
+    lie in KV caches on the server: the call sends those of its own tokens alone, and the device reads all.
     """
     if side not in ("forward", "backward"):
         raise invalid("side", "must be forward or backward")
+    if cached and (side == "backward" or parts != (1, 1)):
+        raise invalid("cached", "goes with a forward that is not cut into parts")
+    if cached and shape.q_len > shape.kv_len:
+        raise invalid("kv_len", "counts the new tokens too: with a cache it is at least q_len")
     s, size = shape, ITEMSIZE[dtype]
     band = Band(s.q_len, s.kv_len, s.kv_len - s.q_len, UNBOUNDED, 0 if causal else UNBOUNDED)
     pairs = band.pairs(Piece((0, s.q_len), (0, s.kv_len), band.offset)) * s.batch * s.q_heads
@@ -127,11 +138,18 @@ def need(
     o, lse = queries * s.value_dim * size, queries * 4
     q = queries * s.head_dim * size
     if side == "forward":
-        return Need(side, q + kv, o, 2 * pairs * (s.head_dim + s.value_dim), kv)
+        sent = kv // s.kv_len * s.q_len if cached else kv
+        return Need(side, q + sent, o, 2 * pairs * (s.head_dim + s.value_dim), kv)
     flops = 2 * pairs * (3 * s.head_dim + 2 * s.value_dim)
     if with_forward:
         return Need(side, q + kv + 2 * o + lse, q + kv, flops, kv)
     return Need(side, q + kv + o, q + kv, flops + 2 * pairs * (s.head_dim + s.value_dim), kv)
+
+
+def cache_bytes(shape: Shape, *, dtype: Dtype = "float32", layers: int = 1) -> int:
+    """Return the bytes of one sequence's cache with `kv_len` tokens in each layer."""
+    token = shape.kv_heads * (shape.head_dim + shape.value_dim) * ITEMSIZE[dtype]
+    return layers * layer_tokens(shape.kv_len) * token
 
 
 def predict(need: Need, rates: Rates, servers: int = 1) -> Prediction:

@@ -17,9 +17,22 @@ from flashpoint_contract.tensors import TensorInfo
 
 MOST_CACHES = 4096  # of one call
 MOST_TOKENS = 1 << 31  # of one cache
+CHUNK = 1024  # tokens of a layer that lie together; measured beside 256 and 512: docs/decisions
+SMALLEST_CHUNK = 16  # tokens: rows of one head are then whole cache lines, so that every head is aligned
 ID_LENGTH = 1024  # characters, at most
 _ANY_LENGTH = 1024  # keys that a plan is made for; the lengths are the engine's
 _ELSEWHERE = "is for POST /attention over caches, in JSON or safetensors, and for the SDK's attention"
+
+
+def chunk_tokens(filled: int) -> int:
+    """Return the tokens for which a chunk takes memory once `filled` are written: it grows by doubling."""
+    return max(SMALLEST_CHUNK, 1 << (filled - 1).bit_length())
+
+
+def layer_tokens(length: int) -> int:
+    """Return the tokens for which a layer takes memory: whole chunks, and the last one by doubling."""
+    whole, filled = divmod(length, CHUNK)
+    return whole * CHUNK + (chunk_tokens(filled) if filled else 0)
 
 
 class CacheOption(NamedTuple):

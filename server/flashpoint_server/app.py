@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -89,7 +90,10 @@ def create_app(
         route = Route(service, partial(infer, model=model, statistics=statistics), make_body)
         posts |= dict.fromkeys(oip.infer_paths(model), Counted(route, statistics, model.name))
     words = {part for path in posts for part in path.split("/")}
-    told = (posts.keys(), service.metrics, service.traces, words, service.sites.check, {"v2": oip.written})
+    held = caches.routes(service)
+    words |= {part for route in held for part in _words(route)}
+    paths = {*posts, *map(_masked, held)}
+    told = (paths, service.metrics, service.traces, words, service.sites.check, {"v2": oip.written})
     probes = status.PROBES | oip.PROBES
     direct: Mapping[str, ASGIApp] = posts
     if settings.cors_origins:
@@ -100,8 +104,7 @@ def create_app(
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.router.routes += caches.routes(service)
-    words |= {part for route in caches.routes(service) for part in _words(route)}
+    app.router.routes += held
     for path, post in posts.items():  # known to the framework, which answers any other method with 405
         app.router.routes.append(StarletteRoute(path, post, methods=["POST"]))
     for routes in (
@@ -119,6 +122,11 @@ def _words(route: BaseRoute) -> Iterable[str]:
     """The parts of its path that are the same in every request."""
     assert isinstance(route, StarletteRoute)
     return (part for part in route.path.split("/") if "{" not in part)
+
+
+def _masked(route: StarletteRoute) -> str:
+    """Return the path as metrics name it: * for what differs from request to request."""
+    return re.sub(r"\{\w+\}", "*", route.path)
 
 
 _ENDLESS = "/events"  # of a job, as long as it goes on

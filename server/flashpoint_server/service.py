@@ -124,6 +124,7 @@ class Service:
         for name, pid in self.engine.processes():
             self.metrics.process(name, pid)
             self.metrics.dropped(name, 0)
+            self.metrics.cache_limit(name, self.settings.cache_bytes)
         if self._shared.directory is not None:
             self.metrics.process("supervisor", os.getppid())
         inside = self.admission

@@ -33,6 +33,30 @@ def test_bytes_are_those_of_the_tensors(dtype):
     assert (cut.upload, cut.download) == (3 * q + 2 * (k + v), 3 * o)
 
 
+def test_a_call_over_caches_sends_its_own_tokens_and_reads_all():
+    q, k, v, o, _ = tensors("float32")
+    decode = need(SHAPE, cached=True)
+    own = (k.nbytes + v.nbytes) * 30 // 50
+    assert (decode.upload, decode.download, decode.keys) == (q.nbytes + own, o.nbytes, k.nbytes + v.nbytes)
+    assert decode.flops == need(SHAPE).flops
+
+
+@pytest.mark.parametrize(("tokens", "taken"), [(1, 16), (16, 16), (17, 32), (1000, 1024), (1024, 1024), (2100, 2112)])
+def test_a_cache_takes_whole_chunks_and_the_last_by_doubling(tokens, taken):
+    shape = flashpoint.Shape(q_heads=8, kv_heads=2, q_len=1, kv_len=tokens, head_dim=16, value_dim=8)
+    assert capacity.cache_bytes(shape, dtype="float16", layers=3) == 3 * taken * 2 * (16 + 8) * 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"side": "backward"}, "cached"), ({"parts": (1, 2)}, "cached"), ({"shape": {"kv_len": 4}}, "kv_len")],
+)
+def test_what_caches_do_not_go_with(wrong, said):
+    shape = flashpoint.Shape(**{"q_len": 8, "kv_len": 16, "head_dim": 8} | wrong.pop("shape", {}))
+    with pytest.raises(flashpoint.InvalidInputError, match=said):
+        need(shape, cached=True, **wrong)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_operations_are_those_of_the_pairs_that_are_seen(causal):
     i, j = np.arange(30)[:, None], np.arange(50)
@@ -108,9 +132,25 @@ def test_the_command_computes_from_rates_that_are_given(capsys):
     assert "http process × 1" in err
 
 
+def test_the_command_says_what_caches_take(capsys):
+    shape = flashpoint.Shape(q_heads=4, kv_heads=2, q_len=1, kv_len=2048, head_dim=64)
+    flags = ["--tflops", "2", "--network-gbit", "8", "--q-len", "1", "--kv-len", "2048", "--q-heads", "4"]
+    flags += ["--kv-heads", "2", "--head-dim", "64", "--cached", "--layers", "6", "--cache-gb", "1", "--json", "-"]
+    assert cli.main(["capacity", *flags]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    nbytes = capacity.cache_bytes(shape, layers=6)
+    assert (found["cache"]["bytes"], found["cache"]["that_fit"]) == (nbytes, 10**9 // nbytes)
+    assert found["cache"]["seconds_of_a_step"] == pytest.approx(6 * found["seconds"])
+    assert f"{nbytes / 1e6:.3g} MB; {10**9 // nbytes} fit" in err
+    assert "a step through 6 layers" in err
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8", "--layers", "2"], "--layers"),
+        (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8", "--cache-gb", "2"], "--cache-gb"),
         (["--q-len", "8", "--head-dim", "8"], "--network-gbit"),
         (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "0"], "head_dim"),
         (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8", "--side", "up"], "--side"),

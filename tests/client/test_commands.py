@@ -143,6 +143,15 @@ def test_json_alone_on_stdout(run, scripted):
     code, out, err = run("info", "--url", scripted.url, "--json", "-")
     assert (code, json.loads(out)["version"]) == (0, "1")
     assert "not known yet" in err
+    assert "KV caches" not in err
+
+
+def test_info_says_what_caches_hold(run, scripted):
+    held = {"caches": 12, "bytes": 3 << 29, "limit_bytes": 4 << 30}
+    scripted.script.append(says({"version": "1", "device": None, "versions": {}, "options": {}, "caches": held}))
+    code, out, _ = run("info", "--url", scripted.url)
+    assert code == 0
+    assert "12, 1.5 GiB; at most 4 GiB in each engine" in out
 
 
 def test_a_verification_of_a_server_is_shown(run, scripted, tmp_path):

@@ -63,3 +63,13 @@ def test_the_rates_are_those_of_the_server_and_predict_what_a_call_takes(server,
         before = clock.now
         client.attention(q, k, v)
         assert clock.now - before == pytest.approx(predicted.seconds, rel=0.02)
+
+
+def test_a_cache_takes_the_memory_that_the_calculator_says(server):
+    shape = flashpoint.Shape(q_heads=8, q_len=1, kv_len=1500, head_dim=64)
+    k = np.zeros((1, 8, 1500, 64), np.float32)
+    with flashpoint.Client(server.url) as client, client.cache(layers=2, kv_heads=8, head_dim=64) as cache:
+        for layer in range(2):
+            cache.append(k, k, layer=layer)
+        cache.refresh()
+        assert cache.bytes == pytest.approx(capacity.cache_bytes(shape, layers=2), rel=1e-3)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.support.gated import GatedServer
-from tests.support.messages import PATIENCE, message, normal, post
+from tests.support.messages import JSON, PATIENCE, message, normal, post
 from tests.support.servers import START_SECONDS, wait_for
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -146,7 +146,15 @@ def loaded(start_server, tmp_path_factory):
         assert post(server, "/verify", given).status == 200
         assert post(server, "/attention", message(small, casual=True)).status == 422
 
-    threads = [threading.Thread(target=ask, args=(kind,)) for kind in (launches, longer_launches, others)]
+    held = post(server, "/caches", json.dumps({"kv_heads": 2, "head_dim": 8}).encode(), JSON).json["caches"][0]["id"]
+
+    def caches():
+        document = json.dumps({"length": 0}).encode()
+        assert post(server, f"/caches/{held}/truncate", document, JSON).status == 200
+        document = json.dumps({"length": 1}).encode()  # beyond the end
+        assert post(server, f"/caches/{held}/truncate", document, JSON).status == 409
+
+    threads = [threading.Thread(target=ask, args=(kind,)) for kind in (launches, longer_launches, others, caches)]
     for thread in threads:
         thread.start()
     yield server
@@ -188,7 +196,8 @@ def test_the_panels_show_what_was_asked(prometheus):
         data = prometheus.get("query", query=expression)
         return {value for series in data["result"] for value in series["metric"].values()} if data else set()
 
-    wait_for(lambda: {"/attention", "/attention/grad", "/verify", "other"} <= labels(routes), lambda: labels(routes))
+    asked = {"/attention", "/attention/grad", "/verify", "/caches/*/truncate", "other"}
+    wait_for(lambda: asked <= labels(routes), lambda: labels(routes))
     (why,) = by_title["Why not answered"]
     wait_for(lambda: "invalid_request" in labels(why), lambda: labels(why))
     (share,) = by_title["Not answered"]

@@ -13,6 +13,7 @@ import torch
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect, sync_playwright
 
+import flashpoint
 from tests.support.messages import JSON, ask, message, normal, post
 
 CHROMIUM = next(
@@ -338,6 +339,31 @@ def test_device_and_options_are_those_of_info(page, server):
         option, *able = row.locator("th, td").all_inner_texts()
         expected = [option.replace(" ", "_") in info["options"][backend] for backend in info["backends"]]
         assert able == ["yes" if can else "no" for can in expected]
+
+
+def test_caches_are_listed_and_deleted(page, server):
+    with flashpoint.Client(server.url) as client:
+        small, large = (client.cache(layers=2, kv_heads=2, head_dim=8, keep=keep) for keep in (None, 64))
+        k = normal(1, 2, 1500, 8)
+        large.append(k, k, layer=1)
+        small.append(k[:, :, :5], k[:, :, :5])
+        rows = page.locator("#caches tbody tr")
+        expect(rows).to_have_count(2)
+        first = rows.first.locator("th, td").all_inner_texts()
+        assert first[:6] == [f"{large.id[:9]}…", "0–1,500", "2", "2", "8", "float32"]
+        assert re.fullmatch(r"[\d.]+ min", first[7])
+        expect(page.locator("#caches .said")).to_have_text(
+            re.compile(r"^Yours: 2\. On the server: 2, with [\d.]+ KiB of 4 GiB\.$")
+        )
+        page.get_by_role("button", name=f"Delete the cache {large.id[:9]}…").click()
+        expect(rows).to_have_count(1)
+        with pytest.raises(flashpoint.CacheError):
+            large.refresh()
+        small.delete()
+        expect(rows).to_have_count(0)
+        expect(page.locator("#caches .said")).to_contain_text("Yours: 0. On the server: 0")
+    assert run_shown_code(page, "caches", "Python") == "(1, 8, 1, 64) 3\n"
+    assert json.loads(run_shown_code(page, "caches", "curl")) == {"caches": []}
 
 
 @pytest.mark.slow

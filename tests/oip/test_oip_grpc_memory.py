@@ -52,7 +52,14 @@ def over_http(server, nbytes):
         entries[name] = {"dtype": "F32", "shape": t.shape, "data_offsets": [at, at := at + t.nbytes]}
     body = message_head(entries) + b"".join(t.tobytes() for t in tensors(nbytes).values())
     status = {200: "OK", 408: "DEADLINE_EXCEEDED", 429: "RESOURCE_EXHAUSTED"}
-    return lambda: status.get(post(server, "/attention", body).status)
+
+    def call():
+        try:
+            return status.get(post(server, "/attention", body).status)
+        except (ConnectionResetError, BrokenPipeError):  # while it sent
+            return "RESET"
+
+    return call
 
 
 class Watched:
@@ -118,8 +125,9 @@ def test_ten_clients_with_300_mib_each_leave_a_server_of_2_5_gib_alive(start_ser
     call, small = way(server, 300 * MIB), way(server, MIB)
     with Watched(lambda: of_all(server)) as watched, concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
         found = Counter(pool.map(lambda _: call(), range(CLIENTS)))
-    # On a busy machine a message of 300 MiB may come more slowly than the least rate allows.
-    assert set(found) <= {"OK", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}
+    # On a busy machine a message of 300 MiB may come more slowly than the least rate allows; a refused one may still be
+    # on its way when the server has read on for as long as it does (docs/http.md, Errors).
+    assert set(found) <= {"OK", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "RESET"}
     assert watched.bytes <= 2560 * MIB
     wait_for(lambda: ask(server, "/info").json["load"] == {"requests": 0, "bytes": 0}, lambda: "requests that stay")
     assert small() == "OK"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from flashpoint import capacity as calculator
@@ -21,7 +22,8 @@ EXAMPLES = """
   flashpoint capacity --url http://localhost:8000 --q-len 4096 --q-heads 8 --head-dim 64
   flashpoint capacity --tflops 400 --network-gbit 100 --pcie-gb 50 --q-len 16384 --q-heads 32 --head-dim 128
                       --dtype bfloat16 --causal --side backward --load 20
-  flashpoint capacity --tflops 400 --network-gbit 25 --q-len 1 --kv-len 100000 --q-heads 32 --head-dim 128
+  flashpoint capacity --tflops 400 --network-gbit 25 --memory-gb 3000 --q-len 1 --kv-len 4096 --q-heads 32 --kv-heads 8
+                      --head-dim 128 --dtype bfloat16 --cached --layers 32 --cache-gb 40
 """
 # What was measured for a small call, in docs/performance.md.
 CALL_MS = 1.6
@@ -43,6 +45,9 @@ def capacity(
     dtype: Annotated[Dtype, typer.Option(help="Of q, k and v.")] = "float32",
     causal: Annotated[bool, typer.Option(help="Count the pairs that a causal mask leaves.")] = False,
     side: Annotated[calculator.Side, typer.Option(help="A forward, or a gradient with its o and lse.")] = "forward",
+    cached: Annotated[bool, typer.Option(help="k and v lie in KV caches on the server.")] = False,
+    layers: Annotated[int, typer.Option(help="Layers of the model, a call each; with --cached.", min=1)] = 1,
+    cache_gb: Annotated[float | None, typer.Option(help="GB for KV caches at a server; with --cached.")] = None,
     load: Annotated[float | None, typer.Option(help="Requests a second that are to be answered.", min=0)] = None,
     tflops: Annotated[float | None, typer.Option(help="TFLOP/s of attention on the device.")] = None,
     network_gbit: Annotated[float | None, typer.Option(help="Gbit/s of the link, each way.")] = None,
@@ -67,12 +72,19 @@ def capacity(
     for flag, rate in given.items():
         if rate is not None and not rate > 0:
             raise typer.BadParameter("must be above 0", param_hint=flag)
+    for flag, without in {"--layers": layers == 1, "--cache-gb": cache_gb is None}.items():
+        if not (cached or without):
+            raise typer.BadParameter("goes with --cached", param_hint=flag)
+    if cache_gb is not None and not cache_gb > 0:
+        raise typer.BadParameter("must be above 0", param_hint="--cache-gb")
     given["--call-ms"] = call_ms
     if url is not None:
         if measured := [flag for flag, value in given.items() if value is not None]:
             raise typer.BadParameter("is measured where there is a --url", param_hint=measured[0])
         with client(url, api_key, timeout) as server:
             rates = calculator.measure(server, dtype, shared=same_cores)
+            if cached and cache_gb is None:
+                cache_gb = server.info()["caches"]["limit_bytes"] / 1e9
         rates = dataclasses.replace(rates, round_trip=round_trip_ms / 1e3)
     elif tflops is None or network_gbit is None:
         raise typer.BadParameter("without --url it needs both", param_hint="--tflops, --network-gbit")
@@ -88,9 +100,10 @@ def capacity(
             round_trip=round_trip_ms / 1e3,
             shared=same_cores,
         )
-    need = calculator.need(shape, dtype=dtype, side=side, causal=causal)
+    need = calculator.need(shape, dtype=dtype, side=side, causal=causal, cached=cached)
     prediction = calculator.predict(need, rates)
     needed = None if load is None else prediction.for_load(load)
+    held = _held(shape, dtype, layers, cache_gb, prediction) if cached else None
     write_json(json, {
         "rates": {name: None if value == math.inf else value for name, value in dataclasses.asdict(rates).items()},
         "need": dataclasses.asdict(need),
@@ -99,6 +112,7 @@ def capacity(
         "requests_per_second": prediction.requests_per_second,
         "bottleneck": prediction.bottleneck,
         "for_load": needed,
+        "cache": held,
     })  # fmt: skip
     show = console(json)
     show.print(_stages(need, prediction))
@@ -107,7 +121,28 @@ def capacity(
     if needed is not None:
         said = ", ".join(f"{name} × {count}" for name, count in needed.items())
         show.print(f"for {number(load)} requests a second: {said}")
+    if held is not None:
+        _show_held(show, held, layers)
     return RIGHT
+
+
+def _held(
+    shape: Shape, dtype: Dtype, layers: int, cache_gb: float | None, prediction: calculator.Prediction
+) -> dict[str, Any]:
+    """Return what a sequence's cache takes, how many of them fit, and how long a step through all layers takes."""
+    nbytes = calculator.cache_bytes(shape, dtype=dtype, layers=layers)
+    return {
+        "bytes": nbytes,
+        "that_fit": None if cache_gb is None else int(cache_gb * 1e9 // nbytes),
+        "seconds_of_a_step": layers * prediction.seconds,
+    }
+
+
+def _show_held(show: Console, held: dict[str, Any], layers: int) -> None:
+    fit = "" if held["that_fit"] is None else f"; {held['that_fit']:,} fit"
+    show.print(f"\na sequence's cache: {held['bytes'] / 1e6:.3g} MB{fit}")
+    step = held["seconds_of_a_step"]
+    show.print(f"a step through {layers} layers: {number(step * 1e3)} ms, {number(1 / step)} a second")
 
 
 def _stages(need: calculator.Need, prediction: calculator.Prediction) -> Table:

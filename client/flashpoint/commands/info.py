@@ -34,6 +34,9 @@ def info(url: Url = None, api_key: Key = None, timeout: Timeout = 60.0, json: Js
     rows = {"flashpoint": found.get("version"), "device": device.get("title"), "torch's name": device.get("name")}
     if device.get("memory"):
         rows["memory"] = f"{device['memory'] / 2**30:.1f} GiB"
+    if (held := found.get("caches")) and held["limit_bytes"]:
+        used, limit = held["bytes"] / 2**30, held["limit_bytes"] / 2**30
+        rows["KV caches"] = f"{held['caches']:,}, {used:.3g} GiB; at most {limit:.3g} GiB in each engine"
     rows |= found.get("versions", {})
     facts = Table(box=None, show_header=False, pad_edge=False)
     for name, value in rows.items():

@@ -120,7 +120,7 @@ class Timing:
             raise ProblemError(errors)
 
 
-# What is worth a row on each kind of device; elsewhere all but a few would say why they cannot run.
+# The backends that a benchmark times on each kind of device. On another kind, most of them cannot run.
 _BACKENDS = {
     "cpu": ("naive", "naive_explicit", "tiled", "torch", "sdpa_flash"),
     "cuda": (

@@ -31,10 +31,10 @@ _NO_GUESSING = (b"x-content-type-options", b"nosniff")  # a browser takes an ans
 class Envelope:
     """ASGI middleware, the outermost of ours.
 
-    Requests to `paths` are counted by their path, and traced. Those to `probes` are logged at level debug. `words` are
-    those that the addresses are made of: no other part of a path is logged, as it may be a key. `check` raises Refusal
-    for a request that no route is to see. `writers` write refusals, by the first part of the path; else they are
-    problem documents.
+    Requests to `paths` are counted by their path, and traced; * stands for any part that is not one of `words`, as in
+    `/caches/*/append`. Requests to `probes` are logged at level debug. No part of a path is logged but `words`: another
+    may be a key. `check` raises Refusal for a request that no route may see. `writers` write refusals, by the first
+    part of the path; without a writer they are problem documents.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Envelope:
             await send_refusal(stamped_send, exchange, said)
         finally:
             seconds = time.perf_counter() - exchange.arrived
-            known = exchange.path in self._paths
-            self._metrics.ended(exchange, exchange.path if known else "other", seconds)
+            route = exchange.path if exchange.path in self._paths else _masked(exchange.path, self._words)
+            known = route in self._paths
+            self._metrics.ended(exchange, route if known else "other", seconds)
             if known and self._traces is not None:
-                self._traces.request(exchange, exchange.path)
-            route = exchange.path if known else _masked(exchange.path, self._words)
+                self._traces.request(exchange, route)
             tell = self._log.debug if not known and exchange.path in self._probes else self._log.info
             tell("request", **_said(exchange, route, seconds))
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from flashpoint_contract.caches import CHUNK, SMALLEST_CHUNK
 from flashpoint_contract.options import ProblemError
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import Problem
@@ -21,7 +22,7 @@ from flashpoint_kernels.chunked import attend
 from flashpoint_kernels.cost import NOMINAL, row_seconds
 from flashpoint_kernels.reproducible import CORES, PART_SECONDS, split
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
-from flashpoint_server.engine.caches.chunks import CHUNK, SMALLEST, Track
+from flashpoint_server.engine.caches.chunks import Track
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.ipc.messages import Held
 from flashpoint_server.refusal import invalid
@@ -121,7 +122,7 @@ class HeldCall:
         ]
         lengths = [track.length - start for track, start in zip(tracks, starts, strict=True)]
         longest = max(lengths)
-        page = min(CHUNK, max(SMALLEST, -(-longest // SMALLEST) * SMALLEST))
+        page = min(CHUNK, max(SMALLEST_CHUNK, -(-longest // SMALLEST_CHUNK) * SMALLEST_CHUNK))
         counts = [-(-length // page) for length in lengths]
         pool = max(1, sum(counts))
         k = torch.empty(pool, spec.kv_heads, page, spec.head_dim, dtype=self.tensors["q"].dtype, device=device)

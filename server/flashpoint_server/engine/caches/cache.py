@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flashpoint_server.engine.caches.chunks import CHUNK, Change, Chunk, Track
+from flashpoint_contract.caches import CHUNK
+from flashpoint_server.engine.caches.chunks import Change, Chunk, Track
 from flashpoint_server.ipc.messages import CacheShape
 
 KEYS = 64  # idempotency keys that a cache remembers

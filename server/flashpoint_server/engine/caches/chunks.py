@@ -1,8 +1,8 @@
 """The keys and values of one layer of a cache: chunks of 1,024 tokens, shared by forks until one of them writes.
 
 A chunk is head-major, k (Hk, capacity, D) and v (Hk, capacity, Dv). Its edges are fixed positions of the sequence. The
-last chunk of a track grows by doubling, so that short caches stay small. What is written is never read beyond a track's
-length, so that the memory of a chunk need not be cleared before it has another owner.
+last chunk of a track grows by doubling, so that short caches stay small. Nothing beyond a track's length is read, so a
+chunk's memory need not be cleared before it has another owner.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 1024  # tokens; measured beside 256 and 512: docs/decisions
-SMALLEST = 16  # tokens: rows of one head are then whole cache lines, so that every head is aligned
+from flashpoint_contract.caches import CHUNK, chunk_tokens
 
 
 class Chunk:
@@ -83,7 +82,7 @@ class Track:
             filled = min(CHUNK, at + count - start)
             old = self.chunks[place] if place < len(self.chunks) else None
             if old is None or old.holders > 1 or old.capacity < filled:
-                capacity = CHUNK if self.reserved else max(SMALLEST, 1 << (filled - 1).bit_length())
+                capacity = CHUNK if self.reserved else chunk_tokens(filled)
                 changes.append(Change(place, capacity, max(0, at - start) if old is not None else 0))
         return changes
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from flashpoint_contract.caches import CHUNK
 from flashpoint_server.engine.caches.cache import (
     SAID,
     Mark,
@@ -30,7 +31,7 @@ from flashpoint_server.engine.caches.cache import (
     reserved_chunks,
     write_problem,
 )
-from flashpoint_server.engine.caches.chunks import CHUNK, Chunk, TokenSize, Track
+from flashpoint_server.engine.caches.chunks import Chunk, TokenSize, Track
 from flashpoint_server.ipc.messages import CacheRecord, CacheShape
 from flashpoint_server.refusal import Refusal
 

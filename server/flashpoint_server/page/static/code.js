@@ -25,9 +25,10 @@ export function curl(path, body, flags = "-s") {
   return parts.join(" \\\n  ");
 }
 
-// A program with a client, whose `lines` are the body of its `with`.
-export function python(lines) {
-  const imports = key.get() ? ["import os", "", "import flashpoint"] : ["import flashpoint"];
+// A program with a client, whose `lines` are the body of its `with`; it imports `library` too.
+export function python(lines, library) {
+  const others = [...(key.get() ? ["import os", ""] : []), ...(library ? [`import ${library}`, ""] : [])];
+  const imports = [...others, "import flashpoint"];
   const secret = key.get() ? `, api_key=os.environ["${KEY}"]` : "";
   const body = lines.map((line) => `    ${line}`);
   return [...imports, "", `with flashpoint.Client("${base}"${secret}) as client:`, ...body].join("\n");

@@ -2,7 +2,7 @@
 
 const LINE = /^(\w+)(?:\{(.*)\})? (\S+)/;
 const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
-const ASIDE = /route="(other|\/verify)"/; // this page's own calls and verifications, which are no traffic
+const ASIDE = /route="(other|\/verify|\/caches)"/; // this page's own calls and verifications, which are no traffic
 
 // Name → list of {labels, value}.
 export function parse(text) {

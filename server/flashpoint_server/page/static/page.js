@@ -2,6 +2,7 @@
 
 import { call, key } from "./api.js";
 import * as benchmark from "./benchmark.js";
+import * as caches from "./caches.js";
 import * as device from "./device.js";
 import { say } from "./form.js";
 import * as traffic from "./traffic.js";
@@ -28,13 +29,14 @@ function open() {
   [main.hidden, parts.hidden, door.hidden, forget.hidden] = [false, false, true, !key.get()];
   verify.showCode();
   benchmark.showCode();
+  caches.showCode();
   benchmark.resume();
   timer = setTimeout(look, 0);
 }
 
 async function look() {
   const mine = timer; // another, if it was locked and opened again meanwhile
-  if (!document.hidden) await Promise.all([device.look(), traffic.look()]);
+  if (!document.hidden) await Promise.all([device.look(), traffic.look().then(caches.look)]);
   if (timer === mine) timer = setTimeout(look, EVERY_MS);
 }
 

@@ -23,6 +23,12 @@ export function milliseconds(seconds) {
   return seconds === null ? "–" : number(seconds * 1000);
 }
 
+// "45 s", "9 min", "3.5 h"
+export function duration(seconds) {
+  const [size, unit] = seconds < 120 ? [1, "s"] : seconds < 7200 ? [60, "min"] : [3600, "h"];
+  return `${number(seconds / size, 2)} ${unit}`;
+}
+
 // "B1 H8/2 S512 D64", as the plots and the command line have it.
 export function problem(row) {
   const pair = (a, b) => (a === b ? `${a}` : `${a}/${b}`);

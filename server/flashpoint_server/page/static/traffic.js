@@ -13,19 +13,21 @@ const samples = [];
 const lines = {};
 let allowed = true;
 
+// The sample of the metrics; null where there is none.
 export async function look() {
-  if (!allowed) return;
+  if (!allowed) return null;
   try {
     samples.push([performance.now(), parse(await (await call("metrics")).text())]);
     say(panel, "");
   } catch (problem) {
     allowed = problem.status !== 403; // a key without that right will not get it
     say(panel, problem.message);
-    return;
+    return null;
   }
   const [[since, before], [at, now]] = [samples[0], samples.at(-1)];
   while (samples.length > 1 && at - samples[1][0] >= WINDOW_MS) samples.shift();
   show(before, now, (at - since) / 1000);
+  return now;
 }
 
 // Over `seconds`, of which the first look has none: then there is only a queue.

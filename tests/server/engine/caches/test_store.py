@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from flashpoint_contract.caches import CHUNK
 from flashpoint_server.engine.caches.cache import Terms
-from flashpoint_server.engine.caches.chunks import CHUNK
 from flashpoint_server.engine.caches.store import CACHE_BYTES, LAYER_BYTES, CacheStore
 from flashpoint_server.ipc.messages import CacheShape
 from flashpoint_server.refusal import Refusal
