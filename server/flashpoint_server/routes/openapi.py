@@ -164,8 +164,10 @@ def _operation(direction: Direction, *, caches: bool = True) -> dict[str, Any]:
         "schema": {"$ref": f"#/components/schemas/{name}Request"},
         "examples": examples.FORWARD if direction == "forward" else examples.BACKWARD,
     }
-    statuses = sorted({*_ERRORS, *(_CACHE_ERRORS if caches and direction == "forward" else ())})
     answered = {"schema": {"$ref": f"#/components/schemas/{name}Answer"}}
+    told = {h: {"schema": {"type": "string"}, "description": text} for h, text in _HEADERS.items()}
+    cached = caches and direction == "forward"
+    statuses = sorted({*_ERRORS, *(_CACHE_ERRORS if cached else ())})
     return {
         "tags": ["attention"],
         "summary": _SUMMARY[direction],
@@ -178,6 +180,7 @@ def _operation(direction: Direction, *, caches: bool = True) -> dict[str, Any]:
                 {"type": "string"},
                 "echoed, and found in the log: up to 128 letters, digits and `._:/+=@~-`; anything else is replaced",
             ),
+            *([openapi_caches.REPLICA] if cached else []),
         ],
         "requestBody": {
             "required": True,
@@ -186,7 +189,7 @@ def _operation(direction: Direction, *, caches: bool = True) -> dict[str, Any]:
         "responses": {
             "200": {
                 "description": "The answer, in the encoding that Accept asks for, else in the request's",
-                "headers": {h: {"schema": {"type": "string"}, "description": text} for h, text in _HEADERS.items()},
+                "headers": told | (openapi_caches.TOLD if cached else {}),
                 "content": {
                     jsonwire.MEDIA_TYPE: answered,
                     wire.MEDIA_TYPE: binary,

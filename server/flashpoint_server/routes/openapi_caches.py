@@ -28,6 +28,11 @@ _KEY = {
     "name": "Idempotency-Key", "in": "header", "required": False, "schema": {"type": "string", "maxLength": 128},
     "description": "a name of this write: sent again with it, it is not made again, and is answered alike",
 }  # fmt: skip
+REPLICA = {
+    "name": "X-Flashpoint-Replica", "in": "header", "required": False, "schema": {"type": "string"},
+    "description": "that of an earlier answer about the cache: a balancer routes by it",
+}  # fmt: skip
+TOLD = {"X-Flashpoint-Replica": {"schema": {"type": "string"}, "description": "what leads to the server of the caches"}}
 _LAYER = {"name": "layer", "in": "query", "schema": {"type": "integer", "minimum": 0, "default": 0}}
 
 
@@ -41,7 +46,7 @@ def add(document: dict[str, Any]) -> None:
     schemas["CacheList"]["properties"]["caches"]["items"] = {"$ref": "#/components/schemas/Cache"}
     one = "/caches/{id}"
     read = _operation("k and v of a layer", "cache_tensors", 200, None, None, 409, 410)
-    read["parameters"] = [_ID, _LAYER]
+    read["parameters"] = [_ID, _LAYER, REPLICA]
     read["responses"]["200"]["content"] = {wire.MEDIA_TYPE: _BINARY}
     document["paths"] |= {
         "/caches": {
@@ -101,7 +106,7 @@ def _operation(
     summary: str, name: str, success: int, answer: type[BaseModel] | None, asked: type[BaseModel] | None = None,
     *errors: int,
 ) -> dict[str, Any]:  # fmt: skip
-    said: dict[str, Any] = {"description": summary}
+    said: dict[str, Any] = {"description": summary, "headers": TOLD}
     if answer is not None:
         said["content"] = {jsonwire.MEDIA_TYPE: {"schema": _reference(answer)}}
     statuses = sorted({*_ALWAYS, *errors, *((415,) if asked is not None else ())})
@@ -109,7 +114,7 @@ def _operation(
         "tags": ["caches"],
         "summary": summary,
         "operationId": name,
-        "parameters": [],
+        "parameters": [REPLICA],
         "responses": {str(success): said, **{str(status): one for status, one in problems(*statuses).items()}},
     }
     if asked is not None:
