@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict, TypeVar
 import numpy as np
 
 from flashpoint import _caches, _calls
-from flashpoint._arrays import Array, _numpy_dtype, to_like, to_numpy
+from flashpoint._arrays import Array, to_like, to_numpy
 from flashpoint._caches import AnyCache, CacheSizes
 from flashpoint._calls import Call
 from flashpoint._shards.problem import Numbers
@@ -94,6 +94,7 @@ class Spread:
         self.parts: list[AnyCache] = []
         self.lengths = [0] * int(shape.get("layers", 1))
         self._unsure: set[tuple[int, int]] = set()  # part and layer: a write was not answered
+        self._dtype = np.dtype(np.float32)  # of the tokens that were written last
 
     def server(self, part: int) -> int:
         return part % len(self.urls)
@@ -125,17 +126,18 @@ class Spread:
             self._unsure -= {(part, layer) for part in torn}
 
     def _cut(self, part: int, layer: int, length: int) -> PartCall:
-        k, v = (np.zeros((heads, 0, dim), dtype) for heads, dim, dtype in self._sizes(layer))
+        k, v = (np.zeros((heads, 0, dim), self._dtype) for heads, dim in self._sizes(layer))
         return PartCall(self.server(part), _caches.append(self.parts[part], k, v, layer, length, "bhsd"))
 
-    def _sizes(self, layer: int) -> list[tuple[int, int, np.dtype[Any]]]:
+    def _sizes(self, layer: int) -> list[tuple[int, int]]:
+        """Return the heads and the dimension of k and of v."""
+
         def of(name: str, default: Any) -> int:
             value = default if self._shape.get(name) is None else self._shape[name]
             return int(value if isinstance(value, int) else value[layer])
 
         heads, dim = of("kv_heads", 8), of("head_dim", 64)
-        dtype = _numpy_dtype(self._shape.get("dtype", "float32"))
-        return [(heads, dim, dtype), (heads, of("value_dim", dim), dtype)]
+        return [(heads, dim), (heads, of("value_dim", dim))]
 
     def _places(self, layer: int, at: int | None) -> int:
         if type(layer) is not int or not 0 <= layer < len(self.lengths):
@@ -154,6 +156,7 @@ class Spread:
         place = self._places(layer, at)
         tokens = _Tokens.of(k, v, layout)
         yield from self._mend(layer)
+        self._dtype = tokens.k.dtype
         yield from self._write(tokens, layer, place)
         return self.lengths[layer]
 
@@ -196,6 +199,7 @@ class Spread:
         if tokens is None and at is not None:
             raise invalid("at", "is where k and v are written, which are missing")
         yield from self._mend(layer)
+        self._dtype = self._dtype if tokens is None else tokens.k.dtype
         total = self.lengths[layer] if tokens is None else place + tokens.count
         alone = tokens is not None and self._fits(layer, place, total)
         if tokens is not None and not alone:
