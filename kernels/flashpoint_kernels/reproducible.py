@@ -174,9 +174,19 @@ def with_all_threads(problem: Problem) -> Problem:
     blocks = max(1, shortest // _BLOCK)  # of a query head's rows, each a task
     if shortest < _FEWEST_QUERIES or spec.q_heads * blocks < 2:
         return problem
+    if spec.q_heads < 2 and any(in_blocks(spec, row) for row in problem.rows):  # whose calls are of few queries
+        return problem
     if blocks < 2 and any(thread_count(problem, row) > 1 for row in problem.rows):  # for BLAS, inside the one task
         return problem
     return replace(problem, threads=torch.get_num_threads())
+
+
+def in_blocks(spec: Spec, row: Row) -> bool:
+    """Whether `torch` computes a sequence in blocks of queries (torch_backend.blocks), if it has no mask."""
+    offset, (left, right) = spec.offset(row.q_len, row.kv_len), spec.window
+    diagonal = right == 0 and offset == 0  # the operators' own
+    sees_all = right >= row.kv_len - 1 - offset  # the first query does
+    return left < row.q_len + offset - 1 or not (diagonal or sees_all) or spec.has("alibi_slopes")
 
 
 def threads(problem: Problem, row: Row) -> exactly:
