@@ -15,7 +15,7 @@ nearest key, so that those which decide an answer are small, and are rounded no 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -26,9 +26,11 @@ from flashpoint_kernels.torch_backend.call import Call
 
 INF = float("inf")
 # Queries of a block. The narrower a block, the fewer keys beside a window are computed and masked; the wider, the fewer
-# calls. Measured at (1,8,2048,64) on 2 cores, over 32 to 512, with a window of 256 and with ALiBi.
-FORWARD_QUERIES = 64
-BACKWARD_QUERIES = 256  # each call adds to the gradients of its keys
+# calls. Measured at (1,2,2048,64) on one core over 32 to 512: a window of 256 takes 6.8 ms with 64 queries and 8.7 with
+# 256; windows of 2,049 take 35 and 28, ALiBi 30 and 20.
+QUERIES = 256
+_NARROW_QUERIES = 64
+_NARROW = 512  # keys of a window
 _TOGETHER = 16  # blocks of one call backward, which makes gradients of keys for each
 _FEWEST_QUERIES = 16  # of the last block: fewer are added to the one before, see reproducible.with_all_threads
 _EDGE = 16  # keys: runs begin at multiples, so that float32 rows of any length are whole cache lines
@@ -75,12 +77,14 @@ class Blocks:
     window: tuple[int, int]
     offset: int
     scale: float  # above 0
+    # The mask of a block for the keys around it, of which blocks use parts, and the place of its first key.
+    _shared: tuple[int, Tensor] | None = field(default=None, init=False)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return o (n,Hq,sq,D) and lse (n,Hq,sq), 0 and −∞ for a query that may see no key."""
         o = self.q.new_zeros(self.q.shape, dtype=torch.float32)
         lse = o.new_full(o.shape[:-1], -INF)
-        for span in self._spans(FORWARD_QUERIES):
+        for span in self._spans(_NARROW_QUERIES if sum(self.window) <= _NARROW else QUERIES):
             if span.stop > span.start:
                 bias = self._bias(span)
                 for near in self._near(span):
@@ -96,7 +100,7 @@ class Blocks:
     def backward(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv; `lse` is +∞ for a query that sees no key."""
         dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (self.q, self.k, self.v))
-        for span in self._spans(BACKWARD_QUERIES, _TOGETHER):
+        for span in self._spans(QUERIES, _TOGETHER):  # each call adds to the gradients of its keys
             if span.stop > span.start:
                 bias = self._bias(span)
                 for near in self._near(span):
@@ -117,7 +121,7 @@ class Blocks:
     def _spans(self, queries: int, most: int = 1 << 30) -> Iterator[Span]:
         """Yield the blocks, those together whose near keys lie alike, at most so many."""
         (count, sk), (left, right) = (self.q.shape[2], self.k.shape[2]), self.window
-        behind, ahead = (self.mask is None and side >= count + sk for side in (left, right))
+        behind, ahead = (self.mask is None and self._endless(side) for side in (left, right))
         span: Span | None = None
         for first in range(0, max(count - _FEWEST_QUERIES + 1, 1), queries):
             last = first + queries - 1 if first + queries + _FEWEST_QUERIES <= count else count - 1
@@ -142,6 +146,10 @@ class Blocks:
         if span is not None:
             yield span
 
+    def _endless(self, side: int) -> bool:
+        """Whether a side of the window ends nowhere in the sequence."""
+        return side >= self.q.shape[2] + self.k.shape[2]
+
     def _alike(self, span: Span, block: Span) -> bool:
         """Whether a block continues a span: its keys lie to its queries as those of the others do."""
         step = span.blocks * span.size
@@ -153,25 +161,32 @@ class Blocks:
         return (_Near(span, None if span.blocks == 1 else n) for n in range(1 if span.blocks == 1 else len(self.q)))
 
     def _bias(self, span: Span) -> Tensor | None:
-        """Return the mask (n|1, Hq|1, queries, keys) of each block of a span and its near keys; None where all is 0."""
-        device, (left, right) = self.q.device, self.window
-        ahead = torch.arange(span.start, span.stop, device=device) - (
-            torch.arange(span.first, span.first + span.size, device=device)[:, None] + self.offset
-        )
-        bias = None
-        if self.slopes is not None:
-            bias = ahead.abs().float() * -self.slopes
+        """Return the mask (n|1, Hq|1, size, keys) of each block of a span and its near keys; None where all is 0."""
+        last = span.first + span.size - 1
+        lo, hi = bounds.full_key_range(span.first, last, self.offset, *self.window, self.k.shape[2])
+        if self.mask is None and self.slopes is None and lo <= span.start and span.stop <= hi:
+            return None
+        low, high = (place - span.first - self.offset for place in (span.start, span.stop))
         if self.mask is not None:
-            mask = self.mask[..., span.rows, :] if self.mask.shape[2] > 1 else self.mask
-            mask = mask[..., span.start : span.stop] if mask.shape[3] > 1 else mask
-            bias = mask if bias is None else bias + mask
-        lo, hi = bounds.full_key_range(
-            span.first, span.first + span.size - 1, self.offset, left, right, self.k.shape[2]
-        )
-        if lo <= span.start and span.stop <= hi:
-            return bias
+            rows = self.mask[..., span.rows, :] if self.mask.shape[2] > 1 else self.mask
+            return self._band(low, high, span.size) + (rows[..., span.start : span.stop] if rows.shape[3] > 1 else rows)
+        if self._shared is None:
+            left, right = (min(side, self.q.shape[2] + self.k.shape[2]) for side in self.window)
+            first = -_EDGE if self._endless(left) else -left - _EDGE
+            stop = span.size + _FEWEST_QUERIES + _EDGE + (0 if self._endless(right) else right)
+            self._shared = first, self._band(first, stop, span.size + _FEWEST_QUERIES)
+        first, shared = self._shared
+        if low < first or high > first + shared.shape[3] or span.size > shared.shape[2]:
+            return self._band(low, high, span.size)
+        return shared[:, :, : span.size, low - first : high - first]
+
+    def _band(self, low: int, high: int, size: int) -> Tensor:
+        """Return the mask of `size` queries for the keys [low, high), which count from the first query's place."""
+        device, (left, right) = self.q.device, self.window
+        ahead = torch.arange(low, high, device=device) - torch.arange(size, device=device)[:, None]
         hidden = ((ahead < -left) | (ahead > right))[None, None]
-        return (ahead.new_zeros(1, dtype=torch.float32) if bias is None else bias).masked_fill(hidden, -INF)
+        bias = torch.zeros((), device=device) if self.slopes is None else ahead.abs().float() * -self.slopes
+        return bias.masked_fill(hidden, -INF)
 
     def _far(self, block: Span) -> Iterator[_Far]:
         """Yield the calls over keys before and after all queries of a block that its near keys leave out."""

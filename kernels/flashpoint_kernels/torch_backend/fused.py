@@ -22,7 +22,7 @@ from torch import Tensor
 from flashpoint_contract.spec import Row
 from flashpoint_kernels.problem import Problem, consecutive, narrowed
 from flashpoint_kernels.quantization import scaled
-from flashpoint_kernels.reproducible import aligned, aligned_heads, exactly, in_blocks, sharing, threads
+from flashpoint_kernels.reproducible import aligned, aligned_heads, exactly, flushing, in_blocks, sharing, threads
 from flashpoint_kernels.torch_backend.blocks import Blocks, merge
 from flashpoint_kernels.torch_backend.call import Call
 
@@ -40,7 +40,7 @@ def forward(problems: Sequence[Problem]) -> None:
             continue
         calls, in_place = [], not problem.spec.paged
         for rows, x in _with_work(problem):
-            with threads(problem, rows[0]) as count:
+            with threads(problem, rows[0]) as count, flushing(problem, count):
                 call = Prepared.of(problem, rows, x)
                 call.answer()
             in_place = in_place and consecutive(rows) and call.in_place
@@ -58,7 +58,7 @@ def backward(problems: Sequence[Problem]) -> None:
         asked = problem.outputs.get("dsinks")
         dsinks = None if asked is None else torch.zeros_like(asked, dtype=torch.float32)
         for rows, x in _with_work(problem):
-            with threads(problem, rows[0]), _deterministic_on_cuda(problem):
+            with threads(problem, rows[0]) as count, flushing(problem, count), _deterministic_on_cuda(problem):
                 Prepared.of(problem, rows, x).differentiate(dsinks)
         if asked is not None and dsinks is not None:
             asked.copy_(dsinks)
