@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flashpoint_kernels.reproducible import aligned_heads, exactly
-from flashpoint_kernels.torch_backend.fused import Call
+from flashpoint_kernels.torch_backend.call import Call
 
 INF = float("inf")
 
@@ -60,8 +60,8 @@ def _piece(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
     k, v = (aligned_heads(t[None], torch.float32) for t in (k, v))
     if not causal:
         q = aligned_heads(q, torch.float32).reshape(1, k.shape[1], -1, dim)
-    call = Call(aligned_heads(q, torch.float32), k, v, None, None, causal, scale, 1.0)
-    o, lse = call.forward_cpu()
+    call = Call(aligned_heads(q, torch.float32), k, v, None, causal, scale)
+    o, lse = call.forward()
     return o.reshape(heads, count, v.shape[-1]), lse.reshape(heads, count)
 
 

@@ -10,7 +10,7 @@ import torch
 from flashpoint_kernels import Options, Problem, ProblemError, available_backends, run
 from flashpoint_kernels.support import choose_backend
 from tests.conftest import DEVICE
-from tests.support.kernels.solving import backward, forward, normal, poisoned, qkv, spec_of
+from tests.support.kernels.solving import backward, forward, poisoned, qkv, spec_of
 
 
 @pytest.mark.slow
@@ -68,8 +68,7 @@ def test_autocast_of_the_caller_does_not_reach_the_products() -> None:
 
 
 def test_unsupported_options_are_refused_before_any_work() -> None:
-    t = qkv(1, 2, 5, 5, 8) | {"sinks": normal(2)}
-    problem = poisoned(t, Options(), "backward")
-    with pytest.raises(ProblemError, match="sinks: the torch backend does not do sinks"):
+    problem = poisoned(qkv(1, 2, 5, 5, 8), Options(softcap=2.0), "backward")
+    with pytest.raises(ProblemError, match="softcap: the torch backend does not do softcap"):
         run([problem], "torch")
     assert problem.outputs["dq"].isnan().all()

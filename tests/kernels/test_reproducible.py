@@ -187,21 +187,31 @@ def test_aligned_copies_only_what_it_must() -> None:
         assert torch.equal(copy, other.float())
 
 
+BANDS: dict[str, dict[str, object]] = {
+    "all": {},
+    "causal": {"causal": True},
+    "window": {"window": (100, 3)},
+    "alibi": {},
+    "causal alibi": {"causal": True},
+    "causal window alibi": {"causal": True, "window": (70, 0)},
+}
 any_sequences = given(
     batch=st.integers(1, 5), kv_heads=st.integers(1, 4), group=st.integers(1, 2), q_len=st.integers(1, 600),
-    kv_len=st.integers(1, 600), dim=st.sampled_from([16, 24, 48, 64, 128]), causal=st.booleans(),
+    kv_len=st.integers(1, 600), dim=st.sampled_from([16, 24, 48, 64, 128]), band=st.sampled_from(list(BANDS)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]), layout=st.sampled_from(["bhsd", "bshd"]),
     lengths=st.booleans(),
 )  # fmt: skip
 
 
 @any_sequences
-@example(1, 1, 2, 17, 5, 16, False, torch.float32, "bhsd", False)  # one key/value head is one task of the backward
-@example(2, 1, 1, 254, 517, 128, False, torch.float32, "bhsd", False)  # alone, of two threads
-@example(2, 1, 1, 30, 5000, 128, False, torch.float32, "bhsd", False)  # and so is the forward's one block of queries
+@example(1, 1, 2, 17, 5, 16, "all", torch.float32, "bhsd", False)  # one key/value head is one task of the backward
+@example(2, 1, 1, 254, 517, 128, "all", torch.float32, "bhsd", False)  # alone, of two threads
+@example(2, 1, 1, 30, 5000, 128, "all", torch.float32, "bhsd", False)  # and so is the forward's one block of queries
+@example(2, 1, 1, 513, 600, 64, "causal alibi", torch.float32, "bhsd", False)  # one task in a call over far keys
+@example(1, 2, 2, 330, 330, 64, "causal", torch.float32, "bhsd", True)  # a last block of few queries
 @settings(max_examples=12, deadline=None)
 def test_bits_are_the_same_with_neighbours_in_the_call_and_with_all_threads(
-    batch: int, kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, causal: bool,
+    batch: int, kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, band: str,
     dtype: torch.dtype, layout: str, lengths: bool,
 ) -> None:  # fmt: skip
     """Sequences of equal lengths share a call of torch's operators; here each runs by itself, with one thread, too."""
@@ -209,11 +219,12 @@ def test_bits_are_the_same_with_neighbours_in_the_call_and_with_all_threads(
     if layout == "bshd":
         t = {name: x.transpose(1, 2).contiguous() for name, x in t.items()}
     padding = {"kv_lengths": torch.tensor([kv_len - (kv_len > 3 and b % 3 == 2) for b in range(batch)])}
-    options: dict[str, object] = {"causal": causal, "layout": layout}
-    found = answers("torch", t | (padding if lengths else {}), **options)
+    options: dict[str, object] = {**BANDS[band], "layout": layout}
+    slopes = {"alibi_slopes": torch.rand(group * kv_heads)} if "alibi" in band else {}
+    found = answers("torch", t | slopes | (padding if lengths else {}), **options)
     for b in range(batch):
         own = {name: x[b : b + 1] for name, x in t.items()}
-        given_own = {name: x[b : b + 1] for name, x in padding.items()} if lengths else {}
+        given_own = slopes | ({name: x[b : b + 1] for name, x in padding.items()} if lengths else {})
         alone = Problem.create({n: own[n] for n in "qkv"} | given_own, Options(**options, return_lse=True))  # type: ignore[arg-type]
         run_part(alone, "torch")
         gradient = Problem.create(own | alone.outputs | given_own, Options(**options), "backward")  # type: ignore[arg-type]
@@ -242,6 +253,15 @@ def test_a_problem_has_all_threads_only_where_they_cannot_change_its_bits() -> N
     assert threads_of(qkv(1, 2, 15, 40, 32)) == 0
     assert threads_of(qkv(1, 2, 16, 40, 24)) == 0
     assert threads_of(qkv(0, 2, 16, 40, 32)) == 0
+
+    def with_options(heads: int, q_len: int, kv_len: int, **options: object) -> int:
+        given = {name: x for name, x in qkv(1, heads, q_len, kv_len, 32).items() if name != "do"}
+        return with_all_threads(Problem.create(given, Options(**options))).threads  # type: ignore[arg-type]
+
+    assert with_options(1, 512, 512, causal=True) == torch.get_num_threads()
+    assert with_options(1, 512, 600, causal=True) == 0  # in blocks, of which each call may be one task
+    assert with_options(1, 512, 512, window=(64, 0)) == 0
+    assert with_options(2, 512, 512, window=(64, 0)) == torch.get_num_threads()
 
 
 def test_cores_are_those_that_the_process_may_use(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import torch
 
 from flashpoint_kernels import Options, Problem, ProblemError, attention, attention_backward, verify
 from flashpoint_kernels.reproducible import sharing
+from flashpoint_kernels.torch_backend import call as operators
 from flashpoint_kernels.torch_backend import fused
+from flashpoint_kernels.torch_backend.call import Call
 from tests.conftest import DEVICE
 from tests.support.kernels.made import Made
 from tests.support.kernels.solving import backward, forward, normal, qkv
@@ -59,6 +61,44 @@ def test_the_diagonal_is_put_right(q_len: int, kv_len: int, alignment: str, mask
     assert found.ok, found
 
 
+BANDS: list[dict[str, Any]] = [
+    {"window": (70, 0)},
+    {"window": (33, 7)},
+    {"window": (-1, 20)},
+    {"window": (90, -1)},
+    {"causal": True, "causal_alignment": "top_left"},
+    {"causal": True, "window": (64, -1)},
+    {"causal": True},
+    {},
+]
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), (170, 410), (333, 150)])
+@pytest.mark.parametrize("more", [(), ("alibi_slopes",), ("sinks",), ("alibi_slopes", "sinks"), ("attn_mask",)])
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_blocks_of_queries_see_what_their_window_and_alibi_say(
+    band: dict[str, Any], more: tuple[str, ...], q_len: int, kv_len: int
+) -> None:
+    """Several blocks forward and backward, the last one shorter, with keys behind, beside and ahead of them."""
+    t = qkv(2, 4, q_len, kv_len, 16, kv_heads=2)
+    tensors = {"alibi_slopes": torch.tensor([[0.25, 0.1, 0.02, -0.01]] * 2), "sinks": normal(4)}
+    tensors["attn_mask"] = normal(2, 1, 1, kv_len) > -1.0
+    found = verify(t | {name: tensors[name].to(DEVICE) for name in more}, Options(backend="torch", **band))
+    assert found.ok, "\n".join(str(e) for e in found.tensors if not e.ok)
+
+
+def test_alibi_is_as_exact_at_16k_keys_as_the_tile_loop() -> None:
+    """With a slope of 0.5 scores reach −8,192, whose rounding alone would be 5e-4."""
+    t = {name: x for name, x in qkv(1, 2, 300, 16384, 16).items() if name != "do"}
+    t["alibi_slopes"] = torch.tensor([0.5, 2.0**-8], device=DEVICE)
+    errors = {}
+    for backend in ("torch", "tiled"):
+        found = verify(t, Options(backend=backend, causal=True))
+        assert found.ok, found
+        errors[backend] = max(e.max_rel for e in found.tensors)
+    assert errors["torch"] <= 2 * errors["tiled"], errors
+
+
 def test_masks_of_any_float_and_shape() -> None:
     t = qkv(2, 4, 20, 30, 16, dtype=torch.bfloat16)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -102,11 +142,8 @@ def test_sequences_share_a_call_while_what_is_copied_for_it_is_small() -> None:
 @pytest.mark.parametrize(
     ("more", "options", "field"),
     [
-        ({}, {"window": (4, 4)}, "window"),
         ({}, {"softcap": 1.0}, "softcap"),
         ({}, {"dropout_p": 0.5}, "dropout_p"),
-        ({"alibi_slopes": torch.ones(2)}, {}, "alibi_slopes"),
-        ({"sinks": torch.ones(2)}, {}, "sinks"),
         ({"v": torch.ones(1, 2, 5, 9)}, {}, "v"),
     ],
 )
@@ -153,13 +190,13 @@ def efficient(q: Any, k: Any, v: Any, bias: Any, _lse: bool, _p: float, causal: 
     return s.softmax(-1) @ v.float(), s.logsumexp(-1)
 
 
-def cuda_call(dtype: torch.dtype, bias: torch.Tensor, q_len: int, kv_len: int) -> fused.Call:
+def cuda_call(dtype: torch.dtype, bias: torch.Tensor, q_len: int, kv_len: int) -> Call:
     """A call as it would be made on CUDA, of tensors on the CPU: one key/value head for two of the queries'."""
     q, k, v = (normal(1, h, n, 8, dtype=dtype, seed=h).cpu() for h, n in ((4, q_len), (2, kv_len), (2, kv_len)))
-    return fused.Call(q, k, v, bias.cpu(), None, False, 0.3, 1.0)
+    return Call(q, k, v, bias.cpu(), False, 0.3)
 
 
-def softmax_in_float64(call: fused.Call) -> tuple[torch.Tensor, torch.Tensor]:
+def softmax_in_float64(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     assert call.bias is not None
     k, v = (t.double().repeat_interleave(2, 1) for t in (call.k, call.v))
     s = call.q.double() @ k.mT * call.scale + call.bias.double()
@@ -172,7 +209,7 @@ def softmax_in_float64(call: fused.Call) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_mask_reaches_the_efficient_operator_as_it_must_lie(
     dtype: torch.dtype, q_len: int, kv_len: int, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
+    monkeypatch.setattr(operators, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
     numbers = normal(4 * q_len * kv_len + 1, dtype=dtype).float()
     bias = {
         "full": numbers[:-1].view(1, 4, q_len, kv_len),
@@ -182,7 +219,7 @@ def test_a_mask_reaches_the_efficient_operator_as_it_must_lie(
         "odd address": numbers[1:].view(1, 4, q_len, kv_len),
     }[shape]
     call = cuda_call(dtype, bias, q_len, kv_len)
-    for found, exact in zip(call.forward_cuda(), softmax_in_float64(call), strict=True):
+    for found, exact in zip(call._forward_cuda(), softmax_in_float64(call), strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -193,20 +230,21 @@ def test_cuda_takes_a_mask_of_another_dtype_without_rounding_it(
     dtype: torch.dtype, mask_dtype: torch.dtype, low: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A number that q's dtype does not hold is no −∞: a row of it alone is a softmax, with its own lse."""
-    monkeypatch.setattr(fused, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
+    monkeypatch.setattr(operators, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
     mask = torch.zeros(4, 8)
     mask[1:, 4:], mask[2], mask[3, :4] = low, low, -torch.inf
     mask = mask.to(mask_dtype)
     t = {name: x.cpu() for name, x in qkv(1, 2, 4, 8, 8, dtype=dtype).items() if name != "do"} | {"attn_mask": mask}
     problem = replace(Problem.create(t, Options()), device=torch.device("cuda"))
     ((row, x),) = problem.batches()
-    call = fused.Call.of(problem, row, x)
+    call = fused.Prepared.of(problem, row, x).own
+    assert isinstance(call, Call)
     assert call.q.dtype == (dtype if mask_dtype == dtype else torch.float32)
     s = t["q"].float() @ t["k"].float().mT * 8**-0.5 + mask.float()
     dead = s.amax(-1) == -torch.inf  # −1e6 is −∞ in float16: there the caller wrote it
-    assert call.dead is not None
-    assert torch.equal(dead, call.dead.expand_as(dead))
-    o, lse = call.forward_cuda()
+    assert call.bias is not None
+    assert torch.equal(dead, (call.bias.amax(-1) == -torch.inf).expand_as(dead))
+    o, lse = call._forward_cuda()
     seen = ~dead
     torch.testing.assert_close(o[seen], (s.softmax(-1) @ t["v"].float())[seen], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse[seen], s.logsumexp(-1)[seen], rtol=1e-6, atol=1e-5)
@@ -214,7 +252,7 @@ def test_cuda_takes_a_mask_of_another_dtype_without_rounding_it(
 
 def test_nothing_is_copied_that_the_operators_take_as_it_is() -> None:
     q = normal(1, 4, 5, 16)
-    call = fused.Call(q, q + 1, q + 2, None, None, False, 1.0, 1.0)
+    call = Call(q, q + 1, q + 2, None, False, 1.0)
     assert [t.data_ptr() for t in call._cuda_inputs()[0]] == [t.data_ptr() for t in (call.q, call.k, call.v)]
 
 

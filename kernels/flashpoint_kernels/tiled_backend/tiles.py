@@ -30,7 +30,7 @@ from flashpoint_kernels.dropout import kept_bits, room_for
 from flashpoint_kernels.problem import Problem, narrowed, parted
 from flashpoint_kernels.products import add_product, product
 from flashpoint_kernels.quantization import scaled
-from flashpoint_kernels.reproducible import aligned, can_be_cut, sharing, threads
+from flashpoint_kernels.reproducible import aligned, can_be_cut, flushing, sharing, threads
 
 INF = float("inf")
 
@@ -53,7 +53,7 @@ def forward(problems: Sequence[Problem]) -> None:
     for problem in problems:
         problem.clear_outputs()
         for rows, x in _with_queries(problem):
-            with threads(problem, rows[0]):
+            with threads(problem, rows[0]) as count, flushing(problem, count):
                 _forward(Tiles.of(problem, rows, x), x.get("o"), x.get("lse"))
 
 
@@ -68,7 +68,7 @@ def backward(problems: Sequence[Problem]) -> None:
             if name in problem.outputs and not (name == "dattn_mask" and _own_mask(problem))
         }
         for rows, x in _with_queries(problem):
-            with threads(problem, rows[0]):
+            with threads(problem, rows[0]) as count, flushing(problem, count):
                 own: dict[str, Tensor] = {name: x[name] for name in ("dq", "dk", "dv") if name in x}
                 if "dsinks" in shared:
                     own["dsinks"] = shared["dsinks"]

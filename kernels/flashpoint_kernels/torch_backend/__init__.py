@@ -1,7 +1,7 @@
-"""torch's own fused attention as a backend: fused.py."""
+"""torch's own fused attention as a backend: fused.py, and blocks.py for what its operators lack."""
 
-# What torch's fused operator has: one head dimension, and no gradient through lse.
+# The operators have one head dimension, and no gradient through lse.
 SUPPORT = frozenset({
     "float16", "bfloat16", "float32", "causal", "gqa", "thd", "tf32", "lengths", "bool_mask", "float_mask", "lse",
-    "backward", "paged", "quantized",
+    "backward", "paged", "quantized", "window", "alibi_slopes", "sinks", "dsinks",
 })  # fmt: skip

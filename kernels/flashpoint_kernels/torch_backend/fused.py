@@ -1,34 +1,32 @@
 """torch's own fused attention as a backend, where it covers the options (`support.SUPPORT["torch"]`).
 
 On the CPU `_scaled_dot_product_flash_attention_for_cpu`, on CUDA torch's FlashAttention-2 for half dtypes with no mask
-and its memory-efficient kernel for the rest; each with its own backward from the saved `o` and `lse`. These operators
-are private to torch: a test guards their signatures, and the gpu tests prove the CUDA half of this file on a device.
+and its memory-efficient kernel for the rest; each with its own backward from the saved `o` and `lse`. call.py is a call
+of them; blocks.py has the windows, ALiBi and diagonals that they lack. A sink is merged into the answer: it is a key
+whose value is 0.
 
-Sequences share a call where its bits do not change with the batch (`reproducible.sharing`), else each is a batch of
-one. What the operators leave out is put right here: they know the diagonal from the top left alone, have no answer (or
-crash) without keys, and give `lse` 0 for a masked row.
+Sequences share a call where its bits do not change with the batch (`reproducible.sharing`), else each has its own.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from flashpoint_contract.spec import Row
 from flashpoint_kernels.problem import Problem, consecutive, narrowed
 from flashpoint_kernels.quantization import scaled
-from flashpoint_kernels.reproducible import aligned, aligned_heads, exactly, sharing, threads
+from flashpoint_kernels.reproducible import aligned, aligned_heads, exactly, flushing, in_blocks, sharing, threads
+from flashpoint_kernels.torch_backend.blocks import Blocks, merge
+from flashpoint_kernels.torch_backend.call import Call
 
 INF = float("inf")
-_LOOKED_AT = 1 << 20  # scores at a time
-_aten = torch.ops.aten
 _memory: Any = torch.utils.deterministic  # whose property mypy does not see
 
 
@@ -36,45 +34,125 @@ def forward(problems: Sequence[Problem]) -> None:
     for problem in problems:
         problem.clear_outputs()
         if problem.calls:
-            for x, call, count in problem.calls:
+            for call, count in problem.calls:
                 with exactly(count):
-                    call.answer(x)
+                    call.answer()
             continue
         calls, in_place = [], not problem.spec.paged
         for rows, x in _with_work(problem):
-            with threads(problem, rows[0]) as count:
-                call = Call.of(problem, rows, x)
-                call.answer(x)
-            in_place = in_place and consecutive(rows) and call.reads(x)
-            calls.append((x, call, count))
+            with threads(problem, rows[0]) as count, flushing(problem, count):
+                call = Prepared.of(problem, rows, x)
+                call.answer()
+            in_place = in_place and consecutive(rows) and call.in_place
+            calls.append((call, count))
         if in_place:
             problem.calls = calls
+        if problem.spec.has("sinks"):
+            _only_sinks(problem)
 
 
 def backward(problems: Sequence[Problem]) -> None:
     """Runs the forward itself where `o` and `lse` are not given."""
     for problem in problems:
         problem.clear_outputs()
+        asked = problem.outputs.get("dsinks")
+        dsinks = None if asked is None else torch.zeros_like(asked, dtype=torch.float32)
         for rows, x in _with_work(problem):
-            with threads(problem, rows[0]):
-                call = Call.of(problem, rows, x)
-                o, lse = (x["o"], x["lse"]) if "lse" in x else call.forward()
-                # As the forward's answer is rounded, so that a caller who brings it gets the same bits.
-                o = aligned_heads(o.to(x["q"].dtype), call.q.dtype)
-                # +∞ in place of the −∞ of a masked row makes its probabilities exp(s − lse) = 0.
-                lse = aligned(lse, torch.float32)
-                lse = lse.masked_fill(lse == -INF, INF)
-                do = aligned_heads(x["do"], call.q.dtype)
-                if problem.device.type == "cuda":
-                    with _deterministic(problem.spec.options.deterministic):
-                        dq, dk, dv = call.backward_cuda(do, o, lse)
-                else:
-                    dq, dk, dv = call.backward_cpu(do, o, lse)
-                if call.turned != 1.0:
-                    dq = dq * call.turned
-                for name, grad in (("dq", dq), ("dk", dk), ("dv", dv)):
-                    if name in x:
-                        x[name].copy_(grad)
+            with threads(problem, rows[0]) as count, flushing(problem, count), _deterministic_on_cuda(problem):
+                Prepared.of(problem, rows, x).differentiate(dsinks)
+        if asked is not None and dsinks is not None:
+            asked.copy_(dsinks)
+
+
+@dataclass(eq=False, slots=True)
+class Prepared:
+    """Sequences of equal lengths, ready for the operators. `x` are their tensors, `Problem.batches` says how."""
+
+    x: dict[str, Tensor]
+    own: Call | Blocks
+    turned: float  # what q was multiplied by, so that the scale is above 0
+
+    @classmethod
+    def of(cls, problem: Problem, rows: Sequence[Row], x: dict[str, Tensor]) -> Prepared:
+        spec, row = problem.spec, rows[0]
+        # The CPU operators' half arithmetic was seen to miss the test rule (float16 dv at 512 × 512): float32 keeps it.
+        # CUDA's take a mask in q's dtype alone, where another's numbers would be rounded, and −1e6 be −∞ in float16.
+        mask = problem.tensors.get("attn_mask")
+        exact = (mask is None or mask.dtype in (torch.bool, x["q"].dtype)) and "alibi_slopes" not in x
+        half = problem.device.type == "cuda" and exact and not spec.quantized
+        dtype = x["q"].dtype if half else torch.float32
+        if spec.quantized:  # in float32, which rounds no product of a number and its scale to a half type
+            k, v = (scaled(x[name], x[f"{name}_scale"]) for name in ("k", "v"))
+        else:
+            k, v = x["k"], x["v"]
+        q, k, v = (aligned_heads(t, dtype) for t in (x["q"], k, v))
+        turned, scale = (1.0, spec.scale) if spec.scale > 0 else (-1.0, -spec.scale) if spec.scale else (0.0, 1.0)
+        if turned != 1.0:
+            q = q * turned
+        bias = None if mask is None else _added(problem.mask_part(mask, rows))
+        offset = spec.offset(row.q_len, row.kv_len)
+        diagonal = spec.window[1] < row.kv_len - 1 - offset  # else the first query sees every key already
+        if not (in_blocks(spec, row) or (diagonal and bias is not None)):
+            return cls(x, Call(q, k, v, bias, diagonal, scale), turned)
+        slopes = x["alibi_slopes"].reshape(-1, spec.q_heads, 1, 1) if "alibi_slopes" in x else None
+        return cls(x, Blocks(q, k, v, bias, slopes, spec.window, offset, scale), turned)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the operators read the tensors themselves, no copies of them, and nothing that is made of others."""
+        own, x = self.own, self.x
+        if not isinstance(own, Call) or own.bias is not None or "sinks" in x:
+            return False
+        return all(t.data_ptr() == x[name].data_ptr() for name, t in (("q", own.q), ("k", own.k), ("v", own.v)))
+
+    def answer(self) -> None:
+        """Write o, and lse where it is asked, of a forward."""
+        o, lse = self._forward()
+        self.x["o"].copy_(o)
+        if "lse" in self.x:
+            self.x["lse"].copy_(lse)
+
+    def _forward(self) -> tuple[Tensor, Tensor]:
+        """Return o (n,Hq,sq,D) and lse (n,Hq,sq)."""
+        o, lse = self.own.forward()
+        if "sinks" in self.x:
+            sinks = self.x["sinks"][:, None].expand(lse.shape)
+            merge(o, lse, None, sinks)
+        return o, lse
+
+    def differentiate(self, dsinks: Tensor | None) -> None:
+        """Write dq, dk and dv where they are asked, and add to `dsinks` (Hq,)."""
+        x, own = self.x, self.own
+        o, lse = (x["o"], x["lse"]) if "lse" in x else self._forward()
+        # As the forward's answer is rounded, so that a caller who brings it gets the same bits.
+        o = aligned_heads(o.to(x["q"].dtype), own.q.dtype)
+        # +∞ in place of the −∞ of a masked row makes its probabilities exp(s − lse) = 0.
+        lse = aligned(lse, torch.float32)
+        lse = lse.masked_fill(lse == -INF, INF)
+        do = aligned_heads(x["do"], own.q.dtype)
+        if dsinks is not None:
+            delta = (o.float() * do.float()).sum(-1)
+            dsinks -= ((x["sinks"][:, None] - lse).exp_() * delta).sum((0, 2))
+        dq, dk, dv = own.backward(do, o, lse)
+        if self.turned != 1.0:
+            dq = dq * self.turned
+        for name, grad in (("dq", dq), ("dk", dk), ("dv", dv)):
+            if name in x:
+                x[name].copy_(grad)
+
+
+def _added(mask: Tensor) -> Tensor:
+    """Return a mask as numbers to add, in float32."""
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -INF)
+    return narrowed(mask) if mask.dtype == torch.float64 else mask.float()
+
+
+def _only_sinks(problem: Problem) -> None:
+    """Write the lse of queries without any key, which is the sink."""
+    for _, x in problem.batches(lambda row: 1 if row.q_len and not row.kv_len else 0):
+        if "lse" in x:
+            x["lse"].copy_(x["sinks"][:, None].expand(x["lse"].shape))
 
 
 def _with_work(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
@@ -88,6 +166,15 @@ def _with_work(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Te
 
 
 _asking = threading.Lock()
+
+
+@contextmanager
+def _deterministic_on_cuda(problem: Problem) -> Iterator[None]:
+    if problem.device.type == "cuda":
+        with _deterministic(problem.spec.options.deterministic):
+            yield
+    else:
+        yield
 
 
 @contextmanager
@@ -112,171 +199,3 @@ def _asked(wanted: bool) -> Iterator[None]:
     finally:
         _memory.fill_uninitialized_memory = filled
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-@dataclass(eq=False, slots=True)
-class Call:
-    """Sequences of equal lengths as the operators take them: q (n,Hq,sq,D), k and v (n,Hk,sk,D), a mask to add or none.
-
-    `causal` is the operators' own, from the top left; `dead` marks the queries that may see no key.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None  # (n|1, Hq|1, sq|1, sk|1) float32
-    dead: Tensor | None  # (n|1, Hq|1, sq|1) bool
-    causal: bool
-    scale: float
-    turned: float  # what q was multiplied by, so that `scale` is above 0, which the operators take for granted
-
-    @classmethod
-    def of(cls, problem: Problem, rows: Sequence[Row], x: dict[str, Tensor]) -> Call:
-        spec, row = problem.spec, rows[0]
-        # The CPU operators' half arithmetic was seen to miss the test rule (float16 dv at 512 × 512): float32 keeps it.
-        # CUDA's take a mask in q's dtype alone, where another's numbers would be rounded, and −1e6 be −∞ in float16.
-        mask = problem.tensors.get("attn_mask")
-        held = (mask is None or mask.dtype in (torch.bool, x["q"].dtype)) and not spec.quantized
-        dtype = x["q"].dtype if problem.device.type == "cuda" and held else torch.float32
-        if spec.quantized:  # in float32, which rounds no product of a number and its scale to a half type
-            x = x | {name: scaled(x[name], x[f"{name}_scale"]) for name in ("k", "v")}
-        q, k, v = (aligned_heads(x[name], dtype) for name in "qkv")
-        turned, scale = (1.0, spec.scale) if spec.scale > 0 else (-1.0, -spec.scale) if spec.scale else (0.0, 1.0)
-        if turned != 1.0:
-            q = q * turned
-        offset = spec.offset(row.q_len, row.kv_len)
-        causal = spec.options.causal and offset < row.kv_len - 1  # else the first query sees every key already
-        bias = None
-        if mask is not None:
-            bias = problem.mask_part(mask, rows)
-            if bias.dtype == torch.bool:
-                bias = torch.zeros(bias.shape, device=bias.device).masked_fill_(~bias, -INF)
-            bias = narrowed(bias) if bias.dtype == torch.float64 else bias.float()
-        if causal and (bias is not None or offset != 0):
-            i = torch.arange(row.q_len, device=q.device)[:, None]
-            hidden = torch.arange(row.kv_len, device=q.device) > i + offset
-            bias = (q.new_zeros((), dtype=torch.float32) if bias is None else bias).masked_fill(hidden, -INF)
-            bias = bias.view((1,) * (4 - bias.ndim) + tuple(bias.shape))
-            causal = False
-        dead = None if bias is None else bias.amax(-1) == -INF
-        return cls(q, k, v, bias, dead, causal, scale, turned)
-
-    def reads(self, x: Mapping[str, Tensor]) -> bool:
-        """Return whether the operators read the tensors `x` themselves, not copies, and no mask."""
-        given = ((self.q, x["q"]), (self.k, x["k"]), (self.v, x["v"]))
-        return self.bias is None and all(t.data_ptr() == own.data_ptr() for t, own in given)
-
-    def answer(self, x: Mapping[str, Tensor]) -> None:
-        """Write o, and lse where it is asked, of a forward."""
-        o, lse = self.forward()
-        x["o"].copy_(o)
-        if "lse" in x:
-            x["lse"].copy_(lse)
-
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """o (n,Hq,sq,D) and lse (n,Hq,sq)."""
-        o, lse = self.forward_cuda() if self.q.is_cuda else self.forward_cpu()
-        if self.dead is not None:
-            o, lse = o.masked_fill(self.dead[..., None], 0.0), lse.masked_fill(self.dead, -INF)
-        return o, lse
-
-    def forward_cpu(self) -> tuple[Tensor, Tensor]:
-        o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            self.q, self.k, self.v, 0.0, self.causal, attn_mask=self.bias, scale=self.scale
-        )
-        if not lse.all():  # one operation, which takes NaN for true
-            self._look_again(lse == 0, o, lse)
-        return o, lse
-
-    def _look_again(self, rows: Tensor, o: Tensor, lse: Tensor) -> None:
-        """Put right those of `rows` (n,Hq,sq) whose largest score is NaN or −∞: the operator says o = 0 and lse = 0.
-
-        It drops a NaN where the keys are fewer than a vector of floats has. All rows of a head are looked at together,
-        and several heads, because one key of score 0 makes lse = 0 in every row.
-        """
-        (n, heads, sq, _), sk = self.q.shape, self.k.shape[2]
-        group = heads // self.k.shape[1]
-        bias = None if self.bias is None else self.bias.expand(n, heads, sq, sk)
-        keys, height = torch.arange(sk), max(1, _LOOKED_AT // sk)
-        for some in torch.split(rows.any(-1).nonzero(), max(1, _LOOKED_AT // (sq * sk))):
-            batch, head = some.unbind(1)
-            k = self.k[batch, head // group].mT
-            for start in range(0, sq, height):
-                queries = slice(start, min(start + height, sq))
-                s = self.scale * (self.q[batch, head, queries] @ k)
-                if bias is not None:
-                    s += bias[batch, head, queries]
-                if self.causal:
-                    s.masked_fill_(keys > torch.arange(queries.start, queries.stop)[:, None], -INF)
-                most, asked = s.amax(-1), rows[batch, head, queries]
-                for found, answer, sum_of_exp in ((most.isnan(), torch.nan, torch.nan), (most == -INF, 0.0, -INF)):
-                    which, row = (found & asked).nonzero().unbind(1)
-                    o[batch[which], head[which], row + start] = answer
-                    lse[batch[which], head[which], row + start] = sum_of_exp
-
-    def backward_cpu(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do, self.q, self.k, self.v, o, lse, 0.0, self.causal, attn_mask=self.bias, scale=self.scale
-        )
-        return dq, dk, dv
-
-    @property
-    def _flash(self) -> bool:
-        """Whether torch's FlashAttention-2 covers the call: its diagonal is the bottom right one, so only squares."""
-        square = self.q.shape[2] == self.k.shape[2]
-        return self.q.dtype != torch.float32 and self.bias is None and (not self.causal or square)
-
-    def _cuda_inputs(self) -> tuple[list[Tensor], Tensor | None]:
-        """q, k, v with one key/value head a query head and D padded to what the kernels take; the mask likewise."""
-        heads, sk = self.q.shape[1], self.k.shape[2]
-        qkv = [_pad8(t) for t in (self.q, _repeat(self.k, heads), _repeat(self.v, heads))]
-        if self.bias is None:
-            return qkv, None
-        # Rows of the mask must lie together, 16 bytes apart; the columns added are cut off again, their memory stays.
-        full = _pad8(self.bias.to(self.q.dtype).expand(1, heads, self.q.shape[2], sk))
-        return qkv, aligned(full, full.dtype)[..., :sk]
-
-    def forward_cuda(self) -> tuple[Tensor, Tensor]:
-        (q, k, v), bias = self._cuda_inputs()
-        if self._flash:
-            o, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self.causal, False, scale=self.scale)
-        else:
-            o, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-                q, k, v, bias, True, 0.0, self.causal, scale=self.scale
-            )
-        return o[..., : self.v.shape[-1]], lse[..., : q.shape[2]]
-
-    def backward_cuda(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        (q, k, v), bias = self._cuda_inputs()
-        do, o = _pad8(do), _pad8(o)
-        unused = torch.empty(0, dtype=torch.int64, device=q.device)  # the state of dropout, which is off
-        if self._flash:
-            dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-                do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, self.causal, unused, unused,
-                scale=self.scale,
-            )  # fmt: skip
-        else:
-            # Its own lse is padded to 32 queries; the padding is never read back.
-            lse = pad(lse, (0, -lse.shape[-1] % 32), value=INF)
-            dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-                do, q, k, v, bias, o, lse, unused, unused, 0.0, [True, True, True, False], self.causal,
-                scale=self.scale,
-            )  # fmt: skip
-        dim, heads = self.q.shape[-1], self.k.shape[1]
-        return dq[..., :dim], _sum_group(dk, heads)[..., :dim], _sum_group(dv, heads)[..., :dim]
-
-
-def _pad8(t: Tensor) -> Tensor:
-    """The last dimension padded with zeros to a multiple of 8, which keeps every row 16 bytes aligned."""
-    missing = -t.shape[-1] % 8
-    return pad(t, (0, missing)) if missing else t
-
-
-def _repeat(t: Tensor, heads: int) -> Tensor:
-    """One key/value head for each of `heads` query heads."""
-    return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1)
-
-
-def _sum_group(grad: Tensor, heads: int) -> Tensor:
-    """The gradient (1, Hq, sk, D) of repeated heads as that of the `heads` they repeat, summed in float32."""
-    return grad.view(1, heads, -1, *grad.shape[2:]).sum(2, dtype=torch.float32)
