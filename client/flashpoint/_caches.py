@@ -240,6 +240,12 @@ def delete(cache: AnyCache) -> Call:
     return replace(call, expected="")  # there is no body
 
 
+def delete_many(caches: Sequence[AnyCache]) -> Call:
+    """The call that frees several caches, all or none."""
+    call = _asks("POST", "/caches/delete", {"caches": [cache.id for cache in caches]}, lambda document: None, 204)
+    return replace(call, expected="")
+
+
 def tensors(cache: AnyCache, layer: int, like: Array | None) -> Call:
     """The call for k and v of a layer."""
     kind = np.empty(0) if like is None else like
