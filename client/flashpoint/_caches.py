@@ -257,6 +257,14 @@ def delete(cache: AnyCache) -> Call:
     return replace(call, expected="")  # there is no body
 
 
+def delete_many(caches: Sequence[AnyCache]) -> Call:
+    """The call that frees several caches, all or none."""
+    asked = {"caches": [cache.id for cache in caches]}
+    affinity = caches[0].affinity if caches else Affinity()
+    call = _asks("POST", "/caches/delete", asked, affinity, lambda document: None, success=204)
+    return replace(call, expected="")
+
+
 def tensors(cache: AnyCache, layer: int, like: Array | None) -> Call:
     """The call for k and v of a layer."""
     kind = np.empty(0) if like is None else like

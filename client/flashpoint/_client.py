@@ -21,7 +21,7 @@ from flashpoint._http.transport import ASYNC, AsyncTransport, Transport, is_dire
 from flashpoint._proof import Benchmark, Verify
 from flashpoint._runs import AsyncBenchmarkRun, BenchmarkRun
 from flashpoint.benchmark_schema import BenchmarkEvent
-from flashpoint.errors import ConnectionFailedError, FlashpointError, OverloadedError, invalid
+from flashpoint.errors import CacheError, ConnectionFailedError, FlashpointError, OverloadedError, invalid
 from flashpoint.verify_schema import VerifyReport
 
 TIMEOUT = 60.0  # seconds, for a whole call
@@ -119,7 +119,8 @@ class Client(_Settings[httpx.Client]):
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         super().__init__(url, api_key, timeout, retries, tls, replica)
-        self._http = httpx.Client(transport=transport or self._direct(Transport), **self._http_settings())
+        self._own = None if transport else self._direct(Transport)
+        self._http = httpx.Client(transport=transport or self._own, **self._http_settings())
 
     def attention(
         self, q: Array, k: Array | None = None, v: Array | None = None, **keywords: Unpack[OverCaches]
@@ -158,6 +159,14 @@ class Client(_Settings[httpx.Client]):
     ) -> list[Cache]:
         """Return a copy of each cache, which may be named several times, and delete `free`: all at once or nothing."""
         return [Cache(self, one) for one in self._call(_caches.fork(caches, lengths, free))]
+
+    def delete_caches(self, caches: Sequence[Cache]) -> None:
+        """Free the memory of several caches in one call; those that are gone already are left out."""
+        try:
+            self._call(_caches.delete_many(caches))
+        except CacheError:  # then none was
+            for cache in caches:
+                cache.delete()
 
     def verify(
         self, q: Array | None = None, k: Array | None = None, v: Array | None = None, **keywords: Unpack[Verify]
@@ -215,10 +224,20 @@ class Client(_Settings[httpx.Client]):
     def _call(self, call: Call) -> Any:
         return self._run(self._exchange(call))
 
+    def _send(self, request: httpx.Request) -> httpx.Response:
+        """Send a request. Our own transport needs nothing of what httpx's client does around one, but for cookies."""
+        if self._own is None or self._http.is_closed:  # httpx says so
+            return self._http.send(request, stream=True)
+        response = self._own.handle_request(request)
+        if "set-cookie" in response.headers:  # a balancer's
+            response.request = request
+            self._http.cookies.extract_cookies(response)
+        return response
+
     def _run(self, exchange: Exchange) -> Any:
         while True:
             try:
-                response = self._http.send(exchange.request(self._http), stream=True)
+                response = self._send(exchange.request(self._http))
                 try:
                     exchange.begin(response)
                     if read_into := response.extensions.get("read_into"):  # our own transport
@@ -277,9 +296,8 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(url, api_key, timeout, retries, tls, replica)
-        if transport is None and ASYNC:
-            transport = self._direct(AsyncTransport)
-        self._http = httpx.AsyncClient(transport=transport, **self._http_settings())
+        self._own = self._direct(AsyncTransport) if transport is None and ASYNC else None
+        self._http = httpx.AsyncClient(transport=transport or self._own, **self._http_settings())
 
     async def attention(
         self, q: Array, k: Array | None = None, v: Array | None = None, **keywords: Unpack[OverCaches]
@@ -304,6 +322,14 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
     ) -> list[AsyncCache]:
         """See `Client.fork_caches`."""
         return [AsyncCache(self, one) for one in await self._call(_caches.fork(caches, lengths, free))]
+
+    async def delete_caches(self, caches: Sequence[AsyncCache]) -> None:
+        """See `Client.delete_caches`."""
+        try:
+            await self._call(_caches.delete_many(caches))
+        except CacheError:
+            for cache in caches:
+                await cache.delete()
 
     async def verify(
         self, q: Array | None = None, k: Array | None = None, v: Array | None = None, **keywords: Unpack[Verify]
@@ -353,10 +379,20 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
     async def _call(self, call: Call) -> Any:
         return await self._run(self._exchange(call))
 
+    async def _send(self, request: httpx.Request) -> httpx.Response:
+        """See `Client._send`."""
+        if self._own is None or self._http.is_closed:
+            return await self._http.send(request, stream=True)
+        response = await self._own.handle_async_request(request)
+        if "set-cookie" in response.headers:
+            response.request = request
+            self._http.cookies.extract_cookies(response)
+        return response
+
     async def _run(self, exchange: Exchange) -> Any:
         while True:
             try:
-                response = await self._http.send(exchange.request(self._http), stream=True)
+                response = await self._send(exchange.request(self._http))
                 try:
                     exchange.begin(response)
                     if read_into := response.extensions.get("read_into"):

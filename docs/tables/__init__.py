@@ -8,6 +8,7 @@ from functools import partial
 from flashpoint_kernels.triton_backend.configurations import TABLES as TILES
 
 from .code import algorithms, cache_options, data_sheets, errors, extremes, grpc, metrics, options, settings, support
+from .decoding import break_even, gemma
 from .kernels import benchmarks, compiled, decode, each_option
 from .service import beside, capacity, fairness, ray, rpc, serving, sharded_cache, throughput
 from .trust import faults, fuzz, load, steady
@@ -16,6 +17,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "algorithms": algorithms,
     "benchmarks": benchmarks,
     "beside": beside,
+    "break-even": break_even,
     "capacity": capacity,
     "data-sheets": data_sheets,
     "decode": decode,
@@ -26,6 +28,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fairness": fairness,
     "faults": faults,
     "fuzz": fuzz,
+    "gemma": gemma,
     "grpc": grpc,
     "load": load,
     "metrics": metrics,

@@ -412,3 +412,13 @@ def test_backoff_doubles_jitters_and_is_bounded():
         delays = [exchange.backoff(failures) for _ in range(50)]
         assert all(longest / 2 <= delay <= longest for delay in delays)
         assert len(set(delays)) > 1
+
+
+def test_a_balancers_cookie_and_the_addresss_path_go_with_every_call(scripted, connect):
+    scripted.script.append(lambda handler: handler.answer(body=message({"o": Q}), Set_Cookie="replica=7; Path=/"))
+    client = connect(f"{scripted.url}/behind/this")
+    for _ in range(2):
+        client.attention(Q, Q, Q)
+    (_, path, first, _), (_, _, second, _) = scripted.requests
+    assert (path, first["Host"]) == ("/behind/this/attention", f"127.0.0.1:{scripted.server_port}")
+    assert (first["Cookie"], second["Cookie"]) == (None, "replica=7")

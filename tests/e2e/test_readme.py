@@ -21,6 +21,7 @@ LONGER = (  # seconds each: they import torch or jax, compile, or compute for a 
     "docs/kernels.md",
     "docs/timing.md",
     "docs/torch.md",
+    "docs/decoding.md",
     "docs/jax.md",
 )
 PAGES = CLIENT + LONGER

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import functools
 import random
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -101,10 +102,16 @@ class Exchange:
             headers["X-Timeout-Ms"] = str(max(1, int(left * 1000)))
         if self.call.affinity is not None and self.call.affinity.replica:
             headers[REPLICA] = self.call.affinity.replica
-        request = http.build_request(self.call.method, self.call.path, headers=headers, timeout=left)
-        # For our own transport:
-        request.extensions |= {"parts": self.call.body, "deadline": self._deadline, "stop": self._stop}
-        request.stream = Body(self)  # for any other
+        self._timeouts = httpx.Timeout(left).as_dict()
+        # All but the timeouts are for our own transport, and the stream for any other.
+        extensions = {
+            "timeout": self._timeouts, "parts": self.call.body, "deadline": self._deadline, "stop": self._stop
+        }  # fmt: skip
+        method, url, body = self.call.method, _target(http.base_url, self.call.path), Body(self)
+        if http.cookies:  # a balancer's
+            headers["Cookie"] = _cookies(http, url)
+        merged = [(b"Host", url.netloc), *_merged(http.headers.raw, headers)]
+        request = httpx.Request(method, url, headers=merged, stream=body, extensions=extensions)
         self._timeouts = request.extensions["timeout"]
         return request
 
@@ -186,6 +193,24 @@ class Exchange:
         if self._deadline is not None and time.monotonic() + delay >= self._deadline:
             raise error  # it says more than that the time is over
         return delay
+
+
+@functools.lru_cache(maxsize=1024)
+def _target(base: httpx.URL, path: str) -> httpx.URL:
+    """Return the address of a path, as httpx makes it of both. Remembered, because that is slow."""
+    return base.copy_with(raw_path=base.raw_path + httpx.URL(path).raw_path.lstrip(b"/"))
+
+
+def _merged(defaults: Iterable[tuple[bytes, bytes]], headers: Mapping[str, str]) -> Iterator[tuple[bytes, bytes]]:
+    """Yield a client's headers, and those of a call, which take their places."""
+    own = {name.lower(): (name.encode("ascii"), value.encode("ascii")) for name, value in headers.items()}
+    yield from (one for one in defaults if one[0].lower().decode("ascii") not in own)
+    yield from own.values()
+
+
+def _cookies(http: httpx.Client | httpx.AsyncClient, url: httpx.URL) -> str:
+    found: str = httpx.Request("GET", url, cookies=http.cookies).headers.get("cookie", "")
+    return found
 
 
 def backoff(failures: int) -> float:

@@ -1,11 +1,4 @@
-"""A Hugging Face model with its attention served by Flashpoint.
-
-    flashpoint.integrations.transformers.register(client)
-    model = AutoModel.from_pretrained(name, attn_implementation="remote_attention")
-
-Differentiable where the model's tensors need gradients. The name must not contain "flash": transformers takes those for
-its own. Needs transformers 5 and torch.
-"""
+"""The attention function that transformers calls: a call of its own, or one over a `RemoteCache`."""
 
 from __future__ import annotations
 
@@ -13,10 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from flashpoint._client import Client
 from flashpoint.errors import invalid
+from flashpoint.integrations.transformers.held import HeldTensor
+from flashpoint.integrations.transformers.masks import held_mask
 from flashpoint.torch import attention as remote
 
 NAME = "remote_attention"
@@ -40,18 +34,26 @@ def register(client: Client, name: str = NAME) -> None:
         position_bias: Tensor | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        sliding_window: int | None = None,
         cache: object = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """query (B,Hq,Sq,D), key and value (B,Hk,Sk,D), mask (B,1,Sq,Sk) or None → o (B,Sq,Hq,D), no weights.
 
         Heads may be grouped. Dropout is the server's, of a seed that it picks. Without a mask, `is_causal` is the
-        upper-left triangle, as in torch's SDPA, except for a single query.
+        upper-left triangle, as in torch's SDPA, except for a single query. Over a `RemoteCache`, key and value stand
+        for all tokens that it holds, and `client` is the cache's.
         """
         for what, given in (("position_bias", position_bias), ("cache", cache)):
             if given is not None:
                 raise invalid(what, "is not served: the model needs another attn_implementation")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if isinstance(key, HeldTensor):
+            o = key.update.attention(
+                query, attention_mask, bool(causal), sliding_window,
+                scale=scaling, dropout_p=dropout, softcap=softcap or 0.0, sinks=s_aux,
+            )  # fmt: skip
+            return o.transpose(1, 2).contiguous(), None
         o = remote(
             query,
             key,
@@ -68,4 +70,4 @@ def register(client: Client, name: str = NAME) -> None:
         return o.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, held_mask)

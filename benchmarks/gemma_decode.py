@@ -1,0 +1,179 @@
+"""Gemma 3 270M with its KV cache on the server, beside the model at home: tokens, bytes and speed.
+
+`python benchmarks/gemma_decode.py` takes five minutes on two quiet cores, and needs `pip install .[examples]`. Each
+mode of `generate` must give the tokens of eager attention at home. Before that, a prompt of 1,800 tokens is continued,
+in turn at home with SDPA and with the cache on a server on the same cores. A relay between client and server counts the
+bytes of one more continuation, heads of HTTP included. Goes to benchmarks/results/gemma-<cpu>.json. Exits with 1 where
+a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import ROOT, environment, write
+from serving import service, target
+from transformers import DynamicCache, Gemma3ForCausalLM
+
+sys.path.append(str(ROOT / "examples"))
+from gemma import load
+
+import flashpoint
+from flashpoint.integrations.transformers import NAME, RemoteCache, register
+
+TEXT = ROOT / "examples/data/python-reference.txt"
+PROMPT, NEW, ROUNDS = 1800, 24, 7
+LEAST_RATIO, MOST_BYTES = 0.6, 250_000
+
+
+class Relay:
+    """A port before the server's that counts what passes."""
+
+    def __init__(self, port: int) -> None:
+        self.count, self._to = 0, port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            one, other = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._to))
+            for source, sink in ((one, other), (other, one)):
+                sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        while data := source.recv(1 << 20):
+            self.count += len(data)
+            sink.sendall(data)
+        sink.close()
+
+
+def prompts(tokenizer: Any, lengths: list[int]) -> dict[str, torch.Tensor]:
+    """Prompts of these lengths, padded on the left."""
+    tokens = tokenizer(TEXT.read_text(), return_tensors="pt").input_ids[0]
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, -length:], mask[row, -length:] = tokens[1000 * row : 1000 * row + length], 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def draft(model: Any) -> Any:
+    """The model's first layers: drafts that are often wrong."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers, config.layer_types = 4, config.layer_types[:4]
+    config._attn_implementation = "sdpa"
+    small = Gemma3ForCausalLM(config).eval()
+    small.load_state_dict(model.state_dict(), strict=False)
+    return small
+
+
+def same(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache]) -> dict[str, bool]:
+    """Whether each mode gives the tokens of eager attention."""
+    found = {}
+    beyond = prompts(tokenizer, [600])
+    modes: dict[str, dict[str, Any]] = {
+        "greedy, beyond the window": beyond,
+        "four beams": {**prompts(tokenizer, [80]), "num_beams": 4},
+        "a padded batch of three": prompts(tokenizer, [70, 20, 45]),
+        "assisted, prompt lookup": {**beyond, "prompt_lookup_num_tokens": 5},
+        "assisted, draft model": {**prompts(tokenizer, [60]), "assistant_model": draft(model)},
+    }
+    for mode, asked in modes.items():
+        model.set_attn_implementation("eager")
+        sizes = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+        expected = model.generate(**asked, **sizes)
+        model.set_attn_implementation(NAME)
+        with remote() as cache:
+            found[mode] = torch.equal(model.generate(**asked, **sizes, past_key_values=cache), expected)
+        print(f"{mode}: {'the same tokens' if found[mode] else 'OTHER TOKENS'}", flush=True)
+    return found
+
+
+def decoded(model: Any, first: torch.Tensor, cache: Any) -> tuple[list[int], float]:
+    """Greedy tokens after a cache that has the prompt, and the seconds of each."""
+    token, tokens = first, []
+    start = time.perf_counter()
+    for _ in range(NEW):
+        token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        tokens.append(int(token))
+    return tokens, (time.perf_counter() - start) / NEW
+
+
+def speed(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], relay: Relay) -> dict[str, Any]:
+    """Seconds of a token after a long prompt, at home and with the cache on the server, in turn; and its bytes."""
+    ids = prompts(tokenizer, [PROMPT])["input_ids"]
+    caches: dict[str, Any] = {"eager": DynamicCache(config=model.config), "sdpa": DynamicCache(config=model.config)}
+    caches[NAME] = remote()
+    first, tokens, seconds = {}, {}, {way: [] for way in caches}
+    for way, cache in caches.items():
+        model.set_attn_implementation(way)
+        first[way] = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        tokens[way], _ = decoded(model, first[way], copy.deepcopy(cache))
+    for round_ in range(ROUNDS):
+        for way in ("sdpa", NAME) if round_ % 2 else (NAME, "sdpa"):
+            model.set_attn_implementation(way)
+            cache = copy.deepcopy(caches[way])
+            seconds[way].append(decoded(model, first[way], cache)[1])
+            if isinstance(cache, RemoteCache):
+                cache.close()
+    cache = copy.deepcopy(caches[NAME])
+    cache.client = flashpoint.Client(relay.url, timeout=600)
+    model.set_attn_implementation(NAME)
+    decoded(model, first[NAME], cache)
+    pairs = [home / away for home, away in zip(seconds["sdpa"], seconds[NAME], strict=True)]
+    return {
+        "prompt_tokens": PROMPT,
+        "new_tokens": NEW,
+        "rounds": ROUNDS,
+        "same_tokens_as_eager": tokens[NAME] == tokens["eager"],
+        "same_tokens_at_home": tokens["sdpa"] == tokens["eager"],
+        "tokens_per_second": {way: round(1 / statistics.median(seconds[way]), 2) for way in ("sdpa", NAME)},
+        "ratio": round(statistics.median(pairs), 3),
+        "ratios": [round(pair, 3) for pair in pairs],
+        "bytes_per_token": round(relay.count / NEW),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where the file of the weights is put together")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    arguments = parser.parse_args()
+    model, tokenizer = load(arguments.folder)
+    with service() as (_, port, _), torch.no_grad():
+        relay = Relay(port)
+        with flashpoint.Client(f"http://127.0.0.1:{port}", timeout=600) as client:
+            register(client)
+
+            def remote() -> RemoteCache:
+                return RemoteCache(client, model.config)
+
+            print("timing", flush=True)
+            made = environment("torch", "transformers")
+            found = speed(model, tokenizer, remote, relay)
+            print(found, flush=True)
+            modes = same(model, tokenizer, remote)
+    agreeing = sum(modes.values()) + found["same_tokens_as_eager"]
+    targets = [
+        target("modes that give the tokens of eager attention at home", agreeing, "modes", least=len(modes) + 1),
+        target("tokens a second, of those at home with SDPA", found["ratio"], "rate", least=LEAST_RATIO),
+        target("bytes of a token", found["bytes_per_token"], "bytes", most=MOST_BYTES),
+    ]
+    write(arguments.out, "gemma", {"environment": made, "targets": targets, "modes": modes, "decode": found})
+    return 0 if all(one["met"] for one in targets) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

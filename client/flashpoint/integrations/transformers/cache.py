@@ -1,0 +1,282 @@
+"""A KV cache of transformers whose keys and values a server holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any, Self, TypeGuard
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from flashpoint._caches import Cache as ServerCache
+from flashpoint._client import Client
+from flashpoint.errors import CacheError, FlashpointError, invalid
+from flashpoint.integrations.transformers.history import Forward, History, Step
+from flashpoint.integrations.transformers.layers import RemoteLayer, Update, layers_of
+from flashpoint.integrations.transformers.masks import HeldMask, packed_mask
+
+
+class RemoteCache(Cache):
+    """The KV cache of a model, which `client`'s server holds.
+
+        with RemoteCache(client, model.config) as cache:
+            model.generate(**inputs, past_key_values=cache)
+
+    The model's attention must be that of `register`. Every mode of `generate` works: greedy, sampling, beams, batches
+    with padding, assisted decoding, prefill in chunks, and a conversation that goes on with the same cache. The server
+    has a cache for each sequence; they are made at the first forward, for its batch and its dtype.
+
+    `ttl_s`: seconds after its last use that the server keeps it, None for the server's own. `rewind`: tokens that
+    `crop` and assisted decoding can take back where layers have a sliding window; others can go back to the start.
+    Use it in a `with`, or call `close`, to free the server's memory at once.
+
+    When the server has lost it, CacheError is raised, and the cache is empty: call `generate` again with all tokens.
+    """
+
+    def __init__(self, client: Client, config: Any, *, ttl_s: float | None = None, rewind: int = 512) -> None:
+        if not isinstance(client, Client):
+            raise invalid("client", f"must be a flashpoint.Client, not {type(client).__name__}")
+        if type(rewind) is not int or rewind < 0:
+            raise invalid("rewind", f"is {rewind!r}, and must be a number of tokens, 0 or more")
+        super().__init__(layers=layers_of(self, config))
+        self.client, self.config, self.ttl_s, self.rewind = client, config, ttl_s, rewind
+        self._own = {layer.number for layer in self.layers if isinstance(layer, RemoteLayer)}
+        self._forget()
+
+    def _forget(self) -> None:
+        self.history = History()
+        # By sizes of keys and values, as layers may differ: a cache for each sequence, all on one engine.
+        self._caches: dict[tuple[int, int, int], list[ServerCache]] = {}
+        self._last_start = 0  # the furthest position at which a forward began, from which the server counts `keep`
+        self.drop_forward()
+
+    def drop_forward(self) -> None:
+        """Forget the forward that is under way: the next one writes in its place."""
+        self._forward: Forward | None = None
+        self._written: set[int] = set()  # layers that it has written
+        self._given: Update | None = None  # the update that waits for its attention
+
+    # Called by transformers
+
+    def seen(self, layer: int) -> int:
+        """Return how many positions of the model a layer has."""
+        under_way = self._forward is not None and layer in self._written
+        return self.history.length + (self._forward.step.count if under_way and self._forward else 0)
+
+    @property
+    def batch_size(self) -> int:
+        """The number of sequences; -1 while it is empty."""
+        return self.history.batch or len(next(iter(self._caches.values()), ())) or -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` positions, and what a forward wrote that did not end.
+
+        Nothing is sent: the next write says where. Raises InvalidInputError where a window's tokens may be gone.
+        """
+        if tokens_to_remove > 0:
+            raise invalid("tokens_to_remove", f"is {tokens_to_remove}: give a negative number of tokens")
+        length = max(0, self.history.length + tokens_to_remove)
+        if 0 < length < self._last_start - self.rewind and any(self.is_sliding):
+            raise invalid(
+                "tokens_to_remove",
+                f"is {tokens_to_remove}, but layers with a sliding window can go back to position "
+                f"{self._last_start - self.rewind} only. Make the RemoteCache with a larger rewind than {self.rewind}",
+            )
+        self.drop_forward()
+        self.history = self.history.cut(length)
+        if not length:
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget all tokens, and free the server's memory."""
+        caches = [cache for rows in self._caches.values() for cache in rows]
+        self._forget()
+        if caches:
+            self.client.delete_caches(caches)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let each sequence go on from that of `beam_idx` (B,)."""
+        self._take(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the sequences at `indices`: numbers, or a mask."""
+        self._take(torch.arange(max(0, self.batch_size))[torch.as_tensor(indices).cpu()].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        self._take([row for row in range(self.batch_size) for _ in range(repeats)])
+
+    def activate_past_recording(self) -> None:
+        """Do nothing: `rewind` tokens can be taken back at any time."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteCache:
+        """Return a copy, which shares the server's memory until one of both is written."""
+        other = RemoteCache(self.client, self.config, ttl_s=self.ttl_s, rewind=self.rewind)
+        memo[id(self)] = other
+        if self._caches:
+            copies = iter(self._fork([cache for rows in self._caches.values() for cache in rows], []))
+            other._caches = {sizes: [next(copies) for _ in rows] for sizes, rows in self._caches.items()}
+        other.history, other._last_start = self.history, self._last_start
+        return other
+
+    def close(self) -> None:
+        """Free the server's memory. The cache is then empty, and may be used again."""
+        self.reset()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with suppress(FlashpointError) if kind else nullcontext():  # what is raised says more
+            self.close()
+
+    def _take(self, sources: Sequence[int]) -> None:
+        """Let sequence n go on from sequence sources[n]: the first to do so has its caches, others have copies."""
+        unused = sorted(set(range(self.batch_size)) - set(sources))
+        again = [place for place, source in enumerate(sources) if source in sources[:place]]
+        free = [rows[row] for rows in self._caches.values() for row in unused]
+        copies: Iterator[ServerCache] = iter(())
+        if again and self._caches:
+            copies = iter(self._fork([rows[sources[place]] for rows in self._caches.values() for place in again], free))
+        elif free:
+            self.client.delete_caches(free)
+        for sizes, rows in self._caches.items():
+            taken = [rows[source] for source in sources]
+            for place in again:
+                taken[place] = next(copies)
+            self._caches[sizes] = taken
+        self.history = self.history.take(sources)
+
+    def _fork(self, caches: list[ServerCache], free: list[ServerCache]) -> list[ServerCache]:
+        try:
+            return self.client.fork_caches(caches, free=free)
+        except CacheError as error:
+            if _is_lost(error):
+                raise self._lost(error) from error
+            raise
+
+    # A forward: an update and an attention for each layer
+
+    def take_update(self, layer: int, k: Tensor, v: Tensor) -> Update:
+        """Take a layer's new keys and values. Raises InvalidInputError."""
+        given, self._given = self._given, None
+        if given is not None:
+            problem = (
+                f"has keys of layer {given.layer} that no attention used. This model cannot use a RemoteCache, or its "
+                "last forward stopped: then call cache.crop(0)"
+            )
+        elif torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            problem = "has no gradients: use torch.no_grad(), or no RemoteCache"
+        elif self.batch_size not in (-1, len(k)):
+            problem = (
+                f"holds {self.batch_size} sequences, and the model has {len(k)}. Call "
+                "cache.batch_repeat_interleave first, or cache.reset() to begin anew"
+            )
+        elif layer in self._written:
+            missing = ", ".join(map(str, sorted(self._own - self._written)))
+            problem = f"has nothing of layers {missing} from the last forward. If that stopped, call cache.crop(0)"
+        else:
+            self._given = Update(self, layer, k, v)
+            return self._given
+        raise invalid("past_key_values", problem)
+
+    def attention(
+        self, update: Update, q: Tensor, mask: Tensor | None, causal: bool, window: int | None, options: dict[str, Any]
+    ) -> Tensor:
+        """See `Update.attention`."""
+        self._given = None
+        try:
+            if torch.is_grad_enabled() and q.requires_grad:
+                raise invalid("past_key_values", "has no gradients: use torch.no_grad(), or no RemoteCache")
+            if isinstance(mask, HeldMask) and mask.cache is not self:
+                raise invalid("attention_mask", "was made for another cache")
+            forward = update.forward or self._begun(mask, update.k)
+            o = self._attend(update, forward, q, mask, causal, window, options)
+        except BaseException as error:
+            self.drop_forward()
+            if update.forward is not None:  # a layer that shares another's keys, at the end of the forward
+                self.history = update.forward.before
+            if _is_lost(error):
+                raise self._lost(error) from error
+            raise
+        if update.forward is None:
+            update.forward = forward
+            self._written.add(update.layer)
+            if self._written == self._own:
+                self.history = forward.after
+                self.drop_forward()
+        return o
+
+    def _begun(self, mask: Tensor | None, k: Tensor) -> Forward:
+        """Return the forward that is under way. Its first layer's mask says what it adds."""
+        if self._forward is None:
+            step = self.history.step(mask.padding if isinstance(mask, HeldMask) else None, k.shape[2])
+            self._forward = Forward(self.history, step, self.history.held(len(k)))
+            self._last_start = max(self._last_start, self.history.length)
+        return self._forward
+
+    def _attend(
+        self, update: Update, forward: Forward, q: Tensor, mask: Tensor | None, causal: bool, window: int | None,
+        options: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        """Send the call of one layer. Tokens that are padding are left out, and their o is 0."""
+        step = forward.step.last(q.shape[2])
+        if step.lengths is not None and not step.lengths.any():
+            return q.new_zeros(*q.shape[:3], update.v.shape[3])
+        if isinstance(mask, HeldMask) and mask.plain and not (step.hides or (step.gaps and mask.window is not None)):
+            causal, window, mask = True, mask.window, None
+        if mask is None:
+            options |= {"causal": causal, "window": (-1 if window is None else window - 1, -1)}
+        else:
+            options["attn_mask"] = packed_mask(mask, forward.after.columns, step.order)
+        k = v = None
+        if update.forward is None:
+            k, v = _packed(update.k, forward.step), _packed(update.v, forward.step)
+            options["at"] = forward.at
+        if step.lengths is not None:
+            options["q_lengths"] = step.lengths
+        caches = self._caches_of(update)
+        o: Tensor = self.client.attention(_packed(q, step), k, v, caches=caches, layer=update.layer, **options)
+        if step.order is None:
+            return o
+        whole = o.new_zeros(*q.shape[:3], o.shape[3])
+        return whole.scatter_(2, _spread(step.order, o), o)
+
+    def _caches_of(self, update: Update) -> list[ServerCache]:
+        """Return the caches that have the sizes of a layer. Makes them for the first layer that has these."""
+        k, v = update.k, update.v
+        sizes = k.shape[1], k.shape[3], v.shape[3]
+        if sizes not in self._caches:
+            windows = [layer.window if isinstance(layer, RemoteLayer) else None for layer in self.layers]
+            keep = [None if window is None else max(1, window - 1 + self.rewind) for window in windows]
+            beside = next((rows[0] for rows in self._caches.values()), None)
+            self._caches[sizes] = self.client.caches(
+                len(k), layers=len(keep), kv_heads=sizes[0], head_dim=sizes[1], value_dim=sizes[2], keep=keep,
+                dtype=str(k.dtype).removeprefix("torch."), ttl_s=self.ttl_s, beside=beside,
+            )  # fmt: skip
+        return self._caches[sizes]
+
+    def _lost(self, error: CacheError) -> CacheError:
+        """Return the error to raise where the server has lost the caches. The cache is empty then."""
+        self._forget()
+        return CacheError(
+            "the server does not have this model's cache any more: it expired, or its engine restarted. The "
+            "RemoteCache is empty now. Call generate again with all tokens; a larger ttl_s keeps it longer",
+            status=error.status, code=error.code, request_id=error.request_id, errors=error.errors,
+        )  # fmt: skip
+
+
+def _is_lost(error: BaseException) -> TypeGuard[CacheError]:
+    return isinstance(error, CacheError) and error.code in ("cache_lost", "cache_not_found")
+
+
+def _packed(t: Tensor, step: Step) -> Tensor:
+    """Return a tensor (B,H,S,D) with each sequence's valid tokens first."""
+    return t if step.order is None else t.gather(2, _spread(step.order, t))
+
+
+def _spread(order: Tensor, t: Tensor) -> Tensor:
+    """Return places (B, n) as an index of dimension 2 of a tensor (B,H,S,D)."""
+    return order.to(t.device)[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[3])

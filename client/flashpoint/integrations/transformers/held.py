@@ -1,0 +1,57 @@
+"""Keys and values that a model gave to a `RemoteCache`: the attention of `register` alone may use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flashpoint.errors import invalid
+
+# transformers and models look at these.
+_READ = {"shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "size", "dim", "numel", "__len__"}
+
+
+class Given(Protocol):
+    """An update of a cache."""
+
+    def attention(self, q: Tensor, mask: Tensor | None, causal: bool, window: int | None, **options: Any) -> Tensor:
+        """Return o (B,Hq,Sq,Dv) of q (B,Hq,Sq,D) over all tokens of the layer. Raises FlashpointError."""
+
+    def misused(self) -> None:
+        """Another attention was about to use it."""
+
+
+class HeldTensor(Tensor):
+    """Keys or values of an update. It has their shape; whatever computes with it raises InvalidInputError."""
+
+    update: Given
+
+    @classmethod
+    def of(cls, tensor: Tensor, update: Given) -> HeldTensor:
+        made = Tensor._make_subclass(cls, tensor)
+        made.update = update
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let sizes be read, and nothing else."""
+        getter = function.__name__ == "__get__"
+        name = getattr(function, "__self__", function).__name__ if getter else function.__name__
+        given = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, HeldTensor)]
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _READ:
+                return function(*args, **(kwargs or {}))
+            if name == "to" and given:  # models on many devices move the keys that layers share
+                return cls.of(function(*args, **(kwargs or {})), given[0].update)
+        for one in given:
+            one.update.misused()
+        raise invalid(
+            "attn_implementation",
+            f"must be one of flashpoint's register(), because a server holds the keys ({name} needs them here). Call "
+            "register(client) and model.set_attn_implementation('remote_attention')",
+        )

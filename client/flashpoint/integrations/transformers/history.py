@@ -1,0 +1,131 @@
+"""Which tokens of a batch a server's caches hold: all but the padding, which a model counts as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flashpoint.errors import invalid
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The tokens that one forward adds to a batch.
+
+    `valid` (B, count) are those that are no padding, None for all. With `gaps`, padding lies between tokens, so that
+    distances between tokens that are held are less than those between the model's positions. `hides`: the mask hides
+    tokens that are held.
+    """
+
+    count: int
+    valid: Tensor | None = None
+    gaps: bool = False
+    hides: bool = False
+
+    @cached_property
+    def lengths(self) -> Tensor | None:
+        """Valid tokens of each sequence (B,), None for all."""
+        return None if self.valid is None else self.valid.sum(1)
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """The places of each sequence's valid tokens, then of others (B, longest); None for all in their order."""
+        return None if self.valid is None else _first(self.valid)
+
+    def last(self, count: int) -> Step:
+        """Return the step of its last `count` tokens."""
+        if count == self.count:
+            return self
+        return replace(self, count=count, valid=None if self.valid is None else self.valid[:, -count:])
+
+
+@dataclass(frozen=True, eq=False)
+class History:
+    """The tokens of a batch: `length` positions of the model, of which `valid` (B, length) are held, None for all."""
+
+    length: int = 0
+    valid: Tensor | None = None
+    batch: int = 0
+
+    def held(self, batch: int) -> list[int]:
+        """Return how many tokens of each sequence are held."""
+        found: list[int] = [self.length] * batch if self.valid is None else self.valid.sum(1).tolist()
+        return found
+
+    def step(self, mask: Tensor | None, count: int) -> Step:
+        """Return the step of a forward over `count` tokens, with a mask of positions (B, length + count).
+
+        True is a token that is no padding. A shorter mask hides the positions that it lacks; None hides nothing. Raises
+        InvalidInputError for a mask that shows tokens which are not held.
+        """
+        whole = self.length + count
+        if mask is None or (mask.shape[1] >= whole and bool(mask[:, :whole].all())):
+            if self.valid is not None:
+                raise _shown()
+            return Step(count)
+        mask = pad(mask, (0, whole - mask.shape[1])) if mask.shape[1] < whole else mask
+        before, new = mask[:, : self.length], mask[:, self.length : whole]
+        held = torch.ones_like(before) if self.valid is None else self.valid.to(mask.device)
+        if bool((before & ~held).any()):
+            raise _shown()
+        after = torch.cat((held, new), 1)
+        runs = after[:, :1].sum(1) + (after[:, 1:] & ~after[:, :-1]).sum(1)
+        valid = None if bool(new.all()) else new
+        return Step(count, valid, gaps=bool((runs > 1).any()), hides=not torch.equal(before, held))
+
+    def after(self, step: Step, batch: int) -> History:
+        """Return the history with the step's tokens."""
+        some = self.valid if step.valid is None else step.valid
+        if some is None:
+            return History(self.length + step.count, None, batch)
+        before = some.new_ones(batch, self.length) if self.valid is None else self.valid.to(some.device)
+        new = some.new_ones(batch, step.count) if step.valid is None else step.valid
+        return History(self.length + step.count, torch.cat((before, new), 1), batch)
+
+    def cut(self, length: int) -> History:
+        """Return the history of the first `length` positions."""
+        return History(length, None if self.valid is None else _or_none(self.valid[:, :length]), self.batch)
+
+    def take(self, rows: Sequence[int]) -> History:
+        """Return the history of these sequences."""
+        return History(self.length, None if self.valid is None else _or_none(self.valid[list(rows)]), len(rows))
+
+    @cached_property
+    def columns(self) -> Tensor | None:
+        """The positions that are held of each sequence, then others (B, most); None for all."""
+        return None if self.valid is None else _first(self.valid)
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """A forward over a batch: its history before it, the step that it adds, and where each cache is written."""
+
+    before: History
+    step: Step
+    at: list[int]
+
+    @cached_property
+    def after(self) -> History:
+        return self.before.after(self.step, len(self.at))
+
+
+def _first(valid: Tensor) -> Tensor:
+    """Return the places of each row's true elements, then of others, as many as the most that a row has."""
+    return valid.int().argsort(dim=1, descending=True, stable=True)[:, : int(valid.sum(1).max())]
+
+
+def _or_none(valid: Tensor) -> Tensor | None:
+    return None if bool(valid.all()) else valid
+
+
+def _shown() -> Exception:
+    return invalid(
+        "attention_mask",
+        "shows tokens that were padding when they were written, and which the server's cache does not hold. Give the "
+        "mask of the whole batch at every call, or begin anew with cache.reset()",
+    )

@@ -1,0 +1,107 @@
+"""The layers of a `RemoteCache`, as transformers asks for them, and what a layer is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from flashpoint.errors import invalid
+from flashpoint.integrations.transformers.held import HeldTensor
+from flashpoint.integrations.transformers.history import Forward
+from flashpoint.integrations.transformers.masks import CacheLength
+
+
+class Owner(Protocol):
+    """The cache of a layer."""
+
+    def seen(self, layer: int) -> int:
+        """Return how many positions of the model a layer has."""
+
+    def take_update(self, layer: int, k: Tensor, v: Tensor) -> Update:
+        """Take a layer's new keys and values. Raises InvalidInputError."""
+
+    def attention(
+        self, update: Update, q: Tensor, mask: Tensor | None, causal: bool, window: int | None, options: dict[str, Any]
+    ) -> Tensor:
+        """See `Update.attention`."""
+
+    def drop_forward(self) -> None:
+        """Forget the forward that is under way: the next one writes in its place."""
+
+
+class RemoteLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """A layer of a `RemoteCache`, as transformers asks for it."""
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: Owner, number: int, window: int | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cache, self.number, self.window = cache, number, window
+        self.is_sliding = window is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the first update makes the caches."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return stand-ins of new keys and values, for the attention that follows."""
+        update = self.cache.take_update(self.number, key_states, value_states)
+        return HeldTensor.of(key_states, update), HeldTensor.of(value_states, update)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many positions a mask has, and the first of them."""
+        return CacheLength(self.get_seq_length() + query_length, self.cache), 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.seen(self.number)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+@dataclass(eq=False)
+class Update:
+    """Keys and values (B,Hk,S,D) that a layer gave to its cache. With `forward`, the server has them."""
+
+    cache: Owner
+    layer: int
+    k: Tensor
+    v: Tensor
+    forward: Forward | None = None
+
+    def attention(self, q: Tensor, mask: Tensor | None, causal: bool, window: int | None, **options: Any) -> Tensor:
+        """Return o (B,Hq,Sq,Dv) of q (B,Hq,Sq,D). The first call writes the tokens. Raises FlashpointError.
+
+        `causal` and `window`, the number of tokens that a query sees, hold where there is no mask.
+        """
+        return self.cache.attention(self, q, mask, causal, window, options)
+
+    def misused(self) -> None:
+        self.cache.drop_forward()
+
+
+def layers_of(cache: Owner, config: Any) -> list[Any]:
+    """Return the layers of a model's cache, as transformers would make them. Raises InvalidInputError."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise invalid("config", "is an encoder-decoder's, whose cross-attention a RemoteCache does not hold")
+    layers: list[Any] = []
+    for number, layer in enumerate(DynamicCache(config=config).layers):
+        if isinstance(layer, DummyLayer):
+            layers.append(layer)
+        elif type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            layers.append(RemoteLayer(cache, number, getattr(layer, "sliding_window", None)))
+        else:
+            raise invalid(
+                "config", f"has layer {number} with state other than keys and values ({type(layer).__name__}), which "
+                "a RemoteCache does not hold",
+            )  # fmt: skip
+    return layers

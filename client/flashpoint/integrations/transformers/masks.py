@@ -1,0 +1,114 @@
+"""Masks of a forward over a `RemoteCache`: a rule that the server knows, and a tensor only where it is needed.
+
+transformers asks the cache for the sizes of a mask, and passes them to the mask function, which knows the cache by the
+`CacheLength`. It returns a `HeldMask`, which has the padding, and becomes the mask (B,1,Sq,Sk) when something computes
+with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import sdpa_mask
+
+
+class CacheLength(int):
+    """A number of keys, and the cache that has them."""
+
+    cache: object
+
+    def __new__(cls, length: int, cache: object) -> CacheLength:
+        made = super().__new__(cls, length)
+        made.cache = cache
+        return made
+
+
+class HeldMask(Tensor):
+    """A mask of a forward over `cache`, which is made when something computes with it.
+
+    `plain`: it says no more than causal, a window of `window` tokens (None for no bound), and `padding`
+    (B, Sk), false for tokens that are padding, None for no padding.
+    """
+
+    cache: object
+    padding: Tensor | None
+    plain: bool
+    window: int | None
+    _make: Callable[[], Tensor | None]
+    _made: Tensor | None
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute with the mask itself."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*map(_whole, args), **{name: _whole(value) for name, value in (kwargs or {}).items()})
+
+    def whole(self) -> Tensor:
+        """Return the mask (B, 1, Sq, Sk), bool."""
+        if self._made is None:
+            self._made = self._make()
+        assert self._made is not None  # it may not be skipped
+        return self._made
+
+
+def _whole(value: Any) -> Any:
+    return value.whole() if isinstance(value, HeldMask) else value
+
+
+def held_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    config: Any = None,
+    device: Any = "cpu",
+    **rest: Any,
+) -> Tensor | None:
+    """`sdpa_mask` of transformers; a `HeldMask` where the keys are a `RemoteCache`'s."""
+    asked = {
+        **rest, "batch_size": batch_size, "q_length": q_length, "kv_length": int(kv_length), "use_vmap": use_vmap,
+        "attention_mask": attention_mask, "local_size": local_size, "config": config, "device": device,
+    }  # fmt: skip
+    if not isinstance(kv_length, CacheLength):
+        made: Tensor | None = sdpa_mask(
+            **asked,
+            allow_is_causal_skip=allow_is_causal_skip,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        )
+        return made
+    space = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, int(kv_length))
+    mask = Tensor._make_subclass(HeldMask, space)
+    mask.cache = kv_length.cache
+    mask.padding = attention_mask
+    # transformers lets no other rule be skipped but the causal one, here within `local_size`: a window, or a chunk.
+    in_window = local_size is None or local_size == getattr(config, "sliding_window", None)
+    chunked = local_size is not None and getattr(config, "attention_chunk_size", None) is not None
+    mask.plain = allow_is_causal_skip and not use_vmap and in_window and not chunked
+    mask.window = local_size
+    mask._made = None
+    mask._make = partial(sdpa_mask, **asked, allow_is_causal_skip=False)
+    return mask
+
+
+def packed_mask(mask: Tensor, columns: Tensor | None, rows: Tensor | None) -> Tensor:
+    """Return a mask (B|1,H|1,Sq,Sk) with the `columns` (B, n) and `rows` (B, m) of tokens that are held."""
+    mask = _whole(mask)
+    if columns is not None:
+        mask = mask.expand(len(columns), -1, -1, -1)
+        mask = mask.gather(3, columns.to(mask.device)[:, None, None, :].expand(-1, *mask.shape[1:3], -1))
+    if rows is not None:
+        mask = mask.expand(len(rows), -1, -1, -1)
+        at = rows.to(mask.device)[:, None, :, None]
+        mask = mask.gather(2, at.expand(-1, mask.shape[1], -1, mask.shape[3]))
+    return mask

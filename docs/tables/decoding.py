@@ -1,0 +1,60 @@
+"""Tables of a model that decodes with its cache on the server, from benchmarks/results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashpoint.commands.tables import number
+
+from .markdown import NOT_MEASURED, made_on, results, table, targets
+
+LAYERS = 18  # of Gemma 3 270M
+# name, key heads, head dimension, bytes of a number
+SHAPES = (
+    ("Gemma 3 270M: 1 key head, D 256, float32", 1, 256, 4),
+    ("8 key heads, D 128, bfloat16", 8, 128, 2),
+    ("32 key heads, D 128, bfloat16", 32, 128, 2),
+)
+
+
+def gemma() -> str:
+    """Gemma 3 with its cache on the server: what was to be reached, and its speed and bytes."""
+    text = ""
+    for _, result in results("gemma"):
+        found, modes = result["decode"], result["modes"]
+        home, away = found["tokens_per_second"].values()
+        text += f"\n{made_on(result['environment'], 'torch', 'transformers')}:\n\n{targets(result)}\n"
+        rows = [
+            ("tokens a second at home, SDPA", number(home)),
+            ("tokens a second, cache on the server", number(away)),
+            ("more time for a token and layer, ms", number(_more(result))),
+            ("bytes for a token, sent and received", f"{found['bytes_per_token']:,}"),
+            *((f"the tokens of eager attention: {mode}", "yes" if same else "no") for mode, same in modes.items()),
+        ]
+        text += table([f"after {found['prompt_tokens']:,} tokens", ""], rows)
+    return text or NOT_MEASURED
+
+
+def break_even() -> str:
+    """From which length a decoded token is faster with the cache on a server, by the measured cost of a call."""
+    text = ""
+    rates = {result["environment"]["device"]: result["rates"] for _, result in results("capacity")}
+    for _, result in results("gemma"):
+        reads = rates.get(result["environment"]["device"]) or next(iter(rates.values()))
+        seconds, memory = _more(result) / 1e3, reads["memory"]
+        rows = [
+            (name, f"{2 * heads * dim * size:,}", f"{round(seconds * memory / (2 * heads * dim * size), -2):,.0f}")
+            for name, heads, dim, size in SHAPES
+        ]
+        text += (
+            f"\n{made_on(result['environment'], 'torch')}; a call costs {seconds * 1e3:.2f} ms more than at home, "
+            f"which reads keys at {number(memory / 1e9)} GB/s:\n\n"
+        )
+        text += table(["layer", "bytes a token", "predicted: faster from, tokens"], rows)
+    return text or NOT_MEASURED
+
+
+def _more(result: dict[str, Any]) -> float:
+    """Milliseconds that a call takes more than the layer's attention at home."""
+    home, away = result["decode"]["tokens_per_second"].values()
+    return (1 / away - 1 / home) / LAYERS * 1e3

