@@ -51,5 +51,5 @@ def _export(store: CacheStore, terms: Terms, asked: AskCaches, memory: Mapping[i
     if track.length - track.first != k.shape[1]:
         raise Refusal("cache_position", "the cache's length changed while it was read; ask again")
     for piece in track.pieces(track.first, track.length):
-        inside = slice(piece.start - track.first, piece.start - track.first + piece.k.shape[1])
-        k[:, inside], v[:, inside] = piece.k, piece.v
+        inside = slice(piece.start - track.first, piece.start - track.first + piece.k.shape[2])
+        k[:, inside], v[:, inside] = piece.k[0], piece.v[0]

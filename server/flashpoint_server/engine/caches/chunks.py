@@ -19,16 +19,35 @@ SMALLEST = 16  # tokens: rows of one head are then whole cache lines, so that ev
 
 
 class Chunk:
-    """Memory of `capacity` tokens, held by `holders` tracks."""
+    """Memory of `capacity` tokens, held by `holders` tracks: k (1, Hk, capacity, D) and v (1, Hk, capacity, Dv)."""
 
     __slots__ = ("capacity", "holders", "k", "nbytes", "v")
 
     def __init__(self, size: TokenSize, capacity: int) -> None:
         self.capacity = capacity
         self.holders = 1
-        self.k = torch.empty(size.heads, capacity, size.head_dim, dtype=size.dtype, device=size.device)
-        self.v = torch.empty(size.heads, capacity, size.value_dim, dtype=size.dtype, device=size.device)
+        self.k = torch.empty(1, size.heads, capacity, size.head_dim, dtype=size.dtype, device=size.device)
+        self.v = torch.empty(1, size.heads, capacity, size.value_dim, dtype=size.dtype, device=size.device)
         self.nbytes = size.nbytes * capacity
+
+    def write(self, at: int, k: Tensor, v: Tensor) -> None:
+        """Write k (Hk, n, D) and v (Hk, n, Dv) at position `at` of the chunk."""
+        self.k.narrow(2, at, k.shape[1]).copy_(k)
+        self.v.narrow(2, at, v.shape[1]).copy_(v)
+
+    def take_over(self, other: Chunk, count: int) -> None:
+        """Copy the first `count` tokens of another chunk."""
+        self.k.narrow(2, 0, count).copy_(other.k.narrow(2, 0, count))
+        self.v.narrow(2, 0, count).copy_(other.v.narrow(2, 0, count))
+
+    def read(self, first: int, last: int, heads: slice | None) -> tuple[Tensor, Tensor]:
+        """Return k (1, Hk, n, D) and v (1, Hk, n, Dv) of tokens [first, last), of some heads or of all."""
+        k, v = self.k, self.v
+        if heads is not None:
+            k, v = k[:, heads], v[:, heads]
+        if first or last < self.capacity:
+            k, v = k.narrow(2, first, last - first), v.narrow(2, first, last - first)
+        return k, v
 
 
 class TokenSize(NamedTuple):
@@ -54,7 +73,7 @@ class Change(NamedTuple):
 
 
 class TokenRun(NamedTuple):
-    """Keys and values of consecutive tokens from `start` on: k (Hk, n, D), v (Hk, n, Dv)."""
+    """Keys and values of consecutive tokens from `start` on: k (1, Hk, n, D), v (1, Hk, n, Dv)."""
 
     start: int
     k: Tensor
@@ -100,17 +119,18 @@ class Track:
             old, self.chunks[place] = self.chunks[place], chunk
             if old is not None:
                 if kept:
-                    chunk.k[:, :kept].copy_(old.k[:, :kept])
-                    chunk.v[:, :kept].copy_(old.v[:, :kept])
+                    chunk.take_over(old, kept)
                 released.append(old)
         end = at + k.shape[1]
         for place in range(at // CHUNK, -(-end // CHUNK)) if end > at else ():
             chunk_ = self.chunks[place]
             assert chunk_ is not None
             start, stop = max(at, place * CHUNK), min(end, (place + 1) * CHUNK)
-            inside = slice(start - place * CHUNK, stop - place * CHUNK)
-            chunk_.k[:, inside].copy_(k[:, start - at : stop - at])
-            chunk_.v[:, inside].copy_(v[:, start - at : stop - at])
+            if stop - start == end - at:
+                chunk_.write(start - place * CHUNK, k, v)
+            else:
+                own = slice(start - at, stop - at)
+                chunk_.write(start - place * CHUNK, k[:, own], v[:, own])
         return released + self.cut(end)
 
     def cut(self, end: int) -> list[Chunk]:
@@ -138,14 +158,14 @@ class Track:
                 chunk.holders += 1
         return other
 
-    def pieces(self, start: int, stop: int) -> Iterator[TokenRun]:
-        """Yield the tokens [start, stop), which it holds, as views of its chunks."""
+    def pieces(self, start: int, stop: int, heads: slice | None = None) -> Iterator[TokenRun]:
+        """Yield the tokens [start, stop), which it holds, as views of its chunks: of some heads, or of all."""
         for place in range(start // CHUNK, -(-stop // CHUNK)):
             chunk = self.chunks[place]
             assert chunk is not None
-            first, last = max(start, place * CHUNK), min(stop, (place + 1) * CHUNK)
-            inside = slice(first - place * CHUNK, last - place * CHUNK)
-            yield TokenRun(first, chunk.k[:, inside], chunk.v[:, inside])
+            edge = place * CHUNK
+            first = max(start, edge)
+            yield TokenRun(first, *chunk.read(first - edge, min(stop - edge, CHUNK), heads))
 
     @property
     def spares_one(self) -> bool:

@@ -52,7 +52,7 @@ def read(store, owner, serial, layer):
     """(first, k and v of the tokens that are there, side by side) of a layer."""
     (cache,) = store.find(Terms(owner), [serial])
     track = cache.tracks[layer]
-    pieces = [torch.cat((p.k, p.v), -1) for p in track.pieces(track.first, track.length)]
+    pieces = [torch.cat((p.k[0], p.v[0]), -1) for p in track.pieces(track.first, track.length)]
     return track.first, torch.cat(pieces, 1).numpy() if pieces else np.zeros((HEADS, 0, D + DV), np.float32)
 
 
