@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from flashpoint.options import AttentionOptions
 from flashpoint.validation import field_problems
-from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions, plan_cached
+from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions, LayerShape, plan_cached
 from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import ITEMSIZE, TensorInfo
@@ -28,6 +29,7 @@ from flashpoint_server.routes.pipeline import RouteRequest, admit, make_job, sta
 
 READ_SECONDS = 1e-10  # of a byte of keys or values that one core reads
 KEY_LENGTH = 128  # characters of an Idempotency-Key
+REMEMBERED_TEXT = 512  # characters of options that are remembered, once checked
 REMEMBERED = 1 << 16  # caches whose lengths are remembered, for the prices of the next calls
 
 
@@ -51,10 +53,7 @@ async def compute_cached(
     if asked.at is not None and not writes:
         raise invalid([("at", "is where k and v are written, which are missing")])
     try:
-        spec = plan_cached(infos, options, layer, len(ids))
-        options, left = _for_single_queries(spec)
-        spec = plan_cached(infos, options, layer, len(ids))
-        backend = choose_backend(spec, device.backends)
+        spec, left, backend = _planned(tuple(message.inputs), options, layer, len(ids), device.backends)
     except ProblemError as error:
         raise invalid(error.errors) from None
     check_size(spec, device.memory, service.settings.sequence_limit)
@@ -94,17 +93,45 @@ async def compute_cached(
     return job, answer
 
 
+class _Plan(NamedTuple):
+    """How a call over caches is computed; `left` is how many keys before its own a single query sees, −1 for any."""
+
+    spec: Spec
+    left: int
+    backend: str
+
+
+@lru_cache(256)  # a model's calls are of few kinds
+def _planned(
+    inputs: tuple[tuple[str, TensorInfo], ...], options: Options, layer: LayerShape, caches: int,
+    backends: tuple[str, ...],
+) -> _Plan:  # fmt: skip
+    """Raises ProblemError."""
+    infos = dict(inputs)
+    spec = plan_cached(infos, options, layer, caches)
+    options, left = _for_single_queries(spec)
+    spec = plan_cached(infos, options, layer, caches)
+    return _Plan(spec, left, choose_backend(spec, backends))
+
+
 def _options(message: TensorMessage) -> tuple[CacheOptions, Options]:
     """Return what a message says of caches, and the other options. Raises Refusal 422."""
-    said = dict(message.options())
+    said = message.options()
     try:
         asked = CacheOptions.read(said)
         plain: dict[str, Any] = {name: value for name, value in said.items() if name not in CACHE_OPTIONS}
-        return asked, Options(**AttentionOptions.model_validate(plain).model_dump())
+        text = json.dumps(plain)
+        return asked, _checked(text) if len(text) <= REMEMBERED_TEXT else _checked.__wrapped__(text)
     except ValidationError as error:
         raise invalid(field_problems(error)) from None
     except ProblemError as error:
         raise invalid(error.errors) from None
+
+
+@lru_cache(256)
+def _checked(plain: str) -> Options:
+    """Return the options that JSON says. Raises ValidationError and ProblemError."""
+    return Options(**AttentionOptions.model_validate(json.loads(plain)).model_dump())
 
 
 def _for_single_queries(spec: Spec) -> tuple[Options, int]:
@@ -135,11 +162,12 @@ def found(request: RouteRequest, texts: Sequence[str]) -> list[CacheId]:
     assert request.caller is not None
     service, owner = request.service, request.caller.name
     ids = [service.cache_ids.read(owner, text) for text in texts]
+    there = {one.incarnation: service.engine.holder(one.incarnation) for one in ids if one is not None}
     errors = []
     for place, one in enumerate(ids):
         if one is None:
             errors.append((f"caches.{place}", "cache_not_found: there is no such cache"))
-        elif not service.engine.holder(one.incarnation):
+        elif not there[one.incarnation]:
             errors.append((f"caches.{place}", "cache_lost: its engine restarted"))
     if errors:
         code, _, said = errors[0][1].partition(": ")
