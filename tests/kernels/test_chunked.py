@@ -5,6 +5,7 @@ import torch
 
 from flashpoint_kernels import Options, verify
 from flashpoint_kernels.chunked import _KEPT, attend
+from flashpoint_kernels.quantization import quantize, restored
 from tests.support.kernels.solving import normal
 
 CHUNK = 1024
@@ -67,6 +68,31 @@ def test_bits_do_not_depend_on_the_heads_beside(dtype, heads, kv_heads):
                 part = attend(q[own], pieces(k[first:last], v[first:last]), 0.2, edge)
                 assert torch.equal(part[0], whole[0][own])
                 assert torch.equal(part[1], whole[1][own])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "rms", "of_lse"),
+    [
+        (torch.float32, 2e-6, 1e-6, 3e-6), (torch.float16, 1e-3, 6e-4, 3e-4), (torch.bfloat16, 8e-3, 5e-3, 2e-3),
+        (torch.int8, 1.5e-2, 1e-2, 6e-3), (torch.float8_e4m3fn, 7e-2, 4e-2, 2e-2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_errors_over_caches(dtype, largest, rms, of_lse):
+    """The table of docs/numerics.md."""
+    for length in (64, 4096):
+        q, k, v = problem(8, 8, 1, length, 64)
+        s = q.double() @ k.double().mT / 8.0
+        o, lse = s.softmax(-1) @ v.double(), s.logsumexp(-1)
+        if dtype.itemsize == 1:
+            found, sums = attend(q, pieces(*(restored(*quantize(t, dtype)) for t in (k, v))), 0.125, None)
+        else:
+            found, sums = attend(q.to(dtype), pieces(k.to(dtype), v.to(dtype)), 0.125, None)
+            found = found.to(dtype)
+        off = found.double() - o
+        assert off.abs().max() <= largest * o.abs().max()
+        assert off.square().mean().sqrt() <= rms * o.square().mean().sqrt()
+        assert (sums.double() - lse).abs().max() <= of_lse
 
 
 def test_answers_of_many_pieces_are_merged_on_the_way():

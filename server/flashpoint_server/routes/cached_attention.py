@@ -27,7 +27,7 @@ from flashpoint_server.ipc.price import MOST_FLOPS, Price
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import RouteRequest, admit, make_job, stage, submit
 
-READ_SECONDS = 1e-10  # of a byte of keys or values that one core reads
+READ_SECONDS = 1e-10  # of a byte of keys or values that one core reads; 8 bits take as long as the float32 they become
 KEY_LENGTH = 128  # characters of an Idempotency-Key
 REMEMBERED_TEXT = 512  # characters of options that are remembered, once checked
 REMEMBERED = 1 << 16  # caches whose lengths are remembered, for the prices of the next calls
@@ -64,7 +64,8 @@ async def compute_cached(
     if text:
         permit.grow(text_bytes(text))
     known = [service.cache_lengths.get(one.serial, 0) for one in ids]
-    permit.charge(_price(spec, backend, device, known), body.deadline, service.engine.pace)
+    width = ITEMSIZE["float32" if layer.quantized else layer.dtype]
+    permit.charge(_price(spec, backend, device, known, width), body.deadline, service.engine.pace)
     staging = stage(request, message.inputs, spec.outputs)
     await message.receive(body, staging.views(staging.inputs))
     request.exchange.facts.update(backend=backend, shapes={n: list(i.shape) for n, i in infos.items()})
@@ -89,7 +90,7 @@ async def compute_cached(
         service.cache_lengths.move_to_end(one.serial)
     while len(service.cache_lengths) > REMEMBERED:
         service.cache_lengths.popitem(last=False)
-    permit.settle(_price(spec, backend, device, lengths))
+    permit.settle(_price(spec, backend, device, lengths, width))
     return job, answer
 
 
@@ -146,11 +147,14 @@ def _for_single_queries(spec: Spec) -> tuple[Options, int]:
     return replace(options, window=(-1, -1), causal=False), options.window[0]
 
 
-def _price(spec: Spec, backend: str, device: DeviceInfo, lengths: Sequence[int]) -> Price:
-    """Return the price of a call over caches of these lengths: its products, and the keys that are read."""
+def _price(spec: Spec, backend: str, device: DeviceInfo, lengths: Sequence[int], width: int) -> Price:
+    """Return the price of a call over caches of these lengths: its products, and the keys that are read.
+
+    `width` is how many bytes of a number are read.
+    """
     queries = spec.q_len if not spec.ragged else -(-spec.q_len // max(spec.batch, 1))
     pairs = queries * (sum(lengths) + spec.batch * queries)
-    row = spec.kv_heads * (spec.head_dim + spec.value_dim) * ITEMSIZE[spec.dtype]
+    row = spec.kv_heads * (spec.head_dim + spec.value_dim) * width
     seconds = seconds_of(spec, device.rates[backend], Extent(spec.batch, min(spec.batch, 1), pairs))
     if device.name == "cpu":
         seconds += READ_SECONDS * sum(lengths) * row

@@ -14,40 +14,67 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashpoint_kernels.quantization import quantize, restored
+
 CHUNK = 1024  # tokens; measured beside 256 and 512: docs/decisions
 SMALLEST = 16  # tokens: rows of one head are then whole cache lines, so that every head is aligned
 
 
 class Chunk:
-    """Memory of `capacity` tokens, held by `holders` tracks: k (1, Hk, capacity, D) and v (1, Hk, capacity, Dv)."""
+    """Memory of `capacity` tokens, held by `holders` tracks: k (1, Hk, capacity, D) and v (1, Hk, capacity, Dv).
 
-    __slots__ = ("capacity", "holders", "k", "nbytes", "v")
+    In 8 bits a scale for each token and head is beside them: `k_scale` and `v_scale` (1, Hk, capacity), else None.
+    """
+
+    __slots__ = ("capacity", "holders", "k", "k_scale", "nbytes", "v", "v_scale")
 
     def __init__(self, size: TokenSize, capacity: int) -> None:
         self.capacity = capacity
         self.holders = 1
         self.k = torch.empty(1, size.heads, capacity, size.head_dim, dtype=size.dtype, device=size.device)
         self.v = torch.empty(1, size.heads, capacity, size.value_dim, dtype=size.dtype, device=size.device)
+        self.k_scale: Tensor | None = None
+        self.v_scale: Tensor | None = None
+        if size.quantized:
+            self.k_scale, self.v_scale = torch.empty(2, 1, size.heads, capacity, device=size.device).unbind(0)
         self.nbytes = size.nbytes * capacity
 
     def write(self, at: int, k: Tensor, v: Tensor) -> None:
-        """Write k (Hk, n, D) and v (Hk, n, Dv) at position `at` of the chunk."""
-        self.k.narrow(2, at, k.shape[1]).copy_(k)
-        self.v.narrow(2, at, v.shape[1]).copy_(v)
+        """Write k (Hk, n, D) and v (Hk, n, Dv), which are not in 8 bits, at position `at` of the chunk."""
+        for t, scale, new in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
+            if scale is not None:
+                new, own = quantize(new, t.dtype)
+                scale.narrow(2, at, new.shape[1]).copy_(own)
+            t.narrow(2, at, new.shape[1]).copy_(new)
 
     def take_over(self, other: Chunk, count: int) -> None:
         """Copy the first `count` tokens of another chunk."""
-        self.k.narrow(2, 0, count).copy_(other.k.narrow(2, 0, count))
-        self.v.narrow(2, 0, count).copy_(other.v.narrow(2, 0, count))
+        for name in ("k", "v") if self.k_scale is None else ("k", "v", "k_scale", "v_scale"):
+            t, source = getattr(self, name), getattr(other, name)
+            t.narrow(2, 0, count).copy_(source.narrow(2, 0, count))
 
-    def read(self, first: int, last: int, heads: slice | None) -> tuple[Tensor, Tensor]:
-        """Return k (1, Hk, n, D) and v (1, Hk, n, Dv) of tokens [first, last), of some heads or of all."""
-        k, v = self.k, self.v
-        if heads is not None:
-            k, v = k[:, heads], v[:, heads]
-        if first or last < self.capacity:
-            k, v = k.narrow(2, first, last - first), v.narrow(2, first, last - first)
+    def read(self, first: int, last: int, heads: slice | None = None) -> tuple[Tensor, Tensor]:
+        """Return k (1, Hk, n, D) and v (1, Hk, n, Dv) of tokens [first, last), of some heads or of all.
+
+        They are views; of 8 bits, new tensors in float32.
+        """
+        k, v = self._part(self.k, first, last, heads), self._part(self.v, first, last, heads)
+        if self.k_scale is None or self.v_scale is None:
+            return k, v
+        scales = (self._part(scale, first, last, heads) for scale in (self.k_scale, self.v_scale))
+        k, v = map(restored, (k, v), scales)
         return k, v
+
+    def scales(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return the scales (1, Hk, n) of k and of v of tokens [first, last), in 8 bits."""
+        assert self.k_scale is not None
+        assert self.v_scale is not None
+        return self._part(self.k_scale, first, last, None), self._part(self.v_scale, first, last, None)
+
+    def _part(self, t: Tensor, first: int, last: int, heads: slice | None) -> Tensor:
+        if heads is not None:
+            t = t[:, heads]
+        return t.narrow(2, first, last - first) if first or last < self.capacity else t
 
 
 class TokenSize(NamedTuple):
@@ -60,8 +87,19 @@ class TokenSize(NamedTuple):
     device: str
 
     @property
+    def quantized(self) -> bool:
+        """Whether it is in 8 bits, with two scales in float32 for each head."""
+        return not self.dtype.is_floating_point or self.dtype.itemsize == 1
+
+    @property
     def nbytes(self) -> int:
-        return self.heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
+        numbers = (self.head_dim + self.value_dim) * self.dtype.itemsize
+        return self.heads * (numbers + (8 if self.quantized else 0))
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that take as long to attend to: 8 bits are made float32 for that."""
+        return self.heads * (self.head_dim + self.value_dim) * (4 if self.quantized else self.dtype.itemsize)
 
 
 class Change(NamedTuple):
@@ -73,7 +111,7 @@ class Change(NamedTuple):
 
 
 class TokenRun(NamedTuple):
-    """Keys and values of consecutive tokens from `start` on: k (1, Hk, n, D), v (1, Hk, n, Dv)."""
+    """Keys and values of consecutive tokens from `start` on: k (1, Hk, n, D), v (1, Hk, n, Dv), in no 8 bits."""
 
     start: int
     k: Tensor
@@ -159,13 +197,22 @@ class Track:
         return other
 
     def pieces(self, start: int, stop: int, heads: slice | None = None) -> Iterator[TokenRun]:
-        """Yield the tokens [start, stop), which it holds, as views of its chunks: of some heads, or of all."""
+        """Yield the tokens [start, stop), which it holds, as its chunks have them: of some heads, or of all."""
+        for chunk, place, first, last in self._runs(start, stop):
+            yield TokenRun(place + first, *chunk.read(first, last, heads))
+
+    def scales(self, start: int, stop: int) -> Iterator[TokenRun]:
+        """As `pieces`, of the scales of 8 bits: k (1, Hk, n) and v (1, Hk, n)."""
+        for chunk, place, first, last in self._runs(start, stop):
+            yield TokenRun(place + first, *chunk.scales(first, last))
+
+    def _runs(self, start: int, stop: int) -> Iterator[tuple[Chunk, int, int, int]]:
+        """Yield the chunks of tokens [start, stop), where each begins, and which of its own tokens those are."""
         for place in range(start // CHUNK, -(-stop // CHUNK)):
             chunk = self.chunks[place]
             assert chunk is not None
             edge = place * CHUNK
-            first = max(start, edge)
-            yield TokenRun(first, *chunk.read(first - edge, min(stop - edge, CHUNK), heads))
+            yield chunk, edge, max(start - edge, 0), min(stop - edge, CHUNK)
 
     @property
     def spares_one(self) -> bool:

@@ -33,7 +33,7 @@ class Attended:
 
     @property
     def nbytes(self) -> int:
-        return (self.track.length - self.start) * self.track.size.nbytes
+        return (self.track.length - self.start) * self.track.size.read_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,8 @@ class CachedPart:
                 views["lse"].fill_(float("-inf"))
             return
         pieces = one.track.pieces(one.start, one.track.length, heads)
-        o, lse = attend(views["q"], pieces, self.spec.scale, one.edge)
+        q = views["q"].float() if one.track.size.quantized else views["q"]
+        o, lse = attend(q, pieces, self.spec.scale, one.edge)
         views["o"].copy_(o)
         if "lse" in views:
             views["lse"].copy_(lse)
