@@ -186,7 +186,7 @@ class TorchDevice:
 
     def write(self, call: HeldCall) -> None:
         """Write the new tokens of a call over caches, once all that can be refused has been. Raises Refusal."""
-        with self._told_apart():
+        with self._told_apart(), self.in_order():
             call.write(self.caches)
 
     def attend(self, call: HeldCall, backend: str, cores: int) -> Sequence[Problem | CachedPart]:
@@ -247,6 +247,17 @@ class TorchDevice:
         """The job's problem, of its index tensors, whose values are read here, and of what `there` makes of others."""
         tensors = {t.name: tensor_in(job.memory, t) if t.name in INDEX_TENSORS else there(t) for t in job.submit.inputs}
         return Problem.create(tensors, job.spec.options, job.spec.direction, spec=job.spec)
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """What changes caches inside has ended behind it: the next call on them may go to another lane's stream."""
+        if self.is_cpu:
+            yield
+            return
+        stream = self._stream()
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
 
     def _stream(self) -> torch.cuda.Stream:
         """The lane's own."""

@@ -99,7 +99,7 @@ class Executor:
         submit = entry.submit
         assert isinstance(submit, AskCaches)
         try:
-            with self._watchdog.watched():
+            with self._watchdog.watched(), self.device.in_order():
                 records = asked_of_caches(self.device.caches, submit, entry.peer.segments)
         except Exception as error:
             self._fail([entry], OutOfMemoryError() if isinstance(error, MemoryError) else error)
