@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flashpoint_kernels import dequantize, quantize
 from flashpoint_server.engine.caches.cache import Terms
-from flashpoint_server.engine.caches.chunks import CHUNK
+from flashpoint_server.engine.caches.chunks import CHUNK, HUGE, Chunk, TokenSize
 from flashpoint_server.engine.caches.store import CACHE_BYTES, LAYER_BYTES, CacheStore
 from flashpoint_server.ipc.messages import CacheShape
 from flashpoint_server.refusal import Refusal
@@ -387,3 +387,17 @@ def test_8_bits_have_a_scale_for_each_token_and_head(dtype):
         assert torch.equal(torch.cat([getattr(run, name)[0] for run in track.scales(0, track.length)], 1), scale)
         (part,) = track.pieces(3, 9, slice(1, 2))
         assert torch.equal(getattr(part, name)[0], dequantize(values, scale)[1:, 3:9])
+
+
+def test_chunks_as_large_as_a_huge_page_begin_on_one():
+    for heads, dtype in ((8, torch.float32), (8, torch.bfloat16), (1, torch.float32), (9, torch.int8)):
+        size = TokenSize(heads, 64, 72, dtype, "cpu")
+        chunk = Chunk(size, CHUNK)
+        assert (chunk.k.shape, chunk.v.shape) == ((1, heads, CHUNK, 64), (1, heads, CHUNK, 72))
+        if heads * (64 + 72) * CHUNK * dtype.itemsize >= HUGE:
+            assert chunk.k.data_ptr() % HUGE == 0
+        for t in (chunk.k, chunk.v):
+            assert t.is_contiguous()
+            assert t.data_ptr() % 64 == 0
+            t.fill_(1)
+        assert bool((chunk.k == 1).all())
