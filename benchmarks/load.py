@@ -138,6 +138,30 @@ def drive(port: int, requests: Sequence[Request], most: int, due: Sequence[float
     return timed
 
 
+def repeated(port: int, requests: Sequence[Request], calls: int) -> float:
+    """Callers that each send a short request so often, one after the other; requests a second of all together."""
+    callers = {connection.fileno(): connection for connection in (_Connection(port) for _ in requests)}
+    own = dict(zip(callers, requests, strict=True))
+    left = dict.fromkeys(callers, calls)
+    with select.epoll() as waiting:
+        began = time.perf_counter()
+        for number, connection in callers.items():
+            waiting.register(number, select.EPOLLIN)
+            connection.start(0, own[number])
+        while any(left.values()):
+            if not (ready := waiting.poll(PATIENCE)):
+                raise TimeoutError(f"no progress for {PATIENCE} s")
+            for number, _ in ready:
+                if callers[number].receive():
+                    left[number] -= 1
+                    if left[number]:
+                        callers[number].start(0, own[number])
+        ended = time.perf_counter()
+    for connection in callers.values():
+        connection.close()
+    return len(requests) * calls / (ended - began)
+
+
 def rate(timed: Sequence[Timed]) -> float:
     """Requests a second of a closed loop, from its start to the last answer."""
     return len(timed) / max(one.ended for one in timed)

@@ -22,7 +22,8 @@ _GONE = ("cache_not_found", "cache_lost")
 class CacheSizes(TypedDict, total=False):
     """Keywords of `cache`. Sizes are one for all layers, or a list with one for each.
 
-    `value_dim`: as `head_dim` where it is not given. `dtype`: float32, bfloat16 or float16, that of q, k and v.
+    `value_dim`: as `head_dim` where it is not given. `dtype`: float32, bfloat16 or float16, that of q, k and v; or
+    float8_e4m3fn or int8, with a scale for each token and head, which takes and gives any of the others.
     `max_length`: most tokens, whose memory is taken at once. `keep`: tokens at the end of a layer that stay, those
     before may be freed. `ttl_s`: seconds after its last use that it is kept. `beside`: a cache on whose engine it is
     made, as a call over both needs.
@@ -126,7 +127,10 @@ class Cache(AnyCache):
         self._hear(self._client._call(look(self)))
 
     def tensors(self, layer: int = 0, like: Array | None = None) -> tuple[Any, Any]:
-        """Return k (1,Hk,S,D) and v (1,Hk,S,Dv) of a layer, on `like`'s device where it is a torch tensor."""
+        """Return k (1,Hk,S,D) and v (1,Hk,S,Dv) of a layer, on `like`'s device where it is a torch tensor.
+
+        Of a cache in 8 bits they are in float32.
+        """
         found: tuple[Any, Any] = self._client._call(tensors(self, layer, like))
         return found
 

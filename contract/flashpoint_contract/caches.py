@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.spec import Spec, plan
-from flashpoint_contract.tensors import TensorInfo
+from flashpoint_contract.tensors import EIGHT_BIT, TensorInfo
 
 MOST_CACHES = 4096  # of one call
 MOST_TOKENS = 1 << 31  # of one cache
@@ -53,6 +53,7 @@ CACHE_OPTIONS: dict[str, CacheOption] = {
         ),
     )
 }
+DTYPES = ("float16", "bfloat16", "float32")  # of q, of new k and v, and of what a cache holds unless that is in 8 bits
 REFUSED = ("kv_lengths", "cu_seqlens_k", "block_table", "k_scale", "v_scale")  # tensors that caches stand for
 
 
@@ -63,6 +64,16 @@ class LayerShape(NamedTuple):
     head_dim: int
     value_dim: int
     dtype: str
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it holds 8 bits, with a scale for each token and head."""
+        return self.dtype in EIGHT_BIT
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """The dtypes that q and new k and v may have."""
+        return DTYPES if self.quantized else (self.dtype,)
 
 
 @dataclass(frozen=True)
@@ -119,8 +130,8 @@ def plan_cached(tensors: Mapping[str, TensorInfo], options: Options, layer: Laye
     if errors:
         raise ProblemError(errors)
     q = tensors["q"]
-    if q.dtype != layer.dtype:
-        raise ProblemError([("q", f"dtype {q.dtype} is not the cache's {layer.dtype}")])
+    if q.dtype not in layer.taken:
+        raise ProblemError([("q", f"dtype {q.dtype} is not the cache's {' or '.join(layer.taken)}")])
     count, length, ragged = _sizes(tensors, options.layout)
     if count != caches:
         raise ProblemError([("caches", f"{caches} for {count} sequences of q")])

@@ -10,7 +10,7 @@ from flashpoint_kernels.triton_backend.configurations import TABLES as TILES
 from .code import algorithms, cache_options, data_sheets, errors, extremes, grpc, metrics, options, settings, support
 from .decoding import break_even, gemma
 from .kernels import benchmarks, compiled, decode, each_option
-from .service import beside, capacity, fairness, ray, rpc, serving, sharded_cache, throughput
+from .service import beside, cached_decode, capacity, fairness, ray, rpc, serving, sharded_cache, throughput
 from .trust import faults, fuzz, load, steady
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -23,6 +23,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "each-option": each_option,
     "cache_options": cache_options,
+    "cached-decode": cached_decode,
     "errors": errors,
     "extremes": extremes,
     "fairness": fairness,

@@ -67,6 +67,17 @@ def _rate(figures: dict[str, float] | str) -> str:
     return figures if isinstance(figures, str) else number(figures["rps"])
 
 
+def cached_decode() -> str:
+    """Decode over caches: what was to be reached, and tokens a second of each way."""
+    text = ""
+    for _, result in results("cached-decode"):
+        text += f"\n{made_on(result['environment'], 'python', 'torch', 'uvicorn')}; "
+        text += f"{result['thrown_away']} of {result['rounds'] + result['thrown_away']} rounds thrown away:\n\n"
+        rates = sorted(result["tokens_per_second"].items(), key=lambda row: -row[1])
+        text += targets(result) + "\n" + table(["", "tokens a second"], [(way, number(rate)) for way, rate in rates])
+    return text or NOT_MEASURED
+
+
 def beside() -> str:
     """A benchmark beside traffic: what was to hold, requests' latencies, and each row's milliseconds."""
     text = ""

@@ -245,10 +245,13 @@ def aligned(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def aligned_heads(t: Tensor, dtype: torch.dtype) -> Tensor:
     """As `aligned`, but only the rows of a head, the last two dimensions, need lie together, each head aligned."""
-    together = t.dtype == dtype and t.stride()[-2:] == (t.shape[-1], 1)
-    if together and all(n * t.itemsize % _ALIGNMENT == 0 for n in t.stride()[:-2]) and t.data_ptr() % _ALIGNMENT == 0:
-        return t
-    return aligned(t, dtype)
+    *outer, row, column = t.stride()
+    if t.dtype != dtype or row != t.shape[-1] or column != 1 or t.data_ptr() % _ALIGNMENT:
+        return aligned(t, dtype)
+    for n in outer:  # a loop takes half the time of `all` with a generator
+        if n * t.itemsize % _ALIGNMENT:
+            return aligned(t, dtype)
+    return t
 
 
 def whole_vectors(spec: Spec) -> bool:

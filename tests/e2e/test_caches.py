@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 import flashpoint
-from flashpoint_kernels import attention
+from flashpoint_kernels import attention, dequantize, quantize
 from tests.support.messages import JSON, ask, message, normal, post, problem
 from tests.support.servers import wait_for
 
@@ -238,6 +238,43 @@ def test_options_mean_over_caches_what_they_mean_over_tensors(held, layout, opti
     expected = attention(q, k, v, **{"backend": "tiled", **options})
     torch.testing.assert_close(o, expected[0] if options.get("return_lse") else expected, rtol=1e-4, atol=1e-5)
     posted(held, "/caches/delete", {"caches": ids})
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_8_bit_caches_take_and_give_the_dtype_of_q(held, dtype):
+    (k, v), q = kv(1030, 21), normal(1, HQ, 2, D, seed=22)
+    (one,) = created(held, dtype=str(dtype).removeprefix("torch."), layers=1)
+    body = message({"k": k[0, :, :1000].half(), "v": v[0, :, :1000].half()})
+    assert post(held, f"/caches/{one}/append", body, **bearer("alice")).json == {"length": 1000}
+    (described,) = ask(held, "/caches", **bearer("alice")).json["caches"]
+    assert described["bytes"] == 1024 + 512 + 1024 * HK * (D + DV + 8)
+    rest = {"k": k[:, :, 1000:1002], "v": v[:, :, 1000:1002]}
+    stands = {}
+    for name, t in (("k", k), ("v", v)):
+        values, scale = quantize(torch.cat((t[:, :, :1000].half().float(), t[:, :, 1000:1002]), 2), dtype)
+        stands |= {name: values, f"{name}_scale": scale}
+    for options in ({"causal": True}, {"softcap": 5.0, "causal": True}):  # read in chunks, and as pages
+        answer = attended(held, {"q": q, **rest}, caches=[one], at=[1000], **options)
+        expected = attention(q, **stands, **options)
+        torch.testing.assert_close(answer.tensors["o"], expected, rtol=1e-4, atol=1e-5)
+    half = {name: t.bfloat16() for name, t in {"q": q, **rest}.items()}
+    answer = attended(held, half, caches=[one], at=[1000])
+    assert answer.tensors["o"].dtype == torch.bfloat16
+    torch.testing.assert_close(answer.tensors["o"].float(), attention(q, **stands), rtol=2e-2, atol=2e-2)
+    text = {"q": q[0].tolist(), "caches": [one], "dtype": "float16"}
+    assert posted(held, "/attention", {**text, "q": [q[0].tolist()]}).status == 200
+    assert attended(held, {"q": q, **rest}, caches=[one], at=[1000]).status == 200  # as they were before bfloat16
+    moved = ask(held, f"/caches/{one}/tensors", **bearer("alice")).tensors
+    for name in ("k", "v"):
+        assert torch.equal(moved[name], dequantize(stands[name], stands[f"{name}_scale"]))
+        assert torch.equal(moved[f"{name}_scale"], stands[f"{name}_scale"])
+    refused = attended(held, {name: t.double() for name, t in {"q": q, **rest}.items()}, caches=[one])
+    assert problem(refused, 422, "invalid_request")["errors"][0]["loc"] == ["q"]
+    with client(held) as alice, alice.cache(**SHAPE, dtype="int8") as cache:
+        found = cache.attention(q, *(t[:, :, :2] for t in (k, v)))
+        assert found.dtype == q.dtype
+        assert cache.tensors(0, like=q)[0].dtype == torch.float32
+    posted(held, "/caches/delete", {"caches": [one]})
 
 
 def test_masks_slopes_sinks_and_lengths_count_positions_in_the_cache(held):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, ProblemError, attention, dequantize, quantize, verify
+from flashpoint_kernels.quantization import restored
 from flashpoint_kernels.support import unsupported
 from tests.conftest import DEVICE
 from tests.support.kernels.serving import DTYPES, FORMS, of_eight_bits
@@ -86,6 +87,20 @@ def test_a_row_that_is_not_finite_says_so_by_its_scale(dtype: torch.dtype, bad: 
     assert scale.isfinite().tolist() == [True, False, True]
     assert not dequantize(values, scale)[1].isfinite().any()
     assert torch.equal(values[[0, 2]].float(), quantize(x[[0, 2]], dtype)[0].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_what_quantize_made_is_restored_as_dequantize_does(dtype: torch.dtype) -> None:
+    every = torch.arange(-127, 128).to(DEVICE, torch.int8)
+    numbers = every if dtype == torch.int8 else every.view(dtype)[~every.view(dtype).isnan()]
+    for scale in (1.0, 2.0**-130, 1e30):
+        scales = torch.full((), scale, device=DEVICE)
+        assert torch.equal(restored(numbers, scales), dequantize(numbers, scales))
+    values, scales = quantize(normal(3, 5, 7), dtype)
+    assert torch.equal(restored(values, scales), dequantize(values, scales))
+    x = normal(2, 4)
+    x[0, 1], x[1, 2] = torch.nan, torch.inf
+    assert not restored(*quantize(x, dtype)).isfinite().any()
 
 
 def test_dequantize_takes_scales_that_broadcast() -> None:

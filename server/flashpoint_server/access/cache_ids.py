@@ -16,6 +16,7 @@ import hmac
 import os
 import secrets
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.ipc.messages import CacheShape
 
 MOST_LAYERS = 512
+READ_AGAIN = 1024  # ids that are remembered, of ID_LENGTH characters at most
 MOST_SIZES = 16  # different ones among the layers of a cache
 _MAC = 16  # bytes
 _SECRET = 32
@@ -65,6 +67,7 @@ class CacheIds:
         if settings.cache_secret is not None:
             self._secret = hashlib.sha256(settings.cache_secret.get_secret_value().encode()).digest()
         self.replica = settings.replica or hashlib.sha256(drawn + b"replica").hexdigest()[:16]
+        self.read = lru_cache(READ_AGAIN)(self._read)  # most calls are with caches that were used just now
 
     def make(self, owner: str, incarnation: int, serial: int, shape: CacheShape) -> str:
         """Return the id of a cache, the same each time."""
@@ -75,7 +78,7 @@ class CacheIds:
         text = base64.urlsafe_b64encode(self._mac(owner, payload) + payload)
         return "c" + text.rstrip(b"=").decode()
 
-    def read(self, owner: str, text: str) -> CacheId | None:
+    def _read(self, owner: str, text: str) -> CacheId | None:
         """Return what an id of the owner's says; None for what is none."""
         if not text.startswith("c") or len(text) > ID_LENGTH:
             return None

@@ -30,7 +30,8 @@ from flashpoint_kernels.problem import DTYPES, check_scales
 from flashpoint_kernels.reproducible import CORES, split
 from flashpoint_kernels.timing.device import device_name, is_lost
 from flashpoint_server.engine import local
-from flashpoint_server.engine.caches.attending import CachedPart, HeldCall
+from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
+from flashpoint_server.engine.caches.parts import CachedPart
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.entry import OutOfMemoryError, Placed
 from flashpoint_server.engine.memory import bytes_in, tensor_in
@@ -175,28 +176,23 @@ class TorchDevice:
         """A job that this device cuts, in parts, which compute in its shared memory. Raises Refusal 422."""
         return split(_in_place(job), job.submit.backend)
 
-    def write(self, job: Placed) -> None:
-        """Write the new tokens of a job over caches, once all that can be refused has been. Raises Refusal."""
-        with self._told_apart():
-            self._held(job, self._given(job)).write(self.caches)
-
-    def held_parts(self, job: Placed) -> Sequence[Problem | CachedPart]:
-        """As `parts`, of a job over caches that has been written. Raises Refusal 422."""
-        with self._told_apart():
-            return self._held(job, self._given(job)).parts(self.caches, job.submit.backend)
-
-    def _given(self, job: Placed) -> dict[str, Tensor]:
-        """The tensors that a job brings, on the device but for index tensors."""
+    def call_tensors(self, job: Placed) -> CallTensors:
+        """The tensors of a job over caches: on the CPU in its shared memory, else copies. Raises Refusal 422."""
         given = {t.name: tensor_in(job.memory, t) for t in job.submit.inputs}
         if self.is_cpu:
-            return given
-        return {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
+            return CallTensors.of(job.spec, given, {t.name: tensor_in(job.memory, t) for t in job.submit.outputs})
+        there = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
+        return CallTensors.of(job.spec, there, {})
 
-    def _held(self, job: Placed, given: Mapping[str, Tensor]) -> HeldCall:
-        held = job.submit.held
-        assert held is not None
-        outputs = {t.name: tensor_in(job.memory, t) for t in job.submit.outputs} if self.is_cpu else {}
-        return HeldCall.of(job.spec, held, given, outputs)
+    def write(self, call: HeldCall) -> None:
+        """Write the new tokens of a call over caches, once all that can be refused has been. Raises Refusal."""
+        with self._told_apart(), self.in_order():
+            call.write(self.caches)
+
+    def attend(self, call: HeldCall, backend: str, cores: int) -> Sequence[Problem | CachedPart]:
+        """Write as `write` does, and return what so many cores compute side by side. Raises Refusal."""
+        with self._told_apart():
+            return call.parts(call.write(self.caches), backend, cores)
 
     def run(self, part: Problem | CachedPart, backend: str) -> None:
         """Compute a part. Raises OutOfMemoryError."""
@@ -215,13 +211,13 @@ class TorchDevice:
         backend = jobs[0].submit.backend
         if self.is_cpu:
             with self._told_apart():
-                problems = [self._held_problem(job) if job.submit.held else _in_place(job) for job in jobs]
+                problems = [self._held_problem(job.call) if job.call else _in_place(job) for job in jobs]
                 run(problems, backend)
             return [problem.seed for problem in problems], NO_COPIES
         with self._told_apart(), torch.cuda.stream(self._stream()):
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
             marks[0].record()
-            problems = [self._held_problem(job) if job.submit.held else self._copied(job) for job in jobs]
+            problems = [self._held_problem(job.call) if job.call else self._copied(job) for job in jobs]
             marks[1].record()
             run(problems, backend)
             marks[2].record()
@@ -234,9 +230,9 @@ class TorchDevice:
             stages = Stages(marks[0].elapsed_time(marks[1]) / 1000, marks[2].elapsed_time(marks[3]) / 1000)
             return [problem.seed for problem in problems], stages
 
-    def _held_problem(self, job: Placed) -> Problem:
-        """The problem of a job over caches that has been written. Raises Refusal 422."""
-        return self._held(job, self._given(job)).problem(self.caches)
+    def _held_problem(self, call: HeldCall) -> Problem:
+        """The problem of a call over caches that has been written. Raises Refusal 422."""
+        return call.problem(self.caches.find(call.terms, call.held.caches))
 
     def _copied(self, job: Placed) -> Problem:
         """The job's problem, its tensors on their way to the GPU."""
@@ -251,6 +247,17 @@ class TorchDevice:
         """The job's problem, of its index tensors, whose values are read here, and of what `there` makes of others."""
         tensors = {t.name: tensor_in(job.memory, t) if t.name in INDEX_TENSORS else there(t) for t in job.submit.inputs}
         return Problem.create(tensors, job.spec.options, job.spec.direction, spec=job.spec)
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """What changes caches inside has ended behind it: the next call on them may go to another lane's stream."""
+        if self.is_cpu:
+            yield
+            return
+        stream = self._stream()
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
 
     def _stream(self) -> torch.cuda.Stream:
         """The lane's own."""
@@ -294,7 +301,7 @@ class TorchDevice:
 
 def _in_place(job: Placed) -> Problem:
     """Raises Refusal 422, as `rows` does."""
-    submit, spec, memory = job
+    submit, spec, memory, _ = job
     given = {t.name: tensor_in(memory, t) for t in submit.inputs}
     wanted = {t.name: tensor_in(memory, t) for t in submit.outputs}
     try:

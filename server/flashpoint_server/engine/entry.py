@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import mul
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import structlog
 
@@ -36,6 +36,9 @@ from flashpoint_server.ipc.messages import (
     read_options,
 )
 
+if TYPE_CHECKING:
+    from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
+
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 PATIENCE = 5.0  # seconds that all others wait for an HTTP process that does not read its answers
@@ -55,6 +58,7 @@ class Placed(NamedTuple):
     submit: Submit
     spec: Spec
     memory: Mapping[int, mmap.mmap]
+    call: HeldCall | None = None  # of a job over caches that has been written
 
 
 def spec_of(submit: Submit) -> Spec:
@@ -94,6 +98,7 @@ class PlannedProblem:
     spec: Spec
     parts: list[Problem] = field(default_factory=list)
     lengths: Lengths = NO_LENGTHS  # of those
+    tensors: CallTensors | None = None  # of a call over caches, in place of parts
     alone: Batch | None = None  # what it amounts to by itself
 
     @cached_property
@@ -203,6 +208,7 @@ class Entry:
     began: float = 0.0  # in `time.perf_counter` seconds; 0 until it has begun
     lengths: Lengths = NO_LENGTHS
     seed: int | None = None
+    call: HeldCall | None = None  # over caches, that is written
     parts: deque[Problem] = field(default_factory=deque)  # that nobody has taken
     part_seconds: float = 0.0  # that a part of it is predicted to take
     left: int = 0  # parts that have not ended
@@ -249,7 +255,7 @@ class Entry:
     @property
     def placed(self) -> Placed:
         assert isinstance(self.submit, Submit)
-        return Placed(self.submit, self.spec, self.peer.segments)
+        return Placed(self.submit, self.spec, self.peer.segments, self.call)
 
     @property
     def mapped(self) -> bool:
@@ -306,6 +312,16 @@ class Entry:
         if self.planned is None:
             return False
         return self.planned.spec.batch > FEW_SEQUENCES or (isinstance(self.submit, Submit) and bool(self.submit.held))
+
+    def tensors(self, of: Callable[[Placed], CallTensors]) -> CallTensors:
+        """Return the tensors of a call over caches, made now or before, in place. Raises Refusal 422."""
+        planned = self.planned
+        assert planned is not None
+        if (tensors := planned.tensors) is None:
+            tensors = of(self.placed)
+            if not planned.by_value and planned.spec.batch <= FEW_SEQUENCES:
+                planned.tensors = tensors
+        return tensors
 
     def alone(self, budget: Budget) -> Batch:
         """Return what it amounts to by itself."""

@@ -13,6 +13,7 @@ import structlog
 
 from flashpoint_kernels import Problem
 from flashpoint_server.engine.caches.asking import asked_of_caches
+from flashpoint_server.engine.caches.attending import HeldCall
 from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, Stages, TorchDevice
 from flashpoint_server.engine.entry import Entry, OutOfMemoryError, account
 from flashpoint_server.engine.tasks import Ask, Compute, Cut, Launch, Task
@@ -39,7 +40,7 @@ class Executor:
         if isinstance(task, Compute):
             return self._compute(task.entries[0], task.problem)
         if isinstance(task, Cut):
-            return self._cut(task.entries[0])
+            return self._cut(task.entries[0], task.cores)
         if isinstance(task, Ask):
             self._ask(task.entries[0])
         elif isinstance(task, Launch):
@@ -75,24 +76,30 @@ class Executor:
             return error
         return None
 
-    def _cut(self, entry: Entry) -> Exception | None:
+    def _cut(self, entry: Entry, cores: int) -> Exception | None:
         try:
             if entry.caches:
                 with self._watchdog.watched():
-                    self.device.write(entry.placed)
-                    entry.cut_held(self.device.held_parts(entry.placed))
+                    entry.cut_held(self.device.attend(self._call(entry), entry.placed.submit.backend, cores))
             else:
                 entry.cut(self.device.parts)
         except Exception as error:
             return error
         return None
 
+    def _call(self, entry: Entry) -> HeldCall:
+        """Return what an entry asks of caches. Raises Refusal 422."""
+        device, held = self.device, entry.placed.submit.held
+        assert held is not None
+        of = device.call_tensors
+        return HeldCall(entry.tensors(of) if device.is_cpu else of(entry.placed), held)
+
     def _ask(self, entry: Entry) -> None:
         """Do what is asked of caches. It is answered here, as a launch is."""
         submit = entry.submit
         assert isinstance(submit, AskCaches)
         try:
-            with self._watchdog.watched():
+            with self._watchdog.watched(), self.device.in_order():
                 records = asked_of_caches(self.device.caches, submit, entry.peer.segments)
         except Exception as error:
             self._fail([entry], OutOfMemoryError() if isinstance(error, MemoryError) else error)
@@ -109,7 +116,8 @@ class Executor:
         """Write the new tokens of a call over caches, once, however often it is tried. False: it is answered."""
         if entry.caches:
             try:
-                self.device.write(entry.placed)
+                entry.call = self._call(entry)
+                self.device.write(entry.call)
             except Exception as error:
                 self._fail([entry], error)
                 return False

@@ -168,9 +168,15 @@ class EngineLoop:
         return None if self._stopping else self._scheduler.take()
 
     def _run(self, task: Task) -> None:
+        following: Task | None = task
+        while following is not None:
+            following = self._run_one(following)
+
+    def _run_one(self, task: Task) -> Task | None:
+        """Run a task; return the one that is to follow at once."""
         failure = self._executor.run(task)
         with self._lock:
-            self._scheduler.finish(task, failure)
+            following = self._scheduler.finish(task, failure)
             for entry in task.entries:
                 self._let_go(entry.peer)
             if self._held_now != self._held:  # who listens tells it, and when the first of them expires
@@ -179,6 +185,7 @@ class EngineLoop:
                 self._tell_all(task.plugin.conclude())
                 if task.plugin.suspect:
                     self._executor.end_if_lost(by=task.plugin.name)
+            return following
 
     # The HTTP processes
 

@@ -37,6 +37,7 @@ log = structlog.stdlib.get_logger("flashpoint.engine")
 # One part of some milliseconds, where nothing else waits: nobody need listen, and to wake another thread costs a tenth.
 BRIEF_SECONDS = 0.004  # predicted
 BRIEF_BYTES = 1 << 24
+UNCUT_SECONDS = 0.0005  # predicted: a call over caches that is no longer is one part
 HOLD_SECONDS = 0.05  # that requests are held back for a slice, while something still runs
 
 
@@ -229,8 +230,11 @@ class Scheduler:
         closes = self._waiting.closes() if self._may_launch else None
         return min((at for at in (expires, closes) if at is not None), default=None)
 
-    def finish(self, task: Task, failure: Exception | None) -> None:
-        """A task has ended, with a `failure` of its part or of its cutting."""
+    def finish(self, task: Task, failure: Exception | None) -> Task | None:
+        """A task has ended, with a `failure` of its part or of its cutting.
+
+        Return the task that the same thread is to run now, where there is one: the first part of what it has cut.
+        """
         self._running -= 1
         self._long -= task.long
         for entry in task.entries:
@@ -238,7 +242,7 @@ class Scheduler:
         if isinstance(task, Compute):
             self._part_ended(task.entries[0], failure)
         elif isinstance(task, Cut):
-            self._cut_ended(task.entries[0], failure)
+            return self._cut_ended(task.entries[0], failure)
         elif isinstance(task, Ask):
             self._end_turn(task.entries[0])
         elif isinstance(task, Launch):
@@ -249,6 +253,7 @@ class Scheduler:
         else:
             self._alone = False
             self._wake()
+        return None
 
     def _begin(self, task: Task) -> Task:
         self._running += 1
@@ -273,7 +278,13 @@ class Scheduler:
             return Launch(batch)
         if not entry.left:
             self._cutting.append(entry)
-            return Cut((entry,), entry.long)
+            cores = max(1, self._device.cores - self._running - len(self._waiting))
+            brief = bool(entry.caches) and entry.submit.seconds <= UNCUT_SECONDS and not self._waiting
+            return Cut((entry,), entry.long, brief, cores)
+        return self._part(entry)
+
+    def _part(self, entry: Entry) -> Compute:
+        """Return the task of a request's next part."""
         problem = entry.parts.popleft()
         if entry.parts:
             self._waiting.put(entry)
@@ -327,11 +338,12 @@ class Scheduler:
         elif not entry.left:
             self._answer(entry)
 
-    def _cut_ended(self, entry: Entry, failure: Exception | None) -> None:
+    def _cut_ended(self, entry: Entry, failure: Exception | None) -> Task | None:
         self._cutting.remove(entry)
         if failure is not None:
             self._fail(entry, failure)
         elif entry.failure is not None:  # it was cancelled meanwhile
             self._drop_parts(entry, entry.failure)
         else:
-            self._waiting.put(entry)
+            return self._begin(self._part(entry))
+        return None

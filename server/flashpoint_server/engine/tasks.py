@@ -43,11 +43,15 @@ class Compute(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Cut a request of many sequences into parts, which takes a while."""
+    """Cut a request into parts, where that takes a while, or writes tokens. The first part runs behind it at once.
+
+    `cores` are free for those parts.
+    """
 
     entries: tuple[Entry]
     long: bool
-    brief: bool = False
+    brief: bool
+    cores: int
 
 
 class Ask(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from flashpoint_contract import wire
@@ -31,6 +31,11 @@ class _HeadReading:
     inputs: list[tuple[str, TensorInfo]]
     specs: dict[Direction, Spec] = field(default_factory=dict)
     plans: dict[Direction, RequestPlan] = field(default_factory=dict)
+
+    @cached_property
+    def options(self) -> Mapping[str, Any]:
+        """What `__metadata__` says, each option as JSON."""
+        return wire.decode_options(self.head.metadata)
 
 
 def _read(text: bytes) -> _HeadReading:
@@ -79,7 +84,7 @@ class SafetensorsMessage(TensorMessage):
 
     def options(self) -> Mapping[str, Any]:
         """Return what the head's `__metadata__` says, each option as JSON."""
-        return wire.decode_options(self._reading.head.metadata)
+        return self._reading.options
 
     @property
     def names_caches(self) -> bool:
@@ -123,16 +128,14 @@ class Safetensors(Format):
         places = job.staging.outputs
         tensors = tuple((name, place.dtype, place.shape) for name, place in places.items())
         views = job.staging.views(places).values()
-        make = _head if job.held is None else _new_head  # lengths differ each time
-        return [make(tensors, tuple(answer.metadata.items())), *(view for view in views if len(view))]
+        said = tuple((name, tuple(one) if isinstance(one, list) else one) for name, one in answer.metadata.items())
+        return [_head(tensors, said), *(view for view in views if len(view))]
 
 
-def _new_head(tensors: tuple[tuple[str, str, tuple[int, ...]], ...], metadata: tuple[tuple[str, Any], ...]) -> bytes:
+@lru_cache(256)  # a model's answers are of few shapes; those over caches have one length in all layers
+def _head(tensors: tuple[tuple[str, str, tuple[int, ...]], ...], metadata: tuple[tuple[str, Any], ...]) -> bytes:
     """Return the head of an answer."""
     return wire.build_head(tensors, wire.encode_options(dict(metadata)))
-
-
-_head = lru_cache(256)(_new_head)  # a model's answers are of few shapes
 
 
 SAFETENSORS = Safetensors(wire.MEDIA_TYPE)

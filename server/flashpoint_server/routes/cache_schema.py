@@ -15,7 +15,7 @@ Length = Annotated[int, Field(ge=0, lt=MOST_TOKENS)]
 Sizes = Size | Annotated[list[Size], Field(min_length=1, max_length=MOST_LAYERS)]
 Keep = Annotated[int, Field(ge=1, lt=MOST_TOKENS)] | None
 Ids = Annotated[list[str], Field(min_length=1, max_length=MOST_CACHES)]
-CacheDtype = Literal["float16", "bfloat16", "float32"]
+CacheDtype = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"]
 
 
 class _CacheBody(BaseModel):
@@ -31,6 +31,7 @@ class CacheRequest(_CacheBody):
     value_dim: Sizes | None = None
     """as head_dim where it is not given"""
     dtype: CacheDtype = "float32"
+    """that of q, k and v; 8 bits have a scale for each token and head, and take and give any of the others"""
     count: Annotated[int, Field(ge=1, le=MOST_CACHES)] = 1
     """caches of this shape, all on one engine"""
     max_length: Annotated[int, Field(ge=1, lt=MOST_TOKENS)] | None = None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from flashpoint.options import AttentionOptions
 from flashpoint.validation import field_problems
-from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions, plan_cached
+from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions, LayerShape, plan_cached
 from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import ITEMSIZE, TensorInfo
@@ -27,8 +28,9 @@ from flashpoint_server.ipc.price import MOST_FLOPS, Price
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import RouteRequest, admit, make_job, stage, submit
 
-READ_SECONDS = 1e-10  # of a byte of keys or values that one core reads
+READ_SECONDS = 1e-10  # of a byte of keys or values that one core reads; 8 bits take as long as the float32 they become
 KEY_LENGTH = 128  # characters of an Idempotency-Key
+REMEMBERED_TEXT = 512  # characters of options that are remembered, once checked
 REMEMBERED = 1 << 16  # caches whose lengths are remembered, for the prices of the next calls
 
 
@@ -53,10 +55,7 @@ async def compute_cached(
     if asked.at is not None and not writes:
         raise invalid([("at", "is where k and v are written, which are missing")])
     try:
-        spec = plan_cached(infos, options, layer, len(ids))
-        options, left = _for_single_queries(spec)
-        spec = plan_cached(infos, options, layer, len(ids))
-        backend = choose_backend(spec, device.backends)
+        spec, left, backend = _planned(tuple(message.inputs), options, layer, len(ids), device.backends)
     except ProblemError as error:
         raise invalid(error.errors) from None
     check_size(spec, device.memory, service.settings.sequence_limit)
@@ -67,7 +66,8 @@ async def compute_cached(
     if text:
         permit.grow(text_bytes(text))
     known = [service.cache_lengths.get(one.serial, 0) for one in ids]
-    permit.charge(_price(spec, backend, device, known), body.deadline, service.engine.pace)
+    width = ITEMSIZE["float32" if layer.quantized else layer.dtype]
+    permit.charge(_price(spec, backend, device, known, width), body.deadline, service.engine.pace)
     staging = stage(request, message.inputs, spec.outputs)
     await message.receive(body, staging.views(staging.inputs))
     request.exchange.facts.update(backend=backend, shapes={n: list(i.shape) for n, i in infos.items()})
@@ -92,21 +92,49 @@ async def compute_cached(
         service.cache_lengths.move_to_end(one.serial)
     while len(service.cache_lengths) > REMEMBERED:
         service.cache_lengths.popitem(last=False)
-    permit.settle(_price(spec, backend, device, lengths))
+    permit.settle(_price(spec, backend, device, lengths, width))
     return job, answer
+
+
+class _Plan(NamedTuple):
+    """How a call over caches is computed; `left` is how many keys before its own a single query sees, −1 for any."""
+
+    spec: Spec
+    left: int
+    backend: str
+
+
+@lru_cache(256)  # a model's calls are of few kinds
+def _planned(
+    inputs: tuple[tuple[str, TensorInfo], ...], options: Options, layer: LayerShape, caches: int,
+    backends: tuple[str, ...],
+) -> _Plan:  # fmt: skip
+    """Raises ProblemError."""
+    infos = dict(inputs)
+    spec = plan_cached(infos, options, layer, caches)
+    options, left = _for_single_queries(spec)
+    spec = plan_cached(infos, options, layer, caches)
+    return _Plan(spec, left, choose_backend(spec, backends))
 
 
 def _options(message: TensorMessage) -> tuple[CacheOptions, Options]:
     """Return what a message says of caches, and the other options. Raises Refusal 422."""
-    said = dict(message.options())
+    said = message.options()
     try:
         asked = CacheOptions.read(said)
         plain: dict[str, Any] = {name: value for name, value in said.items() if name not in CACHE_OPTIONS}
-        return asked, Options(**AttentionOptions.model_validate(plain).model_dump())
+        text = json.dumps(plain)
+        return asked, _checked(text) if len(text) <= REMEMBERED_TEXT else _checked.__wrapped__(text)
     except ValidationError as error:
         raise invalid(field_problems(error)) from None
     except ProblemError as error:
         raise invalid(error.errors) from None
+
+
+@lru_cache(256)
+def _checked(plain: str) -> Options:
+    """Return the options that JSON says. Raises ValidationError and ProblemError."""
+    return Options(**AttentionOptions.model_validate(json.loads(plain)).model_dump())
 
 
 def _for_single_queries(spec: Spec) -> tuple[Options, int]:
@@ -121,11 +149,14 @@ def _for_single_queries(spec: Spec) -> tuple[Options, int]:
     return replace(options, window=(-1, -1), causal=False), options.window[0]
 
 
-def _price(spec: Spec, backend: str, device: DeviceInfo, lengths: Sequence[int]) -> Price:
-    """Return the price of a call over caches of these lengths: its products, and the keys that are read."""
+def _price(spec: Spec, backend: str, device: DeviceInfo, lengths: Sequence[int], width: int) -> Price:
+    """Return the price of a call over caches of these lengths: its products, and the keys that are read.
+
+    `width` is how many bytes of a number are read.
+    """
     queries = spec.q_len if not spec.ragged else -(-spec.q_len // max(spec.batch, 1))
     pairs = queries * (sum(lengths) + spec.batch * queries)
-    row = spec.kv_heads * (spec.head_dim + spec.value_dim) * ITEMSIZE[spec.dtype]
+    row = spec.kv_heads * (spec.head_dim + spec.value_dim) * width
     seconds = seconds_of(spec, device.rates[backend], Extent(spec.batch, min(spec.batch, 1), pairs))
     if device.name == "cpu":
         seconds += READ_SECONDS * sum(lengths) * row
@@ -146,6 +177,8 @@ def found(request: RouteRequest, texts: Sequence[str]) -> list[CacheId]:
     assert request.caller is not None
     service, owner = request.service, request.caller.name
     ids = [service.cache_ids.read(owner, text) for text in texts]
+    here = {one.incarnation for one in ids if one is not None and one.replica == service.cache_ids.replica}
+    there = {incarnation: service.engine.holder(incarnation) for incarnation in here}
     errors = []
     for place, one in enumerate(ids):
         if one is None:
@@ -153,7 +186,7 @@ def found(request: RouteRequest, texts: Sequence[str]) -> list[CacheId]:
         elif one.replica != service.cache_ids.replica:
             said = f"replica {one.replica!r} holds it: send X-Flashpoint-Replica: {one.replica}"
             errors.append((f"caches.{place}", f"cache_elsewhere: {said}"))
-        elif not service.engine.holder(one.incarnation):
+        elif not there[one.incarnation]:
             errors.append((f"caches.{place}", "cache_lost: its engine restarted"))
     if errors:
         code, _, said = errors[0][1].partition(": ")

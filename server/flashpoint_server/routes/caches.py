@@ -204,10 +204,11 @@ def _token_shapes(infos: Mapping[str, TensorInfo], one: CacheId, layer: int, lay
         if len(shape) == 2 and sizes.kv_heads == 1:
             shape = (1, *shape) if layout == "bhsd" else (shape[0], 1, shape[1])
         heads, length = (0, 1) if layout == "bhsd" else (1, 0)
-        right = len(shape) == 3 and shape[heads] == sizes.kv_heads and shape[2] == dim and info.dtype == sizes.dtype
+        right = len(shape) == 3 and shape[heads] == sizes.kv_heads and shape[2] == dim and info.dtype in sizes.taken
         if not right or (count is not None and shape[length] != count):
             due = f"({sizes.kv_heads}, S, {dim})" if layout == "bhsd" else f"(S, {sizes.kv_heads}, {dim})"
-            errors.append((name, f"{info.dtype} of {list(info.shape)} must be {sizes.dtype} of {due}, S as k's"))
+            taken = " or ".join(sizes.taken)
+            errors.append((name, f"{info.dtype} of {list(info.shape)} must be {taken} of {due}, S as k's"))
         else:
             count, found_[name] = shape[length], shape
     if errors:
@@ -216,15 +217,18 @@ def _token_shapes(infos: Mapping[str, TensorInfo], one: CacheId, layer: int, lay
 
 
 async def tensors(request: RouteRequest) -> None:
-    """200: k and v of a layer, in safetensors."""
+    """200: k and v of a layer, in safetensors; of 8 bits in float32, with their scales."""
     one = _named(request)
     layer = _layer(request, one)
     (record,) = (await _ask(request, one.incarnation, "look", [one])).caches
     count, sizes = record.lengths[layer] - record.firsts[layer], one.layer(layer)
+    dtype = "float32" if sizes.quantized else sizes.dtype
     outputs = {
-        name: TensorInfo(sizes.dtype, (sizes.kv_heads, count, dim))
+        name: TensorInfo(dtype, (sizes.kv_heads, count, dim))
         for name, dim in (("k", sizes.head_dim), ("v", sizes.value_dim))
     }
+    if sizes.quantized:
+        outputs |= {name: TensorInfo(dtype, (sizes.kv_heads, count)) for name in ("k_scale", "v_scale")}
     admit(request, sum(info.nbytes for info in outputs.values()))
     staging = stage(request, [], outputs)
     kind = partial(

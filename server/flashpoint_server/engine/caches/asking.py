@@ -47,9 +47,13 @@ def _export(store: CacheStore, terms: Terms, asked: AskCaches, memory: Mapping[i
     """Copy a layer's tokens to the outputs. Raises Refusal 409 where they are not as many as the outputs hold."""
     (cache,) = store.find(terms, asked.caches)
     track = cache.tracks[asked.arguments["layer"]]
-    k, v = (tensor_in(memory, t) for t in asked.outputs)
+    k, v, *scales = (tensor_in(memory, t) for t in asked.outputs)
     if track.length - track.first != k.shape[1]:
         raise Refusal("cache_position", "the cache's length changed while it was read; ask again")
     for piece in track.pieces(track.first, track.length):
-        inside = slice(piece.start - track.first, piece.start - track.first + piece.k.shape[1])
-        k[:, inside], v[:, inside] = piece.k, piece.v
+        inside = slice(piece.start - track.first, piece.start - track.first + piece.k.shape[2])
+        k[:, inside], v[:, inside] = piece.k[0], piece.v[0]
+    if scales:
+        for run in track.scales(track.first, track.length):
+            inside = slice(run.start - track.first, run.start - track.first + run.k.shape[2])
+            scales[0][:, inside], scales[1][:, inside] = run.k[0], run.v[0]

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from flashpoint_contract.caches import CHUNK
+from flashpoint_kernels import dequantize, quantize
 from flashpoint_server.engine.caches.cache import Terms
+from flashpoint_server.engine.caches.chunks import HUGE, Chunk, TokenSize
 from flashpoint_server.engine.caches.store import CACHE_BYTES, LAYER_BYTES, CacheStore
 from flashpoint_server.ipc.messages import CacheShape
 from flashpoint_server.refusal import Refusal
@@ -52,7 +54,7 @@ def read(store, owner, serial, layer):
     """(first, k and v of the tokens that are there, side by side) of a layer."""
     (cache,) = store.find(Terms(owner), [serial])
     track = cache.tracks[layer]
-    pieces = [torch.cat((p.k, p.v), -1) for p in track.pieces(track.first, track.length)]
+    pieces = [torch.cat((p.k[0], p.v[0]), -1) for p in track.pieces(track.first, track.length)]
     return track.first, torch.cat(pieces, 1).numpy() if pieces else np.zeros((HEADS, 0, D + DV), np.float32)
 
 
@@ -364,3 +366,39 @@ def test_memory_that_changes_hands_shows_nothing_of_its_last_owner():
         store.truncate(Terms(owner), serial, 2)
         assert read(store, owner, serial, 0)[1].shape[1] == 2
         store.delete(Terms(owner), [serial])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_8_bits_have_a_scale_for_each_token_and_head(dtype):
+    store = store_of()
+    shape = CacheShape((HEADS,), (D,), (DV,), str(dtype).removeprefix("torch."))
+    (record,) = store.create(Terms("alice"), shape, 1, None, [None], None)
+    base = store.used
+    k, v = tokens(CHUNK + 5)
+    store.write(Terms("alice"), [record.serial], 0, None, [(k[:, :7], v[:, :7])])  # in a chunk that grows
+    store.write(Terms("alice"), [record.serial], 0, None, [(k[:, 7:], v[:, 7:])])
+    assert store.used - base == (CHUNK + 16) * HEADS * (D + DV + 8)
+    store.fork(Terms("alice"), [record.serial], [CHUNK - 1], [])
+    (cache,) = store.find(Terms("alice"), [record.serial])
+    track = cache.tracks[0]
+    for name, given in (("k", k), ("v", v)):
+        values, scale = quantize(given, dtype)
+        found = [getattr(piece, name)[0] for piece in track.pieces(0, track.length)]
+        assert torch.equal(torch.cat(found, 1), dequantize(values, scale))
+        assert torch.equal(torch.cat([getattr(run, name)[0] for run in track.scales(0, track.length)], 1), scale)
+        (part,) = track.pieces(3, 9, slice(1, 2))
+        assert torch.equal(getattr(part, name)[0], dequantize(values, scale)[1:, 3:9])
+
+
+def test_chunks_as_large_as_a_huge_page_begin_on_one():
+    for heads, dtype in ((8, torch.float32), (8, torch.bfloat16), (1, torch.float32), (9, torch.int8)):
+        size = TokenSize(heads, 64, 72, dtype, "cpu")
+        chunk = Chunk(size, CHUNK)
+        assert (chunk.k.shape, chunk.v.shape) == ((1, heads, CHUNK, 64), (1, heads, CHUNK, 72))
+        if heads * (64 + 72) * CHUNK * dtype.itemsize >= HUGE:
+            assert chunk.k.data_ptr() % HUGE == 0
+        for t in (chunk.k, chunk.v):
+            assert t.is_contiguous()
+            assert t.data_ptr() % 64 == 0
+            t.fill_(1)
+        assert bool((chunk.k == 1).all())
