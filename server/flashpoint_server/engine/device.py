@@ -33,6 +33,7 @@ from flashpoint_server.engine import local
 from flashpoint_server.engine.caches.attending import CachedPart, HeldCall
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.entry import OutOfMemoryError, Placed
+from flashpoint_server.engine.ledger import Ledger
 from flashpoint_server.engine.memory import bytes_in, tensor_in
 from flashpoint_server.ipc.messages import DeviceInfo, PlacedTensor, Prove
 from flashpoint_server.refusal import invalid
@@ -63,7 +64,8 @@ class TorchDevice:
     more part that is short while all others are long (see scheduler.py).
     """
 
-    caches: CacheStore  # set before it serves
+    ledger: Ledger  # set before it serves, as is what it counts
+    caches: CacheStore
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info

@@ -170,7 +170,8 @@ class Executor:
         if spec.options.dropout_p:
             metadata["dropout_seed"] = entry.seed
         if submit.held is not None:
-            metadata["lengths"] = self.device.caches.lengths(submit.held.caches, submit.held.layer)
+            held = submit.held
+            metadata["lengths"] = self.device.caches.lengths(held.owner, held.caches, held.layer)
         ended, memory, dropped = time.perf_counter(), self.device.memory(), LINES.dropped()
         entry.peer.send(Done(submit.id, metadata, entry.began, ended, size, *stages, memory, number, about, dropped))
 

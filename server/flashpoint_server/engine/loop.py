@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 import structlog
 
+from flashpoint_server.engine.caches.cache import StoredCache
 from flashpoint_server.engine.entry import Peer, accept
 from flashpoint_server.engine.executor import Executor
 from flashpoint_server.engine.scheduler import Scheduler
@@ -152,7 +153,7 @@ class EngineLoop:
 
     def _look_at_caches(self) -> None:
         """Free caches that have expired, and tell the HTTP processes what is held, where that has changed."""
-        self._executor.device.caches.sweep()
+        self._executor.device.ledger.sweep()
         if (held := self._held_now) != self._held:
             self._held = held
             with self._lock:
@@ -161,8 +162,7 @@ class EngineLoop:
     @property
     def _held_now(self) -> tuple[int, int]:
         """How many caches are held, and their bytes."""
-        caches = self._executor.device.caches
-        return len(caches), caches.used
+        return self._executor.device.ledger.held(StoredCache)
 
     def _take(self) -> Task | None:
         return None if self._stopping else self._scheduler.take()
@@ -227,7 +227,7 @@ class EngineLoop:
             case Submit() | Prove() | AskCaches():
                 self._scheduler.admit(message, peer)
             case KeepOwners():
-                self._executor.device.caches.keep_owners(message.names)
+                self._executor.device.ledger.keep_owners(message.names)
             case Cancel():
                 self._scheduler.cancel(peer, message.id)
             case Attach():
