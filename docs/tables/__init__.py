@@ -7,7 +7,19 @@ from functools import partial
 
 from flashpoint_kernels.triton_backend.configurations import TABLES as TILES
 
-from .code import algorithms, cache_options, data_sheets, errors, extremes, grpc, metrics, options, settings, support
+from .code import (
+    algorithms,
+    cache_options,
+    data_sheets,
+    errors,
+    extremes,
+    grpc,
+    metrics,
+    options,
+    saved_options,
+    settings,
+    support,
+)
 from .kernels import benchmarks, compiled, decode, each_option
 from .service import beside, capacity, fairness, ray, rpc, serving, throughput
 from .trust import faults, fuzz, load, steady
@@ -32,6 +44,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "options": options,
     "ray": ray,
     "rpc": rpc,
+    "saved_options": saved_options,
     "settings": settings,
     "support": support,
     "throughput": throughput,

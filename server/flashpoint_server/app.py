@@ -30,7 +30,7 @@ from flashpoint_server.oip.models import MODELS
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.page import page
 from flashpoint_server.refusal import STATUS, Refusal, invalid
-from flashpoint_server.routes import benchmark, caches, openapi, status
+from flashpoint_server.routes import benchmark, caches, openapi, saved, status
 from flashpoint_server.routes.attention import attention
 from flashpoint_server.routes.benchmark_state import Benchmarks
 from flashpoint_server.routes.pipeline import Route
@@ -100,8 +100,8 @@ def create_app(
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.router.routes += caches.routes(service)
-    words |= {part for route in caches.routes(service) for part in _words(route)}
+    app.router.routes += (held := [*caches.routes(service), *saved.routes(service)])
+    words |= {part for route in held for part in _words(route)}
     for path, post in posts.items():  # known to the framework, which answers any other method with 405
         app.router.routes.append(StarletteRoute(path, post, methods=["POST"]))
     for routes in (

@@ -56,7 +56,7 @@ class CacheIds:
     """Makes and reads ids."""
 
     def __init__(self, shared: WorkerGroup) -> None:
-        self._secret = _shared_secret(shared.directory)
+        self._secret = shared_secret(shared.directory)
 
     def make(self, owner: str, incarnation: int, serial: int, shape: CacheShape) -> str:
         """Return the id of a cache, the same each time."""
@@ -64,31 +64,41 @@ class CacheIds:
         sizes = list(dict.fromkeys(layers))
         places = bytes(sizes.index(one) for one in layers)
         payload = msgspec.msgpack.encode(_Payload(incarnation, serial, shape.dtype, sizes, places))
-        text = base64.urlsafe_b64encode(self._mac(owner, payload) + payload)
-        return "c" + text.rstrip(b"=").decode()
+        return "c" + sealed(self._secret, owner, payload)
 
     def read(self, owner: str, text: str) -> CacheId | None:
         """Return what an id of the owner's says; None for what is none."""
         if not text.startswith("c") or len(text) > ID_LENGTH:
             return None
-        try:
-            raw = base64.b64decode(text[1:] + "=" * (-len(text[1:]) % 4), b"-_", validate=True)
-        except (binascii.Error, ValueError):
-            return None
-        mac, payload = raw[:_MAC], raw[_MAC:]
-        if not hmac.compare_digest(mac, self._mac(owner, payload)):
+        if (payload := opened(self._secret, owner, text[1:])) is None:
             return None
         said = msgspec.msgpack.decode(payload, type=_Payload)
         kv_heads, head_dim, value_dim = zip(*(said.sizes[place] for place in said.layers), strict=True)
         return CacheId(said.incarnation, said.serial, CacheShape(kv_heads, head_dim, value_dim, said.dtype))
 
-    def _mac(self, owner: str, payload: bytes) -> bytes:
-        name = owner.encode()
-        message = len(name).to_bytes(4, "little") + name + payload
-        return hmac.digest(self._secret, message, hashlib.sha256)[:_MAC]
+
+def sealed(secret: bytes, owner: str, payload: bytes) -> str:
+    """Return the payload of an id with what shows that the service made it for that owner, in base64url."""
+    return base64.urlsafe_b64encode(_mac(secret, owner, payload) + payload).rstrip(b"=").decode()
 
 
-def _shared_secret(directory: Path | None) -> bytes:
+def opened(secret: bytes, owner: str, text: str) -> bytes | None:
+    """Return the payload of what `sealed` made for the owner; None for all else."""
+    try:
+        raw = base64.b64decode(text + "=" * (-len(text) % 4), b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    mac, payload = raw[:_MAC], raw[_MAC:]
+    return payload if hmac.compare_digest(mac, _mac(secret, owner, payload)) else None
+
+
+def _mac(secret: bytes, owner: str, payload: bytes) -> bytes:
+    name = owner.encode()
+    message = len(name).to_bytes(4, "little") + name + payload
+    return hmac.digest(secret, message, hashlib.sha256)[:_MAC]
+
+
+def shared_secret(directory: Path | None) -> bytes:
     """Return the secret that all HTTP processes with this directory have, drawn by the first of them."""
     drawn = secrets.token_bytes(_SECRET)
     if directory is None:

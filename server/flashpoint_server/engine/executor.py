@@ -15,7 +15,7 @@ from flashpoint_kernels import Problem
 from flashpoint_server.engine.caches.asking import asked_of_caches
 from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, Stages, TorchDevice
 from flashpoint_server.engine.entry import Entry, OutOfMemoryError, account
-from flashpoint_server.engine.tasks import Ask, Compute, Cut, Launch, Task
+from flashpoint_server.engine.tasks import Ask, Compute, Cut, Keep, Launch, Task
 from flashpoint_server.engine.waiting import Budget
 from flashpoint_server.ipc.messages import AskCaches, Batch, Done, Failed, Prove, Proven, Submit, Told
 from flashpoint_server.ipc.parent import Watchdog
@@ -40,6 +40,8 @@ class Executor:
             return self._compute(task.entries[0], task.problem)
         if isinstance(task, Cut):
             return self._cut(task.entries[0])
+        if isinstance(task, Keep):
+            return self._keep(task.entries[0])
         if isinstance(task, Ask):
             self._ask(task.entries[0])
         elif isinstance(task, Launch):
@@ -77,7 +79,7 @@ class Executor:
 
     def _cut(self, entry: Entry) -> Exception | None:
         try:
-            if entry.caches:
+            if entry.over_caches:
                 with self._watchdog.watched():
                     self.device.write(entry.placed)
                     entry.cut_held(self.device.held_parts(entry.placed))
@@ -87,17 +89,29 @@ class Executor:
             return error
         return None
 
-    def _ask(self, entry: Entry) -> None:
-        """Do what is asked of caches. It is answered here, as a launch is."""
-        submit = entry.submit
-        assert isinstance(submit, AskCaches)
+    def _keep(self, entry: Entry) -> Exception | None:
         try:
             with self._watchdog.watched():
-                records = asked_of_caches(self.device.caches, submit, entry.peer.segments)
+                self.device.keep(entry.placed)
+        except Exception as error:
+            return error
+        return None
+
+    def _ask(self, entry: Entry) -> None:
+        """Do what is asked of caches or of saved forwards. It is answered here, as a launch is."""
+        submit = entry.submit
+        assert isinstance(submit, AskCaches)
+        caches, saved = [], []
+        try:
+            with self._watchdog.watched():
+                if submit.what.endswith("_saved"):
+                    saved = self.device.saved.asked(submit)
+                else:
+                    caches = asked_of_caches(self.device.caches, submit, entry.peer.segments)
         except Exception as error:
             self._fail([entry], OutOfMemoryError() if isinstance(error, MemoryError) else error)
         else:
-            entry.peer.send(Told(submit.id, records, entry.began, time.perf_counter()))
+            entry.peer.send(Told(submit.id, caches, entry.began, time.perf_counter(), saved))
 
     def _launch(self, batch: Sequence[Entry]) -> None:
         if isinstance(asked := batch[0].submit, Prove):
@@ -107,7 +121,7 @@ class Executor:
 
     def _writes(self, entry: Entry) -> bool:
         """Write the new tokens of a call over caches, once, however often it is tried. False: it is answered."""
-        if entry.caches:
+        if entry.over_caches:
             try:
                 self.device.write(entry.placed)
             except Exception as error:
@@ -172,6 +186,8 @@ class Executor:
         if submit.held is not None:
             held = submit.held
             metadata["lengths"] = self.device.caches.lengths(held.owner, held.caches, held.layer)
+        if entry.kept is not None:
+            metadata["saved"] = entry.kept.serial
         ended, memory, dropped = time.perf_counter(), self.device.memory(), LINES.dropped()
         entry.peer.send(Done(submit.id, metadata, entry.began, ended, size, *stages, memory, number, about, dropped))
 

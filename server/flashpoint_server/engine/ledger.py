@@ -118,6 +118,11 @@ class Ledger:
         """Return the things of a class."""
         return [item for item in self._items.values() if isinstance(item, of)]
 
+    def get(self, of: type[T], serial: int) -> T | None:
+        """Return the thing of a number, whoever owns it."""
+        item = self._items.get(serial)
+        return item if isinstance(item, of) else None
+
     def listed(self, of: type[T], owner: str) -> list[T]:
         """Return an owner's things of a class that have not expired."""
         now = self.clock()

@@ -48,6 +48,7 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     parser.add_argument("--benchmark-keep", type=float, required=True)
     parser.add_argument("--cache-bytes", type=int, required=True)
     parser.add_argument("--cache-ttl", type=float, required=True)
+    parser.add_argument("--saved-ttl", type=float, required=True)
     parser.add_argument("--log-format", required=True)
     parser.add_argument("--log-level", required=True)
     asked = parser.parse_args()
@@ -60,6 +61,7 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     from flashpoint_server.engine.executor import Executor
     from flashpoint_server.engine.ledger import Ledger
     from flashpoint_server.engine.loop import EngineLoop, Waker
+    from flashpoint_server.engine.saved import SavedStore
     from flashpoint_server.engine.scheduler import Scheduler
 
     listener = socket.socket(fileno=asked.listener)
@@ -77,6 +79,7 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     waker = Waker()
     device.ledger = ledger = Ledger(asked.cache_bytes)
     device.caches = CacheStore(ledger, asked.cache_ttl, device.info.name)
+    device.saved = SavedStore(ledger, asked.saved_ttl)
     executor = Executor(device, budget, asked.hang_timeout)
     benchmarks = BenchmarkJobs(device.info.name, asked.benchmark_slice_ms, asked.benchmark_keep)
     scheduler = Scheduler(device, budget, executor.answer, waker.wake, [benchmarks], ledger)

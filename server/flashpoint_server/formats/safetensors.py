@@ -86,6 +86,16 @@ class SafetensorsMessage(TensorMessage):
         """Whether the head asks for attention over caches."""
         return "caches" in self._reading.head.metadata
 
+    @property
+    def saves(self) -> bool:
+        """Whether the head asks that its forward be saved."""
+        return "save" in self._reading.head.metadata and super().saves
+
+    @property
+    def recalls(self) -> bool:
+        """Whether the head asks for the gradients of a saved forward."""
+        return "saved" in self._reading.head.metadata and super().recalls
+
     def spec(self, direction: Direction) -> Spec:
         """Return the problem: the one found before for this head, else a new one. Raises Refusal 422."""
         specs = self._reading.specs
@@ -123,7 +133,7 @@ class Safetensors(Format):
         places = job.staging.outputs
         tensors = tuple((name, place.dtype, place.shape) for name, place in places.items())
         views = job.staging.views(places).values()
-        make = _head if job.held is None else _new_head  # lengths differ each time
+        make = _head if job.held is None and job.saved is None else _new_head  # lengths and ids differ each time
         return [make(tensors, tuple(answer.metadata.items())), *(view for view in views if len(view))]
 
 

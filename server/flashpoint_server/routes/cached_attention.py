@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from pydantic import ValidationError
 
-from flashpoint.options import AttentionOptions
 from flashpoint.validation import field_problems
+from flashpoint_contract import saved
 from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions, plan_cached
 from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.spec import Spec
@@ -19,7 +18,7 @@ from flashpoint_kernels.cost import Extent, flops_of, seconds_of
 from flashpoint_kernels.support import choose_backend
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.access.cache_ids import CacheId
-from flashpoint_server.formats.message import TensorMessage, text_bytes
+from flashpoint_server.formats.message import TensorMessage, read_options, text_bytes
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo, Held
 from flashpoint_server.ipc.price import MOST_FLOPS, Price
@@ -99,8 +98,9 @@ def _options(message: TensorMessage) -> tuple[CacheOptions, Options]:
     said = dict(message.options())
     try:
         asked = CacheOptions.read(said)
-        plain: dict[str, Any] = {name: value for name, value in said.items() if name not in CACHE_OPTIONS}
-        return asked, Options(**AttentionOptions.model_validate(plain).model_dump())
+        if refused := saved.refused(said):
+            raise invalid(refused)
+        return asked, read_options(saved.plain({n: value for n, value in said.items() if n not in CACHE_OPTIONS}))
     except ValidationError as error:
         raise invalid(field_problems(error)) from None
     except ProblemError as error:
