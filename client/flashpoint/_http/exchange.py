@@ -159,6 +159,9 @@ class Exchange:
         """Seconds to sleep before the next attempt. Raises what the caller must see when there is to be none."""
         if isinstance(error, httpx.TransportError):
             error = _translated(error)
+        if isinstance(error, FlashpointError) and (other := self.call.instead(error)) is not None:
+            self.call = other
+            return 0.0
         if not isinstance(error, (OverloadedError, ConnectionFailedError)) or self._failures >= self._retries:
             raise error
         sent = isinstance(error, ConnectionFailedError) and not isinstance(error.__cause__, _NOT_SENT)
