@@ -21,7 +21,7 @@ from .code import (
     support,
 )
 from .kernels import benchmarks, compiled, decode, each_option
-from .service import beside, capacity, fairness, ray, rpc, serving, throughput
+from .service import beside, capacity, fairness, ray, rpc, serving, throughput, train_saved
 from .trust import faults, fuzz, load, steady
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -48,6 +48,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "support": support,
     "throughput": throughput,
+    "train-saved": train_saved,
     **{what: partial(serving, what) for what in ("protocol", "serving")},
     **{what: partial(steady, what) for what in ("overload", "soak")},
     **{f"compile-sm{arch}": partial(compiled, arch) for arch in TILES},

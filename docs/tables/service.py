@@ -67,6 +67,22 @@ def _rate(figures: dict[str, float] | str) -> str:
     return figures if isinstance(figures, str) else number(figures["rps"])
 
 
+def train_saved() -> str:
+    """A training step with forwards that stay at the server, beside one that sends everything."""
+    text = ""
+    for _, result in results("train-saved"):
+        steps, forward = result["training"], result["forward_ms"]
+        rows = [
+            ("bytes a step, in and out", *(f"{steps['bytes_per_step'][way]:,}" for way in ("served", "saved"))),
+            ("a step, ms", *(f"{steps['ms_per_step'][way]:.1f}" for way in ("served", "saved"))),
+            ("a forward of (1, 8, 1024, 64), ms", *(f"{forward[way]:.1f}" for way in ("unsaved", "saved"))),
+        ]
+        made = made_on(result["environment"], "torch")
+        text += f"\n{made}; {steps['rounds']} rounds of {steps['steps']} steps:\n\n{targets(result)}\n"
+        text += table(["median", "without `save`", "with `save`"], rows)
+    return text or NOT_MEASURED
+
+
 def beside() -> str:
     """A benchmark beside traffic: what was to hold, requests' latencies, and each row's milliseconds."""
     text = ""
