@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_day import checkout  # noqa: E402
 
 NO_GPU = 3
-TESTS = ("tests/e2e/test_batching.py", "tests/e2e/test_gpu_served.py")
+TESTS = ("tests/e2e/test_batching.py", "tests/e2e/test_saved_batches.py", "tests/e2e/test_gpu_served.py")
 PARTS = ("tests", "timings")
 WANTED = ("flashpoint[server,otel]", "httptools", "psutil", "safetensors")
 # Every machine with a GPU has these, and what they need: torch, above all, is larger than all else together.

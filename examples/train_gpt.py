@@ -2,11 +2,12 @@
 
     .venv/bin/python examples/train_gpt.py                           # our attention beside torch's own
     make serve                                                       # in another terminal; then also over HTTP:
-    .venv/bin/python examples/train_gpt.py --attention local sdpa served --url http://localhost:8000
+    .venv/bin/python examples/train_gpt.py --attention local sdpa served saved --url http://localhost:8000
 
 `local` is flashpoint_kernels.attention, `sdpa` is torch's scaled_dot_product_attention, and `served` sends every
-attention to a Flashpoint server, forward and backward; all else runs here, on the CPU. --plot is where the curves are
-drawn. The text is a part of the Python Language Reference, see data/README.md.
+attention to a Flashpoint server, forward and backward; `saved` leaves the forward there, and sends less. All else runs
+here, on the CPU. --plot is where the curves are drawn. The text is a part of the Python Language Reference, see
+data/README.md.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from flashpoint_kernels.modules import Block
 from flashpoint_kernels.timing.device import describe
 
 TEXT = Path(__file__).parent / "data" / "python-reference.txt"
-WAYS = ("local", "sdpa", "served")
+WAYS = ("local", "sdpa", "served", "saved")
 
 
 class Gpt(nn.Module):
@@ -63,8 +64,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout_p: float, **_
 
 def way(name: str, client: flashpoint.Client, backend: str = "tiled") -> Callable[..., Any]:
     """The attention that `name` stands for. By default our own tiles: `auto` on a CPU is the operator that sdpa is."""
-    if name == "served":
-        return functools.partial(flashpoint.torch.attention, client=client, backend=backend)
+    if name in ("served", "saved"):
+        return functools.partial(flashpoint.torch.attention, client=client, backend=backend, save=name == "saved")
     return functools.partial(attention, backend=backend) if name == "local" else sdpa
 
 
@@ -98,7 +99,12 @@ def draw(curves: dict[str, list[float]], path: str) -> None:
     figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained")
     first, *others = curves
     # Each later curve is thinner than the one it covers.
-    styles = {"local": (VERMILION, "-", 6.0), "sdpa": (BLACK, "-", 2.5), "served": (SKY, "--", 1.5)}
+    styles = {
+        "local": (VERMILION, "-", 6.0),
+        "sdpa": (BLACK, "-", 2.5),
+        "served": (SKY, "--", 1.5),
+        "saved": (RULE, ":", 1.0),
+    }
     for name, losses in curves.items():
         colour, line, width = styles[name]
         above.plot(losses, color=colour, linestyle=line, linewidth=width, label=name)
@@ -126,8 +132,10 @@ def environment() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT with attention computed in several ways")
     parser.add_argument("--attention", nargs="+", choices=WAYS, default=["local", "sdpa"], help="default: local sdpa")
-    parser.add_argument("--url", default="http://localhost:8000", help="the server of `served` (default: %(default)s)")
-    parser.add_argument("--backend", default="tiled", help="of local and served (default: %(default)s)")
+    parser.add_argument(
+        "--url", default="http://localhost:8000", help="the server of `served` and `saved` (default: %(default)s)"
+    )
+    parser.add_argument("--backend", default="tiled", help="of local, served and saved (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", default="train-gpt.png", help="the picture (default: %(default)s)")

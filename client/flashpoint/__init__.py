@@ -12,6 +12,7 @@ from importlib.metadata import version
 
 from flashpoint import capacity, sharded
 from flashpoint._caches import AsyncCache, Cache
+from flashpoint._calls import SavedAttention
 from flashpoint._client import AsyncClient, Client
 from flashpoint._runs import AsyncBenchmarkRun, BenchmarkRun
 from flashpoint.benchmark_schema import BenchmarkEvent, BenchmarkJob, BenchmarkRequest, BenchmarkRow
@@ -59,6 +60,7 @@ __all__ = [
     "Meta",
     "OverloadedError",
     "ProtocolError",
+    "SavedAttention",
     "ServerError",
     "Shape",
     "TooLargeError",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, TypedDict, TypeVar
 
 import numpy as np
@@ -14,17 +13,19 @@ from pydantic import BaseModel, ValidationError
 
 from flashpoint import jsonwire
 from flashpoint._arrays import Array, pack, unpack
-from flashpoint.errors import InvalidInputError, ProtocolError, all_invalid, invalid
+from flashpoint.errors import FlashpointError, InvalidInputError, ProtocolError, all_invalid, invalid
 from flashpoint.meta import Meta
 from flashpoint.options import AttentionOptions, Backend, CausalAlignment, Grad, Layout, Precision
 from flashpoint.validation import field_problems
 from flashpoint_contract import wire
 from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions
 from flashpoint_contract.options import OPTIONS, Direction, ProblemError
+from flashpoint_contract.saved import TAKEN_BESIDE, refused_beside
 from flashpoint_contract.tensors import ANSWERS, INPUT_TENSORS, REQUIRED, TAKEN, refusals
 
 Model = TypeVar("Model", bound=BaseModel)
 
+_OF_CALLS = ("timeout", "priority", "request_id", "with_meta")  # keywords that are not of the problem
 DEFAULT: Any = object()  # the client's own timeout, where None means none
 
 
@@ -120,14 +121,15 @@ class OfLayer(Forward, total=False):
 
 
 class OverCaches(OfLayer, total=False):
-    """Keywords of `attention`: `OfLayer`, and caches.
+    """Keywords of `attention`: `OfLayer`, caches, and `save`.
 
     `caches`: one for each sequence of q, objects of `Client.cache` or ids; `at` which positions, one for each, k and v
-    are written, in place of their ends.
+    are written, in place of their ends. `save`: keep this forward at the server; the result is a `SavedAttention`.
     """
 
     caches: Sequence[HeldCache | str] | None
     at: Sequence[int] | None
+    save: bool
 
 
 class Backward(Common, total=False):
@@ -141,6 +143,24 @@ class Backward(Common, total=False):
     lse: Array | None
     dlse: Array | None
     grads: Sequence[Grad]
+
+
+class OfSaved(Backward, total=False):
+    """Keywords of `attention_grad`: `Backward`, and the id of a saved forward, beside which most others are refused."""
+
+    saved: str | None
+
+
+@dataclass(frozen=True)
+class SavedAttention:
+    """The answer of `attention` with `save`: `o`, `lse` with `return_lse`, and `saved`, the forward's id at the server.
+
+    `saved` is None where the server had no memory to save it: then send all tensors to `attention_grad`.
+    """
+
+    o: Any
+    lse: Any
+    saved: str | None
 
 
 @dataclass(frozen=True)
@@ -159,6 +179,7 @@ class Call:
     `body` are its parts, in order. `read` makes the result: of an `Answer`, or of a JSON object where the media type
     that is expected is JSON. `success` is the status it comes with. `repeatable`: it has no effect but its answer, so
     it may be sent again even when the connection broke half-way. `affinity` is that of the caches it is about.
+    `instead` makes the call that is sent after an error, at once, in place of this one; None for most errors.
     """
 
     method: str
@@ -171,6 +192,7 @@ class Call:
     success: int = 200
     repeatable: bool = True
     affinity: Affinity | None = None
+    instead: Callable[[FlashpointError], Call | None] = lambda _: None
 
     @property
     def size(self) -> int:
@@ -184,18 +206,45 @@ def _only(direction: Direction) -> set[str]:
     return options | (set(TAKEN[direction]) - set(TAKEN[other]))
 
 
+_NO_MEMORY = ("cache_memory", "key_limit", "work_too_large")  # codes of a forward that cannot be saved
 _FORWARD_ONLY, _BACKWARD_ONLY = _only("forward"), _only("backward")
 
 
 def forward(q: Array, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
     """The call for `o`, or (o, lse). Raises InvalidInputError."""
-    _refuse(keywords, _BACKWARD_ONLY)
-    if keywords.get("caches") is not None:
-        return _cached(q, k, v, dict(keywords))
-    if taken := [name for name in CACHE_OPTIONS if keywords.get(name) is not None]:
+    _refuse(keywords, _BACKWARD_ONLY | {"saved"})
+    rest = dict(keywords)
+    if type(save := rest.pop("save", False)) is not bool:
+        raise invalid("save", "must be True or False")
+    if rest.get("caches") is not None:
+        if save:
+            raise invalid("save", "is not taken beside caches, which have no gradients")
+        return _cached(q, k, v, rest)
+    if taken := [name for name in CACHE_OPTIONS if rest.get(name) is not None]:
         raise invalid(taken[0], "is taken beside caches")
-    rest = {name: value for name, value in keywords.items() if name not in CACHE_OPTIONS}
-    return _call("/attention", {"q": q, "k": k, "v": v, **rest})
+    tensors = {"q": q, "k": k, "v": v}
+    whole = {**tensors, **{name: value for name, value in rest.items() if name not in CACHE_OPTIONS}}
+    return _saving(whole) if save else _call("/attention", whole)
+
+
+def _saving(keywords: Mapping[str, Any]) -> Call:
+    """The call for a SavedAttention. Where the server has no memory for it, the forward runs unsaved."""
+    with_meta = bool(keywords.get("with_meta"))
+    options: dict[str, Any] = {"return_lse": False, **keywords, "with_meta": True}
+
+    def made(call: Call) -> Call:
+        def read(answer: Answer) -> Any:
+            found, meta = call.read(answer)
+            o, lse = found if isinstance(found, tuple) else (found, None)
+            result = SavedAttention(o, lse, meta.saved)
+            return (result, meta) if with_meta else result
+
+        return replace(call, read=read)
+
+    def instead(error: FlashpointError) -> Call | None:
+        return made(_call("/attention", dict(options))) if error.code in _NO_MEMORY else None
+
+    return replace(made(_call("/attention", dict(options), {"save": True})), instead=instead)
 
 
 def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]) -> Call:
@@ -211,7 +260,7 @@ def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]
         raise all_invalid(error.errors) from None
     options = {"caches": list(said.caches), "layer": said.layer} | ({} if said.at is None else {"at": list(said.at)})
     affinity = next((cache.affinity for cache in given if isinstance(cache, HeldCache)), None) or Affinity()
-    call = replace(_call("/attention", {"q": q, "k": k, "v": v, **keywords}, options), affinity=affinity)
+    call = replace(_call("/attention", {"q": q, "k": k, "v": v, **keywords}, options, needed=("q",)), affinity=affinity)
     if k is None:
         return call
 
@@ -229,10 +278,21 @@ def idempotent() -> dict[str, str]:
     return {"Idempotency-Key": uuid.uuid4().hex}
 
 
-def backward(do: Array, q: Array, k: Array, v: Array, keywords: Mapping[str, Any]) -> Call:
+def backward(do: Array, q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
     """The call for the gradients that `grads` names, in its order. Raises InvalidInputError."""
-    _refuse(keywords, _FORWARD_ONLY)
-    return _call("/attention/grad", {"do": do, "q": q, "k": k, "v": v, **keywords})
+    _refuse(keywords, _FORWARD_ONLY | {"save"})
+    rest = dict(keywords)
+    saved = rest.pop("saved", None)
+    given = {"do": do, "q": q, "k": k, "v": v, **rest}
+    if saved is None:
+        return _call("/attention/grad", given)
+    if not isinstance(saved, str):
+        raise invalid("saved", "must be the id of a saved forward")
+    others = {name: value for name, value in given.items() if value is not None and name not in _OF_CALLS}
+    if refused := refused_beside((), others):
+        raise all_invalid(refused)
+    options = {name: _plain(given[name]) for name in TAKEN_BESIDE[1] if name in given}  # also one that is a default
+    return _call("/attention/grad", given, {**options, "saved": saved}, needed=("do",))
 
 
 def lookup(path: str) -> Call:
@@ -247,13 +307,16 @@ def _refuse(keywords: Mapping[str, Any], names: set[str]) -> None:
         raise invalid(name, "is not taken by this call")
 
 
-def _call(path: str, keywords: dict[str, Any], of_caches: Mapping[str, Any] = MappingProxyType({})) -> Call:
+def _call(
+    path: str, keywords: dict[str, Any], of_held: Mapping[str, Any] | None = None,
+    needed: Iterable[str] = REQUIRED["forward"],
+) -> Call:  # fmt: skip
     timeout = keywords.pop("timeout", DEFAULT)
     with_meta = keywords.pop("with_meta", False)
     headers = {"Content-Type": wire.MEDIA_TYPE, "Accept": wire.MEDIA_TYPE, **call_headers(keywords)}
     given = {name: keywords.pop(name, None) for name in INPUT_TENSORS}
     options = checked(AttentionOptions, keywords)
-    like = given["q"]
+    like = given["do"] if given["q"] is None else given["q"]
     names: tuple[str, ...] = options.grads
     if path == "/attention":
         names = ANSWERS["forward"] if options.return_lse else ("o",)
@@ -266,23 +329,23 @@ def _call(path: str, keywords: dict[str, Any], of_caches: Mapping[str, Any] = Ma
         result = tensors["o"] if names == ("o",) else tuple(tensors[name] for name in names)
         return (result, answer.meta) if with_meta else result
 
-    return Call("POST", path, wire.MEDIA_TYPE, headers, message(given, options, of_caches), timeout, read)
+    return Call("POST", path, wire.MEDIA_TYPE, headers, message(given, options, of_held, needed), timeout, read)
 
 
 def message(
-    tensors: Mapping[str, Any], options: AttentionOptions, of_caches: Mapping[str, Any] = MappingProxyType({})
-) -> tuple[memoryview, ...]:
-    """The parts of a message of `tensors`, of which those that are None are left out, but for q, k and v.
+    tensors: Mapping[str, Any], options: AttentionOptions, of_held: Mapping[str, Any] | None = None,
+    needed: Iterable[str] = REQUIRED["forward"],
+) -> tuple[memoryview, ...]:  # fmt: skip
+    """The parts of a message of `tensors`, of which those that are None are left out, but for those `needed`.
 
-    With options `of_caches` k and v may be left out, too.
+    `of_held` are options about what the server holds.
     """
     if refused := refusals("sdk", (name for name, t in tensors.items() if t is not None)):
         raise all_invalid(refused)
-    needed = ("q",) if of_caches else REQUIRED["forward"]
     packed = {name: pack(name, t) for name, t in tensors.items() if t is not None or name in needed}
     head = wire.build_head(
         [(name, p.dtype, p.shape) for name, p in packed.items()],
-        wire.encode_options({**options.model_dump(exclude_defaults=True), **of_caches}),
+        wire.encode_options({**options.model_dump(exclude_defaults=True), **(of_held or {})}),
     )
     return (memoryview(head), *(p.data for p in packed.values()))
 

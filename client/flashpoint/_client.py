@@ -7,14 +7,15 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Generic, Self, TypeVar, Unpack
 
 import httpx
 
-from flashpoint import _caches, _calls, _proof
+from flashpoint import _caches, _calls, _proof, _saved
 from flashpoint._arrays import Array
 from flashpoint._caches import AsyncCache, Cache, CacheSizes
-from flashpoint._calls import DEFAULT, Backward, Call, OverCaches
+from flashpoint._calls import DEFAULT, Call, OfSaved, OverCaches
 from flashpoint._http.exchange import Exchange
 from flashpoint._http.listening import Listening
 from flashpoint._http.transport import ASYNC, AsyncTransport, Transport, is_direct
@@ -129,18 +130,27 @@ class Client(_Settings[httpx.Client]):
 
         q (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv) → o (B,Hq,Sq,Dv) in q's dtype, lse (B,Hq,Sq) float32; other layouts
         and ranks as the contract has them. numpy arrays give numpy arrays, torch tensors give torch tensors on q's
-        device, outside autograd (see `flashpoint.torch`). Keywords: `OverCaches`. With `caches`
-        (see `cache`) k and v are those of new tokens, or left out.
+        device, outside autograd (see `flashpoint.torch`). Keywords: `OverCaches`. With `caches` (see `cache`) k and v
+        are those of new tokens, or left out. With `save` the server keeps the forward: it gives a `SavedAttention`.
         """
         return self._call(_calls.forward(q, k, v, keywords))
 
-    def attention_grad(self, do: Array, q: Array, k: Array, v: Array, **keywords: Unpack[Backward]) -> Any:
+    def attention_grad(
+        self, do: Array, q: Array | None = None, k: Array | None = None, v: Array | None = None,
+        **keywords: Unpack[OfSaved],
+    ) -> Any:  # fmt: skip
         """The gradients of `attention`, given do, that of its o: (dq, dk, dv), or what `grads` names, in its order.
 
         With the forward's `o` and `lse` the server does not run it again. With dropout, `dropout_seed` must be the
-        forward's. Keywords: `Backward`.
+        forward's. With `saved`, the id of a forward that the server has saved, do is sent alone, with `dlse`, `grads`,
+        `deterministic` and `backend` where they are given. Keywords: `OfSaved`.
         """
         return self._call(_calls.backward(do, q, k, v, keywords))
+
+    def delete_saved(self, saved: str) -> None:
+        """Free a saved forward. Nothing, where it is gone already."""
+        with suppress(CacheError):
+            self._call(_saved.delete(saved))
 
     def cache(self, **shape: Unpack[CacheSizes]) -> Cache:
         """Make a KV cache at the server, which holds the keys and values of one sequence. Keywords: `CacheSizes`.
@@ -305,9 +315,17 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
         """See `Client.attention`."""
         return await self._call(_calls.forward(q, k, v, keywords))
 
-    async def attention_grad(self, do: Array, q: Array, k: Array, v: Array, **keywords: Unpack[Backward]) -> Any:
+    async def attention_grad(
+        self, do: Array, q: Array | None = None, k: Array | None = None, v: Array | None = None,
+        **keywords: Unpack[OfSaved],
+    ) -> Any:  # fmt: skip
         """See `Client.attention_grad`."""
         return await self._call(_calls.backward(do, q, k, v, keywords))
+
+    async def delete_saved(self, saved: str) -> None:
+        """See `Client.delete_saved`."""
+        with suppress(CacheError):
+            await self._call(_saved.delete(saved))
 
     async def cache(self, **shape: Unpack[CacheSizes]) -> AsyncCache:
         """See `Client.cache`: `async with await client.cache(…) as cache`."""

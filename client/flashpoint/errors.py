@@ -3,7 +3,8 @@
 FlashpointError
 ├── InvalidInputError         422, and input refused here, before anything was sent    (also a ValueError)
 ├── BadRequestError           400, 404, 405, 406, 408, 415: the message, not what it asks
-├── CacheError                404, 409, 410, 421: a cache that is not there, has expired, or is not as the call expects
+├── CacheError                404, 409, 410, 421: a cache or a saved forward that is not there or has expired, or a
+│                             cache that is not as the call expects
 ├── AuthenticationError       401, 403
 ├── TooLargeError             413
 ├── OverloadedError           429, 503: worth trying again, after `retry_after` seconds
@@ -68,7 +69,7 @@ class BadRequestError(FlashpointError):
 
 
 class CacheError(FlashpointError):
-    """A cache is not there, has expired or gone with its engine, or is not as the call expects: `code` says which.
+    """A cache or a saved forward is not there or has expired, or a cache is not as the call expects: see `code`.
 
     With `cache_elsewhere` another replica holds it, and the balancer did not lead there.
     """
@@ -102,7 +103,7 @@ class ProtocolError(FlashpointError):
     """The answer is not what the contract says, so something other than Flashpoint may have given it."""
 
 
-_OF_CACHES = (404, 409, 410, 421)
+_OF_HELD = (404, 409, 410, 421)
 _BY_STATUS: dict[int, type[FlashpointError]] = {
     401: AuthenticationError,
     403: AuthenticationError,
@@ -132,7 +133,7 @@ def from_problem(
     if status < 400:
         return ProtocolError(f"an answer with status {status}", status=status, request_id=request_id)
     code = _text(problem.get("code"))
-    if status in _OF_CACHES and (code or "").startswith("cache_"):
+    if status in _OF_HELD and (code or "").startswith(("cache_", "saved_")):
         family: type[FlashpointError] = CacheError
     else:
         family = _family(status)

@@ -3,8 +3,9 @@
     o = flashpoint.jax.attention(q, k, v, client=client, causal=True)
 
 Its forward is `/attention`; its backward is `/attention/grad`, which is sent what the forward had, with its `o` and
-`lse`, so that the server keeps nothing between the two and does not run the forward again. A compiled program calls the
-client from the host, once for all that a `vmap` maps.
+`lse`, so that the server keeps nothing between the two and does not run the forward again. With `save=True` the server
+keeps the forward, and the backward sends `do` alone. A compiled program calls the client from the host, once for all
+that a `vmap` maps.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from numpy.typing import NDArray
 
-from flashpoint._calls import Sending, Settled, checked
+from flashpoint import _saved
+from flashpoint._calls import SavedAttention, Sending, Settled, checked
 from flashpoint._client import Client
 from flashpoint._vmapped import batch_shape, fold, single
-from flashpoint.errors import all_invalid, invalid
+from flashpoint.errors import CacheError, all_invalid, invalid
 from flashpoint.options import AttentionOptions, Grad
 from flashpoint_contract.options import GRADS
+from flashpoint_contract.saved import ID_LENGTH
 from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, refusals
 
 Array: TypeAlias = jax.Array | NDArray[Any]
 Arrays: TypeAlias = dict[str, jax.Array]
 
 _GRADS: dict[str, Grad] = {name[1:]: name for name in GRADS}
+_TOKEN = "saved"  # the id of a saved forward as an array: JAX keeps nothing else for a backward
 _AT_ONCE = 16  # requests of one call: many for one launch, few for a server's queue
 
 
@@ -53,6 +57,7 @@ def attention(
     cu_seqlens_k: Array | Sequence[int] | None = None,
     dropout_seed: Array | int | None = None,
     return_lse: bool = False,
+    save: bool = False,
     **options: Unpack[Settled],
 ) -> Any:
     """`client.attention`, with gradients for q, k, v, a float `attn_mask` and `sinks`, through o and lse.
@@ -62,6 +67,9 @@ def attention(
     lengths and cu_seqlens may be lists of int. Options are constants of a compiled program, but for `dropout_seed`,
     which may be an array, and which dropout needs: JAX may run a call again, or not at all. `timeout` and `priority`
     hold for the backward's call too.
+
+    With `save` the server keeps the forward until its backward has run, or for its time to live, and the backward sends
+    `do` alone. Under `vmap`, and where the server has no memory for it or has lost it, the backward sends all.
 
     Raises the errors of `flashpoint.errors`; a compiled program has them in the text of JAX's own. A second derivative
     raises RuntimeError, `jax.jvp` TypeError.
@@ -86,7 +94,9 @@ def attention(
     if settled.dropout_p and dropout_seed is None:
         raise invalid("dropout_seed", "must be given: JAX may run a call again, which must drop the same")
     _check_ranks(tensors, settled.layout)
-    call = _Call(client, settled, tuple(sorted(sending.items())), tensors["q"].ndim)
+    if type(save) is not bool:
+        raise invalid("save", "must be True or False")
+    call = _Call(client, settled, tuple(sorted(sending.items())), tensors["q"].ndim, save=save)
     o, lse = _attention(call, tensors)
     return (o, lse) if return_lse else o
 
@@ -117,13 +127,18 @@ class _Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of the host's: the forward, or with `grads` the backward. Calls that are equal share what is compiled."""
+    """A call of the host's: the forward, or with `grads` the backward. Calls that are equal share what is compiled.
+
+    `save`: a forward that is differentiated is `saving`. It answers a token, too, which the backward gets.
+    """
 
     client: Client
     options: AttentionOptions
     sending: tuple[tuple[str, Any], ...]
     rank: int  # of q; what it has more, a vmap has put before it
     grads: tuple[Grad, ...] = ()
+    save: bool = False
+    saving: bool = False
 
     def answers(self, tensors: Mapping[str, Any], lead: int = 0) -> dict[str, _Answer]:
         """What one problem is answered, by the name of the tensor that has the same axes."""
@@ -135,10 +150,44 @@ class _Call:
         o = _Answer((*rows, v.shape[-1]), q.dtype)
         if self.options.layout == "thd" or (self.options.layout == "bshd" and self.rank == 4):
             rows[-2:] = reversed(rows[-2:])  # in lse the heads come first
-        return {"o": o, "lse": _Answer(tuple(rows), np.dtype(np.float32))}
+        lse = _Answer(tuple(rows), np.dtype(np.float32))
+        token = {_TOKEN: _Answer((ID_LENGTH,), np.dtype(np.uint8))} if self.saving else {}
+        return {"o": o, "lse": lse, **token}
 
     def __call__(self, tensors: Arrays) -> tuple[NDArray[Any], ...]:
         arrays = {name: np.asarray(t) for name, t in tensors.items()}  # no other call into JAX: it could wait for us
+        token = arrays.pop(_TOKEN, None)
+        mapped = arrays["q"].ndim > self.rank
+        if self.saving:
+            if not mapped:
+                return self._save(arrays)
+            found = dataclasses.replace(self, saving=False)._answer(arrays)
+            return (*found, np.zeros((*found[0].shape[: arrays["q"].ndim - self.rank], ID_LENGTH), np.uint8))
+        if token is not None and not mapped and (saved := token.tobytes().rstrip(b"\0").decode()):
+            try:
+                return self._of_saved(saved, arrays)
+            except CacheError:  # it has expired, or its engine has restarted, or JAX runs the backward again
+                pass
+        return self._answer(arrays)
+
+    def _save(self, arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[Any], ...]:
+        found = self.client.attention(**self._keywords(arrays), return_lse=True, save=True)
+        assert isinstance(found, SavedAttention)
+        token = np.zeros(ID_LENGTH, np.uint8)
+        written = np.frombuffer((found.saved or "").encode(), np.uint8)
+        token[: len(written)] = written
+        return found.o, found.lse, token
+
+    def _of_saved(self, saved: str, arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[Any], ...]:
+        """The gradients of a saved forward, which is freed then."""
+        sending: dict[str, Any] = {name: value for name, value in self.sending if name != "request_id"}
+        found: tuple[NDArray[Any], ...] = self.client.attention_grad(
+            arrays["do"], dlse=arrays.get("dlse"), saved=saved, grads=self.grads, **sending
+        )
+        _saved.Lease(self.client, saved).release()
+        return found
+
+    def _answer(self, arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[Any], ...]:
         if not (lead := arrays["q"].ndim - self.rank):
             return self._send(arrays)
         wanted = self.answers(arrays, lead)
@@ -159,7 +208,7 @@ class _Call:
         return answers
 
     def _send(self, arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[Any], ...]:
-        keywords: dict[str, Any] = {**self.options.model_dump(exclude_defaults=True), **dict(self.sending), **arrays}
+        keywords = self._keywords(arrays)
         if self.grads:
             keywords.pop("request_id", None)  # the forward's
             answer = self.client.attention_grad(**keywords, grads=self.grads)
@@ -167,6 +216,9 @@ class _Call:
             answer = self.client.attention(**keywords, return_lse=True)
         found: tuple[NDArray[Any], ...] = answer
         return found
+
+    def _keywords(self, arrays: dict[str, NDArray[Any]]) -> dict[str, Any]:
+        return {**self.options.model_dump(exclude_defaults=True), **dict(self.sending), **arrays}
 
 
 def _ask(call: _Call, tensors: Arrays) -> tuple[jax.Array, ...]:
@@ -179,9 +231,9 @@ def _ask(call: _Call, tensors: Arrays) -> tuple[jax.Array, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(call: _Call, tensors: Arrays) -> tuple[jax.Array, jax.Array]:
-    o, lse = _ask(call, tensors)
-    return o, lse
+def _attention(call: _Call, tensors: Arrays) -> tuple[jax.Array, ...]:
+    """(o, lse), and the token of a call that is saving."""
+    return _ask(call, tensors)
 
 
 def _forward(call: _Call, primals: dict[str, Any]) -> tuple[Any, Any]:
@@ -190,14 +242,17 @@ def _forward(call: _Call, primals: dict[str, Any]) -> tuple[Any, Any]:
         if name not in _GRADS:
             raise invalid(name, "has no gradient: wrap it in jax.lax.stop_gradient")
     tensors = {name: primal.value for name, primal in primals.items()}
-    o, lse = _attention(call, tensors)
-    return (o, lse), (tensors, o, lse, dict.fromkeys(needed))  # keys are no arrays: jit keeps them as they are
+    found = _attention(dataclasses.replace(call, saving=call.save), tensors)
+    kept = dict(zip(("o", "lse", _TOKEN), found, strict=False))
+    answer = found if call.saving else found[:2]
+    return answer, (tensors, kept, dict.fromkeys(needed))  # keys are no arrays: jit keeps them as they are
 
 
 def _backward(call: _Call, residuals: Any, cotangents: Any) -> tuple[dict[str, Any]]:
-    tensors, o, lse, needed = residuals
-    do, dlse = cotangents
-    sent = {**tensors, "o": o, "lse": lse, "do": jnp.zeros_like(o) if isinstance(do, SymbolicZero) else jnp.asarray(do)}
+    tensors, kept, needed = residuals
+    do, dlse, *_ = cotangents
+    o = kept["o"]
+    sent = {**tensors, **kept, "do": jnp.zeros_like(o) if isinstance(do, SymbolicZero) else jnp.asarray(do)}
     if not isinstance(dlse, SymbolicZero):
         sent["dlse"] = jnp.asarray(dlse)
     found = _gradients(dataclasses.replace(call, grads=tuple(_GRADS[name] for name in needed)), sent)

@@ -16,8 +16,8 @@ class Meta:
 
     `timings` are the server's `decode`, `queue`, `compute` and `encode` in milliseconds; `batch_size` is the number of
     requests that ran in the same launch; `seed` is that of the dropout, whoever picked it; `retries` counts the
-    attempts before the one that was answered. `lengths` are those of the caches that were
-    attended over. What the server did not say is None.
+    attempts before the one that was answered. `lengths` are those of the caches that were attended over, `saved` is the
+    id of a forward that was saved. What the server did not say is None.
     """
 
     backend: str | None = None
@@ -27,6 +27,7 @@ class Meta:
     timings: dict[str, float] = field(default_factory=dict)
     retries: int = 0
     lengths: tuple[int, ...] | None = None
+    saved: str | None = None
 
 
 def read_meta(headers: Mapping[str, str], metadata: Mapping[str, Any], retries: int) -> Meta:
@@ -34,6 +35,7 @@ def read_meta(headers: Mapping[str, str], metadata: Mapping[str, Any], retries: 
     seed = metadata.get("dropout_seed")
     backend = headers.get("x-backend") or metadata.get("backend")
     size = headers.get("x-batch-size", "")
+    saved = metadata.get("saved")
     return Meta(
         backend=backend if isinstance(backend, str) else None,
         seed=seed if type(seed) is int else None,
@@ -42,4 +44,5 @@ def read_meta(headers: Mapping[str, str], metadata: Mapping[str, Any], retries: 
         timings={name: float(ms) for name, ms in _DURATION.findall(headers.get("server-timing", ""))},
         retries=retries,
         lengths=tuple(lengths) if isinstance(lengths := metadata.get("lengths"), list) else None,
+        saved=saved if isinstance(saved, str) else None,
     )

@@ -4,7 +4,8 @@
     o.square().mean().backward()
 
 The backward sends what the forward had, with its `o` and `lse`, so the server keeps nothing between the two and does
-not run the forward again. With a list of clients, all their servers share each of the two (`flashpoint.sharded`).
+not run the forward again. With `save=True` the server keeps the forward, and the backward sends `do` alone. With a list
+of clients, all their servers share each of the two (`flashpoint.sharded`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from flashpoint import sharded
+from flashpoint._calls import SavedAttention, Sending
 from flashpoint._client import Client
-from flashpoint.errors import invalid
+from flashpoint._saved import Lease
+from flashpoint.errors import CacheError, invalid
 from flashpoint.meta import Meta
 from flashpoint_contract.caches import CACHE_OPTIONS
 from flashpoint_contract.options import GRADS
@@ -29,14 +32,21 @@ _FORWARD_ONLY = [name for name, row in TENSORS.items() if row.forward_only]
 _INPUTS = tuple(name[1:] for name in GRADS)  # those with a gradient, in the order in which autograd is given them
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Client], **keywords: Unpack[sharded.ShardedForward]
-) -> Any:
+class Saving(sharded.ShardedForward, total=False):
+    """Keywords of `attention`: those of `flashpoint.sharded`, and whether one server keeps the forward."""
+
+    save: bool
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Client], **keywords: Unpack[Saving]) -> Any:
     """`client.attention`, with gradients for q, k, v and every other input that has one, through o and lse.
 
     The same shapes, keywords, answers and errors; `timeout` and `priority` hold for the backward's call too. With
     dropout, the backward uses the seed of the forward, whoever picked it. A second derivative raises RuntimeError.
     A list of clients is `sharded.attention` of them, with its keywords, answers and errors.
+
+    With `save` the server keeps the forward until its backward has run (with `retain_graph`, until the graph is gone),
+    and the backward sends `do` alone. Where the server has no memory for it, or has lost it, the backward sends all.
     """
     if of_caches := [name for name in CACHE_OPTIONS if name in keywords]:
         raise invalid(of_caches[0], "is not taken: caches have no gradients. Call the client's attention")
@@ -48,13 +58,17 @@ def attention(
     for name, value in zip("qkv", inputs, strict=False):
         if value is None:
             raise invalid(name, "must be a torch tensor")
+    if type(save := keywords.pop("save", False)) is not bool:
+        raise invalid("save", "must be True or False")
+    if save and isinstance(client, Sequence):
+        raise invalid("save", "is not taken with several servers: no one of them has the whole forward")
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
         return _method(client, "attention")(q, k, v, **keywords)
     if alone := [name for name in _FORWARD_ONLY if keywords.get(name) is not None]:
         raise invalid(alone[0], "is for the forward alone: detach q, k and v")
     others: dict[str, Any] = dict(keywords)
     return_lse, with_meta = others.pop("return_lse", False), others.pop("with_meta", False)
-    o, lse, meta = _RemoteAttention.apply(client, others, *inputs)  # type: ignore[no-untyped-call]
+    o, lse, meta = _RemoteAttention.apply(client, save, others, *inputs)  # type: ignore[no-untyped-call]
     result = (o, lse) if return_lse else o
     return (result, meta) if with_meta else result
 
@@ -66,38 +80,60 @@ def _method(client: Client | Sequence[Client], name: str) -> Any:
 class _RemoteAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, client: Client | Sequence[Client], keywords: dict[str, Any], *inputs: Tensor | None
+        ctx: FunctionCtx,
+        client: Client | Sequence[Client],
+        save: bool,
+        keywords: dict[str, Any],
+        *inputs: Tensor | None,
     ) -> tuple[Tensor, Tensor, Meta | list[sharded.Part]]:
         q, k, v, *_ = inputs
         assert q is not None and k is not None and v is not None  # noqa: PT018  # `attention` has looked
-        (o, lse), meta = _method(client, "attention")(q, k, v, **keywords, return_lse=True, with_meta=True)
+        asked = {**keywords, "save": True} if save else keywords
+        found, meta = _method(client, "attention")(q, k, v, **asked, return_lse=True, with_meta=True)
+        lease = None
+        if isinstance(found, SavedAttention):
+            assert isinstance(client, Client)
+            lease = None if found.saved is None else Lease(client, found.saved)
+            found = found.o, found.lse
+        o, lse = found
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, o, lse)  # type: ignore[arg-type]  # None is taken
         saved = {name for name, t in zip(_INPUTS, inputs, strict=True) if t is not None}
         others = {name: value for name, value in keywords.items() if name not in saved and name != "request_id"}
         if isinstance(meta, Meta) and meta.seed is not None:  # dropout is not sharded
             others["dropout_seed"] = meta.seed
-        ctx.client, ctx.keywords = client, others  # type: ignore[attr-defined]
+        ctx.client, ctx.keywords, ctx.lease = client, others, lease  # type: ignore[attr-defined]
         return o, lse, meta
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         *inputs, o, lse = ctx.saved_tensors
         named = {name: t for name, t in zip(_INPUTS, inputs, strict=True) if t is not None}
-        wanted = [name for name, needed in zip(GRADS, ctx.needs_input_grad[2:], strict=True) if needed]
-        found = _method(ctx.client, "attention_grad")(
-            torch.zeros_like(o) if do is None else do,
-            **named,
-            o=o,
-            lse=lse,
-            dlse=dlse,
-            grads=wanted,
-            **ctx.keywords,
-        )
+        wanted = [name for name, needed in zip(GRADS, ctx.needs_input_grad[3:], strict=True) if needed]
+        asked = {"do": torch.zeros_like(o) if do is None else do, "dlse": dlse, "grads": wanted}
+        found: Sequence[Tensor] | None = _of_saved(ctx, asked)
+        if found is None:
+            found = _method(ctx.client, "attention_grad")(**asked, **named, o=o, lse=lse, **ctx.keywords)
         if torch.is_grad_enabled():  # create_graph: the gradients depend on the inputs, and must not seem not to
             found = [_FirstOrder.apply(t, *named.values()) for t in found]  # type: ignore[no-untyped-call]
         grads = dict(zip(wanted, found, strict=True))
-        return None, None, *(grads.get(name) for name in GRADS)
+        return None, None, None, *(grads.get(name) for name in GRADS)
+
+
+def _of_saved(ctx: Any, asked: dict[str, Any]) -> tuple[Tensor, ...] | None:
+    """The gradients of the forward that the server has saved; None where there is none."""
+    lease: Lease | None = ctx.lease
+    if lease is None or lease.id is None:
+        return None
+    sending = {name: value for name, value in ctx.keywords.items() if name in Sending.__annotations__}
+    try:
+        found: tuple[Tensor, ...] = ctx.client.attention_grad(**asked, saved=lease.id, **sending)
+    except CacheError:  # it has expired, or its engine has restarted
+        ctx.lease = None
+        return None
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        lease.release()  # no other backward follows
+    return found
 
 
 class _FirstOrder(torch.autograd.Function):

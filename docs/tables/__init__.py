@@ -7,10 +7,33 @@ from functools import partial
 
 from flashpoint_kernels.triton_backend.configurations import TABLES as TILES
 
-from .code import algorithms, cache_options, data_sheets, errors, extremes, grpc, metrics, options, settings, support
+from .code import (
+    algorithms,
+    cache_options,
+    data_sheets,
+    errors,
+    extremes,
+    grpc,
+    metrics,
+    options,
+    saved_options,
+    settings,
+    support,
+)
 from .decoding import break_even, gemma
 from .kernels import benchmarks, compiled, decode, each_option
-from .service import beside, cached_decode, capacity, fairness, ray, rpc, serving, sharded_cache, throughput
+from .service import (
+    beside,
+    cached_decode,
+    capacity,
+    fairness,
+    ray,
+    rpc,
+    serving,
+    sharded_cache,
+    throughput,
+    train_saved,
+)
 from .trust import faults, fuzz, load, steady
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -36,10 +59,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "options": options,
     "ray": ray,
     "rpc": rpc,
+    "saved_options": saved_options,
     "settings": settings,
     "sharded_cache": sharded_cache,
     "support": support,
     "throughput": throughput,
+    "train-saved": train_saved,
     **{what: partial(serving, what) for what in ("protocol", "serving")},
     **{what: partial(steady, what) for what in ("overload", "soak")},
     **{f"compile-sm{arch}": partial(compiled, arch) for arch in TILES},

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from flashpoint.options import AttentionOptions
-from flashpoint_contract.caches import CACHE_OPTIONS
+from flashpoint_contract.caches import CACHE_OPTIONS, CacheOption
 from flashpoint_contract.options import BACKENDS
+from flashpoint_contract.saved import SAVED_OPTIONS
 from flashpoint_kernels.support import SUPPORT, said
 from flashpoint_kernels.timing.case import ALGORITHMS
 from flashpoint_kernels.timing.device import SHEETS
@@ -30,19 +32,21 @@ WHEN = {
     "cross_site": "a browser sent it for a page of another site, whose origin `--cors-origins` does not allow",
     "not_found": "no such address",
     "cache_not_found": "there is no such cache, or it is another key's",
+    "saved_not_found": "there is no such saved forward, or it is another key's",
+    "saved_lost": "the saved forward has expired, its key was removed, or its engine has restarted; known for an hour",
     "cache_position": "the position is beyond the end of the cache",
     "cache_dropped": "the call needs tokens before those that `keep` has left",
     "cache_full": "the tokens are over the cache's `max_length`",
     "cache_elsewhere": "another replica behind the balancer holds the cache: `X-Flashpoint-Replica` names it",
     "cache_stale": "a late copy of an earlier write: its `Idempotency-Key` came before the cache's last write",
     "cache_lost": "the cache has expired, its key was removed, or its engine has restarted; known for an hour",
-    "cache_memory": "the caches of all hold as much as `--cache-bytes` allows; what is alive is never evicted",
+    "cache_memory": "caches and saved forwards hold as much as `--cache-bytes` allows; what is alive is never evicted",
     "method_not_allowed": "the address has other methods; `Allow` names them",
     "not_acceptable": "`Accept` takes neither encoding",
     "body_timeout": "the body came too slowly",
     "body_too_large": "the body is over its limit, by its length, by its head, or as it streams",
     "work_too_large": "the work could never fit: the device's memory, the limit of sequences, a JSON answer's limit, "
-    "a verification's, the memory for caches",
+    "a verification's, the memory for caches and saved forwards",
     "unsupported_media_type": "the body has another type than the two, or a content coding",
     "host_not_allowed": "the server does not answer to this `Host`: see `--allowed-hosts`",
     "invalid_request": "well-formed, but not valid: names, shapes, dtypes, values of options and of headers; `errors` "
@@ -94,7 +98,16 @@ def options() -> str:
 
 def cache_options() -> str:
     """The options of a call over caches."""
-    rows = [(f"`{row.name}`", f"`{json.dumps(row.default)}`", row.text) for row in CACHE_OPTIONS.values()]
+    return _of_held(CACHE_OPTIONS.values())
+
+
+def saved_options() -> str:
+    """The options of a call that saves a forward, and of one that uses it."""
+    return _of_held(SAVED_OPTIONS.values())
+
+
+def _of_held(options: Iterable[CacheOption]) -> str:
+    rows = [(f"`{row.name}`", f"`{json.dumps(row.default)}`", row.text) for row in options]
     return table(["option", "default", "meaning"], rows)
 
 

@@ -75,6 +75,21 @@ def cached_decode() -> str:
         text += f"{result['thrown_away']} of {result['rounds'] + result['thrown_away']} rounds thrown away:\n\n"
         rates = sorted(result["tokens_per_second"].items(), key=lambda row: -row[1])
         text += targets(result) + "\n" + table(["", "tokens a second"], [(way, number(rate)) for way, rate in rates])
+
+
+def train_saved() -> str:
+    """A training step with forwards that stay at the server, beside one that sends everything."""
+    text = ""
+    for _, result in results("train-saved"):
+        steps, forward = result["training"], result["forward_ms"]
+        rows = [
+            ("bytes a step, in and out", *(f"{steps['bytes_per_step'][way]:,}" for way in ("served", "saved"))),
+            ("a step, ms", *(f"{steps['ms_per_step'][way]:.1f}" for way in ("served", "saved"))),
+            ("a forward of (1, 8, 1024, 64), ms", *(f"{forward[way]:.1f}" for way in ("unsaved", "saved"))),
+        ]
+        made = made_on(result["environment"], "torch")
+        text += f"\n{made}; {steps['rounds']} rounds of {steps['steps']} steps:\n\n{targets(result)}\n"
+        text += table(["median", "without `save`", "with `save`"], rows)
     return text or NOT_MEASURED
 
 

@@ -31,7 +31,7 @@ from flashpoint_server.oip.models import MODELS
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.page import page
 from flashpoint_server.refusal import STATUS, Refusal, invalid
-from flashpoint_server.routes import benchmark, caches, openapi, status
+from flashpoint_server.routes import benchmark, caches, openapi, saved, status
 from flashpoint_server.routes.attention import attention
 from flashpoint_server.routes.benchmark_state import Benchmarks
 from flashpoint_server.routes.pipeline import Route
@@ -90,7 +90,7 @@ def create_app(
         route = Route(service, partial(infer, model=model, statistics=statistics), make_body)
         posts |= dict.fromkeys(oip.infer_paths(model), Counted(route, statistics, model.name))
     words = {part for path in posts for part in path.split("/")}
-    held = caches.routes(service)
+    held = [*caches.routes(service), *saved.routes(service)]
     words |= {part for route in held for part in _words(route)}
     paths = {*posts, *map(_masked, held)}
     told = (paths, service.metrics, service.traces, words, service.sites.check, {"v2": oip.written})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from flashpoint_server.access.admission import Admission
 from flashpoint_server.access.cache_ids import CacheIds
 from flashpoint_server.access.keys import Caller, Keyring
+from flashpoint_server.access.saved_ids import SavedIds
 from flashpoint_server.config.key_file import Right
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.config.watch import Watch
@@ -52,6 +53,7 @@ class Service:
         self.keys_file = Watch([settings.api_keys_file], self.reload_keys)
         self.keys = Keyring(settings, shared)
         self.cache_ids = CacheIds(settings, shared)
+        self.saved_ids = SavedIds(shared)
         self.cache_lengths: OrderedDict[int, int] = OrderedDict()  # of caches that were used here, by number
         self.sites = Sites(settings.allowed_hosts, settings.cors_origins)
         self.admission = Admission(settings, self.counts)
@@ -68,7 +70,7 @@ class Service:
         return caller
 
     def reload_keys(self) -> None:
-        """Read the file of keys again, and free the caches of those that are gone."""
+        """Read the file of keys again, and free what those held that are gone."""
         self.keys.reload()
         self.engine.tell_all(KeepOwners(self.keys.names))
 

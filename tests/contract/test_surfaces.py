@@ -21,6 +21,7 @@ from flashpoint import sharded
 from flashpoint.commands import verify
 from flashpoint_contract.caches import CACHE_OPTIONS
 from flashpoint_contract.options import OPTIONS, Pair
+from flashpoint_contract.saved import CALLS, SAVED_OPTIONS
 from flashpoint_contract.tensors import ANSWERS, FEATURES, INPUT_TENSORS, SCALES, TAKEN, TENSORS
 from flashpoint_kernels import Options, Problem, quantize, run
 from flashpoint_kernels.support import SUPPORT
@@ -314,6 +315,36 @@ def test_caches_are_refused_by_name_where_they_are_not_taken(services, surface, 
     given = {"caches": "an-id", "layer": 1, "at": 3}[entry]
     with pytest.raises(RefusedError, match=rf"\b{entry}\b"):
         SURFACES[surface](services, tensors, {entry: given}, direction)
+
+
+TAKEN_BY = {
+    "save": ("json", "safetensors", "sdk", "async", "torch", "jax"),
+    "saved": ("json", "safetensors", "sdk", "async"),
+}
+
+
+@pytest.mark.parametrize("entry", SAVED_OPTIONS)
+@pytest.mark.parametrize("surface", SURFACES)
+def test_saving_is_refused_by_name_where_it_is_not_taken(services, surface, entry):
+    tensors, _, direction = problem("do" if CALLS[entry] == "backward" else "q")
+    given = {"save": True, "saved": "an-id"}[entry]
+    if surface in AUTOGRAD:
+        tensors, direction = {n: tensors[n] for n in "qkv"}, "forward"
+    if surface not in TAKEN_BY[entry]:
+        with pytest.raises(RefusedError, match=rf"\b{entry}\b"):
+            SURFACES[surface](services, tensors, {entry: given}, direction)
+    elif entry == "saved":
+        with pytest.raises(RefusedError, match="saved forward's"):
+            SURFACES[surface](services, tensors, {entry: given}, direction)
+    elif surface not in ("sdk", "async"):  # whose answer is then another one
+        found = SURFACES[surface](services, tensors, {entry: given}, direction)
+        torch.testing.assert_close(found["o"], solve(tensors, {}, direction)["o"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("entry", SAVED_OPTIONS)
+def test_a_verification_refuses_saving_by_name(services, entry):
+    with pytest.raises(flashpoint.InvalidInputError, match=rf"\b{entry}\b"):
+        services.client.verify(*(problem("q")[0][n] for n in "qkv"), **{entry: True})
 
 
 # 8-bit keys and values

@@ -1,4 +1,4 @@
-"""The example trains: local, torch's own and served attention have the same curve."""
+"""The example trains: local, torch's own, served and saved attention have the same curve."""
 
 import functools
 import importlib.util
@@ -53,11 +53,15 @@ def apart(a, b):
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def test_the_three_curves_coincide(curves):
+def test_the_curves_coincide(curves):
     bound = EPSILON * curves["sdpa"][0]
     assert apart(curves["local"], curves["sdpa"]) <= bound
     assert apart(curves["served"], curves["sdpa"]) <= bound
     assert apart(curves["served"], curves["local"]) <= bound
+
+
+def test_a_forward_that_stays_at_the_server_changes_no_bit(curves):
+    assert curves["saved"] == curves["served"]
 
 
 def test_it_learns(curves):

@@ -183,6 +183,9 @@ class Exchange:
             error = _translated(error)
         if self._moves(error):
             return 0.0
+        if isinstance(error, FlashpointError) and (other := self.call.instead(error)) is not None:
+            self.call = other
+            return 0.0
         if not isinstance(error, (OverloadedError, ConnectionFailedError)) or self._failures >= self._retries:
             raise error
         sent = isinstance(error, ConnectionFailedError) and not isinstance(error.__cause__, _NOT_SENT)

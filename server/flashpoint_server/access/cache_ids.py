@@ -62,7 +62,7 @@ class CacheIds:
     """Makes ids, and reads them. `replica` is the name of this service among those behind a balancer."""
 
     def __init__(self, settings: Settings, shared: WorkerGroup) -> None:
-        drawn = _shared_secret(shared.directory)
+        drawn = shared_secret(shared.directory)
         self._secret = drawn
         if settings.cache_secret is not None:
             self._secret = hashlib.sha256(settings.cache_secret.get_secret_value().encode()).digest()
@@ -75,32 +75,42 @@ class CacheIds:
         sizes = list(dict.fromkeys(layers))
         places = bytes(sizes.index(one) for one in layers)
         payload = msgspec.msgpack.encode(_Payload(self.replica, incarnation, serial, shape.dtype, sizes, places))
-        text = base64.urlsafe_b64encode(self._mac(owner, payload) + payload)
-        return "c" + text.rstrip(b"=").decode()
+        return "c" + sealed(self._secret, owner, payload)
 
     def _read(self, owner: str, text: str) -> CacheId | None:
         """Return what an id of the owner's says; None for what is none."""
         if not text.startswith("c") or len(text) > ID_LENGTH:
             return None
-        try:
-            raw = base64.b64decode(text[1:] + "=" * (-len(text[1:]) % 4), b"-_", validate=True)
-        except (binascii.Error, ValueError):
-            return None
-        mac, payload = raw[:_MAC], raw[_MAC:]
-        if not hmac.compare_digest(mac, self._mac(owner, payload)):
+        if (payload := opened(self._secret, owner, text[1:])) is None:
             return None
         said = msgspec.msgpack.decode(payload, type=_Payload)
         kv_heads, head_dim, value_dim = zip(*(said.sizes[place] for place in said.layers), strict=True)
         shape = CacheShape(kv_heads, head_dim, value_dim, said.dtype)
         return CacheId(said.replica, said.incarnation, said.serial, shape)
 
-    def _mac(self, owner: str, payload: bytes) -> bytes:
-        name = owner.encode()
-        message = len(name).to_bytes(4, "little") + name + payload
-        return hmac.digest(self._secret, message, hashlib.sha256)[:_MAC]
+
+def sealed(secret: bytes, owner: str, payload: bytes) -> str:
+    """Return the payload of an id with what shows that the service made it for that owner, in base64url."""
+    return base64.urlsafe_b64encode(_mac(secret, owner, payload) + payload).rstrip(b"=").decode()
 
 
-def _shared_secret(directory: Path | None) -> bytes:
+def opened(secret: bytes, owner: str, text: str) -> bytes | None:
+    """Return the payload of what `sealed` made for the owner; None for all else."""
+    try:
+        raw = base64.b64decode(text + "=" * (-len(text) % 4), b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    mac, payload = raw[:_MAC], raw[_MAC:]
+    return payload if hmac.compare_digest(mac, _mac(secret, owner, payload)) else None
+
+
+def _mac(secret: bytes, owner: str, payload: bytes) -> bytes:
+    name = owner.encode()
+    message = len(name).to_bytes(4, "little") + name + payload
+    return hmac.digest(secret, message, hashlib.sha256)[:_MAC]
+
+
+def shared_secret(directory: Path | None) -> bytes:
     """Return the secret that all HTTP processes with this directory have, drawn by the first of them."""
     drawn = secrets.token_bytes(_SECRET)
     if directory is None:

@@ -44,7 +44,7 @@ class KeyEntry(BaseModel):
     concurrent: Annotated[int, Field(ge=1, strict=True)] | None = None
     """requests for compute inside at once"""
     cache_bytes: Annotated[int, Field(ge=0, strict=True)] | None = None
-    """bytes of the caches that it may hold at each engine; memory that forks share counts for each of them"""
+    """bytes of caches and saved forwards that it may hold at each engine; memory that forks share counts for each"""
 
 
 def check_name(name: str) -> str:

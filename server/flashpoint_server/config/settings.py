@@ -115,13 +115,15 @@ class Settings(BaseSettings):
     shared_memory_bytes: Annotated[int, Field(ge=0)] = 0
     """most bytes of shared memory that callers on this host may register (docs/oip.md); 0: off. Needs one worker"""
     cache_bytes: Annotated[int, Field(ge=0)] = 4096 * MIB
-    """most bytes of keys and values that each engine holds for callers (docs/http.md); 0: no caches"""
+    """most bytes of caches and saved forwards that each engine holds for callers (docs/http.md); 0: none of either"""
     cache_ttl: Seconds = 600.0
     """seconds for which a cache is kept after its last use, where its owner asks for no other time"""
     cache_secret: SecretStr | None = None
     """secret that replicas behind a balancer share, 32 characters or more: they know each other's caches by it"""
     replica: Annotated[str, Field(max_length=63)] = ""
     """name of this server among the replicas behind a balancer, which ids of caches show; drawn where it is empty"""
+    saved_ttl: Seconds = 600.0
+    """seconds for which a saved forward is kept after its last use"""
     verify_flops: Annotated[int, Field(ge=1)] = 1 << 38
     """floating-point operations of a problem to verify, which runs in float64 and in torch's own math, too"""
     benchmark_cases: Annotated[int, Field(ge=1)] = 512

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,8 +35,10 @@ from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
 from flashpoint_server.engine.caches.parts import CachedPart
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.entry import OutOfMemoryError, Placed
+from flashpoint_server.engine.ledger import Ledger
 from flashpoint_server.engine.memory import bytes_in, tensor_in
-from flashpoint_server.ipc.messages import DeviceInfo, PlacedTensor, Prove
+from flashpoint_server.engine.saved import SavedForward, SavedStore
+from flashpoint_server.ipc.messages import DeviceInfo, PlacedTensor, Prove, Recall, Save
 from flashpoint_server.refusal import invalid
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
@@ -64,7 +67,9 @@ class TorchDevice:
     more part that is short while all others are long (see scheduler.py).
     """
 
-    caches: CacheStore  # set before it serves
+    ledger: Ledger  # set before it serves, as is what it counts
+    caches: CacheStore
+    saved: SavedStore
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
@@ -159,13 +164,19 @@ class TorchDevice:
         if self.is_cpu:
             return None  # interpreted
         with self._told_apart():
-            problem = self._problem(job, lambda t: torch.empty(t.shape, dtype=DTYPES[t.dtype], device="meta"))
+            meta = partial(torch.empty, device="meta")
+            problem = self._problem(
+                job,
+                lambda t: meta(t.shape, dtype=DTYPES[t.dtype]),
+                lambda name, t: t if name in INDEX_TENSORS else meta(t.shape, dtype=t.dtype),
+            )
             problem = replace(problem, device=torch.device(self.info.name))
             return None if triton_backend.compiled([problem]) else triton_backend.compile_ahead([problem])
 
     def rows(self, job: Placed) -> tuple[Row, ...]:
         """Return the sequences of a job. Raises Refusal 422 where values of its tensors do not fit."""
         index = {t.name: tensor_in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
+        index |= {name: t.tolist() for name, t in self._recalled(job).items() if name in INDEX_TENSORS}
         try:
             check_scales({t.name: tensor_in(job.memory, t) for t in job.submit.inputs if t.name in SCALES})
             return job.spec.rows(index)
@@ -174,7 +185,7 @@ class TorchDevice:
 
     def parts(self, job: Placed) -> list[Problem]:
         """A job that this device cuts, in parts, which compute in its shared memory. Raises Refusal 422."""
-        return split(_in_place(job), job.submit.backend)
+        return split(self._in_place(job), job.submit.backend)
 
     def call_tensors(self, job: Placed) -> CallTensors:
         """The tensors of a job over caches: on the CPU in its shared memory, else copies. Raises Refusal 422."""
@@ -211,8 +222,10 @@ class TorchDevice:
         backend = jobs[0].submit.backend
         if self.is_cpu:
             with self._told_apart():
-                problems = [self._held_problem(job.call) if job.call else _in_place(job) for job in jobs]
+                problems = [self._held_problem(job.call) if job.call else self._in_place(job) for job in jobs]
                 run(problems, backend)
+                for job, problem in zip(jobs, problems, strict=True):
+                    self._keep(job, problem)
             return [problem.seed for problem in problems], NO_COPIES
         with self._told_apart(), torch.cuda.stream(self._stream()):
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
@@ -226,6 +239,8 @@ class TorchDevice:
                     answer = problem.outputs[t.name].view(t.shape)
                     tensor_in(job.memory, t).copy_(answer, non_blocking=True)
             marks[3].record()
+            for job, problem in zip(jobs, problems, strict=True):
+                self._keep(job, problem)
             marks[3].synchronize()
             stages = Stages(marks[0].elapsed_time(marks[1]) / 1000, marks[2].elapsed_time(marks[3]) / 1000)
             return [problem.seed for problem in problems], stages
@@ -243,9 +258,16 @@ class TorchDevice:
 
         return self._problem(job, there)
 
-    def _problem(self, job: Placed, there: Callable[[PlacedTensor], Tensor]) -> Problem:
-        """The job's problem, of its index tensors, whose values are read here, and of what `there` makes of others."""
+    def _problem(
+        self, job: Placed, there: Callable[[PlacedTensor], Tensor],
+        recalled: Callable[[str, Tensor], Tensor] = lambda _, t: t,
+    ) -> Problem:  # fmt: skip
+        """The job's problem, of its index tensors, whose values are read here, and of what `there` makes of others.
+
+        `recalled` makes them of those of the saved forward that it uses.
+        """
         tensors = {t.name: tensor_in(job.memory, t) if t.name in INDEX_TENSORS else there(t) for t in job.submit.inputs}
+        tensors |= {name: recalled(name, t) for name, t in self._recalled(job).items()}
         return Problem.create(tensors, job.spec.options, job.spec.direction, spec=job.spec)
 
     @contextmanager
@@ -258,6 +280,53 @@ class TorchDevice:
         with torch.cuda.stream(stream):
             yield
         stream.synchronize()
+
+    # Saved forwards
+
+    def reserve(self, asked: Save) -> SavedForward:
+        """Take memory for a forward that is to be saved. Raises Refusal 413 and 429."""
+        return self.saved.reserve(asked)
+
+    def drop(self, kept: SavedForward) -> None:
+        """Give back the memory of a forward that has failed."""
+        self.saved.drop(kept.serial)
+
+    def keep(self, job: Placed) -> None:
+        """Save a forward of the CPU whose parts have all run. Raises OutOfMemoryError."""
+        with self._told_apart():
+            self._keep(job, None)
+
+    def _keep(self, job: Placed, problem: Problem | None) -> None:
+        """Save a forward that is to be saved. On a GPU its tensors stay where they are.
+
+        On the CPU they are copied out of staging memory, whose slots belong to an HTTP process and are used again: a
+        thirtieth of the forward's time at 1,024 tokens, less at more.
+        """
+        if job.kept is None:
+            return
+        places = [*job.submit.inputs, *job.submit.outputs]
+        if self.is_cpu or problem is None:
+            tensors = {t.name: tensor_in(job.memory, t).clone() for t in places}
+        else:
+            here = {**problem.tensors, **problem.outputs}
+            tensors = {t.name: here[t.name].view(t.shape) for t in places}
+            tensors |= {name: t.clone() for name, t in tensors.items() if name in INDEX_TENSORS}  # of staging memory
+        self.saved.keep(job.kept, tensors)
+
+    def _recalled(self, job: Placed) -> Mapping[str, Tensor]:
+        """The tensors of the saved forward whose gradients a job asks. Raises Refusal 404 and 410."""
+        recall = job.submit.saved
+        return self.saved.tensors(recall.owner, recall.serial) if isinstance(recall, Recall) else {}
+
+    def _in_place(self, job: Placed) -> Problem:
+        """The job's problem in its own memory. Raises Refusal 422, as `rows` does, and 404 and 410."""
+        spec, memory = job.spec, job.memory
+        given = {t.name: tensor_in(memory, t) for t in job.submit.inputs} | dict(self._recalled(job))
+        wanted = {t.name: tensor_in(memory, t) for t in job.submit.outputs}
+        try:
+            return Problem.create(given, spec.options, spec.direction, spec=spec, outputs=wanted)
+        except ProblemError as error:
+            raise invalid(error.errors) from None
 
     def _stream(self) -> torch.cuda.Stream:
         """The lane's own."""
@@ -297,17 +366,6 @@ class TorchDevice:
             else:
                 self._memory = torch.cuda.memory_reserved(self.info.name)
         return self._memory
-
-
-def _in_place(job: Placed) -> Problem:
-    """Raises Refusal 422, as `rows` does."""
-    submit, spec, memory, _ = job
-    given = {t.name: tensor_in(memory, t) for t in submit.inputs}
-    wanted = {t.name: tensor_in(memory, t) for t in submit.outputs}
-    try:
-        return Problem.create(given, spec.options, spec.direction, spec=spec, outputs=wanted)
-    except ProblemError as error:
-        raise invalid(error.errors) from None
 
 
 _STATM = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)

@@ -23,6 +23,7 @@ from flashpoint_contract.spec import Row, Spec, plan
 from flashpoint_contract.tensors import INDEX_TENSORS, SCALES, TensorInfo
 from flashpoint_kernels import Problem
 from flashpoint_kernels.problem import launch_key
+from flashpoint_server.engine.saved import SavedForward
 from flashpoint_server.engine.waiting import Budget
 from flashpoint_server.ipc.memory import LARGEST
 from flashpoint_server.ipc.messages import (
@@ -31,6 +32,8 @@ from flashpoint_server.ipc.messages import (
     Channel,
     FromEngine,
     Prove,
+    Recall,
+    Save,
     Submit,
     ToEngine,
     read_options,
@@ -53,12 +56,13 @@ class OutOfMemoryError(Exception):
 
 
 class Placed(NamedTuple):
-    """A job, what it asks for, and the segments of shared memory that its tensors lie in."""
+    """A job, what it asks for, the segments of shared memory that its tensors lie in, and where they are kept."""
 
     submit: Submit
     spec: Spec
     memory: Mapping[int, mmap.mmap]
     call: HeldCall | None = None  # of a job over caches that has been written
+    kept: SavedForward | None = None
 
 
 def spec_of(submit: Submit) -> Spec:
@@ -67,6 +71,8 @@ def spec_of(submit: Submit) -> Spec:
     options = read_options(submit.options)
     if (held := submit.held) is not None:
         return plan_cached(infos, options, LayerShape(*held.shape), len(held.caches))
+    if isinstance(submit.saved, Recall):
+        infos |= {name: TensorInfo(dtype, shape) for name, dtype, shape in submit.saved.tensors}
     return plan(infos, options, submit.direction)
 
 
@@ -100,10 +106,13 @@ class PlannedProblem:
     lengths: Lengths = NO_LENGTHS  # of those
     tensors: CallTensors | None = None  # of a call over caches, in place of parts
     alone: Batch | None = None  # what it amounts to by itself
+    recalls: bool = False  # tensors of a saved forward
 
     @cached_property
     def by_value(self) -> bool:
         """Whether its problem depends on more than the places: on what is read there as it is made, or on a seed."""
+        if self.recalls:
+            return True
         spec = self.spec
         bool_mask = spec.has("attn_mask") and spec.tensors["attn_mask"].dtype == "bool"
         return bool_mask or bool(spec.options.dropout_p) or any(spec.has(name) for name in (*INDEX_TENSORS, *SCALES))
@@ -149,10 +158,12 @@ class Peer:
         key: Hashable = (submit.direction, bytes(submit.options), tuple(submit.inputs), tuple(submit.outputs))
         if (held := submit.held) is not None:
             key = key, held.shape, len(held.caches)
+        if recalls := isinstance(submit.saved, Recall):
+            key = key, tuple(submit.saved.tensors)
         if (planned := self.planned.get(key)) is None:
             if len(self.planned) == KEPT:
                 self.planned.clear()
-            planned = self.planned[key] = PlannedProblem(spec_of(submit))
+            planned = self.planned[key] = PlannedProblem(spec_of(submit), recalls=recalls)
         return planned
 
     def send(self, reply: FromEngine) -> None:
@@ -212,6 +223,8 @@ class Entry:
     parts: deque[Problem] = field(default_factory=deque)  # that nobody has taken
     part_seconds: float = 0.0  # that a part of it is predicted to take
     left: int = 0  # parts that have not ended
+    kept: SavedForward | None = None  # where its tensors are kept once it has run
+    computed: bool = False  # all parts have ended, and its tensors are to be kept
     failure: Exception | None = None
 
     @classmethod
@@ -255,7 +268,7 @@ class Entry:
     @property
     def placed(self) -> Placed:
         assert isinstance(self.submit, Submit)
-        return Placed(self.submit, self.spec, self.peer.segments, self.call)
+        return Placed(self.submit, self.spec, self.peer.segments, self.call, self.kept)
 
     @property
     def mapped(self) -> bool:
@@ -266,18 +279,32 @@ class Entry:
 
     @property
     def caches(self) -> tuple[int, ...]:
-        """The caches that it uses, each once."""
+        """The caches, or the saved forward, that it uses, each once."""
         submit = self.submit
         if isinstance(submit, AskCaches):
             return tuple(dict.fromkeys(submit.caches))
-        held = submit.held if isinstance(submit, Submit) else None
-        return () if held is None else tuple(dict.fromkeys(held.caches))
+        if not isinstance(submit, Submit):
+            return ()
+        if isinstance(submit.saved, Recall):
+            return (submit.saved.serial,)
+        return () if submit.held is None else tuple(dict.fromkeys(submit.held.caches))
+
+    @property
+    def over_caches(self) -> bool:
+        """Whether it is attention over caches."""
+        return isinstance(self.submit, Submit) and self.submit.held is not None
+
+    @property
+    def saves(self) -> Save | None:
+        """Return what it asks to be kept of it."""
+        saved = self.submit.saved if isinstance(self.submit, Submit) else None
+        return saved if isinstance(saved, Save) else None
 
     @property
     def uses(self) -> bool:
         """Whether the time to live of its caches begins anew with its end."""
         submit = self.submit
-        return not isinstance(submit, AskCaches) or submit.what not in ("look", "export")
+        return not isinstance(submit, AskCaches) or submit.what not in ("look", "export", "look_saved")
 
     def cut_held(self, parts: Sequence[Any]) -> None:
         """Take the parts of a call over caches."""
@@ -311,7 +338,7 @@ class Entry:
         """Whether its sequences are so many that to make its parts takes a while, or tokens are written with that."""
         if self.planned is None:
             return False
-        return self.planned.spec.batch > FEW_SEQUENCES or (isinstance(self.submit, Submit) and bool(self.submit.held))
+        return self.planned.spec.batch > FEW_SEQUENCES or self.over_caches
 
     def tensors(self, of: Callable[[Placed], CallTensors]) -> CallTensors:
         """Return the tensors of a call over caches, made now or before, in place. Raises Refusal 422."""

@@ -16,7 +16,7 @@ from flashpoint_server.engine.caches.asking import asked_of_caches
 from flashpoint_server.engine.caches.attending import HeldCall
 from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, Stages, TorchDevice
 from flashpoint_server.engine.entry import Entry, OutOfMemoryError, account
-from flashpoint_server.engine.tasks import Ask, Compute, Cut, Launch, Task
+from flashpoint_server.engine.tasks import Ask, Compute, Cut, Keep, Launch, Task
 from flashpoint_server.engine.waiting import Budget
 from flashpoint_server.ipc.messages import AskCaches, Batch, Done, Failed, Prove, Proven, Submit, Told
 from flashpoint_server.ipc.parent import Watchdog
@@ -41,6 +41,8 @@ class Executor:
             return self._compute(task.entries[0], task.problem)
         if isinstance(task, Cut):
             return self._cut(task.entries[0], task.cores)
+        if isinstance(task, Keep):
+            return self._keep(task.entries[0])
         if isinstance(task, Ask):
             self._ask(task.entries[0])
         elif isinstance(task, Launch):
@@ -78,7 +80,7 @@ class Executor:
 
     def _cut(self, entry: Entry, cores: int) -> Exception | None:
         try:
-            if entry.caches:
+            if entry.over_caches:
                 with self._watchdog.watched():
                     entry.cut_held(self.device.attend(self._call(entry), entry.placed.submit.backend, cores))
             else:
@@ -94,17 +96,29 @@ class Executor:
         of = device.call_tensors
         return HeldCall(entry.tensors(of) if device.is_cpu else of(entry.placed), held)
 
+    def _keep(self, entry: Entry) -> Exception | None:
+        try:
+            with self._watchdog.watched():
+                self.device.keep(entry.placed)
+        except Exception as error:
+            return error
+        return None
+
     def _ask(self, entry: Entry) -> None:
-        """Do what is asked of caches. It is answered here, as a launch is."""
+        """Do what is asked of caches or of saved forwards. It is answered here, as a launch is."""
         submit = entry.submit
         assert isinstance(submit, AskCaches)
+        caches, saved = [], []
         try:
             with self._watchdog.watched(), self.device.in_order():
-                records = asked_of_caches(self.device.caches, submit, entry.peer.segments)
+                if submit.what.endswith("_saved"):
+                    saved = self.device.saved.asked(submit)
+                else:
+                    caches = asked_of_caches(self.device.caches, submit, entry.peer.segments)
         except Exception as error:
             self._fail([entry], OutOfMemoryError() if isinstance(error, MemoryError) else error)
         else:
-            entry.peer.send(Told(submit.id, records, entry.began, time.perf_counter()))
+            entry.peer.send(Told(submit.id, caches, entry.began, time.perf_counter(), saved))
 
     def _launch(self, batch: Sequence[Entry]) -> None:
         if isinstance(asked := batch[0].submit, Prove):
@@ -114,7 +128,7 @@ class Executor:
 
     def _writes(self, entry: Entry) -> bool:
         """Write the new tokens of a call over caches, once, however often it is tried. False: it is answered."""
-        if entry.caches:
+        if entry.over_caches:
             try:
                 entry.call = self._call(entry)
                 self.device.write(entry.call)
@@ -178,7 +192,10 @@ class Executor:
         if spec.options.dropout_p:
             metadata["dropout_seed"] = entry.seed
         if submit.held is not None:
-            metadata["lengths"] = self.device.caches.lengths(submit.held.caches, submit.held.layer)
+            held = submit.held
+            metadata["lengths"] = self.device.caches.lengths(held.owner, held.caches, held.layer)
+        if entry.kept is not None:
+            metadata["saved"] = entry.kept.serial
         ended, memory, dropped = time.perf_counter(), self.device.memory(), LINES.dropped()
         entry.peer.send(Done(submit.id, metadata, entry.began, ended, size, *stages, memory, number, about, dropped))
 

@@ -24,8 +24,10 @@ from collections.abc import Sequence
 
 import structlog
 
+from flashpoint_server.engine.caches.cache import StoredCache
 from flashpoint_server.engine.entry import Peer, accept
 from flashpoint_server.engine.executor import Executor
+from flashpoint_server.engine.saved import SavedForward
 from flashpoint_server.engine.scheduler import Scheduler
 from flashpoint_server.engine.tasks import Slice, Task
 from flashpoint_server.ipc.messages import (
@@ -34,6 +36,7 @@ from flashpoint_server.ipc.messages import (
     Cancel,
     Channel,
     Detach,
+    Forget,
     FromEngine,
     Hello,
     Holding,
@@ -89,7 +92,7 @@ class EngineLoop:
         self._peers: list[Peer] = []
         self._stopping = False
         self._incarnation = secrets.randbits(63)
-        self._held = 0, 0
+        self._held = 0, 0, 0, 0
         self._turn = threading.Lock()
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -141,7 +144,7 @@ class EngineLoop:
         timeout: float | None = 0
         while not self._stopping:
             self._hear_all(timeout)
-            self._look_at_caches()
+            self._look_at_held()
             with self._lock:
                 if (task := self._take()) is not None:
                     return task
@@ -150,19 +153,19 @@ class EngineLoop:
             timeout = None if until is None else max(until - time.monotonic(), 0)
         return None
 
-    def _look_at_caches(self) -> None:
-        """Free caches that have expired, and tell the HTTP processes what is held, where that has changed."""
-        self._executor.device.caches.sweep()
+    def _look_at_held(self) -> None:
+        """Free what has expired, and tell the HTTP processes what is held, where that has changed."""
+        self._executor.device.ledger.sweep()
         if (held := self._held_now) != self._held:
             self._held = held
             with self._lock:
                 self._tell_all([Holding(*held)])
 
     @property
-    def _held_now(self) -> tuple[int, int]:
-        """How many caches are held, and their bytes."""
-        caches = self._executor.device.caches
-        return len(caches), caches.used
+    def _held_now(self) -> tuple[int, int, int, int]:
+        """How many caches are held, and their bytes; how many saved forwards, and theirs."""
+        ledger = self._executor.device.ledger
+        return *ledger.held(StoredCache), *ledger.held(SavedForward)
 
     def _take(self) -> Task | None:
         return None if self._stopping else self._scheduler.take()
@@ -234,7 +237,9 @@ class EngineLoop:
             case Submit() | Prove() | AskCaches():
                 self._scheduler.admit(message, peer)
             case KeepOwners():
-                self._executor.device.caches.keep_owners(message.names)
+                self._executor.device.ledger.keep_owners(message.names)
+            case Forget():
+                self._executor.device.saved.drop(message.serial)
             case Cancel():
                 self._scheduler.cancel(peer, message.id)
             case Attach():

@@ -48,6 +48,7 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     parser.add_argument("--benchmark-keep", type=float, required=True)
     parser.add_argument("--cache-bytes", type=int, required=True)
     parser.add_argument("--cache-ttl", type=float, required=True)
+    parser.add_argument("--saved-ttl", type=float, required=True)
     parser.add_argument("--log-format", required=True)
     parser.add_argument("--log-level", required=True)
     asked = parser.parse_args()
@@ -58,7 +59,9 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     from flashpoint_server.engine.benchmark_jobs import BenchmarkJobs
     from flashpoint_server.engine.caches.store import CacheStore
     from flashpoint_server.engine.executor import Executor
+    from flashpoint_server.engine.ledger import Ledger
     from flashpoint_server.engine.loop import EngineLoop, Waker
+    from flashpoint_server.engine.saved import SavedStore
     from flashpoint_server.engine.scheduler import Scheduler
 
     listener = socket.socket(fileno=asked.listener)
@@ -74,10 +77,12 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
         return CANNOT_WORK
     budget = Budget(asked.batch_flops, asked.batch_bytes, asked.max_queue_delay)
     waker = Waker()
-    device.caches = CacheStore(asked.cache_bytes, asked.cache_ttl, device.info.name)
+    device.ledger = ledger = Ledger(asked.cache_bytes)
+    device.caches = CacheStore(ledger, asked.cache_ttl, device.info.name)
+    device.saved = SavedStore(ledger, asked.saved_ttl)
     executor = Executor(device, budget, asked.hang_timeout)
     benchmarks = BenchmarkJobs(device.info.name, asked.benchmark_slice_ms, asked.benchmark_keep)
-    scheduler = Scheduler(device, budget, executor.answer, waker.wake, [benchmarks], device.caches)
+    scheduler = Scheduler(device, budget, executor.answer, waker.wake, [benchmarks], ledger)
     loop = EngineLoop(listener, waker, scheduler, executor)
     keep_what_is_there()
     if device.is_cpu:

@@ -7,7 +7,8 @@ GPU, and under Triton's interpreter, a task is a launch of as many requests as m
 
     admitted → waiting → begun → answered      waiting → cancelled, late: answered without having begun
 
-A call that uses caches waits first until those before it that use one of them have ended (turns.py).
+A call that uses caches, or a saved forward, waits first until those before it that use one of them have ended
+(turns.py). Memory for a forward that is to be saved is reserved when it begins.
 
 The scheduler knows neither sockets nor torch. The device tells it what it can do (`Resources`); tasks are run, and
 requests answered, by others.
@@ -26,10 +27,11 @@ import structlog
 from flashpoint_contract.spec import Row
 from flashpoint_kernels import Problem
 from flashpoint_server.engine.entry import Entry, Lengths, OutOfMemoryError, Peer, Placed
-from flashpoint_server.engine.tasks import Ask, Compute, Cut, Launch, Plugin, Slice, Task
+from flashpoint_server.engine.saved import SavedForward
+from flashpoint_server.engine.tasks import Ask, Compute, Cut, Keep, Launch, Plugin, Slice, Task
 from flashpoint_server.engine.turns import Turns
 from flashpoint_server.engine.waiting import Budget, Waiting
-from flashpoint_server.ipc.messages import AskCaches, Prove, Submit
+from flashpoint_server.ipc.messages import AskCaches, Prove, Save, Submit
 from flashpoint_server.refusal import out_of_time
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
@@ -52,10 +54,12 @@ class Resources(Protocol):
     def rows(self, job: Placed) -> tuple[Row, ...]: ...
     def parts(self, job: Placed) -> list[Problem]: ...
     def compile(self, job: Placed) -> Future[None] | None: ...
+    def reserve(self, asked: Save) -> SavedForward: ...
+    def drop(self, kept: SavedForward) -> None: ...
 
 
 class Holder(Protocol):
-    """What holds caches, as far as the scheduler needs it: a call keeps those that it uses from `enter` to `leave`."""
+    """What is held for callers, as far as the scheduler needs it: a call keeps what it uses from `enter` to `leave`."""
 
     def enter(self, serials: Sequence[int]) -> None: ...
     def leave(self, serials: Sequence[int], *, used: bool) -> None: ...
@@ -104,14 +108,17 @@ class Scheduler:
         A request that needs a kernel that is not compiled yet waits for it aside, and holds up no other.
         """
         entry = Entry.of(message, peer, self._device.cuts)
-        key = entry.key
         if entry.caches:
             assert self._holder is not None
             self._holder.enter(entry.caches)
-            if self._turns.join(entry):
-                self._waiting.put(entry)
-            return
-        compiled = not isinstance(message, Submit) or message.backend != "triton"
+            if not self._turns.join(entry):
+                return
+        self._queue(entry)
+
+    def _queue(self, entry: Entry) -> None:
+        """Put a request whose turn has come into the queue, or beside it, until its kernel is compiled."""
+        key, submit = entry.key, entry.submit
+        compiled = not isinstance(submit, Submit) or submit.backend != "triton" or entry.over_caches
         if compiled or key is None or key in self._compiled:
             self._waiting.put(entry)
         elif key in self._held:
@@ -159,7 +166,7 @@ class Scheduler:
     def forget(self, peer: Peer) -> None:
         """Drop all requests of an HTTP process that is gone."""
         for entry in self._remove(lambda entry: entry.peer is peer):
-            if entry.caches:  # others wait for it to end
+            if entry.caches or entry.kept is not None:  # others wait for it to end, or for its memory
                 self._drop_parts(entry, out_of_time())
         for entry in self._cutting:
             if entry.peer is peer:
@@ -190,12 +197,14 @@ class Scheduler:
         self._end_turn(entry)
 
     def _end_turn(self, entry: Entry) -> None:
-        """A call is answered: those behind it that use its caches may run."""
+        """A call is answered: those behind it that use its caches may run, and what it failed to save is given back."""
+        if entry.kept is not None and entry.failure is not None:
+            self._device.drop(entry.kept)
         if entry.caches:
             assert self._holder is not None
             self._holder.leave(entry.caches, used=entry.uses and entry.failure is None)
             for other in self._turns.leave(entry):
-                self._waiting.put(other)
+                self._queue(other)
                 self._wake()
 
     # Tasks
@@ -243,6 +252,10 @@ class Scheduler:
             self._part_ended(task.entries[0], failure)
         elif isinstance(task, Cut):
             return self._cut_ended(task.entries[0], failure)
+        elif isinstance(task, Keep):
+            entry = task.entries[0]
+            entry.failure = failure
+            self._answer(entry)
         elif isinstance(task, Ask):
             self._end_turn(task.entries[0])
         elif isinstance(task, Launch):
@@ -276,6 +289,8 @@ class Scheduler:
         if entry.key is not None:
             self._launches += 1
             return Launch(batch)
+        if entry.computed:
+            return Keep((entry,))
         if not entry.left:
             self._cutting.append(entry)
             cores = max(1, self._device.cores - self._running - len(self._waiting))
@@ -320,6 +335,8 @@ class Scheduler:
             self._log.debug("begin", request_id=entry.submit.request_id, kind=type(entry.submit).__name__)
             if isinstance(entry.submit, AskCaches):
                 return True
+            if (saves := entry.saves) is not None:
+                entry.kept = self._device.reserve(saves)
             if entry.key is None:
                 if not entry.many:
                     entry.cut(self._device.parts)
@@ -336,7 +353,12 @@ class Scheduler:
             self._waiting.remove(lambda other: other is entry)
             self._drop_parts(entry, failure)
         elif not entry.left:
-            self._answer(entry)
+            if entry.kept is None or entry.failure is not None:
+                self._answer(entry)
+            else:
+                entry.computed = True
+                self._waiting.put(entry)
+                self._wake()
 
     def _cut_ended(self, entry: Entry, failure: Exception | None) -> Task | None:
         self._cutting.remove(entry)

@@ -54,8 +54,16 @@ class Cut(NamedTuple):
     cores: int
 
 
+class Keep(NamedTuple):
+    """Keep the tensors of a request whose parts have all ended, and answer it."""
+
+    entries: tuple[Entry]
+    long: bool = False
+    brief: bool = False
+
+
 class Ask(NamedTuple):
-    """Do what is asked of caches, and answer it."""
+    """Do what is asked of caches or of saved forwards, and answer it."""
 
     entries: tuple[Entry]
     long: bool = False
@@ -79,4 +87,4 @@ class Slice(NamedTuple):
     brief: bool = False
 
 
-Task = Compute | Cut | Ask | Launch | Slice
+Task = Compute | Cut | Keep | Ask | Launch | Slice

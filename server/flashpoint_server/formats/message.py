@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from flashpoint.options import AttentionOptions
 from flashpoint.validation import field_problems
-from flashpoint_contract import caches, strictjson
+from flashpoint_contract import caches, saved, strictjson
 from flashpoint_contract.options import Direction, Options, ProblemError
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import TensorInfo, refusals
@@ -61,6 +61,16 @@ class TensorMessage(ABC):
     def names_caches(self) -> bool:
         """Whether it asks for attention over caches."""
         return "caches" in self.options()
+
+    @property
+    def saves(self) -> bool:
+        """Whether it asks that its forward be saved."""
+        return self.options().get("save") is True
+
+    @property
+    def recalls(self) -> bool:
+        """Whether it asks for the gradients of a saved forward."""
+        return self.options().get("saved") is not None
 
     def spec(self, direction: Direction) -> Spec:
         """Return the problem that is asked. Raises Refusal 422."""
@@ -112,14 +122,18 @@ def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direc
     if refused := refusals(surface, infos):
         raise invalid(refused)
     try:
-        if refused := caches.refused(options):
+        if refused := [*caches.refused(options), *saved.refused(options)]:
             raise invalid(refused)
-        checked = AttentionOptions.model_validate(options)
-        return plan(infos, Options(**checked.model_dump()), direction)
+        return plan(infos, read_options(saved.plain(options)), direction)
     except ValidationError as error:
         raise invalid(field_problems(error)) from None
     except ProblemError as error:
         raise invalid(error.errors) from None
+
+
+def read_options(options: Mapping[str, Any]) -> Options:
+    """Return the options of a call. Raises ValidationError."""
+    return Options(**AttentionOptions.model_validate(options).model_dump())
 
 
 async def read_text(body: RequestBody) -> bytes:

@@ -91,6 +91,16 @@ class SafetensorsMessage(TensorMessage):
         """Whether the head asks for attention over caches."""
         return "caches" in self._reading.head.metadata
 
+    @property
+    def saves(self) -> bool:
+        """Whether the head asks that its forward be saved."""
+        return "save" in self._reading.head.metadata and super().saves
+
+    @property
+    def recalls(self) -> bool:
+        """Whether the head asks for the gradients of a saved forward."""
+        return "saved" in self._reading.head.metadata and super().recalls
+
     def spec(self, direction: Direction) -> Spec:
         """Return the problem: the one found before for this head, else a new one. Raises Refusal 422."""
         specs = self._reading.specs
@@ -129,7 +139,8 @@ class Safetensors(Format):
         tensors = tuple((name, place.dtype, place.shape) for name, place in places.items())
         views = job.staging.views(places).values()
         said = tuple((name, tuple(one) if isinstance(one, list) else one) for name, one in answer.metadata.items())
-        return [_head(tensors, said), *(view for view in views if len(view))]
+        make = _head if job.saved is None else _head.__wrapped__  # ids differ each time
+        return [make(tensors, said), *(view for view in views if len(view))]
 
 
 @lru_cache(256)  # a model's answers are of few shapes; those over caches have one length in all layers

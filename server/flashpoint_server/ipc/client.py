@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from flashpoint_server.ipc.job import Job, JobResult
@@ -32,6 +33,7 @@ from flashpoint_server.ipc.messages import (
     DeviceInfo,
     Done,
     Failed,
+    Forget,
     FromEngine,
     Hello,
     Holding,
@@ -89,7 +91,7 @@ class Listener:
         """Something happened to a benchmark."""
 
     def held(self, engine: Engine, said: Holding) -> None:
-        """The caches that an engine holds have changed."""
+        """The caches and saved forwards that an engine holds have changed."""
 
     def lost(self, engine: Engine) -> None:
         """The engine died; another is started at its address."""
@@ -205,8 +207,8 @@ class Engine:
         if self._sent.get(sent.number) is sent:
             self._send(Cancel(sent.number))
 
-    def tell(self, message: Time | StopJob | KeepOwners) -> None:
-        """What concerns its benchmarks, or who may own caches."""
+    def tell(self, message: Time | StopJob | KeepOwners | Forget) -> None:
+        """What concerns its benchmarks, who may own what it holds, or a saved forward that nobody wants."""
         self._send(message)
 
     def forget_segment(self, number: int) -> None:
@@ -283,6 +285,8 @@ class Engine:
             self.pace.did(sent.job.price.seconds, time.monotonic())
             asyncio.get_running_loop().call_soon(self._computed, message)  # behind who waits for the answer
         if sent.future.done():
+            if isinstance(message, Done) and (saved := message.metadata.get("saved")) is not None:
+                self.tell(Forget(saved))  # whoever asked for it has gone
             return
         if isinstance(message, Failed):
             sent.future.set_exception(Refusal(message.code, message.detail, errors=message.errors))
@@ -293,10 +297,11 @@ class Engine:
                 sent.future.set_result(JobResult({}, 1, report=message.report))
                 return
             if isinstance(message, Told):
-                sent.future.set_result(JobResult({}, 1, caches=tuple(message.caches)))
+                sent.future.set_result(JobResult({}, 1, caches=tuple(message.caches), saved=tuple(message.saved)))
                 return
             timings.copy_in, timings.copy_out = message.copy_in, message.copy_out
-            sent.future.set_result(JobResult(message.metadata, message.batch_size, message.launch))
+            result = JobResult(message.metadata, message.batch_size, message.launch, incarnation=self.incarnation)
+            sent.future.set_result(result)
 
     def _computed(self, done: Done) -> None:
         for listener in self._listeners:
@@ -433,7 +438,7 @@ class Engines:
             return True
         known_dead = any(incarnation in engine.before for engine in self._engines)
         if not known_dead and any(engine.state is State.STARTING for engine in self._engines):
-            raise Refusal("not_ready", "an engine that may hold the cache is starting")
+            raise Refusal("not_ready", "an engine that may hold it is starting")
         return False
 
     def incarnations(self) -> list[int]:
@@ -445,11 +450,17 @@ class Engines:
         for engine in self._ready():
             engine.tell(message)
 
+    def forget_saved(self, incarnation: int, serial: int) -> None:
+        """Have a saved forward freed whose id nobody got."""
+        for engine in self._ready():
+            if engine.incarnation == incarnation:
+                engine.tell(Forget(serial))
+
     @property
     def holding(self) -> Holding:
-        """The caches of all engines."""
-        found = [engine.holding for engine in self._engines]
-        return Holding(sum(one.caches for one in found), sum(one.nbytes for one in found))
+        """What all engines hold."""
+        found = [Holding(0, 0), *(engine.holding for engine in self._engines)]
+        return Holding(*(sum(counts) for counts in zip(*map(msgspec.structs.astuple, found), strict=True)))
 
     def _check_ready(self) -> None:
         if next(self._ready(), None) is None:
@@ -459,7 +470,7 @@ class Engines:
         wanted = sent.job.incarnation
         able = [engine for engine in self._ready() if not wanted or engine.incarnation == wanted]
         if not able:
-            sent.future.set_exception(Refusal("cache_lost", "the engine that held the caches has restarted"))
+            sent.future.set_exception(Refusal(sent.job.lost, "the engine that held it has restarted"))
             return
         engine = min(able, key=lambda engine: engine.load)
         engine.submit(sent)

@@ -9,7 +9,17 @@ from typing import Any
 
 from flashpoint_contract.spec import Spec
 from flashpoint_server.exchange import Timings
-from flashpoint_server.ipc.messages import AskCaches, CacheRecord, Held, Prove, Submit, pack_options
+from flashpoint_server.ipc.messages import (
+    AskCaches,
+    CacheRecord,
+    Held,
+    Prove,
+    Recall,
+    Save,
+    SavedRecord,
+    Submit,
+    pack_options,
+)
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.ipc.staging import Staging
 
@@ -24,7 +34,8 @@ class Job(ABC):
     price: Price
     deadline: float | None = None
     priority: int = 0
-    incarnation: int = 0  # of the engine that holds its caches; 0 for any engine
+    incarnation: int = 0  # of the engine that holds what it uses; 0 for any engine
+    lost: str = "cache_lost"  # the code of its refusal where that engine is gone
 
     @abstractmethod
     def message(self, number: int, rank: float) -> Submit | Prove | AskCaches:
@@ -41,11 +52,15 @@ class Job(ABC):
 
 @dataclass(eq=False, kw_only=True)
 class AttentionJob(Job):
-    """Attention or its gradients, on `backend`; over caches where `held` names some."""
+    """Attention or its gradients, on `backend`; over caches where `held` names some.
+
+    `saved`: the forward is kept, or the gradient is that of one that was.
+    """
 
     spec: Spec
     backend: str
     held: Held | None = None
+    saved: Save | Recall | None = None
 
     def message(self, number: int, rank: float) -> Submit:
         return Submit(
@@ -63,12 +78,13 @@ class AttentionJob(Job):
             rank=rank,
             deadline=self.deadline,
             held=self.held,
+            saved=self.saved,
         )
 
 
 @dataclass(eq=False, kw_only=True)
 class CacheJob(Job):
-    """What concerns caches and computes nothing; see `AskCaches`."""
+    """What concerns caches, or saved forwards, and computes nothing; see `AskCaches`."""
 
     what: str
     owner: str
@@ -124,7 +140,7 @@ class JobResult:
     """What is not a tensor of an answer: the tensors are written in the job's staging memory.
 
     `launch` numbers the launch it was computed in. `report` is the answer of a verification, a VerifyReport in JSON.
-    `caches` are those that a CacheJob is about.
+    `caches` and `saved` are those that a CacheJob is about. `incarnation` is that of the engine that answered.
     """
 
     metadata: dict[str, Any]
@@ -132,3 +148,5 @@ class JobResult:
     launch: int = 0
     report: bytes = b""
     caches: tuple[CacheRecord, ...] = ()
+    saved: tuple[SavedRecord, ...] = ()
+    incarnation: int = 0

@@ -18,6 +18,7 @@ from flashpoint_contract.options import Direction, Options
 from flashpoint_kernels.cost import Rates
 
 LARGEST_MESSAGE = 1 << 17
+MOST_LISTED = 64  # saved forwards of one message, each with up to a KiB of its head
 _CUT = int(socket.MSG_TRUNC)  # as a number: to compare flags at each message takes a tenth of its way
 _ROOM = socket.CMSG_SPACE(4 * array("i").itemsize)  # for the descriptors beside a message: `Attach` has one
 
@@ -92,6 +93,33 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     left: int
 
 
+class Save(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Keep a forward, which counts for `nbytes`; `quota` as in `Held`. `head` says what it is (access/saved_ids.py)."""
+
+    owner: str
+    quota: int | None
+    nbytes: int
+    head: bytes
+
+
+class Recall(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The saved forward of `owner` whose tensors a gradient needs beside its inputs: name, dtype and shape of each."""
+
+    owner: str
+    serial: int
+    tensors: list[tuple[str, str, tuple[int, ...]]]
+
+
+class SavedRecord(msgspec.Struct, frozen=True):
+    """A saved forward as it is, with its head; seconds for times."""
+
+    serial: int
+    head: bytes
+    nbytes: int
+    ttl: float
+    expires_in: float
+
+
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """To the engine: compute. `rank` and `deadline` are in `time.monotonic` seconds, which all processes share.
 
@@ -113,6 +141,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     rank: float
     deadline: float | None
     held: Held | None = None
+    saved: Save | Recall | None = None
 
 
 class Prove(msgspec.Struct, frozen=True, tag=True):
@@ -135,7 +164,8 @@ class AskCaches(msgspec.Struct, frozen=True, tag=True):
     """To the engine: what concerns caches and computes nothing. All else as in `Submit` and `Held`.
 
     `what` is create, look, list, append, fork, truncate, renew, export or delete; `arguments` are what it takes. The k
-    and v of an append are `inputs`, those of an export `outputs`.
+    and v of an append are `inputs`, those of an export `outputs`. Of saved forwards it is look_saved, list_saved or
+    delete_saved, and `caches` are theirs.
     """
 
     id: int
@@ -157,9 +187,15 @@ class AskCaches(msgspec.Struct, frozen=True, tag=True):
 
 
 class KeepOwners(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: these are the owners of caches that still have keys; those of all others are freed."""
+    """To the engine: these are the owners that still have keys; what all others hold is freed."""
 
     names: list[str]
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: nobody has heard of this saved forward."""
+
+    serial: int
 
 
 class Time(msgspec.Struct, frozen=True, tag=True):
@@ -272,19 +308,27 @@ class Proven(msgspec.Struct, frozen=True, tag=True):
 
 
 class Told(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: what was asked of caches is done. Times as in `Done`."""
+    """From the engine: what was asked of caches, or of saved forwards, is done. Times as in `Done`."""
 
     id: int
     caches: list[CacheRecord]
     began: float
     ended: float
+    saved: list[SavedRecord] = []
 
 
 class Holding(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, to all: how many caches it holds, and their bytes."""
+    """From the engine, to all: how many caches and saved forwards it holds, and the bytes of each."""
 
     caches: int
     nbytes: int
+    saved: int = 0
+    saved_nbytes: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of both."""
+        return self.nbytes + self.saved_nbytes
 
 
 class JobOpened(msgspec.Struct, frozen=True, tag=True):
@@ -311,7 +355,7 @@ class JobDropped(msgspec.Struct, frozen=True, tag=True):
 
 
 JobNews = JobOpened | JobEvent | JobDropped
-ToEngine = Attach | Detach | Submit | Prove | AskCaches | KeepOwners | Time | StopJob | Cancel
+ToEngine = Attach | Detach | Submit | Prove | AskCaches | KeepOwners | Forget | Time | StopJob | Cancel
 FromEngine = Hello | Broken | Done | Failed | Unmapped | Proven | Told | Holding | JobNews
 
 Incoming = TypeVar("Incoming")

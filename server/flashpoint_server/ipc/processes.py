@@ -29,7 +29,7 @@ ENGINE_VARIABLES = {"OMP_WAIT_POLICY": "passive", "CUBLAS_WORKSPACE_CONFIG": ":4
 ENGINE = "flashpoint_server.engine.process"
 ENGINE_SETTINGS = (
     "batch_flops", "batch_bytes", "max_queue_delay", "hang_timeout", "benchmark_slice_ms", "benchmark_keep",
-    "cache_bytes", "cache_ttl", "log_format", "log_level",
+    "cache_bytes", "cache_ttl", "saved_ttl", "log_format", "log_level",
 )  # fmt: skip
 ENGINE_PATIENCE = 1.0  # seconds that an engine may take to end; when it is stopped, nobody waits for its answers
 STEADY = 30.0  # seconds after which a start counts as a success

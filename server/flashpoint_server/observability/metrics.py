@@ -68,6 +68,8 @@ class Metrics(Listener):
         self._caches = gauge("caches", "KV caches that engines hold", "livemax", "engine")
         self._cache_bytes = gauge("cache_bytes", "Bytes of those, shared memory counted once", "livemax", "engine")
         self._cache_limit = gauge("cache_limit_bytes", "Most of those bytes in an engine", "livemax", "engine")
+        self._saved = gauge("saved_forwards", "Saved forwards that engines hold", "livemax", "engine")
+        self._saved_bytes = gauge("saved_bytes", "Bytes of those", "livemax", "engine")
         self._restarts = counter("engine_restarts", "Engines lost, and replaced")
         self._splits = counter("out_of_memory_splits", "Batches cut in two for want of memory")
 
@@ -129,6 +131,8 @@ class Metrics(Listener):
     def held(self, engine: Engine, said: Holding) -> None:
         self._caches.labels(engine.process[0]).set(said.caches)
         self._cache_bytes.labels(engine.process[0]).set(said.nbytes)
+        self._saved.labels(engine.process[0]).set(said.saved)
+        self._saved_bytes.labels(engine.process[0]).set(said.saved_nbytes)
 
     def cache_limit(self, engine: str, nbytes: int) -> None:
         """Set the most bytes of caches that an engine may hold."""

@@ -57,7 +57,7 @@ def _operation(model: Model) -> dict[str, Any]:
         "schema": {"$ref": f"#/components/schemas/Infer_{model.name}"},
         "examples": {"causal": {"summary": "two positions, causal", "value": example}},
     }
-    used = (code for code in STATUS if code not in _UNUSED and not code.startswith("cache_"))
+    used = (code for code in STATUS if code not in _UNUSED and not code.startswith(("cache_", "saved_")))
     statuses = sorted({STATUS[code] for code in used})
     return {
         "tags": [TAG],

@@ -6,6 +6,7 @@ from flashpoint_contract.options import Direction
 from flashpoint_server.formats.negotiation import answer_format, request_format
 from flashpoint_server.routes.cached_attention import compute_cached
 from flashpoint_server.routes.pipeline import RouteRequest, authorize, begin, compute, read, write
+from flashpoint_server.routes.saved_forward import compute_recalled, compute_saving
 
 
 async def attention(request: RouteRequest, direction: Direction) -> None:
@@ -15,8 +16,13 @@ async def attention(request: RouteRequest, direction: Direction) -> None:
     wanted = answer_format(request.headers, given)
     begin(request)
     message = await read(request, given)
-    if direction == "forward" and message.names_caches:
+    forward = direction == "forward"
+    if forward and message.saves:
+        job, answer = await compute_saving(request, message, wanted.numbers)
+    elif forward and message.names_caches:
         job, answer = await compute_cached(request, message, wanted.numbers)
+    elif message.recalls and not forward:
+        job, answer = await compute_recalled(request, message, wanted.numbers)
     else:
         job, answer = await compute(request, message, direction, wanted.numbers)
     parts = await wanted.write(job, answer, request.service.codec)

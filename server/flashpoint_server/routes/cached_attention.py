@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from flashpoint.options import AttentionOptions
 from flashpoint.validation import field_problems
+from flashpoint_contract import saved
 from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions, LayerShape, plan_cached
 from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.spec import Spec
@@ -21,7 +21,7 @@ from flashpoint_kernels.support import choose_backend
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.access.cache_ids import CacheId
 from flashpoint_server.config.settings import REPLICA
-from flashpoint_server.formats.message import TensorMessage, text_bytes
+from flashpoint_server.formats.message import TensorMessage, read_options, text_bytes
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo, Held
 from flashpoint_server.ipc.price import MOST_FLOPS, Price
@@ -122,7 +122,9 @@ def _options(message: TensorMessage) -> tuple[CacheOptions, Options]:
     said = message.options()
     try:
         asked = CacheOptions.read(said)
-        plain: dict[str, Any] = {name: value for name, value in said.items() if name not in CACHE_OPTIONS}
+        if refused := saved.refused(said):
+            raise invalid(refused)
+        plain = saved.plain({name: value for name, value in said.items() if name not in CACHE_OPTIONS})
         text = json.dumps(plain)
         return asked, _checked(text) if len(text) <= REMEMBERED_TEXT else _checked.__wrapped__(text)
     except ValidationError as error:
@@ -134,7 +136,7 @@ def _options(message: TensorMessage) -> tuple[CacheOptions, Options]:
 @lru_cache(256)
 def _checked(plain: str) -> Options:
     """Return the options that JSON says. Raises ValidationError and ProblemError."""
-    return Options(**AttentionOptions.model_validate(json.loads(plain)).model_dump())
+    return read_options(json.loads(plain))
 
 
 def _for_single_queries(spec: Spec) -> tuple[Options, int]:

@@ -53,7 +53,7 @@ def routes(service: Service) -> list[StarletteRoute]:
     """Return the routes of /caches."""
 
     def route(path: str, method: str, handle: Handler) -> StarletteRoute:
-        return StarletteRoute(path, Route(service, partial(_served, handle=handle)), methods=[method])
+        return StarletteRoute(path, served(service, handle), methods=[method])
 
     return [
         route("/caches", "POST", create),
@@ -69,10 +69,15 @@ def routes(service: Service) -> list[StarletteRoute]:
     ]
 
 
+def served(service: Service, handle: Handler) -> Route:
+    """Return the application of a call about what is held."""
+    return Route(service, partial(_served, handle=handle))
+
+
 async def _served(request: RouteRequest, handle: Handler) -> None:
     authorize(request, "attention")
     if not request.service.settings.cache_bytes:
-        raise Refusal("not_found", "this server holds no caches: --cache-bytes is 0")
+        raise Refusal("not_found", "this server holds nothing for callers: --cache-bytes is 0")
     lead_here(request)
     begin(request)
     await handle(request)
@@ -92,7 +97,7 @@ async def create(request: RouteRequest) -> None:
     }  # fmt: skip
     incarnation = found(request, [asked.beside])[0].incarnation if asked.beside is not None else _engine_for(request)
     answer = await _ask(request, incarnation, "create", arguments=arguments)
-    await _send(request, 201, {"caches": _described(request, incarnation, answer.caches)})
+    await send_json(request, 201, {"caches": _described(request, incarnation, answer.caches)})
 
 
 async def listed(request: RouteRequest) -> None:
@@ -101,14 +106,14 @@ async def listed(request: RouteRequest) -> None:
     for incarnation in request.service.engine.incarnations():
         answer = await _ask(request, incarnation, "list")
         every += _described(request, incarnation, answer.caches)
-    await _send(request, 200, {"caches": every})
+    await send_json(request, 200, {"caches": every})
 
 
 async def look(request: RouteRequest) -> None:
     """200: one cache."""
     one = _named(request)
     answer = await _ask(request, one.incarnation, "look", [one])
-    await _send(request, 200, _described(request, one.incarnation, answer.caches)[0])
+    await send_json(request, 200, _described(request, one.incarnation, answer.caches)[0])
 
 
 async def fork(request: RouteRequest) -> None:
@@ -125,14 +130,14 @@ async def fork(request: RouteRequest) -> None:
     }  # fmt: skip
     incarnation = ids[0].incarnation
     answer = await _ask(request, incarnation, "fork", list({one.serial: one for one in ids}.values()), arguments)
-    await _send(request, 201, {"caches": _described(request, incarnation, answer.caches)})
+    await send_json(request, 201, {"caches": _described(request, incarnation, answer.caches)})
 
 
 async def delete(request: RouteRequest) -> None:
     """204: a cache is gone."""
     one = _named(request)
     await _ask(request, one.incarnation, "delete", [one])
-    await _send(request, 204)
+    await send_json(request, 204)
 
 
 async def delete_many(request: RouteRequest) -> None:
@@ -140,7 +145,7 @@ async def delete_many(request: RouteRequest) -> None:
     asked = await _read(request, DeleteRequest)
     ids = found(request, asked.caches)
     await _ask(request, ids[0].incarnation, "delete", list({one.serial: one for one in ids}.values()))
-    await _send(request, 204)
+    await send_json(request, 204)
 
 
 async def truncate(request: RouteRequest) -> None:
@@ -148,7 +153,7 @@ async def truncate(request: RouteRequest) -> None:
     one = _named(request)
     asked = await _read(request, TruncateRequest)
     answer = await _ask(request, one.incarnation, "truncate", [one], {"length": asked.length})
-    await _send(request, 200, _described(request, one.incarnation, answer.caches)[0])
+    await send_json(request, 200, _described(request, one.incarnation, answer.caches)[0])
 
 
 async def renew(request: RouteRequest) -> None:
@@ -156,7 +161,7 @@ async def renew(request: RouteRequest) -> None:
     one = _named(request)
     answer = await _ask(request, one.incarnation, "renew", [one])
     document = _described(request, one.incarnation, answer.caches)[0]
-    await _send(request, 200, document | {"expires_in_s": document["ttl_s"]})
+    await send_json(request, 200, document | {"expires_in_s": document["ttl_s"]})
 
 
 async def append(request: RouteRequest) -> None:
@@ -191,7 +196,7 @@ async def append(request: RouteRequest) -> None:
         quota=cache_quota(request),
     )  # fmt: skip
     answer = await submit(request, make_job(request, kind, staging, LITTLE))
-    await _send(request, 200, {"length": answer.caches[0].lengths[layer]})
+    await send_json(request, 200, {"length": answer.caches[0].lengths[layer]})
 
 
 def _token_shapes(infos: Mapping[str, TensorInfo], one: CacheId, layer: int, layout: str) -> dict[str, tuple[int, ...]]:
@@ -273,7 +278,7 @@ def _engine_for(request: RouteRequest) -> int:
     key = idempotency_key(request)
     if key:
         return sorted(engines)[sum(key.encode()) % len(engines)]
-    return request.service.engine.least(lambda engine: engine.holding.nbytes).incarnation
+    return request.service.engine.least(lambda engine: engine.holding.total).incarnation
 
 
 async def _ask(
@@ -325,7 +330,8 @@ def _one(values: Sequence[T]) -> T | list[T]:
     return values[0] if len(set(values)) == 1 else list(values)
 
 
-async def _send(request: RouteRequest, status: int, document: Mapping[str, Any] | None = None) -> None:
+async def send_json(request: RouteRequest, status: int, document: Mapping[str, Any] | None = None) -> None:
+    """Answer with a JSON document, or with a status alone."""
     body = b"" if document is None else json.dumps(document, separators=(",", ":")).encode()
     headers = [(b"content-length", b"%d" % len(body))] if status != 204 else []
     if document is not None:

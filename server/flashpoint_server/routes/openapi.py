@@ -15,6 +15,7 @@ from flashpoint.verify_schema import VerifyReport, VerifyRequest
 from flashpoint_contract import wire
 from flashpoint_contract.caches import CACHE_OPTIONS, MOST_CACHES
 from flashpoint_contract.options import Direction
+from flashpoint_contract.saved import SAVED_OPTIONS, TAKEN_BESIDE
 from flashpoint_contract.tensors import ALL_ANSWERS, ANSWERS, BACKWARD_TENSORS, FORWARD_TENSORS, REQUIRED, TENSORS
 from flashpoint_server.refusal import STATUS
 from flashpoint_server.routes import openapi_caches
@@ -29,8 +30,18 @@ _HEADERS = {
 }
 _SUMMARY = {"forward": "Attention", "backward": "Gradients of attention"}
 _NO_CALL = ("not_found", "method_not_allowed")
-_ERRORS = sorted({status for code, status in STATUS.items() if code not in _NO_CALL and not code.startswith("cache_")})
-_CACHE_ERRORS = sorted({status for code, status in STATUS.items() if code.startswith("cache_")})
+_OF_HELD = {"forward": "cache_", "backward": "saved_"}  # how codes begin that a call over what is held may have
+_ERRORS = sorted(
+    {
+        status
+        for code, status in STATUS.items()
+        if code not in _NO_CALL and not code.startswith(tuple(_OF_HELD.values()))
+    }
+)
+_HELD_ERRORS = {
+    direction: sorted({status for code, status in STATUS.items() if code.startswith(word)})
+    for direction, word in _OF_HELD.items()
+}
 _KEYS: list[dict[str, list[str]]] = [{}, {"bearer": []}]  # a key where the server has keys
 
 
@@ -73,7 +84,7 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
         return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
 
     schemas["AttentionRequest"] = _over_caches(request(FORWARD_TENSORS, [*REQUIRED["forward"]]))
-    schemas["AttentionGradRequest"] = request(BACKWARD_TENSORS, [*REQUIRED["backward"]])
+    schemas["AttentionGradRequest"] = _over_saved(request(BACKWARD_TENSORS, [*REQUIRED["backward"]]))
     judged = tuple(name for name in ALL_ANSWERS if name not in BACKWARD_TENSORS)
     schemas["VerifyTensors"] = request((*BACKWARD_TENSORS, *judged), [*REQUIRED["forward"]])
     models: tuple[type[BaseModel], ...] = (VerifyRequest, VerifyReport, BenchmarkRequest, ProblemDocument)
@@ -94,7 +105,8 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
 
     schemas["AttentionAnswer"] = answer(ANSWERS["forward"], ["o"])
     lengths = {"type": "array", "items": {"type": "integer"}, "description": "of the caches, in that layer"}
-    schemas["AttentionAnswer"]["properties"]["lengths"] = lengths
+    saved = {"type": "string", "description": "the id of this forward, where it was saved"}
+    schemas["AttentionAnswer"]["properties"] |= {"lengths": lengths, "saved": saved}
     schemas["AttentionGradAnswer"] = answer(ANSWERS["backward"], [])
 
 
@@ -105,9 +117,21 @@ def _over_caches(request: dict[str, Any]) -> dict[str, Any]:
     of["layer"] |= {"type": "integer", "minimum": 0, "default": 0}
     of["at"] |= {"type": ["array", "null"], "items": {"type": "integer", "minimum": 0}}
     whole = {"required": request.pop("required"), "not": {"anyOf": [{"required": [name]} for name in CACHE_OPTIONS]}}
-    request["properties"] |= of
+    save = {"type": "boolean", "default": False, "description": SAVED_OPTIONS["save"].text}
+    request["properties"] |= of | {"save": save}
     request["required"] = ["q"]
-    return request | {"anyOf": [whole, {"required": ["q", "caches"]}]}
+    return request | {"anyOf": [whole, {"required": ["q", "caches"], "properties": {"save": {"enum": [False]}}}]}
+
+
+def _over_saved(request: dict[str, Any]) -> dict[str, Any]:
+    """Add the id of a saved forward to the schema of a request, which then has little else."""
+    taken = {"saved", "dtype", *(name for names in TAKEN_BESIDE for name in names)}
+    others = [{"required": [name]} for name in request["properties"] if name not in taken]
+    whole = {"required": request.pop("required"), "properties": {"saved": {"type": "null"}}}
+    alone = {"required": ["do", "saved"], "properties": {"saved": {"type": "string"}}, "not": {"anyOf": others}}
+    request["properties"]["saved"] = {"type": ["string", "null"], "description": SAVED_OPTIONS["saved"].text}
+    request["required"] = ["do"]
+    return request | {"anyOf": [whole, alone]}
 
 
 def _json_tensor(element: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +161,7 @@ def _tensors(names: tuple[str, ...]) -> dict[str, Any]:
 
 def _verification() -> dict[str, Any]:
     """The operation of /verify: two kinds of request, one report."""
-    ours = _operation("forward", caches=False)
+    ours = _operation("forward", held=False)
     kinds = [{"$ref": f"#/components/schemas/{name}"} for name in ("VerifyRequest", "VerifyTensors")]
     content = ours["requestBody"]["content"]
     content[jsonwire.MEDIA_TYPE] = {"schema": {"oneOf": kinds}, "examples": examples.VERIFY}
@@ -151,7 +175,7 @@ def _verification() -> dict[str, Any]:
     }
 
 
-def _operation(direction: Direction, *, caches: bool = True) -> dict[str, Any]:
+def _operation(direction: Direction, *, held: bool = True) -> dict[str, Any]:
     name = "Attention" if direction == "forward" else "AttentionGrad"
     binary = {
         "schema": {
@@ -166,8 +190,8 @@ def _operation(direction: Direction, *, caches: bool = True) -> dict[str, Any]:
     }
     answered = {"schema": {"$ref": f"#/components/schemas/{name}Answer"}}
     told = {h: {"schema": {"type": "string"}, "description": text} for h, text in _HEADERS.items()}
-    cached = caches and direction == "forward"
-    statuses = sorted({*_ERRORS, *(_CACHE_ERRORS if cached else ())})
+    cached = held and direction == "forward"
+    statuses = sorted({*_ERRORS, *(_HELD_ERRORS[direction] if held else ())})
     return {
         "tags": ["attention"],
         "summary": _SUMMARY[direction],

@@ -1,4 +1,4 @@
-"""What OpenAPI shows of /caches."""
+"""What OpenAPI shows of /caches and /saved."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from flashpoint_server.routes.cache_schema import (
     TruncateRequest,
 )
 from flashpoint_server.routes.problem_schema import problems
+from flashpoint_server.routes.saved import SavedDescription, SavedList
 
-_MODELS = (CacheRequest, ForkRequest, DeleteRequest, TruncateRequest, CacheDescription, CacheList, CacheLength)
+_MODELS = (
+    CacheRequest, ForkRequest, DeleteRequest, TruncateRequest, CacheDescription, CacheList, CacheLength,
+    SavedDescription, SavedList,
+)  # fmt: skip
 _ALWAYS = (400, 401, 403, 404, 408, 413, 421, 422, 429, 503, 504)
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -44,6 +48,7 @@ def add(document: dict[str, Any]) -> None:
         schema.pop("$defs", None)
         schemas[schema["title"]] = schema
     schemas["CacheList"]["properties"]["caches"]["items"] = {"$ref": "#/components/schemas/Cache"}
+    schemas["SavedList"]["properties"]["saved"]["items"] = {"$ref": "#/components/schemas/SavedForward"}
     one = "/caches/{id}"
     read = _operation("k and v of a layer", "cache_tensors", 200, None, None, 409, 410)
     read["parameters"] = [_ID, _LAYER, REPLICA]
@@ -75,6 +80,11 @@ def add(document: dict[str, Any]) -> None:
             )
         },
         f"{one}/tensors": {"get": read},
+        "/saved": {"get": _operation("The caller's saved forwards", "list_saved", 200, SavedList)},
+        "/saved/{id}": {
+            "get": _of_one(_operation("One saved forward", "saved", 200, SavedDescription, None, 410)),
+            "delete": _of_one(_operation("Delete it, after the calls that run", "delete_saved", 204, None, None, 410)),
+        },
     }
 
 

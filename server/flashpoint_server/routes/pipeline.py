@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -26,7 +26,7 @@ from flashpoint_server.access.keys import Caller
 from flashpoint_server.config.key_file import Right
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange, Timings, Way
-from flashpoint_server.formats.message import Format, TensorMessage, text_bytes
+from flashpoint_server.formats.message import Format, RequestPlan, TensorMessage, text_bytes
 from flashpoint_server.http.body import ClientGoneError, RequestBody
 from flashpoint_server.http.envelope import REPLICA_FIELD, send_refusal
 from flashpoint_server.http.places import Part
@@ -178,22 +178,39 @@ async def compute(
     request: RouteRequest, message: TensorMessage, direction: Direction, numbers: Callable[[Spec], list[TensorInfo]]
 ) -> tuple[AttentionJob, JobResult]:
     """Plan, admit, stage and submit attention or its gradients. `numbers` are the outputs that are sent as text."""
-    service, body = request.service, request.body
     assert request.device is not None
+    plan = message.plan(direction, request.device, partial(choose, request.service.settings))
+    return await carry_out(request, message, plan, numbers(plan.spec), plan.spec.input_bytes)
 
-    def choose(spec: Spec, device: DeviceInfo) -> str:
-        try:
-            backend = choose_backend(spec, device.backends)
-        except ProblemError as error:
-            raise invalid(error.errors) from None
-        check_size(spec, device.memory, service.settings.sequence_limit)
-        return backend
 
-    spec, backend, price, device = message.plan(direction, request.device, choose)
-    text = numbers(spec)
+def choose(settings: Settings, spec: Spec, device: DeviceInfo) -> str:
+    """Return the backend of a problem. Raises Refusal 413 and 422."""
+    try:
+        backend = choose_backend(spec, device.backends)
+    except ProblemError as error:
+        raise invalid(error.errors) from None
+    check_size(spec, device.memory, settings.sequence_limit)
+    return backend
+
+
+async def carry_out(
+    request: RouteRequest,
+    message: TensorMessage,
+    plan: RequestPlan,
+    text: list[TensorInfo],
+    input_bytes: int,
+    kind: Callable[[Mapping[str, Any]], Callable[..., AttentionJob]] = lambda _: AttentionJob,
+) -> tuple[AttentionJob, JobResult]:
+    """Admit, stage and submit a problem that is planned.
+
+    `text` are the outputs that are sent as text, `input_bytes` those of the tensors that the body brings. `kind` makes
+    the job, given the values of the index tensors. Raises Refusal and ClientGoneError.
+    """
+    service, body = request.service, request.body
+    spec, backend, price, device = plan
     if (size := sum(info.nbytes for info in text)) > (most := service.settings.json_limit):
         raise Refusal("work_too_large", f"an answer of {size} bytes is over JSON's limit of {most}")
-    permit = request.permit or admit(request, spec.input_bytes + spec.output_bytes)
+    permit = request.permit or admit(request, input_bytes + spec.output_bytes)
     if text:
         permit.grow(text_bytes(text))
     permit.charge(price, body.deadline, service.engine.pace)
@@ -203,7 +220,7 @@ async def compute(
         permit.correct(price_of(spec, backend, device, index))
     shapes = {name: list(place.shape) for name, place in staging.inputs.items()}
     request.exchange.facts.update(backend=backend, shapes=shapes)
-    job = make_job(request, partial(AttentionJob, spec=spec, backend=backend), staging, permit.price)
+    job = make_job(request, partial(kind(index), spec=spec, backend=backend), staging, permit.price)
     return job, await submit(request, job)
 
 

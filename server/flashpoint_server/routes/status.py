@@ -49,7 +49,9 @@ class Info(BaseModel):
     backends: list[str] = Field(description="in the order in which `auto` prefers them")
     options: dict[str, list[str]] = Field(description="what each backend can do, of the words in `features`")
     load: dict[str, int] = Field(description="requests that are admitted now, and the bytes of their tensors")
-    caches: dict[str, int] = Field(description="KV caches that are held, their bytes, and the most of each engine")
+    caches: dict[str, int] = Field(
+        description="KV caches and saved forwards that are held, their bytes, and the most bytes of each engine"
+    )
     limits: dict[str, int] = Field(description="bytes, counts, seconds and milliseconds, as the names say")
 
 
@@ -81,7 +83,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/info", summary="Versions, device, backends, limits, options", responses=problems(401, 403))
     async def info(request: Request) -> Info:
         service.admit(Exchange.of(request.scope), "info")
-        device, settings = service.engine.device, service.settings
+        device, settings, held = service.engine.device, service.settings, service.engine.holding
         backends = list(device.backends) if device else []
         return Info(
             version=version("flashpoint"),
@@ -91,8 +93,10 @@ def router(service: Service) -> APIRouter:
             options={backend: sorted(SUPPORT[backend]) for backend in backends},
             load={"requests": int(service.counts.requests.total), "bytes": int(service.counts.bytes.total)},
             caches={
-                "caches": service.engine.holding.caches,
-                "bytes": service.engine.holding.nbytes,
+                "caches": held.caches,
+                "bytes": held.nbytes,
+                "saved": held.saved,
+                "saved_bytes": held.saved_nbytes,
                 "limit_bytes": settings.cache_bytes,
             },
             limits={

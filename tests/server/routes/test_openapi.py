@@ -26,6 +26,7 @@ def test_every_route_is_there(document):
         "/benchmark", "/benchmark/{id}", "/benchmark/{id}/events", "/benchmark/{id}/plot.{format}",
         "/caches", "/caches/fork", "/caches/delete", "/caches/{id}",
         *(f"/caches/{{id}}/{what}" for what in ("append", "truncate", "renew", "tensors")),
+        "/saved", "/saved/{id}",
         "/v2", "/v2/health/live", "/v2/health/ready", "/v2/repository/index", "/v2/models/stats", "/v2/models/{name}",
         *(f"/v2/models/{{name}}/{what}" for what in ("ready", "config", "stats")),
         *(f"/v2/models/{name}/infer" for name in ("attention", "attention_grad")),
@@ -39,13 +40,14 @@ def test_a_call_names_every_tensor_option_and_error(document, path, tensors):
     assert set(content) == {"application/json", "application/vnd.safetensors", "application/octet-stream"}
     schema = document["components"]["schemas"][content["application/json"]["schema"]["$ref"].rpartition("/")[2]]
     forward = path == "/attention"
-    of_caches = CACHE_OPTIONS if forward else ()
+    of_held = [*CACHE_OPTIONS, "save"] if forward else ["saved"]
     carried = {name for name in tensors if "json" not in TENSORS[name].refused}
-    assert set(schema["properties"]) == {"dtype", *carried, *AttentionOptions.model_fields, *of_caches}
+    assert set(schema["properties"]) == {"dtype", *carried, *AttentionOptions.model_fields, *of_held}
     for example in content["application/json"]["examples"].values():
         assert set(schema["required"]) <= set(example["value"]) <= set(schema["properties"])
     unused = ("not_found", "method_not_allowed")
-    codes = [code for code in STATUS if code not in unused and (forward or not code.startswith("cache_"))]
+    others = "saved_" if forward else "cache_"
+    codes = [code for code in STATUS if code not in unused and not code.startswith(others)]
     statuses = {str(STATUS[code]) for code in codes}
     assert set(operation["responses"]) == {"200", *statuses}
     for status in statuses:

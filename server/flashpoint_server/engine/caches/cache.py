@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from flashpoint_contract.caches import CHUNK
 from flashpoint_server.engine.caches.chunks import Change, Chunk, Track
+from flashpoint_server.engine.ledger import Owned
 from flashpoint_server.ipc.messages import CacheShape
 
 KEYS = 64  # idempotency keys that a cache remembers
 
-SAID = {
-    "cache_not_found": "there is no such cache",
-    "cache_lost": "it expired, or its engine restarted",
-    "cache_stale": "its idempotency key came before the cache's last write: this is a late copy of an earlier call",
-}
+CACHE_BYTES, LAYER_BYTES = 1024, 512  # that a cache, and each of its layers, counts for beside its tokens
+
+STALE = "its idempotency key came before the cache's last write: this is a late copy of an earlier call"
 
 
 class Terms(NamedTuple):
@@ -39,23 +38,26 @@ class Mark(NamedTuple):
     layer: int
 
 
-@dataclass(eq=False)
-class StoredCache:
-    """Keys and values of one sequence. `users` are calls that wait or run; `expires` is in the store's seconds."""
+@dataclass(eq=False, kw_only=True)
+class StoredCache(Owned):
+    """Keys and values of one sequence."""
 
-    serial: int
-    owner: str
+    kind: ClassVar[str] = "cache"
+    word: ClassVar[str] = "cache"
     shape: CacheShape
-    ttl: float
     tracks: list[Track]
     keep: tuple[int | None, ...]
     max_length: int | None
-    expires: float
-    nbytes: int = 0
-    users: int = 0
-    disowned: bool = False
     last: Mark | None = None
     keys: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+    def free(self) -> int:
+        """Let go of all chunks."""
+        gone = base_bytes(len(self.tracks))
+        for track in self.tracks:
+            track.reserved = 0
+            gone += released(track, [*track.cut(0), *track.spares])
+        return gone
 
     def marked(self, mark: Mark) -> None:
         """Remember a write."""
@@ -75,6 +77,25 @@ class Write(NamedTuple):
     at: int
     end: int
     made: list[tuple[Change, Chunk]]
+
+
+def base_bytes(layers: int) -> int:
+    """Return what a cache counts for beside its tokens."""
+    return CACHE_BYTES + LAYER_BYTES * layers
+
+
+def released(track: Track, chunks: Iterable[Chunk]) -> int:
+    """Take one holder from chunks of a track, which keeps those reserved for it; return the bytes that nobody holds."""
+    gone = 0
+    for chunk in chunks:
+        chunk.holders -= 1
+        if not chunk.holders:
+            if chunk.capacity == CHUNK and track.spares_one:
+                chunk.holders = 1
+                track.spares.append(chunk)
+            else:
+                gone += chunk.nbytes
+    return gone
 
 
 def reserved_chunks(max_length: int, keep: int | None) -> int:

@@ -1,6 +1,4 @@
-"""The caches that an engine holds: who owns them, how much memory they take, and when they end.
-
-    held → expired, or its owner's key removed: 410 for an hour → forgotten: 404      held → deleted: 404
+"""The caches that an engine holds: created, written, forked, cut and read. Whose they are, the ledger says (ledger.py).
 
 Every operation checks all before it changes anything. Calls on one cache come one after the other (scheduler.py); those
 on different caches may come at the same time. No sockets here, and torch for memory alone.
@@ -9,65 +7,43 @@ on different caches may come at the same time. No sockets here, and torch for me
 from __future__ import annotations
 
 import itertools
-import math
-import threading
-import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from flashpoint_contract.caches import CHUNK
 from flashpoint_server.engine.caches.cache import (
-    SAID,
+    STALE,
     Mark,
     StoredCache,
     Terms,
     Write,
+    base_bytes,
     cut_problem,
     dropped,
+    released,
     reserved_chunks,
     write_problem,
 )
 from flashpoint_server.engine.caches.chunks import Chunk, TokenSize, Track
+from flashpoint_server.engine.ledger import Ledger
 from flashpoint_server.ipc.messages import CacheRecord, CacheShape
 from flashpoint_server.refusal import Refusal
 
 ANSWERS = 4096  # first answers of creations and forks that are remembered
-TOMBSTONE_SECONDS = 3600.0
-TOMBSTONES = 1 << 17  # at most; the oldest is forgotten first
-CACHE_BYTES, LAYER_BYTES = 1024, 512  # that a cache, and each of its layers, counts for beside its tokens
-SWEEP_SECONDS = 1.0  # between two looks for caches that have expired
 
 
 class CacheStore:
-    """See the module. `limit` is in bytes, `ttl` in seconds of `clock`."""
+    """See the module. `ttl` is in seconds of the ledger's clock."""
 
-    def __init__(
-        self, limit: int, ttl: float, device: str = "cpu", clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.limit = limit
+    def __init__(self, ledger: Ledger, ttl: float, device: str = "cpu") -> None:
+        self._ledger = ledger
+        self._lock = ledger.lock
         self._ttl = ttl
         self._device = device
-        self._clock = clock
-        self._lock = threading.RLock()
-        self._caches: dict[int, StoredCache] = {}
-        self._serials = itertools.count(1)
-        self._used = 0
-        self._owned: defaultdict[str, int] = defaultdict(int)
-        self._lost: OrderedDict[int, tuple[str, float]] = OrderedDict()  # owner, and until when that is said
         self._answers: OrderedDict[tuple[str, str], list[int]] = OrderedDict()
-        self._swept = clock()
-
-    @property
-    def used(self) -> int:
-        """Bytes of all caches, shared memory counted once."""
-        return self._used
-
-    def __len__(self) -> int:
-        return len(self._caches)
 
     # Caches that come and go
 
@@ -77,21 +53,21 @@ class CacheStore:
     ) -> list[CacheRecord]:  # fmt: skip
         """Make empty caches; with `max_length` their memory is taken now. Raises Refusal 413 and 429."""
         with self._lock:
-            self._sweep()
+            self._ledger.sweep()
             if (again := self._answered(terms)) is not None:
                 return again
             sizes = self._sizes(shape)
             chunks = [reserved_chunks(max_length, kept) for kept in keep] if max_length else [0] * len(sizes)
-            base = CACHE_BYTES + LAYER_BYTES * len(sizes)
+            base = base_bytes(len(sizes))
             each = base + sum(size.nbytes * CHUNK * n for size, n in zip(sizes, chunks, strict=True))
-            self._check_memory(terms, each * count, each * count, each * count)
+            self._check(terms, each * count, each * count, each * count)
             made = []
             for _ in range(count):
                 tracks = [Track(size, reserved=n) for size, n in zip(sizes, chunks, strict=True)]
                 for track, n in zip(tracks, chunks, strict=True):
                     track.spares = [Chunk(track.size, CHUNK) for _ in range(n)]
-                made.append(self._add(terms.owner, shape, ttl or self._ttl, tracks, tuple(keep), max_length))
-                self._count(made[-1], each, each)
+                made.append(self._new(terms.owner, shape, ttl or self._ttl, tracks, tuple(keep), max_length))
+                self._ledger.add(made[-1], each, each)
             return self._answer(terms, made)
 
     def fork(
@@ -99,7 +75,7 @@ class CacheStore:
     ) -> list[CacheRecord]:
         """Copy caches, up to `lengths` tokens of each layer, and delete `free`. Raises Refusal 404, 409, 410, 429."""
         with self._lock:
-            self._sweep()
+            self._ledger.sweep()
             if (again := self._answered(terms)) is not None:
                 return again
             found = self._find(terms.owner, [*serials, *free])
@@ -108,46 +84,38 @@ class CacheStore:
             self._refuse("caches", [cut_problem(c, end) for c, end in zip(sources, ends, strict=True)])
             tracks = [[t.fork(t.length if end is None else min(end, t.length)) for t in c.tracks]
                       for c, end in zip(sources, ends, strict=True)]  # fmt: skip
-            base = [CACHE_BYTES + LAYER_BYTES * len(c.tracks) for c in sources]
+            base = [base_bytes(len(c.tracks)) for c in sources]
             full = [own + sum(t.nbytes for t in some) for own, some in zip(base, tracks, strict=True)]
             try:
                 gone = sum(c.nbytes for c in dict.fromkeys(freed))
-                self._check_memory(terms, sum(base), sum(full) - gone, max(base, default=0))
+                self._check(terms, sum(base), sum(full) - gone, max(base, default=0))
             except Refusal:
                 for track in itertools.chain(*tracks):
-                    self._release(track, track.cut(0))
+                    released(track, track.cut(0))  # others hold them, too
                 raise
             made = []
             for source, own, nbytes, some in zip(sources, base, full, tracks, strict=True):
-                made.append(self._add(terms.owner, source.shape, source.ttl, some, source.keep, source.max_length))
-                self._count(made[-1], nbytes, own)
+                made.append(self._new(terms.owner, source.shape, source.ttl, some, source.keep, source.max_length))
+                self._ledger.add(made[-1], nbytes, own)
             answer = self._answer(terms, made)
             for cache in dict.fromkeys(freed):
-                self._end(cache)
+                self._ledger.end(cache)
             return answer
 
     def delete(self, terms: Terms, serials: Sequence[int]) -> None:
         """Free caches, all or none. Raises Refusal 404 and 410."""
         with self._lock:
             for cache in dict.fromkeys(self._find(terms.owner, serials)):
-                self._end(cache)
+                self._ledger.end(cache)
 
-    def keep_owners(self, names: Iterable[str]) -> None:
-        """Free the caches of all other owners, when no call uses them any more: their keys have been removed."""
-        with self._lock:
-            kept = set(names)
-            for cache in [cache for cache in self._caches.values() if cache.owner not in kept]:
-                cache.disowned = True
-                if not cache.users:
-                    self._lose(cache)
-
-    def _add(
+    def _new(
         self, owner: str, shape: CacheShape, ttl: float, tracks: list[Track], keep: tuple[int | None, ...],
         max_length: int | None,
     ) -> StoredCache:  # fmt: skip
-        cache = StoredCache(next(self._serials), owner, shape, ttl, tracks, keep, max_length, self._clock() + ttl)
-        self._caches[cache.serial] = cache
-        return cache
+        return StoredCache(
+            serial=self._ledger.serial(), owner=owner, ttl=ttl, expires=self._ledger.clock() + ttl, shape=shape,
+            tracks=tracks, keep=keep, max_length=max_length,
+        )  # fmt: skip
 
     def _answered(self, terms: Terms) -> list[CacheRecord] | None:
         """Return the first answer to this key again. Raises Refusal 404 and 410 where its caches are gone."""
@@ -161,65 +129,6 @@ class CacheStore:
                 self._answers.popitem(last=False)
         return [self.record(cache) for cache in made]
 
-    def _end(self, cache: StoredCache) -> None:
-        """Take a cache's memory back."""
-        del self._caches[cache.serial]
-        for track in cache.tracks:
-            track.reserved = 0
-            self._release(track, [*track.cut(0), *track.spares])
-        self._used -= CACHE_BYTES + LAYER_BYTES * len(cache.tracks)
-        self._owned[cache.owner] -= cache.nbytes
-        if not self._owned[cache.owner]:
-            del self._owned[cache.owner]
-
-    def _lose(self, cache: StoredCache) -> None:
-        self._end(cache)
-        self._lost[cache.serial] = cache.owner, self._clock() + TOMBSTONE_SECONDS
-        if len(self._lost) > TOMBSTONES:
-            self._lost.popitem(last=False)
-
-    # Time
-
-    def enter(self, serials: Iterable[int]) -> None:
-        """A call waits for these caches, which do not expire before `leave`."""
-        with self._lock:
-            now = self._clock()
-            for serial in serials:
-                if (cache := self._caches.get(serial)) is not None and (cache.users or now < cache.expires):
-                    cache.users += 1
-
-    def leave(self, serials: Iterable[int], *, used: bool) -> None:
-        """The call has ended; the time to live of what it has `used` begins anew."""
-        with self._lock:
-            now = self._clock()
-            for serial in serials:
-                if (cache := self._caches.get(serial)) is None or not cache.users:
-                    continue
-                cache.users -= 1
-                if used:
-                    cache.expires = now + cache.ttl
-                if cache.disowned and not cache.users:
-                    self._lose(cache)
-
-    def next_look(self) -> float | None:
-        """Return when `sweep` has something to do, in the clock's seconds; None where nothing is held."""
-        return self._swept + SWEEP_SECONDS if self._caches else None
-
-    def sweep(self) -> None:
-        """Free what has expired."""
-        with self._lock:
-            self._sweep()
-
-    def _sweep(self) -> None:
-        now = self._clock()
-        if now < self._swept + SWEEP_SECONDS:
-            return
-        self._swept = now
-        for cache in [cache for cache in self._caches.values() if not cache.users and now >= cache.expires]:
-            self._lose(cache)
-        while self._lost and next(iter(self._lost.values()))[1] <= now:
-            self._lost.popitem(last=False)
-
     # What is there
 
     def look(self, terms: Terms, serials: Sequence[int]) -> list[CacheRecord]:
@@ -230,14 +139,12 @@ class CacheStore:
     def listed(self, terms: Terms) -> list[CacheRecord]:
         """Describe all caches of the owner."""
         with self._lock:
-            now = self._clock()
-            own = (cache for cache in self._caches.values() if cache.owner == terms.owner)
-            return [self.record(cache) for cache in own if cache.users or now < cache.expires]
+            return [self.record(cache) for cache in self._ledger.listed(StoredCache, terms.owner)]
 
-    def lengths(self, serials: Sequence[int], layer: int) -> Sequence[int]:
+    def lengths(self, owner: str, serials: Sequence[int], layer: int) -> Sequence[int]:
         """Return the lengths of caches that a call uses, which are there."""
         with self._lock:
-            return [self._caches[serial].tracks[layer].length for serial in serials]
+            return [cache.tracks[layer].length for cache in self._find(owner, serials)]
 
     def record(self, cache: StoredCache) -> CacheRecord:
         """Describe a cache, as it is now."""
@@ -250,7 +157,7 @@ class CacheStore:
             lengths=[track.length for track in cache.tracks],
             firsts=[track.first for track in cache.tracks],
             nbytes=cache.nbytes,
-            expires_in=max(0.0, cache.expires - self._clock()),
+            expires_in=max(0.0, cache.expires - self._ledger.clock()),
         )
 
     def find(self, terms: Terms, serials: Sequence[int]) -> list[StoredCache]:
@@ -259,23 +166,9 @@ class CacheStore:
             return self._find(terms.owner, serials)
 
     def _find(self, owner: str, serials: Sequence[int]) -> list[StoredCache]:
-        now = self._clock()
-        found, problems = [], list[tuple[str, str] | None]()
-        for serial in serials:
-            cache = self._caches.get(serial)
-            if cache is not None and cache.owner == owner and not cache.users and now >= cache.expires:
-                self._lose(cache)
-                cache = None
-            problem = None
-            if cache is None or cache.owner != owner:
-                lost = self._lost.get(serial)
-                code = "cache_lost" if lost is not None and lost[0] == owner and now < lost[1] else "cache_not_found"
-                problem = code, SAID[code]
-            else:
-                found.append(cache)
-            problems.append(problem)
-        self._refuse("caches", problems)
-        return found
+        every = [self._ledger.find(StoredCache, owner, serial) for serial in serials]
+        self._refuse("caches", [one if isinstance(one, tuple) else None for one in every])
+        return [one for one in every if isinstance(one, StoredCache)]
 
     @staticmethod
     def _refuse(field_: str, problems: Sequence[tuple[str, str] | None]) -> None:
@@ -358,7 +251,7 @@ class CacheStore:
             old = (track.chunks[change.place] for change in changes if change.place < len(track.chunks))
             gone = sum(chunk.nbytes for chunk in old if chunk is not None)
             new, net, largest = new + fresh, net + fresh - gone, max(largest, cache.nbytes + fresh - gone)
-        self._check_memory(terms, new, net, largest)
+        self._check(terms, new, net, largest)
         writes = []
         try:
             for cache, track, p, n, changes in zip(caches, tracks, places, counts, needs, strict=True):
@@ -368,7 +261,7 @@ class CacheStore:
                         chunk = track.spares.pop()
                     else:
                         chunk = Chunk(track.size, change.capacity)
-                        self._count(cache, chunk.nbytes, chunk.nbytes)
+                        self._ledger.count(cache, chunk.nbytes, chunk.nbytes)
                     writes[-1].made.append((change, chunk))
         except (MemoryError, RuntimeError):
             for write in writes:
@@ -382,7 +275,7 @@ class CacheStore:
             return False
         if all(cache.last == mark for cache in caches):
             return True
-        stale = "cache_stale", SAID["cache_stale"]
+        stale = "cache_stale", STALE
         self._refuse("caches", [stale if mark.key in cache.keys else None for cache in caches])
         return False
 
@@ -393,41 +286,13 @@ class CacheStore:
         dims = zip(shape.kv_heads, shape.head_dim, shape.value_dim, strict=True)
         return [TokenSize(*each, dtype, self._device) for each in dims]
 
-    def _check_memory(self, terms: Terms, new: int, net: int, largest: int) -> None:
-        """Raise Refusal where `new` bytes are too many; `net` of them are the owner's, `largest` is one cache's."""
-        if largest > self.limit:
-            raise Refusal("work_too_large", f"a cache of {largest} bytes never fits the {self.limit} for caches")
-        if terms.quota is not None and net > 0 and (owned := self._owned.get(terms.owner, 0)) + net > terms.quota:
-            raise Refusal("key_limit", f"the key's caches hold {owned} bytes, and {net} more are over {terms.quota}")
-        if self._used + new > self.limit:
-            self._swept = -math.inf  # what has expired need not wait for the next look
-            self._sweep()
-        if self._used + new > self.limit:
-            raise Refusal("cache_memory", f"{self._used} of {self.limit} bytes are held, and this needs {new} more")
-
-    def _count(self, cache: StoredCache, nbytes: int, new: int) -> None:
-        """Count `nbytes` of a cache, of which the store has `new` ones."""
-        cache.nbytes += nbytes
-        self._owned[cache.owner] += nbytes
-        self._used += new
+    def _check(self, terms: Terms, new: int, net: int, largest: int) -> None:
+        self._ledger.check(terms.owner, terms.quota, new, net, largest, StoredCache.kind)
 
     def _let_go(self, cache: StoredCache, track: Track, chunks: Iterable[Chunk]) -> None:
         """Take chunks from a cache, which keeps what is reserved for it."""
         spares = len(track.spares)
         chunks = list(chunks)
-        self._release(track, chunks)
+        gone = released(track, chunks)
         kept = sum(chunk.nbytes for chunk in track.spares[spares:])
-        gone = sum(chunk.nbytes for chunk in chunks) - kept
-        cache.nbytes -= gone
-        with suppress(KeyError):
-            self._owned[cache.owner] -= gone
-
-    def _release(self, track: Track, chunks: Iterable[Chunk]) -> None:
-        for chunk in chunks:
-            chunk.holders -= 1
-            if not chunk.holders:
-                if chunk.capacity == CHUNK and track.spares_one:
-                    chunk.holders = 1
-                    track.spares.append(chunk)
-                else:
-                    self._used -= chunk.nbytes
+        self._ledger.uncount(cache, sum(chunk.nbytes for chunk in chunks) - kept, gone)

@@ -63,6 +63,8 @@ STATUSES = {
     "deadline_exceeded": "DEADLINE_EXCEEDED",
     "cache_not_found": "NOT_FOUND",
     "cache_lost": "NOT_FOUND",
+    "saved_not_found": "NOT_FOUND",
+    "saved_lost": "NOT_FOUND",
     "cache_position": "OUT_OF_RANGE",
     "cache_dropped": "OUT_OF_RANGE",
     "cache_full": "FAILED_PRECONDITION",

@@ -12,9 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flashpoint_contract.caches import CHUNK
 from flashpoint_kernels import dequantize, quantize
-from flashpoint_server.engine.caches.cache import Terms
+from flashpoint_server.engine.caches.cache import CACHE_BYTES, LAYER_BYTES, StoredCache, Terms
 from flashpoint_server.engine.caches.chunks import HUGE, Chunk, TokenSize
-from flashpoint_server.engine.caches.store import CACHE_BYTES, LAYER_BYTES, CacheStore
+from flashpoint_server.engine.caches.store import CacheStore
+from flashpoint_server.engine.ledger import Ledger
 from flashpoint_server.ipc.messages import CacheShape
 from flashpoint_server.refusal import Refusal
 
@@ -36,7 +37,7 @@ class Clock:
 
 
 def store_of(limit=LIMIT, clock=None):
-    return CacheStore(limit, TTL, clock=clock or Clock())
+    return CacheStore(Ledger(limit, clock or Clock()), TTL)
 
 
 def create(store, owner="alice", count=1, **how):
@@ -152,8 +153,8 @@ class Stateful(RuleBasedStateMachine):
         assert found in ((None, "cache_memory") if code is None else (None,) if code == "repeats" else (code,))
         if found is not None:
             return
-        self.store.enter([serial])
-        self.store.leave([serial], used=True)
+        self.store._ledger.enter([serial])
+        self.store._ledger.leave([serial], used=True)
         model.expires = self.clock.now + TTL
         if code is None:
             new = np.concatenate((k.numpy(), v.numpy()), -1)
@@ -212,7 +213,7 @@ class Stateful(RuleBasedStateMachine):
     @precondition(lambda self: self.there)
     @rule(owner=st.sampled_from(OWNERS))
     def remove_a_key(self, owner):
-        self.store.keep_owners(set(OWNERS) - {owner})
+        self.store._ledger.keep_owners(set(OWNERS) - {owner})
         for serial, model in list(self.there.items()):
             if model.owner == owner:
                 self.lost[serial] = self.there.pop(serial).owner
@@ -227,9 +228,9 @@ class Stateful(RuleBasedStateMachine):
 
     @invariant()
     def counts_what_it_holds(self):
-        self.store.sweep()
+        self.store._ledger.sweep()
         chunks = {}
-        held = self.store._caches.values()
+        held = self.store._ledger.all(StoredCache)
         for cache in held:
             own = BASE
             for track in cache.tracks:
@@ -239,9 +240,9 @@ class Stateful(RuleBasedStateMachine):
                         own += chunk.nbytes
             assert cache.nbytes == own
         assert all(chunk.holders == count for chunk, (count,) in chunks.items())
-        assert self.store.used == sum(chunk.nbytes for chunk in chunks) + BASE * len(held)
+        assert self.store._ledger.used == sum(chunk.nbytes for chunk in chunks) + BASE * len(held)
         for owner in OWNERS:
-            assert self.store._owned.get(owner, 0) == sum(c.nbytes for c in held if c.owner == owner)
+            assert self.store._ledger.owned(owner) == sum(c.nbytes for c in held if c.owner == owner)
 
 
 TestStateful = Stateful.TestCase
@@ -252,13 +253,13 @@ def test_forks_share_memory_until_one_writes():
     store = store_of()
     (serial,) = create(store)
     store.write(Terms("alice"), [serial], 0, None, [tokens(4 * CHUNK)])
-    before = store.used
+    before = store._ledger.used
     store.fork(Terms("alice"), [serial] * 64, None, [])
-    assert store.used - 64 * BASE == before
-    assert store.used <= 1.1 * before + 64 * BASE
+    assert store._ledger.used - 64 * BASE == before
+    assert store._ledger.used <= 1.1 * before + 64 * BASE
     copy = store.listed(Terms("alice"))[-1].serial
     store.write(Terms("alice"), [copy], 0, [4 * CHUNK - 1], [tokens(1, 5)])
-    assert store.used - 64 * BASE == before + CHUNK * TOKEN  # its last chunk alone
+    assert store._ledger.used - 64 * BASE == before + CHUNK * TOKEN  # its last chunk alone
     assert not np.array_equal(read(store, "alice", copy, 0)[1], read(store, "alice", serial, 0)[1])
 
 
@@ -277,7 +278,7 @@ def test_a_late_copy_of_a_write_is_refused_and_the_last_one_repeats():
 
     def write(key, seed):
         store.write(Terms("alice", None, key), [serial], 0, None, [tokens(1, seed)])
-        return store.lengths([serial], 0)
+        return store.lengths("alice", [serial], 0)
 
     assert [write("a", 1), write("a", 1), write("b", 2), write("b", 2)] == [[1], [1], [2], [2]]
     refused("cache_stale", write, "a", 1)
@@ -303,20 +304,20 @@ def test_a_cache_in_use_does_not_expire_and_one_that_has_is_known_for_an_hour():
     clock = Clock()
     store = store_of(clock=clock)
     (serial,) = create(store)
-    store.enter([serial])
+    store._ledger.enter([serial])
     clock.now += 10 * TTL
-    store.sweep()
-    assert len(store) == 1
-    store.leave([serial], used=True)
+    store._ledger.sweep()
+    assert len(store._ledger.all(StoredCache)) == 1
+    store._ledger.leave([serial], used=True)
     clock.now += TTL - 1
     assert store.look(Terms("alice"), [serial])[0].expires_in == 1.0
     clock.now += 1
     refused("cache_lost", store.look, Terms("alice"), [serial])
     refused("cache_not_found", store.look, Terms("bob"), [serial])
     clock.now += 3601
-    store.sweep()
+    store._ledger.sweep()
     refused("cache_not_found", store.look, Terms("alice"), [serial])
-    assert store.used == 0
+    assert store._ledger.used == 0
 
 
 def test_creations_and_forks_repeat_their_first_answer():
@@ -331,12 +332,12 @@ def test_creations_and_forks_repeat_their_first_answer():
 def test_a_reserved_cache_takes_its_memory_at_once_and_keeps_it():
     store = store_of()
     (serial,) = create(store, max_length=2 * CHUNK)
-    taken = store.used
+    taken = store._ledger.used
     assert taken == BASE + LAYERS * 2 * CHUNK * TOKEN
     store.write(Terms("alice"), [serial], 0, None, [tokens(2 * CHUNK)])
     refused("cache_full", store.write, Terms("alice"), [serial], 0, None, [tokens(1)])
     store.truncate(Terms("alice"), serial, 0)
-    assert store.used == taken
+    assert store._ledger.used == taken
 
 
 def test_tokens_before_the_last_are_freed_where_a_layer_keeps_so_many():

@@ -1,0 +1,99 @@
+"""Train a small GPT with forwards that stay at the server, and with others: `python benchmarks/train_saved.py`.
+
+The GPT of examples/train_gpt.py, from one seed. Rounds of the two ways alternate. Wanted: the same losses to the bit,
+and at most 0.7 times the bytes a step, in and out, by the server's own count. Beside them: milliseconds a step, and
+what saving adds to one forward of 1,024 tokens. Goes to benchmarks/results/train-saved-<cpu>.json, takes about three
+minutes. Exits with 1 where a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import write
+from serving import ROOT, environment, service, target
+
+import flashpoint
+
+sys.path.append(str(ROOT / "examples"))
+
+import train_gpt
+
+WAYS = ("served", "saved")
+MOST_BYTES = 0.7
+LARGE = (1, 8, 1024, 64)
+
+
+def sent_and_received(port: int) -> float:
+    """Bytes of all bodies so far, as the server counts them."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    counters = ("flashpoint_received_bytes_total ", "flashpoint_sent_bytes_total ")
+    return sum(float(line.split()[1]) for line in lines if line.startswith(counters))
+
+
+def training(client: flashpoint.Client, port: int, rounds: int, steps: int) -> dict[str, Any]:
+    """Losses, bytes a step and milliseconds a step of each way."""
+    losses: dict[str, list[float]] = {}
+    nbytes: dict[str, float] = {}
+    took: dict[str, list[float]] = {name: [] for name in WAYS}
+    for _ in range(rounds):
+        for name in WAYS:
+            attend, before = train_gpt.way(name, client, "torch"), sent_and_received(port)
+            own = sent_and_received(port) - before  # of the question itself
+            began = time.perf_counter()
+            losses[name] = train_gpt.train(attend, steps=steps)
+            took[name].append((time.perf_counter() - began) / steps * 1e3)
+            nbytes[name] = (sent_and_received(port) - before - 2 * own) / steps
+    return {
+        "steps": steps, "rounds": rounds, "last_loss": losses["saved"][-1],
+        "same_losses": losses["served"] == losses["saved"],
+        "bytes_per_step": {name: round(n) for name, n in nbytes.items()},
+        "ms_per_step": {name: round(statistics.median(each), 3) for name, each in took.items()},
+    }  # fmt: skip
+
+
+def saving(client: flashpoint.Client, rounds: int) -> dict[str, float]:
+    """Milliseconds of a forward of LARGE, and of one that is saved, alternating."""
+    q, k, v = (torch.randn(LARGE, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    took: dict[str, list[float]] = {"unsaved": [], "saved": []}
+    for _ in range(rounds):
+        for name, samples in took.items():
+            began = time.perf_counter()
+            found = client.attention(q, k, v, return_lse=True, save=name == "saved")
+            samples.append((time.perf_counter() - began) * 1e3)
+            if name == "saved":
+                client.delete_saved(found.saved)
+    return {name: round(statistics.median(samples), 3) for name, samples in took.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train with forwards that stay at the server")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    with service() as (_, port, _), flashpoint.Client(f"http://127.0.0.1:{port}") as client:
+        train_gpt.train(train_gpt.way("saved", client, "torch"), steps=3)
+        found = training(client, port, asked.rounds, asked.steps)
+        forward = saving(client, 20 * asked.rounds)
+    share = found["bytes_per_step"]["saved"] / found["bytes_per_step"]["served"]
+    targets = [
+        target("bytes a step with save / without", share, "ratio", most=MOST_BYTES),
+        target("the same losses to the bit", float(found["same_losses"]), "yes", least=1.0),
+    ]
+    result = {"environment": environment(), "targets": targets, "training": found, "forward_ms": forward}
+    write(asked.results, "train-saved", result)
+    sys.exit(not all(one["met"] for one in targets))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Ids of saved forwards: which engine has one, what it is, for whom. Made like those of caches (cache_ids.py).
+
+    "s" and base64url of: HMAC-SHA-256 of owner and payload (16 bytes), payload
+
+The payload: the engine's incarnation and the forward's number there, 8 bytes each, and its head. The head, in
+MessagePack, has the options that are not defaults, the inputs' names, dtypes and shapes, and how many sequences,
+lengths and (query, key) pairs there are where index tensors say so. So a gradient call is checked and priced before its
+body is read, and no engine need be asked.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from typing import Any, NamedTuple
+
+import msgspec
+
+from flashpoint_contract.options import OPTIONS, Options
+from flashpoint_contract.saved import ID_LENGTH, plan_saved
+from flashpoint_contract.spec import Spec
+from flashpoint_contract.tensors import TensorInfo
+from flashpoint_kernels.cost import Extent
+from flashpoint_server.access.cache_ids import opened, sealed, shared_secret
+from flashpoint_server.ipc.counts import WorkerGroup
+
+_NUMBERS = struct.Struct(">QQ")
+
+
+class SavedId(NamedTuple):
+    """What an id says: `forward` is the problem whose o and lse are kept, `extent` how much it asks, if known."""
+
+    incarnation: int
+    serial: int
+    forward: Spec
+    extent: Extent | None
+
+
+class _Head(msgspec.Struct, frozen=True, array_like=True):
+    options: dict[str, Any]
+    tensors: list[tuple[str, str, tuple[int, ...]]]
+    extent: tuple[int, int, int] | None
+
+
+class SavedIds:
+    """Makes and reads ids."""
+
+    def __init__(self, shared: WorkerGroup) -> None:
+        self._secret = hmac.digest(shared_secret(shared.directory), b"saved forwards", "sha256")
+
+    @staticmethod
+    def head(forward: Spec, extent: Extent | None) -> bytes:
+        """Return the head of a forward that `plan_saved` made."""
+        options = {name: getattr(forward.options, name) for name in OPTIONS if name != "return_lse"}
+        chosen = {name: value for name, value in options.items() if value != OPTIONS[name].default}
+        tensors = [(name, info.dtype, info.shape) for name, info in forward.tensors.items()]
+        return msgspec.msgpack.encode(_Head(chosen, tensors, extent))
+
+    @staticmethod
+    def read_head(head: bytes) -> tuple[Spec, Extent | None]:
+        """Return the forward that a head says, and its extent."""
+        said = msgspec.msgpack.decode(head, type=_Head)
+        infos = {name: TensorInfo(dtype, shape) for name, dtype, shape in said.tensors}
+        extent = None if said.extent is None else Extent(*said.extent)
+        return plan_saved(infos, Options(**said.options)), extent
+
+    def make(self, owner: str, incarnation: int, serial: int, head: bytes) -> str:
+        """Return the id of a saved forward, the same each time."""
+        return "s" + sealed(self._secret, owner, _NUMBERS.pack(incarnation, serial) + head)
+
+    def read(self, owner: str, text: str) -> SavedId | None:
+        """Return what an id of the owner's says; None for what is none."""
+        if not text.startswith("s") or len(text) > ID_LENGTH:
+            return None
+        if (payload := opened(self._secret, owner, text[1:])) is None:
+            return None
+        incarnation, serial = _NUMBERS.unpack_from(payload)
+        return SavedId(incarnation, serial, *self.read_head(payload[_NUMBERS.size :]))

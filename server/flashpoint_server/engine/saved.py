@@ -1,0 +1,95 @@
+"""The forwards that an engine saves: their inputs, o and lse, from which gradients are computed. Owners: ledger.py.
+
+reserved: its memory is counted, before anything runs → kept: its tensors are there → deleted or expired
+reserved → dropped: the call failed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from flashpoint_server.engine.ledger import Ledger, Owned
+from flashpoint_server.ipc.messages import MOST_LISTED, AskCaches, Save, SavedRecord
+from flashpoint_server.refusal import Refusal
+
+
+@dataclass(eq=False, kw_only=True)
+class SavedForward(Owned):
+    """A forward. `head` says what it is to HTTP processes; it has no tensors until the forward has run."""
+
+    kind: ClassVar[str] = "saved forward"
+    word: ClassVar[str] = "saved"
+    head: bytes
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def free(self) -> int:
+        """Let go of the tensors; a gradient that runs has its own hold of them."""
+        self.tensors = {}
+        return self.nbytes
+
+
+class SavedStore:
+    """See the module. `ttl` is in seconds of the ledger's clock."""
+
+    def __init__(self, ledger: Ledger, ttl: float) -> None:
+        self._ledger = ledger
+        self._ttl = ttl
+
+    def reserve(self, asked: Save) -> SavedForward:
+        """Take memory for a forward that is to run. Raises Refusal 413 and 429."""
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.sweep()
+            ledger.check(asked.owner, asked.quota, asked.nbytes, asked.nbytes, asked.nbytes, SavedForward.kind)
+            expires = ledger.clock() + self._ttl
+            saved = SavedForward(
+                serial=ledger.serial(), owner=asked.owner, ttl=self._ttl, expires=expires, head=asked.head
+            )
+            ledger.add(saved, asked.nbytes, asked.nbytes)
+            ledger.enter([saved.serial])
+            return saved
+
+    def keep(self, saved: SavedForward, tensors: Mapping[str, Tensor]) -> None:
+        """Give a forward that has run its tensors; its time to live begins."""
+        saved.tensors = tensors
+        self._ledger.leave([saved.serial], used=True)
+
+    def drop(self, serial: int) -> None:
+        """Free a forward that has failed, or that nobody has heard of, if it is still there."""
+        with self._ledger.lock:
+            if (saved := self._ledger.get(SavedForward, serial)) is not None:
+                self._ledger.end(saved)
+
+    def tensors(self, owner: str, serial: int) -> Mapping[str, Tensor]:
+        """Return the tensors of a forward. Raises Refusal 404 and 410."""
+        with self._ledger.lock:
+            return self._find(owner, serial).tensors
+
+    def asked(self, asked: AskCaches) -> list[SavedRecord]:
+        """Describe or delete forwards. Raises Refusal 404 and 410."""
+        with self._ledger.lock:
+            if asked.what == "list_saved":
+                after = asked.arguments["after"]
+                own = self._ledger.listed(SavedForward, asked.owner)
+                kept = [self._record(one) for one in own if one.tensors and one.serial > after]
+                return kept[:MOST_LISTED]
+            found = [self._find(asked.owner, serial) for serial in asked.caches]
+            if asked.what == "delete_saved":
+                for saved in found:
+                    self._ledger.end(saved)
+                return []
+            return [self._record(one) for one in found]
+
+    def _find(self, owner: str, serial: int) -> SavedForward:
+        found = self._ledger.find(SavedForward, owner, serial)
+        if isinstance(found, tuple):
+            raise Refusal(*found)
+        return found
+
+    def _record(self, saved: SavedForward) -> SavedRecord:
+        expires_in = max(0.0, saved.expires - self._ledger.clock())
+        return SavedRecord(saved.serial, saved.head, saved.nbytes, saved.ttl, expires_in)

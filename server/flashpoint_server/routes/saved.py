@@ -1,0 +1,99 @@
+"""/saved: the forwards that are kept for their gradients are listed, described and deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from starlette.routing import Route as StarletteRoute
+
+from flashpoint_contract.saved import saved_tensors
+from flashpoint_server.access.saved_ids import SavedIds
+from flashpoint_server.ipc.job import CacheJob
+from flashpoint_server.ipc.messages import MOST_LISTED, SavedRecord
+from flashpoint_server.routes.caches import LITTLE, send_json, served
+from flashpoint_server.routes.pipeline import RouteRequest, admit, make_job, stage, submit
+from flashpoint_server.routes.saved_forward import found_saved
+from flashpoint_server.service import Service
+
+
+class SavedDescription(BaseModel):
+    """A saved forward. `bytes` counts its inputs, o and lse; `shapes` are theirs."""
+
+    model_config = ConfigDict(title="SavedForward")
+    id: str
+    dtype: str
+    shapes: dict[str, list[int]]
+    bytes: int
+    ttl_s: float
+    expires_in_s: float
+
+
+class SavedList(BaseModel):
+    saved: list[SavedDescription]
+
+
+def routes(service: Service) -> list[StarletteRoute]:
+    """Return the routes of /saved."""
+    return [
+        StarletteRoute("/saved", served(service, listed), methods=["GET"]),
+        StarletteRoute("/saved/{id}", served(service, look), methods=["GET"]),
+        StarletteRoute("/saved/{id}", served(service, delete), methods=["DELETE"]),
+    ]
+
+
+async def listed(request: RouteRequest) -> None:
+    """200: the caller's saved forwards."""
+    every = []
+    for incarnation in request.service.engine.incarnations():
+        after, more = 0, True
+        while more:
+            records = await _ask(request, incarnation, "list_saved", arguments={"after": after})
+            every += [_described(request, incarnation, one) for one in records]
+            more = len(records) == MOST_LISTED
+            after = records[-1].serial if records else 0
+    await send_json(request, 200, {"saved": every})
+
+
+async def look(request: RouteRequest) -> None:
+    """200: one saved forward."""
+    one = found_saved(request, request.exchange.path.split("/")[2])
+    (record,) = await _ask(request, one.incarnation, "look_saved", one.serial)
+    await send_json(request, 200, _described(request, one.incarnation, record))
+
+
+async def delete(request: RouteRequest) -> None:
+    """204: its memory is free."""
+    one = found_saved(request, request.exchange.path.split("/")[2])
+    await _ask(request, one.incarnation, "delete_saved", one.serial)
+    await send_json(request, 204)
+
+
+async def _ask(
+    request: RouteRequest, incarnation: int, what: str, *serials: int, arguments: Mapping[str, Any] | None = None
+) -> tuple[SavedRecord, ...]:
+    """Ask an engine, and return its answer. Raises Refusal and ClientGoneError."""
+    assert request.caller is not None
+    if request.permit is None:
+        admit(request, 0)
+    kind = partial(
+        CacheJob, what=what, owner=request.caller.name, caches=serials, incarnation=incarnation,
+        arguments=dict(arguments or {}), lost="saved_lost",
+    )  # fmt: skip
+    answer = await submit(request, make_job(request, kind, stage(request, [], {}), LITTLE))
+    return answer.saved
+
+
+def _described(request: RouteRequest, incarnation: int, record: SavedRecord) -> dict[str, Any]:
+    assert request.caller is not None
+    forward, _ = SavedIds.read_head(record.head)
+    return {
+        "id": request.service.saved_ids.make(request.caller.name, incarnation, record.serial, record.head),
+        "dtype": forward.dtype,
+        "shapes": {name: list(info.shape) for name, info in saved_tensors(forward).items()},
+        "bytes": record.nbytes,
+        "ttl_s": record.ttl,
+        "expires_in_s": round(record.expires_in, 3),
+    }

@@ -1,0 +1,322 @@
+"""Forwards that a server saves, and their gradients over HTTP: bits, options, owners, memory, lost engines."""
+
+import hashlib
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+from flashpoint_contract.options import GRADS
+from tests.support.messages import JSON, ask, message, normal, post, problem, read_metrics
+from tests.support.servers import wait_for
+
+HQ, HK, S, D = 4, 2, 24, 16
+KEYS = {name: f"key-of-{name}-with-some-length" for name in ("alice", "bob", "carol")}
+QUOTA = 100_000
+
+
+def started(start_server, tmp_path_factory, **settings):
+    """A server with two HTTP processes, keys, and little memory for what is held."""
+    file = tmp_path_factory.mktemp("keys") / "keys.toml"
+    write_keys(file, KEYS)
+    server = start_server(workers=2, api_keys_file=file, cache_bytes=1 << 20, **settings)
+    server.keys_file = file
+    wait_both(server)
+    return server
+
+
+def wait_both(server):
+    """Wait until both HTTP processes have an engine: each connection reaches either of them."""
+    wait_for(lambda: all(ask(server, "/health/ready").status == 200 for _ in range(20)), lambda: "not ready")
+
+
+@pytest.fixture(scope="module")
+def held(start_server, tmp_path_factory):
+    """A server that tests share: delete what you have saved."""
+    return started(start_server, tmp_path_factory)
+
+
+def write_keys(file, names):
+    rows = []
+    for name in names:
+        digest = hashlib.sha256(KEYS[name].encode()).hexdigest()
+        limit = f"cache_bytes = {QUOTA}\n" if name == "carol" else ""
+        rows.append(f'[{name}]\nsha256 = "{digest}"\nrights = ["attention", "info", "metrics", "verify"]\n{limit}')
+    new = file.with_suffix(".new")
+    new.write_text("\n".join(rows))
+    new.replace(file)
+
+
+def bearer(name):
+    return {"Authorization": f"Bearer {KEYS[name]}"}
+
+
+def forward(server, tensors, name="alice", **options):
+    return post(server, "/attention", message(tensors, **options), **bearer(name))
+
+
+def gradient(server, tensors, name="alice", **options):
+    return post(server, "/attention/grad", message(tensors, **options), **bearer(name))
+
+
+def saved_of(answer):
+    assert answer.status == 200, answer
+    return answer.metadata["saved"]
+
+
+def delete(server, one, name="alice"):
+    return ask(server, f"/saved/{one}", "DELETE", **bearer(name))
+
+
+def qkv(seed=0, batch=2, length=S):
+    shapes = {"q": (batch, HQ, length, D), "k": (batch, HK, length, D), "v": (batch, HK, length, D)}
+    return {name: normal(*shape, seed=seed + n) for n, (name, shape) in enumerate(shapes.items())}
+
+
+def packed(tensors):
+    """Tensors of layout thd."""
+    return {name: t.transpose(1, 2).flatten(0, 1).contiguous() for name, t in tensors.items()}
+
+
+LENGTHS = {"cu_seqlens_q": torch.tensor([0, 5, 2 * S]), "cu_seqlens_k": torch.tensor([0, 30, 2 * S])}
+CASES = {
+    "plain": ({}, {}),
+    "causal": ({}, {"causal": True, "window": [9, 0], "softcap": 3.0, "scale": 0.3}),
+    "dropout": ({}, {"dropout_p": 0.3, "dropout_seed": 11}),
+    "padded": ({"q_lengths": torch.tensor([3, S]), "kv_lengths": torch.tensor([S, 7])}, {"causal": True}),
+    "thd": (LENGTHS, {"layout": "thd", "causal": True}),
+    "mask": (
+        {"attn_mask": normal(1, HQ, S, S, seed=7), "sinks": normal(HQ, seed=8), "alibi_slopes": normal(HQ).abs()},
+        {"backend": "tiled"},
+    ),
+    "bool mask": ({"attn_mask": normal(2, 1, S, S, seed=7) > 0}, {}),
+    "reference": ({}, {"backend": "reference", "causal": True}),
+    "non-deterministic": ({}, {"deterministic": False}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_have_the_bits_of_the_call_that_sends_everything(held, case):
+    extra, options = CASES[case]
+    tensors = (packed(qkv()) if options.get("layout") == "thd" else qkv()) | extra
+    answer = forward(held, tensors, save=True, return_lse=True, **options)
+    one, o, lse = saved_of(answer), answer.tensors["o"], answer.tensors["lse"]
+    unsaved = forward(held, tensors, return_lse=True, **options)
+    assert torch.equal(o, unsaved.tensors["o"])
+    assert torch.equal(lse, unsaved.tensors["lse"])
+    do, dlse = normal(*o.shape, seed=21), normal(*lse.shape, seed=22)
+    float_mask = case == "mask"
+    grads = [name for name in GRADS if name[1:] in "qkv" or float_mask]
+    whole = gradient(held, tensors | {"do": do, "dlse": dlse, "o": o, "lse": lse}, grads=grads, **options)
+    assert whole.status == 200, whole
+    for _ in range(2):  # reading does not consume
+        found = gradient(held, {"do": do, "dlse": dlse}, saved=one, grads=grads)
+        assert found.status == 200, found
+        assert found.metadata == whole.metadata
+        assert found.tensors.keys() == whole.tensors.keys() == set(grads)
+        assert all(torch.equal(found.tensors[name], whole.tensors[name]) for name in grads)
+    assert delete(held, one).status == 204
+    problem(gradient(held, {"do": do}, saved=one), 404, "saved_not_found")
+
+
+@pytest.mark.parametrize("backend", ["torch", "tiled"])
+def test_gradients_agree_with_float64(held, backend):
+    tensors = qkv(3)
+    one = saved_of(forward(held, tensors, save=True, causal=True))
+    do = normal(2, HQ, S, D, seed=31)
+    found = gradient(held, {"do": do}, saved=one, backend=backend, grads=["dk", "dq"])
+    assert found.headers["x-backend"] == backend
+    assert found.tensors.keys() == {"dk", "dq"}
+    exact = {name: t.double().requires_grad_() for name, t in tensors.items()}
+    k, v = (exact[name].repeat_interleave(HQ // HK, 1) for name in "kv")
+    scores = (exact["q"] @ k.mT / D**0.5).masked_fill(torch.ones(S, S).triu(1).bool(), -torch.inf)
+    (scores.softmax(-1) @ v).backward(do.double())
+    for name in ("dk", "dq"):
+        torch.testing.assert_close(found.tensors[name].double(), exact[name[1:]].grad, rtol=1e-4, atol=1e-5)
+    delete(held, one)
+
+
+def test_a_seed_that_the_server_picks_is_kept(held):
+    tensors = qkv()
+    answer = forward(held, tensors, save=True, dropout_p=0.4, return_lse=True)
+    one, seed = saved_of(answer), int(answer.metadata["dropout_seed"])
+    again = forward(held, tensors, dropout_p=0.4, dropout_seed=seed, return_lse=True)
+    assert torch.equal(answer.tensors["o"], again.tensors["o"])
+    do = normal(2, HQ, S, D, seed=1)
+    whole = gradient(held, tensors | again.tensors | {"do": do}, dropout_p=0.4, dropout_seed=seed)
+    assert torch.equal(gradient(held, {"do": do}, saved=one).tensors["dq"], whole.tensors["dq"])
+    delete(held, one)
+
+
+def test_json_saves_and_recalls(held):
+    tensors = qkv(batch=1, length=3)
+    body = {name: t.tolist() for name, t in tensors.items()}
+    said = post(held, "/attention", json.dumps({**body, "save": True}).encode(), JSON, **bearer("alice")).json
+    assert said.keys() == {"o", "dtype", "backend", "saved"}  # lse was not asked for
+    do = normal(1, HQ, 3, D, seed=2)
+    asked = {"do": do.tolist(), "saved": said["saved"], "grads": ["dv"]}
+    found = post(held, "/attention/grad", json.dumps(asked).encode(), JSON, **bearer("alice")).json
+    whole = gradient(held, tensors | {"do": do}, grads=["dv"])
+    torch.testing.assert_close(torch.tensor(found["dv"]), whole.tensors["dv"], rtol=1e-5, atol=1e-6)
+    delete(held, said["saved"])
+
+
+def test_options_at_their_defaults_ask_for_nothing(held):
+    tensors = qkv()
+    plain = forward(held, tensors)
+    for options in ({"save": False}, {"saved": None}):
+        assert forward(held, tensors, **options).metadata == plain.metadata
+    do = {"do": normal(2, HQ, S, D)}
+    assert gradient(held, tensors | do, save=False, saved=None).status == 200
+
+
+def test_what_is_saved_is_listed_described_and_counted(held):
+    tensors = qkv()
+    before = read_info(held)
+    ids = [saved_of(forward(held, tensors, save=True)) for _ in range(3)]
+    size = sum(4 * t.numel() for t in tensors.values()) + 4 * 2 * HQ * S * (D + 1) + 1024
+    wait_for(lambda: read_info(held)["saved"] == before["saved"] + 3, lambda: "the three were not counted")
+    assert read_info(held)["saved_bytes"] == before["saved_bytes"] + 3 * size
+    listed = ask(held, "/saved", **bearer("alice")).json["saved"]
+    assert [one["id"] for one in listed if one["id"] in ids] == ids
+    one = ask(held, f"/saved/{ids[1]}", **bearer("alice")).json
+    assert one.pop("expires_in_s") <= 600
+    shapes = {name: list(t.shape) for name, t in tensors.items()}
+    shapes |= {"o": [2, HQ, S, D], "lse": [2, HQ, S]}
+    assert one == {"id": ids[1], "dtype": "float32", "shapes": shapes, "bytes": size, "ttl_s": 600.0}
+    assert ask(held, "/saved", **bearer("bob")).json == {"saved": []}
+    for one in ids:
+        delete(held, one)
+    assert not {one["id"] for one in ask(held, "/saved", **bearer("alice")).json["saved"]} & {*ids}
+
+
+def read_info(server):
+    return ask(server, "/info", **bearer("alice")).json["caches"]
+
+
+def test_refusals_name_the_field(held):
+    tensors, do = qkv(), {"do": normal(2, HQ, S, D)}
+    one = saved_of(forward(held, tensors, save=True))
+    lse = normal(2, HQ, S)
+    eight = {n: tensors[n].to(torch.int8) for n in "kv"} | {n: torch.tensor(0.1) for n in ("k_scale", "v_scale")}
+    cases = [
+        ("/attention", tensors, {"save": 3}, "save"), ("/attention", tensors, {"saved": one}, "saved"),
+        ("/attention", tensors, {"save": True, "saved": one}, "saved"),
+        ("/attention", {"q": tensors["q"]}, {"save": True, "caches": ["c"]}, "save"),
+        ("/attention", tensors | eight, {"save": True}, "k_scale"),
+        ("/attention", tensors, {"save": True, "cazual": True}, "cazual"),
+        ("/attention/grad", tensors | do, {"save": True}, "save"),
+        ("/attention/grad", do | {"q": tensors["q"]}, {"saved": one}, "q"),
+        ("/attention/grad", do | {"lse": lse}, {"saved": one}, "lse"),
+        ("/attention/grad", do, {"saved": one, "causal": True}, "causal"),
+        ("/attention/grad", do, {"saved": one, "caches": ["c"]}, "caches"),
+        ("/attention/grad", do, {"saved": one, "dropout_seed": 1}, "dropout_seed"),
+        ("/attention/grad", do, {"saved": one, "grads": ["dsinks"]}, "grads"),
+        ("/attention/grad", do, {"saved": one, "backend": "fast"}, "backend"),
+        ("/attention/grad", {"dlse": lse}, {"saved": one}, "do"),
+        ("/attention/grad", {"do": do["do"].half()}, {"saved": one}, "do"),
+        ("/attention/grad", {"do": do["do"][:1]}, {"saved": one}, "do"),
+        ("/attention/grad", do, {"saved": 5}, "saved"),
+        ("/verify", tensors, {"save": True}, "save"), ("/verify", tensors | do, {"saved": one}, "saved"),
+    ]  # fmt: skip
+    for path, given, options, field in cases:
+        answer = post(held, path, message(given, **options), **bearer("alice"))
+        errors = problem(answer, 422, "invalid_request")["errors"]
+        assert errors[0]["loc"] == [field], (path, options, errors)
+    delete(held, one)
+
+
+def test_ids_of_others_and_guessed_ones_are_not_found(held):
+    do = {"do": normal(2, HQ, S, D)}
+    one = saved_of(forward(held, qkv(), save=True))
+    cache = post(held, "/caches", b"{}", JSON, **bearer("alice")).json["caches"][0]["id"]
+    other = one[:-3] + ("AAA" if one[-3:] != "AAA" else "BBB")
+    guesses = [("bob", one), *(("alice", guess) for guess in (other, "s", "x" * 5000, one + "A", "s" + cache[1:]))]
+    for name, guess in guesses:
+        found = [
+            gradient(held, do, name, saved=guess), ask(held, f"/saved/{guess}", **bearer(name)),
+            delete(held, guess, name),
+        ]  # fmt: skip
+        assert [(answer.status, answer.json["code"]) for answer in found] == [(404, "saved_not_found")] * 3
+    problem(forward(held, {"q": qkv()["q"]}, caches=["c" + one[1:]]), 404, "cache_not_found")
+    assert gradient(held, do, saved=one).status == 200
+    delete(held, one)
+    ask(held, f"/caches/{cache}", "DELETE", **bearer("alice"))
+
+
+def test_memory_is_the_callers_with_that_of_caches(held):
+    tensors = qkv()
+    ids = [saved_of(forward(held, tensors, "carol", save=True)) for _ in range(2)]
+    problem(forward(held, tensors, "carol", save=True), 429, "key_limit")
+    assert forward(held, tensors, "carol").status == 200
+    delete(held, ids[0], "carol")
+    cache = post(held, "/caches", b'{"max_length": 100, "kv_heads": 1, "head_dim": 4}', JSON, **bearer("carol"))
+    problem(forward(held, tensors, "carol", save=True), 429, "key_limit")
+    ask(held, f"/caches/{cache.json['caches'][0]['id']}", "DELETE", **bearer("carol"))
+    ids[0] = saved_of(forward(held, tensors, "carol", save=True))
+    for one in ids:
+        delete(held, one, "carol")
+    problem(forward(held, qkv(length=2048), save=True), 413, "work_too_large")
+    ids = []
+    while (answer := forward(held, qkv(length=200), save=True)).status == 200:
+        ids.append(saved_of(answer))
+    assert len(ids) == 3
+    refusal = problem(answer, 429, "cache_memory")
+    assert answer.headers["retry-after"] == "1", refusal
+    do = {"do": normal(2, HQ, 200, D)}
+    assert gradient(held, do, saved=ids[0]).status == 200  # what is alive is never evicted
+    for one in ids:
+        delete(held, one)
+    wait_for(lambda: forward_and_delete(held), lambda: "there was no memory again")
+
+
+def forward_and_delete(server):
+    """Whether there is memory again, as this HTTP process has heard."""
+    answer = forward(server, qkv(length=200), save=True)
+    return answer.status == 200 and delete(server, saved_of(answer)).status == 204
+
+
+def test_a_server_without_memory_saves_nothing(start_server):
+    server = start_server(cache_bytes=0)
+    problem(post(server, "/attention", message(qkv(), save=True)), 413, "work_too_large")
+    problem(ask(server, "/saved"), 404, "not_found")
+
+
+def test_a_saved_forward_expires(start_server):
+    server = start_server(saved_ttl=0.2)
+    answer = post(server, "/attention", message(qkv(), save=True))
+    one = answer.metadata["saved"]
+    do = {"do": normal(2, HQ, S, D)}
+    wait_for(lambda: ask(server, f"/saved/{one}").status == 410, lambda: "it did not expire")
+    problem(post(server, "/attention/grad", message(do, saved=one)), 410, "saved_lost")
+    problem(ask(server, f"/saved/{one}", "DELETE"), 410, "saved_lost")
+    assert ask(server, "/saved").json == {"saved": []}
+
+    def counted():
+        return [v for n, v in read_metrics(server).items() if n.startswith("flashpoint_saved_forwards{")]
+
+    wait_for(lambda: counted() == [0.0], lambda: "the metric did not fall")
+
+
+def test_what_an_engine_held_is_lost_with_it_and_with_its_owner(start_server, tmp_path_factory):
+    server = started(start_server, tmp_path_factory)
+    do = {"do": normal(2, HQ, S, D)}
+    one, other = (saved_of(forward(server, qkv(), name, save=True)) for name in ("alice", "bob"))
+    write_keys(server.keys_file, ["alice", "carol"])
+    wait_for(lambda: read_info(server)["saved"] == 1, lambda: "bob's was not freed")
+    write_keys(server.keys_file, KEYS)
+    wait_for(lambda: ask(server, "/info", **bearer("bob")).status == 200, lambda: "bob did not come back")
+    wait_for(lambda: gradient(server, do, "bob", saved=other).status == 410, lambda: "bob's was not lost")
+    os.kill(server.engine_pid, signal.SIGKILL)
+
+    def lost():
+        answers = [gradient(server, do, saved=one) for _ in range(6)]  # of both HTTP processes
+        return all(answer.status == 410 for answer in answers)
+
+    wait_for(lost, lambda: "it is not lost")
+    problem(delete(server, one), 410, "saved_lost")
+    wait_both(server)
+    one = saved_of(forward(server, qkv(), save=True))
+    assert gradient(server, do, saved=one).status == 200
