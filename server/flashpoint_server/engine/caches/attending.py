@@ -28,7 +28,6 @@ from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.ipc.messages import Held
 from flashpoint_server.refusal import invalid
 
-
 # Features that the operator over chunks lacks: chunks are copied into pages, and the backend computes over these.
 _NEEDS_PAGES = frozenset({"bool_mask", "float_mask", "window", "alibi_slopes", "sinks"})
 
