@@ -1,7 +1,7 @@
 """Attention over caches: new tokens are written, and the problem is made of what the caches then hold.
 
-On the CPU the `torch` backend reads chunks where they lie (parts.py). For every other backend, and with a mask, a
-problem's keys are brought together as pages: any option, and any device, at the price of a copy.
+On the CPU the `torch` backend reads chunks where they lie (parts.py). For every other backend, and for options that the
+operator over chunks lacks, keys are copied into pages: any option and any device, at the price of a copy.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from flashpoint_server.engine.caches.parts import Attended, CachedPart, cut
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.ipc.messages import Held
 from flashpoint_server.refusal import invalid
+
+# Features that the operator over chunks lacks: chunks are copied into pages, and the backend computes over these.
+_NEEDS_PAGES = frozenset({"bool_mask", "float_mask", "window", "alibi_slopes", "sinks"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +124,7 @@ class HeldCall(NamedTuple):
     def parts(self, caches: Sequence[StoredCache], backend: str, cores: int) -> Sequence[Problem | CachedPart]:
         """Return what so many `cores` of the CPU may compute side by side, once tokens are written."""
         call = self.of
-        if backend != "torch" or "attn_mask" in call.tensors:
+        if backend != "torch" or call.spec.features & _NEEDS_PAGES:
             return split(self.problem(caches), backend)
         tracks = [cache.tracks[self.held.layer] for cache in caches]
         call.clear_outputs()
