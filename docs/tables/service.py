@@ -75,6 +75,7 @@ def cached_decode() -> str:
         text += f"{result['thrown_away']} of {result['rounds'] + result['thrown_away']} rounds thrown away:\n\n"
         rates = sorted(result["tokens_per_second"].items(), key=lambda row: -row[1])
         text += targets(result) + "\n" + table(["", "tokens a second"], [(way, number(rate)) for way, rate in rates])
+    return text or NOT_MEASURED
 
 
 def train_saved() -> str:
