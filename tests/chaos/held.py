@@ -60,7 +60,7 @@ class Request:
     """One call. `unsure`: an attempt may have had its effect, though no answer has come.
 
     `refused`, where it is there, says which codes are right; then no other answer is. `uses`: the time to live of
-    `caches` begins anew; `frees`: they end.
+    `caches` begins anew; `frees`: they end. `ttl`: of the caches that it makes, in seconds.
     """
 
     method: str
@@ -71,6 +71,7 @@ class Request:
     heard: Callable[[Answer], None]
     caches: Sequence[HeldCache] = ()
     refused: Callable[[str], bool] | None = None
+    ttl: float | None = None
     uses: bool = False
     frees: bool = False
     unsure: bool = False

@@ -88,6 +88,10 @@ class Holder(Caller):
         if request.refused and request.refused(code):
             self.request = None
             return ""
+        if code == "cache_lost" and request.unsure and request.ttl and time.monotonic() >= request.first + request.ttl:
+            self.request = None  # it has made caches that have expired since then, or those that it names have
+            self.caches = [cache for cache in self.caches if cache not in request.caches]
+            return code
         if code in ("cache_lost", "cache_not_found"):
             self.request = None
             self.lose(request, code, answer)
@@ -208,7 +212,7 @@ class Holder(Caller):
             self.load.book.made(self.owner, [document["id"] for document in documents])
 
         asked = {**SHAPE, "count": count, "ttl_s": ttl, "max_length": longest}
-        request = held.asks("POST", "/caches", asked, 201, heard)
+        request = held.asks("POST", "/caches", asked, 201, heard, ttl=ttl or TTL)
         return request
 
     def fork(self, cache: HeldCache) -> Request | None:
@@ -225,7 +229,7 @@ class Holder(Caller):
                 self.end(one, "cache_not_found")
 
         asked = {"caches": [cache.id], "lengths": None if length is None else [length], "free": [c.id for c in freed]}
-        request = held.asks("POST", "/caches/fork", asked, 201, heard, caches=[cache, *freed], uses=True)
+        request = held.asks("POST", "/caches/fork", asked, 201, heard, caches=[cache, *freed], ttl=cache.ttl, uses=True)
         return request
 
     def append(self, cache: HeldCache) -> Request:
