@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 import time
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
@@ -32,12 +32,13 @@ from flashpoint_server.engine.caches.cache import (
     write_problem,
 )
 from flashpoint_server.engine.caches.chunks import Chunk, TokenSize, Track
+from flashpoint_server.engine.caches.remembered import Remembered
 from flashpoint_server.ipc.messages import CacheRecord, CacheShape
 from flashpoint_server.refusal import Refusal
 
-ANSWERS = 4096  # first answers of creations and forks that are remembered
+ANSWERS = 1 << 16  # caches, at most, of the first answers to creations and forks that are remembered
 TOMBSTONE_SECONDS = 3600.0
-TOMBSTONES = 1 << 17  # at most; the oldest is forgotten first
+TOMBSTONES = 1 << 17  # at most
 CACHE_BYTES, LAYER_BYTES = 1024, 512  # that a cache, and each of its layers, counts for beside its tokens
 SWEEP_SECONDS = 1.0  # between two looks for caches that have expired
 
@@ -57,8 +58,8 @@ class CacheStore:
         self._serials = itertools.count(1)
         self._used = 0
         self._owned: defaultdict[str, int] = defaultdict(int)
-        self._lost: OrderedDict[int, tuple[str, float]] = OrderedDict()  # owner, and until when that is said
-        self._answers: OrderedDict[tuple[str, str], list[int]] = OrderedDict()
+        self._lost: Remembered[float] = Remembered(TOMBSTONES)  # until when that is said, by serial
+        self._answers: Remembered[list[int]] = Remembered(ANSWERS)  # by idempotency key
         self._swept = clock()
 
     @property
@@ -151,14 +152,12 @@ class CacheStore:
 
     def _answered(self, terms: Terms) -> list[CacheRecord] | None:
         """Return the first answer to this key again. Raises Refusal 404 and 410 where its caches are gone."""
-        serials = self._answers.get((terms.owner, terms.key)) if terms.key else None
+        serials = self._answers.get(terms.owner, terms.key) if terms.key else None
         return None if serials is None else [self.record(cache) for cache in self._find(terms.owner, serials)]
 
     def _answer(self, terms: Terms, made: Sequence[StoredCache]) -> list[CacheRecord]:
         if terms.key:
-            self._answers[terms.owner, terms.key] = [cache.serial for cache in made]
-            if len(self._answers) > ANSWERS:
-                self._answers.popitem(last=False)
+            self._answers.put(terms.owner, terms.key, [cache.serial for cache in made], len(made))
         return [self.record(cache) for cache in made]
 
     def _end(self, cache: StoredCache) -> None:
@@ -174,9 +173,7 @@ class CacheStore:
 
     def _lose(self, cache: StoredCache) -> None:
         self._end(cache)
-        self._lost[cache.serial] = cache.owner, self._clock() + TOMBSTONE_SECONDS
-        if len(self._lost) > TOMBSTONES:
-            self._lost.popitem(last=False)
+        self._lost.put(cache.owner, cache.serial, self._clock() + TOMBSTONE_SECONDS)
 
     # Time
 
@@ -217,8 +214,7 @@ class CacheStore:
         self._swept = now
         for cache in [cache for cache in self._caches.values() if not cache.users and now >= cache.expires]:
             self._lose(cache)
-        while self._lost and next(iter(self._lost.values()))[1] <= now:
-            self._lost.popitem(last=False)
+        self._lost.drop_while(lambda until: until <= now)
 
     # What is there
 
@@ -268,8 +264,8 @@ class CacheStore:
                 cache = None
             problem = None
             if cache is None or cache.owner != owner:
-                lost = self._lost.get(serial)
-                code = "cache_lost" if lost is not None and lost[0] == owner and now < lost[1] else "cache_not_found"
+                until = self._lost.get(owner, serial)
+                code = "cache_lost" if until is not None and now < until else "cache_not_found"
                 problem = code, SAID[code]
             else:
                 found.append(cache)

@@ -364,3 +364,19 @@ def test_memory_that_changes_hands_shows_nothing_of_its_last_owner():
         store.truncate(Terms(owner), serial, 2)
         assert read(store, owner, serial, 0)[1].shape[1] == 2
         store.delete(Terms(owner), [serial])
+
+
+def test_no_owner_makes_what_another_may_ask_be_forgotten(monkeypatch):
+    monkeypatch.setattr("flashpoint_server.engine.caches.store.TOMBSTONES", 8)
+    monkeypatch.setattr("flashpoint_server.engine.caches.store.ANSWERS", 8)
+    clock = Clock()
+    store = store_of(clock=clock)
+    first = create(store, "bob", key="mine")
+    (lost,) = create(store, "bob", ttl=1.0)
+    clock.now += 2
+    for number in range(20):
+        create(store, key=f"k{number}", ttl=1.0)
+        clock.now += 2
+        store.sweep()
+    assert create(store, "bob", key="mine") == first
+    refused("cache_lost", store.look, Terms("bob"), [lost])
