@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -26,6 +26,7 @@ from flashpoint_server.ipc.job import Job, JobResult
 from flashpoint_server.ipc.messages import (
     Attach,
     Broken,
+    CacheRecord,
     Cancel,
     Channel,
     Detach,
@@ -77,6 +78,7 @@ class Sent:
     future: asyncio.Future[JobResult]
     since: float
     number: int = -1
+    told: list[CacheRecord] = field(default_factory=list)  # by the parts of an answer that have come
 
 
 class Listener:
@@ -277,6 +279,10 @@ class Engine:
                         self._attached.discard(message.segment)
 
     def _settle(self, message: Done | Failed | Proven | Told) -> None:
+        if isinstance(message, Told):
+            self._sent[message.id].told += message.caches
+            if message.more:
+                return
         sent = self._sent.pop(message.id)
         self._let_go(sent)
         if isinstance(message, Done):
@@ -293,7 +299,7 @@ class Engine:
                 sent.future.set_result(JobResult({}, 1, report=message.report))
                 return
             if isinstance(message, Told):
-                sent.future.set_result(JobResult({}, 1, caches=tuple(message.caches)))
+                sent.future.set_result(JobResult({}, 1, caches=tuple(sent.told)))
                 return
             timings.copy_in, timings.copy_out = message.copy_in, message.copy_out
             sent.future.set_result(JobResult(message.metadata, message.batch_size, message.launch))
@@ -459,7 +465,11 @@ class Engines:
         wanted = sent.job.incarnation
         able = [engine for engine in self._ready() if not wanted or engine.incarnation == wanted]
         if not able:
-            sent.future.set_exception(Refusal("cache_lost", "the engine that held the caches has restarted"))
+            if sent.job.needs_caches:
+                lost = Refusal("cache_lost", "the engine that held the caches has restarted")
+            else:
+                lost = Refusal("engine_lost", "the engine died before it began with this; it may be sent again")
+            sent.future.set_exception(lost)
             return
         engine = min(able, key=lambda engine: engine.load)
         engine.submit(sent)

@@ -30,6 +30,11 @@ class Job(ABC):
     def message(self, number: int, rank: float) -> Submit | Prove | AskCaches:
         """To the engine, which knows the job by `number`."""
 
+    @property
+    def needs_caches(self) -> bool:
+        """Whether it is about caches that its engine holds."""
+        return False
+
     def remaining(self) -> float | None:
         """Seconds to the deadline, at least 0; None for no end."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
@@ -46,6 +51,10 @@ class AttentionJob(Job):
     spec: Spec
     backend: str
     held: Held | None = None
+
+    @property
+    def needs_caches(self) -> bool:
+        return self.held is not None
 
     def message(self, number: int, rank: float) -> Submit:
         return Submit(
@@ -76,6 +85,10 @@ class CacheJob(Job):
     arguments: dict[str, Any] = field(default_factory=dict)
     key: str = ""
     quota: int | None = None
+
+    @property
+    def needs_caches(self) -> bool:
+        return bool(self.caches)
 
     def message(self, number: int, rank: float) -> AskCaches:
         return AskCaches(

@@ -21,7 +21,7 @@ from flashpoint_kernels import Problem
 from flashpoint_kernels.chunked import attend
 from flashpoint_kernels.cost import NOMINAL, row_seconds
 from flashpoint_kernels.reproducible import CORES, PART_SECONDS, split
-from flashpoint_server.engine.caches.cache import StoredCache, Terms
+from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.chunks import Track
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.ipc.messages import Held
@@ -71,19 +71,24 @@ class HeldCall:
             shell = self._shell(self.tensors)
             k, v = (shell.canonical(name, self.tensors[name]) for name in ("k", "v"))
             tokens = [(_own(k, row), _own(v, row)) for row in self.rows]
-            caches = store.write(self.terms, held.caches, held.layer, held.at, tokens, self.lowest)
+            caches = store.write(self.terms, held.caches, held.layer, held.at, tokens, self._first_seen)
         else:
             caches = store.find(self.terms, held.caches)
             lengths = [cache.tracks[held.layer].length for cache in caches]
             first = [self.lowest(row.q_len, length) for row, length in zip(self.rows, lengths, strict=True)]
             store.readable(caches, held.layer, first)
-        self._check_mask(caches)
+        asked = [c.tracks[held.layer].length for c, row in zip(caches, self.rows, strict=True) if row.q_len]
+        self._check_mask(max(asked, default=0))
 
-    def _check_mask(self, caches: Sequence[StoredCache]) -> None:
-        longest = max(cache.tracks[self.held.layer].length for cache in caches)
+    def _first_seen(self, queries: int, length: int) -> int:
+        """As `lowest`, of a cache that is about to be written. Raises Refusal 422 where the mask is too short."""
+        self._check_mask(length)
+        return self.lowest(queries, length)
+
+    def _check_mask(self, length: int) -> None:
         mask = self.tensors.get("attn_mask")
-        if mask is not None and mask.ndim and 1 < mask.shape[-1] < longest:
-            raise invalid([("attn_mask", f"has {mask.shape[-1]} columns where a cache has {longest} tokens")])
+        if mask is not None and mask.ndim and 1 < mask.shape[-1] < length:
+            raise invalid([("attn_mask", f"has {mask.shape[-1]} columns where a cache has {length} tokens")])
 
     def parts(self, store: CacheStore, backend: str) -> list[Problem | CachedPart]:
         """Return what cores of the CPU compute side by side, once tokens are written."""
