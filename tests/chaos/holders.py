@@ -21,6 +21,7 @@ from tests.chaos import held
 from tests.chaos.callers import AFTER_NOTHING, HANG, Caller, WrongError, refused
 from tests.chaos.held import DIM, KV_HEADS, LAYERS, Q_HEADS, SHAPE, Answer, HeldCache, Request
 from tests.chaos.keys import OWNERS
+from tests.chaos.service import Life
 
 MOST = 4  # caches of a caller
 LONG = 1030  # tokens, of which two layers take some chunks
@@ -131,7 +132,7 @@ class Holder(Caller):
             if said == "cache_not_found":
                 right = (request.frees and request.unsure) or cache.life.starts != self.load.service.starts
             else:
-                right = time.monotonic() >= cache.earliest or _is_over(cache)
+                right = time.monotonic() >= cache.earliest or is_over(cache.life)
             if cache in self.caches:
                 self.end(cache, said)
             if not right:
@@ -311,17 +312,17 @@ class Holder(Caller):
 
         def right(said: str) -> bool:
             if said == "cache_lost":
-                return code == said or _is_over(gone)
+                return code == said or is_over(gone.life)
             return said == "cache_not_found" and (code == said or gone.life.starts != self.load.service.starts)
 
         return held.asks("GET", f"/caches/{gone.id}", None, 200, None, refused=right)
 
     # Its parts
 
-    def of(self, life):
+    def of(self, life: Life) -> Life:
         """That of caches made since `life` was seen; of none where the engine was another meanwhile."""
         now = self.load.service.life()
-        return now if now == life else type(now)(-1, None)
+        return now if now == life else Life(-1, None)
 
     def some(self, cache: HeldCache) -> list[HeldCache]:
         others = [one for one in self.caches if one is not cache and one.life == cache.life]
@@ -364,9 +365,9 @@ def _code(answer: Answer) -> str:
     return ""
 
 
-def _is_over(cache: HeldCache) -> bool:
-    """Whether its engine is gone; one that has closed its sockets takes a moment more."""
+def is_over(life: Life) -> bool:
+    """Whether an engine is gone; one that has closed its sockets takes a moment more."""
     end = time.monotonic() + GONE
-    while not cache.life.over and time.monotonic() < end:
+    while not life.over and time.monotonic() < end:
         time.sleep(0.01)
-    return cache.life.over
+    return life.over

@@ -8,6 +8,7 @@ from pathlib import Path
 
 LOAD = "load"  # every call that names no other key
 OWNERS = ("alice", "bob")  # of caches, by callers
+SDK = "sdk"  # of the caches of a caller with the client
 FILLER, SMALL = "filler", "small"  # of caches, by faults
 QUOTA = 300_000  # bytes of caches that SMALL may hold
 
@@ -20,7 +21,7 @@ def bearer(name: str) -> dict[str, str]:
 def write() -> Path:
     """Write the file of all keys; return its path."""
     tables = []
-    for name in (LOAD, *OWNERS, FILLER, SMALL):
+    for name in (LOAD, *OWNERS, SDK, FILLER, SMALL):
         digest = hashlib.sha256(key_of(name).encode()).hexdigest()
         quota = f"cache_bytes = {QUOTA}\n" if name == SMALL else ""
         tables.append(f'[{name}]\nsha256 = "{digest}"\nrights = ["attention", "info", "metrics"]\n{quota}')

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.chaos import callers, holders
+from tests.chaos import callers, holders, sdk_holder
 from tests.chaos.callers import AFTER_NOTHING, HANG, Book, Caller
 from tests.chaos.service import Service
 
@@ -18,7 +18,7 @@ KINDS: dict[str, type[Caller]] = {
     "deadline": callers.Deadline, "launches": callers.Launches, "large": callers.Large, "sdk": callers.Sdk,
     "sdk gradient": callers.SdkGradient, "asyncio": callers.Asyncio,
     "caches": holders.Holder, "more caches": holders.Holder, "other caches": holders.OtherHolder,
-    "short caches": holders.ShortHolder,
+    "short caches": holders.ShortHolder, "sdk caches": sdk_holder.SdkHolder,
 }  # fmt: skip
 
 

@@ -160,7 +160,7 @@ class Chaos:
             inside |= {name: value for name, value in samples.items() if name.startswith(CACHES)}
             found.held = self.service.held()
             wrong = [f"{name} is {value:g}" for name, value in inside.items() if value] + self._kept(found.held)
-            caches = {owner: self.service.caches(owner) for owner in (*keys.OWNERS, keys.FILLER, keys.SMALL)}
+            caches = {owner: self.service.caches(owner) for owner in (*keys.OWNERS, keys.SDK, keys.FILLER, keys.SMALL)}
             wrong += [f"caches of {owner}: {several}" for owner, several in caches.items() if several != []]
             if not wrong:
                 return
