@@ -10,27 +10,33 @@ hung      nothing at all for as long as callers have patience
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import http.client
 import json
 import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 import flashpoint
 from flashpoint_server.refusal import STATUS
+from tests.chaos.keys import LOAD, key_of
 from tests.chaos.questions import Question, draw, safetensors
+
+if TYPE_CHECKING:
+    from tests.chaos.load import Load
 
 HANG = 300.0  # seconds: above any deadline, and above the start of an engine on a machine with much else to do
 DEADLINE = 60.0  # seconds, of the callers that have one
 THINK = 0.02  # seconds between two calls: faults want the cores, too
 AFTER_NOTHING = 0.05  # seconds before the next call where there was no connection to be had
+IDS = 8  # of the latest caches of a key
 REFUSALS = {code for code, status in STATUS.items() if status in (408, 429, 503, 504)}  # that a fault may cost
 WORDS = {408, 429, 503, 504}  # of /v2, which has no codes
 
@@ -55,11 +61,22 @@ class Book:
     def __init__(self) -> None:
         self.outcomes: list[Outcome] = []
         self.questions: list[Question] = []
+        self._ids: dict[str, deque[str]] = {}  # of caches, by the key that owns them
         self._lock = threading.Lock()
 
     def add(self, outcome: Outcome) -> None:
         with self._lock:
             self.outcomes.append(outcome)
+
+    def made(self, owner: str, ids: Iterable[str]) -> None:
+        """Caches that a key owns."""
+        with self._lock:
+            self._ids.setdefault(owner, deque(maxlen=IDS)).extend(ids)
+
+    def others(self, owner: str) -> list[str]:
+        """Some of the caches that other keys own, or did."""
+        with self._lock:
+            return [one for name, ids in self._ids.items() if name != owner for one in ids]
 
     def compare(self, question: Question, body: bytes) -> None:
         """Raises WrongError."""
@@ -99,37 +116,31 @@ def refused(status: int, headers: dict[str, str], body: bytes, path: str) -> str
 class Caller(threading.Thread, ABC):
     """Calls while `going` is set; between two calls of its own it may be told to wait, with no connection open."""
 
-    count = 3  # questions
     opened: float | None = None  # `time.monotonic` seconds, of what stays open between calls
 
     def __init__(self, name: str, load: Load, rng: np.random.Generator) -> None:
         super().__init__(name=name, daemon=True)
         self.load, self.port, self.rng, self.book = load, load.port, rng, load.book
-        self.questions = [self.draw() for _ in range(self.count)]
-        self.book.questions += self.questions
         self.idle = threading.Event()
         self.over = threading.Event()
-
-    def draw(self) -> Question:
-        return draw(self.rng, "safetensors", grad=False)
 
     def run(self) -> None:
         while not self.over.is_set():
             if not self.load.going.is_set():
-                self.leave()
+                self.rest()
                 self.idle.set()
                 self.load.going.wait()
                 self.idle.clear()
                 continue
-            self.call(self.questions[int(self.rng.integers(len(self.questions)))])
+            self.turn()
             time.sleep(THINK)
         self.leave()
 
-    def call(self, question: Question) -> str:
-        """Ask, and note what became of it; its kind."""
+    def call(self, ask: Callable[[], str]) -> str:
+        """Ask, and note what became of it; its kind. `ask` is as `Asker.ask`."""
         began, opened, kind, detail = time.monotonic(), self.opened, "right", ""
         try:
-            detail = self.ask(question)
+            detail = ask()
             kind = "refused" if detail else "right"
         except WrongError as error:
             kind, detail = "wrong", str(error)
@@ -147,14 +158,47 @@ class Caller(threading.Thread, ABC):
         return kind
 
     @abstractmethod
-    def ask(self, question: Question) -> str:
-        """The code of a refusal; empty where it was answered, and right. Raises WrongError, OSError, TimeoutError."""
+    def turn(self) -> str:
+        """One call of its choice; its kind."""
+
+    @abstractmethod
+    def probe(self) -> str:
+        """Calls that must be right when nobody else asks; the kind of the last of them."""
+
+    def rest(self) -> None:
+        """End what it holds at the service, and leave."""
+        self.leave()
 
     def leave(self) -> None:
         """Close what is open."""
 
 
-class Plain(Caller):
+class Asker(Caller):
+    """Has questions whose answers are known."""
+
+    count = 3  # questions
+
+    def __init__(self, name: str, load: Load, rng: np.random.Generator) -> None:
+        super().__init__(name, load, rng)
+        self.questions = [self.draw() for _ in range(self.count)]
+        self.book.questions += self.questions
+
+    def draw(self) -> Question:
+        return draw(self.rng, "safetensors", grad=False)
+
+    def turn(self) -> str:
+        question = self.questions[int(self.rng.integers(len(self.questions)))]
+        return self.call(lambda: self.ask(question))
+
+    def probe(self) -> str:
+        return self.call(lambda: self.ask(self.questions[0]))
+
+    @abstractmethod
+    def ask(self, question: Question) -> str:
+        """The code of a refusal; empty where it was answered, and right. Raises WrongError, OSError, TimeoutError."""
+
+
+class Plain(Asker):
     """http.client, one connection for many calls. Several callers ask for answers of the same size."""
 
     headers: Mapping[str, str] = MappingProxyType({})
@@ -225,7 +269,7 @@ class Large(Plain):
         return safetensors({"q": q, "k": k, "v": v}, {"causal": False}, "/attention")
 
 
-class Sdk(Caller):
+class Sdk(Asker):
     """The client, with its retries."""
 
     client: flashpoint.Client | None = None
@@ -235,7 +279,7 @@ class Sdk(Caller):
         if self.client is None:
             self.opened = time.monotonic()
             self.client = flashpoint.Client(
-                f"http://127.0.0.1:{self.port}", timeout=self.load.patience, retries=self.retries
+                self.load.url, api_key=key_of(LOAD), timeout=self.load.patience, retries=self.retries
             )
         t = question.tensors
         try:
@@ -264,7 +308,7 @@ class SdkGradient(Sdk):
         return draw(self.rng, "safetensors", grad=True)
 
 
-class Asyncio(Caller):
+class Asyncio(Asker):
     """asyncio's client: all its questions at a time."""
 
     def ask(self, question: Question) -> str:
@@ -272,7 +316,7 @@ class Asyncio(Caller):
 
     async def _ask(self) -> str:
         async with flashpoint.AsyncClient(
-            f"http://127.0.0.1:{self.port}", timeout=self.load.patience, retries=1
+            self.load.url, api_key=key_of(LOAD), timeout=self.load.patience, retries=1
         ) as client:
             asked = [client.attention(*(q.tensors[n] for n in "qkv"), **q.options) for q in self.questions]
             answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -287,53 +331,3 @@ class Asyncio(Caller):
             else:
                 self.book.compare_arrays(question, {"o": answer})
         return code
-
-
-KINDS: dict[str, type[Caller]] = {
-    "plain": Plain, "gradient": Gradient, "json": Numbers, "oip": Inference, "deadline": Deadline,
-    "launches": Launches, "large": Large, "sdk": Sdk, "sdk gradient": SdkGradient, "asyncio": Asyncio,
-}  # fmt: skip
-
-
-class Load:
-    """A caller of each kind. `patience` is in seconds: who gets nothing for so long is `hung`."""
-
-    def __init__(self, port: int, seed: int) -> None:
-        self.port, self.book, self.going = port, Book(), threading.Event()
-        self.url, self.patience = f"http://127.0.0.1:{port}", HANG
-        self.callers = [
-            kind(name, self, np.random.default_rng((seed, number))) for number, (name, kind) in enumerate(KINDS.items())
-        ]
-
-    def start(self) -> None:
-        for caller in self.callers:
-            caller.start()
-
-    def go(self) -> None:
-        self.going.set()
-
-    def pause(self) -> list[str]:
-        """Until every call has ended and no connection is open; the names of callers whose calls do not end."""
-        self.going.clear()
-        end = time.monotonic() + self.patience + HANG
-        return [caller.name for caller in self.callers if not caller.idle.wait(max(end - time.monotonic(), 0))]
-
-    def probe(self, attempts: Callable[[], bool]) -> list[str]:
-        """While it is paused, a call of each caller, again while it is refused and `attempts` allows; who got none."""
-        failed = []
-        for caller in self.callers:
-            question = caller.questions[0]
-            while (kind := caller.call(question)) == "refused" and attempts():
-                time.sleep(AFTER_NOTHING)
-            caller.leave()
-            if kind != "right":
-                failed.append(f"{caller.name}: {kind} {self.book.outcomes[-1].detail}")
-        return failed
-
-    def stop(self) -> None:
-        for caller in self.callers:
-            caller.over.set()
-        self.going.set()
-        for caller in self.callers:
-            with contextlib.suppress(RuntimeError):
-                caller.join(HANG)

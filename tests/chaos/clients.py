@@ -9,6 +9,8 @@ import time
 
 import numpy as np
 
+from tests.chaos.held import Request
+from tests.chaos.keys import LOAD, bearer
 from tests.chaos.questions import Question, draw, safetensors
 from tests.chaos.world import World
 
@@ -27,27 +29,31 @@ def leave(world: World) -> str | None:
     question = draw(world.rng, form, grad=bool(world.rng.integers(2)))
     stage = int(world.rng.integers(len(STAGES)))
     reset = bool(world.rng.integers(2))
-    head = _head(question)
-    size, total = len(question.body) // 3, len(question.body)
-    if form == "safetensors":
-        size = 8 + int.from_bytes(question.body[:8], "little")
-    ends = (9, len(head), len(head) + size // 2, len(head) + (size + total) // 2, len(head) + total - 1)
-    with contextlib.suppress(OSError), _connected(world) as connection:
-        connection.sendall((head + question.body)[: ends[stage] if stage < len(ends) else None])
-        if STAGES[stage] == "a byte of the answer":
-            connection.recv(1)
-        elif STAGES[stage] == "half the answer":
-            connection.recv(300)
-        if reset:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with contextlib.suppress(OSError), connected(world) as connection:
+        break_off(connection, head_of(question), question.body, stage, reset)
     return f"after {STAGES[stage]}, {'reset' if reset else 'closed'}"
+
+
+def break_off(connection: socket.socket, head: bytes, body: bytes, stage: int, reset: bool) -> None:
+    """Send so much of a request, or read so much of its answer, and see to it that closing resets the connection."""
+    size, total = len(body) // 3, len(body)
+    if b"safetensors" in head:
+        size = 8 + int.from_bytes(body[:8], "little")
+    ends = (9, len(head), len(head) + size // 2, len(head) + (size + total) // 2, len(head) + total - 1)
+    connection.sendall((head + body)[: ends[stage] if stage < len(ends) else None])
+    if STAGES[stage] == "a byte of the answer":
+        connection.recv(1)
+    elif STAGES[stage] == "half the answer":
+        connection.recv(300)
+    if reset:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def read_slowly(world: World) -> str | None:
     """Into a small buffer, in pieces: the answer is whole, and the caller's own."""
     question = _several_mib(world)
-    with _connected(world, receive=1 << 14) as connection:
-        connection.sendall(_head(question) + question.body)
+    with connected(world, receive=1 << 14) as connection:
+        connection.sendall(head_of(question) + question.body)
         answer = bytearray()
         for _ in range(PIECES):
             answer += connection.recv(1 << 14)
@@ -59,8 +65,8 @@ def read_slowly(world: World) -> str | None:
 
 def write_slowly(world: World) -> str | None:
     question = _several_mib(world)
-    text = _head(question) + question.body
-    with _connected(world) as connection:
+    text = head_of(question) + question.body
+    with connected(world) as connection:
         for n in range(PIECES):
             connection.sendall(text[len(text) * n // PIECES : len(text) * (n + 1) // PIECES])
             time.sleep(PAUSE)
@@ -73,8 +79,8 @@ def write_slowly(world: World) -> str | None:
 def fall_silent(world: World) -> str | None:
     """In the middle of a body: 408 after --body-timeout."""
     question = draw(world.rng, "safetensors", grad=False)
-    with _connected(world) as connection:
-        connection.sendall(_head(question) + question.body[:-5])
+    with connected(world) as connection:
+        connection.sendall(head_of(question) + question.body[:-5])
         answer = connection.recv(1 << 16)
     if answer and not answer.startswith((b"HTTP/1.1 408", b"HTTP/1.1 429", b"HTTP/1.1 503")):
         world.violations.append(f"a silent caller got {answer[:60]!r}")
@@ -90,13 +96,15 @@ def _several_mib(world: World) -> Question:
     return question
 
 
-def _head(question: Question) -> bytes:
-    fields = {"Host": "localhost", **question.headers, "Content-Length": str(len(question.body)), "Connection": "close"}
+def head_of(request: Question | Request, owner: str = LOAD) -> bytes:
+    """The head of a POST."""
+    own = {"Content-Length": str(len(request.body)), "Connection": "close", **bearer(owner)}
+    fields = {"Host": "localhost", **request.headers, **own}
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    return f"POST {question.path} HTTP/1.1\r\n{lines}\r\n".encode()
+    return f"POST {request.path} HTTP/1.1\r\n{lines}\r\n".encode()
 
 
-def _connected(world: World, receive: int | None = None) -> socket.socket:
+def connected(world: World, receive: int | None = None) -> socket.socket:
     connection = socket.socket()
     if receive is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)

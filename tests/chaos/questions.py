@@ -11,6 +11,7 @@ import numpy as np
 
 from flashpoint import jsonwire
 from flashpoint_contract import wire
+from tests.chaos.keys import LOAD, bearer
 
 SAFETENSORS, JSON = wire.MEDIA_TYPE, jsonwire.MEDIA_TYPE
 SECONDS = 60.0  # for an answer to a question that is asked alone
@@ -38,11 +39,12 @@ def safetensors(tensors, options, path):
         end += array.nbytes
     text = json.dumps(head).encode()
     body = len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in tensors.values())
-    return Question(path, {"Content-Type": SAFETENSORS}, body, tensors, options)
+    return Question(path, {"Content-Type": SAFETENSORS, **bearer(LOAD)}, body, tensors, options)
 
 
 def numbers(tensors, options, path):
-    return Question(path, {"Content-Type": JSON}, jsonwire.encode(tensors, options), tensors, options)
+    headers = {"Content-Type": JSON, **bearer(LOAD)}
+    return Question(path, headers, jsonwire.encode(tensors, options), tensors, options)
 
 
 def inference(tensors, options, path):
@@ -53,7 +55,7 @@ def inference(tensors, options, path):
     ]
     head = json.dumps({"id": "1", "inputs": inputs, "parameters": {**options, "binary_data_output": True}}).encode()
     model = "attention_grad" if path.endswith("grad") else "attention"
-    headers = {"Inference-Header-Content-Length": str(len(head))}
+    headers = {"Inference-Header-Content-Length": str(len(head)), **bearer(LOAD)}
     body = head + b"".join(array.tobytes() for array in tensors.values())
     return Question(f"/v2/models/{model}/infer", headers, body, tensors, options)
 
@@ -87,7 +89,14 @@ def ask_alone(port, question):
     finally:
         connection.close()
     if question.headers.get("Content-Type") == SAFETENSORS:
-        size = wire.head_size(question.right[:8])
-        for t in wire.parse_head(question.right[:size]).tensors:
-            data = question.right[size + t.start : size + t.stop]
-            question.answer[t.name] = np.frombuffer(data, np.float32).reshape(t.shape)
+        _, question.answer = parsed(question.right)
+
+
+def parsed(body):
+    """Metadata and tensors of a message in safetensors."""
+    size = wire.head_size(body[:8])
+    head = wire.parse_head(body[:size])
+    tensors = {
+        t.name: np.frombuffer(body[size + t.start : size + t.stop], np.float32).reshape(t.shape) for t in head.tensors
+    }
+    return wire.decode_options(head.metadata), tensors

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from tests.chaos.clients import head_of
 from tests.chaos.questions import safetensors
 from tests.chaos.world import World
 
@@ -113,15 +114,14 @@ def fill_staging(world: World) -> str | None:
     """Bodies that do not end hold slots until there are no more: others get 429, and all is given back."""
     q, k, v = np.zeros((1, 4, 1 << 13, 64), np.float32), *np.zeros((2, 1, 4, 1, 64), np.float32)
     question = safetensors({"q": q, "k": k, "v": v}, {}, "/attention")
-    head = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nContent-Type: {question.headers['Content-Type']}\r\n"
-    head += f"Content-Length: {len(question.body)}\r\n\r\n"
+    head = head_of(question)
     with contextlib.ExitStack() as held:
         for _ in range(SLOTS):
             with contextlib.suppress(OSError):
                 connection = socket.create_connection(("127.0.0.1", world.service.port), timeout=10)
                 held.enter_context(connection)
                 connection.settimeout(1)  # who is refused stops reading
-                connection.sendall(head.encode() + question.body[: 1 << 16])
+                connection.sendall(head + question.body[: 1 << 16])
         world.wait(*LASTS)
     return f"{SLOTS} bodies begun"
 

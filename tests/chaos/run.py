@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.chaos import clients, processes, resources
-from tests.chaos.callers import Load
+from tests.chaos import cached, clients, keys, processes, resources
+from tests.chaos.load import Load
 from tests.chaos.questions import ask_alone
 from tests.chaos.service import MIB, Held, Service
 from tests.chaos.world import World
@@ -22,6 +22,7 @@ Fault = Callable[[World], "str | None"]
 # How often each is drawn, beside the others. What costs a start of torch is drawn less.
 FAULTS: dict[Fault, float] = {
     clients.leave: 16, clients.read_slowly: 2, clients.write_slowly: 2, clients.fall_silent: 0.5,
+    cached.leave_cached: 8, cached.fill_caches: 1, cached.fill_quota: 1, cached.expire: 2,
     processes.kill_engine: 0.4, processes.stop_engine: 3,
     processes.kill_http: 1, processes.stop_http: 3, processes.stop_supervisor: 1,
     processes.kill_codec: 0.7, processes.stop_codec: 2,
@@ -33,6 +34,7 @@ FAULTS: dict[Fault, float] = {
 HEAVY = {processes.kill_engine, processes.restart, processes.kill_service}  # one a round
 A_ROUND = (6, 25)  # faults, one after the other while the last one's callers still wait
 BETWEEN = (0.0, 0.15)  # seconds
+CACHES = ("flashpoint_caches{", "flashpoint_cache_bytes{")  # metrics of each engine
 RECOVERY = 300.0  # seconds until it is ready and every kind of question is answered right
 QUIET = 60.0  # seconds until nothing is inside, once nobody asks: a codec may still write an answer nobody waits for
 # What a process may hold more than after the warm-up: in proportion, and by itself. Slots of sizes and in numbers that
@@ -65,7 +67,7 @@ class Chaos:
     def _begin(self, seed: int) -> None:
         service = self.service
         assert service.wait_ready() is not None, "it did not get ready"
-        self.load = Load(service.port, seed)
+        self.load = Load(service, seed)
         for question in self.load.book.questions:
             ask_alone(service.port, question)
         self.world = World(service, self.load, np.random.default_rng(seed))
@@ -116,8 +118,7 @@ class Chaos:
     def stop(self) -> int:
         self.load.stop()
         code = self.service.terminate()
-        if self.service.clock:
-            self.service.clock.discard()
+        self.service.discard()
         return code
 
     # What is left
@@ -156,8 +157,11 @@ class Chaos:
             samples = self.service.samples() or {}
             names = ("flashpoint_queue_requests", "flashpoint_queue_bytes", "flashpoint_staging_slots")
             inside = {name: samples.get(name, -1) for name in names}
+            inside |= {name: value for name, value in samples.items() if name.startswith(CACHES)}
             found.held = self.service.held()
             wrong = [f"{name} is {value:g}" for name, value in inside.items() if value] + self._kept(found.held)
+            caches = {owner: self.service.caches(owner) for owner in (*keys.OWNERS, keys.SDK, keys.FILLER, keys.SMALL)}
+            wrong += [f"caches of {owner}: {several}" for owner, several in caches.items() if several != []]
             if not wrong:
                 return
             time.sleep(0.05)

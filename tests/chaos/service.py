@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.chaos import clock
+from tests.chaos import clock, keys
 from tests.support.servers import ServerProcess
 
 START = 300.0  # seconds to be ready: an engine takes 5 s of a core, of which a busy machine gives little
@@ -25,7 +27,23 @@ SEGMENT = "flashpoint-staging"
 
 SETTINGS = {
     "body_timeout": 3, "staging_bytes": 128 * MIB, "queue_limit": 64, "hang_timeout": 10, "shutdown_timeout": 60,
+    "cache_bytes": 12 * MIB,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Life:
+    """That of an engine: caches made in it end with it. `starts` counts the service's, which also ends their ids."""
+
+    starts: int
+    engine: psutil.Process | None
+
+    @property
+    def over(self) -> bool:
+        """Whether that engine is gone."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return self.engine is None or self.engine.status() == psutil.STATUS_ZOMBIE or not self.engine.is_running()
+        return True
 
 
 @dataclass(frozen=True)
@@ -50,15 +68,18 @@ class Service:
         self.port = 0
         self.server: ServerProcess | None = None
         self.starts = 0
+        self.keys = keys.write()
+        self._life = Life(0, None)
 
     def start(self) -> None:
+        self.starts += 1
         variables = {k: v for k, v in os.environ.items() if not k.startswith("FLASHPOINT_")}
         variables |= {**self._environment, **(self.clock.environment if self.clock else {})}
         flags = {"port": self.port, "device": "cpu", "workers": self.workers, **SETTINGS}
+        flags["api_keys_file"] = self.keys
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
         self.server = ServerProcess([sys.executable, *self._program, *flags], variables)
         self.port = self.server.port
-        self.starts += 1
 
     @property
     def pid(self) -> int:
@@ -88,9 +109,18 @@ class Service:
         """Those of /metrics, by name and labels."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SOCKET)
         with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
-            connection.request("GET", "/metrics")
+            connection.request("GET", "/metrics", headers=keys.bearer(keys.LOAD))
             text = connection.getresponse().read().decode()
             return {name: float(value) for name, value in re.findall(r"^([^#\s]+) (\S+)$", text, re.MULTILINE)}
+        return None
+
+    def caches(self, owner: str) -> list[dict] | None:
+        """Those of a key; None where nobody answers that."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SOCKET)
+        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+            connection.request("GET", "/caches", headers=keys.bearer(owner))
+            response = connection.getresponse()
+            return json.load(response)["caches"] if response.status == 200 else None
         return None
 
     def wait_ready(self, bound: float = START) -> float | None:
@@ -122,11 +152,24 @@ class Service:
         roles = self.roles()
         return len(roles["http"]) == self.workers and len(roles["engine"]) == 1
 
+    def life(self) -> Life:
+        """That of the engine of now."""
+        if self._life.starts != self.starts or self._life.over:
+            engines = self.roles()["engine"]
+            self._life = Life(self.starts, engines[0] if engines else None)
+        return self._life
+
     def held(self) -> dict[str, Held]:
         """By role, the most that one process of it holds; connections of callers are not counted."""
         return {role: most([held(p) for p in processes]) for role, processes in self.roles().items() if processes}
 
     # Its end
+
+    def discard(self) -> None:
+        """Remove the files that it was started with."""
+        shutil.rmtree(self.keys.parent)
+        if self.clock:
+            self.clock.discard()
 
     def terminate(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Its exit code, once every process of it is gone; -1 where one stays."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.chaos.callers import Load, Outcome
+from tests.chaos.callers import Outcome
+from tests.chaos.load import Load
 from tests.chaos.service import Service
 
 GRACE = 3.0  # seconds after which nobody has a connection any more that a fault broke

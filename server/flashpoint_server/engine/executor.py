@@ -18,7 +18,17 @@ from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, Stages, 
 from flashpoint_server.engine.entry import Entry, OutOfMemoryError, account
 from flashpoint_server.engine.tasks import Ask, Compute, Cut, Keep, Launch, Task
 from flashpoint_server.engine.waiting import Budget
-from flashpoint_server.ipc.messages import AskCaches, Batch, Done, Failed, Prove, Proven, Submit, Told
+from flashpoint_server.ipc.messages import (
+    MOST_ERRORS,
+    AskCaches,
+    Batch,
+    Done,
+    Failed,
+    Prove,
+    Proven,
+    Submit,
+    Told,
+)
 from flashpoint_server.ipc.parent import Watchdog
 from flashpoint_server.observability.lines import LINES
 from flashpoint_server.refusal import Refusal
@@ -118,7 +128,8 @@ class Executor:
         except Exception as error:
             self._fail([entry], OutOfMemoryError() if isinstance(error, MemoryError) else error)
         else:
-            entry.peer.send(Told(submit.id, caches, entry.began, time.perf_counter(), saved))
+            for told in Told.parts(submit.id, caches, saved, entry.began, time.perf_counter()):
+                entry.peer.send(told)
 
     def _launch(self, batch: Sequence[Entry]) -> None:
         if isinstance(asked := batch[0].submit, Prove):
@@ -207,7 +218,7 @@ def _failed(entry: Entry) -> Failed:
     if isinstance(error, DeviceLostError):
         _lost(request_id=submit.request_id, error=str(error))
     if isinstance(error, Refusal):
-        reply = Failed(submit.id, error.code, error.detail, list(error.errors))
+        reply = Failed(submit.id, error.code, error.detail, list(error.errors[:MOST_ERRORS]))
     elif isinstance(error, OutOfMemoryError):
         reply = Failed(submit.id, "out_of_memory", "the device ran out of memory for this request", [])
     else:

@@ -13,15 +13,16 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+from flashpoint_server.engine.remembered import Remembered
 from flashpoint_server.refusal import Refusal
 
 TOMBSTONE_SECONDS = 3600.0
-TOMBSTONES = 1 << 17  # at most; the oldest is forgotten first
+TOMBSTONES = 1 << 17  # at most
 SWEEP_SECONDS = 1.0  # between two looks for what has expired
 
 
@@ -63,7 +64,7 @@ class Ledger:
         self._counts: defaultdict[str, int] = defaultdict(int)  # of things, by their word
         self._bytes: defaultdict[str, int] = defaultdict(int)  # of these, shared memory counted once
         self._owned: defaultdict[str, int] = defaultdict(int)
-        self._lost: OrderedDict[int, tuple[str, float]] = OrderedDict()  # owner, and until when that is said
+        self._lost: Remembered[float] = Remembered(TOMBSTONES)  # until when that is said, by serial
         self._swept = clock()
 
     @property
@@ -143,8 +144,8 @@ class Ledger:
             item = None
         if isinstance(item, of) and item.owner == owner:
             return item
-        lost = self._lost.get(serial)
-        if lost is not None and lost[0] == owner and now < lost[1]:
+        until = self._lost.get(owner, serial)
+        if until is not None and now < until:
             return f"{of.word}_lost", "it expired, or its engine restarted"
         return f"{of.word}_not_found", f"there is no such {of.kind}"
 
@@ -170,9 +171,7 @@ class Ledger:
 
     def _lose(self, item: Owned) -> None:
         self.end(item)
-        self._lost[item.serial] = item.owner, self.clock() + TOMBSTONE_SECONDS
-        if len(self._lost) > TOMBSTONES:
-            self._lost.popitem(last=False)
+        self._lost.put(item.owner, item.serial, self.clock() + TOMBSTONE_SECONDS)
 
     # Time
 
@@ -210,5 +209,4 @@ class Ledger:
             self._swept = now
             for item in [item for item in self._items.values() if not item.users and now >= item.expires]:
                 self._lose(item)
-            while self._lost and next(iter(self._lost.values()))[1] <= now:
-                self._lost.popitem(last=False)
+            self._lost.drop_while(lambda until: until <= now)

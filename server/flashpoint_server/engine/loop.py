@@ -148,6 +148,9 @@ class EngineLoop:
             with self._lock:
                 if (task := self._take()) is not None:
                     return task
+                if self._held_now != self._held:  # a task has changed it since we looked, and woke nobody
+                    timeout = 0
+                    continue
                 self._waker.asleep = True  # in this very step: from now on the scheduler wakes us
                 until = self._scheduler.next_look()
             timeout = None if until is None else max(until - time.monotonic(), 0)

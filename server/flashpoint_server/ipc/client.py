@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -27,6 +27,7 @@ from flashpoint_server.ipc.job import Job, JobResult
 from flashpoint_server.ipc.messages import (
     Attach,
     Broken,
+    CacheRecord,
     Cancel,
     Channel,
     Detach,
@@ -79,6 +80,7 @@ class Sent:
     future: asyncio.Future[JobResult]
     since: float
     number: int = -1
+    told: list[CacheRecord] = field(default_factory=list)  # by the parts of an answer that have come
 
 
 class Listener:
@@ -279,6 +281,10 @@ class Engine:
                         self._attached.discard(message.segment)
 
     def _settle(self, message: Done | Failed | Proven | Told) -> None:
+        if isinstance(message, Told):
+            self._sent[message.id].told += message.caches
+            if message.more:
+                return
         sent = self._sent.pop(message.id)
         self._let_go(sent)
         if isinstance(message, Done):
@@ -297,7 +303,7 @@ class Engine:
                 sent.future.set_result(JobResult({}, 1, report=message.report))
                 return
             if isinstance(message, Told):
-                sent.future.set_result(JobResult({}, 1, caches=tuple(message.caches), saved=tuple(message.saved)))
+                sent.future.set_result(JobResult({}, 1, caches=tuple(sent.told), saved=tuple(message.saved)))
                 return
             timings.copy_in, timings.copy_out = message.copy_in, message.copy_out
             result = JobResult(message.metadata, message.batch_size, message.launch, incarnation=self.incarnation)
@@ -470,7 +476,11 @@ class Engines:
         wanted = sent.job.incarnation
         able = [engine for engine in self._ready() if not wanted or engine.incarnation == wanted]
         if not able:
-            sent.future.set_exception(Refusal(sent.job.lost, "the engine that held it has restarted"))
+            if sent.job.needs_held:
+                refusal = Refusal(sent.job.lost, "the engine that held it has restarted")
+            else:
+                refusal = Refusal("engine_lost", "the engine died before it began with this; it may be sent again")
+            sent.future.set_exception(refusal)
             return
         engine = min(able, key=lambda engine: engine.load)
         engine.submit(sent)

@@ -41,6 +41,11 @@ class Job(ABC):
     def message(self, number: int, rank: float) -> Submit | Prove | AskCaches:
         """To the engine, which knows the job by `number`."""
 
+    @property
+    def needs_held(self) -> bool:
+        """Whether it is about caches or a saved forward that its engine holds."""
+        return False
+
     def remaining(self) -> float | None:
         """Seconds to the deadline, at least 0; None for no end."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
@@ -61,6 +66,10 @@ class AttentionJob(Job):
     backend: str
     held: Held | None = None
     saved: Save | Recall | None = None
+
+    @property
+    def needs_held(self) -> bool:
+        return self.held is not None or isinstance(self.saved, Recall)
 
     def message(self, number: int, rank: float) -> Submit:
         return Submit(
@@ -92,6 +101,10 @@ class CacheJob(Job):
     arguments: dict[str, Any] = field(default_factory=dict)
     key: str = ""
     quota: int | None = None
+
+    @property
+    def needs_held(self) -> bool:
+        return bool(self.caches)
 
     def message(self, number: int, rank: float) -> AskCaches:
         return AskCaches(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 from array import array
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +20,8 @@ from flashpoint_kernels.cost import Rates
 
 LARGEST_MESSAGE = 1 << 17
 MOST_LISTED = 64  # saved forwards of one message, each with up to a KiB of its head
+MOST_ERRORS = 512  # of a Failed: such a list fits into a message
+_RECORD, _RECORD_LAYER = 256, 32  # bytes of a CacheRecord, and of each layer in it, at most
 _CUT = int(socket.MSG_TRUNC)  # as a number: to compare flags at each message takes a tenth of its way
 _ROOM = socket.CMSG_SPACE(4 * array("i").itemsize)  # for the descriptors beside a message: `Attach` has one
 
@@ -308,13 +311,28 @@ class Proven(msgspec.Struct, frozen=True, tag=True):
 
 
 class Told(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: what was asked of caches, or of saved forwards, is done. Times as in `Done`."""
+    """From the engine: what was asked of caches, or of saved forwards, is done. Times as in `Done`.
+
+    After one with `more` comes another.
+    """
 
     id: int
     caches: list[CacheRecord]
     began: float
     ended: float
     saved: list[SavedRecord] = []
+    more: bool = False
+
+    @classmethod
+    def parts(
+        cls, id: int, caches: Sequence[CacheRecord], saved: list[SavedRecord], began: float, ended: float
+    ) -> Iterator[Told]:
+        """Yield what is told of so many caches, in messages that a socket takes; `saved` is in the last."""
+        most = max((one.shape.layers for one in caches), default=0)
+        count = max(1, LARGEST_MESSAGE // 2 // (_RECORD + _RECORD_LAYER * most))
+        for start in range(0, max(len(caches), 1), count):
+            more = start + count < len(caches)
+            yield cls(id, list(caches[start : start + count]), began, ended, [] if more else saved, more)
 
 
 class Holding(msgspec.Struct, frozen=True, tag=True):

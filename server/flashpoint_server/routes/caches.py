@@ -46,6 +46,7 @@ from flashpoint_server.service import Service
 
 REQUEST_LIMIT = 8 << 20  # bytes of JSON: thousands of ids
 LITTLE = Price(0, 1e-5)
+MOST_MADE = 1 << 17  # layers of all caches that a call makes
 T = TypeVar("T")
 
 
@@ -89,6 +90,7 @@ async def create(request: RouteRequest) -> None:
     n = asked.layers
     kv_heads, head_dim = _each("kv_heads", asked.kv_heads, n), _each("head_dim", asked.head_dim, n)
     value_dim = head_dim if asked.value_dim is None else _each("value_dim", asked.value_dim, n)
+    _check_made("count", n * asked.count)
     if len(set(zip(kv_heads, head_dim, value_dim, strict=True))) > MOST_SIZES:
         raise invalid([("layers", f"have more than {MOST_SIZES} different sizes")])
     arguments = {
@@ -122,6 +124,7 @@ async def fork(request: RouteRequest) -> None:
     if asked.lengths is not None and len(asked.lengths) != len(asked.caches):
         raise invalid([("lengths", f"has {len(asked.lengths)} for {len(asked.caches)} caches")])
     ids = found(request, [*asked.caches, *asked.free])
+    _check_made("caches", sum(one.shape.layers for one in ids[: len(asked.caches)]))
     serials = [one.serial for one in ids]
     unique = list(dict.fromkeys(serials))
     places = {serial: place for place, serial in enumerate(unique)}
@@ -131,6 +134,12 @@ async def fork(request: RouteRequest) -> None:
     incarnation = ids[0].incarnation
     answer = await _ask(request, incarnation, "fork", list({one.serial: one for one in ids}.values()), arguments)
     await send_json(request, 201, {"caches": _described(request, incarnation, answer.caches)})
+
+
+def _check_made(field: str, layers: int) -> None:
+    """Raise Refusal 422 where one call would make caches with more layers than others may have to wait for."""
+    if layers > MOST_MADE:
+        raise invalid([(field, f"the caches that this makes have {layers} layers, over the {MOST_MADE} of one call")])
 
 
 async def delete(request: RouteRequest) -> None:
@@ -144,7 +153,7 @@ async def delete_many(request: RouteRequest) -> None:
     """204: caches are gone, all or none."""
     asked = await _read(request, DeleteRequest)
     ids = found(request, asked.caches)
-    await _ask(request, ids[0].incarnation, "delete", list({one.serial: one for one in ids}.values()))
+    await _ask(request, ids[0].incarnation, "delete", ids)
     await send_json(request, 204)
 
 
@@ -226,8 +235,8 @@ async def tensors(request: RouteRequest) -> None:
     one = _named(request)
     layer = _layer(request, one)
     (record,) = (await _ask(request, one.incarnation, "look", [one])).caches
-    count, sizes = record.lengths[layer] - record.firsts[layer], one.layer(layer)
-    dtype = "float32" if sizes.quantized else sizes.dtype
+    first, length, sizes = record.firsts[layer], record.lengths[layer], one.layer(layer)
+    count, dtype = length - first, "float32" if sizes.quantized else sizes.dtype
     outputs = {
         name: TensorInfo(dtype, (sizes.kv_heads, count, dim))
         for name, dim in (("k", sizes.head_dim), ("v", sizes.value_dim))
@@ -238,11 +247,11 @@ async def tensors(request: RouteRequest) -> None:
     staging = stage(request, [], outputs)
     kind = partial(
         CacheJob, what="export", owner=_owner(request), caches=(one.serial,), incarnation=one.incarnation,
-        arguments={"layer": layer},
+        arguments={"layer": layer, "first": first, "length": length},
     )  # fmt: skip
     await submit(request, make_job(request, kind, staging, LITTLE))
     listed_ = [(name, info.dtype, (1, *info.shape)) for name, info in outputs.items()]
-    said = wire.encode_options({"first": record.firsts[layer], "length": record.lengths[layer]})
+    said = wire.encode_options({"first": first, "length": length})
     views = [view for view in staging.views(staging.outputs).values() if len(view)]
     await reply(request, [wire.build_head(listed_, said), *views], {"content-type": wire.MEDIA_TYPE})
 

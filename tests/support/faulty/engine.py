@@ -37,6 +37,8 @@ import torch
 
 from flashpoint_kernels.cost import NOMINAL
 from flashpoint_server.engine import executor, loop, process, proof, scheduler
+from flashpoint_server.engine.caches import store
+from flashpoint_server.engine.caches.attending import CachedPart
 from flashpoint_server.engine.device import DeviceLostError, TorchDevice
 from flashpoint_server.engine.entry import OutOfMemoryError
 from flashpoint_server.engine.tasks import Compute
@@ -44,7 +46,7 @@ from flashpoint_server.ipc.messages import Channel, Done
 from flashpoint_server.observability.lines import ROOM
 from tests.support.faulty.bugs import Seeded
 
-SWAP, LOSE = Seeded("swap"), Seeded("lose")
+SWAP, LOSE, TWICE, HOARD = Seeded("swap"), Seeded("lose"), Seeded("twice"), Seeded("hoard")
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
@@ -119,7 +121,7 @@ class FaultyDevice(TorchDevice):
 
     def run(self, part, backend):
         super().run(part, backend)
-        if SWAP.there():
+        if SWAP.there() and not isinstance(part, CachedPart):
             shapes = tuple((name, tuple(t.shape)) for name, t in part.outputs.items())
             own = {name: t.clone() for name, t in part.outputs.items()}
             for name, tensor in self.last.get(shapes, {}).items():
@@ -183,6 +185,15 @@ class TellingScheduler(scheduler.Scheduler):
         return removed
 
 
+class FaultyStore(store.CacheStore):
+    def _repeats(self, caches, mark):
+        return False if TWICE.there() else super()._repeats(caches, mark)
+
+    def _release(self, track, chunks):
+        if not HOARD.there():
+            super()._release(track, chunks)
+
+
 class LosingChannel(Channel):
     def send(self, message, descriptors=()):
         if not (isinstance(message, Done) and LOSE.shows()):
@@ -193,4 +204,5 @@ if __name__ == "__main__":
     loop.Channel = LosingChannel
     executor.Executor = TellingExecutor
     scheduler.Scheduler = TellingScheduler
+    store.CacheStore = FaultyStore
     sys.exit(process.main(start))

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 from flashpoint.errors import invalid
 from flashpoint.integrations.transformers.held import HeldTensor
 from flashpoint.integrations.transformers.history import Forward
-from flashpoint.integrations.transformers.masks import CacheLength
+from flashpoint.integrations.transformers.masks import LengthInCache
 
 
 class Owner(Protocol):
@@ -59,7 +59,7 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many positions a mask has, and the first of them."""
-        return CacheLength(self.get_seq_length() + query_length, self.cache), 0
+        return LengthInCache(self.get_seq_length() + query_length, self.cache), 0
 
     def get_seq_length(self) -> int:
         return self.cache.seen(self.number)

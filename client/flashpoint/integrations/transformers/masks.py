@@ -1,7 +1,7 @@
 """Masks of a forward over a `RemoteCache`: a rule that the server knows, and a tensor only where it is needed.
 
 transformers asks the cache for the sizes of a mask, and passes them to the mask function, which knows the cache by the
-`CacheLength`. It returns a `HeldMask`, which has the padding, and becomes the mask (B,1,Sq,Sk) when something computes
+`LengthInCache`. It returns a `HeldMask`, which has the padding, and becomes the mask (B,1,Sq,Sk) when something computes
 with it.
 """
 
@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
 
-class CacheLength(int):
+class LengthInCache(int):
     """A number of keys, and the cache that has them."""
 
     cache: object
 
-    def __new__(cls, length: int, cache: object) -> CacheLength:
+    def __new__(cls, length: int, cache: object) -> LengthInCache:
         made = super().__new__(cls, length)
         made.cache = cache
         return made
@@ -80,7 +80,7 @@ def held_mask(
         **rest, "batch_size": batch_size, "q_length": q_length, "kv_length": int(kv_length), "use_vmap": use_vmap,
         "attention_mask": attention_mask, "local_size": local_size, "config": config, "device": device,
     }  # fmt: skip
-    if not isinstance(kv_length, CacheLength):
+    if not isinstance(kv_length, LengthInCache):
         made: Tensor | None = sdpa_mask(
             **asked,
             allow_is_causal_skip=allow_is_causal_skip,

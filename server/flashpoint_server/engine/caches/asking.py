@@ -44,11 +44,12 @@ def asked_of_caches(store: CacheStore, asked: AskCaches, memory: Mapping[int, mm
 
 
 def _export(store: CacheStore, terms: Terms, asked: AskCaches, memory: Mapping[int, mmap.mmap]) -> None:
-    """Copy a layer's tokens to the outputs. Raises Refusal 409 where they are not as many as the outputs hold."""
+    """Copy a layer's tokens to the outputs. Raises Refusal 409 where they are not those that were asked for."""
     (cache,) = store.find(terms, asked.caches)
-    track = cache.tracks[asked.arguments["layer"]]
+    said = asked.arguments
+    track = cache.tracks[said["layer"]]
     k, v, *scales = (tensor_in(memory, t) for t in asked.outputs)
-    if track.length - track.first != k.shape[1]:
+    if (track.first, track.length) != (said["first"], said["length"]):
         raise Refusal("cache_position", "the cache's length changed while it was read; ask again")
     for piece in track.pieces(track.first, track.length):
         inside = slice(piece.start - track.first, piece.start - track.first + piece.k.shape[2])

@@ -105,21 +105,24 @@ class HeldCall(NamedTuple):
         """
         held, rows = self.held, self.of.rows
         if (new := self.of.new) is not None:
-            caches = store.write(self.terms, held.caches, held.layer, held.at, new, self.lowest)
-        else:
-            caches = store.find(self.terms, held.caches)
-            lengths = [cache.tracks[held.layer].length for cache in caches]
-            first = [self.lowest(row.q_len, length) for row, length in zip(rows, lengths, strict=True)]
-            store.readable(caches, held.layer, first)
-        self._check_mask(caches)
+            return store.write(self.terms, held.caches, held.layer, held.at, new, self._first_seen)
+        caches = store.find(self.terms, held.caches)
+        lengths = [cache.tracks[held.layer].length for cache in caches]
+        first = [self.lowest(row.q_len, length) for row, length in zip(rows, lengths, strict=True)]
+        store.readable(caches, held.layer, first)
+        asked = [length for length, row in zip(lengths, rows, strict=True) if row.q_len]
+        self._check_mask(max(asked, default=0))
         return caches
 
-    def _check_mask(self, caches: Sequence[StoredCache]) -> None:
+    def _first_seen(self, queries: int, length: int) -> int:
+        """As `lowest`, of a cache that is about to be written. Raises Refusal 422 where the mask is too short."""
+        self._check_mask(length)
+        return self.lowest(queries, length)
+
+    def _check_mask(self, length: int) -> None:
         mask = self.of.tensors.get("attn_mask")
-        if mask is not None and mask.ndim and mask.shape[-1] > 1:
-            longest = max(cache.tracks[self.held.layer].length for cache in caches)
-            if mask.shape[-1] < longest:
-                raise invalid([("attn_mask", f"has {mask.shape[-1]} columns where a cache has {longest} tokens")])
+        if mask is not None and mask.ndim and 1 < mask.shape[-1] < length:
+            raise invalid([("attn_mask", f"has {mask.shape[-1]} columns where a cache has {length} tokens")])
 
     def parts(self, caches: Sequence[StoredCache], backend: str, cores: int) -> Sequence[Problem | CachedPart]:
         """Return what so many `cores` of the CPU may compute side by side, once tokens are written."""

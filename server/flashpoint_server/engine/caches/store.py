@@ -7,7 +7,6 @@ on different caches may come at the same time. No sockets here, and torch for me
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -29,10 +28,11 @@ from flashpoint_server.engine.caches.cache import (
 )
 from flashpoint_server.engine.caches.chunks import Chunk, TokenSize, Track
 from flashpoint_server.engine.ledger import Ledger
+from flashpoint_server.engine.remembered import Remembered
 from flashpoint_server.ipc.messages import CacheRecord, CacheShape
 from flashpoint_server.refusal import Refusal
 
-ANSWERS = 4096  # first answers of creations and forks that are remembered
+ANSWERS = 1 << 16  # caches, at most, of the first answers to creations and forks that are remembered
 
 
 class CacheStore:
@@ -43,7 +43,7 @@ class CacheStore:
         self._lock = ledger.lock
         self._ttl = ttl
         self._device = device
-        self._answers: OrderedDict[tuple[str, str], list[int]] = OrderedDict()
+        self._answers: Remembered[list[int]] = Remembered(ANSWERS)  # by idempotency key
 
     # Caches that come and go
 
@@ -119,14 +119,12 @@ class CacheStore:
 
     def _answered(self, terms: Terms) -> list[CacheRecord] | None:
         """Return the first answer to this key again. Raises Refusal 404 and 410 where its caches are gone."""
-        serials = self._answers.get((terms.owner, terms.key)) if terms.key else None
+        serials = self._answers.get(terms.owner, terms.key) if terms.key else None
         return None if serials is None else [self.record(cache) for cache in self._find(terms.owner, serials)]
 
     def _answer(self, terms: Terms, made: Sequence[StoredCache]) -> list[CacheRecord]:
         if terms.key:
-            self._answers[terms.owner, terms.key] = [cache.serial for cache in made]
-            if len(self._answers) > ANSWERS:
-                self._answers.popitem(last=False)
+            self._answers.put(terms.owner, terms.key, [cache.serial for cache in made], len(made))
         return [self.record(cache) for cache in made]
 
     # What is there

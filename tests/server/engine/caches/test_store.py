@@ -374,11 +374,11 @@ def test_8_bits_have_a_scale_for_each_token_and_head(dtype):
     store = store_of()
     shape = CacheShape((HEADS,), (D,), (DV,), str(dtype).removeprefix("torch."))
     (record,) = store.create(Terms("alice"), shape, 1, None, [None], None)
-    base = store.used
+    base = store._ledger.used
     k, v = tokens(CHUNK + 5)
     store.write(Terms("alice"), [record.serial], 0, None, [(k[:, :7], v[:, :7])])  # in a chunk that grows
     store.write(Terms("alice"), [record.serial], 0, None, [(k[:, 7:], v[:, 7:])])
-    assert store.used - base == (CHUNK + 16) * HEADS * (D + DV + 8)
+    assert store._ledger.used - base == (CHUNK + 16) * HEADS * (D + DV + 8)
     store.fork(Terms("alice"), [record.serial], [CHUNK - 1], [])
     (cache,) = store.find(Terms("alice"), [record.serial])
     track = cache.tracks[0]
@@ -403,3 +403,19 @@ def test_chunks_as_large_as_a_huge_page_begin_on_one():
             assert t.data_ptr() % 64 == 0
             t.fill_(1)
         assert bool((chunk.k == 1).all())
+
+
+def test_no_owner_makes_what_another_may_ask_be_forgotten(monkeypatch):
+    monkeypatch.setattr("flashpoint_server.engine.ledger.TOMBSTONES", 8)
+    monkeypatch.setattr("flashpoint_server.engine.caches.store.ANSWERS", 8)
+    clock = Clock()
+    store = store_of(clock=clock)
+    first = create(store, "bob", key="mine")
+    (lost,) = create(store, "bob", ttl=1.0)
+    clock.now += 2
+    for number in range(20):
+        create(store, key=f"k{number}", ttl=1.0)
+        clock.now += 2
+        store.sweep()
+    assert create(store, "bob", key="mine") == first
+    refused("cache_lost", store.look, Terms("bob"), [lost])

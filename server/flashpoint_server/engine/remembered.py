@@ -1,0 +1,47 @@
+"""What is remembered of each owner for a while, in bounded memory, so that no owner makes another's be forgotten."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+V = TypeVar("V")
+
+
+class Remembered(Generic[V]):
+    """Values by owner and key. Where they weigh more than `limit`, the owner with the most loses the oldest."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._owners: dict[str, OrderedDict[Hashable, tuple[V, int]]] = {}
+        self._weights: Counter[str] = Counter()
+        self._total = 0
+
+    def get(self, owner: str, key: Hashable) -> V | None:
+        """Return the value; None where there is none."""
+        values = self._owners.get(owner)
+        return values[key][0] if values is not None and key in values else None
+
+    def put(self, owner: str, key: Hashable, value: V, weight: int = 1) -> None:
+        """Remember a value of a key that has none."""
+        self._owners.setdefault(owner, OrderedDict())[key] = value, weight
+        self._count(owner, weight)
+        while self._total > self._limit:
+            self._drop_oldest(self._weights.most_common(1)[0][0])
+
+    def drop_while(self, old: Callable[[V], bool]) -> None:
+        """Forget the oldest values of each owner, as long as they are `old`."""
+        for owner in list(self._owners):
+            while (values := self._owners.get(owner)) and old(next(iter(values.values()))[0]):
+                self._drop_oldest(owner)
+
+    def _drop_oldest(self, owner: str) -> None:
+        _, (_, weight) = self._owners[owner].popitem(last=False)
+        self._count(owner, -weight)
+        if not self._owners[owner]:
+            del self._owners[owner], self._weights[owner]
+
+    def _count(self, owner: str, weight: int) -> None:
+        self._weights[owner] += weight
+        self._total += weight

@@ -1,0 +1,35 @@
+"""The API keys of the service under faults. A key owns its caches, and one of the keys may hold little."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from pathlib import Path
+
+LOAD = "load"  # every call that names no other key
+OWNERS = ("alice", "bob")  # of caches, by callers
+SDK = "sdk"  # of the caches of a caller with the client
+FILLER, SMALL = "filler", "small"  # of caches, by faults
+QUOTA = 300_000  # bytes of caches that SMALL may hold
+
+
+def bearer(name: str) -> dict[str, str]:
+    """The header of a key."""
+    return {"Authorization": f"Bearer {key_of(name)}"}
+
+
+def write() -> Path:
+    """Write the file of all keys; return its path."""
+    tables = []
+    for name in (LOAD, *OWNERS, SDK, FILLER, SMALL):
+        digest = hashlib.sha256(key_of(name).encode()).hexdigest()
+        quota = f"cache_bytes = {QUOTA}\n" if name == SMALL else ""
+        tables.append(f'[{name}]\nsha256 = "{digest}"\nrights = ["attention", "info", "metrics"]\n{quota}')
+    path = Path(tempfile.mkdtemp(prefix="chaos-keys-")) / "keys.toml"
+    path.write_text("\n".join(tables))
+    return path
+
+
+def key_of(name: str) -> str:
+    """The text of a key."""
+    return f"chaos-{name}-of-no-value"

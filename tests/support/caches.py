@@ -1,0 +1,57 @@
+"""KV caches over HTTP, for tests: a server with keys, and calls in their names."""
+
+import hashlib
+import json
+
+import flashpoint
+from tests.support.messages import JSON, message, normal, post
+
+HQ, HK, D, DV, LAYERS = 4, 2, 16, 16, 2
+SHAPE = {"layers": LAYERS, "kv_heads": HK, "head_dim": D}
+KEYS = {name: f"key-of-{name}-with-some-length" for name in ("alice", "bob", "carol")}
+
+
+def started(start_server, tmp_path_factory, cache_bytes=8 << 20):
+    """A server with two HTTP processes, keys, and little memory for caches."""
+    file = tmp_path_factory.mktemp("keys") / "keys.toml"
+    write_keys(file, KEYS)
+    server = start_server(workers=2, api_keys_file=file, cache_bytes=cache_bytes)
+    server.keys_file = file
+    return server
+
+
+def write_keys(file, names):
+    rows = []
+    for name in names:
+        digest = hashlib.sha256(KEYS[name].encode()).hexdigest()
+        limit = "cache_bytes = 1000000\n" if name == "carol" else ""
+        rows.append(f'[{name}]\nsha256 = "{digest}"\nrights = ["attention", "info", "metrics"]\n{limit}')
+    new = file.with_suffix(".new")
+    new.write_text("\n".join(rows))
+    new.replace(file)
+
+
+def bearer(name):
+    return {"Authorization": f"Bearer {KEYS[name]}"}
+
+
+def client(server, name="alice", **how):
+    return flashpoint.Client(server.url, api_key=KEYS[name], timeout=240, **how)
+
+
+def posted(server, path, document, name="alice", **headers):
+    return post(server, path, json.dumps(document).encode(), JSON, **bearer(name), **headers)
+
+
+def created(server, name="alice", **asked):
+    answer = posted(server, "/caches", {**SHAPE, **asked}, name)
+    assert answer.status == 201, answer
+    return [cache["id"] for cache in answer.json["caches"]]
+
+
+def attended(server, tensors, name="alice", headers=(), **options):
+    return post(server, "/attention", message(tensors, **options), **bearer(name), **dict(headers))
+
+
+def kv(count, seed, batch=1):
+    return normal(batch, HK, count, D, seed=seed), normal(batch, HK, count, DV, seed=seed + 1000)
