@@ -1,8 +1,8 @@
 """Masks of a forward over a `RemoteCache`: a rule that the server knows, and a tensor only where it is needed.
 
 transformers asks the cache for the sizes of a mask, and passes them to the mask function, which knows the cache by the
-`LengthInCache`. It returns a `HeldMask`, which has the padding, and becomes the mask (B,1,Sq,Sk) when something computes
-with it.
+`LengthInCache`. It returns a `HeldMask`, which has the padding, and becomes the mask (B,1,Sq,Sk) when something
+computes with it.
 """
 
 from __future__ import annotations
