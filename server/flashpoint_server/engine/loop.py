@@ -30,6 +30,7 @@ from flashpoint_server.engine.executor import Executor
 from flashpoint_server.engine.saved import SavedForward
 from flashpoint_server.engine.scheduler import Scheduler
 from flashpoint_server.engine.tasks import Slice, Task
+from flashpoint_server.ipc import heap
 from flashpoint_server.ipc.messages import (
     AskCaches,
     Attach,
@@ -49,6 +50,8 @@ from flashpoint_server.ipc.messages import (
 from flashpoint_server.observability.lines import LINES
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
+
+_FREED = 64 << 20  # bytes that caches and saved forwards give back before heaps are trimmed
 
 # A thread that wants Python back after its op waits that long for one that computes in Python; 5 ms is the default.
 SWITCH_INTERVAL = 0.0005  # seconds
@@ -93,6 +96,7 @@ class EngineLoop:
         self._stopping = False
         self._incarnation = secrets.randbits(63)
         self._held = 0, 0, 0, 0
+        self._most_held = 0  # bytes, since heaps were trimmed
         self._turn = threading.Lock()
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -163,6 +167,14 @@ class EngineLoop:
             self._held = held
             with self._lock:
                 self._tell_all([Holding(*held)])
+            self._trim(Holding(*held).total)
+
+    def _trim(self, held: int) -> None:
+        """Give back what heaps keep of caches and saved forwards, where much of these has been freed."""
+        self._most_held = max(self._most_held, held)
+        if self._most_held - held >= _FREED or (self._most_held and not held):
+            self._most_held = held
+            heap.trim()
 
     @property
     def _held_now(self) -> tuple[int, int, int, int]:

@@ -16,12 +16,12 @@ keep a small one, which needs a moment, waiting for long. The oldest makes way o
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from flashpoint_server.config.settings import Settings
+from flashpoint_server.ipc import heap
 from flashpoint_server.ipc.counts import Count
 from flashpoint_server.refusal import Refusal
 
@@ -190,8 +190,7 @@ class Memory:
     def _trim(self) -> None:
         """Give what heaps keep back to the system."""
         self._kept = 0
-        if _malloc_trim is not None:
-            _malloc_trim(0)
+        heap.trim()
 
     def _awaited(self, reading: _Reading) -> None:
         """It was awaited, and is no longer."""
@@ -253,6 +252,3 @@ _NO_ROOM = "other calls hold the memory for messages (--grpc-bytes), and this me
 
 def _too_slow() -> Refusal:
     return Refusal("body_timeout", "the message came too slowly")
-
-
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone

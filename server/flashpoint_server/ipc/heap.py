@@ -1,0 +1,13 @@
+"""What the C library's heaps keep of freed memory. It is many heaps, one for each thread that allocates."""
+
+from __future__ import annotations
+
+import ctypes
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+
+
+def trim() -> None:
+    """Give what heaps keep back to the system: some milliseconds."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
