@@ -36,7 +36,7 @@ import structlog
 import torch
 
 from flashpoint_kernels.cost import NOMINAL
-from flashpoint_server.engine import executor, loop, process, proof, scheduler
+from flashpoint_server.engine import executor, ledger, loop, process, proof, scheduler
 from flashpoint_server.engine.caches import store
 from flashpoint_server.engine.caches.attending import CachedPart
 from flashpoint_server.engine.device import DeviceLostError, TorchDevice
@@ -168,7 +168,12 @@ class TellingScheduler(scheduler.Scheduler):
         log.debug("queued", request_id=message.request_id)
 
     def take(self):
-        task = super().take()
+        return self._counted(super().take())
+
+    def finish(self, task, failure):
+        return self._counted(super().finish(task, failure))
+
+    def _counted(self, task):
         if isinstance(task, Compute):
             self.taken[task.entries[0].submit.request_id] += 1
         return task
@@ -189,9 +194,12 @@ class FaultyStore(store.CacheStore):
     def _repeats(self, caches, mark):
         return False if TWICE.there() else super()._repeats(caches, mark)
 
-    def _release(self, track, chunks):
-        if not HOARD.there():
-            super()._release(track, chunks)
+
+class FaultyLedger(ledger.Ledger):
+    def end(self, item):
+        if HOARD.there():
+            item.free = lambda: 0
+        super().end(item)
 
 
 class LosingChannel(Channel):
@@ -205,4 +213,5 @@ if __name__ == "__main__":
     executor.Executor = TellingExecutor
     scheduler.Scheduler = TellingScheduler
     store.CacheStore = FaultyStore
+    ledger.Ledger = FaultyLedger
     sys.exit(process.main(start))

@@ -416,6 +416,6 @@ def test_no_owner_makes_what_another_may_ask_be_forgotten(monkeypatch):
     for number in range(20):
         create(store, key=f"k{number}", ttl=1.0)
         clock.now += 2
-        store.sweep()
+        store._ledger.sweep()
     assert create(store, "bob", key="mine") == first
     refused("cache_lost", store.look, Terms("bob"), [lost])
