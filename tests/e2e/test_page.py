@@ -353,7 +353,7 @@ def test_caches_are_listed_and_deleted(page, server):
         assert first[:6] == [f"{large.id[:9]}…", "0–1,500", "2", "2", "8", "float32"]
         assert re.fullmatch(r"[\d.]+ min", first[7])
         expect(page.locator("#caches .said")).to_have_text(
-            re.compile(r"^Yours: 2\. On the server: 2, with [\d.]+ KiB of 4 GiB\.$")
+            re.compile(r"^Yours: 2\. On the server: 2 and 0 saved forwards, with [\d.]+ KiB of 4 GiB\.$")
         )
         page.get_by_role("button", name=f"Delete the cache {large.id[:9]}…").click()
         expect(rows).to_have_count(1)

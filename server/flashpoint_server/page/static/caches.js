@@ -44,8 +44,11 @@ export async function look(sample) {
 }
 
 function ofServer(sample) {
-  const [held, used, limit] = ["caches", "cache_bytes", "cache_limit_bytes"].map((name) => total(sample, `flashpoint_${name}`));
-  return limit ? `On the server: ${number(held)}, with ${bytes(used)} of ${bytes(limit)}.` : "This server holds no caches.";
+  const names = ["caches", "saved_forwards", "cache_bytes", "saved_bytes", "cache_limit_bytes"];
+  const [caches, saved, ...sizes] = names.map((name) => total(sample, `flashpoint_${name}`));
+  const [ofCaches, ofSaved, limit] = sizes;
+  if (!limit) return "This server holds no caches.";
+  return `On the server: ${number(caches)} and ${number(saved)} saved forwards, with ${bytes(ofCaches + ofSaved)} of ${bytes(limit)}.`;
 }
 
 function show(caches) {
