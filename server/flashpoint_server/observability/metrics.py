@@ -67,9 +67,9 @@ class Metrics(Listener):
         self._memory = gauge("device_memory_bytes", "Of the device's memory, held by its engine", "mostrecent")
         self._caches = gauge("caches", "KV caches that engines hold", "livemax", "engine")
         self._cache_bytes = gauge("cache_bytes", "Bytes of those, shared memory counted once", "livemax", "engine")
-        self._cache_limit = gauge("cache_limit_bytes", "Most bytes of caches and saved forwards in an engine", "livemax", "engine")
         self._saved = gauge("saved_forwards", "Saved forwards that engines hold", "livemax", "engine")
         self._saved_bytes = gauge("saved_bytes", "Bytes of those", "livemax", "engine")
+        self._cache_limit = gauge("cache_limit_bytes", "Most bytes of both in an engine", "livemax", "engine")
         self._restarts = counter("engine_restarts", "Engines lost, and replaced")
         self._splits = counter("out_of_memory_splits", "Batches cut in two for want of memory")
 
