@@ -1,13 +1,11 @@
 """Tile bounds: which keys a block of queries may see, and which queries may see a block of keys.
 
 Key j is visible to query i iff  i + offset − left <= j <= i + offset + right  (and j < kv_len). The same functions run
-in Python (work lists, the `tiled` backend) and, compiled by `triton.jit`, inside the kernels.
+in Python (work lists, the `torch` and `tiled` backends, which do not import Triton) and inside the kernels, compiled
+(triton_backend/bounds.py).
 
 All take the block's first and last index (inclusive) and return a half-open range; an empty range has lo >= hi.
 """
-
-import triton
-import triton.language as tl  # noqa: F401  # the interpreter wants it visible from every compiled function
 
 
 def key_range(i_first: int, i_last: int, offset: int, left: int, right: int, kv_len: int) -> tuple[int, int]:
@@ -36,9 +34,3 @@ def full_query_range(j_first: int, j_last: int, offset: int, left: int, right: i
     lo = min(max(j_last - offset - right, 0), q_len)
     hi = max(min(j_first - offset + left + 1, q_len), 0)
     return lo, hi
-
-
-key_range_jit = triton.jit(key_range)
-full_key_range_jit = triton.jit(full_key_range)
-query_range_jit = triton.jit(query_range)
-full_query_range_jit = triton.jit(full_query_range)

@@ -72,3 +72,14 @@ def test_unsupported_options_are_refused_before_any_work() -> None:
     with pytest.raises(ProblemError, match="softcap: the torch backend does not do softcap"):
         run([problem], "torch")
     assert problem.outputs["dq"].isnan().all()
+
+
+def test_torch_and_tiled_do_not_import_triton() -> None:
+    """Two threads of an engine that first use two backends would find a part of Triton."""
+    code = (
+        "import sys, torch; from flashpoint_kernels import attention; q = torch.ones(1, 2, 70, 16)\n"
+        "for backend in ('torch', 'tiled'): attention(q, q, q, window=(3, 0), causal=True, backend=backend)\n"
+        "print('triton' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout == "False\n"

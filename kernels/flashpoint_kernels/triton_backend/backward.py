@@ -13,8 +13,8 @@ a dot is wrong on Hopper in triton 3.4–3.7.0.
 import triton
 import triton.language as tl
 
-from flashpoint_kernels.bounds import query_range_jit as query_range
 from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend.bounds import query_range
 from flashpoint_kernels.triton_backend.groups import QueryBlock, Sequence
 from flashpoint_kernels.triton_backend.interpret import cast, dot
 from flashpoint_kernels.triton_backend.scores import LOG2E, keep, modify, probabilities, visible, visible_to

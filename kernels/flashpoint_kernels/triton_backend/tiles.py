@@ -3,9 +3,8 @@
 import triton
 import triton.language as tl
 
-from flashpoint_kernels.bounds import full_key_range_jit as full_key_range
-from flashpoint_kernels.bounds import key_range_jit as key_range
 from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend.bounds import full_key_range, key_range
 from flashpoint_kernels.triton_backend.groups import FLOAT8, INT8, Band, Block, Keys, Places, Rows, Sequence
 
 

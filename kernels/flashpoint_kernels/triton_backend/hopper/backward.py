@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashpoint_kernels.bounds import full_query_range_jit as full_query_range
-from flashpoint_kernels.bounds import query_range_jit as query_range
 from flashpoint_kernels.triton_backend import table as col
 from flashpoint_kernels.triton_backend.backward import ITEM
+from flashpoint_kernels.triton_backend.bounds import full_query_range, query_range
 from flashpoint_kernels.triton_backend.hopper.gluon import gl, hopper, jit, mbarrier, tma_load, wgmma, wgmma_wait
 from flashpoint_kernels.triton_backend.hopper.pipeline import (
     Pipe,
