@@ -12,6 +12,8 @@ import time
 import numpy as np
 
 import flashpoint
+from flashpoint._caches import Described
+from flashpoint._calls import Affinity
 from tests.chaos.callers import AFTER_NOTHING, HANG, REFUSALS, Caller, WrongError
 from tests.chaos.held import DIM, KV_HEADS, LAYERS, Q_HEADS, SHAPE, dense, empty
 from tests.chaos.holders import is_over
@@ -119,7 +121,7 @@ class SdkHolder(Caller):
         while (there := self.load.service.caches(self.owner)) != [] and time.monotonic() < end:
             with contextlib.suppress(flashpoint.FlashpointError), self.fresh() as client:
                 for described in there or ():
-                    flashpoint.Cache(client, described).delete()
+                    flashpoint.Cache(client, Described(described, Affinity())).delete()
             time.sleep(AFTER_NOTHING)
 
     def fresh(self) -> flashpoint.Client:
