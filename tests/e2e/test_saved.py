@@ -1,6 +1,5 @@
 """Forwards that a server saves, and their gradients over HTTP: bits, options, owners, memory, lost engines."""
 
-import hashlib
 import json
 import os
 import signal
@@ -9,48 +8,22 @@ import pytest
 import torch
 
 from flashpoint_contract.options import GRADS
+from tests.support.caches import KEYS, bearer, started, wait_both, write_keys
 from tests.support.messages import JSON, ask, message, normal, post, problem, read_metrics
 from tests.support.servers import wait_for
 
 HQ, HK, S, D = 4, 2, 24, 16
-KEYS = {name: f"key-of-{name}-with-some-length" for name in ("alice", "bob", "carol")}
 QUOTA = 100_000
 
 
-def started(start_server, tmp_path_factory, **settings):
-    """A server with two HTTP processes, keys, and little memory for what is held."""
-    file = tmp_path_factory.mktemp("keys") / "keys.toml"
-    write_keys(file, KEYS)
-    server = start_server(workers=2, api_keys_file=file, cache_bytes=1 << 20, **settings)
-    server.keys_file = file
-    wait_both(server)
-    return server
-
-
-def wait_both(server):
-    """Wait until both HTTP processes have an engine: each connection reaches either of them."""
-    wait_for(lambda: all(ask(server, "/health/ready").status == 200 for _ in range(20)), lambda: "not ready")
+def started_small(start_server, tmp_path_factory, **settings):
+    return started(start_server, tmp_path_factory, cache_bytes=1 << 20, quota=QUOTA, **settings)
 
 
 @pytest.fixture(scope="module")
 def held(start_server, tmp_path_factory):
     """A server that tests share: delete what you have saved."""
-    return started(start_server, tmp_path_factory)
-
-
-def write_keys(file, names):
-    rows = []
-    for name in names:
-        digest = hashlib.sha256(KEYS[name].encode()).hexdigest()
-        limit = f"cache_bytes = {QUOTA}\n" if name == "carol" else ""
-        rows.append(f'[{name}]\nsha256 = "{digest}"\nrights = ["attention", "info", "metrics", "verify"]\n{limit}')
-    new = file.with_suffix(".new")
-    new.write_text("\n".join(rows))
-    new.replace(file)
-
-
-def bearer(name):
-    return {"Authorization": f"Bearer {KEYS[name]}"}
+    return started_small(start_server, tmp_path_factory)
 
 
 def forward(server, tensors, name="alice", **options):
@@ -301,12 +274,12 @@ def test_a_saved_forward_expires(start_server):
 
 
 def test_what_an_engine_held_is_lost_with_it_and_with_its_owner(start_server, tmp_path_factory):
-    server = started(start_server, tmp_path_factory)
+    server = started_small(start_server, tmp_path_factory)
     do = {"do": normal(2, HQ, S, D)}
     one, other = (saved_of(forward(server, qkv(), name, save=True)) for name in ("alice", "bob"))
-    write_keys(server.keys_file, ["alice", "carol"])
+    write_keys(server.keys_file, ["alice", "carol"], QUOTA)
     wait_for(lambda: read_info(server)["saved"] == 1, lambda: "bob's was not freed")
-    write_keys(server.keys_file, KEYS)
+    write_keys(server.keys_file, KEYS, QUOTA)
     wait_for(lambda: ask(server, "/info", **bearer("bob")).status == 200, lambda: "bob did not come back")
     wait_for(lambda: gradient(server, do, "bob", saved=other).status == 410, lambda: "bob's was not lost")
     os.kill(server.engine_pid, signal.SIGKILL)

@@ -4,28 +4,35 @@ import hashlib
 import json
 
 import flashpoint
-from tests.support.messages import JSON, message, normal, post
+from tests.support.messages import JSON, ask, message, normal, post
+from tests.support.servers import wait_for
 
 HQ, HK, D, DV, LAYERS = 4, 2, 16, 16, 2
 SHAPE = {"layers": LAYERS, "kv_heads": HK, "head_dim": D}
 KEYS = {name: f"key-of-{name}-with-some-length" for name in ("alice", "bob", "carol")}
 
 
-def started(start_server, tmp_path_factory, cache_bytes=8 << 20):
-    """A server with two HTTP processes, keys, and little memory for caches."""
+def started(start_server, tmp_path_factory, cache_bytes=8 << 20, quota=1_000_000, **settings):
+    """A server with two HTTP processes, keys, and little memory for what is held; carol has the quota."""
     file = tmp_path_factory.mktemp("keys") / "keys.toml"
-    write_keys(file, KEYS)
-    server = start_server(workers=2, api_keys_file=file, cache_bytes=cache_bytes)
+    write_keys(file, KEYS, quota)
+    server = start_server(workers=2, api_keys_file=file, cache_bytes=cache_bytes, **settings)
     server.keys_file = file
+    wait_both(server)
     return server
 
 
-def write_keys(file, names):
+def wait_both(server):
+    """Wait until both HTTP processes have an engine: each connection reaches either of them."""
+    wait_for(lambda: all(ask(server, "/health/ready").status == 200 for _ in range(20)), lambda: "not ready")
+
+
+def write_keys(file, names, quota=1_000_000):
     rows = []
     for name in names:
         digest = hashlib.sha256(KEYS[name].encode()).hexdigest()
-        limit = "cache_bytes = 1000000\n" if name == "carol" else ""
-        rows.append(f'[{name}]\nsha256 = "{digest}"\nrights = ["attention", "info", "metrics"]\n{limit}')
+        limit = f"cache_bytes = {quota}\n" if name == "carol" else ""
+        rows.append(f'[{name}]\nsha256 = "{digest}"\nrights = ["attention", "info", "metrics", "verify"]\n{limit}')
     new = file.with_suffix(".new")
     new.write_text("\n".join(rows))
     new.replace(file)

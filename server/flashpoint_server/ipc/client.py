@@ -50,6 +50,7 @@ from flashpoint_server.ipc.messages import (
     Told,
     Unmapped,
 )
+from flashpoint_server.ipc.pace import Pace
 from flashpoint_server.refusal import Refusal
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
@@ -61,8 +62,6 @@ PRIORITY_SECONDS = 1.0
 # that time pass it. With 10, large requests that had waited for each other came before small ones: beside four of
 # 65,536 sequences with dropout, one small request in a hundred took 0.3 to 0.5 s; with 30, under 0.1 s.
 PASSED = 30.0
-
-WINDOW = 0.5  # seconds without a pause that tell a speed; shorter ones, of a service that is not full, tell none
 
 
 class State(enum.Enum):
@@ -97,30 +96,6 @@ class Listener:
 
     def lost(self, engine: Engine) -> None:
         """The engine died; another is started at its address."""
-
-
-class Pace:
-    """How fast an engine is: `rate` is in predicted seconds answered a second while there is work; 0 at first.
-
-    Half of it comes from the last window. It tells from a request's head whether the answer would be in time.
-    """
-
-    def __init__(self) -> None:
-        self.rate = 0.0
-        self._since = 0.0
-        self._done = 0.0
-
-    def begin(self, now: float) -> None:
-        """There is work again; `now` in `time.monotonic` seconds."""
-        self._since, self._done = now, 0.0
-
-    def did(self, seconds: float, now: float) -> None:
-        """A request of so many predicted seconds was answered."""
-        self._done += seconds
-        if (passed := now - self._since) >= WINDOW:
-            rate = self._done / passed
-            self.rate = (self.rate + rate) / 2 if self.rate else rate
-            self.begin(now)
 
 
 class Engine:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
+from pydantic import BaseModel
 from starlette.routing import Route as StarletteRoute
 
 from flashpoint import jsonwire
@@ -48,6 +49,7 @@ REQUEST_LIMIT = 8 << 20  # bytes of JSON: thousands of ids
 LITTLE = Price(0, 1e-5)
 MOST_MADE = 1 << 17  # layers of all caches that a call makes
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 
 
 def routes(service: Service) -> list[StarletteRoute]:
@@ -263,10 +265,10 @@ def _layer(request: RouteRequest, one: CacheId) -> int:
     return int(text)
 
 
-async def _read(request: RouteRequest, model: type[T]) -> T:
+async def _read(request: RouteRequest, model: type[M]) -> M:
     if request_format(request.headers) is not JSON:
         raise Refusal("unsupported_media_type", f"this call takes {jsonwire.MEDIA_TYPE}")
-    return await read_model(request.body, model, REQUEST_LIMIT)  # type: ignore[type-var]
+    return await read_model(request.body, model, REQUEST_LIMIT)
 
 
 def _named(request: RouteRequest) -> CacheId:

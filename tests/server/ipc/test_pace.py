@@ -8,7 +8,7 @@ import pytest
 from flashpoint_server.access import admission as module
 from flashpoint_server.access.admission import FEW, PATIENCE, Admission
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.ipc.client import WINDOW, Pace
+from flashpoint_server.ipc.pace import WINDOW, Pace
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.refusal import Refusal
 
