@@ -127,7 +127,7 @@ class CacheStore:
             self._answers.put(terms.owner, terms.key, [cache.serial for cache in made], len(made))
         return [self.record(cache) for cache in made]
 
-    # What is there
+    # Reading
 
     def look(self, terms: Terms, serials: Sequence[int]) -> list[CacheRecord]:
         """Describe caches. Raises Refusal 404 and 410."""
