@@ -64,7 +64,7 @@ class Metrics(Listener):
         self._flops = counter("compute_flops", "FLOPs computed", "backend")
         self._compute = counter("compute_seconds", "Seconds of launches, copies left out", "backend")
         self._speed = gauge("kernel_tflops", "TFLOP/s of the last launch", "mostrecent")
-        self._memory = gauge("device_memory_bytes", "Of the device's memory, held by its engine", "mostrecent")
+        self._memory = gauge("device_memory_bytes", "Device memory that its engine holds, in bytes", "mostrecent")
         self._caches = gauge("caches", "KV caches that engines hold", "livemax", "engine")
         self._cache_bytes = gauge("cache_bytes", "Bytes of those, shared memory counted once", "livemax", "engine")
         self._saved = gauge("saved_forwards", "Saved forwards that engines hold", "livemax", "engine")
