@@ -79,7 +79,7 @@ def test_the_readme_has_its_examples():
 
 
 def test_every_link_between_the_pages_leads_somewhere():
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", page.read_text())]
     assert links
     missing = [(page.name, link) for page, link in links if not (page.parent / link).exists()]
