@@ -21,7 +21,7 @@ from .code import (
     support,
 )
 from .decoding import break_even, gemma
-from .kernels import benchmarks, compiled, decode, each_option
+from .kernels import benchmarks, compiled, decode, each_option, reproduced
 from .service import (
     beside,
     cached_decode,
@@ -58,6 +58,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     "options": options,
     "ray": ray,
+    "reproduced": reproduced,
     "rpc": rpc,
     "saved_options": saved_options,
     "settings": settings,
