@@ -25,13 +25,15 @@ from flashpoint_kernels.torch_backend.call import Call
 
 INF = float("inf")
 _KEPT = 1 << 18  # numbers of one head's answers that wait to be merged: 4 chunks of 1,024 queries at Dv 64
+_FEW = 1 << 11  # numbers of one head's answer that are summed over all chunks at once
 
 Run = tuple[int, Tensor, Tensor]
 
 
 class _Answer(NamedTuple):
-    """What the queries from the `first` on get of some chunks: o (n, Hk, group, sq, Dv) and lse (n, Hk, group, sq).
+    """What the queries from the `first` on get of some chunks: o (n, heads…, rows, Dv) and lse (n, heads…, rows).
 
+    Where all queries see all keys, heads are those of keys, and rows those of their group; else heads are (Hk, group).
     `call` is theirs, while their answers have yet to be looked at.
     """
 
@@ -52,22 +54,22 @@ def attend(q: Tensor, runs: Iterable[Run], scale: float, edge: int | None) -> tu
     if turned != 1.0:
         q = q * turned
     (heads, queries, dim), dtype = q.shape, q.dtype
-    rows, group, waiting = None, 1, 0
+    rows, waiting = None, 0
     answers: list[_Answer] = []
     with exactly(1):
         for first, k, v, causal in _cut(runs, queries, edge):
-            kv_heads = k.shape[1]
             if rows is None:  # the query heads of each key/value head, for chunks that all queries see
-                rows = aligned_heads(q.reshape(1, kv_heads, -1, dim), dtype)
-                group = 1 if edge is None else heads // kv_heads
+                rows = aligned_heads(q.reshape(1, k.shape[1], -1, dim), dtype)
             asked = aligned_heads(q[None, :, first:], dtype) if causal else rows
             most = _KEPT // (queries * v.shape[3]) + 1  # chunks whose answers wait, so that memory is bounded
             for k_, v_ in _batches(aligned_heads(k, dtype), aligned_heads(v, dtype), most, most - waiting):
                 count = k_.shape[0]
                 call = Call(asked if count == 1 else asked.expand(count, -1, -1, -1), k_, v_, None, causal, scale)
                 o, lse = call.unchecked_cpu()
-                shape = count, kv_heads, group, -1
-                answers.append(_Answer(first, o.view(*shape, o.shape[3]), lse.view(shape), call))
+                if edge is not None:
+                    shape = count, k.shape[1], heads // k.shape[1], -1
+                    o, lse = o.view(*shape, o.shape[3]), lse.view(shape)
+                answers.append(_Answer(first, o, lse, call))
                 if (waiting := waiting + count) == most:
                     answers, waiting = [_merged(answers)], 0
         _, o, lse, _ = _merged(answers)
@@ -108,31 +110,33 @@ def _batches(k: Tensor, v: Tensor, most: int, room: int) -> Iterator[tuple[Tenso
 
 
 def _merged(answers: Sequence[_Answer]) -> _Answer:
-    """Return what all queries get: the answers, each with its share of the softmax's denominator, in their order."""
+    """Return what all queries get: the answers, each with its share of the softmax's denominator.
+
+    What is summed over chunks is summed in their order: the bits of other sums depend on how much lies beside.
+    """
     each, dead = _looked_at(answers)
     if each.shape[0] == 1 and not answers[0].first:
         return answers[0]._replace(call=None)
-    lse = torch.logcumsumexp(each, 0)[-1]  # one after the other, whatever is beside: a sum has other bits there
-    shares = (each - (lse.masked_fill(lse == -INF, 0.0) if dead else lse)).exp_().unsqueeze(-1).unbind(0)
-    o, place = None, 0
-    for first, every, _, _ in answers:
-        for own in every.unbind(0):
-            share = shares[place]
-            place += 1
-            if o is None:
-                o = share.new_zeros(*lse.shape, own.shape[-1]) if first else own * share
-                if not first:
-                    continue
-            if first:
-                o[:, :, first:].addcmul_(own, share[:, :, first:])
-            else:
-                o.addcmul_(own, share)
-    assert o is not None
-    return _Answer(0, o[None], lse[None])
+    lse = each.logcumsumexp(0)[-1]
+    shares = (each - (lse.masked_fill(lse == -INF, 0.0) if dead else lse)).exp_().unsqueeze(-1)
+    if lse.shape[-1] * answers[0].o.shape[-1] > _FEW or any(answer.first for answer in answers):
+        return _Answer(0, _added(answers, shares)[None], lse[None])
+    o = answers[0].o if len(answers) == 1 else torch.cat([answer.o for answer in answers])
+    return _Answer(0, (o * shares).cumsum(0)[-1:], lse[None])
+
+
+def _added(answers: Sequence[_Answer], shares: Tensor) -> Tensor:
+    """Return the sum of the answers, by their shares, in place: memory is read once, at the price of a call a chunk."""
+    every = iter(shares.unbind(0))
+    total = shares.new_zeros(*shares.shape[1:-1], answers[0].o.shape[-1])
+    for first, o, _, _ in answers:
+        for own in o.unbind(0):
+            total[..., first:, :].addcmul_(own, next(every)[..., first:, :])
+    return total
 
 
 def _looked_at(answers: Sequence[_Answer]) -> tuple[Tensor, bool]:
-    """Return the lse of all chunks (chunks, Hk, group, queries), and whether any may be −∞.
+    """Return the lse of all chunks (chunks, heads…, rows), and whether any may be −∞.
 
     They are put right together with their o where they need it. A query that sees none of a chunk has −∞ there.
     """
@@ -150,10 +154,10 @@ def _together(answers: Sequence[_Answer]) -> tuple[Tensor, bool]:
     """Return the lse of all chunks, and whether a query sees none of some of them."""
     if not any(answer.first for answer in answers):
         return answers[0].lse if len(answers) == 1 else torch.cat([answer.lse for answer in answers]), False
-    queries = max(answer.first + answer.lse.shape[3] for answer in answers)
+    rows = max(answer.first + answer.lse.shape[-1] for answer in answers)
     count = sum(answer.lse.shape[0] for answer in answers)
-    each = answers[0].lse.new_full((count, *answers[0].lse.shape[1:3], queries), -INF)
+    each = answers[0].lse.new_full((count, *answers[0].lse.shape[1:-1], rows), -INF)
     place = 0
     for answer in answers:
-        each[place : (place := place + answer.lse.shape[0]), :, :, answer.first :] = answer.lse
+        each[place : (place := place + answer.lse.shape[0]), ..., answer.first :] = answer.lse
     return each, True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -93,7 +94,8 @@ class Chunk:
         return t.narrow(2, first, last - first) if first or last < self.capacity else t
 
 
-class TokenSize(NamedTuple):
+@dataclass(frozen=True)
+class TokenSize:
     """What one token of a layer takes."""
 
     heads: int
@@ -102,21 +104,21 @@ class TokenSize(NamedTuple):
     dtype: torch.dtype
     device: str
 
-    @property
+    @cached_property
     def quantized(self) -> bool:
         """Whether it is in 8 bits, with two scales in float32 for each head."""
         return not self.dtype.is_floating_point or self.dtype.itemsize == 1
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.memory + (8 * self.heads if self.quantized else 0)
 
-    @property
+    @cached_property
     def memory(self) -> int:
         """Bytes of its keys and values alone, without scales."""
         return self.heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def read_bytes(self) -> int:
         """Bytes that take as long to attend to: 8 bits are made float32 for that."""
         return self.heads * (self.head_dim + self.value_dim) * (4 if self.quantized else self.dtype.itemsize)
