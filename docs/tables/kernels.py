@@ -107,7 +107,7 @@ def reproduced() -> str:
         ]
         text += f"\n{made_on(result['environment'], 'python', 'torch', 'triton')}:\n\n"
         text += table(["", "source", "claim", "measured", "verdict", "how"], rows)
-        for kind in ("time", "roofline"):
+        for kind in ("time", "roofline") if result["rows"] else ():
             text += f"\n![{kind} on this machine](images/{stem}-{kind}.svg)\n"
     return text or NOT_MEASURED
 

@@ -18,7 +18,7 @@ from flashpoint_kernels.timing import Case, Timing, measure
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"  # of a clone; an installed package has none
 Event = dict[str, Any]
 Row = dict[str, Any]
-_TIMING = Timing(max_seconds=0.5, min_repeats=2, warmup_ms=0)
+_TIMING = Timing(max_seconds=0.5, min_repeats=2, warmup_ms=20)
 ROUNDS = 5  # of two cases in turn
 
 
