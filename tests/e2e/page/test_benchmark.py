@@ -89,3 +89,23 @@ def test_with_a_key_a_benchmark_is_watched(open_page, start_server):
     expect(said(page, "benchmark")).to_contain_text("of 4")  # its events come, which need the key
     page.get_by_role("button", name="Cancel").click()
     expect(said(page, "benchmark")).to_contain_text("Cancelled")
+
+
+@pytest.mark.slow
+def test_the_axis_of_times_holds_their_whiskers(page):
+    """Rows whose times vary by a hundred, as on a busy machine; the axis follows the newest rows."""
+    script = """async ([rows]) => {
+        const { plot } = await import("/static/plot.js");
+        const { charts } = await import("/static/chart.js");
+        const element = document.body.appendChild(document.createElement("div"));
+        for (let count = 2; count <= rows.length; count += 1) plot(element, "time", rows.slice(0, count), {});
+        await new Promise((resolve) => setTimeout(resolve)); // the chart is drawn behind what runs now
+        const { scales } = charts.get(element.firstChild).plot;
+        return [scales.y.min, scales.y.max];
+    }"""
+    same = {"dtype": "float32", "head_dim": 16, "value_dim": 16, "q_heads": 1, "kv_heads": 1, "causal": False,
+            "direction": "forward", "backend": "torch", "skipped": None}  # fmt: skip
+    times = {32: 1, 64: 2, 128: 9}
+    rows = [{**same, "kv_len": n, "ms": ms, "ms_p20": ms / 10, "ms_p80": ms * 10} for n, ms in times.items()]
+    low, high = page.evaluate(script, [rows])
+    assert low < 0.1 < 90 < high

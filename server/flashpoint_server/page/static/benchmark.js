@@ -142,8 +142,8 @@ async function save() {
   const { value } = choice.querySelector("input:checked");
   try {
     const file = await (await call(`benchmark/${id}/plot.svg?kind=${value}`)).blob();
-    const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(file), download: `benchmark-${value}.svg` });
-    link.click();
+    const link = document.createElement("a");
+    Object.assign(link, { href: URL.createObjectURL(file), download: `benchmark-${value}.svg` }).click();
     URL.revokeObjectURL(link.href);
   } catch (problem) {
     caption.textContent = problem.message;
@@ -157,9 +157,10 @@ function timed(row) {
     return line;
   }
   const part = row.roofline_percent; // over 100: the time is too short, or the peak was measured while others ran
+  const reached = part === null ? "–" : `${number(part)} %${part > 100 ? " (over)" : ""}`;
   const figures = [
     number(row.ms), `${number(row.ms_p20)}–${number(row.ms_p80)}`, number(row.tflops), number(row.gb_per_s),
-    part === null ? "–" : `${number(part)} %${part > 100 ? " (over)" : ""}`, bytes(row.peak_bytes), number(row.speedup_over_naive),
+    reached, bytes(row.peak_bytes), number(row.speedup_over_naive),
   ];
   return tableRow(row.backend, [nameOf(row), ...figures.map((figure) => [figure, figure.endsWith("(over)") ? "n odd" : "n"])]);
 }

@@ -65,7 +65,7 @@ function options(element, spec, current) {
     width: Math.max(element.clientWidth, 120),
     legend: { show: legend },
     cursor: { y: false, drag: { x: false, y: false }, points: { size: 7 } },
-    scales: { x: scale(x), y: scale(y) },
+    scales: { x: scale(x, () => current().x.range), y: scale(y, () => current().y.range) },
     axes: [axis(x, "x", () => current().x.splits), axis(y, "y")],
     series: [
       { label: x.label || x.name, value: (_, value) => (typeof value === "number" ? text(x, value) : "") },
@@ -75,10 +75,16 @@ function options(element, spec, current) {
   };
 }
 
-function scale({ kind = "linear", range }) {
+// A range that is asked for is that of the newest data, too.
+function scale({ kind = "linear", range }, newest) {
+  const asked = (...about) => newest()(...about);
   if (kind === "names") return { time: false, range: (_, low, high) => [low - 0.6, high + 0.6] };
-  if (kind in LOG) return { time: false, distr: 3, log: LOG[kind], range: range ?? ((_, low, high) => [low / 1.25, high * 1.25]) };
-  return { time: false, ...(range && { range }) };
+  if (kind in LOG) return { time: false, distr: 3, log: LOG[kind], range: range ? asked : wider };
+  return { time: false, ...(range && { range: Array.isArray(range) ? range : asked }) };
+}
+
+function wider(_, low, high) {
+  return [low / 1.25, high * 1.25];
 }
 
 // The places of a logarithmic axis: powers of its base, fewer where there are many, and some between few powers of 10.

@@ -27,7 +27,8 @@ export function decades(element, tensors) {
 
 function chart({ name, histogram, bound }, axis) {
   const counts = new Map(histogram.map(({ exponent, count }) => [exponent, count]));
-  const names = axis.map((exponent) => (exponent === null ? "0" : exponent === INFINITE ? "∞" : `1e${exponent}`.replace("-", "−")));
+  const words = new Map([[null, "0"], [INFINITE, "∞"]]);
+  const names = axis.map((exponent) => words.get(exponent) ?? `1e${exponent}`.replace("-", "−"));
   const decade = Math.log10(bound);
   const at = axis.indexOf(Math.floor(decade)) - 0.5 + decade - Math.floor(decade); // a bar is from one power to the next
   return {

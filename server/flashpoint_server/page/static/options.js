@@ -22,12 +22,14 @@ const LIMITS = {
 };
 
 export function capabilities(table, { backends, options: able }) {
-  const titles = ["Features", ...backends].map((text) => Object.assign(document.createElement("th"), { scope: "col", textContent: text }));
   const head = document.createElement("tr");
-  head.append(...titles);
+  for (const textContent of ["Features", ...backends]) {
+    head.append(Object.assign(document.createElement("th"), { scope: "col", textContent }));
+  }
   table.tHead.replaceChildren(head);
   const every = new Set(backends.flatMap((backend) => able[backend]));
-  table.tBodies[0].replaceChildren(...Object.entries(grouped(every)).map(([name, features]) => row(name, features, backends, able)));
+  const rows = Object.entries(grouped(every)).map(([name, features]) => row(name, features, backends, able));
+  table.tBodies[0].replaceChildren(...rows);
 }
 
 function grouped(every) {
@@ -59,7 +61,8 @@ function cell(features, able) {
 
 // Name → text with a unit, as the endings of the names say.
 export function limits(found) {
-  return Object.fromEntries(Object.entries(found).map(([name, value]) => [LIMITS[name] ?? name.replaceAll("_", " "), sized(name, value)]));
+  const said = ([name, value]) => [LIMITS[name] ?? name.replaceAll("_", " "), sized(name, value)];
+  return Object.fromEntries(Object.entries(found).map(said));
 }
 
 function sized(name, value) {

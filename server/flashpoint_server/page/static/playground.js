@@ -63,8 +63,10 @@ export const showCode = code("playground", () => {
   }
   return {
     curl: curl("attention", request(now)),
-    python: python([`o, lse = client.attention(${given.join(", ")}, ${keywords(options)})`, "print(lse.round(3))", "print(o.round(3))"],
-      { library: "numpy as np", before }),
+    python: python(
+      [`o, lse = client.attention(${given.join(", ")}, ${keywords(options)})`, "print(lse.round(3))", "print(o.round(3))"],
+      { library: "numpy as np", before },
+    ),
   };
 });
 
@@ -171,7 +173,8 @@ function render() {
   const sink = answered.options.sinks && !scores ? { name: "sink", value: one.sink } : undefined;
   const most = Math.max(0, ...cells, ...(sink ? range(one.rows).map(one.sink) : []));
   const low = scores ? Math.min(0, ...cells) : 0;
-  weights.show({ rows: one.rows, columns: one.columns, value: shown, hidden: (i, j) => !one.seen(i, j), low, high: most, extra: sink });
+  const { rows, columns } = one;
+  weights.show({ rows, columns, value: shown, hidden: (i, j) => !one.seen(i, j), low, high: most, extra: sink });
   const size = Math.max(...o.flat().map(Math.abs));
   outputs.show({ rows: o.length, columns: o[0].length, value: (i, d) => o[i][d], hidden: () => false, low: -size, high: size });
   scaleOf("weights", low, most);
@@ -202,7 +205,8 @@ function check(one, o) {
   const sums = answered.options.sinks ? "Each row and its sink add up to 1" : "Each row adds up to 1";
   const blind = one.rows - rows.length;
   said.textContent =
-    `${sums} within ${number(off, 2)}; weights · v is the server’s o within ${number(apart, 2)}. Computed by ${answered.backend}.` +
+    `${sums} within ${number(off, 2)}; weights · v is the server’s o within ${number(apart, 2)}.` +
+    ` Computed by ${answered.backend}.` +
     (blind ? ` ${blind} of ${one.rows} queries see no key: their o is 0, and their lse −∞.` : "");
 }
 
@@ -212,7 +216,8 @@ function tell(i, j) {
   const l = number(lse[i], 4);
   let lines;
   if (j >= one.columns) {
-    lines = [`Query ${i}, the sink`, `weight = exp(sink − lse) = exp(${number(answered.options.sinks[0], 4)} − ${l}) = ${number(one.sink(i), 4)}`,
+    const logit = number(answered.options.sinks[0], 4); // every head has the same
+    lines = [`Query ${i}, the sink`, `weight = exp(sink − lse) = exp(${logit} − ${l}) = ${number(one.sink(i), 4)}`,
       "The sink takes this part of the row, and gives o nothing."];
   } else if (!one.seen(i, j)) {
     lines = [`Query ${i}, key ${j}`, "The mask hides this key: its weight is 0.", `lse = ${l}`];

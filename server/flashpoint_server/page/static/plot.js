@@ -12,16 +12,19 @@ const LOOKS = {
 };
 const FAMILY = ["dtype", "head_dim", "value_dim", "q_heads", "kv_heads", "causal", "direction"];
 const KINDS = {
-  time: { title: "Time of a call", label: "milliseconds", kind: "log10", of: (row) => row.ms },
+  time: { title: "Time of a call", label: "milliseconds", kind: "log10", spreads: true, of: (row) => row.ms },
   tflops: { title: "Throughput", label: "TFLOP/s", of: (row) => row.tflops_standard },
   speedup: { title: "Speed-up", label: "× as fast as naive", of: (row) => row.speedup_over_naive },
-  memory: { title: "Memory of a call", label: "peak, a sequence", kind: "log2", of: (row) => row.peak_bytes / row.batch, format: bytes },
+  memory: {
+    title: "Memory of a call", label: "peak, a sequence", kind: "log2", of: (row) => row.peak_bytes / row.batch, format: bytes,
+  },
 };
 
 // Draw all rows as `kind`, in the place of what `element` shows.
 export function plot(element, kind, rows, peaks) {
   const timed = rows.filter(({ skipped, ms }) => skipped === null && ms);
-  const specs = kind === "roofline" ? rooflines(timed, peaks) : grouped(timed, FAMILY).map((family) => lengths(family, KINDS[kind]));
+  const families = () => grouped(timed, FAMILY).map((family) => lengths(family, KINDS[kind]));
+  const specs = kind === "roofline" ? rooflines(timed, peaks) : families();
   const shown = specs.filter(({ series }) => series.some(({ values }) => values.some((value) => value !== null)));
   while (element.children.length > shown.length) {
     erase(element.lastChild);
@@ -58,7 +61,7 @@ function ordered(rows) {
 }
 
 // Against sequence length; with one length alone, a bar for each backend.
-function lengths(rows, { title, label, kind, of, format }) {
+function lengths(rows, { title, label, kind, of, format, spreads = false }) {
   const found = [...new Set(rows.map(({ kv_len }) => kv_len))].sort((a, b) => a - b);
   const backends = ordered(rows);
   const at = (backend, length) => rows.find((row) => row.backend === backend && row.kv_len === length);
@@ -77,16 +80,21 @@ function lengths(rows, { title, label, kind, of, format }) {
   return {
     title: family, data: found,
     x: { label: "sequence length", kind: "log2", splits: found, range: (_, low, high) => [low / 1.15, high * 1.15], format: short },
-    y: { label, kind, format, ...(!kind && { range: fromZero }) },
+    y: { label, kind, format, ...(spreads && { range: () => spread(rows) }), ...(!kind && { range: fromZero }) },
     series: backends.map((backend) => ({ ...look(backend), values: found.map((length) => figure(at(backend, length))) })),
-    marked: (chart, context, colour) => kind === "log10" && backends.forEach((backend) => {
-      for (const row of found.map((length) => at(backend, length)).filter(Boolean)) whisker(chart, context, colour(look(backend).colour), row);
-    }),
+    marked(chart, context, colour) {
+      if (spreads) for (const row of rows) whisker(chart, context, colour(look(row.backend).colour), row);
+    },
   };
 }
 
 function fromZero(_, low, high) {
   return [0, high > 0 ? high * 1.08 : 1];
+}
+
+// The times with their whiskers.
+function spread(rows) {
+  return [Math.min(...rows.map(({ ms_p20 }) => ms_p20)) / 1.25, Math.max(...rows.map(({ ms_p80 }) => ms_p80)) * 1.25];
 }
 
 // From p20 to p80 of the times.
@@ -103,7 +111,8 @@ function whisker(chart, context, colour, { kv_len, ms_p20, ms_p80 }) {
 // A chart for each data type, forward and backward apart: FLOP/s over FLOPs a byte, below the device's measured roof.
 function rooflines(rows, peaks = {}) {
   const sides = rows.map((row) => ({ ...row, side: row.direction === "forward" ? "forward" : "with the backward" }));
-  return grouped(sides, ["dtype", "side"]).filter(([{ dtype }]) => peaks[dtype]).map((members) => roofline(members, peaks[members[0].dtype]));
+  const known = grouped(sides, ["dtype", "side"]).filter(([{ dtype }]) => peaks[dtype]);
+  return known.map((members) => roofline(members, peaks[members[0].dtype]));
 }
 
 function roofline(rows, { tflops, gb_per_s, sheet_tflops, sheet_gb_per_s }) {
