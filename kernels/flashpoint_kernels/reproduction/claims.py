@@ -115,9 +115,12 @@ def _table(bench: Bench) -> Running:
 
 
 def _ms(value: float | None) -> str:
-    if value is None:
-        return "not timed"
-    return f"{value:.3g} ms" if value < 100 else f"{value:,.0f} ms"
+    return "not timed" if value is None else f"{_short(value)} ms"
+
+
+def _short(value: float) -> str:
+    """Return three digits, or more before the point."""
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def _half(bench: Bench) -> tuple[Case, Case]:
@@ -307,7 +310,7 @@ def _traffic(bench: Bench) -> Running:
     grown = {b: (by[b, long]["peak_bytes"] or 0) / (by[b, short]["peak_bytes"] or 1) for b in ("naive", _own(bench))}
     intensity = {b: by[b, long]["arithmetic_intensity"] or 0 for b in grown}
     right = 12 <= grown["naive"] <= 20 and grown[_own(bench)] <= 6
-    said = [f"{b}: memory × {grown[b]:.1f}, {intensity[b]:.3g} FLOP a byte at N {long}" for b in grown]
+    said = [f"{b}: memory × {grown[b]:.1f}, {_short(intensity[b])} FLOP a byte at N {long}" for b in grown]
     how = "peak memory of a call from N 1024 to 4096: 16 times is quadratic, 4 times linear; FLOP and byte are counted"
     return Found(_passes(right), "; ".join(said), how, {"grown": grown, "intensity": intensity})
 
