@@ -168,8 +168,11 @@ class Track:
             return Chunk(size, capacity)
         if before is not None and before.slab is not None and before.slab.take(before.place + 1):
             return Chunk(size, capacity, before.slab, before.place + 1)
-        room = max(1 + more, min(max(place, 4), MOST_CHUNKS))
-        slab = Slab(size.memory * CHUNK, size.dtype, room)
+        nbytes, room = size.memory * CHUNK, max(1 + more, min(max(place, 4), MOST_CHUNKS))
+        try:
+            slab = Slab(nbytes, size.dtype, room)
+        except MemoryError:  # the system may grant the memory where it does not grant the room
+            slab = Slab(nbytes, size.dtype, 1)
         slab.take(0)
         return Chunk(size, capacity, slab)
 

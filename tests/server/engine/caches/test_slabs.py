@@ -123,6 +123,19 @@ def test_a_place_is_taken_once_until_it_is_given_back():
     assert slab.take(0)
 
 
+def test_where_there_is_no_room_beyond_it_a_chunk_has_a_slab_of_its_own(store, monkeypatch):
+    class Narrow(Slab):
+        def __init__(self, nbytes, dtype, room):
+            if room > 1:
+                raise MemoryError
+            super().__init__(nbytes, dtype, room)
+
+    monkeypatch.setattr("flashpoint_server.engine.caches.chunks.Slab", Narrow)
+    serial = create(store)
+    write(store, serial, 3 * CHUNK)
+    assert runs(track_of(store, serial)) == [1, 1, 1]
+
+
 def test_address_space_that_there_is_not_is_no_memory():
     with pytest.raises(MemoryError):
         Slab(1 << 46, torch.float32, 1 << 10)
