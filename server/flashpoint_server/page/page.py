@@ -35,7 +35,7 @@ HEADERS = {
 }
 HTML = "text/html; charset=utf-8"
 TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
-CASES: dict[Preset, str] = {"papers": "seeds: three small tables", "h100": "h100: FlashAttention’s own grid"}
+CASES: dict[Preset, str] = {"papers": "papers: three small tables", "h100": "h100: FlashAttention’s own grid"}
 PLOTS: dict[PlotKind, str] = {
     "time": "Time", "tflops": "TFLOP/s", "speedup": "Speed-up", "memory": "Memory", "roofline": "Roofline",
 }  # fmt: skip
