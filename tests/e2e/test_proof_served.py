@@ -118,7 +118,7 @@ def test_a_benchmark_is_timed_watched_drawn_and_kept(server, client):
     for event in events:
         state = state.after(event)
     assert state == job  # the events are all there is
-    for kind in ("time", "roofline"):  # test_page.py shows all of them
+    for kind in ("time", "roofline"):  # tests/e2e/page/test_benchmark.py draws all of them
         answer = ask(server, f"/benchmark/{run.id}/plot.svg?kind={kind}")
         assert (answer.status, b"<svg" in answer.body[:2000]) == (200, True), kind
     answer = ask(server, f"/benchmark/{run.id}/plot.png")

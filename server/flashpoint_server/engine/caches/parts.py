@@ -81,9 +81,9 @@ class CachedPart:
             if "lse" in views:
                 views["lse"].fill_(float("-inf"))
             return
-        pieces = one.track.pieces(one.start, one.track.length, heads)
+        runs = one.track.runs(one.start, one.track.length, heads)
         q = views["q"].float() if one.track.size.quantized else views["q"]
-        o, lse = attend(q, pieces, self.spec.scale, one.edge)
+        o, lse = attend(q, runs, self.spec.scale, one.edge)
         views["o"].copy_(o)
         if "lse" in views:
             views["lse"].copy_(lse)

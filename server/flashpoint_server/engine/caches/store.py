@@ -65,7 +65,9 @@ class CacheStore:
             for _ in range(count):
                 tracks = [Track(size, reserved=n) for size, n in zip(sizes, chunks, strict=True)]
                 for track, n in zip(tracks, chunks, strict=True):
-                    track.spares = [Chunk(track.size, CHUNK) for _ in range(n)]
+                    for place in range(n):
+                        before = track.spares[-1] if track.spares else None
+                        track.spares.append(track.new_chunk(place, CHUNK, before, n - 1 - place))
                 made.append(self._new(terms.owner, shape, ttl or self._ttl, tracks, tuple(keep), max_length))
                 self._ledger.add(made[-1], each, each)
             return self._answer(terms, made)
@@ -127,7 +129,7 @@ class CacheStore:
             self._answers.put(terms.owner, terms.key, [cache.serial for cache in made], len(made))
         return [self.record(cache) for cache in made]
 
-    # What is there
+    # Reading
 
     def look(self, terms: Terms, serials: Sequence[int]) -> list[CacheRecord]:
         """Describe caches. Raises Refusal 404 and 410."""
@@ -254,13 +256,15 @@ class CacheStore:
         try:
             for cache, track, p, n, changes in zip(caches, tracks, places, counts, needs, strict=True):
                 writes.append(Write(cache, track, p, p + n, []))
-                for change in changes:
+                made = writes[-1].made
+                for number, change in enumerate(changes, 1):
                     if track.spares:
-                        chunk = track.spares.pop()
+                        chunk = track.spares.pop(0)
                     else:
-                        chunk = Chunk(track.size, change.capacity)
+                        before = made[-1][1] if made else track.chunks[change.place - 1] if change.place else None
+                        chunk = track.new_chunk(change.place, change.capacity, before, len(changes) - number)
                         self._ledger.count(cache, chunk.nbytes, chunk.nbytes)
-                    writes[-1].made.append((change, chunk))
+                    made.append((change, chunk))
         except (MemoryError, RuntimeError):
             for write in writes:
                 self._let_go(write.cache, write.track, [chunk for _, chunk in write.made])
