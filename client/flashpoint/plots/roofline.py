@@ -116,7 +116,7 @@ def _around(points: Boxes, size: float) -> Boxes:
 
 def _pixels(ax: Axes) -> float:
     """Pixels of a point."""
-    return ax.get_figure(root=True).dpi / 72  # type: ignore[union-attr]
+    return ax.figure.dpi / 72
 
 
 def _ends_first(rows: Rows) -> list[BenchmarkRow]:
