@@ -70,6 +70,13 @@ def split(problem: Problem, backend: str) -> list[Problem]:
     return parts
 
 
+def in_one_part(problem: Problem, backend: str) -> bool:
+    """Whether `split` leaves a problem whole. Its tensors are not looked at."""
+    heads = problem.spec.kv_heads if can_be_cut(problem) else 1
+    runs = _runs(problem, NOMINAL[backend])
+    return len(runs) == 1 and min(int(runs[0][2] / PART_SECONDS), heads) < 2
+
+
 def _runs(problem: Problem, rates: Rates) -> list[tuple[int, int, float]]:
     """Cut the sequences of a problem into runs of about PART_SECONDS at most: first, end and seconds of each."""
     most = PART_SECONDS if _sums_no_sequences(problem) else float("inf")
