@@ -4,8 +4,8 @@
 
 The payload: the engine's incarnation and the forward's number there, 8 bytes each, and its head. The head, in
 MessagePack, has the options that are not defaults, the inputs' names, dtypes and shapes, and how many sequences,
-lengths and (query, key) pairs there are where index tensors say so. So a gradient call is checked and priced before its
-body is read, and no engine need be asked.
+lengths, (query, key) pairs and keys there are where index tensors say so. So a gradient call is checked and priced
+before its body is read, and no engine need be asked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SavedId(NamedTuple):
 class _Head(msgspec.Struct, frozen=True, array_like=True):
     options: dict[str, Any]
     tensors: list[tuple[str, str, tuple[int, ...]]]
-    extent: tuple[int, int, int] | None
+    extent: tuple[int, int, int, int] | None
 
 
 class SavedIds:
