@@ -272,6 +272,8 @@ def aligned(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def aligned_heads(t: Tensor, dtype: torch.dtype) -> Tensor:
     """As `aligned`, but only the rows of a head, the last two dimensions, need lie together, each head aligned."""
+    if t.is_contiguous() and t.dtype == dtype and not t.data_ptr() % _ALIGNMENT:
+        return t
     *outer, row, column = t.stride()
     if t.dtype != dtype or row != t.shape[-1] or column != 1 or t.data_ptr() % _ALIGNMENT:
         return aligned(t, dtype)
