@@ -24,6 +24,7 @@ from flashpoint_kernels.support import SUPPORT
 _REPEATS = 2  # the least of these counts
 _LENGTH = {"torch": 256, "tiled": 256, "reference": 96}  # some milliseconds a problem
 _NARROW, _WIDE = 16, 128  # head dimensions
+_KEYS = 1 << 17  # of two heads, 32 MiB with their values
 _SEQUENCES = {"torch": 2048, "tiled": 2048, "reference": 16}
 _LEAST = 0.1  # of a nominal rate: noise must not make anything free
 _OF_PEAK = 0.3  # that a kernel reaches on a GPU, as assumed: not measured on a GPU
@@ -49,7 +50,16 @@ def measure(backend: str) -> Rates:
             problem = _with_feature(narrow, name)
             taken = _seconds(partial(run_part, problem, backend)) - slow
             options[name] = max(taken / scores, _LEAST * least.options[name])
-    return Rates(max(one - sequence, _LEAST * least.call), sequence, flop, score, options)
+    byte = _byte(backend, one, flop, score) if least.byte else 0.0
+    return Rates(max(one - sequence, _LEAST * least.call), sequence, flop, score, options, byte)
+
+
+def _byte(backend: str, call: float, flop: float, score: float) -> float:
+    """Return the seconds that reading a byte of keys and values takes beside one query."""
+    q, k, v = (torch.full((1, 2, length, _NARROW), 0.1) for length in (1, _KEYS, _KEYS))
+    problem = Problem.create({"q": q, "k": k, "v": v}, Options())
+    taken = _seconds(partial(run_part, problem, backend)) - call - problem.flops * flop - k.shape[2] * 2 * score
+    return max(taken / (k.nbytes + v.nbytes), _LEAST * NOMINAL[backend].byte)
 
 
 def _solve(problem: Problem, backend: str) -> None:

@@ -24,14 +24,16 @@ from flashpoint_kernels.reproducible import (
     aligned,
     aligned_heads,
     exactly,
+    few_queries,
     in_blocks,
+    in_one_part,
     sharing,
-    split,
     thread_count,
     with_all_threads,
 )
 from flashpoint_kernels.support import choose_backend
 from flashpoint_kernels.torch_backend.call import Call
+from flashpoint_kernels.torch_backend.few import FewQueries, Lying
 
 _CPU = torch.device("cpu")
 _ORDINARY = (Tensor, torch.nn.Parameter)  # no subclass, whose operations may mean something else
@@ -45,6 +47,7 @@ class Route(NamedTuple):
     turned: bool  # layout bshd: heads and rows change places
     causal: bool  # the operator's own, from the top left
     scale: float
+    few: bool  # queries, over many keys
     threads: int  # of the forward; 0: all of torch's
     differentiates: bool  # whether its gradient is one call, too, on one thread
 
@@ -59,7 +62,11 @@ class Route(NamedTuple):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return o as the caller gets it, and lse (B,Hq,Sq)."""
         with exactly(self.threads):
-            o, lse = self.call(q, k, v).forward()
+            if self.few:
+                q_, k_, v_ = (t.transpose(1, 2) for t in (q, k, v)) if self.turned else (q, k, v)
+                o, lse = FewQueries(q_, Lying(k_, v_), self.scale).forward()
+            else:
+                o, lse = self.call(q, k, v).forward()
         return self._given(o, q.dtype).contiguous(), lse
 
     def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> list[Tensor]:
@@ -114,12 +121,13 @@ def _route(options: Options, *found: Any) -> Route | None:
     threads = 1
     if (whole := with_all_threads(problem)).threads:
         threads = 0
-    elif len(split(problem, backend)) > 1 or thread_count(problem, row) > 1:
+    elif not in_one_part(problem, backend) or thread_count(problem, row) > 1:
         return None
-    if in_blocks(spec, row) or sharing(whole, row) < spec.batch:
+    few = few_queries(spec, row)
+    if in_blocks(spec, row) or not (few or sharing(whole, row) >= spec.batch):
         return None
     causal = spec.window[1] < row.kv_len - 1 - spec.offset(row.q_len, row.kv_len)
-    return Route(options, options.layout == "bshd", causal, spec.scale, threads, _differentiates(spec))
+    return Route(options, options.layout == "bshd", causal, spec.scale, few, threads, _differentiates(spec))
 
 
 def _differentiates(spec: Spec) -> bool:
@@ -128,7 +136,7 @@ def _differentiates(spec: Spec) -> bool:
     problem = _alone(plan(infos, spec.options, "backward"))
     row = problem.rows[0]
     few = thread_count(problem, row) == 1 and sharing(problem, row) >= spec.batch
-    return few and len(split(problem, "torch")) == 1
+    return few and in_one_part(problem, "torch")
 
 
 def _alone(spec: Spec) -> Problem:

@@ -33,6 +33,8 @@ FLOPS_PER_THREAD = 1 << 25
 # a gradient at (1,8,128,64) take 7.2 ms where one part takes 4.6 (2 cores, busy with other work).
 PART_SECONDS = 3e-3
 
+CHUNK = 1024  # keys, see torch_backend.few
+_MOST_ROWS, _LEAST_KEYS = 64, 512  # of `few_queries`; with fewer keys torch's operator does as well as it can
 _VECTOR = 16  # float32s of an AVX-512 register
 _TOGETHER = 1 << 20  # elements of q, of k or of the scores in one call: 4 MiB in float32, which a call may copy
 
@@ -69,6 +71,13 @@ def split(problem: Problem, backend: str) -> list[Problem]:
         edges = [n * heads // count for n in range(count + 1)]
         parts += [part.heads(first, last) for first, last in itertools.pairwise(edges)]
     return parts
+
+
+def in_one_part(problem: Problem, backend: str) -> bool:
+    """Whether `split` leaves a problem whole. Its tensors are not looked at."""
+    heads = problem.spec.kv_heads if can_be_cut(problem) else 1
+    runs = _runs(problem, NOMINAL[backend])
+    return len(runs) == 1 and min(int(runs[0][2] / PART_SECONDS), heads) < 2
 
 
 def _runs(problem: Problem, rates: Rates) -> list[tuple[int, int, float]]:
@@ -157,6 +166,19 @@ def thread_count(problem: Problem, row: Row) -> int:
     return max(1, min(flops // FLOPS_PER_THREAD, CORES // max(side_by_side, 1)))
 
 
+def few_queries(spec: Spec, row: Row) -> bool:
+    """Whether so few queries see all keys of a sequence that the memory's speed is the bound.
+
+    On the CPU `torch` answers them in a way of its own (torch_backend.few), whose bits do not change with the threads.
+    """
+    if row.kv_len < _LEAST_KEYS or not 0 < row.q_len * spec.q_heads <= _MOST_ROWS * spec.kv_heads:
+        return False
+    if not whole_vectors(spec) or spec.has("attn_mask") or spec.has("alibi_slopes"):
+        return False
+    offset, (left, right) = spec.offset(row.q_len, row.kv_len), spec.window
+    return right >= row.kv_len - 1 - offset and left >= row.q_len - 1 + offset
+
+
 # Seen of torch 2.13, and a test holds it: with rows of whole vectors and this many queries the bits of its fused
 # operators do not change with the threads, where each has a task.
 _FEWEST_QUERIES = 16
@@ -171,6 +193,11 @@ def with_all_threads(problem: Problem) -> Problem:
     """
     spec = problem.spec
     if spec.direction == "backward" or not (problem.rows and whole_vectors(spec)):
+        return problem
+    few = [spec.kv_len >= _LEAST_KEYS and few_queries(spec, row) for row in problem.rows]
+    if all(few) and not (spec.paged and spec.page_size % CHUNK):  # else chunks are copied: faster done side by side
+        return replace(problem, threads=torch.get_num_threads())
+    if any(few):
         return problem
     shortest = min(row.q_len for row in problem.rows)
     blocks = max(1, shortest // _BLOCK)  # of a query head's rows, each a task
@@ -265,6 +292,8 @@ def aligned(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def aligned_heads(t: Tensor, dtype: torch.dtype) -> Tensor:
     """As `aligned`, but only the rows of a head, the last two dimensions, need lie together, each head aligned."""
+    if t.is_contiguous() and t.dtype == dtype and not t.data_ptr() % _ALIGNMENT:
+        return t
     *outer, row, column = t.stride()
     if t.dtype != dtype or row != t.shape[-1] or column != 1 or t.data_ptr() % _ALIGNMENT:
         return aligned(t, dtype)

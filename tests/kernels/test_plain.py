@@ -63,6 +63,26 @@ def test_a_plain_call_has_a_route() -> None:
     assert (found.misses, found.hits) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((1, 8, 256, 64), torch.float32), ((2, 4, 600, 64), torch.bfloat16), ((1, 2, 700, 24), torch.float32),
+     ((40, 2, 200, 16), torch.float32), ((1, 1, 1100, 40), torch.float32), ((1, 4, 1, 64), torch.float32)],
+)  # fmt: skip
+def test_calls_of_more_than_one_part_have_the_bits_of_the_long_way(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Cut by heads or by sequences there, of one head, and of few queries over 1,100 keys."""
+    t = qkv(*shape[:3], max(shape[2], 1100 if shape[2] == 1 else 0), shape[3], dtype=dtype)
+    leaves = [t[n].requires_grad_() for n in "qkv"]
+
+    def answers() -> list[Tensor]:
+        o = attention(*leaves)
+        return [o, *torch.autograd.grad(o, leaves, t["do"])]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        expected = long_way(monkeypatch, answers)
+    for found, right in zip(answers(), expected, strict=True):
+        assert torch.equal(found, right)
+
+
 @pytest.mark.parametrize("wrong", [{"causal": 1}, {"window": (True, 0)}, {"window": (-1.0, -1.0)}, {"scale": [1.0]}])
 def test_an_option_that_equals_a_right_one_is_refused(wrong: dict[str, Any]) -> None:
     t = qkv(1, 1, 4, 4, 8)

@@ -216,7 +216,7 @@ def test_a_price_follows_the_lengths_once_they_are_known(layout):
     problem = Problem.create(inputs, Options(layout=layout))
     index = {name: x.tolist() for name, x in t.items() if name.startswith(("cu_", "q_l", "kv_l"))}
     exact, most = extent_of(problem.spec, index), extent_of(problem.spec)
-    assert exact == (4, 3, 2 * 15 + 7)
+    assert exact == (4, 3, 2 * 15 + 7, 5 + 5 + 2 + 1)
     assert flops_of(problem.spec, exact.pairs) == problem.flops == 2 * 2 * exact.pairs * 16
     assert all(a <= b for a, b in zip(exact, most, strict=True))
     for rates in NOMINAL.values():

@@ -19,14 +19,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashpoint_contract.options import Direction
 from flashpoint_contract.spec import Row
 from flashpoint_kernels.problem import Problem, consecutive, narrowed
 from flashpoint_kernels.quantization import scaled
-from flashpoint_kernels.reproducible import aligned, aligned_heads, exactly, flushing, in_blocks, sharing, threads
+from flashpoint_kernels.reproducible import (
+    aligned,
+    aligned_heads,
+    exactly,
+    few_queries,
+    flushing,
+    in_blocks,
+    sharing,
+    threads,
+)
 from flashpoint_kernels.torch_backend.blocks import Blocks, merge
 from flashpoint_kernels.torch_backend.call import Call
+from flashpoint_kernels.torch_backend.few import FewQueries, Lying, Paged
 
 INF = float("inf")
+_TOGETHER = 64  # sequences of few queries, of equal lengths, whose keys are read where they lie
 _memory: Any = torch.utils.deterministic  # whose property mypy does not see
 
 
@@ -59,7 +71,10 @@ def backward(problems: Sequence[Problem]) -> None:
         dsinks = None if asked is None else torch.zeros_like(asked, dtype=torch.float32)
         for rows, x in _with_work(problem):
             with threads(problem, rows[0]) as count, flushing(problem, count), _deterministic_on_cuda(problem):
-                Prepared.of(problem, rows, x).differentiate(dsinks)
+                own = Prepared.of(problem, rows, x)
+                if "lse" not in x:
+                    x["o"], x["lse"] = Prepared.of(problem, rows, x, "forward").solve()
+                own.differentiate(dsinks)
         if asked is not None and dsinks is not None:
             asked.copy_(dsinks)
 
@@ -69,24 +84,36 @@ class Prepared:
     """Sequences of equal lengths, ready for the operators. `x` are their tensors, `Problem.batches` says how."""
 
     x: dict[str, Tensor]
-    own: Call | Blocks
+    own: Call | Blocks | FewQueries
     turned: float  # what q was multiplied by, so that the scale is above 0
 
     @classmethod
-    def of(cls, problem: Problem, rows: Sequence[Row], x: dict[str, Tensor]) -> Prepared:
+    def of(
+        cls, problem: Problem, rows: Sequence[Row], x: dict[str, Tensor], direction: Direction | None = None
+    ) -> Prepared:
+        """`direction` is the problem's own, or that of a gradient's forward."""
         spec, row = problem.spec, rows[0]
+        forward = (direction or spec.direction) == "forward"
         # The CPU operators' half arithmetic was seen to miss the test rule (float16 dv at 512 × 512): float32 keeps it.
         # CUDA's take a mask in q's dtype alone, where another's numbers would be rounded, and −1e6 be −∞ in float16.
         mask = problem.tensors.get("attn_mask")
         exact = (mask is None or mask.dtype in (torch.bool, x["q"].dtype)) and "alibi_slopes" not in x
         half = problem.device.type == "cuda" and exact and not spec.quantized
         dtype = x["q"].dtype if half else torch.float32
+        turned, scale = (1.0, spec.scale) if spec.scale > 0 else (-1.0, -spec.scale) if spec.scale else (0.0, 1.0)
+        if few := forward and problem.device.type == "cpu" and few_queries(spec, row):
+            dtype = torch.float32 if spec.quantized else x["q"].dtype
+        if few and "k" not in x:
+            keys = Paged.of(problem.view("k"), problem.view("v"), problem.tensors["block_table"], rows)
+            return cls(x, FewQueries(x["q"] * turned, keys, scale), turned)
         if spec.quantized:  # in float32, which rounds no product of a number and its scale to a half type
             k, v = (scaled(x[name], x[f"{name}_scale"]) for name in ("k", "v"))
         else:
             k, v = x["k"], x["v"]
+        if few:
+            own = FewQueries(x["q"].to(dtype) * turned, Lying(k, v), scale)
+            return cls(x, own, turned)
         q, k, v = (aligned_heads(t, dtype) for t in (x["q"], k, v))
-        turned, scale = (1.0, spec.scale) if spec.scale > 0 else (-1.0, -spec.scale) if spec.scale else (0.0, 1.0)
         if turned != 1.0:
             q = q * turned
         bias = None if mask is None else _added(problem.mask_part(mask, rows))
@@ -107,23 +134,25 @@ class Prepared:
 
     def answer(self) -> None:
         """Write o, and lse where it is asked, of a forward."""
-        o, lse = self._forward()
+        o, lse = self.solve()
         self.x["o"].copy_(o)
         if "lse" in self.x:
             self.x["lse"].copy_(lse)
 
-    def _forward(self) -> tuple[Tensor, Tensor]:
-        """Return o (n,Hq,sq,D) and lse (n,Hq,sq)."""
+    def solve(self) -> tuple[Tensor, Tensor]:
+        """Return o (n,Hq,sq,D) and lse (n,Hq,sq) of a forward."""
         o, lse = self.own.forward()
         if "sinks" in self.x:
             sinks = self.x["sinks"][:, None].expand(lse.shape)
+            o = o.float()
             merge(o, lse, None, sinks)
         return o, lse
 
     def differentiate(self, dsinks: Tensor | None) -> None:
-        """Write dq, dk and dv where they are asked, and add to `dsinks` (Hq,)."""
+        """Write dq, dk and dv where they are asked, and add to `dsinks` (Hq,). `x` has the forward's answers."""
         x, own = self.x, self.own
-        o, lse = (x["o"], x["lse"]) if "lse" in x else self._forward()
+        assert not isinstance(own, FewQueries)
+        o, lse = x["o"], x["lse"]
         # As the forward's answer is rounded, so that a caller who brings it gets the same bits.
         o = aligned_heads(o.to(x["q"].dtype), own.q.dtype)
         # +∞ in place of the −∞ of a masked row makes its probabilities exp(s − lse) = 0.
@@ -160,9 +189,20 @@ def _with_work(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Te
     on_cpu = problem.device.type == "cpu"
 
     def most(row: Row) -> int:
-        return (sharing(problem, row) if on_cpu else 1) if row.q_len and row.kv_len else 0
+        if not (row.q_len and row.kv_len):
+            return 0
+        if not on_cpu:
+            return 1
+        return len(problem.rows) if alike and where_they_lie(row) else sharing(problem, row)
 
-    return problem.batches(most)
+    def where_they_lie(row: Row) -> bool:
+        return on_cpu and forward and not problem.spec.quantized and few_queries(problem.spec, row)
+
+    forward = problem.spec.direction == "forward"
+    alike = (
+        len(problem.rows) <= _TOGETHER and consecutive(problem.rows) and len({row[3:7:3] for row in problem.rows}) == 1
+    )
+    return problem.batches(most, where_they_lie)
 
 
 _asking = threading.Lock()

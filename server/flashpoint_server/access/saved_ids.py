@@ -5,8 +5,8 @@
 The payload: the engine's incarnation and the forward's number there, 8 bytes each, the replica's name, with its length
 in a byte before it, and the forward's head. The head, in
 MessagePack, has the options that are not defaults, the inputs' names, dtypes and shapes, and how many sequences,
-lengths and (query, key) pairs there are where index tensors say so. So a gradient call is checked and priced before its
-body is read, and no engine need be asked.
+lengths, (query, key) pairs and keys there are where index tensors say so. So a gradient call is checked and priced
+before its body is read, and no engine need be asked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SavedId(NamedTuple):
 class _Head(msgspec.Struct, frozen=True, array_like=True):
     options: dict[str, Any]
     tensors: list[tuple[str, str, tuple[int, ...]]]
-    extent: tuple[int, int, int] | None
+    extent: tuple[int, int, int, int] | None
 
 
 class SavedIds:

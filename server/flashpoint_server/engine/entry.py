@@ -38,6 +38,7 @@ from flashpoint_server.ipc.messages import (
     ToEngine,
     read_options,
 )
+from flashpoint_server.ipc.price import PASSED
 
 if TYPE_CHECKING:
     from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
@@ -255,7 +256,13 @@ class Entry:
 
     @property
     def rank(self) -> float:
-        return self.submit.rank
+        """`Submit.rank`, which counts all its predicted seconds, less those of the parts that have been taken.
+
+        So the last parts of a request are not passed by one that is longer than they are. It changes only while the
+        request is not in the queue.
+        """
+        taken = self.submit.seconds - self.part_seconds * len(self.parts) if self.part_seconds else 0.0
+        return self.submit.rank - PASSED * taken
 
     @property
     def flops(self) -> int:

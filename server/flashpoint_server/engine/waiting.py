@@ -1,8 +1,9 @@
 """The engine's queue: what runs next, and which requests run in one launch.
 
-Requests run in the order of `Submit.rank`, which is a time: that of the request, later by thirty times its predicted
-seconds, earlier by its priority. So short work passes long work, and no request is passed for ever. Requests that share
-a launch key run in one launch, up to a budget of FLOPs and bytes; lengths, batch sizes and head counts are free.
+Requests run in the order of their rank, which is a time: that of the request, later by thirty times the predicted
+seconds that are left of it, earlier by its priority. So short work passes long work, what is almost done is not passed
+by what has just come, and no request is passed for ever. Requests that share a launch key run in one launch, up to a
+budget of FLOPs and bytes; lengths, batch sizes and head counts are free.
 
 A batch closes when its budget is full, or when its oldest request has waited for `delay`; with a delay of 0 at once.
 """

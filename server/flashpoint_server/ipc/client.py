@@ -51,6 +51,7 @@ from flashpoint_server.ipc.messages import (
     Unmapped,
 )
 from flashpoint_server.ipc.pace import Pace
+from flashpoint_server.ipc.price import PASSED
 from flashpoint_server.refusal import Refusal
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
@@ -58,10 +59,6 @@ log = structlog.stdlib.get_logger("flashpoint.engine")
 # One step of priority is worth this much waiting, so that no job starves: one of priority 0 that is 9 s older than one
 # of priority 9 goes first.
 PRIORITY_SECONDS = 1.0
-# A request's rank is later than its arrival by this many times its predicted seconds. Shorter requests that come within
-# that time pass it. With 10, large requests that had waited for each other came before small ones: beside four of
-# 65,536 sequences with dropout, one small request in a hundred took 0.3 to 0.5 s; with 30, under 0.1 s.
-PASSED = 30.0
 
 
 class State(enum.Enum):

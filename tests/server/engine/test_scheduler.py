@@ -16,6 +16,7 @@ from flashpoint_server.engine.scheduler import Scheduler
 from flashpoint_server.engine.tasks import Compute, Cut, Launch, Slice
 from flashpoint_server.engine.waiting import Budget
 from flashpoint_server.ipc.messages import PlacedTensor, Submit, pack_options
+from flashpoint_server.ipc.price import PASSED
 
 NUMBERS = itertools.count()
 OPTIONS = pack_options(Options())
@@ -78,13 +79,15 @@ class Bench:
     def wake(self):
         self.woken += 1
 
-    def admit(self, sequences=1, *, backend="torch", seconds=SHORT, deadline=None):
+    def admit(self, sequences=1, *, backend="torch", seconds=SHORT, deadline=None, rank=0.0):
         number = next(NUMBERS)
         shape = (sequences, 1, 4, 8)
         inputs = [PlacedTensor(name, "float32", shape, 0, 64) for name in "qkv"]
         outputs = [PlacedTensor("o", "float32", shape, 0, 64)]
         self.scheduler.admit(
-            Submit(number, f"r{number}", "forward", OPTIONS, backend, 0, inputs, outputs, 0, 1, seconds, 0.0, deadline),
+            Submit(
+                number, f"r{number}", "forward", OPTIONS, backend, 0, inputs, outputs, 0, 1, seconds, rank, deadline
+            ),
             self.peer,
         )
         return number
@@ -114,6 +117,21 @@ def test_cores_share_the_parts_of_a_request_and_its_last_part_answers_it(bench):
     assert bench.answered == []
     bench.finish(third)
     assert (bench.answered, bench.peer.running) == ([(number, None)], 0)
+
+
+def test_the_last_parts_of_a_long_request_are_not_passed_by_a_longer_one(bench):
+    """At the same arrival, each ranked by its seconds: 4 of the first, of which 1 is left, and 2 of the second."""
+    first = bench.admit(sequences=4, seconds=4 * LONG, rank=PASSED * 4 * LONG)
+    began = [bench.take(), bench.take()]
+    bench.finish(*began)
+    third = bench.take()
+    second = bench.admit(sequences=2, seconds=2 * LONG, rank=PASSED * 2 * LONG)
+    last = bench.take()
+    assert (last.entries[0].submit.id, bench.scheduler.take()) == (first, None)
+    bench.finish(third, last)
+    assert bench.answered == [(first, None)]
+    shorter = bench.admit(seconds=LONG, rank=PASSED * LONG)
+    assert [bench.take().entries[0].submit.id for _ in range(2)] == [shorter, second]
 
 
 def test_a_short_part_runs_beside_long_ones_on_every_core(bench):

@@ -1,0 +1,279 @@
+"""Few queries over many keys, as in decoding: the CPU's operator over the keys where they lie, at the memory's speed.
+
+The query heads that share a key/value head are rows of one matrix, so that each key is read once, not once for each
+query head. Keys are read in chunks of CHUNK, as if each chunk were a sequence, and the answers are merged by
+log-sum-exp. The edges of chunks are fixed places of a sequence: keys in pages are read where they lie wherever a chunk
+of them is a view, and else a chunk is brought together, in the cache of the core. float16 and bfloat16 are read as
+they are: to make float32 of them takes longer than all else.
+
+Bits depend neither on the place of keys nor on what is computed together. Whole chunks have the same bits on any number
+of threads; the last chunk, of any length, had others in 4 of 1,401 cases drawn at random, and has one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashpoint_contract.spec import Row
+from flashpoint_kernels.reproducible import CHUNK, aligned, aligned_heads, exactly
+from flashpoint_kernels.torch_backend.call import Call
+
+_FEW_PAGES = 8  # of a chunk: each is copied by itself
+_ALIGNMENT = 64  # bytes, see `reproducible.aligned`
+
+Run = tuple[Tensor, Tensor]  # k (m, H, c, D) and v (m, H, c, Dv): m chunks of c keys, of one sequence or of several
+
+
+@dataclass(eq=False, slots=True)
+class FewQueries:
+    """Sequences of equal lengths whose queries, q (n, Hq, sq, D), see all `keys`."""
+
+    q: Tensor
+    keys: Lying | Paged
+    scale: float  # above 0
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return o (n, Hq, sq, Dv), in float32 or in q's dtype, and lse (n, Hq, sq)."""
+        keys, dim = self.keys, self.q.shape[3]
+        sequences, heads = keys.sequences, self.q.shape[0] * keys.k.shape[1]
+        rows = aligned(self.q.reshape(sequences, heads // keys.sequences, -1, dim), self.q.dtype)
+        whole, rest = divmod(keys.length, CHUNK)
+        o: Tensor | None = None
+        if whole:
+            every = rows.expand(whole, -1, -1, -1) if sequences == 1 else rows.repeat_interleave(whole, 0)
+            o, lse, clean = self._solve(every, keys.whole())
+            o, lse = o.view(sequences, whole, *o.shape[1:]), lse.reshape(sequences, whole, *lse.shape[1:])
+        if rest:
+            with exactly(1):
+                last, last_lse, last_clean = self._solve(rows, keys.rest())
+            if o is None:
+                o, lse, clean = last[:, None], last_lse[:, None], last_clean
+            else:
+                o, lse = torch.cat([o, last[:, None]], 1), torch.cat([lse, last_lse[:, None]], 1)
+                clean = clean and last_clean
+        assert o is not None
+        o, lse = (o, lse) if o.shape[1] == 1 else _merged(o, lse, clean)
+        return o.reshape(*self.q.shape[:3], -1), lse.reshape(self.q.shape[:3])
+
+    def _solve(self, rows: Tensor, runs: Iterable[Run]) -> tuple[Tensor, Tensor, bool]:
+        """Return o (n, H, m, Dv) and lse (n, H, m) of rows (n, H, m, D), each over a chunk of its own.
+
+        And whether each of them has a largest score.
+        """
+        calls, answers, first = [], [], 0
+        for k, v in runs:
+            call = Call(rows[first : first + len(k)], k, v, None, False, self.scale)
+            first += len(k)
+            with exactly(1 if len(k) * k.shape[1] == 1 else 0):  # threads of BLAS inside the one task change bits
+                answers.append(call.unchecked_cpu())
+            calls.append(call)
+        o, lse = answers[0] if len(answers) == 1 else (torch.cat(each) for each in zip(*answers, strict=True))
+        if lse.all():  # one operation, which takes NaN for true
+            return o, lse, True
+        for call, answer in zip(calls, answers, strict=True):
+            call.put_right(*answer)
+        o, lse = (torch.cat(each) for each in zip(*answers, strict=True))
+        return o, lse, False
+
+
+class Lying(NamedTuple):
+    """Keys and values that lie together: k (n, Hk, S, D) and v (n, Hk, S, Dv)."""
+
+    k: Tensor
+    v: Tensor
+
+    @property
+    def sequences(self) -> int:
+        """n, or 1 where all their heads lie as those of one sequence do."""
+        k, v = self.k, self.v
+        one = k.stride(0) == k.shape[1] * k.stride(1) and v.stride(0) == v.shape[1] * v.stride(1)
+        return 1 if one else k.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.k.shape[2]
+
+    def whole(self) -> Iterator[Run]:
+        return self._runs(0, self.length // CHUNK, CHUNK)
+
+    def rest(self) -> Iterator[Run]:
+        rest = self.length % CHUNK
+        return self._runs(self.length - rest, 1, rest)
+
+    def _runs(self, start: int, chunks: int, count: int) -> Iterator[Run]:
+        sequences = self.sequences
+        for n in range(sequences):
+            k, v = (_chunks(t, n, t.shape[0] // sequences, start, chunks, count) for t in (self.k, self.v))
+            if _in_place(k) and _in_place(v):
+                yield k, v
+                continue
+            for chunk in range(chunks):
+                own = slice(chunk, chunk + 1)
+                yield aligned_heads(k[own], k.dtype), aligned_heads(v[own], v.dtype)
+
+
+class Paged(NamedTuple):
+    """Keys and values in pages k (pool, Hk, page_size, D) and v, of which `numbers` names those of each sequence."""
+
+    k: Tensor
+    v: Tensor
+    numbers: list[list[int]]
+    length: int
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, table: Tensor, rows: Sequence[Row]) -> Paged:
+        count = -(-rows[0].kv_len // k.shape[2])
+        return cls(k, v, [table[row.index, :count].tolist() for row in rows], rows[0].kv_len)
+
+    @property
+    def sequences(self) -> int:
+        return len(self.numbers)
+
+    def whole(self) -> Iterator[Run]:
+        starts = range(0, self.length - CHUNK + 1, CHUNK)
+        return self._runs(((numbers, start) for numbers in self.numbers for start in starts), CHUNK)
+
+    def rest(self) -> Iterator[Run]:
+        rest = self.length % CHUNK
+        return self._runs(((numbers, self.length - rest) for numbers in self.numbers), rest)
+
+    def _runs(self, chunks: Iterable[tuple[list[int], int]], count: int) -> Iterator[Run]:
+        """Yield the chunks of `count` keys from these places on; those that are views, at equal steps, together."""
+        size, rooms = self.k.shape[2], None
+        in_place = _in_place(self.k) and _in_place(self.v)
+        as_one = all(t.stride(0) == size * t.stride(2) for t in (self.k, self.v))  # pages in a row
+        views: _Views | None = None
+        for all_numbers, start in chunks:
+            first, inside = divmod(start, size)
+            numbers = all_numbers[first : -(-(start + count) // size)]
+            lies = in_place and (len(numbers) == 1 or (as_one and _is_row(numbers)))
+            longer = views.longer(numbers[0], inside) if lies and views is not None else None
+            if views is not None and longer is None:
+                yield views.of(self.k), views.of(self.v)
+            views = longer or (_Views(numbers[0], inside, count) if lies else None)
+            if not lies:
+                rooms = rooms or (_Room(self.k), _Room(self.v))
+                yield rooms[0].together(numbers, inside, count), rooms[1].together(numbers, inside, count)
+        if views is not None:
+            yield views.of(self.k), views.of(self.v)
+
+
+class _Views(NamedTuple):
+    """`chunks` chunks of `length` keys in pages: the place of the first, and the step to the next."""
+
+    page: int
+    place: int
+    length: int
+    chunks: int = 1
+    step: tuple[int, int] = (0, 0)
+
+    def longer(self, page: int, place: int) -> _Views | None:
+        """Return these and one more, or None where it does not lie as far from the last as each from the one before."""
+        done = self.chunks - 1
+        step = page - self.page - done * self.step[0], place - self.place - done * self.step[1]
+        if min(step) < 0 or (done and step != self.step):
+            return None
+        return self._replace(chunks=self.chunks + 1, step=step)
+
+    def of(self, t: Tensor) -> Tensor:
+        page, head, row, column = t.stride()
+        first = t.storage_offset() + self.page * page + self.place * row
+        strides = self.step[0] * page + self.step[1] * row, head, row, column
+        return t.as_strided((self.chunks, t.shape[1], self.length, t.shape[3]), strides, first)
+
+
+class _Room:
+    """Memory for a chunk that is brought together: the next is written over it, so that it stays in the cache."""
+
+    def __init__(self, t: Tensor) -> None:
+        """For chunks of pages t (pool, H, page_size, D)."""
+        self._pages = t
+        self._rows = _Rows.of(t)
+        self._held: dict[int, Tensor] = {}
+
+    def together(self, numbers: Sequence[int], inside: int, count: int) -> Tensor:
+        """Return a copy (1, H, count, D) of keys of the pages that `numbers` name, from one of the first page on."""
+        t = self._pages
+        _, heads, size, dim = t.shape
+        if (held := self._held.get(len(numbers))) is None:
+            held = self._held[len(numbers)] = t.new_empty(heads, len(numbers), size, dim)
+        if _is_row(numbers):
+            held.copy_(t[numbers[0] : numbers[-1] + 1].transpose(0, 1))
+        elif len(numbers) <= _FEW_PAGES or self._rows is None:
+            for n, number in enumerate(numbers):
+                held[:, n] = t[number]
+        else:
+            self._rows.select(numbers, held)
+        return aligned_heads(held.view(1, heads, -1, dim)[:, :, inside : inside + count], t.dtype)
+
+
+class _Rows(NamedTuple):
+    """Pages as a matrix whose rows are a page of one head, or one key of one head: to select rows is to copy memory."""
+
+    matrix: Tensor
+    places: Tensor  # of the rows of page 0: (H, 1) or (H, 1, page_size)
+    page: int  # rows from a page to the next
+
+    @classmethod
+    def of(cls, t: Tensor) -> _Rows | None:
+        """None where pages (pool, H, page_size, D) are no such matrix."""
+        pool, heads, size, dim = t.shape
+        page, head, row, column = t.stride()
+        together = row == dim
+        if column != 1 or head < dim or page % head or not (together or row % head == 0):
+            return None
+        index = torch.arange(heads)[:, None]
+        if not together:
+            index = index[..., None] + torch.arange(size) * (row // head)
+        count = (pool - 1) * (page // head) + int(index[-1, -1].max()) + 1
+        width = size * dim if together else dim
+        return cls(t.as_strided((count, width), (head, 1), t.storage_offset()), index, page // head)
+
+    def select(self, numbers: Sequence[int], out: Tensor) -> None:
+        """Copy the pages that `numbers` name into `out` (H, n, page_size, D)."""
+        first = torch.tensor(numbers) * self.page
+        index = self.places + (first if self.places.ndim == 2 else first[:, None])
+        torch.index_select(self.matrix, 0, index.flatten(), out=out.view(-1, self.matrix.shape[1]))
+
+
+def _chunks(t: Tensor, first: int, sequences: int, start: int, chunks: int, count: int) -> Tensor:
+    """Return a view (chunks, H, count, D) of t (n, Hk, S, D): some sequences' keys from `start` on, all their heads."""
+    sequence, head, row, column = t.stride()
+    shape = chunks, sequences * t.shape[1], count, t.shape[3]
+    return t.as_strided(shape, (count * row, head, row, column), t.storage_offset() + first * sequence + start * row)
+
+
+def _in_place(t: Tensor) -> bool:
+    """Whether the operator may read t (…, c, D) as it is: rows need not lie together, but each is aligned."""
+    *outer, column = t.stride()
+    return column == 1 and not t.data_ptr() % _ALIGNMENT and not any(n * t.itemsize % _ALIGNMENT for n in outer)
+
+
+def _is_row(numbers: Sequence[int]) -> bool:
+    return numbers[-1] - numbers[0] == len(numbers) - 1 and all(b - a == 1 for a, b in pairwise(numbers))
+
+
+def _merged(o: Tensor, lse: Tensor, clean: bool) -> tuple[Tensor, Tensor]:
+    """Return o (n, H, m, D) and lse (n, H, m) of answers o (n, chunks, H, m, D), each by its share of the softmax."""
+    base = lse.amax(1, keepdim=True)
+    if not clean:
+        base = base.clamp(min=torch.finfo(torch.float32).min)  # in place of the −∞ of a query without a score
+    shares = (lse - base).exp_()  # torch's softmax over this dimension has other bits for other numbers of heads
+    total = _sum(shares)
+    o = _sum(o * shares[..., None])
+    o /= (total if clean else total.masked_fill(total == 0, 1.0))[..., None]
+    return o, total.log() + base[:, 0]
+
+
+def _sum(t: Tensor) -> Tensor:
+    """Return the sum over dimension 1, in an order that depends on its size alone: torch's may depend on the others."""
+    while (count := t.shape[1]) > 1:
+        half = t[:, : count // 2] + t[:, count // 2 : count // 2 * 2]
+        t = torch.cat([half, t[:, -1:]], 1) if count % 2 else half
+    return t[:, 0]

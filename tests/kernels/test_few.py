@@ -1,0 +1,156 @@
+"""Few queries over many keys: exact, with bits that neither threads, pages, heads nor neighbours change."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flashpoint_kernels import Options, Problem, attention, run, verify
+from flashpoint_kernels.cost import NOMINAL, row_seconds
+from flashpoint_kernels.dispatch import run_part
+from flashpoint_kernels.reproducible import CHUNK, few_queries, split
+from tests.support.kernels.serving import in_pages
+from tests.support.kernels.solving import backward, forward, normal, qkv
+
+LENGTHS = st.sampled_from([512, 700, 1024, 1025, 1536, 2048, 2560, 4099])
+
+
+def problem_of(tensors: dict[str, Tensor], **options: Any) -> Problem:
+    return Problem.create({n: t for n, t in tensors.items() if n != "do"}, Options(**options, return_lse=True))
+
+
+def test_which_problems_have_few_queries() -> None:
+    def few(t: dict[str, Tensor], **options: Any) -> bool:
+        problem = problem_of(t, **options)
+        return few_queries(problem.spec, problem.rows[0])
+
+    assert few(qkv(2, 4, 1, 512, 16))
+    assert few(qkv(1, 8, 8, 600, 16, kv_heads=1))
+    assert few(qkv(1, 2, 1, 600, 16), causal=True)
+    assert few(qkv(1, 2, 1, 600, 16), window=(599, 0))
+    for t, options in (
+        (qkv(1, 2, 1, 511, 16), {}),
+        (qkv(1, 2, 65, 600, 16), {}),
+        (qkv(1, 8, 9, 600, 16, kv_heads=1), {}),
+        (qkv(1, 2, 1, 600, 24), {}),
+        (qkv(1, 2, 2, 600, 16), {"causal": True}),
+        (qkv(1, 2, 1, 600, 16), {"window": (598, 0)}),
+        (qkv(1, 2, 1, 600, 16) | {"alibi_slopes": normal(2)}, {}),
+        (qkv(1, 2, 1, 600, 16) | {"attn_mask": normal(1, 600)}, {}),
+    ):
+        assert not few(t, **options)  # type: ignore[arg-type]
+
+
+@given(
+    kv_heads=st.integers(1, 3), group=st.sampled_from([1, 4]), q_len=st.sampled_from([1, 2, 5, 16]), kv_len=LENGTHS,
+    dim=st.sampled_from([16, 64]), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    layout=st.sampled_from(["bhsd", "bshd"]), scale=st.sampled_from([None, -0.2, 0.0]),
+)  # fmt: skip
+@settings(max_examples=20, deadline=None)
+def test_bits_are_those_of_a_sequence_alone_on_one_thread_however_it_is_cut(
+    kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype, layout: str, scale: float | None
+) -> None:
+    t = qkv(3, kv_heads * group, q_len, kv_len, dim, kv_heads=kv_heads, dtype=dtype)
+    if layout == "bshd":
+        t = {name: x.transpose(1, 2).contiguous() for name, x in t.items()}
+    options: dict[str, Any] = {"layout": layout, "scale": scale}
+    o, lse = attention(t["q"], t["k"], t["v"], **options, return_lse=True)
+    heads = 2 if layout == "bshd" else 1
+    for b in range(3):
+        one = problem_of({name: x[b : b + 1] for name, x in t.items()}, **options)
+        run_part(one, "torch")
+        assert torch.equal(one.outputs["o"][0], o[b])
+        assert torch.equal(one.outputs["lse"][0], lse[b])
+        for head in range(kv_heads):
+            part = one.heads(head, head + 1)
+            expected = part.outputs["o"].clone()
+            part.outputs["o"].fill_(torch.nan)
+            run_part(part, "torch")
+            assert torch.equal(part.outputs["o"], expected), (heads, head)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+@pytest.mark.parametrize("size", [16, 100, 256, 1024, 1500, 2048])
+def test_bits_are_the_same_in_pages_of_any_size_in_any_order(size: int, layout: str, dtype: torch.dtype) -> None:
+    """Some sequences' pages lie in a row, others anywhere; strided or not."""
+    t = {n: x for n, x in qkv(2, 4, 1, 2600, 16, kv_heads=2, dtype=dtype).items() if n != "do"}
+    t["kv_lengths"] = torch.tensor([2600, 2050])
+    if layout != "bhsd":
+        t = {n: x.transpose(1, 2).contiguous() if n in "qkv" else x for n, x in t.items()}
+    dense_layout = "bshd" if layout == "thd" else layout
+    expected = forward("torch", t, layout=dense_layout)
+    for strided in (False, True):
+        paged = in_pages(t, dense_layout, size, strided=strided)
+        given = dict(paged)
+        if layout == "thd":
+            given |= {"q": paged["q"].flatten(0, 1), "cu_seqlens_q": torch.tensor([0, 1, 2])}
+        found = forward("torch", given, layout=layout)
+        assert torch.equal(found["o"].view(expected["o"].shape), expected["o"])
+        # The same pages, each sequence's in a row.
+        table = paged["block_table"]
+        k, v = (paged[n][table.long().clamp(0, len(paged["k"]) - 1).flatten()] for n in "kv")
+        row = torch.arange(table.numel(), dtype=torch.int32).view(table.shape)
+        found = forward("torch", given | {"k": k, "v": v, "block_table": row}, layout=layout)
+        assert torch.equal(found["o"].view(expected["o"].shape), expected["o"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_answers_agree_with_float64(dtype: torch.dtype) -> None:
+    for q_len, kv_len, group, sinks in ((1, 3000, 4, True), (16, 1024, 4, False), (1, 600, 1, False)):
+        t = {n: x for n, x in qkv(2, 2 * group, q_len, kv_len, 64, kv_heads=2, dtype=dtype).items() if n != "do"}
+        if sinks:
+            t["sinks"] = normal(2 * group)
+        found = verify(t, Options(backend="torch"))
+        assert found.ok, [e for e in found.tensors if not e.ok]
+
+
+def test_a_gradient_runs_the_forward_that_a_caller_would_bring() -> None:
+    t = qkv(2, 4, 2, 1500, 16, kv_heads=2, dtype=torch.bfloat16)
+    saved = forward("torch", {n: x for n, x in t.items() if n != "do"})
+    for name, x in backward("torch", t | saved).items():
+        assert torch.equal(backward("torch", t)[name], x), name
+
+
+def test_scores_of_nan_and_minus_infinity_in_a_chunk() -> None:
+    """A chunk that no query sees anything of does not hide the others; a NaN is in the answer."""
+    t = {n: normal(1, 2, 1 if n == "q" else 2 * CHUNK + 100, 16, seed=s) for s, n in enumerate("qkv")}
+    t["q"][..., 0] = 1.0
+    t["k"][0, 0, :CHUNK, 0] = -torch.inf
+    t["k"][0, 1, CHUNK + 3, 0] = torch.nan
+    o, lse = attention(**t, return_lse=True)
+    right, right_lse = attention(t["q"], t["k"][:, :, CHUNK:], t["v"][:, :, CHUNK:], return_lse=True)
+    torch.testing.assert_close(o[:, 0], right[:, 0])
+    torch.testing.assert_close(lse[:, 0], right_lse[:, 0])
+    assert o[0, 1].isnan().all()
+    t["k"][0, 0, :, 0] = -torch.inf
+    o, lse = attention(**t, return_lse=True)
+    assert o[0, 0].eq(0).all()
+    assert lse[0, 0].item() == -torch.inf
+
+
+def test_work_is_cut_by_the_bytes_that_it_reads() -> None:
+    """67 MFLOP that read 134 MB."""
+    spec_only = {n: torch.empty(8, 8, 1 if n == "q" else 4096, 64) for n in "qkv"}
+    problem = problem_of(spec_only)
+    assert row_seconds(problem.spec, NOMINAL["torch"], problem.rows[0]) > 1e-3
+    parts = split(problem, "torch")
+    assert len(parts) > 2
+    assert sum(len(part.rows) * part.spec.kv_heads for part in parts) == 64
+    one = problem_of({n: t[:1].expand(1, 8, -1, -1) for n, t in spec_only.items()})
+    assert len(split(one, "torch")) == 1
+
+
+def test_sequences_of_few_and_of_many_queries_in_one_problem() -> None:
+    t = {n: x for n, x in qkv(3, 2, 40, 1100, 16).items() if n != "do"}
+    t |= {"q_lengths": torch.tensor([40, 1, 1]), "kv_lengths": torch.tensor([40, 1100, 1024])}
+    found = verify(t, Options(backend="torch", causal=True))
+    assert found.ok
+    problem = problem_of(t, causal=True)
+    run([problem], "torch")
+    for b, (q_len, kv_len) in enumerate(((40, 40), (1, 1100), (1, 1024))):
+        alone = {n: t[n][b : b + 1, :, : q_len if n == "q" else kv_len] for n in "qkv"}
+        assert torch.equal(attention(**alone, causal=True), problem.outputs["o"][b : b + 1, :, :q_len])
