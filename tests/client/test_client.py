@@ -334,9 +334,10 @@ def test_a_connection_that_takes_too_long_says_that_the_deadline_passed(connect,
         full.bind(("127.0.0.1", 0))
         full.listen(0)  # one connection is kept, and the others wait
         first.connect(full.getsockname())
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
         with pytest.raises(flashpoint.ConnectionFailedError) as info:
-            connect(f"http://127.0.0.1:{full.getsockname()[1]}", timeout=0.1, retries=0).attention(Q, Q, Q)
-    assert str(info.value) == "the deadline passed before there was a connection"
+            connect(url, timeout=0.1, retries=0).attention(Q, Q, Q)
+    assert str(info.value) == f"the deadline passed before there was a connection to {url}"
 
 
 def test_return_lse_is_not_of_a_gradient(scripted, connect):

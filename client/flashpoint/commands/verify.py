@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -15,11 +14,10 @@ from rich.console import Console
 from flashpoint._arrays import unpack
 from flashpoint._calls import checked
 from flashpoint._proof import DRAWN
+from flashpoint.commands.app import RIGHT, WRONG, examples
 from flashpoint.commands.flags import takes_options
 from flashpoint.commands.running import (
-    RIGHT,
     WORDS,
-    WRONG,
     Json,
     Key,
     Plot,
@@ -28,8 +26,8 @@ from flashpoint.commands.running import (
     client,
     console,
     local,
+    of_shape,
     picture_format,
-    run,
     write_json,
 )  # fmt: skip
 from flashpoint.commands.tables import verification_table
@@ -53,25 +51,23 @@ _FILE = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code. `argv` are the flags, of the process by default."""
-    return run(verify, sys.argv[1:] if argv is None else argv, EXAMPLES)
-
-
+@examples(EXAMPLES)
 @takes_options
 def verify(
     file: Annotated[Path | None, typer.Argument(help=_FILE, exists=True, dir_okay=False, readable=True)] = None,
-    q_len: Annotated[int | None, typer.Option(help="Queries of a sequence.")] = None,
-    kv_len: Annotated[int | None, typer.Option(help="Keys of a sequence; as many as queries.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Columns of q and k.")] = None,
-    value_dim: Annotated[int | None, typer.Option(help="Columns of v; those of q.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences; 1.")] = None,
-    q_heads: Annotated[int | None, typer.Option(help="Query heads; 1.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads; as many as query heads.")] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="float32 if not given.")] = None,
-    seed: Annotated[int | None, typer.Option(help="What the tensors are drawn from; 0.")] = None,
-    direction: Annotated[Direction | None, typer.Option(help="Judge o and lse, gradients, or both.")] = None,
-    extras: Annotated[Any, typer.Option(help=f"Optional inputs: {', '.join(EXTRAS)}.", **WORDS)] = None,
+    q_len: Annotated[int | None, of_shape("Query length of each sequence.")] = None,
+    kv_len: Annotated[int | None, of_shape("Key length of each sequence.", show_default="the query length")] = None,
+    head_dim: Annotated[int | None, of_shape("Head dimension of q and k.")] = None,
+    value_dim: Annotated[int | None, of_shape("Head dimension of v.", show_default="that of q")] = None,
+    batch: Annotated[int | None, of_shape("Number of sequences.", show_default="1")] = None,
+    q_heads: Annotated[int | None, of_shape("Number of query heads.", show_default="1")] = None,
+    kv_heads: Annotated[int | None, of_shape("Number of key/value heads.", show_default="as query heads")] = None,
+    dtype: Annotated[Dtype | None, of_shape("Data type of q, k, v and do.", show_default="float32")] = None,
+    seed: Annotated[int | None, of_shape("Seed that the tensors are drawn from.", show_default="0")] = None,
+    direction: Annotated[
+        Direction | None, of_shape("Judge o and lse, gradients, or both.", show_default="both")
+    ] = None,
+    extras: Annotated[Any, of_shape(f"Optional inputs: {', '.join(EXTRAS)}.", **WORDS)] = None,
     url: Url = None,
     api_key: Key = None,
     timeout: Timeout = 60.0,
@@ -83,7 +79,7 @@ def verify(
 
     Each tensor's largest error is held to a bound that comes from torch's own math in the same dtype.
     """
-    format = picture_format(plot)
+    format = picture_format(json, plot)
     sizes = {
         "batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len,
         "head_dim": head_dim, "value_dim": value_dim,

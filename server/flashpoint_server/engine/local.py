@@ -1,7 +1,6 @@
 """Verify, time and describe in this process, with no server: what the command line runs where it has no `--url`.
 
-The entry points of the group `flashpoint.local`: they take the requests that a server takes, and give what it answers.
-Needs torch.
+They take the requests that a server takes, and give what it answers. The command line finds them by name. Needs torch.
 """
 
 from __future__ import annotations
