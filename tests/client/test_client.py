@@ -423,3 +423,13 @@ def test_a_balancers_cookie_and_the_addresss_path_go_with_every_call(scripted, c
     (_, path, first, _), (_, _, second, _) = scripted.requests
     assert (path, first["Host"]) == ("/behind/this/attention", f"127.0.0.1:{scripted.server_port}")
     assert (first["Cookie"], second["Cookie"]) == (None, "replica=7")
+
+
+@pytest.mark.parametrize("kind", [flashpoint.Client, flashpoint.AsyncClient])
+def test_a_client_reads_its_server_and_its_key_from_the_environment(kind, monkeypatch):
+    assert kind().url == "http://localhost:8000"
+    monkeypatch.setenv("FLASHPOINT_URL", "http://there:9000")
+    monkeypatch.setenv("FLASHPOINT_API_KEY", "secret")
+    assert (kind().url, kind()._http.headers["authorization"]) == ("http://there:9000", "Bearer secret")
+    assert kind("http://here", api_key="own")._http.headers["authorization"] == "Bearer own"
+    assert "authorization" not in kind(api_key="")._http.headers

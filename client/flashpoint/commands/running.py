@@ -6,7 +6,8 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,6 +116,17 @@ def picture_format(json_file: Path | None, plot: Path | None) -> Any:
     except ModuleNotFoundError:
         raise CommandError("--plot: needs matplotlib, which is not installed", how_to_install("plot")) from None
     return format
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on stderr that work goes on, where it is a terminal."""
+    stderr = Console(stderr=True)
+    if not stderr.is_terminal:
+        yield
+        return
+    with stderr.status(what):
+        yield
 
 
 def write_json(path: Path | None, document: Any) -> None:

@@ -27,6 +27,7 @@ from flashpoint.commands.running import (
     local,
     of_shape,
     picture_format,
+    working,
     write_json,
 )  # fmt: skip
 from flashpoint.commands.tables import verification_table
@@ -105,19 +106,8 @@ def verify(
     if file is not None:
         tensors, of_file = read_case(file)
         keywords = of_file | keywords
-    mistakes: dict[str, str] = {}
-    if url is not None:
-        with client(url, api_key, timeout) as server:
-            report = server.verify(**tensors, **keywords)
-    elif tensors:
-        if drawn := [name for name in DRAWN if name in keywords]:
-            raise invalid(drawn[0], "is not taken beside tensors")
-        checked_options = checked(AttentionOptions, keywords)
-        report = local("verify_tensors")(tensors, checked_options)
-        if not report.ok and report.backend == "given":
-            mistakes = local("mistakes")(tensors, checked_options, report)
-    else:
-        report = local("verify")(checked(VerifyRequest, keywords))
+    with working("judging against float64"):
+        report, mistakes = _report(tensors, keywords, url, api_key, timeout)
     write_json(json, report.model_dump(mode="json"))
     show = console(json)
     _show(report, show, of_file=file is not None)
@@ -130,6 +120,24 @@ def verify(
 
         plot.write_bytes(plot_verification(report, format))
     return RIGHT if report.ok else WRONG
+
+
+def _report(
+    tensors: dict[str, Any], keywords: dict[str, Any], url: str | None, api_key: str | None, timeout: float
+) -> tuple[VerifyReport, dict[str, str]]:
+    """Return what was found, here or at a server, and the known mistakes behind what is wrong."""
+    if url is not None:
+        with client(url, api_key, timeout) as server:
+            return server.verify(**tensors, **keywords), {}
+    if not tensors:
+        return local("verify")(checked(VerifyRequest, keywords)), {}
+    if drawn := [name for name in DRAWN if name in keywords]:
+        raise invalid(drawn[0], "is not taken beside tensors")
+    options = checked(AttentionOptions, keywords)
+    report = local("verify_tensors")(tensors, options)
+    if report.ok or report.backend != "given":
+        return report, {}
+    return report, local("mistakes")(tensors, options, report)
 
 
 def _kernel(name: str, keywords: dict[str, Any], json: Path | None, plot: Path | None) -> int:
