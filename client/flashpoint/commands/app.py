@@ -24,7 +24,10 @@ from flashpoint_contract.hints import meant
 RIGHT, WRONG, MISUSED, UNREACHABLE = range(4)
 CODES = "0 right, 1 wrong or failed, 2 called wrongly or refused, 3 no server, or none that has time"
 
+# What Typer and pydantic say.
 _QUOTED = re.compile(r"'([^']*)'")
+_EXTRA = re.compile(r"Got unexpected extra argument.*\((.*)\)")
+_NOT_VALID = re.compile(r"Input should be (a valid \w+)")
 
 
 class CommandError(Exception):
@@ -179,6 +182,10 @@ def _usage(error: Any, name: str) -> tuple[str, str | None]:
         near = meant(given, allowed)
         text = f"{given!r} is none of {', '.join(allowed)}"
         return f"{option}: {text}" if option else text, f"did you mean {near}?" if near else None
+    if (extra := _EXTRA.fullmatch(message)) is not None:
+        return f"unexpected argument: {extra[1]}", f"{name} --help shows examples"
+    if (needed := _NOT_VALID.match(message)) is not None:
+        return f"{option}: must be {needed[1]}", None
     message = message[:1].lower() + message[1:].rstrip(".")
     return (f"{option}: {message}" if option else message), None if option else f"{name} --help shows examples"
 

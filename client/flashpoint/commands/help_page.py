@@ -82,7 +82,7 @@ def _name(param: Any, ctx: Any) -> str:
     """`--dtype float16|float32`, `--causal/--no-causal`, `FILE`."""
     if not _is_option(param):
         return str(param.metavar or param.name).upper()
-    names = ", ".join(param.opts) + "".join(f"/{name}" for name in param.secondary_opts)
+    names = ", ".join(sorted(param.opts, key=len)) + "".join(f"/{name}" for name in param.secondary_opts)
     return names if param.is_flag else f"{names} {param.metavar or _type(param, ctx)}"
 
 

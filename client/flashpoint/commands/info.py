@@ -17,7 +17,7 @@ EXAMPLES = """
 
 @examples(EXAMPLES)
 def info(url: Url = None, api_key: Key = None, timeout: Timeout = 60.0, json: Json = None) -> int:
-    """What computes here, or at a server: device, versions, and the backends with the options that each has."""
+    """Show the device, the versions, and the backends with their options, here or at a server."""
     check_file("--json", json)
     if url is None:
         found = local("info")()
