@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import importlib
+from collections.abc import Iterable, Sequence
 from html import escape
+from typing import Any
 
 
 class Picture(bytes):
@@ -13,10 +15,13 @@ class Picture(bytes):
         return self.decode()
 
 
-def picture(draw: Callable[[], bytes]) -> Picture:
-    """Return what `draw` draws. Raises ModuleNotFoundError saying what to install where matplotlib is not."""
+def picture(function: str, *arguments: Any) -> Picture:
+    """Return what a function of `flashpoint.plots` draws, which is imported by name: it imports what is drawn.
+
+    Raises ModuleNotFoundError saying what to install where matplotlib is not.
+    """
     try:
-        return Picture(draw())
+        return Picture(getattr(importlib.import_module("flashpoint.plots"), function)(*arguments))
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise

@@ -166,13 +166,7 @@ class BenchmarkJob(Answer):
 
         Raises ValueError where no row has what the picture shows.
         """
-
-        def draw() -> bytes:
-            from flashpoint.plots import plot_benchmark
-
-            return plot_benchmark(self, kind)
-
-        return picture(draw)
+        return picture("plot_benchmark", self, kind)
 
     def _repr_html_(self) -> str:
         heads = ("direction", "dtype", "causal", "B", "H", "N", "D", "backend", "ms", "TFLOP/s", "× naive", "")

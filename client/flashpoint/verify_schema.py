@@ -80,13 +80,7 @@ class VerifyReport(Answer):
 
     def plot(self) -> Picture:
         """Draw the errors of each tensor and its bound: an SVG, which a notebook shows. Needs matplotlib."""
-
-        def draw() -> bytes:
-            from flashpoint.plots import plot_verification
-
-            return plot_verification(self)
-
-        return picture(draw)
+        return picture("plot_verification", self)
 
     def _repr_html_(self) -> str:
         verdict = "PASS" if self.ok else "FAIL"
