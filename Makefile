@@ -6,7 +6,7 @@ PORT ?= 8000
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-serve gpu-wheels docker-steps charts audit loadtest chaos soak overload clean examples fuzz
+.PHONY: install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-serve gpu-wheels docker-steps charts audit dist loadtest chaos soak overload clean examples fuzz
 
 install: $(VENV)/.server
 $(VENV)/bin/python:
@@ -150,10 +150,16 @@ examples: $(VENV)/.examples
 	$(BIN)/python examples/lora.py
 	$(BIN)/python examples/train_gpt.py
 
+# The wheel and the source distribution, in dist/. RELEASING.md says what else belongs to a release.
+dist: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	@ls -l dist
+
 # What is known against the versions that are pinned; PyPI's advisories must be within reach.
 audit: $(VENV)/.dev
 	$(BIN)/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 	$(BIN)/python docs/make_licences.py --check
 
 clean:
-	rm -rf .fuzz $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .fuzz dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

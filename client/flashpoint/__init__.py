@@ -16,6 +16,7 @@ from flashpoint._calls import SavedAttention
 from flashpoint._client import AsyncClient, Client
 from flashpoint._runs import AsyncBenchmarkRun, BenchmarkRun
 from flashpoint.benchmark_schema import BenchmarkEvent, BenchmarkJob, BenchmarkRequest, BenchmarkRow
+from flashpoint.cases import save_case
 from flashpoint.errors import (
     AuthenticationError,
     BadRequestError,
@@ -68,5 +69,6 @@ __all__ = [
     "VerifyRequest",
     "__version__",
     "capacity",
+    "save_case",
     "sharded",
 ]

@@ -361,7 +361,7 @@ def checked(model: type[Model], keywords: Mapping[str, Any]) -> Model:
     try:
         return model.model_validate(plain)
     except ValidationError as error:
-        problems = field_problems(error)
+        problems = field_problems(error, model.model_fields)
         text = "; ".join(f"{field}: {message}" if field else message for field, message in problems)
         raise InvalidInputError(text, errors=problems) from None
 

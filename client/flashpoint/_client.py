@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 import time
@@ -25,6 +26,7 @@ from flashpoint.benchmark_schema import BenchmarkEvent
 from flashpoint.errors import CacheError, ConnectionFailedError, FlashpointError, OverloadedError, invalid
 from flashpoint.verify_schema import VerifyReport
 
+DEFAULT_URL = "http://localhost:8000"
 TIMEOUT = 60.0  # seconds, for a whole call
 LONGEST_TIMEOUT = 1_000_000  # seconds; the settings of a server go as far, and a socket's wait not much further
 RETRIES = 4
@@ -41,9 +43,10 @@ class _Settings(Generic[Http]):
     _http: Http
 
     def __init__(
-        self, url: str, api_key: str | None, timeout: float | None, retries: int, tls: ssl.SSLContext | None,
+        self, url: str | None, api_key: str | None, timeout: float | None, retries: int, tls: ssl.SSLContext | None,
         replica: str,
     ) -> None:  # fmt: skip
+        url = os.environ.get("FLASHPOINT_URL") or DEFAULT_URL if url is None else url
         if type(retries) is not int or retries < 0:
             raise invalid("retries", "must be an integer, 0 or more")
         try:
@@ -53,7 +56,7 @@ class _Settings(Generic[Http]):
         if self._parsed.scheme not in ("http", "https") or not self._parsed.host:
             raise invalid("url", "must begin with http:// or https:// and name a host, as http://localhost:8000 does")
         self.url = url
-        self._api_key = api_key
+        self._api_key = os.environ.get("FLASHPOINT_API_KEY") if api_key is None else api_key
         self._timeout = _seconds(timeout)
         self._retries = retries
         self._tls = tls
@@ -63,7 +66,7 @@ class _Settings(Generic[Http]):
 
     def _http_settings(self) -> dict[str, Any]:
         headers = {"User-Agent": "flashpoint", "Accept-Encoding": "identity"}
-        if self._api_key is not None:
+        if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
         # As many connections as there are callers: the server says when there are too many, and says so at once.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -93,12 +96,14 @@ def _seconds(timeout: Any) -> float | None:
 
 
 class Client(_Settings[httpx.Client]):
-    """A client of the service at `url`, such as `http://localhost:8000`. Thread-safe; connections are kept and reused.
+    """A client of the service at `url`. Thread-safe; connections are kept and reused.
 
-    `api_key` is sent as a bearer key. `timeout` is in seconds for a whole call, retries included, and is told to the
-    server; None is no end. `retries` is how often a call is sent again when there was no connection, or it broke (a 500
-    or 502 of a proxy's own, too), or the server was full (429) or not ready (503): after its `Retry-After`, else after
-    a delay that doubles. `tls` is for an authority of one's own, or for a certificate that the server asks for.
+    Without `url` it is FLASHPOINT_URL, or http://localhost:8000. `api_key` is sent as a bearer key; without it,
+    FLASHPOINT_API_KEY is, if it is set; "" sends none. `timeout` is in seconds for a whole call, retries included, and
+    is told to the server; None is no end. `retries` is how often a call is sent again when there was no connection, or
+    it broke (a 500 or 502 of a proxy's own, too), or the server was full (429) or not ready (503): after its
+    `Retry-After`, else after a delay that doubles. `tls` is for an authority of one's own, or for a certificate that
+    the server asks for.
     `replica` is sent as X-Flashpoint-Replica when caches are made, for a balancer that routes by a hash of that header;
     later calls with a cache send what the answers say.
 
@@ -110,7 +115,7 @@ class Client(_Settings[httpx.Client]):
 
     def __init__(
         self,
-        url: str = "http://localhost:8000",
+        url: str | None = None,
         *,
         api_key: str | None = None,
         timeout: float | None = TIMEOUT,
@@ -296,7 +301,7 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
 
     def __init__(
         self,
-        url: str = "http://localhost:8000",
+        url: str | None = None,
         *,
         api_key: str | None = None,
         timeout: float | None = TIMEOUT,

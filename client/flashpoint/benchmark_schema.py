@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AwareDatetime, Field, NonNegativeInt, PositiveInt, TypeAdapter, model_validator
 
+from flashpoint._shown import Picture, picture, table
 from flashpoint.shape_schema import Answer, Direction, Number, Request, Shape
 
 TimedDtype = Literal["float16", "bfloat16", "float32"]
@@ -174,6 +175,22 @@ class BenchmarkJob(Answer):
     request: BenchmarkRequest
     rows: tuple[BenchmarkRow, ...] = ()
     errors: tuple[str, ...] = ()
+
+    def plot(self, kind: PlotKind = "time") -> Picture:
+        """Draw the rows that there are: an SVG, which a notebook shows. Needs matplotlib.
+
+        Raises ValueError where no row has what the picture shows.
+        """
+        return picture("plot_benchmark", self, kind)
+
+    def _repr_html_(self) -> str:
+        heads = ("direction", "dtype", "causal", "B", "H", "N", "D", "backend", "ms", "TFLOP/s", "× naive", "")
+        rows = [
+            (r.direction, r.dtype, r.causal, r.batch, r.q_heads, r.q_len, r.head_dim, r.backend, r.ms, r.tflops,
+             r.speedup_over_naive, r.skipped)
+            for r in self.rows
+        ]  # fmt: skip
+        return table(f"{self.state}, {self.done} of {self.total} cases · {self.device or ''}", heads, rows)
 
     def after(self, event: BenchmarkEvent) -> BenchmarkJob:
         """The job once `event` has happened."""

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from flashpoint.errors import FieldProblem
+from flashpoint_contract.caches import CACHE_OPTIONS
+from flashpoint_contract.hints import NAMES, each_meant
+from flashpoint_contract.saved import SAVED_OPTIONS
 
 # What is said by the type of pydantic's error, of its context. Its own words speak of Python's types.
 _SAID = {
-    "extra_forbidden": "unknown option or tensor",
     "missing": "is missing",
     "bool_type": "must be true or false",
     "int_type": "must be an integer",
     "int_from_float": "must be an integer",
+    "int_parsing": "must be an integer",
+    "float_parsing": "must be a number",
+    "bool_parsing": "must be true or false",
     "float_type": "must be a number",
     "string_type": "must be a string",
     "tuple_type": "must be a list",
@@ -25,11 +31,19 @@ _SAID = {
 }
 
 
-def field_problems(error: ValidationError) -> list[FieldProblem]:
-    """Each field that is wrong, by the names that lead to it (`shapes.q_len`); no name where the whole is."""
+_CALLS = (*NAMES, *CACHE_OPTIONS, *SAVED_OPTIONS)
+
+
+def field_problems(error: ValidationError, known: Iterable[str] = ()) -> list[FieldProblem]:
+    """Return each field that is wrong, by the names that lead to it (`shapes.q_len`); no name where the whole is.
+
+    An unknown name gets a hint: a name of the contract, or one of those that are `known` beside.
+    """
     found = error.errors(include_url=False)
+    unknown = [str(e["loc"][0]) for e in found if e["type"] == "extra_forbidden" and len(e["loc"]) == 1]
+    hints = dict(each_meant(unknown, (*known, *_CALLS)))
     return [
-        FieldProblem(".".join(part for part in e["loc"] if isinstance(part, str)), _say(e))
+        FieldProblem(".".join(part for part in e["loc"] if isinstance(part, str)), _say(e, hints))
         for e in found
         if not _follows(e, found)
     ]
@@ -43,8 +57,10 @@ def _follows(error: Any, found: list[Any]) -> bool:
     return error["type"] == "too_short" and any(e is not error and e["loc"][: len(place)] == place for e in found)
 
 
-def _say(error: Any) -> str:
+def _say(error: Any, hints: Mapping[str, str]) -> str:
     kind, place = error["type"], error["loc"]
+    if kind == "extra_forbidden":
+        return f"unknown option or tensor{hints.get(str(place[0]), '')}"
     if kind == "missing" and isinstance(place[-1], int):
         return f"item {place[-1] + 1} is missing"
     if kind in _SAID:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from flashpoint._shown import Picture, picture, table
 from flashpoint.options import AttentionOptions
 from flashpoint.shape_schema import Answer, Direction, Dtype, Number, Shape
 from flashpoint_contract.tensors import EXTRAS
@@ -76,3 +77,16 @@ class VerifyReport(Answer):
     seed: int | None = Field(default=None, description="what the tensors were drawn from, if they were")
     seconds: float = Field(description="for all of it, the float64 reference included")
     tensors: tuple[Judgement, ...]
+
+    def plot(self) -> Picture:
+        """Draw the errors of each tensor and its bound: an SVG, which a notebook shows. Needs matplotlib."""
+        return picture("plot_verification", self)
+
+    def _repr_html_(self) -> str:
+        verdict = "PASS" if self.ok else "FAIL"
+        heads = ("", "max error", "bound", "torch's own", "RMS", "worst at")
+        rows = [
+            (t.name if t.ok else f"{t.name} ✗", t.max_abs, t.bound, t.torch.max_abs, t.rms, t.worst_index)
+            for t in self.tensors
+        ]
+        return table(f"{verdict} · {self.backend} · {self.dtype} · {self.device}", heads, rows)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from flashpoint_contract.hints import each_meant
 from flashpoint_contract.options import (
     LEAST_NORMAL_FLOAT32,
     OPTIONS,
@@ -275,7 +276,7 @@ def _plan(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction
     tensors = dict(named)
     known = TAKEN[direction]
     if refused := [name for name in tensors if name not in known]:
-        raise ProblemError((name, _why_not(name, known)) for name in refused)
+        raise ProblemError((name, _why_not(name, known, hint)) for name, hint in each_meant(refused, known))
     if missing := [name for name in needed(options.layout, direction, "block_table" in tensors) if name not in tensors]:
         raise ProblemError((name, "missing") for name in missing)
     _check_dtypes(tensors, direction)
@@ -286,11 +287,11 @@ def _plan(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction
     return spec
 
 
-def _why_not(name: str, known: Sequence[str]) -> str:
+def _why_not(name: str, known: Sequence[str], hint: str) -> str:
     """Say why a call that takes the `known` tensors does not take another."""
     if name in TENSORS and TENSORS[name].forward_only:
         return "is for the forward alone: pages and 8-bit keys have no gradient"
-    return f"unknown tensor; known are {', '.join(known)}"
+    return f"unknown tensor{hint or '; known are ' + ', '.join(known)}"
 
 
 def needed(layout: str, direction: Direction, paged: bool = False) -> list[str]:

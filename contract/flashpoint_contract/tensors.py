@@ -99,14 +99,11 @@ class Tensor(NamedTuple):
         found = [axis - len(self.axes) for axis, name in enumerate(self.axes) if name in ("Hq", "Hk")]
         return found[0] if found else None
 
-    def shape(self, sizes: Mapping[str, int], layout: str, rank: int) -> tuple[int, ...]:
-        """Return the largest shape that it may have beside q of `rank` dimensions, from the sizes of axes.
-
-        Among the sizes of a problem with pages is "page_size".
-        """
+    def axes_in(self, layout: str, rank: int, *, paged: bool = False) -> tuple[str, ...]:
+        """Return its axes beside q of `rank` dimensions, in order; with `paged`, keys are pages."""
         axes = list(self.axes)
         if "Sq" in axes or "Sk" in axes:
-            paged = self.of_keys and "page_size" in sizes
+            paged = self.of_keys and paged
             if paged:
                 axes[axes.index("B")], axes[axes.index("Sk")] = "pool", "page_size"
             ragged = layout == "thd" and not paged
@@ -117,7 +114,14 @@ class Tensor(NamedTuple):
                 del axes[0]
             if one_head:
                 axes = [axis for axis in axes if axis not in ("Hq", "Hk")]
-        return tuple(sizes[axis] for axis in axes)
+        return tuple(axes)
+
+    def shape(self, sizes: Mapping[str, int], layout: str, rank: int) -> tuple[int, ...]:
+        """Return the largest shape that it may have beside q of `rank` dimensions, from the sizes of axes.
+
+        Among the sizes of a problem with pages is "page_size".
+        """
+        return tuple(sizes[axis] for axis in self.axes_in(layout, rank, paged="page_size" in sizes))
 
     def feature(self, dtype: str) -> Feature | None:
         """Return what it asks of a backend where it has that dtype."""

@@ -19,49 +19,10 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.oip.grpc.server import STATUSES
 from flashpoint_server.oip.statistics import Statistics
+from flashpoint_server.page.errors import ERRORS
 from flashpoint_server.refusal import STATUS, Refusal
 
 from .markdown import ROOT, table
-
-WHEN = {
-    "malformed_body": "the body cannot be parsed: bad JSON, a bad safetensors head, offsets that overlap or overrun, "
-    "fewer or more bytes than the head says",
-    "malformed_head": "the request is not HTTP/1.1, or its `Host` is missing, doubled or not valid",
-    "unauthorized": "no key, or one that is not known",
-    "forbidden": "the key lacks this permission",
-    "cross_site": "a browser sent it for a page of another site, whose origin `--cors-origins` does not allow",
-    "not_found": "no such address",
-    "cache_not_found": "there is no such cache, or it is another key's",
-    "saved_not_found": "there is no such saved forward, or it is another key's",
-    "saved_lost": "the saved forward has expired, its key was removed, or its engine has restarted; known for an hour",
-    "cache_position": "the position is beyond the end of the cache",
-    "cache_dropped": "the call needs tokens before those that `keep` has left",
-    "cache_full": "the tokens are over the cache's `max_length`",
-    "cache_elsewhere": "another replica behind the balancer holds it: `X-Flashpoint-Replica` has its name",
-    "cache_stale": "a late copy of an earlier write: its `Idempotency-Key` came before the cache's last write",
-    "cache_lost": "the cache has expired, its key was removed, or its engine has restarted; known for an hour",
-    "cache_memory": "caches and saved forwards hold as much as `--cache-bytes` allows; what is alive is never evicted",
-    "method_not_allowed": "the address has other methods; `Allow` names them",
-    "not_acceptable": "`Accept` takes neither encoding",
-    "body_timeout": "the body came too slowly",
-    "body_too_large": "the body is over its limit, by its length, by its head, or as it streams",
-    "work_too_large": "the work could never fit: the device's memory, the limit of sequences, a JSON answer's limit, "
-    "a verification's, the memory for caches and saved forwards",
-    "unsupported_media_type": "the body has another type than the two, or a content coding",
-    "host_not_allowed": "the server does not answer to this `Host`: see `--allowed-hosts`",
-    "invalid_request": "well-formed, but not valid: names, shapes, dtypes, values of options and of headers; `errors` "
-    "names each field",
-    "queue_full": "as many requests, bytes, FLOPs or benchmarks are inside as may be",
-    "key_limit": "over the limits of the key; `Retry-After` says when it may again, at least after",
-    "head_too_large": "the request's line and fields are over 64 KiB, or the fields over 128",
-    "transfer_encoding": "`Transfer-Encoding` is not `chunked`",
-    "internal_error": "our bug, logged with the request's id",
-    "not_ready": "the server is starting, or its engine starts again",
-    "draining": "the server is shutting down",
-    "out_of_memory": "the device ran out of memory for this request",
-    "engine_lost": "the engine died while this request ran; another is started",
-    "deadline_exceeded": "the deadline of `X-Timeout-Ms` passed",
-}
 
 
 def errors() -> str:
@@ -69,8 +30,8 @@ def errors() -> str:
     rows = []
     for code, status in STATUS.items():
         wait = Refusal(code, "").headers.get("Retry-After")
-        rows.append((status, f"`{code}`", WHEN[code], f"{wait} s" if wait else ""))
-    return table(["status", "code", "when", "`Retry-After`"], rows)
+        rows.append((status, f"`{code}`", *ERRORS[code], f"{wait} s" if wait else ""))
+    return table(["status", "code", "when", "what to do", "`Retry-After`"], rows)
 
 
 def grpc() -> str:

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashpoint_contract.hints import did_you_mean
 from flashpoint_contract.options import GRADS, Direction, Options, ProblemError
 from flashpoint_contract.spec import Spec
-from flashpoint_contract.tensors import INPUT_TENSORS, TAKEN
+from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS, TAKEN
 from flashpoint_kernels.dispatch import available_backends, run
 from flashpoint_kernels.problem import DTYPES, Problem
 from flashpoint_kernels.reference_backend import formula
@@ -140,15 +141,19 @@ def verify(
 
 def _check_names(tensors: Mapping[str, Tensor]) -> None:
     """Refuse what nobody would read: the caller meant another name, or what is to be judged."""
-    unknown = f"unknown tensor; known are {', '.join(INPUT_TENSORS)}, and as answers o, lse, {', '.join(GRADS)}"
     taken = INPUT_TENSORS if "do" in tensors else TAKEN["forward"]
     errors = [
-        (name, "is taken beside do alone" if name in INPUT_TENSORS else unknown)
+        (name, "is taken beside do alone" if name in INPUT_TENSORS else _unknown(name))
         for name in tensors
         if name not in taken
     ]
     if errors:
         raise ProblemError(errors)
+
+
+def _unknown(name: str) -> str:
+    known = f"; known are {', '.join(INPUT_TENSORS)}, and as answers o, lse, {', '.join(GRADS)}"
+    return f"unknown tensor{did_you_mean(name, (*INPUT_TENSORS, *ALL_ANSWERS)) or known}"
 
 
 def _poisoned(tensors: Mapping[str, Tensor], options: Options, direction: Direction) -> Problem:

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 MEDIA_TYPE = "application/problem+json"
+TYPES = "/docs/errors#"  # with a code, the type of a problem: the server has a page there
 
 STATUS = {
     "malformed_body": 400,
@@ -85,9 +86,9 @@ class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours
             self.headers["Connection"] = "close"
 
     def document(self, request_id: str) -> dict[str, Any]:
-        """The problem document: `type` is about:blank, so `title` is the status's own phrase, and `code` is ours."""
+        """The problem document: `title` is the status's own phrase, and `type` leads to what explains `code`."""
         document: dict[str, Any] = {
-            "type": "about:blank",
+            "type": f"{TYPES}{self.code}",
             "title": HTTPStatus(self.status).phrase,
             "status": self.status,
             "detail": self.detail,

@@ -1,74 +1,111 @@
-"""`flashpoint COMMAND`: how it finds and runs a command, and what it says where there is none."""
+"""`flashpoint COMMAND`: its commands, their help, and what it says where something cannot be run."""
 
+import importlib
 import os
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
 import flashpoint
 from flashpoint import cli
+from flashpoint.commands import app
+from flashpoint.commands.registry import COMMANDS
 
 FLASHPOINT = Path(sys.executable).parent / "flashpoint"
 CAPACITY = ("--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8")
 
 
-def test_help_lists_the_commands_that_are_installed(capsys):
-    assert cli.main(["--help"]) == 0
-    out = capsys.readouterr().out
-    assert "\n  serve      starts a server\n" in out
-    assert out.startswith("usage: flashpoint COMMAND")
+def test_help_lists_the_commands(run):
+    for arguments in (["--help"], ["-h"], ["help"]):
+        code, out, _ = run(*arguments)
+        assert code == 0
+        assert out.startswith("usage: flashpoint COMMAND")
+        for name, command in COMMANDS.items():
+            assert f"  {name.ljust(9)}" in out
+            assert " ".join(command.about.split()) in " ".join(out.split())
 
 
-def test_version(capsys):
-    assert cli.main(["--version"]) == 0
+@pytest.mark.parametrize("width", ["40", "80", "200"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_cuts_nothing_short(run, monkeypatch, command, width):
+    monkeypatch.setenv("COLUMNS", width)
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    for param in app.load(command).params:
+        for name in (*param.opts, *param.secondary_opts):
+            assert not name.startswith("-") or name in out
+        assert " ".join(param.help.split()) in " ".join(out.split())
+    assert "\n  flashpoint " in out
+    assert max(len(line) for line in out.splitlines() if not line.startswith("  ")) <= max(50, int(width))
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version(capsys, flag):
+    assert cli.main([flag]) == 0
     assert capsys.readouterr().out == f"flashpoint {flashpoint.__version__}\n"
 
 
-def test_no_command_and_an_unknown_one_say_what_there_is(capsys):
-    for arguments in ([], ["sevre"]):
-        assert cli.main(arguments) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert "\n  serve      starts a server\n" in err
-    assert err.startswith("flashpoint: no command 'sevre'")
+def test_no_command_and_an_unknown_one_say_what_there_is(run):
+    code, out, err = run()
+    assert (code, out) == (2, "")
+    assert COMMANDS["serve"].about in err
+    assert run("sevre") == (2, "", "flashpoint: no command 'sevre'\n  hint: did you mean serve?\n")
+    assert run("xyz") == (2, "", "flashpoint: no command 'xyz'\n  hint: flashpoint --help lists the commands\n")
 
 
-def brought_by_a_package(tmp_path, monkeypatch, text):
-    """An installed package whose entry point is the command `greet`."""
-    (tmp_path / "greeter.py").write_text(text)
-    about = tmp_path / "greeter-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: greeter\nVersion: 1\n")
-    (about / "entry_points.txt").write_text(f"[{cli.GROUP}]\ngreet = greeter:greet\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "greeter", raising=False)
+def test_a_command_that_lacks_a_package_says_what_to_install(run, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(name="fastapi")
+
+    monkeypatch.setattr(app.importlib, "import_module", missing)
+    code, out, err = run("serve")
+    assert (code, out) == (2, "")
+    said, hint = err.splitlines()
+    assert said == "flashpoint serve: needs fastapi, which is not installed"
+    assert hint.startswith("  hint: install it with: pip install '.[server]' in a checkout")
 
 
-def test_a_command_gets_its_arguments_and_gives_the_exit_code(tmp_path, monkeypatch, capsys):
-    brought_by_a_package(tmp_path, monkeypatch, "def greet(argv):\n    print(argv)\n    return len(argv)\n")
-    assert cli.main(["greet", "--loud", "you"]) == 2
-    assert cli.main(["greet"]) == 0
-    assert capsys.readouterr().out == "['--loud', 'you']\n[]\n"
+def test_without_typer_the_command_says_what_to_install_and_its_version_is_there():
+    program = "import sys; sys.modules['typer'] = None; from flashpoint.cli import main; sys.exit(main())"
+    asked = [subprocess.run([sys.executable, "-c", program, name], capture_output=True, text=True, check=False)
+             for name in ("info", "--version")]  # fmt: skip
+    assert [each.returncode for each in asked] == [2, 0]
+    assert asked[0].stderr.startswith("flashpoint: needs typer, which is not installed\n  hint: install it with: pip")
 
 
-def test_a_command_that_lacks_a_package_says_what_to_install(tmp_path, monkeypatch, capsys):
-    brought_by_a_package(tmp_path, monkeypatch, "import no_such_package.part\n")
-    assert cli.main(["greet"]) == 2
-    error = capsys.readouterr().err
-    assert (
-        error == "flashpoint greet needs no_such_package, which is not installed: pip install 'flashpoint[greeter]'\n"
-    )
+def test_a_package_that_is_broken_is_no_matter_of_an_extra(run, monkeypatch):
+    def broken(name):
+        raise ModuleNotFoundError(name="flashpoint_server.gone")
+
+    monkeypatch.setattr(app.importlib, "import_module", broken)
+    with pytest.raises(ModuleNotFoundError):
+        run("serve")
 
 
-def test_every_command_of_ours_names_an_extra_and_says_what_it_does():
-    points = cli.entry_points(group=cli.GROUP)
-    for point in points:
-        assert isinstance(point, EntryPoint)
-        assert point.module.partition(".")[0] in cli._EXTRAS
-    assert set(cli._ABOUT) == {point.name for point in points}
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_where_the_list_says(name):
+    module, _, function = COMMANDS[name].target.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("ver", "verify"),
+        ("verify --q-l", "--q-len"),
+        ("verify --dtype bf", "bfloat16"),
+        ("serve --log-format c", "console"),
+    ],
+)
+def test_a_shell_completes_commands_options_and_values(run, monkeypatch, typed, offered):
+    words = f"flashpoint {typed}"
+    monkeypatch.setenv("_FLASHPOINT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    code, out, _ = run("verify")
+    assert (code, offered in out.split()) == (0, True)
 
 
 def test_help_that_nobody_reads_is_no_error(monkeypatch):

@@ -334,9 +334,10 @@ def test_a_connection_that_takes_too_long_says_that_the_deadline_passed(connect,
         full.bind(("127.0.0.1", 0))
         full.listen(0)  # one connection is kept, and the others wait
         first.connect(full.getsockname())
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
         with pytest.raises(flashpoint.ConnectionFailedError) as info:
-            connect(f"http://127.0.0.1:{full.getsockname()[1]}", timeout=0.1, retries=0).attention(Q, Q, Q)
-    assert str(info.value) == "the deadline passed before there was a connection"
+            connect(url, timeout=0.1, retries=0).attention(Q, Q, Q)
+    assert str(info.value) == f"the deadline passed before there was a connection to {url}"
 
 
 def test_return_lse_is_not_of_a_gradient(scripted, connect):
@@ -422,3 +423,13 @@ def test_a_balancers_cookie_and_the_addresss_path_go_with_every_call(scripted, c
     (_, path, first, _), (_, _, second, _) = scripted.requests
     assert (path, first["Host"]) == ("/behind/this/attention", f"127.0.0.1:{scripted.server_port}")
     assert (first["Cookie"], second["Cookie"]) == (None, "replica=7")
+
+
+@pytest.mark.parametrize("kind", [flashpoint.Client, flashpoint.AsyncClient])
+def test_a_client_reads_its_server_and_its_key_from_the_environment(kind, monkeypatch):
+    assert kind().url == "http://localhost:8000"
+    monkeypatch.setenv("FLASHPOINT_URL", "http://there:9000")
+    monkeypatch.setenv("FLASHPOINT_API_KEY", "secret")
+    assert (kind().url, kind()._http.headers["authorization"]) == ("http://there:9000", "Bearer secret")
+    assert kind("http://here", api_key="own")._http.headers["authorization"] == "Bearer own"
+    assert "authorization" not in kind(api_key="")._http.headers

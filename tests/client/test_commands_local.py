@@ -85,13 +85,22 @@ def test_a_files_inputs_alone_are_run_on_a_backend(run, tmp_path):
     assert "judged: backend tiled, for the file has no answers\n" in out
 
 
-@pytest.mark.parametrize("name", ["out", "O", "output", "d_q", "attn_maks"])
-def test_a_tensor_of_the_file_that_has_an_unknown_name_is_refused(run, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("out", "did you mean o?"),
+        ("O", "did you mean o?"),
+        ("grad_query", "did you mean dq?"),
+        ("attn_maks", "did you mean attn_mask?"),
+        ("mine", "known are q, k, v, attn_mask,"),
+    ],
+)
+def test_a_tensor_of_the_file_that_has_an_unknown_name_is_refused(run, tmp_path, name, hint):
     tensors = problem(np.float32)
     tensors[name] = tensors.pop("o")
     code, out, err = run("verify", saved(tmp_path / "mine", tensors, {}))
     assert (code, out) == (2, "")
-    assert err.startswith(f"flashpoint verify: {name}: unknown tensor; known are q, ")
+    assert err.startswith(f"flashpoint verify: {name}: unknown tensor; {hint}")
 
 
 @pytest.mark.parametrize("body", [b"", b"nonsense", b"\x08\0\0\0\0\0\0\0{}      ", b"\x02\0\0\0\0\0\0\0{}more"])

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 import flashpoint
-from flashpoint import sharded
-from flashpoint.commands import verify
+from flashpoint import cli, sharded
 from flashpoint_contract.caches import CACHE_OPTIONS
 from flashpoint_contract.options import OPTIONS, Pair
 from flashpoint_contract.saved import CALLS, SAVED_OPTIONS
@@ -280,7 +279,7 @@ def test_the_command_line_takes_an_entry(tmp_path, capsys, entry):
     refused = "cli" in (OPTIONS.get(entry) or TENSORS[entry]).refused
     (tmp_path / "case").write_bytes(message(tensors))
     flags = [word for name, given in options.items() for word in flag_of(name, given)]
-    code = verify.main([*flags, str(tmp_path / "case")])
+    code = cli.main(["verify", *flags, str(tmp_path / "case")])
     said = capsys.readouterr()
     if refused:
         assert code == 2

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from flashpoint.commands.registry import COMMANDS
 from flashpoint_server.config.settings import Settings
 from tests.docker.steps import ROOT, instructions
 
@@ -128,7 +129,7 @@ def test_the_health_check_asks_the_port_that_is_served():
     """Its command reads the same variables. tests/server/config/test_settings.py and test_security_tls.py run it."""
     (check,) = every("HEALTHCHECK")
     assert json.loads(check[check.index("[") :]) == ["flashpoint", "health"]
-    assert "health" in PROJECT["entry-points"]["flashpoint.commands"]
+    assert "health" in COMMANDS
     (environment,) = every("ENV", "service")
     (port,) = every("EXPOSE")
     assert f"FLASHPOINT_PORT={port}" in environment
@@ -143,7 +144,7 @@ def test_what_the_image_sets_is_a_setting(monkeypatch):
     variables = dict(re.findall(r"(FLASHPOINT_\w+)=(\S+)", environment))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    settings = Settings(_cli_parse_args=[])
+    settings = Settings()
     assert (settings.host, settings.port, settings.insecure) == ("0.0.0.0", 8000, True)
     assert settings.model_fields_set - {"device"} == {"host", "port", "insecure"}
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flashpoint
-from flashpoint_server.cli.serve import serve
+from flashpoint_server.cli.serve import main as serve
 from flashpoint_server.cli.serving import open_to_all
 from flashpoint_server.config.settings import Settings
 from tests.support.messages import JSON, SAFETENSORS, Reply, message, normal, post, problem, reply
@@ -391,9 +391,7 @@ def test_without_keys_others_are_served_by_choice_alone(capsys, monkeypatch):
     for way in ("--api-keys-file", "--tls-client-ca", "--insecure", "FLASHPOINT_INSECURE=true", "--host 127.0.0.1"):
         assert way in said
     chosen = []
-    monkeypatch.setattr(
-        "flashpoint_server.cli.serve.run", lambda settings, flags: chosen.append(settings.insecure) or 0
-    )
+    monkeypatch.setattr("flashpoint_server.cli.serve.run", lambda settings: chosen.append(settings.insecure) or 0)
     monkeypatch.setattr("flashpoint_server.observability.logs.configure", lambda *_: None)
     assert serve([*host, "--insecure"]) == 0
     monkeypatch.setenv("FLASHPOINT_INSECURE", "true")

@@ -15,8 +15,8 @@ import torch
 from pydantic import ValidationError
 
 import flashpoint
+from flashpoint.cli import main
 from flashpoint_server import Settings
-from flashpoint_server.cli.health import main as health
 from tests.support.messages import SAFETENSORS, message, reply
 from tests.support.servers import wait_for
 
@@ -182,14 +182,14 @@ def test_its_health_is_asked_for_through_tls(server, authority, capsys, start_se
     """The command has no certificate, and takes the server's, whoever has signed that."""
     cert, key = authority.give("alive")
     files = [f"--tls-cert={cert}", f"--tls-key={key}", f"--tls-client-ca={authority.file}"]
-    assert health([f"--port={server.port}", *files]) == 0
+    assert main(["health", f"--port={server.port}", *files]) == 0
     assert "handshake" in capsys.readouterr().out
-    assert health([f"--port={server.port}"]) == 1  # it speaks no plain HTTP
+    assert main(["health", f"--port={server.port}"]) == 1  # it speaks no plain HTTP
     own = start_server(ready=False, tls_cert=cert, tls_key=key)
-    assert health([f"--port={own.port}", *files[:2]]) == 0
+    assert main(["health", f"--port={own.port}", *files[:2]]) == 0
     assert "/health/live is 200" in capsys.readouterr().out
     own.stop()
-    assert health([f"--port={own.port}", *files]) == 1
+    assert main(["health", f"--port={own.port}", *files]) == 1
     assert "no answer" in capsys.readouterr().err
 
 

@@ -17,7 +17,7 @@ import torch
 
 from flashpoint.jsonwire import FieldError
 from flashpoint_contract.wire import WireError
-from flashpoint_server.cli import serve as cli
+from flashpoint_server.cli import serve
 from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.grpc.framing import before, split
 from flashpoint_server.oip.grpc.request import RAW_INPUTS, parse
@@ -411,7 +411,7 @@ def test_a_grpc_port_that_is_taken_ends_the_server(server):
 
 def test_without_its_extra_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "grpc", None)
-    assert cli.serve(["--grpc-port=0"]) == 2
+    assert serve.main(["--grpc-port=0"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "flashpoint[grpc]" in printed.err
+    assert "pip install '.[grpc]'" in printed.err

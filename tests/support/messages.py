@@ -91,7 +91,7 @@ def problem(answer, status, code):
     assert answer.headers["content-type"] == PROBLEM
     document = answer.json
     assert document["status"] == status
-    assert document["type"] == "about:blank"
+    assert document["type"] == f"/docs/errors#{document['code']}"
     assert document["request_id"] == answer.headers["x-request-id"]
     assert document["title"]
     assert document["detail"]

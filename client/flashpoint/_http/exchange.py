@@ -79,6 +79,7 @@ class Exchange:
         self._status = 0
         self._headers: Mapping[str, str] = {}
         self._reader: Reader = Document()
+        self._url = httpx.URL()  # of the last attempt
 
     def remaining(self) -> float | None:
         """Seconds to the deadline, None for no end. Raises DeadlineExceededError when it has passed."""
@@ -108,6 +109,7 @@ class Exchange:
             "timeout": self._timeouts, "parts": self.call.body, "deadline": self._deadline, "stop": self._stop
         }  # fmt: skip
         method, url, body = self.call.method, _target(http.base_url, self.call.path), Body(self)
+        self._url = url
         if http.cookies:  # a balancer's
             headers["Cookie"] = _cookies(http, url)
         merged = [(b"Host", url.netloc), *_merged(http.headers.raw, headers)]
@@ -180,7 +182,7 @@ class Exchange:
     def failed(self, error: Exception) -> float:
         """Seconds to sleep before the next attempt. Raises what the caller must see when there is to be none."""
         if isinstance(error, httpx.TransportError):
-            error = _translated(error)
+            error = _translated(error, self._url)
         if self._moves(error):
             return 0.0
         if isinstance(error, FlashpointError) and (other := self.call.instead(error)) is not None:
@@ -221,12 +223,13 @@ def backoff(failures: int) -> float:
     return min(FIRST_DELAY * 2.0**failures, LONGEST_DELAY) * random.uniform(0.5, 1.0)
 
 
-def _translated(error: httpx.TransportError) -> FlashpointError:
+def _translated(error: httpx.TransportError, url: httpx.URL) -> FlashpointError:
     translated: FlashpointError
+    server = f"{url.scheme}://{url.netloc.decode('ascii')}"
     if isinstance(error, httpx.ConnectTimeout):
-        translated = ConnectionFailedError("the deadline passed before there was a connection")
+        translated = ConnectionFailedError(f"the deadline passed before there was a connection to {server}")
     elif isinstance(error, _BROKEN):
-        translated = ConnectionFailedError(f"the connection failed: {error or type(error).__name__}")
+        translated = ConnectionFailedError(f"the connection to {server} failed: {error or type(error).__name__}")
     elif isinstance(error, httpx.TimeoutException):
         translated = DeadlineExceededError("the timeout passed before the answer had come")
     else:

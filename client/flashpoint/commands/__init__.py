@@ -1,1 +1,1 @@
-"""The commands that ask and show: `flashpoint verify`, `benchmark` and `info`. They need the extra `cli`."""
+"""The command line: its application, and the commands that judge and measure. They need the extra `cli`."""

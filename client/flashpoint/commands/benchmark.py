@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,11 +27,11 @@ from flashpoint.benchmark_schema import (
     RowEvent,
     StateEvent,
 )
+from flashpoint.commands.app import RIGHT, WRONG, examples
 from flashpoint.commands.running import (
     INTS,
-    RIGHT,
+    OUTPUT,
     WORDS,
-    WRONG,
     Json,
     Key,
     Plot,
@@ -40,9 +40,10 @@ from flashpoint.commands.running import (
     Url,
     client,
     console,
+    group,
     local,
+    of_shape,
     picture_format,
-    run,
     write_json,
 )  # fmt: skip
 from flashpoint.commands.tables import benchmark_tables, problem
@@ -54,43 +55,43 @@ EXAMPLES = """
   flashpoint benchmark --preset papers --url http://localhost:8000
 """
 Kind = Literal["time", "tflops", "speedup", "memory", "roofline", "all"]
+_of_timing = group("Timing")
 _CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code. `argv` are the flags, of the process by default."""
-    return run(benchmark, sys.argv[1:] if argv is None else argv, EXAMPLES)
-
-
+@examples(EXAMPLES)
 def benchmark(
-    preset: Annotated[Preset | None, typer.Option(help="A table that is known, in the place of a grid.")] = None,
-    q_len: Annotated[Any, typer.Option(help="Queries of a sequence.", **INTS)] = None,
-    kv_len: Annotated[Any, typer.Option(help="Keys of a sequence; as many as queries.", **INTS)] = None,
-    head_dim: Annotated[Any, typer.Option(help="Columns of q and k.", **INTS)] = None,
-    value_dim: Annotated[int | None, typer.Option(help="Columns of v; those of q.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    q_heads: Annotated[int, typer.Option(help="Query heads.")] = 1,
-    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads; as many as query heads.")] = None,
-    dtype: Annotated[Any, typer.Option(help="float32, bfloat16, float16.", **WORDS)] = "float32",
-    causal: Annotated[Literal["no", "yes", "both"], typer.Option(help="With a causal mask or without.")] = "no",
-    direction: Annotated[Any, typer.Option(help="forward, backward, both.", **WORDS)] = "forward",
-    backend: Annotated[Any, typer.Option(help="What to time; all that is worth it here.", **WORDS)] = None,
-    relative_precision: Annotated[float, typer.Option(help="Repeat until the median is known to this part.")] = 0.01,
-    max_seconds: Annotated[float, typer.Option(help="Seconds of repeats for a case, at most.")] = 3.0,
-    warmup_ms: Annotated[float, typer.Option(help="Milliseconds of calls before the first that counts.")] = 50.0,
+    preset: Annotated[Preset | None, of_shape("A known table of cases, instead of a grid.")] = None,
+    q_len: Annotated[Any, of_shape("Query length of each sequence.", **INTS)] = None,
+    kv_len: Annotated[Any, of_shape("Key length of each sequence.", show_default="the query length", **INTS)] = None,
+    head_dim: Annotated[Any, of_shape("Head dimension of q and k.", **INTS)] = None,
+    value_dim: Annotated[int | None, of_shape("Head dimension of v.", show_default="that of q")] = None,
+    batch: Annotated[int, of_shape("Number of sequences.")] = 1,
+    q_heads: Annotated[int, of_shape("Number of query heads.")] = 1,
+    kv_heads: Annotated[int | None, of_shape("Number of key/value heads.", show_default="as query heads")] = None,
+    dtype: Annotated[Any, of_shape("Data types: float32, bfloat16, float16.", **WORDS)] = "float32",
+    causal: Annotated[Literal["no", "yes", "both"], of_shape("Use a causal mask.")] = "no",
+    direction: Annotated[Any, of_shape("Directions: forward, backward, both.", **WORDS)] = "forward",
+    backend: Annotated[
+        Any,
+        _of_timing("Backends to time.", show_default="all that are worth it here", **WORDS),
+    ] = None,
+    relative_precision: Annotated[float, _of_timing("Repeat until the median is known to this fraction.")] = 0.01,
+    max_seconds: Annotated[float, _of_timing("Most seconds of repeats for a case.")] = 3.0,
+    warmup_ms: Annotated[float, _of_timing("Milliseconds of calls before the first one that counts.")] = 50.0,
     url: Url = None,
     api_key: Key = None,
     timeout: Timeout = 60.0,
     json: Json = None,
     plot: Plot = None,
-    kind: Annotated[Kind, typer.Option(help="What to draw; all writes FILE-KIND.svg for each.")] = "time",
+    kind: Annotated[Kind, typer.Option(rich_help_panel=OUTPUT, help="What to draw; all: a file for each.")] = "time",
     theme: Theme = "light",
 ) -> int:
     """Time attention over a grid, on every backend or those named, here or on a server's device.
 
     Lengths, dimensions, dtypes, directions and backends may be lists: 512,1024.
     """
-    format = picture_format(plot)
+    format = picture_format(json, plot)
     sizes = (q_len, kv_len, head_dim, value_dim, batch, q_heads, kv_heads)
     if preset is None and not (q_len and head_dim):
         raise typer.BadParameter("a grid needs both; or name a --preset", param_hint="--q-len, --head-dim")

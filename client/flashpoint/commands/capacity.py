@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +12,19 @@ from rich.table import Table
 
 from flashpoint import capacity as calculator
 from flashpoint._calls import checked
-from flashpoint.commands.running import RIGHT, Json, Key, Timeout, Url, client, console, run, write_json
+from flashpoint.commands.app import RIGHT, examples
+from flashpoint.commands.running import (
+    Json,
+    Key,
+    Timeout,
+    Url,
+    check_file,
+    client,
+    console,
+    group,
+    of_shape,
+    write_json,
+)
 from flashpoint.commands.tables import number
 from flashpoint.shape_schema import Dtype, Shape
 
@@ -27,35 +37,35 @@ EXAMPLES = """
 """
 # What was measured for a small call, in docs/performance.md.
 CALL_MS = 1.6
+_of_rates = group("Rates and load")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code. `argv` are the flags, of the process by default."""
-    return run(capacity, sys.argv[1:] if argv is None else argv, EXAMPLES)
-
-
+@examples(EXAMPLES)
 def capacity(
-    q_len: Annotated[int, typer.Option(help="Queries of a sequence.")],
-    head_dim: Annotated[int, typer.Option(help="Columns of q and k.")],
-    kv_len: Annotated[int | None, typer.Option(help="Keys of a sequence; as many as queries.")] = None,
-    value_dim: Annotated[int | None, typer.Option(help="Columns of v; those of q.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    q_heads: Annotated[int, typer.Option(help="Query heads.")] = 1,
-    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads; as many as query heads.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of q, k and v.")] = "float32",
-    causal: Annotated[bool, typer.Option(help="Count the pairs that a causal mask leaves.")] = False,
-    side: Annotated[calculator.Side, typer.Option(help="A forward, or a gradient with its o and lse.")] = "forward",
-    cached: Annotated[bool, typer.Option(help="k and v lie in KV caches on the server.")] = False,
-    layers: Annotated[int, typer.Option(help="Layers of the model, a call each; with --cached.", min=1)] = 1,
-    cache_gb: Annotated[float | None, typer.Option(help="GB for KV caches at a server; with --cached.")] = None,
-    load: Annotated[float | None, typer.Option(help="Requests a second that are to be answered.", min=0)] = None,
-    tflops: Annotated[float | None, typer.Option(help="TFLOP/s of attention on the device.")] = None,
-    network_gbit: Annotated[float | None, typer.Option(help="Gbit/s of the link, each way.")] = None,
-    round_trip_ms: Annotated[float, typer.Option(help="Milliseconds to the server and back.", min=0)] = 0.0,
-    call_ms: Annotated[float | None, typer.Option(help=f"Milliseconds of a tiny call; {CALL_MS}.", min=0)] = None,
-    memory_gb: Annotated[float | None, typer.Option(help="GB/s that the device reads keys at.")] = None,
-    pcie_gb: Annotated[float | None, typer.Option(help="GB/s between server and GPU; none on a CPU.")] = None,
-    same_cores: Annotated[bool, typer.Option(help="The server computes on the caller's own cores.")] = False,
+    q_len: Annotated[int, of_shape("Query length of each sequence.")],
+    head_dim: Annotated[int, of_shape("Head dimension of q and k.")],
+    kv_len: Annotated[int | None, of_shape("Key length of each sequence.", show_default="the query length")] = None,
+    value_dim: Annotated[int | None, of_shape("Head dimension of v.", show_default="that of q")] = None,
+    batch: Annotated[int, of_shape("Number of sequences.")] = 1,
+    q_heads: Annotated[int, of_shape("Number of query heads.")] = 1,
+    kv_heads: Annotated[int | None, of_shape("Number of key/value heads.", show_default="as query heads")] = None,
+    dtype: Annotated[Dtype, of_shape("Data type of q, k and v.")] = "float32",
+    causal: Annotated[bool, of_shape("Count the pairs that a causal mask leaves.")] = False,
+    side: Annotated[calculator.Side, of_shape("A forward, or a gradient with its o and lse.")] = "forward",
+    cached: Annotated[bool, of_shape("k and v lie in KV caches on the server.")] = False,
+    layers: Annotated[int, of_shape("Layers of the model, a call each; with --cached.", min=1)] = 1,
+    cache_gb: Annotated[float | None, of_shape("GB for KV caches at a server; with --cached.")] = None,
+    load: Annotated[float | None, _of_rates("Requests a second that must be answered.", min=0)] = None,
+    tflops: Annotated[float | None, _of_rates("TFLOP/s of attention on the device.")] = None,
+    network_gbit: Annotated[float | None, _of_rates("Gbit/s of the link, each way.")] = None,
+    round_trip_ms: Annotated[float, _of_rates("Milliseconds to the server and back.", min=0)] = 0.0,
+    call_ms: Annotated[
+        float | None,
+        _of_rates("Milliseconds of a tiny call.", show_default=str(CALL_MS), min=0),
+    ] = None,
+    memory_gb: Annotated[float | None, _of_rates("GB/s at which the device reads keys.")] = None,
+    pcie_gb: Annotated[float | None, _of_rates("GB/s between server and GPU; none on a CPU.")] = None,
+    same_cores: Annotated[bool, _of_rates("The server computes on the caller's own cores.")] = False,
     url: Url = None,
     api_key: Key = None,
     timeout: Timeout = 60.0,
@@ -65,6 +75,7 @@ def capacity(
 
     The rates are those given, or with --url measured at a server, some seconds long. Queues are not in it.
     """
+    check_file("--json", json)
     sizes: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "head_dim": head_dim, "value_dim": value_dim}
     sizes |= {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads}
     shape = checked(Shape, {name: size for name, size in sizes.items() if size is not None})

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from flashpoint.commands.running import INTS, WORDS
-from flashpoint_contract.options import OPTIONS, Flag, Integer, Kind, Names, Number, OneOf, Option, Pair
+from flashpoint.commands.running import OPTIONS as OPTIONS_PANEL
+from flashpoint_contract.options import LAYOUTS, OPTIONS, Flag, Integer, Kind, Names, Number, OneOf, Option, Pair
 
 
 def takes_options(command: Callable[..., int]) -> Callable[..., int]:
@@ -44,11 +45,18 @@ def takes_options(command: Callable[..., int]) -> Callable[..., int]:
 
 def _flag(option: Option) -> Any:
     kind, default = _type(option.kind)
-    text = option.text.replace("[", "\\[")  # rich would read a style
+    shown: str | bool = False
     if option.default is not None and not isinstance(option.kind, Flag):
         shown = option.default if isinstance(option.default, str) else json.dumps(option.default).strip("[]")
-        text += f" (default: {shown})".replace('"', "")
-    return Annotated[kind, typer.Option(help=f"{text}.", **default)]
+        shown = shown.replace('"', "")
+    more = {"rich_help_panel": OPTIONS_PANEL, "show_default": shown, **default}
+    return Annotated[kind, typer.Option(help=f"{_sentence(option.text)}.", **more)]
+
+
+def _sentence(text: str) -> str:
+    """Begin with a capital letter, where the first word is no name: bhsd, s, float32."""
+    word = text.split()[0]
+    return text[:1].upper() + text[1:] if word.isalpha() and len(word) > 1 and word not in LAYOUTS else text
 
 
 def _type(kind: Kind) -> tuple[Any, dict[str, Any]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
-from flashpoint.commands.running import Json, Key, Timeout, Url, client, console, local, run, write_json
+from flashpoint.commands.app import examples
+from flashpoint.commands.running import Json, Key, Timeout, Url, check_file, client, console, local, write_json
 
 EXAMPLES = """
   flashpoint info
@@ -16,13 +15,10 @@ EXAMPLES = """
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code. `argv` are the flags, of the process by default."""
-    return run(info, sys.argv[1:] if argv is None else argv, EXAMPLES)
-
-
+@examples(EXAMPLES)
 def info(url: Url = None, api_key: Key = None, timeout: Timeout = 60.0, json: Json = None) -> int:
-    """What computes here, or at a server: device, versions, and the backends with the options that each has."""
+    """Show the device, the versions, and the backends with their options, here or at a server."""
+    check_file("--json", json)
     if url is None:
         found = local("info")()
     else:

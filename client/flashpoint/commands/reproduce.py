@@ -15,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest, BenchmarkRow, PlotTheme
-from flashpoint.commands.running import RIGHT, WORDS, WRONG, Json, console, local, run, write_json
+from flashpoint.commands.app import RIGHT, WRONG, examples
+from flashpoint.commands.running import OUTPUT, WORDS, Json, check_file, console, local, write_json
 from flashpoint.errors import invalid
 
 THEMES: tuple[PlotTheme, ...] = ("light", "dark")
@@ -28,20 +29,20 @@ _STYLES = {"PASS": "green", "FAIL": "bold red"}
 Event = dict[str, Any]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code. `argv` are the flags, of the process by default."""
-    return run(reproduce, sys.argv[1:] if argv is None else argv, EXAMPLES)
-
-
+@examples(EXAMPLES)
 def reproduce(
     only: Annotated[Any, typer.Option(help="Measure these claims alone.", **WORDS)] = None,
     json: Json = None,
-    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw what was timed. Needs matplotlib.")] = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", rich_help_panel=OUTPUT, help="Draw the timings. Needs matplotlib."),
+    ] = None,
 ) -> int:
     """Measure on this machine what papers and projects claim: claim, measured, verdict, and how it was measured.
 
     A claim that this machine cannot show says what it needs.
     """
+    check_file("--json", json)
     if plots is not None and not plots.is_dir():
         raise invalid("--plots", f"{plots} is no folder")
     try:

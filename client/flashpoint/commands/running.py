@@ -1,13 +1,13 @@
-"""How every command runs: its exit codes, where it does its work, and the files it leaves."""
+"""What commands share: options, where the work is done, and the files they leave."""
 
 from __future__ import annotations
 
-import functools
+import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,18 +17,46 @@ from rich.console import Console
 from flashpoint import errors
 from flashpoint._client import Client
 from flashpoint.benchmark_schema import PlotTheme
+from flashpoint.commands.app import CommandError
+from flashpoint.commands.registry import how_to_install, missing
 
-RIGHT, WRONG, MISUSED, UNREACHABLE = range(4)
-CODES = "Exit codes: 0 right, 1 wrong or failed, 2 called wrongly or refused, 3 no server, or none that has time."
-LOCAL = "flashpoint.local"  # the entry points of what runs without a server
-WIDTH = 140  # of a table where there is no terminal that has one
+LOCAL = "flashpoint_server.engine.local"  # what runs without a server
+WIDTH = 120  # of a table where there is no terminal that has one
 
-Url = Annotated[str | None, typer.Option(help="A server, such as http://localhost:8000. Without it, this machine.")]
-Key = Annotated[str | None, typer.Option(envvar="FLASHPOINT_API_KEY", help="The server's bearer key.")]
-Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds that the server has for a call.")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it as JSON; - is stdout.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: FILE.svg or FILE.png. Needs matplotlib.")]
-Theme = Annotated[PlotTheme, typer.Option(help="Draw it for a light or a dark page.")]
+SERVER, OUTPUT, SHAPE, OPTIONS = "Server", "Output", "Problem", "Attention options"
+
+Url = Annotated[
+    str | None,
+    typer.Option(help="A server, such as http://localhost:8000. Without it, this machine.", rich_help_panel=SERVER),
+]
+Key = Annotated[
+    str | None, typer.Option(envvar="FLASHPOINT_API_KEY", help="The server's API key.", rich_help_panel=SERVER)
+]
+Timeout = Annotated[
+    float,
+    typer.Option(min=0.001, metavar="SECONDS", help="Seconds that the server has for a call.", rich_help_panel=SERVER),
+]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the result as JSON; - is stdout.", rich_help_panel=OUTPUT),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw it: FILE.svg or FILE.png. Needs matplotlib.", rich_help_panel=OUTPUT),
+]
+Theme = Annotated[PlotTheme, typer.Option(help="Draw it for a light or a dark page.", rich_help_panel=OUTPUT)]
+
+
+def group(name: str) -> Callable[..., Any]:
+    """Return what makes options of a group of the help: `of_shape("Number of sequences.")`."""
+
+    def option(help: str, **more: Any) -> Any:
+        return typer.Option(help=help, rich_help_panel=name, **more)
+
+    return option
+
+
+of_shape = group(SHAPE)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -47,58 +75,21 @@ INTS: Any = {"parser": _ints, "metavar": "INT,…"}
 WORDS: Any = {"parser": _words, "metavar": "NAME,…"}
 
 
-def run(command: Callable[..., int], argv: Sequence[str], examples: str) -> int:
-    """Run `command` with `argv`; its exit code. `examples` end its help."""
-    name = f"flashpoint {command.__name__}"
-    # A line that starts with \b keeps its breaks.
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-
-    @app.command(epilog=f"\b\nExamples:\n{examples.strip(chr(10))}\n\n{CODES}")
-    @functools.wraps(command)
-    def done(**keywords: Any) -> None:
-        try:
-            for option in ("json", "plot"):
-                _check_file(f"--{option}", keywords.get(option))
-            code = command(**keywords)
-            sys.stdout.flush()  # here, where typer ends in silence if nobody reads it any more
-            raise typer.Exit(code)
-        except errors.FlashpointError as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            raise typer.Exit(exit_code(error)) from None
-
-    try:
-        app(list(argv), prog_name=name)
-    except SystemExit as end:  # typer's way to end
-        return end.code if isinstance(end.code, int) else RIGHT
-    return RIGHT
-
-
-def exit_code(error: errors.FlashpointError) -> int:
-    match error:
-        case errors.ConnectionFailedError() | errors.OverloadedError() | errors.DeadlineExceededError():
-            return UNREACHABLE
-        case errors.ServerError() | errors.ProtocolError():
-            return WRONG
-    return MISUSED
-
-
 def client(url: str, api_key: str | None, timeout: float) -> Client:
     return Client(url, api_key=api_key, timeout=timeout)
 
 
 def local(name: str) -> Callable[..., Any]:
-    """What does `name` on this machine. Raises InvalidInputError saying what to install."""
-    for point in entry_points(group=LOCAL, name=name):
-        try:
-            found: Callable[..., Any] = point.load()
-        except ModuleNotFoundError as error:
-            what = f"needs {error.name} on this machine: pip install 'flashpoint[server]', or ask a server with --url"
-            raise errors.InvalidInputError(what) from error
-        return found
-    raise errors.InvalidInputError("nothing here does it: pip install 'flashpoint[server]', or ask a server with --url")
+    """Return what does `name` on this machine. Raises CommandError saying what to install."""
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(LOCAL), name)
+    except ModuleNotFoundError as error:
+        message, hint = missing(error, LOCAL.partition(".")[0])
+        raise CommandError(f"{message} on this machine", f"{hint}; or ask a server with --url") from error
+    return found
 
 
-def _check_file(option: str, path: Path | None) -> None:
+def check_file(option: str, path: Path | None) -> None:
     """Raise InvalidInputError for a file that cannot be written, before there is something to write."""
     if path is None or str(path) == "-":
         return
@@ -110,8 +101,13 @@ def _check_file(option: str, path: Path | None) -> None:
         raise errors.invalid(option, f"{path} cannot be written: no permission")
 
 
-def picture_format(plot: Path | None) -> Any:
-    """svg or png, by the file's name. Raises BadParameter for another, and where matplotlib is not installed."""
+def picture_format(json_file: Path | None, plot: Path | None) -> Any:
+    """Return svg or png, by the name of `plot`, once both files can be written.
+
+    Raises InvalidInputError where one cannot, BadParameter for another format, CommandError without matplotlib.
+    """
+    check_file("--json", json_file)
+    check_file("--plot", plot)
     if plot is None:
         return None
     format = plot.suffix.lower().removeprefix(".")
@@ -120,8 +116,19 @@ def picture_format(plot: Path | None) -> Any:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
-        raise typer.BadParameter("needs matplotlib: pip install 'flashpoint[plot]'", param_hint="--plot") from None
+        raise CommandError("--plot: needs matplotlib, which is not installed", how_to_install("plot")) from None
     return format
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on stderr that work goes on, where it is a terminal."""
+    stderr = Console(stderr=True)
+    if not stderr.is_terminal:
+        yield
+        return
+    with stderr.status(what):
+        yield
 
 
 def write_json(path: Path | None, document: Any) -> None:

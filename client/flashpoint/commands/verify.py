@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.console import Console
 
-from flashpoint._arrays import unpack
 from flashpoint._calls import checked
 from flashpoint._proof import DRAWN
+from flashpoint.cases import read_case
+from flashpoint.commands.app import RIGHT, WRONG, examples
 from flashpoint.commands.flags import takes_options
 from flashpoint.commands.running import (
-    RIGHT,
     WORDS,
-    WRONG,
     Json,
     Key,
     Plot,
@@ -29,23 +26,25 @@ from flashpoint.commands.running import (
     client,
     console,
     local,
+    of_shape,
     picture_format,
-    run,
+    working,
     write_json,
 )  # fmt: skip
 from flashpoint.commands.tables import verification_table
-from flashpoint.errors import all_invalid, invalid
+from flashpoint.errors import invalid
 from flashpoint.options import AttentionOptions
-from flashpoint.shape_schema import Direction, Dtype
+from flashpoint.shape_schema import Direction, Dtype, Shape
+from flashpoint.verdicts import findings, options_line
 from flashpoint.verify_schema import VerifyReport, VerifyRequest
-from flashpoint_contract import wire
-from flashpoint_contract.tensors import EXTRAS, REQUIRED, refusals
+from flashpoint_contract.tensors import EXTRAS
 
 EXAMPLES = """
   flashpoint verify --q-len 512 --head-dim 64 --causal
   flashpoint verify --q-len 300 --head-dim 80 --dtype bfloat16 --backend tiled
   flashpoint verify --q-len 64 --head-dim 16 --extras float_mask,kv_lengths
   flashpoint verify mine.safetensors --plot errors.svg
+  flashpoint verify --kernel mykernels:attention
   flashpoint verify --q-len 512 --head-dim 64 --url http://localhost:8000
 """
 _FILE = (
@@ -53,26 +52,30 @@ _FILE = (
     "judged. Its metadata has the options. Without it, a problem is drawn."
 )
 
+_KERNEL = (
+    "A function of your own, called as function(q, k, v, causal=…): it is judged over a grid of shapes and of the "
+    "options that it takes, with gradients by autograd."
+)
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code. `argv` are the flags, of the process by default."""
-    return run(verify, sys.argv[1:] if argv is None else argv, EXAMPLES)
 
-
+@examples(EXAMPLES)
 @takes_options
 def verify(
     file: Annotated[Path | None, typer.Argument(help=_FILE, exists=True, dir_okay=False, readable=True)] = None,
-    q_len: Annotated[int | None, typer.Option(help="Queries of a sequence.")] = None,
-    kv_len: Annotated[int | None, typer.Option(help="Keys of a sequence; as many as queries.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Columns of q and k.")] = None,
-    value_dim: Annotated[int | None, typer.Option(help="Columns of v; those of q.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences; 1.")] = None,
-    q_heads: Annotated[int | None, typer.Option(help="Query heads; 1.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads; as many as query heads.")] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="float32 if not given.")] = None,
-    seed: Annotated[int | None, typer.Option(help="What the tensors are drawn from; 0.")] = None,
-    direction: Annotated[Direction | None, typer.Option(help="Judge o and lse, gradients, or both.")] = None,
-    extras: Annotated[Any, typer.Option(help=f"Optional inputs: {', '.join(EXTRAS)}.", **WORDS)] = None,
+    kernel: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_KERNEL)] = None,
+    q_len: Annotated[int | None, of_shape("Query length of each sequence.")] = None,
+    kv_len: Annotated[int | None, of_shape("Key length of each sequence.", show_default="the query length")] = None,
+    head_dim: Annotated[int | None, of_shape("Head dimension of q and k.")] = None,
+    value_dim: Annotated[int | None, of_shape("Head dimension of v.", show_default="that of q")] = None,
+    batch: Annotated[int | None, of_shape("Number of sequences.", show_default="1")] = None,
+    q_heads: Annotated[int | None, of_shape("Number of query heads.", show_default="1")] = None,
+    kv_heads: Annotated[int | None, of_shape("Number of key/value heads.", show_default="as query heads")] = None,
+    dtype: Annotated[Dtype | None, of_shape("Data type of q, k, v and do.", show_default="float32")] = None,
+    seed: Annotated[int | None, of_shape("Seed that the tensors are drawn from.", show_default="0")] = None,
+    direction: Annotated[
+        Direction | None, of_shape("Judge o and lse, gradients, or both.", show_default="both")
+    ] = None,
+    extras: Annotated[Any, of_shape(f"Optional inputs: {', '.join(EXTRAS)}.", **WORDS)] = None,
     url: Url = None,
     api_key: Key = None,
     timeout: Timeout = 60.0,
@@ -85,7 +88,7 @@ def verify(
 
     Each tensor's largest error is held to a bound that comes from torch's own math in the same dtype.
     """
-    format = picture_format(plot)
+    format = picture_format(json, plot)
     sizes = {
         "batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len,
         "head_dim": head_dim, "value_dim": value_dim,
@@ -95,23 +98,25 @@ def verify(
         "dtype": dtype, "seed": seed, "direction": direction, "extras": extras,
     }  # fmt: skip
     keywords = {name: value for name, value in asked.items() if value is not None} | dict(options)
+    if kernel is not None:
+        if url is not None or file is not None:
+            raise typer.BadParameter("runs here, on problems that are drawn: no --url, no FILE", param_hint="--kernel")
+        return _kernel(kernel, keywords, json, plot)
     if file is None and (q_len is None or head_dim is None):
         raise typer.BadParameter("a problem has both; or name a file", param_hint="--q-len, --head-dim")
     tensors: dict[str, Any] = {}
     if file is not None:
-        tensors, of_file = read_tensors(file)
+        tensors, of_file = read_case(file)
         keywords = of_file | keywords
-    if url is not None:
-        with client(url, api_key, timeout) as server:
-            report = server.verify(**tensors, **keywords)
-    elif tensors:
-        if drawn := [name for name in DRAWN if name in keywords]:
-            raise invalid(drawn[0], "is not taken beside tensors")
-        report = local("verify_tensors")(tensors, checked(AttentionOptions, keywords))
-    else:
-        report = local("verify")(checked(VerifyRequest, keywords))
+    with working("judging against float64"):
+        report, mistakes = _report(tensors, keywords, url, api_key, timeout)
     write_json(json, report.model_dump(mode="json"))
-    _show(report, console(json), of_file=file is not None)
+    show = console(json)
+    _show(report, show, of_file=file is not None)
+    show.print(options_line(keywords), style="dim", highlight=False, markup=False)
+    for line in findings(report, keywords.get("layout", "bhsd"), mistakes):
+        show.print(line, markup=False)
+    show.print("[green]PASS[/]" if report.ok else "[bold red]FAIL[/]")
     if plot is not None:
         from flashpoint.plots import plot_verification
 
@@ -119,22 +124,42 @@ def verify(
     return RIGHT if report.ok else WRONG
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of a safetensors file as numpy arrays, and the options of its metadata. Raises InvalidInputError."""
-    buffer = np.fromfile(path, np.uint8)
-    try:
-        size = wire.head_size(buffer[:8].data)
-        head = wire.parse_head(buffer[:size].data)
-    except wire.WireError as error:
-        raise invalid("file", f"{path} is no safetensors file: {error}") from None
-    if len(buffer) != head.size + head.data_size:
-        raise invalid("file", f"{path} has {len(buffer)} bytes where its head says {head.size + head.data_size}")
-    specs = {spec.name: spec for spec in head.tensors}
-    if not specs.keys() >= set(REQUIRED["forward"]):
-        raise invalid("file", f"{path} has no q, k and v, but {', '.join(specs) or 'nothing'}")
-    if refused := refusals("cli", specs):
-        raise all_invalid(refused)
-    return unpack(buffer[head.size :], specs, buffer), wire.decode_options(head.metadata)
+def _report(
+    tensors: dict[str, Any], keywords: dict[str, Any], url: str | None, api_key: str | None, timeout: float
+) -> tuple[VerifyReport, dict[str, str]]:
+    """Return what was found, here or at a server, and the known mistakes behind what is wrong."""
+    if url is not None:
+        with client(url, api_key, timeout) as server:
+            return server.verify(**tensors, **keywords), {}
+    if not tensors:
+        return local("verify")(checked(VerifyRequest, keywords)), {}
+    if drawn := [name for name in DRAWN if name in keywords]:
+        raise invalid(drawn[0], "is not taken beside tensors")
+    options = checked(AttentionOptions, keywords)
+    report = local("verify_tensors")(tensors, options)
+    if report.ok or report.backend != "given":
+        return report, {}
+    return report, local("mistakes")(tensors, options, report)
+
+
+def _kernel(name: str, keywords: dict[str, Any], json: Path | None, plot: Path | None) -> int:
+    """Judge a function of the caller's own, over a grid or on the one shape that is given."""
+    from flashpoint.commands import verify_kernel
+
+    if plot is not None:
+        raise typer.BadParameter("draws one problem; --kernel has many", param_hint="--plot")
+    kernel = verify_kernel.load_kernel(name)
+    shape = keywords.get("shape")
+    if shape is not None:
+        keywords["shape"] = checked(Shape, shape)
+    requests = local("kernel_grid")(kernel, **keywords)
+    cases, code = verify_kernel.judge(local("verify_kernel")(kernel, requests), len(requests), console(json))
+    write_json(json, [
+        {"problem": case.problem, "ok": case.ok, "skipped": case.skipped, "note": case.note,
+         "mistakes": dict(case.mistakes), "report": case.report and case.report.model_dump(mode="json")}
+        for case in cases
+    ])  # fmt: skip
+    return code
 
 
 def _show(report: VerifyReport, show: Console, *, of_file: bool) -> None:
@@ -148,4 +173,3 @@ def _show(report: VerifyReport, show: Console, *, of_file: bool) -> None:
     show.print(verification_table(report))
     for t in report.tensors:
         show.print(f"{t.name}: at most {t.bound:.1e}, {t.rule}", style="dim")
-    show.print("[green]right[/]" if report.ok else "[bold red]wrong[/]")

@@ -5,36 +5,38 @@ from __future__ import annotations
 import http.client
 import socket
 import ssl
-import sys
-from collections.abc import Sequence
 
-from flashpoint_server.cli.serve import parse
+from flashpoint.commands.app import RIGHT, WRONG, CommandError, examples
+from flashpoint_server.cli.flags import takes_settings
 from flashpoint_server.config.settings import Settings
+from flashpoint_server.config.sources import Sourced
 
+EXAMPLES = """
+  flashpoint health
+  flashpoint health --port 9000
+"""
 PATH = "/health/live"
 PATIENCE = 4.0  # seconds
 _THIS_HOST = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Ask the server that was started with these settings (flags and variables of `serve`).
+@examples(EXAMPLES)
+@takes_settings
+def health(*, sourced: Sourced) -> int:
+    """Ask the server that was started with these settings whether it is alive.
 
-    The exit code: 0 it answers, 1 it does not, 2 it was called wrongly.
+    Exit code 0: it answers. 1: it does not.
     """
-    flags = list(sys.argv[1:] if argv is None else argv)
-    settings = parse("flashpoint health", flags)
-    if settings is None:
-        return 2
+    settings = sourced.settings
     if settings.port == 0:
-        print("flashpoint health: --port: 0 takes a free port; say which one the server has", file=sys.stderr)
-        return 2
+        raise CommandError("--port: 0 takes a free port", "say which port the server has")
     try:
         said = ask(settings)
     except (OSError, http.client.HTTPException) as error:
-        print(f"flashpoint health: no answer on port {settings.port}: {error}", file=sys.stderr)
-        return 1
+        hint = "is the server running, and with the same flags and variables?"
+        raise CommandError(f"no answer on port {settings.port}: {error}", hint, WRONG) from None
     print(said)
-    return 0
+    return RIGHT
 
 
 def ask(settings: Settings) -> str:

@@ -2,47 +2,68 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import secrets
 import sys
-from collections.abc import Sequence
+from typing import Annotated, Any
 
+import typer
+
+from flashpoint.commands.app import RIGHT, CommandError, examples
+from flashpoint_contract.hints import meant
 from flashpoint_server.config.key_file import RIGHTS, check_name
 
-_RATES = ("requests_per_second", "bytes_per_second", "flops_per_second", "compute_seconds_per_second")
-_WHOLE = ("concurrent", "cache_bytes")
-_LIMITS = (*_RATES, *_WHOLE)
+EXAMPLES = """
+  flashpoint key alice >> keys.toml
+  flashpoint key alice --rights attention+info --requests-per-second 50 >> keys.toml
+"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print a new key and its entry; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="flashpoint key",
-        description="Draw a key. Its entry goes to stdout, the key itself to stderr: it is shown this once.",
-        epilog="example: flashpoint key alice --rights attention+info --requests-per-second 50 >> keys.toml",
-    )
-    parser.add_argument("name", help="what logs and metrics call it: letters, digits, - and _")
-    parser.add_argument("--rights", default="attention+info", help=f"of {', '.join(RIGHTS)}, with + between them")
-    for limit in _LIMITS:
-        parser.add_argument(f"--{limit.replace('_', '-')}", type=int if limit in _WHOLE else float)
-    asked = parser.parse_args(argv)
-    rights = asked.rights.split("+")
-    if unknown := [right for right in rights if right not in RIGHTS]:
-        parser.error(f"--rights: {unknown[0]!r} is none of {', '.join(RIGHTS)}")
+def _limit(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel="Limits of the key", show_default="none")
+
+
+@examples(EXAMPLES)
+def key(
+    name: Annotated[str, typer.Argument(help="What logs and metrics call it: letters, digits, - and _.")],
+    rights: Annotated[str, typer.Option(help=f"Its permissions: {', '.join(RIGHTS)}, with + between them.")] = (
+        "attention+info"
+    ),
+    requests_per_second: Annotated[float | None, _limit("Requests a second.")] = None,
+    bytes_per_second: Annotated[float | None, _limit("Bytes of tensors a second.")] = None,
+    flops_per_second: Annotated[float | None, _limit("Floating-point operations a second.")] = None,
+    compute_seconds_per_second: Annotated[float | None, _limit("Seconds of computing in a second.")] = None,
+    concurrent: Annotated[int | None, _limit("Requests at once.")] = None,
+    cache_bytes: Annotated[int | None, _limit("Bytes of KV caches and saved forwards.")] = None,
+) -> int:
+    """Make an API key. Its entry for the file of keys goes to stdout, the key itself to stderr: it is shown once."""
+    asked = rights.split("+")
+    if unknown := [right for right in asked if right not in RIGHTS]:
+        near = meant(unknown[0], RIGHTS)
+        raise CommandError(
+            f"--rights: {unknown[0]!r} is none of {', '.join(RIGHTS)}", f"did you mean {near}?" if near else None
+        )
     try:
-        check_name(asked.name)
+        check_name(name)
     except ValueError as error:
-        parser.error(f"name: {error}")
-    limits = {limit: value for limit in _LIMITS if (value := getattr(asked, limit)) is not None}
+        raise CommandError(f"NAME: {error}") from None
+    given = {
+        "requests_per_second": requests_per_second,
+        "bytes_per_second": bytes_per_second,
+        "flops_per_second": flops_per_second,
+        "compute_seconds_per_second": compute_seconds_per_second,
+        "concurrent": concurrent,
+        "cache_bytes": cache_bytes,
+    }
+    limits = {limit: value for limit, value in given.items() if value is not None}
     for limit, value in limits.items():
         if not 0 < value < float("inf"):
-            parser.error(f"--{limit.replace('_', '-')}: must be above 0")
+            raise CommandError(f"--{limit.replace('_', '-')}: must be above 0")
 
-    key = f"fp_{secrets.token_urlsafe(32)}"
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    entry = {"sha256": digest, "rights": rights, **limits}
-    print(f"[{asked.name}]", *(f"{field} = {json.dumps(value)}" for field, value in entry.items()), "", sep="\n")
-    print(f"the key of {asked.name}, which is kept nowhere: {key}", file=sys.stderr)
-    return 0
+    drawn = f"fp_{secrets.token_urlsafe(32)}"
+    digest = hashlib.sha256(drawn.encode()).hexdigest()
+    entry = {"sha256": digest, "rights": asked, **limits}
+    print(f"[{name}]", *(f"{field} = {json.dumps(value)}" for field, value in entry.items()), "", sep="\n")
+    print(f"the key of {name}, which is kept nowhere: {drawn}", file=sys.stderr)
+    return RIGHT

@@ -12,7 +12,6 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from ipaddress import ip_address
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -154,8 +153,8 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter) or self._service.engine.state is State.FAILED
 
 
-def run(settings: Settings, argv: Sequence[str]) -> int:
-    """Serve until a signal; the exit code, 1 where an engine cannot work. `argv` are the flags `settings` came from."""
+def run(settings: Settings) -> int:
+    """Serve until a signal; the exit code, 1 where an engine cannot work."""
     scratch.remove_left()
     try:
         listener = listen(settings)
@@ -168,7 +167,7 @@ def run(settings: Settings, argv: Sequence[str]) -> int:
         if settings.workers == 1:
             return serve_on(listener, create_app(settings))
         if settings.grpc_port is None:
-            return supervisor.run(settings, argv, listener)
+            return supervisor.run(settings, listener)
         try:
             shared = _reserve(settings.host, settings.grpc_port)
         except OSError as error:
@@ -176,7 +175,7 @@ def run(settings: Settings, argv: Sequence[str]) -> int:
             return 1
         with shared:
             port = shared.getsockname()[1]
-            return supervisor.run(settings, [*argv, f"--grpc-port={port}"], listener)
+            return supervisor.run(settings.model_copy(update={"grpc_port": port}), listener)
 
 
 def open_to_all(settings: Settings) -> str | None:

@@ -19,6 +19,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from flashpoint_server.cli.hangup import HANGUP, NOTHING_TO_REREAD
 from flashpoint_server.cli.scratch import directory
 from flashpoint_server.config.settings import Settings
+from flashpoint_server.config.sources import as_environment
 from flashpoint_server.ipc.counts import clear
 from flashpoint_server.ipc.processes import Child, running_engines
 from flashpoint_server.observability.metrics import DIRECTORY as METRICS_DIRECTORY
@@ -28,12 +29,12 @@ log = structlog.stdlib.get_logger("flashpoint.supervisor")
 _WORKER_MARGIN = 15.0  # seconds beyond the shutdown timeout that a worker may take to end
 
 
-def run(settings: Settings, argv: Sequence[str], listener: socket.socket) -> int:
-    """Until a signal; the exit code, 1 where an engine cannot work. `argv` are the flags that `settings` came from."""
-    return asyncio.run(_run(settings, argv, listener))
+def run(settings: Settings, listener: socket.socket) -> int:
+    """Until a signal; the exit code, 1 where an engine cannot work."""
+    return asyncio.run(_run(settings, listener))
 
 
-async def _run(settings: Settings, argv: Sequence[str], listener: socket.socket) -> int:
+async def _run(settings: Settings, listener: socket.socket) -> int:
     ended = asyncio.Event()
     loop, workers = asyncio.get_running_loop(), list[Child]()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -58,9 +59,9 @@ async def _run(settings: Settings, argv: Sequence[str], listener: socket.socket)
             Child(
                 f"worker {n}",
                 "flashpoint_server.cli.worker",
-                [*fixed, "--number", str(n), "--", *argv],
+                [*fixed, "--number", str(n)],
                 [listener.fileno()],
-                {METRICS_DIRECTORY: str(metrics)},
+                {METRICS_DIRECTORY: str(metrics)} | as_environment(settings),
                 partial(forget, n),
             )
             for n in range(settings.workers)

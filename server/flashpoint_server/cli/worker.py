@@ -1,4 +1,7 @@
-"""One HTTP process of several: `python -m flashpoint_server.cli.worker --listener FD --engines HEX,… … -- FLAGS`."""
+"""One HTTP process of several: `python -m flashpoint_server.cli.worker --listener FD --engines HEX,… …`.
+
+Its settings are FLASHPOINT_* variables, which the supervisor has set from its own.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,11 @@ def main() -> int:
     parser.add_argument("--engines", required=True, help="addresses of the engines, in hexadecimal")
     parser.add_argument("--number", type=int, required=True, help="which of the HTTP processes this is")
     parser.add_argument("--limits", type=Path, required=True, help="the directory where they count what keys use")
-    parser.add_argument("flags", nargs="*", help="those of `flashpoint serve`, behind --")
     parser.add_argument("--parent", type=int, required=True, help="the pid of the supervisor")
     asked = parser.parse_args()
     die_with_parent(asked.parent)
     HANGUP.catch()
-    settings = Settings(_cli_parse_args=asked.flags)  # type: ignore[call-arg]
+    settings = Settings()
     logs.configure(settings.log_format, settings.log_level)
     engines = [bytes.fromhex(address) for address in asked.engines.split(",")]
     shared = WorkerGroup(asked.limits, asked.number, settings.workers)

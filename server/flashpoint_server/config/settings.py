@@ -1,4 +1,4 @@
-"""Every setting of the service, each a flag of `flashpoint serve` and a variable FLASHPOINT_<NAME>."""
+"""Every setting of the service: a flag of `flashpoint serve`, a variable FLASHPOINT_<NAME>, a line of a file."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, CliImplicitFlag, NoDecode, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from flashpoint.commands.registry import how_to_install
 from flashpoint_contract import wire
 from flashpoint_server.config import tls
 from flashpoint_server.config.hosts import host_name
@@ -29,20 +30,13 @@ Bytes = Annotated[int, Field(ge=1)]
 
 
 class Settings(BaseSettings):
-    """Serve flash attention over HTTP.
-
-    Every flag is also an environment variable: --queue-limit is FLASHPOINT_QUEUE_LIMIT. A flag wins.
-    """
+    """The settings of the service. `Settings()` reads variables alone; config.sources reads flags and files, too."""
 
     model_config = SettingsConfigDict(
         env_prefix="FLASHPOINT_",
         frozen=True,
         use_attribute_docstrings=True,
         hide_input_in_errors=True,  # keys are among it
-        cli_prog_name="flashpoint serve",
-        cli_kebab_case=True,
-        cli_hide_none_type=True,
-        cli_avoid_json=True,
     )
 
     host: str = "127.0.0.1"
@@ -60,7 +54,7 @@ class Settings(BaseSettings):
     """comma-separated bearer keys, each KEY (all rights) or KEY:right+right; see docs/security.md"""
     api_keys_file: Path | None = None
     """TOML file of keys by name, with hash, rights and limits; it is read again when it changes (docs/security.md)"""
-    insecure: CliImplicitFlag[bool] = False
+    insecure: bool = False
     """serve everybody on an address that others reach, with neither keys nor --tls-client-ca; else that is refused"""
 
     tls_key: Path | None = None
@@ -147,8 +141,8 @@ class Settings(BaseSettings):
 
     otlp_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
     """where spans go, by OTLP over HTTP, such as http://localhost:4318/v1/traces; needs the extra `otel`"""
-    log_format: Literal["json", "console"] = "json"
-    """one JSON object a line, or columns for a person"""
+    log_format: Literal["auto", "json", "console"] = "auto"
+    """one JSON object a line, or columns for a person; auto is console where stderr is a terminal, else json"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """least severity that is logged"""
 
@@ -225,14 +219,14 @@ class Settings(BaseSettings):
     @classmethod
     def _with_grpc(cls, port: int | None) -> int | None:
         if port is not None and find_spec("grpc") is None:
-            raise ValueError("needs the extra: pip install 'flashpoint[grpc]'")
+            raise ValueError(f"needs the extra grpc; {how_to_install('grpc')}")
         return port
 
     @field_validator("otlp_endpoint")
     @classmethod
     def _with_its_extra(cls, endpoint: str | None) -> str | None:
         if endpoint is not None and find_spec("opentelemetry.exporter") is None:
-            raise ValueError("needs the extra: pip install 'flashpoint[otel]'")
+            raise ValueError(f"needs the extra otel; {how_to_install('otel')}")
         return endpoint
 
     @field_validator("api_keys")

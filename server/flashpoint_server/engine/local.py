@@ -1,7 +1,6 @@
 """Verify, time and describe in this process, with no server: what the command line runs where it has no `--url`.
 
-The entry points of the group `flashpoint.local`: they take the requests that a server takes, and give what it answers.
-Needs torch.
+They take the requests that a server takes, and give what it answers. The command line finds them by name. Needs torch.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import itertools
 import os
 import subprocess
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,16 +33,31 @@ from flashpoint.benchmark_schema import (
 from flashpoint.errors import FieldProblem, InvalidInputError, invalid
 from flashpoint.options import AttentionOptions
 from flashpoint.shape_schema import Shape
+from flashpoint.verdicts import KernelCase
 from flashpoint.verify_schema import VerifyReport, VerifyRequest
 from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.tensors import ALL_ANSWERS
 from flashpoint_kernels import available_backends
+from flashpoint_kernels.mistakes import explain
+from flashpoint_kernels.own_kernel import Kernel, NotTakenError, answers_of, parameters
 from flashpoint_kernels.problem import DTYPES
+from flashpoint_kernels.reproduction.claims import reproduce as reproduce
 from flashpoint_kernels.support import SUPPORT
 from flashpoint_kernels.timing import Timing, describe, run_grid
 from flashpoint_kernels.verification import Verification
 from flashpoint_kernels.verification import verify as judge
 from flashpoint_server.engine.cases import cases_of
+
+# What a function of the caller's is tried on: tiles that end early, fewer key heads, one query, more keys than queries.
+SHAPES = [
+    {"q_len": 64, "head_dim": 64},
+    {"batch": 2, "q_heads": 4, "q_len": 128, "head_dim": 64},
+    {"q_heads": 4, "kv_heads": 2, "q_len": 100, "head_dim": 64},
+    {"q_heads": 2, "q_len": 33, "kv_len": 130, "head_dim": 32},
+    {"q_heads": 2, "q_len": 1, "kv_len": 77, "head_dim": 64},
+    {"q_len": 257, "head_dim": 128},
+]
+VARIED: dict[str, Any] = {"causal": True, "scale": 0.3, "window": (16, 0), "softcap": 5.0}
 
 
 def benchmark(request: BenchmarkRequest) -> Iterator[BenchmarkEvent]:
@@ -123,6 +137,64 @@ def judge_given(given: Mapping[str, Tensor], options: Options, device: str) -> V
     with _fields():
         found = judge(problem, options, answers=answers or None)
     return _report(found, device, start)
+
+
+def mistakes(tensors: Mapping[str, NDArray[Any]], options: AttentionOptions, report: VerifyReport) -> dict[str, str]:
+    """Return the known mistakes that explain what `report` found wrong in a caller's own problem."""
+    device = _device()
+    given = {name: _tensor(name, array).to(device) for name, array in tensors.items()}
+    return _explained(given, Options(**dict(options)), report)
+
+
+def _explained(given: Mapping[str, Tensor], options: Options, report: VerifyReport) -> dict[str, str]:
+    problem = {name: t for name, t in given.items() if name not in ALL_ANSWERS}
+    wrong = {t.name: t.bound for t in report.tensors if not t.ok}
+    return explain(problem, options, given, wrong) if wrong else {}
+
+
+def verify_kernel(kernel: Kernel, requests: Iterable[VerifyRequest]) -> Iterator[KernelCase]:
+    """Judge the caller's own function on drawn problems, one at a time."""
+    device = _device()
+    for request in requests:
+        options = Options(**{name: getattr(request, name) for name in AttentionOptions.model_fields})
+        tensors = draw(request, device)
+        try:
+            answers = answers_of(kernel, tensors, options)
+        except (NotTakenError, NotImplementedError) as error:
+            yield KernelCase(request, note=str(error) or type(error).__name__, skipped=True)
+        except Exception as error:  # whatever the caller's code raises is its answer
+            yield KernelCase(request, note=f"raised {type(error).__name__}: {error}")
+        else:
+            yield _judged_case(request, tensors | answers, options, device)
+
+
+def _judged_case(request: VerifyRequest, given: Mapping[str, Tensor], options: Options, device: str) -> KernelCase:
+    try:
+        report = judge_given(given, options, device)
+    except InvalidInputError as error:
+        return KernelCase(request, note=str(error))
+    if request.direction == "backward":
+        judged = tuple(t for t in report.tensors if t.name not in ("o", "lse"))
+        report = report.model_copy(update={"tensors": judged, "ok": all(t.ok for t in judged)})
+    return KernelCase(request, report, mistakes=_explained(given, options, report))
+
+
+def kernel_grid(kernel: Kernel, **asked: Any) -> list[VerifyRequest]:
+    """Return the problems for `verify_kernel`: shapes that kernels get wrong, with each option that the function takes.
+
+    `asked` are fields of VerifyRequest, which every problem has.
+    """
+    takes = parameters(kernel)
+    names = tuple(VARIED) if takes is None else tuple(name for name in VARIED if name in takes)
+    variants: list[dict[str, Any]] = [{}, *({name: VARIED[name]} for name in names)]
+    if "causal" in names:
+        variants += [{"causal": True, name: VARIED[name]} for name in names if name != "causal"]
+    shapes = [asked.pop("shape")] if "shape" in asked else SHAPES
+    problems = [{"shape": shape, **variant, **asked} for shape in shapes for variant in variants]
+    if takes is not None and takes.get("causal") == "is_causal":  # torch's name, and its alignment
+        problems = [{"causal_alignment": "top_left", **each} if each.get("causal") else each for each in problems]
+    unique = {repr(sorted(problem.items(), key=str)): problem for problem in problems}
+    return [VerifyRequest(**problem) for problem in unique.values()]
 
 
 def _report(found: Verification, device: str, start: float, seed: int | None = None) -> VerifyReport:

@@ -20,7 +20,7 @@ from flashpoint_server.http.protocol import EXTENSION
 from flashpoint_server.refusal import Refusal
 
 _MOST_KNOWN = 256  # Host fields that are remembered as allowed
-_PAGES = ("/", "/docs")  # what a link of another site may lead to
+_PAGES = ("/", "/docs", "/docs/errors")  # what a link of another site may lead to
 _BOTH = ("X-Request-Id", "Inference-Header-Content-Length")
 _SENT = (*_BOTH, "Authorization", "X-Timeout-Ms", "X-Priority", "Idempotency-Key", "X-Flashpoint-Replica")
 _SHOWN = (*_BOTH, "X-Backend", "X-Batch-Size", "Server-Timing", "Retry-After", "X-Flashpoint-Replica")

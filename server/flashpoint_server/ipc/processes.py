@@ -44,12 +44,12 @@ class Child:
         module: str,
         arguments: Sequence[str],
         inherited: Sequence[int],
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] = os.environ,
         ended: Callable[[int], None] = lambda pid: None,
     ) -> None:
         self.name = name
         self._ended = ended  # told the pid of each that has ended
-        self._environment = {**(environment or {}), **os.environ}  # what the operator set wins
+        self._environment = dict(environment)
         self.starts = 0
         self._command = [sys.executable, "-m", module, "--parent", str(os.getpid()), *arguments]
         self._inherited = tuple(inherited)
@@ -128,6 +128,7 @@ async def running_engines(settings: Settings, module: str = ENGINE) -> AsyncIter
 
     `module` is what they run: tests put faults into one of their own.
     """
+    environment = ENGINE_VARIABLES | os.environ  # what the operator set wins
     async with AsyncExitStack() as inside:
         addresses = []
         for device in await devices(settings.device):
@@ -135,7 +136,7 @@ async def running_engines(settings: Settings, module: str = ENGINE) -> AsyncIter
             arguments = ["--listener", str(listener.fileno()), "--device", device]
             for name in ENGINE_SETTINGS:
                 arguments += [f"--{name.replace('_', '-')}", str(getattr(settings, name))]
-            child = Child(f"engine {device}", module, arguments, [listener.fileno()], ENGINE_VARIABLES)
+            child = Child(f"engine {device}", module, arguments, [listener.fileno()], environment)
             await inside.enter_async_context(child.kept(ENGINE_PATIENCE))
             addresses.append(listener.getsockname())
         yield addresses

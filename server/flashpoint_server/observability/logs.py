@@ -58,8 +58,12 @@ def _notice(processors: Sequence[Processor], dropped: int) -> bytes:
     return bytes(event)
 
 
-def configure(style: Literal["json", "console"], level: str) -> None:
-    """Send every log line of the process to stderr: a JSON object a line, or columns for a person."""
+def configure(style: Literal["auto", "json", "console"], level: str) -> None:
+    """Send every log line of the process to stderr: a JSON object a line, or columns for a person.
+
+    `auto` is columns where stderr is a terminal. NO_COLOR keeps them without colours.
+    """
+    terminal = os.isatty(STDERR)
     shared: list[Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
@@ -67,8 +71,8 @@ def configure(style: Literal["json", "console"], level: str) -> None:
     ]
     renderer: list[Processor] = (
         [structlog.processors.format_exc_info, _json]
-        if style == "json"
-        else [structlog.dev.ConsoleRenderer(colors=os.isatty(STDERR)), _encoded]
+        if style == "json" or (style == "auto" and not terminal)
+        else [structlog.dev.ConsoleRenderer(colors=terminal and "NO_COLOR" not in os.environ), _encoded]
     )
     structlog.configure(
         processors=[*shared, *renderer],

@@ -1,15 +1,19 @@
-"""GET /, GET /docs and GET /static/…: the page, rendered once from the schemas, and Swagger UI. They hold nothing
-secret: what they show, they ask of the API, with the key that their reader gives them."""
+"""GET /, GET /docs, GET /docs/errors and GET /static/…: the page, rendered once from the schemas, Swagger UI, errors.
+
+They hold nothing secret: what they show, they ask of the API, with the key that their reader gives them.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Any, get_args
 
 from fastapi import APIRouter, Request, Response
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
@@ -17,7 +21,8 @@ from flashpoint.benchmark_schema import BenchmarkRequest, PlotKind, Preset, Time
 from flashpoint.options import Backend, CausalAlignment, Layout, Precision
 from flashpoint.shape_schema import Direction, Dtype, Shape
 from flashpoint.verify_schema import Extra, VerifyRequest
-from flashpoint_server.refusal import Refusal
+from flashpoint_server.page.errors import ERRORS
+from flashpoint_server.refusal import STATUS, Refusal
 from flashpoint_server.service import Service
 
 # The page's own files alone; no inline script or style, no other host.
@@ -44,6 +49,7 @@ PLOTS: dict[PlotKind, str] = {
 def router(service: Service) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
     page = _File(_render(locked=service.keys.locked), HTML)
+    errors = _File(_errors(), HTML)
     docs = _File(files(__package__).joinpath("templates", "docs.html").read_bytes(), HTML, DOCS_POLICY)
     swagger = files("fastapi_swagger.resources")
     uplot = files(__package__).joinpath("vendor", "uplot")
@@ -63,6 +69,10 @@ def router(service: Service) -> APIRouter:
     @routes.get("/docs")
     async def documentation(request: Request) -> Response:
         return docs.answer(request)
+
+    @routes.get("/docs/errors")
+    async def documentation_of_errors(request: Request) -> Response:
+        return errors.answer(request)
 
     @routes.get("/static/{name}")
     async def file(name: str, request: Request) -> Response:
@@ -87,25 +97,46 @@ class _File:
         return Response(self._content, headers=headers, media_type=self._media_type)
 
 
-def _render(*, locked: bool) -> bytes:
+def _templates() -> Environment:
     loader = PackageLoader("flashpoint_server.page", "templates")
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    text = environment.get_template("index.html").render(
-        locked=locked,
-        version=version("flashpoint"),
-        defaults=_defaults(VerifyRequest) | _defaults(BenchmarkRequest) | _defaults(Shape),
-        dtypes=get_args(Dtype),
-        timed_dtypes=get_args(TimedDtype),
-        directions=get_args(Direction),
-        layouts=get_args(Layout),
-        alignments=get_args(CausalAlignment),
-        precisions=get_args(Precision),
-        backends=get_args(Backend),
-        extras=get_args(Extra),
-        cases=[("", "the grid below"), *CASES.items()],
-        plots=PLOTS,
+    environment.filters["words"] = _words
+    return environment
+
+
+def _words(text: str) -> Markup:
+    """A sentence, with what stands in backquotes as code."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text[:1].upper() + text[1:]))))
+
+
+def _errors() -> bytes:
+    rows = [
+        (code, status, Refusal(code, "").headers.get("Retry-After"), ERRORS[code]) for code, status in STATUS.items()
+    ]
+    return _templates().get_template("errors.html").render(errors=rows).encode()
+
+
+def _render(*, locked: bool) -> bytes:
+    text = (
+        _templates()
+        .get_template("index.html")
+        .render(
+            locked=locked,
+            version=version("flashpoint"),
+            defaults=_defaults(VerifyRequest) | _defaults(BenchmarkRequest) | _defaults(Shape),
+            dtypes=get_args(Dtype),
+            timed_dtypes=get_args(TimedDtype),
+            directions=get_args(Direction),
+            layouts=get_args(Layout),
+            alignments=get_args(CausalAlignment),
+            precisions=get_args(Precision),
+            backends=get_args(Backend),
+            extras=get_args(Extra),
+            cases=[("", "the grid below"), *CASES.items()],
+            plots=PLOTS,
+        )
     )
     return text.encode()
 

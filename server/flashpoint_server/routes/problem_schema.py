@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from flashpoint_server.refusal import MEDIA_TYPE, STATUS
+from flashpoint_server.refusal import MEDIA_TYPE, STATUS, TYPES
 
 _HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
@@ -27,7 +27,7 @@ class ProblemDocument(BaseModel):
     """RFC 9457. `code` tells apart what shares a status; `request_id` finds the server's log line."""
 
     model_config = ConfigDict(title="Problem")
-    type: str = "about:blank"
+    type: str = Field(f"{TYPES}invalid_request", description="the page of this server that explains the code")
     title: str
     status: int
     detail: str

@@ -11,6 +11,7 @@ from flashpoint.options import AttentionOptions
 from flashpoint.validation import field_problems
 from flashpoint.verify_schema import VerifyRequest
 from flashpoint_contract import strictjson
+from flashpoint_contract.hints import each_meant
 from flashpoint_contract.options import Direction, Options, ProblemError
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import ALL_ANSWERS, FORWARD_TENSORS, INPUT_TENSORS, TensorInfo, refusals
@@ -78,7 +79,10 @@ def _check(message: TensorMessage, device: DeviceInfo, settings: Settings) -> tu
     infos = dict(message.inputs)
     known = (*_PROBLEM, *ALL_ANSWERS)
     if unknown := [name for name in infos if name not in known]:
-        raise invalid((name, f"unknown tensor; known are {', '.join(known)}") for name in unknown)
+        raise invalid(
+            (name, f"unknown tensor{hint or '; known are ' + ', '.join(known)}")
+            for name, hint in each_meant(unknown, known)
+        )
     if refused := refusals(message.surface, infos):
         raise invalid(refused)
     direction: Direction = "backward" if "do" in infos else "forward"

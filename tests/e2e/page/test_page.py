@@ -10,6 +10,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
 import flashpoint
+from flashpoint_server.page.errors import ERRORS
+from flashpoint_server.refusal import STATUS
 from tests.support.browser import PATIENCE_MS, drawn, enter, run_shown_code, said, start_benchmark
 from tests.support.messages import ask, message, normal, post
 
@@ -286,3 +288,16 @@ def test_it_is_served_with_a_strict_policy_and_asked_for_again_in_vain(server):
     missing = ask(server, "/static/nothing.js")
     assert (missing.status, missing.json["code"]) == (404, "not_found")
     assert ask(server, "/static/..%2fpage.py").status == 404
+
+
+def test_every_error_has_its_line_under_the_type_of_its_problem(server):
+    refused = ask(server, "/nowhere").json
+    page, _, anchor = refused["type"].partition("#")
+    found = ask(server, page)
+    assert (found.status, found.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "unsafe" not in found.headers["content-security-policy"]
+    assert ERRORS.keys() == STATUS.keys()
+    text = found.body.decode()
+    assert f'<section id="{anchor}">' in text
+    assert re.findall(r'<section id="([^"]+)">', text) == list(STATUS)
+    assert not re.search(r"https?://", text)

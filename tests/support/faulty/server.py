@@ -2,8 +2,9 @@
 
 import sys
 
-from flashpoint_server import Settings, create_app
+from flashpoint_server import create_app
 from flashpoint_server.cli import serving
+from flashpoint_server.config.sources import load
 from flashpoint_server.ipc.staging import Staging
 from flashpoint_server.observability import logs
 from flashpoint_server.routes import pipeline
@@ -28,7 +29,8 @@ def typed(number: int):
 
 if __name__ == "__main__":
     pipeline.Staging = LeakingStaging
-    settings = Settings(_cli_parse_args=sys.argv[1:])
+    flags = (argument.removeprefix("--").split("=", 1) for argument in sys.argv[1:])
+    settings = load({name.replace("-", "_"): value for name, value in flags}).settings
     logs.configure(settings.log_format, settings.log_level)
     app = create_app(settings, engine_module="tests.support.faulty.engine")
     app.add_api_route("/fail", fail)

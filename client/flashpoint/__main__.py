@@ -1,0 +1,7 @@
+"""`python -m flashpoint`: the command line, where its script is not on the PATH."""
+
+import sys
+
+from flashpoint.cli import main
+
+sys.exit(main())

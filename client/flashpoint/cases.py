@@ -1,0 +1,68 @@
+"""A problem of attention in a file, with a kernel's answers: `save_case` writes it, `flashpoint verify` judges it."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashpoint._arrays import Array, unpack
+from flashpoint._calls import checked, message
+from flashpoint.errors import all_invalid, invalid
+from flashpoint.options import AttentionOptions
+from flashpoint_contract import wire
+from flashpoint_contract.hints import each_meant
+from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS, REQUIRED, refusals
+
+_KNOWN = tuple(dict.fromkeys((*INPUT_TENSORS, *ALL_ANSWERS)))
+# Options that say what is to be computed: a file that lacks one leaves it to the default.
+MEANT = ("layout", "causal", "causal_alignment", "window", "scale", "softcap", "dropout_p")
+
+
+def save_case(path: str | PathLike[str], *, q: Array, k: Array, v: Array, o: Array | None = None, **more: Any) -> Path:
+    """Write a problem and a kernel's answers into a safetensors file, for `flashpoint verify PATH`.
+
+    Args:
+        path: the file; it is overwritten.
+        q: (B,Hq,Sq,D), or as `layout` says.
+        k: (B,Hk,Sk,D).
+        v: (B,Hk,Sk,Dv).
+        o: (B,Hq,Sq,Dv), what the kernel answered.
+        more: other tensors by their names (`lse`, `do`, `dq`, `dk`, `dv`, `attn_mask`, …), and options (`causal=True`,
+            `scale=…`). An option that is not named is judged as the default, and `flashpoint verify` says so.
+
+    Returns the path. Raises InvalidInputError for an unknown name, a value that is not valid, or a tensor that cannot
+    be saved.
+    """
+    tensors = {"q": q, "k": k, "v": v, "o": o} | {name: more.pop(name) for name in list(more) if name in _KNOWN}
+    given = {name: value for name, value in more.items() if value is not None}
+    options = checked(AttentionOptions, given)
+    parts = message(tensors, options, {name: getattr(options, name) for name in given})
+    target = Path(path)
+    with target.open("wb") as file:
+        file.writelines(parts)
+    return target
+
+
+def read_case(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors of a safetensors file as numpy arrays, and the options of its metadata.
+
+    Raises InvalidInputError where it is no such file, or has no q, k and v.
+    """
+    buffer = np.fromfile(path, np.uint8)
+    try:
+        size = wire.head_size(buffer[:8].data)
+        head = wire.parse_head(buffer[:size].data)
+    except wire.WireError as error:
+        raise invalid("file", f"{path} is no safetensors file: {error}") from None
+    if len(buffer) != head.size + head.data_size:
+        raise invalid("file", f"{path} has {len(buffer)} bytes where its head says {head.size + head.data_size}")
+    specs = {spec.name: spec for spec in head.tensors}
+    if not specs.keys() >= set(REQUIRED["forward"]):
+        found = "; ".join(f"{name}{hint}" for name, hint in each_meant(specs, REQUIRED["forward"]))
+        raise invalid("file", f"{path} has no q, k and v, but {found or 'nothing'}")
+    if refused := refusals("cli", specs):
+        raise all_invalid(refused)
+    return unpack(buffer[head.size :], specs, buffer), wire.decode_options(head.metadata)

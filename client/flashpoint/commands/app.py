@@ -1,0 +1,208 @@
+"""The Typer application: every command, its help, and the one form of its errors.
+
+A command is a function whose parameters are annotated for Typer. Its module is imported when it is run, or when its own
+help or completion is asked for. It returns an exit code, or None for 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from flashpoint import errors
+from flashpoint.commands import help_page
+from flashpoint.commands.registry import COMMANDS, complain, missing
+from flashpoint_contract.hints import meant
+
+RIGHT, WRONG, MISUSED, UNREACHABLE = range(4)
+CODES = "0 right, 1 wrong or failed, 2 called wrongly or refused, 3 no server, or none that has time"
+
+# What Typer and pydantic say.
+_QUOTED = re.compile(r"'([^']*)'")
+_EXTRA = re.compile(r"Got unexpected extra argument.*\((.*)\)")
+_NOT_VALID = re.compile(r"Input should be (a valid \w+)")
+
+
+class CommandError(Exception):
+    """A command cannot go on: what is wrong, what to do about it, and the exit code."""
+
+    def __init__(self, message: str, hint: str | None = None, code: int = MISUSED) -> None:
+        super().__init__(message)
+        self.message, self.hint, self.code = message, hint, code
+
+
+class _Page:
+    """Help as flashpoint.commands.help_page writes it, which cuts no name and no text short."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(help_page.page(cast(Any, self), ctx))
+
+
+class _Command(_Page, TyperCommand):
+    pass
+
+
+class _Commands(_Page, TyperGroup):
+    """All commands. One is imported once it is resolved; the list of them needs none."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, found, rest = super().resolve_command(ctx, args)
+        return name, found and load(str(name)), rest
+
+
+def load(name: str) -> Any:
+    """Return the command of this name, imported. Raises CommandError where a package is missing."""
+    module, _, function = COMMANDS[name].target.partition(":")
+    try:
+        command = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        raise CommandError(*missing(error, module.partition(".")[0])) from error
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    epilog = f"{getattr(command, 'examples', '')}\nExit codes: {CODES}."
+    alone.command(name, cls=_Command, epilog=epilog)(_flushed(command))
+    return typer.main.get_command(alone)
+
+
+def _flushed(command: Callable[..., int | None]) -> Callable[..., int]:
+    """Have what a command printed written before it ends, where the end of the reader is noticed."""
+
+    @functools.wraps(command)
+    def run(**keywords: Any) -> int:
+        code = command(**keywords)
+        sys.stdout.flush()
+        return code or RIGHT
+
+    return run
+
+
+def examples(text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Give a command the examples that end its help."""
+
+    def give(command: Callable[..., int]) -> Callable[..., int]:
+        command.examples = f"Examples:\n{text.strip(chr(10))}\n"  # type: ignore[attr-defined]
+        return command
+
+    return give
+
+
+def application() -> typer.Typer:
+    """Return the application, with no command imported."""
+    app = typer.Typer(
+        cls=_Commands,
+        pretty_exceptions_enable=False,
+        help="Flash attention as an endpoint.",
+        epilog=f"flashpoint COMMAND --help shows a command's own options.\n\nExit codes: {CODES}.",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def options(
+        version: bool = typer.Option(False, "-V", "--version", help="Print the version."),
+    ) -> None: ...
+
+    for name, command in COMMANDS.items():
+        app.command(name, help=command.about, rich_help_panel=command.group)(lambda: None)
+    return app
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command that the arguments name; its exit code."""
+    arguments = ["--help"] if list(arguments) == ["help"] else arguments
+    first = next((each for each in arguments if not each.startswith("-")), "")
+    name = f"flashpoint {first}" if first in COMMANDS else "flashpoint"
+    if not arguments:
+        print(help_page.of(application()), file=sys.stderr)
+        return MISUSED
+    try:
+        return int(application()(list(arguments), prog_name="flashpoint", standalone_mode=False) or RIGHT)
+    except SystemExit as end:  # of completion, and of a reader that has read enough
+        return end.code if isinstance(end.code, int) else RIGHT
+    except errors.FlashpointError as error:
+        complain(name, str(error), hint(error))
+        return exit_code(error)
+    except CommandError as error:
+        complain(name, error.message, error.hint)
+        return error.code
+    except typer.TyperException as error:
+        complain(name, *_usage(error, name))
+        return MISUSED
+    except typer.Abort:
+        return 130
+
+
+def exit_code(error: errors.FlashpointError) -> int:
+    match error:
+        case errors.ConnectionFailedError() | errors.OverloadedError() | errors.DeadlineExceededError():
+            return UNREACHABLE
+        case errors.ServerError() | errors.ProtocolError():
+            return WRONG
+    return MISUSED
+
+
+def hint(error: errors.FlashpointError) -> str | None:
+    """Return what to do about an error of a call, where there is something that a command line can do."""
+    match error:
+        case errors.ConnectionFailedError():
+            return "is the server running? `flashpoint serve` starts one here; --url names another"
+        case errors.AuthenticationError(status=401):
+            return "give the server's key: FLASHPOINT_API_KEY, or --api-key"
+        case errors.DeadlineExceededError():
+            return "give it more seconds: --timeout"
+        case errors.OverloadedError(code="not_ready"):
+            return "the server is starting: try again in some seconds"
+    return None
+
+
+def _usage(error: Any, name: str) -> tuple[str, str | None]:
+    """Return what a wrong call is told: the option and what is wrong with it, and the hint."""
+    message = error.message
+    option = getattr(error, "option_name", None) or _blamed(error)
+    if hasattr(error, "possibilities"):  # an option that there is not
+        parser = error.ctx.command.get_params(error.ctx)
+        near = meant_option(error.option_name, [each for one in parser for each in (*one.opts, *one.secondary_opts)])
+        return f"{option}: unknown option", f"did you mean {near}?" if near else f"{name} --help lists the options"
+    if hasattr(error, "param_type"):
+        return f"{option}: is missing", f"{name} --help shows examples"
+    if message.endswith("requires an argument."):
+        return f"{option}: needs a value", f"{name} --help says which"
+    if message.startswith("No such command"):
+        message, _, near = message.partition(" Did you mean ")
+        typed = (_QUOTED.findall(message) or [""])[0]
+        found = ", ".join(_QUOTED.findall(near))
+        return f"no command {typed!r}", f"did you mean {found}?" if found else "flashpoint --help lists the commands"
+    if " is not one of " in message:
+        given, *allowed = _QUOTED.findall(message)
+        near = meant(given, allowed)
+        text = f"{given!r} is none of {', '.join(allowed)}"
+        return f"{option}: {text}" if option else text, f"did you mean {near}?" if near else None
+    if (extra := _EXTRA.fullmatch(message)) is not None:
+        return f"unexpected argument: {extra[1]}", f"{name} --help shows examples"
+    if (needed := _NOT_VALID.match(message)) is not None:
+        return f"{option}: must be {needed[1]}", None
+    message = message[:1].lower() + message[1:].rstrip(".")
+    return (f"{option}: {message}" if option else message), None if option else f"{name} --help shows examples"
+
+
+def meant_option(option: str, known: Sequence[str]) -> str | None:
+    """Return the option that a mistyped one is likely to stand for, also where torch or flash-attn name it so."""
+    names = {each.removeprefix("--"): each for each in known if each.startswith("--")}
+    plain = {name.replace("-", "_"): each for name, each in names.items()}
+    near = meant(option.lstrip("-"), plain)
+    return plain[near] if near else None
+
+
+def _blamed(error: Any) -> str | None:
+    """Return the option or argument whose value is wrong, as it is written."""
+    if (given := getattr(error, "param_hint", None)) is not None:
+        return given if isinstance(given, str) else ", ".join(given)
+    param = getattr(error, "param", None)
+    if param is None:
+        return None
+    return param.opts[0] if param.opts and param.opts[0].startswith("-") else str(param.metavar or param.name).upper()

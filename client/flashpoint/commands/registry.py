@@ -1,0 +1,70 @@
+"""Which commands there are and where each is; what an error looks like; what to install where one cannot run.
+
+It knows the commands by name alone: each is imported when it is run. The commands need the extra `cli`, those that
+serve the extra `server`. This module needs neither.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A command: `module:function`, the group under which the help lists it, and its line there."""
+
+    target: str
+    group: str
+    about: str
+
+
+_SERVING, _JUDGING = "Serve", "Judge and measure, here or at a server"
+COMMANDS = {
+    "serve": Command("flashpoint_server.cli.serve:serve", _SERVING, "Start a server."),
+    "config": Command(
+        "flashpoint_server.cli.config:config", _SERVING, "Print the settings in force and where each comes from."
+    ),
+    "health": Command(
+        "flashpoint_server.cli.health:health", _SERVING, "Ask the server on this host whether it is alive."
+    ),
+    "key": Command("flashpoint_server.cli.key:key", _SERVING, "Make an API key and its entry for the file of keys."),
+    "verify": Command(
+        "flashpoint.commands.verify:verify", _JUDGING, "Judge attention against float64: a backend's, or your own."
+    ),
+    "benchmark": Command(
+        "flashpoint.commands.benchmark:benchmark", _JUDGING, "Time attention over a grid, on each backend."
+    ),
+    "reproduce": Command(
+        "flashpoint.commands.reproduce:reproduce", _JUDGING, "Measure here what papers and projects claim."
+    ),
+    "capacity": Command(
+        "flashpoint.commands.capacity:capacity", _JUDGING, "Predict how long a request takes and what a load needs."
+    ),
+    "info": Command(
+        "flashpoint.commands.info:info", _JUDGING, "Show device, versions, backends and the options of each."
+    ),
+}
+_EXTRAS = {"flashpoint": "cli", "flashpoint_server": "server"}  # which extra brings what a package needs
+
+
+def missing(error: ModuleNotFoundError, package: str) -> tuple[str, str]:
+    """Return what to say where `package` lacks a module, and the hint. Raises `error` where the package is broken."""
+    if error.name is None or error.name.partition(".")[0] == package:
+        raise error
+    return f"needs {error.name}, which is not installed", how_to_install(_EXTRAS.get(package, package))
+
+
+def how_to_install(extra: str) -> str:
+    """Return the hint that says how an extra is installed: from a checkout, or from the wheel."""
+    return f"install it with: pip install '.[{extra}]' in a checkout, or pip install 'flashpoint-….whl[{extra}]'"
+
+
+def misused(name: str, message: str, hint: str | None = None) -> int:
+    """Print an error in the form that all commands share; the exit code."""
+    complain(name, message, hint)
+    return 2
+
+
+def complain(name: str, message: str, hint: str | None = None) -> None:
+    """Print an error to stderr: what is wrong, and on the next line what to do."""
+    print(f"{name}: {message}" + (f"\n  hint: {hint}" if hint else ""), file=sys.stderr)

@@ -1,0 +1,86 @@
+"""`flashpoint verify --kernel MODULE:FUNCTION`: the caller's own function over a grid of shapes and options."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from flashpoint.commands.app import RIGHT, WRONG, CommandError
+from flashpoint.verdicts import KernelCase, findings
+from flashpoint_contract.hints import meant
+
+MOST = 3  # wrong cases that are shown in full
+
+
+def load_kernel(name: str) -> Callable[..., Any]:
+    """Return the function that MODULE:FUNCTION names, of this folder too. Raises CommandError."""
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise CommandError(f"--kernel: {name!r} is no MODULE:FUNCTION", "such as --kernel mykernels:attention")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise CommandError(f"--kernel: there is no module {error.name}", "run it where the module is") from error
+    if not hasattr(found, function):
+        near = meant(function, [each for each in dir(found) if not each.startswith("_")])
+        raise CommandError(f"--kernel: {module} has no {function}", f"did you mean {near}?" if near else None)
+    kernel: Callable[..., Any] = getattr(found, function)
+    if not callable(kernel):
+        raise CommandError(f"--kernel: {name} is no function, but {type(kernel).__name__}")
+    return kernel
+
+
+def judge(cases: Iterator[KernelCase], total: int, show: Console) -> tuple[list[KernelCase], int]:
+    """Show each case as it is judged, then what is wrong; the cases and the exit code."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    stderr = Console(stderr=True)
+    done: list[KernelCase] = []
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task("judging", total=total)
+        for case in cases:
+            done.append(case)
+            bar.update(task, completed=len(done), description=case.problem)
+    show.print(_table(done))
+    failed = [case for case in done if not case.ok and case.report is not None]
+    for case in failed[:MOST]:
+        show.print(f"\n{case.problem}", style="bold")
+        assert case.report is not None
+        for line in findings(case.report, case.request.layout, case.mistakes):
+            show.print(line, markup=False)
+    if len(failed) > MOST:
+        show.print(f"\n{len(failed) - MOST} more are wrong; --json FILE has all", style="dim")
+    judged = [case for case in done if not case.skipped]
+    wrong = sum(not case.ok for case in judged)
+    if not any(t.name in ("dq", "dk", "dv") for case in judged if case.report for t in case.report.tensors):
+        show.print("\nno gradient was judged: the function's o has none, as autograd sees it")
+    if not judged:
+        show.print("[bold red]FAIL[/]: no case could be judged")
+        return done, WRONG
+    show.print(
+        f"[bold red]FAIL[/]: {wrong} of {len(judged)} cases" if wrong else f"[green]PASS[/]: {len(judged)} cases"
+    )
+    return done, WRONG if wrong else RIGHT
+
+
+def _table(cases: list[KernelCase]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "case", "judged", "error / bound"):
+        table.add_column(name, overflow="fold")
+    for case in cases:
+        verdict = "skipped" if case.skipped else "[green]PASS[/]" if case.ok else "[bold red]FAIL[/]"
+        if case.report is None:
+            table.add_row(verdict, case.problem, "", case.note)
+            continue
+        worst = max(case.report.tensors, key=lambda t: t.max_abs / t.bound if t.bound else float(t.max_abs > 0))
+        names = ", ".join(t.name for t in case.report.tensors)
+        table.add_row(verdict, case.problem, names, f"{worst.name} {worst.max_abs:.1e} / {worst.bound:.1e}")
+    return table

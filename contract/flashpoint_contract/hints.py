@@ -1,0 +1,100 @@
+"""Which name was meant by an unknown one: a name that is spelt alike, or what torch, flash-attn and others call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+
+from flashpoint_contract.options import OPTIONS
+from flashpoint_contract.tensors import TENSORS
+
+_ALIKE = 0.6  # the least likeness of a slip, as difflib counts it
+_LONGEST = 32  # characters of a name that is compared: a caller may send longer ones
+_MOST = 8  # names of one message that are compared: a caller may send thousands
+
+# Names that others have for ours, in lower case: torch, flash-attn, xformers, FlashInfer, vLLM, transformers, ONNX.
+_ELSEWHERE = {
+    "is_causal": "causal",
+    "causal_mask": "causal",
+    "query": "q",
+    "queries": "q",
+    "key": "k",
+    "keys": "k",
+    "value": "v",
+    "values": "v",
+    "sm_scale": "scale",
+    "softmax_scale": "scale",
+    "scaling": "scale",
+    "attn_scale": "scale",
+    "dropout": "dropout_p",
+    "p_dropout": "dropout_p",
+    "attn_dropout": "dropout_p",
+    "seed": "dropout_seed",
+    "rng_state": "dropout_seed",
+    "mask": "attn_mask",
+    "attention_mask": "attn_mask",
+    "attn_bias": "attn_mask",
+    "bias": "attn_mask",
+    "position_bias": "attn_mask",
+    "window_size": "window",
+    "sliding_window": "window",
+    "window_left": "window",
+    "soft_cap": "softcap",
+    "logits_soft_cap": "softcap",
+    "logit_softcapping": "softcap",
+    "s_aux": "sinks",
+    "sink": "sinks",
+    "learnable_sink": "sinks",
+    "alibi": "alibi_slopes",
+    "cu_seqlens_kv": "cu_seqlens_k",
+    "seqused_q": "q_lengths",
+    "seqused_k": "kv_lengths",
+    "cache_seqlens": "kv_lengths",
+    "seqlens_k": "kv_lengths",
+    "page_table": "block_table",
+    "block_tables": "block_table",
+    "k_descale": "k_scale",
+    "v_descale": "v_scale",
+    "dout": "do",
+    "grad_out": "do",
+    "grad_output": "do",
+    "out": "o",
+    "output": "o",
+    "attn_output": "o",
+    "softmax_lse": "lse",
+    "logsumexp": "lse",
+    "return_softmax_lse": "return_lse",
+    "return_attn_probs": "return_lse",
+    "allow_tf32": "precision",
+    "input_layout": "layout",
+    "tensor_layout": "layout",
+    "grad_query": "dq",
+    "grad_key": "dk",
+    "grad_value": "dv",
+    "dbias": "dattn_mask",
+}
+
+NAMES = (*TENSORS, *OPTIONS)
+
+
+def meant(name: str, known: Iterable[str] = NAMES) -> str | None:
+    """Return the one of the `known` names that an unknown one is likely to stand for; None where there is none."""
+    if len(name) > _LONGEST:
+        return None
+    names, lower = list(known), name.lower().replace("-", "_")
+    if (ours := _ELSEWHERE.get(lower)) in names:
+        return ours
+    near = get_close_matches(lower, names, 1, _ALIKE)
+    return near[0] if near else None
+
+
+def did_you_mean(name: str, known: Iterable[str] = NAMES) -> str:
+    """Return the end of a message about an unknown name: `; did you mean causal?`, or nothing."""
+    near = meant(name, known)
+    return f"; did you mean {near}?" if near else ""
+
+
+def each_meant(names: Iterable[str], known: Iterable[str] = NAMES) -> Iterator[tuple[str, str]]:
+    """Yield each name with `did_you_mean` of it, which is empty for all but the first few."""
+    for count, name in enumerate(names):
+        yield name, did_you_mean(name, known) if count < _MOST else ""

@@ -1,0 +1,58 @@
+"""`flashpoint config`: the settings that a server started in the same way would have, and where each comes from."""
+
+from __future__ import annotations
+
+import json as json_module
+from typing import Annotated
+
+import typer
+
+from flashpoint.commands.app import RIGHT, examples
+from flashpoint.commands.running import Json, check_file, write_json
+from flashpoint_server.cli.flags import takes_settings
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.config.sources import DEFAULT, Sourced, shown
+
+EXAMPLES = """
+  flashpoint config
+  FLASHPOINT_PORT=9000 flashpoint config --changed
+  flashpoint config --config flashpoint.toml --queue-limit 64
+  flashpoint config --workers 4 > flashpoint.toml    # a file to start from
+"""
+
+
+@examples(EXAMPLES)
+@takes_settings
+def config(
+    changed: Annotated[bool, typer.Option("--changed", help="Only what is not the default.")] = False,
+    json: Json = None,
+    *,
+    sourced: Sourced,
+) -> int:
+    """Print the settings in force, and where each comes from: flag, variable, file or default.
+
+    It takes what `flashpoint serve` takes, and starts nothing. What it prints is a file for --config. Secrets are not
+    shown.
+    """
+    check_file("--json", json)
+    names = [name for name in Settings.model_fields if name in sourced.sources or not changed]
+    values = {name: shown(getattr(sourced.settings, name)) for name in names}
+    found = {n: {"value": values[n], "source": sourced.sources.get(n, DEFAULT)} for n in names}
+    write_json(json, found)
+    if json is not None:
+        return RIGHT
+    lines = {name: _line(name, value) for name, value in values.items()}
+    column = max((len(line) for line in lines.values() if len(line) < 40), default=0) + 2
+    for name, line in lines.items():
+        print(f"{line.ljust(column)}  # {found[name]['source']}")
+    for variable, perhaps in sourced.misspelt:
+        print(f"# {variable} is no setting: did you mean {perhaps}?")
+    return RIGHT
+
+
+def _line(name: str, value: object) -> str:
+    """Return a line of TOML, a comment where it cannot say the value."""
+    if value is None:
+        return f"# {name} is not set"
+    text = json_module.dumps(value, ensure_ascii=False)  # which is TOML, too, for these
+    return f"# {name} = {text}" if "**********" in text else f"{name} = {text}"

@@ -1,0 +1,117 @@
+"""Flags for the settings of the service, made from `Settings`; and the files that settings come from."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+from flashpoint.commands.app import CommandError
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.config.sources import FILES, PREFIX, SettingError, load
+
+# The group of a setting is that of the last one before it that is named here.
+GROUPS = {
+    "host": "Network and processes",
+    "api_keys": "Access: keys, TLS, browsers",
+    "body_limit": "Limits of a request",
+    "queue_limit": "Queue, batches and memory",
+    "cache_bytes": "KV caches and saved forwards",
+    "verify_flops": "Verifications and benchmarks",
+    "default_timeout_ms": "Timeouts",
+    "otlp_endpoint": "Traces and logs",
+}
+_FILES = "Files of settings"
+_CONFIG, _ENV_FILE = (
+    typer.Option(help=text, metavar="FILE", envvar=PREFIX + name, rich_help_panel=_FILES)
+    for name, text in zip(
+        FILES,
+        ("TOML file of settings, such as: port = 9000.", "File of FLASHPOINT_* variables, a line each."),
+        strict=True,
+    )
+)
+
+
+def takes_settings(command: Callable[..., int]) -> Callable[..., int]:
+    """Add --config, --env-file and a flag for each setting to `command`, which gets a `Sourced` as `sourced`."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    own = [
+        each.replace(annotation=hints[each.name])
+        for each in inspect.signature(command).parameters.values()
+        if each.name != "sourced"
+    ]
+    files = {"config": Annotated[Path | None, _CONFIG], "env_file": Annotated[Path | None, _ENV_FILE]}
+    flags = {**files, **_flags()}
+
+    @functools.wraps(command)
+    def done(config: Path | None = None, env_file: Path | None = None, **keywords: Any) -> int:
+        given = {name: keywords.pop(name, None) for name in Settings.model_fields}
+        texts = {name: _text(value) for name, value in given.items() if value not in (None, [], ())}
+        try:
+            sourced = load(texts, config, env_file)
+        except SettingError as error:
+            raise _command_error(error) from None
+        return command(sourced=sourced, **keywords)
+
+    added = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=a) for n, a in flags.items()]
+    kept = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+    done.__signature__ = inspect.Signature([*kept, *added], return_annotation=int)  # type: ignore[attr-defined]
+    done.__annotations__ = {**{n: h for n, h in hints.items() if n != "sourced"}, **flags}
+    return done
+
+
+def _command_error(error: SettingError) -> CommandError:
+    """Return one error of several wrong settings; a hint where there is but one."""
+    text = "\n  ".join(f"{where}: {message}" for where, message, _ in error.problems)
+    return CommandError(text, error.problems[0][2] if len(error.problems) == 1 else None)
+
+
+def _flags() -> dict[str, Any]:
+    made, group = {}, ""
+    for name, field in Settings.model_fields.items():
+        group = GROUPS.get(name, group)
+        default = field.default
+        said = field.description or ""
+        text = f"{said if said.startswith('auto,') else said[:1].upper() + said[1:]}."
+        more: dict[str, Any] = {
+            "help": text,
+            "rich_help_panel": group,
+            "show_default": False if default in (None, (), "", False) else str(default),
+        }
+        kind = field.annotation
+        choices = list(get_args(kind)) if get_origin(kind) is Literal else []
+        if kind is bool:
+            annotation: Any = bool | None
+        else:
+            several = default == ()
+            annotation = list[str] | None if several else str | None
+            more["metavar"] = "|".join(choices) or _metavar(kind, several=several)
+            if choices:
+                more["autocompletion"] = _completing(choices)
+        made[name] = Annotated[annotation, typer.Option(**more)]
+    return made
+
+
+def _completing(choices: list[str]) -> Callable[[], list[str]]:
+    def complete() -> list[str]:
+        return choices
+
+    return complete
+
+
+def _metavar(kind: Any, *, several: bool) -> str:
+    said = str(kind)
+    if several:
+        return "NAME,…"
+    return "INT" if "int" in said else "NUMBER" if "float" in said else "FILE" if "Path" in said else "TEXT"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, list) else str(value)

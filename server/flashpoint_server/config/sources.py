@@ -1,0 +1,179 @@
+"""The settings of a start, by where each comes from: a flag, a variable, a file of variables, a TOML file, the default.
+
+The first of these that has a setting wins. Values of every source are text and are read in the same way. A file is read
+where it is named alone: no `.env` that lies about has an effect.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dotenv import dotenv_values
+from pydantic import SecretStr, ValidationError
+
+from flashpoint.validation import field_problems
+from flashpoint_contract.hints import did_you_mean
+from flashpoint_server.config.settings import Settings
+
+PREFIX = "FLASHPOINT_"
+DEFAULT = "default"
+FILES = ("CONFIG", "ENV_FILE")  # variables that name the files
+_ALIKE = 0.95  # a slip of one letter; FLASHPOINT_PORT_8000_TCP, which Kubernetes sets, is nothing like a setting
+_OF_CLIENTS = ("API_KEY", "URL")
+_SECRET = ("api_keys", "cache_secret")
+
+
+class SettingError(Exception):
+    """Settings that are not valid: (where, what is wrong, what is meant) of each."""
+
+    def __init__(self, problems: Iterable[tuple[str, str, str | None]]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(f"{where}: {message}" for where, message, _ in self.problems))
+
+
+class Sourced(NamedTuple):
+    """Settings, and where each comes from, as an error or `flashpoint config` names it."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+    misspelt: tuple[tuple[str, str], ...]  # variables that are like a setting's, each with that
+
+
+def flag(name: str) -> str:
+    """Return a setting's flag: `--queue-limit`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def load(
+    flags: Mapping[str, str],
+    config: Path | None = None,
+    env_file: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Sourced:
+    """Return the settings of these sources. Raises SettingError, which blames the source of each wrong value."""
+    values: dict[str, str] = {}
+    sources: dict[str, str] = {}
+    looked_at = list(environment)
+    for name, (value, source) in _config(config).items():
+        values[name], sources[name] = value, source
+    if env_file is not None:
+        of_file = _env_file(env_file)
+        looked_at += of_file
+        _take(of_file, f"{{}} in {env_file}", values, sources)
+    _take(environment, "{}", values, sources)
+    values |= flags
+    sources |= {name: flag(name) for name in flags}
+    try:
+        settings = Settings(**values)  # type: ignore[arg-type]  # read as text, as variables are
+    except ValidationError as error:
+        raise SettingError(_problems(error, values, sources)) from None
+    return Sourced(settings, sources, tuple(misspelt(looked_at)))
+
+
+def _take(variables: Mapping[str, str], source: str, values: dict[str, str], sources: dict[str, str]) -> None:
+    names = {PREFIX + name.upper(): name for name in Settings.model_fields}
+    for variable, value in variables.items():
+        if (name := names.get(variable.upper())) is not None:  # whatever their case
+            values[name], sources[name] = value, source.format(variable)
+
+
+def _config(path: Path | None) -> dict[str, tuple[str, str]]:
+    if path is None:
+        return {}
+    try:
+        document = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError([("--config", f"{path} cannot be read: {_reason(error)}", None)]) from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingError(
+            [("--config", f"{path} is no TOML file: {error}", "write a setting as: port = 8000")]
+        ) from None
+    found: dict[str, tuple[str, str]] = {}
+    wrong: list[tuple[str, str, str | None]] = []
+    for name, value in document.items():
+        if name not in Settings.model_fields:
+            hint = did_you_mean(name, Settings.model_fields)
+            wrong.append((f"{name} in {path}", f"unknown setting{hint}", "flashpoint config lists the settings"))
+        elif isinstance(value, dict):
+            wrong.append((f"{name} in {path}", "must be a value, not a table", None))
+        else:
+            found[name] = _text(value), f"{name} in {path}"
+    if wrong:
+        raise SettingError(wrong)
+    return found
+
+
+def _text(value: Any) -> str:
+    """Return a value of TOML as a variable would have it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(_text, value)) if isinstance(value, list) else str(value)
+
+
+def _env_file(path: Path) -> dict[str, str]:
+    try:
+        with path.open(encoding="utf-8") as stream:
+            found = dotenv_values(stream=stream, interpolate=False)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError([("--env-file", f"{path} cannot be read: {_reason(error)}", None)]) from None
+    return {name: value or "" for name, value in found.items()}
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or "it is no text in UTF-8").lower()
+
+
+def _problems(
+    error: ValidationError, values: Mapping[str, str], sources: Mapping[str, str]
+) -> Iterator[tuple[str, str, str | None]]:
+    for name, message in field_problems(error):
+        field = name.partition(".")[0]
+        if field in values and field not in _SECRET:
+            value = repr(values[field])
+            if "match pattern" in message:
+                message = f"{value} is not valid"
+            elif message.startswith("must"):
+                message += f", not {value}"
+        yield sources.get(field, flag(field)), message, _about(field)
+
+
+def _about(name: str) -> str | None:
+    return Settings.model_fields[name].description if name in Settings.model_fields else None
+
+
+def misspelt(variables: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield each variable that is no setting but looks like one, with that one."""
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | {PREFIX + name for name in FILES}
+    for name in variables:
+        upper = name.upper()  # as the settings are read, whatever their case
+        others = {PREFIX + other for other in _OF_CLIENTS}
+        if upper not in known | others and (near := get_close_matches(upper, known, 1, _ALIKE)):
+            yield name, near[0]
+
+
+def as_environment(settings: Settings, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return an environment in which `Settings()` gives these settings: for a child process, secrets included."""
+    ours = {PREFIX + name.upper() for name in Settings.model_fields}
+    kept = {name: value for name, value in environment.items() if name.upper() not in ours}
+    given = {PREFIX + name.upper(): _plain(value) for name, value in settings if value is not None}
+    return kept | given
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(_plain, value)) if isinstance(value, tuple) else str(value)
+
+
+def shown(value: Any) -> Any:
+    """Return a setting's value as JSON has it, without its secrets."""
+    if isinstance(value, tuple):
+        return [shown(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, float)) else str(value)

@@ -1,0 +1,230 @@
+"""The kernel judge's kit: cases in files, functions of the caller's own, known mistakes, and the pytest fixture."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+import torch
+
+import flashpoint
+from flashpoint.cases import read_case
+from flashpoint_contract.options import Options
+from flashpoint_kernels import attention, verification
+from flashpoint_kernels.mistakes import explain
+
+KERNELS = """
+import torch
+
+def plain(q, k, v, *, is_causal=False, softmax_scale=None):
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=softmax_scale)
+
+def peeking(q, k, v, causal=False):
+    s = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    if causal:
+        seen = torch.ones_like(s, dtype=torch.bool).tril(1 + k.shape[2] - q.shape[2])
+        s = s.masked_fill(~seen, float("-inf"))
+    return s.softmax(-1) @ v
+
+def constant(q, k, v):
+    raise NotImplementedError("not yet")
+
+number = 3
+"""
+SMALL = ("--q-len", "20", "--head-dim", "16")
+
+
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    (tmp_path / "my_kernels.py").write_text(KERNELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_kernels", raising=False)
+    return tmp_path
+
+
+def test_a_case_is_saved_and_judged_with_its_options(run, tmp_path):
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    o, lse = attention(q, k, v, causal=True, scale=0.2, return_lse=True)
+    path = flashpoint.save_case(tmp_path / "c.safetensors", q=q, k=k, v=v, o=o, lse=lse, causal=True, scale=0.2)
+    tensors, options = read_case(path)
+    assert options == {"causal": True, "scale": 0.2}
+    assert np.array_equal(tensors["o"], o.numpy())
+    code, out, _ = run("verify", path)
+    assert code == 0
+    assert "options: causal=true, scale=0.2; not given, so the default: layout=bhsd" in out
+    assert out.endswith("PASS\n")
+
+
+def test_a_default_that_is_named_is_saved_too(tmp_path):
+    x = np.zeros((2, 4), np.float32)
+    path = flashpoint.save_case(tmp_path / "c", q=x, k=x, v=x, causal=False, window=(-1, 3))
+    assert read_case(path)[1] == {"causal": False, "window": [-1, 3]}
+
+
+def test_an_unknown_name_of_a_case_gets_a_hint(tmp_path):
+    x = np.zeros((2, 4), np.float32)
+    with pytest.raises(
+        flashpoint.InvalidInputError, match=r"is_causal: unknown option or tensor; did you mean causal\?"
+    ):
+        flashpoint.save_case(tmp_path / "c", q=x, k=x, v=x, is_causal=True)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_wrong_case_says_where_and_why(run, tmp_path):
+    q, k, v = (torch.randn(2, 3, 20, 16) for _ in range(3))
+    o, lse = attention(q, k, v, scale=1.0, return_lse=True)
+    o = attention(q, k, v)
+    o[1, 2, 7, 5] += 1
+    path = flashpoint.save_case(tmp_path / "c", q=q, k=k, v=v, o=o, lse=lse / math.log(2))
+    code, out, _ = run("verify", path)
+    assert code == 1
+    assert "o is off by 1.0e+00, over the bound of" in out
+    assert "at batch 1, head 2, row 7, column 5: " in out
+    assert "  hint: the scale is missing: scores are not multiplied by it; and lse is in base 2: multiply it" in out
+    assert out.endswith("FAIL\n")
+
+
+def wrong_answers(tensors, options, **answers):
+    """What `explain` says of these answers, which are wrong."""
+    found = verification.verify(tensors, options, answers=answers)
+    wrong = {t.name: t.bound for t in found.tensors if not t.ok}
+    assert wrong.keys() == answers.keys()
+    return explain(tensors, options, answers, wrong)
+
+
+def tensors(q_heads=4, kv_heads=2, q_len=20, kv_len=28, dtype=torch.float32):
+    sizes = ((q_heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    return {name: torch.randn(2, h, n, 16, dtype=dtype) for name, (h, n) in zip("qkv", sizes, strict=True)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("asked", "done", "said"),
+    [
+        ({"causal": True}, {"window": (-1, 1)}, "shifted by one: a query sees one key too many"),
+        ({"causal": True}, {}, "the causal mask is missing"),
+        ({}, {"causal": True}, "a causal mask was used, which was not asked for"),
+        ({"causal": True}, {"causal": True, "causal_alignment": "top_left"}, "aligned top left"),
+        ({}, {"scale": 1.0}, "the scale is missing"),
+        ({}, {"scale": 1 / 16}, "1/D in place of 1/sqrt(D)"),
+        ({"scale": 0.7}, {"scale": 0.49}, "the scale is used twice"),
+        ({"scale": 0.7}, {}, "not the one asked for"),
+        ({"softcap": 0.5}, {}, "the softcap is missing"),
+        ({"window": (4, 0)}, {"window": (5, 0)}, "a key too many on the left"),
+        ({"window": (4, 0)}, {"window": (3, 0)}, "a key too few on the left"),
+        ({"window": (4, 0)}, {"window": (-1, 0)}, "the window is missing on the left"),
+    ],
+)
+def test_an_option_that_was_mistaken_is_recognised(asked, done, said, dtype):
+    problem = tensors(dtype=dtype)
+    assert said in wrong_answers(problem, Options(**asked), o=attention(**problem, **done))["o"]
+
+
+def test_a_query_that_does_not_see_its_own_key_is_recognised():
+    problem = tensors()
+    seen = torch.ones(20, 28, dtype=torch.bool).tril(7)
+    said = wrong_answers(problem, Options(causal=True), o=attention(**problem, attn_mask=seen))
+    assert said["o"] == "the mask is shifted by one: a query does not see its own key"
+
+
+def test_heads_in_another_order_are_recognised():
+    problem = tensors()
+    right = attention(**problem)
+    transposed = right.transpose(1, 2).contiguous().view(right.shape)
+    assert "transposed in memory: o must be (B,Hq,Sq,Dv)" in wrong_answers(problem, Options(), o=transposed)["o"]
+    turned = {**problem, **{name: problem[name][:, [0, 1, 0, 1]] for name in "kv"}}
+    assert wrong_answers(problem, Options(), o=attention(**turned))["o"].startswith("query head h uses key head h % 2")
+
+
+def test_what_was_done_to_a_mask_is_recognised():
+    problem = tensors()
+    mask = torch.rand(20, 28) < 0.6
+    masked = problem | {"attn_mask": mask}
+    assert "inverted" in wrong_answers(masked, Options(), o=attention(**problem, attn_mask=~mask))["o"]
+    assert "attn_mask is ignored" in wrong_answers(masked, Options(), o=attention(**problem))["o"]
+    slopes = problem | {"alibi_slopes": torch.rand(4)}
+    turned = attention(**problem, alibi_slopes=-slopes["alibi_slopes"])
+    assert "are added" in wrong_answers(slopes, Options(), o=turned)["o"]
+
+
+def test_a_gradient_without_its_scale_is_recognised_and_noise_is_not():
+    problem = tensors()
+    q = problem["q"].requires_grad_()
+    do = torch.randn(2, 4, 20, 16)
+    (dq,) = torch.autograd.grad(attention(**problem, scale=0.25), q, do)
+    problem = {name: t.detach() for name, t in problem.items()} | {"do": do}
+    said = wrong_answers(problem, Options(scale=0.25), dq=4 * dq)
+    assert said["dq"] == "it is 4 times what it must be, which is 1/scale: the scale is missing"
+    assert wrong_answers(problem, Options(), dq=torch.randn_like(dq)) == {}
+
+
+def test_a_right_function_passes_over_the_grid(run, kernels):
+    code, out, err = run("verify", "--kernel", "my_kernels:plain", *SMALL, "--q-heads", "4", "--kv-heads", "2")
+    assert (code, err) == (0, "")
+    assert out.count("PASS ") == 4  # causal or not, with its own scale or not
+    assert "o, dq, dk, dv" in out
+    assert out.endswith("PASS: 4 cases\n")
+
+
+def test_a_wrong_function_fails_with_its_mistake(run, kernels, tmp_path):
+    code, out, _ = run("verify", "--kernel", "my_kernels:peeking", *SMALL, "--json", tmp_path / "all.json")
+    assert code == 1
+    assert "hint: the mask is shifted by one: a query sees one key too many" in out
+    assert out.endswith("FAIL: 1 of 2 cases\n")
+    cases = json.loads((tmp_path / "all.json").read_text())
+    assert [case["ok"] for case in cases] == [True, False]
+    assert cases[1]["mistakes"].keys() == {"o", "dq", "dk", "dv"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        ("my_kernels", "'my_kernels' is no MODULE:FUNCTION"),
+        ("no_such:f", "there is no module no_such"),
+        ("my_kernels:plan", "my_kernels has no plan\n  hint: did you mean plain?"),
+        ("my_kernels:number", "is no function, but int"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named(run, kernels, kernel, said):
+    code, out, err = run("verify", "--kernel", kernel)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_a_function_that_does_nothing_yet_does_not_pass(run, kernels):
+    code, out, _ = run("verify", "--kernel", "my_kernels:constant", *SMALL)
+    assert (code, "not yet" in out) == (1, True)
+    assert out.endswith("FAIL: no case could be judged\n")
+
+
+TEST = """
+from my_kernels import constant, peeking, plain
+
+def test_plain(judge_attention):
+    judge_attention(plain, {"q_len": 20, "head_dim": 16})
+
+def test_peeking(judge_attention):
+    judge_attention(peeking, {"q_len": 20, "head_dim": 16}, causal=True, direction="forward")
+
+def test_constant(judge_attention):
+    judge_attention(constant, {"q_len": 20, "head_dim": 16})
+"""
+
+
+def test_the_fixture_fails_a_test_with_what_is_wrong(kernels):
+    (kernels / "test_mine.py").write_text(TEST)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    command += ["-p", "no:schemathesis", "-p", "no:flashpoint", "-p", "flashpoint.pytest_plugin", "test_mine.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=kernels, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "2 failed, 1 passed" in done.stdout
+    assert "1 of 1 cases are wrong:\nB 1 H 1 N 20 D 16, causal=true\n  o is off by" in done.stdout
+    assert "hint: the mask is shifted by one: a query sees one key too many" in done.stdout
+    assert "no case could be judged: not yet" in done.stdout
