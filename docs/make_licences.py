@@ -31,7 +31,9 @@ HEAD = """# Licences of what a server is made of
 
 Flashpoint itself is Apache-2.0. `python docs/make_licences.py` writes this table from what is installed; the test
 [tests/server/test_licences.py](../tests/server/test_licences.py) holds that it is complete, and that every licence goes
-together with Apache-2.0. Torch for GPUs brings NVIDIA's libraries besides, under NVIDIA's own terms.
+together with Apache-2.0. Torch for GPUs brings NVIDIA's libraries besides, under NVIDIA's own terms. The page at `/`
+has a copy of [uPlot](https://github.com/leeoniya/uPlot) 1.6.32, under the MIT licence, with that licence beside it
+(`server/flashpoint_server/page/vendor/uplot`).
 
 | package | licence | for |
 | --- | --- | --- |

@@ -29,13 +29,17 @@ def traffic(url: str, over: threading.Event) -> None:
 
 
 def prepared(page: Page) -> None:
-    """With a verification, a benchmark, and half a minute of traffic on it."""
+    """With a playground, a verification, a benchmark, and half a minute of traffic on it."""
+    playground = page.locator("#playground")
+    for name, value in {"sink": "1", "left": "10"}.items():
+        playground.locator(f"[name={name}]").fill(value)
     page.locator("#verify form").get_by_role("button", name="Verify").click()
     expect(page.locator("#verify .said")).to_contain_text("Right", timeout=PATIENCE)
     page.locator("#benchmark [name=backends]").fill("naive, tiled, torch, sdpa_flash")
     page.locator("#benchmark form").get_by_role("button", name="Start").click()
     expect(page.locator("#benchmark .said")).to_contain_text("Done", timeout=PATIENCE)
-    expect(page.locator("#benchmark figure img")).to_be_visible(timeout=PATIENCE)
+    expect(page.locator("#benchmark canvas")).to_be_visible(timeout=PATIENCE)
+    expect(playground.locator(".readout")).to_contain_text("weight", timeout=PATIENCE)
     page.wait_for_timeout(30_000)
 
 
@@ -57,8 +61,8 @@ def main(url: str) -> None:
             page = browser.new_page(reduced_motion="reduce", viewport={"width": 1280, "height": 900})
             page.goto(url)
             prepared(page)
-            take(page, "light", "body", 1280, 900, full_page=True)
-            take(page, "phone", "#verify", 390, 844)
+            take(page, "light", "body", 1280, 1080)
+            take(page, "phone", "#playground .answer", 390, 844)
             page.emulate_media(color_scheme="dark", reduced_motion="reduce")
             take(page, "dark", "#benchmark", 1280, 900)
             browser.close()

@@ -6,18 +6,19 @@
 
 `local` is flashpoint_kernels.attention, `sdpa` is torch's scaled_dot_product_attention, and `served` sends every
 attention to a Flashpoint server, forward and backward; `saved` leaves the forward there, and sends less. All else runs
-here, on the CPU. --plot is where the curves are drawn. The text is a part of the Python Language Reference, see
-data/README.md.
+here, on the CPU. At the end the model writes some text, character by character, with the first of these. --plot is
+where the curves are drawn. The text to learn from is a part of the Python Language Reference, see data/README.md.
 """
 
 import argparse
 import functools
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
@@ -69,11 +70,32 @@ def way(name: str, client: flashpoint.Client, backend: str = "tiled") -> Callabl
     return functools.partial(attention, backend=backend) if name == "local" else sdpa
 
 
+class Trained(NamedTuple):
+    """What a training leaves."""
+
+    losses: list[float]  # in nats a character, before each step
+    model: Gpt
+    alphabet: dict[str, int]
+    context: int
+
+    def write(self, start: str, count: int, *, seed: int = 0, temperature: float = 0.7) -> str:
+        """`start`, and `count` characters that the model adds, each drawn from what it expects there."""
+        letters = list(self.alphabet)
+        codes = [self.alphabet[character] for character in start]
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _ in range(count):
+                logits = self.model(torch.tensor([codes[-self.context :]]))[0, -1]
+                chances = torch.softmax(logits / temperature, 0)
+                codes.append(int(torch.multinomial(chances, 1, generator=generator)))
+        return "".join(letters[code] for code in codes)
+
+
 def train(
     attention: Callable[..., Any], *, seed: int = 0, steps: int = 300, batch: int = 8, context: int = 64,
     dim: int = 64, heads: int = 4, kv_heads: int = 2, layers: int = 2, rate: float = 3e-3,
-) -> list[float]:  # fmt: skip
-    """The loss, in nats a character, before each of `steps` steps of AdamW; the weights and batches are the seed's."""
+) -> Trained:  # fmt: skip
+    """Train by `steps` steps of AdamW; the weights and batches are the seed's."""
     text = TEXT.read_text(encoding="utf-8")
     alphabet = {character: n for n, character in enumerate(sorted(set(text)))}
     codes = torch.tensor([alphabet[character] for character in text])
@@ -91,7 +113,7 @@ def train(
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    return Trained(losses, model, alphabet, context)
 
 
 def draw(curves: dict[str, list[float]], path: str) -> None:
@@ -123,10 +145,11 @@ def draw(curves: dict[str, list[float]], path: str) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Device and versions, the commit of this clone, and the date."""
+    """Device and versions, the commit of this clone, the date, and how busy the machine is."""
     command = ["git", "rev-parse", "HEAD"]
     commit = subprocess.run(command, cwd=TEXT.parent, capture_output=True, text=True, check=False).stdout.strip()
-    return {**describe("cpu"), "commit": commit or "unknown", "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    now = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "load_average": os.getloadavg()}
+    return {**describe("cpu"), "commit": commit or "unknown", **now}
 
 
 def main() -> None:
@@ -138,21 +161,27 @@ def main() -> None:
     parser.add_argument("--backend", default="tiled", help="of local, served and saved (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", default="train-gpt.png", help="the picture (default: %(default)s)")
+    parser.add_argument("--plot", default="train-gpt.png", help="the picture; none if empty (default: %(default)s)")
+    parser.add_argument("--write", type=int, default=200, help="characters at the end (default: %(default)s)")
     parser.add_argument("--json", help="the curves and the environment as JSON")
     given = parser.parse_args()
-    curves = {}
+    curves, text = {}, ""
     with flashpoint.Client(given.url) as client:
         for name in dict.fromkeys(given.attention):
-            curves[name] = train(way(name, client, given.backend), seed=given.seed, steps=given.steps)
+            trained = train(way(name, client, given.backend), seed=given.seed, steps=given.steps)
+            curves[name] = trained.losses
             print(f"{name:>6}: loss {curves[name][0]:.4f} at first, {curves[name][-1]:.4f} at step {given.steps}")
+            text = text or trained.write("The ", given.write)
     first, *others = curves
     for name in others:
         apart = max(abs(a - b) for a, b in zip(curves[name], curves[first], strict=True))
         print(f"{name} is at most {apart:.1e} from {first}")
-    draw(curves, given.plot)
+    print(f"\n{first} writes:\n{text}")
+    if given.plot:
+        draw(curves, given.plot)
     if given.json:
         found = {"environment": environment(), "seed": given.seed, "backend": given.backend, "curves": curves}
+        found["text"] = text
         Path(given.json).write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -63,7 +63,7 @@ class Sizes:
     decode: tuple[tuple[int, int], ...] = ((1, 4096), (64, 4096), (8, 16384), (64, 16384), (1, 65536))  # batch, keys
     decode_heads: tuple[tuple[int, int], ...] = ((32, 8), (64, 8), (32, 32))  # of queries, of keys
     pages: tuple[int, ...] = (16, 256)
-    papers: Callable[[], list[Case]] = field(default=lambda: papers_of_seeds())
+    papers: Callable[[], list[Case]] = field(default=lambda: papers_cases())
 
 
 @dataclass(frozen=True)
@@ -287,9 +287,9 @@ def papers(sizes: Sizes, hopper: bool, absent: Collection[str]) -> list[Group]:
     return [Group(_without(tasks, absent))]
 
 
-def papers_of_seeds() -> list[Case]:
+def papers_cases() -> list[Case]:
     """B 1, N 2048, H 8, D 64 half; T 128 to 4096 at B 4, H 8, D 64; and N 512, D 32: naive, flash and SDPA."""
-    return [case for case in preset("seeds", "cuda") if case.backend not in ("flex", "torch")]
+    return [case for case in preset("papers", "cuda") if case.backend not in ("flex", "torch")]
 
 
 def decode(sizes: Sizes, _hopper: bool, absent: Collection[str]) -> list[Group]:

@@ -12,9 +12,11 @@ from pydantic import AwareDatetime, Field, NonNegativeInt, PositiveInt, TypeAdap
 from flashpoint.shape_schema import Answer, Direction, Number, Request, Shape
 
 TimedDtype = Literal["float16", "bfloat16", "float32"]
-Preset = Literal["seeds", "h100"]
+Preset = Literal["papers", "h100", "seeds"]  # `seeds` is what `papers` was called before
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 PlotKind = Literal["time", "tflops", "speedup", "memory", "roofline"]  # pictures of a benchmark
+PlotTheme = Literal["light", "dark"]
+NOISY = 0.2  # a row whose p20 and p80 are further apart, over its median, is marked
 ENDED: tuple[State, ...] = ("done", "failed", "cancelled")
 
 _GRID = ("shapes", "dtypes", "causal", "directions")
@@ -24,7 +26,8 @@ class BenchmarkRequest(Request):
     """A grid to time: every shape in every dtype, mask and direction on every backend; or a preset's own cases."""
 
     preset: Preset | None = Field(
-        default=None, description="seeds: three small tables; h100: batch·length 16k, heads·D 2048. Instead of a grid"
+        default=None,
+        description="papers (or seeds): three small tables; h100: batch·length 16k, heads·D 2048. Instead of a grid",
     )
     shapes: Annotated[tuple[Shape, ...], Field(strict=False)] = Field(default=(), description="the sizes to time")
     dtypes: Annotated[tuple[TimedDtype, ...], Field(strict=False, min_length=1)] = Field(
@@ -96,6 +99,18 @@ class BenchmarkRow(Answer):
     speedup_over_naive: Number | None = Field(default=None, description="naive's median over this one's")
     longest_slice_ms: Number | None = Field(default=None, description="longest the device was not given up for")
     skipped: str | None = Field(default=None, description="why there are no figures")
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the calls took so different times that the median says little."""
+        if not self.ms or self.ms_p20 is None or self.ms_p80 is None:
+            return False
+        return (self.ms_p80 - self.ms_p20) / self.ms > NOISY
+
+    @property
+    def above_roof(self) -> bool:
+        """Whether it is faster than the measured peaks allow: its data stayed in caches, or the peaks are too low."""
+        return (self.roofline_percent or 0) > 100
 
 
 class _Event(Answer):

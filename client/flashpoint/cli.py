@@ -20,6 +20,7 @@ _ABOUT = {
     "health": "asks the server on this host whether it lives",
     "info": "device, versions, backends, and the options of each",
     "key": "draws a key for a server's file of keys",
+    "reproduce": "measures what papers and projects claim",
     "serve": "starts a server",
     "verify": "judges attention against float64: a backend's, or your own from a file",
 }

@@ -20,8 +20,8 @@ from .code import (
     settings,
     support,
 )
-from .decoding import break_even, gemma
-from .kernels import benchmarks, compiled, decode, each_option
+from .decoding import break_even, gemma, lora
+from .kernels import benchmarks, compiled, decode, each_option, reproduced
 from .service import (
     beside,
     cached_decode,
@@ -55,9 +55,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "gemma": gemma,
     "grpc": grpc,
     "load": load,
+    "lora": lora,
     "metrics": metrics,
     "options": options,
     "ray": ray,
+    "reproduced": reproduced,
     "rpc": rpc,
     "saved_options": saved_options,
     "settings": settings,

@@ -37,7 +37,7 @@ WHEN = {
     "cache_position": "the position is beyond the end of the cache",
     "cache_dropped": "the call needs tokens before those that `keep` has left",
     "cache_full": "the tokens are over the cache's `max_length`",
-    "cache_elsewhere": "another replica behind the balancer holds the cache: `X-Flashpoint-Replica` names it",
+    "cache_elsewhere": "another replica behind the balancer holds it: `X-Flashpoint-Replica` has its name",
     "cache_stale": "a late copy of an earlier write: its `Idempotency-Key` came before the cache's last write",
     "cache_lost": "the cache has expired, its key was removed, or its engine has restarted; known for an hour",
     "cache_memory": "caches and saved forwards hold as much as `--cache-bytes` allows; what is alive is never evicted",

@@ -35,6 +35,18 @@ def gemma() -> str:
     return text or NOT_MEASURED
 
 
+def lora() -> str:
+    """The losses at home and served, and how far they are apart."""
+    rows = []
+    for _, result in results("lora"):
+        home, served = result["curves"]["home"], result["curves"]["served"]
+        made = made_on(result["environment"], "torch")
+        losses = (f"{home[0]:.4f} to {home[-1]:.4f}", f"{served[0]:.4f} to {served[-1]:.4f}")
+        rows.append((made, result["steps"], result["context"], *losses, f"{result['apart']:.1e}"))
+    head = ["machine", "steps", "tokens a step", "loss at home", "served", "at most apart"]
+    return table(head, rows) if rows else NOT_MEASURED
+
+
 def break_even() -> str:
     """From which length a decoded token is faster with the cache on a server, by the measured cost of a call."""
     text = ""

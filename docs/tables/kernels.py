@@ -98,6 +98,20 @@ def benchmarks() -> str:
     return text or NOT_MEASURED
 
 
+def reproduced() -> str:
+    """Each claim, what was measured on each machine, and the verdict."""
+    text = ""
+    for stem, result in results("reproduce"):
+        rows = [
+            (f"`{c['name']}`", c["source"], c["claim"], c["measured"], c["verdict"], c["how"]) for c in result["claims"]
+        ]
+        text += f"\n{made_on(result['environment'], 'python', 'torch', 'triton')}:\n\n"
+        text += table(["", "source", "claim", "measured", "verdict", "how"], rows)
+        for kind in ("time", "roofline") if result["rows"] else ():
+            text += f"\n![{kind} on this machine](images/{stem}-{kind}.svg)\n"
+    return text or NOT_MEASURED
+
+
 def each_option() -> str:
     """Each option beside the formula written out, and torch's own operator beside ours."""
     text = ""

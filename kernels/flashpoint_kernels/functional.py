@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashpoint_contract.options import Options, ProblemError
-from flashpoint_kernels import ops
+from flashpoint_kernels import ops, plain
+
+# Options but `window`, in the order in which `attention` passes them on.
+_OTHERS = (
+    "layout", "causal", "causal_alignment", "block_size", "scale", "softcap", "dropout_p", "dropout_seed", "precision",
+    "return_lse", "deterministic", "backend",
+)  # fmt: skip
 
 
 def attention(
@@ -90,18 +98,22 @@ def attention(
     Raises:
         ProblemError: a ValueError whose `errors` name each field that is wrong or that the backend cannot do.
     """
+    options = _options(
+        window, layout, causal, causal_alignment, block_size, scale, softcap, dropout_p, dropout_seed, precision,
+        return_lse, deterministic, backend,
+    )  # fmt: skip
+    if (
+        attn_mask is None and block_mask is None and alibi_slopes is None and sinks is None and q_lengths is None
+        and kv_lengths is None and cu_seqlens_q is None and cu_seqlens_k is None and block_table is None
+        and k_scale is None and v_scale is None and (answers := plain.attention(q, k, v, options)) is not None
+    ):  # fmt: skip
+        return answers if return_lse else answers[0]
     tensors = {
         "q": q, "k": k, "v": v, "attn_mask": attn_mask, "block_mask": block_mask, "alibi_slopes": alibi_slopes,
         "sinks": sinks,
         "q_lengths": q_lengths, "kv_lengths": kv_lengths, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
         "block_table": block_table, "k_scale": _scale(k_scale), "v_scale": _scale(v_scale),
     }  # fmt: skip
-    options = Options(
-        layout=layout, causal=causal, causal_alignment=causal_alignment, window=window,  # type: ignore[arg-type]
-        block_size=block_size, scale=scale, softcap=softcap,  # type: ignore[arg-type]
-        dropout_p=dropout_p, dropout_seed=dropout_seed, precision=precision,
-        return_lse=return_lse, deterministic=deterministic, backend=backend,
-    )  # fmt: skip
     _check_tensors(tensors)
     o, lse = ops.attention(tensors, options)
     return (o, lse) if return_lse else o
@@ -166,6 +178,25 @@ def attention_backward(
     )  # fmt: skip
     _check_tensors(tensors)
     return tuple(ops.attention_backward(tensors, options))
+
+
+def _options(window: Sequence[int], *given: Any) -> Options:
+    """The options of a call, remembered: to check them takes as long as torch's operator on a short sequence."""
+    if type(window) in (tuple, list) and len(window) == 2 and not torch.compiler.is_compiling():
+        try:
+            return _remembered(window[0], window[1], *given)
+        except TypeError:  # what cannot be remembered is no option: that is said below
+            pass
+    return _made(window, *given)
+
+
+@lru_cache(1024, typed=True)  # True is no 1 here
+def _remembered(left: int, right: int, *given: Any) -> Options:
+    return _made((left, right), *given)
+
+
+def _made(window: Sequence[int], *given: Any) -> Options:
+    return Options(window=window, **dict(zip(_OTHERS, given, strict=True)))  # type: ignore[arg-type]
 
 
 def _scale(value: Tensor | float | None) -> Tensor | None:

@@ -7,17 +7,30 @@ place of one shape, every option, tiles chosen for each architecture, and the ba
 
 Notation: i queries, j keys, d columns; s scores (BLOCK, BLOCK) and p their exponentials; of a row, m is the running
 maximum, l the running denominator and acc the running numerator.
+
+`python -m flashpoint_kernels.nano` prints the kernel and runs it: on the GPU, or here in Triton's interpreter.
 """
 
+import inspect
 import math
+import os
+import sys
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashpoint_contract.options import Options
 from flashpoint_kernels.triton_backend.config import chip_of, padded
+from flashpoint_kernels.triton_backend.configurations import SHARED_KIB
 from flashpoint_kernels.triton_backend.interpret import INTERPRETED, cast, dot
+from flashpoint_kernels.verification import Verification, verify
+
+_SHOWN = (  # (queries, keys, head dimension, causal, dtype)
+    (512, 512, 32, False, torch.float32), (512, 512, 32, True, torch.float32), (113, 203, 59, True, torch.float16),
+    (128, 128, 128, False, torch.bfloat16),
+)  # fmt: skip
 
 
 @triton.jit
@@ -78,3 +91,43 @@ def nano_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tup
         padded(dim), num_warps=8, num_stages=2,
     )  # fmt: skip
     return o, lse
+
+
+def tried(device: str) -> list[tuple[str, Verification]]:
+    """Run the kernel on some problems: each in words, and its errors against float64 beside torch's own."""
+    found = []
+    for q_len, kv_len, dim, causal, dtype in _SHOWN:
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, 2, n, dim, generator=generator).to(device, dtype) for n in (q_len, kv_len, kv_len))
+        o, lse = nano_attention(q, k, v, causal)
+        judged = verify({"q": q, "k": k, "v": v}, Options(causal=causal), answers={"o": o, "lse": lse})
+        words = f"Sq {q_len}, Sk {kv_len}, D {dim}{', causal' if causal else ''}, {judged.dtype}"
+        found.append((words, judged))
+    return found
+
+
+def main() -> int:
+    """Print the kernel, its tiles and its errors; 1 where one is over its bound."""
+    if not torch.cuda.is_available() and not INTERPRETED:  # which Triton reads when it is imported
+        command = [sys.executable, "-m", "flashpoint_kernels.nano"]
+        os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1"})
+    source = inspect.getsource(nano_forward.fn).rstrip()
+    print(f"{source}\n\n{len(source.splitlines())} lines.\n")
+    device, where = ("cpu", "Triton's interpreter") if INTERPRETED else ("cuda", torch.cuda.get_device_name())
+    known = {} if INTERPRETED else {where: chip_of(torch.device(device)).shared_kib}
+    known |= {f"sm_{arch}": kib for arch, kib in SHARED_KIB.items()}
+    print("Rows of a tile, by the shared memory of a program (float16 D 64, float32 D 64, float16 D 128):")
+    for name, kib in known.items():
+        print(f"  {name:<22} {kib:>4} KiB ", *(f"{tile_rows(kib, *of):>4}" for of in ((64, 2), (64, 4), (128, 2))))
+    print(f"\nLargest errors against float64, in {where}:")
+    print(f"  {'':<40} {'':<4} {'error':>8} {'torch':>8} {'bound':>8}")
+    problems = tried(device)
+    for words, judged in problems:
+        for t in judged.tensors:
+            over = "" if t.ok else "  OVER"
+            print(f"  {words:<40} {t.name:<4} {t.max_abs:8.1e} {t.torch.max_abs:8.1e} {t.bound:8.1e}{over}")
+    return 0 if all(judged.ok for _, judged in problems) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -172,11 +172,24 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     *inputs, o, lse = ctx.saved_tensors
     needed = [name for name, yes in zip(FORWARD_TENSORS, ctx.needs_input_grad, strict=False) if yes]
-    grads = [f"d{name}" for name in needed]
-    do = torch.zeros_like(o) if do is None else do
-    answers = torch.ops.flashpoint.attention_backward.default(*inputs, do, o, lse, dlse, ctx.options, grads)
-    found = dict(zip(needed, answers, strict=True))
+    found = gradients(inputs, do, o, lse, dlse, ctx.options, needed)
     return *(found.get(name) for name in FORWARD_TENSORS), None, None
+
+
+def gradients(
+    inputs: Sequence[Tensor | None], do: Tensor | None, o: Tensor, lse: Tensor, dlse: Tensor | None, options: str,
+    needed: Sequence[str],
+) -> dict[str, Tensor]:  # fmt: skip
+    """The gradients of the inputs that `needed` names. `inputs` are what both operators take, the seed last."""
+    do = torch.zeros_like(o) if do is None else do
+    grads = [f"d{name}" for name in needed]
+    answers = torch.ops.flashpoint.attention_backward.default(*inputs, do, o, lse, dlse, options, grads)
+    return dict(zip(needed, answers, strict=True))
+
+
+def plain_inputs(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor | None]:
+    """What both operators take of a call without any other tensor."""
+    return [*({"q": q, "k": k, "v": v}.get(name) for name in _BOTH), None]
 
 
 def _refuse_second_order(ctx: Any, *_: Any) -> None:

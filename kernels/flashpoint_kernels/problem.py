@@ -46,15 +46,15 @@ DTYPES = {
     "int32": torch.int32,
     "int64": torch.int64,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def tensor_info(name: str, tensor: Tensor) -> TensorInfo:
     if not isinstance(tensor, Tensor):
         raise ProblemError([(name, f"must be a torch tensor, not {type(tensor).__name__}")])
-    if tensor.dtype not in _NAMES:
+    if tensor.dtype not in DTYPE_NAMES:
         raise ProblemError([(name, f"dtype {tensor.dtype} is not served")])
-    return TensorInfo(_NAMES[tensor.dtype], tuple(tensor.shape))
+    return TensorInfo(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
 @dataclass(eq=False)

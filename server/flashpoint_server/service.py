@@ -53,7 +53,7 @@ class Service:
         self.keys_file = Watch([settings.api_keys_file], self.reload_keys)
         self.keys = Keyring(settings, shared)
         self.cache_ids = CacheIds(settings, shared)
-        self.saved_ids = SavedIds(shared)
+        self.saved_ids = SavedIds(self.cache_ids)
         self.cache_lengths: OrderedDict[int, int] = OrderedDict()  # of caches that were used here, by number
         self.sites = Sites(settings.allowed_hosts, settings.cors_origins)
         self.admission = Admission(settings, self.counts)

@@ -8,11 +8,14 @@ import pytest
 
 import flashpoint
 from flashpoint.commands import running
-from flashpoint.commands.tables import number, size
+from flashpoint.commands.tables import count, number, size
 from tests.support.proof_answers import EVENTS, JOB, REPORT, ROW, says, streams
 
 GRID = ("--q-len", "64", "--head-dim", "16")
-MEASURED = ROW | {"ms": 1.25, "ms_p20": 1.0, "ms_p80": 2.0, "tflops": 0.5, "speedup_over_naive": 3.5, "peak_bytes": 2e6}
+MEASURED = ROW | {
+    "ms": 1.25, "ms_p20": 1.0, "ms_p80": 2.0, "tflops": 0.5, "speedup_over_naive": 3.5, "peak_bytes": 2e6,
+    "flops": 33_554_432, "bytes": 999_600, "roofline_percent": 407.0,
+}  # fmt: skip
 
 
 def test_every_command_helps_with_examples(run):
@@ -30,11 +33,11 @@ def test_every_command_helps_with_examples(run):
         (("benchmark", "--q-len", "64"), "--q-len, --head-dim: a grid needs both; or name a --preset"),
         (("benchmark", "--q-len", "x", "--head-dim", "16"), "'--q-len': must be integers: 512,1024"),
         (("benchmark", "--q-len", "64,,128", "--head-dim", "16"), "'--q-len': must be integers: 512,1024"),
-        (("benchmark", "--preset", "seeds", "--q-len", "3"), "--preset: has its own shapes"),
-        (("benchmark", "--preset", "seeds", "--batch", "2"), "--preset: has its own shapes"),
+        (("benchmark", "--preset", "papers", "--q-len", "3"), "--preset: has its own shapes"),
+        (("benchmark", "--preset", "papers", "--batch", "2"), "--preset: has its own shapes"),
         (("benchmark", *GRID, "--dtype", "int8"), "dtypes"),
-        (("benchmark", *GRID, "--preset", "seeds"), "--preset: has its own shapes"),
-        (("benchmark", "--preset", "seeds", "--dtype", "float16"), "the preset has its own dtypes"),
+        (("benchmark", *GRID, "--preset", "papers"), "--preset: has its own shapes"),
+        (("benchmark", "--preset", "papers", "--dtype", "float16"), "the preset has its own dtypes"),
         (("benchmark", *GRID, "--plot", "a.gif"), ".svg or .png"),
         (("benchmark", *GRID, "--nonsense"), "--nonsense"),
         (("info", "--url", "localhost:18100"), "url: must begin with http:// or https://"),
@@ -89,11 +92,15 @@ def test_a_benchmark_of_a_server_is_shown_written_and_drawn(run, scripted, tmp_p
     scripted.script.extend([says(JOB, 202), says(JOB | {"rows": [MEASURED]}), streams(events)])
     code, out, err = run(
         "benchmark", *GRID, "--causal", "both", "--backend", "tiled,naive", "--url", scripted.url,
-        "--json", tmp_path / "all.json", "--plot", tmp_path / "some.svg", "--kind", "all",
+        "--json", tmp_path / "all.json", "--plot", tmp_path / "some.svg", "--kind", "all", "--theme", "dark",
     )  # fmt: skip
     assert (code, err.count("no picture of")) == (0, 2)
     assert "forward · float32 · B 1 H 2/1 N 128 D 64" in out
-    assert "1.25  1.00 – 2.00      500" in out
+    assert "~1.25  1.00 – 2.00      500" in out
+    assert "33.6 M" in out
+    assert "!407" in out
+    assert "~ noisy: p20 and p80" in out
+    assert "! above the measured roof" in out
     assert "tiled skipped: too large" in out
     assert err.startswith("1/2 forward · float32 · B 1 H 2/1 N 128 D 64 · tiled\n2/2 ")
     job = flashpoint.BenchmarkJob.model_validate_json((tmp_path / "all.json").read_text())
@@ -189,6 +196,13 @@ def test_numbers_have_three_digits(value, text):
 )
 def test_sizes_have_their_unit(count, text):
     assert size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, ""), (12, "12"), (1234, "1.23 k"), (2.1e12, "2.1 T"), (3e17, "300 P")]
+)
+def test_counts_are_short(value, text):
+    assert count(value) == text
 
 
 def test_what_is_missing_says_what_to_install(monkeypatch):

@@ -223,5 +223,5 @@ def test_a_benchmark_is_not_started_twice(scripted, reach):
     """A server that was full did nothing. One that vanished may have started it."""
     scripted.script.extend([lambda h: h.problem(429), lambda h: h.vanish()])
     with pytest.raises(flashpoint.ConnectionFailedError):
-        reach(scripted.url).benchmark(preset="seeds")
+        reach(scripted.url).benchmark(preset="papers")
     assert len(scripted.requests) == 2

@@ -78,7 +78,7 @@ def test_a_verification_takes_the_options_of_every_call():
         VerifyRequest.model_validate({**body, "casual": True})
 
 
-@pytest.mark.parametrize("body", [{"preset": "seeds"}, {"shapes": [{"q_len": 64, "head_dim": 32}], "causal": [True]}])
+@pytest.mark.parametrize("body", [{"preset": "papers"}, {"shapes": [{"q_len": 64, "head_dim": 32}], "causal": [True]}])
 def test_a_grid_survives_the_wire(body):
     request = BenchmarkRequest.model_validate(body)
     assert BenchmarkRequest.model_validate_json(request.model_dump_json()) == request
@@ -87,9 +87,9 @@ def test_a_grid_survives_the_wire(body):
 @pytest.mark.parametrize(
     "body",
     [
-        {}, {"shapes": []}, {"preset": "seed"}, {"preset": "seeds", "dtypes": ["float16"]},
-        {"shapes": [{"q_len": 1}]}, {"preset": "seeds", "max_seconds": 0}, {"preset": "seeds", "max_seconds": math.inf},
-        {"preset": "seeds", "dtypes": []}, {"shapes": [{"q_len": 64, "head_dim": 32}], "dtypes": ["float64"]},
+        {}, {"shapes": []}, {"preset": "seed"}, {"preset": "papers", "dtypes": ["float16"]},
+        {"shapes": [{"q_len": 1}]}, {"preset": "seeds", "max_seconds": 0}, {"preset": "h100", "max_seconds": math.inf},
+        {"preset": "papers", "dtypes": []}, {"shapes": [{"q_len": 64, "head_dim": 32}], "dtypes": ["float64"]},
     ],
 )  # fmt: skip
 def test_a_grid_that_cannot_be_is_refused(body):
@@ -116,7 +116,7 @@ def test_numbers_that_json_lacks_travel_as_words():
 
 def test_a_job_is_the_sum_of_its_events():
     job = BenchmarkJob.model_validate(
-        {"id": "j", "created": "2026-01-01T00:00:00Z", "request": {"preset": "seeds"}, "total": 2}
+        {"id": "j", "created": "2026-01-01T00:00:00Z", "request": {"preset": "papers"}, "total": 2}
     )
     events = [
         {"id": 1, "kind": "state", "state": "running", "at": "2026-01-01T00:00:01Z"},

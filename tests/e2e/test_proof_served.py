@@ -118,12 +118,14 @@ def test_a_benchmark_is_timed_watched_drawn_and_kept(server, client):
     for event in events:
         state = state.after(event)
     assert state == job  # the events are all there is
-    for kind in ("time", "roofline"):  # test_page.py shows all of them
+    for kind in ("time", "roofline"):  # tests/e2e/page/test_benchmark.py draws all of them
         answer = ask(server, f"/benchmark/{run.id}/plot.svg?kind={kind}")
         assert (answer.status, b"<svg" in answer.body[:2000]) == (200, True), kind
     answer = ask(server, f"/benchmark/{run.id}/plot.png")
     assert (answer.status, answer.body[:4]) == (200, b"\x89PNG")
-    assert ask(server, f"/benchmark/{run.id}/plot.svg?kind=pie").status == 422
+    assert b"#14181f" in ask(server, f"/benchmark/{run.id}/plot.svg?theme=dark").body
+    for wrong in ("kind=pie", "theme=pink"):
+        assert ask(server, f"/benchmark/{run.id}/plot.svg?{wrong}").status == 422
     assert ask(server, f"/benchmark/{run.id}/plot.gif").status == 404
     assert run.cancel() == job  # it has ended: nothing changes
 

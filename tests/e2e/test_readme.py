@@ -75,11 +75,11 @@ def test_the_python_examples_print_what_the_page_says(server, pages, tmp_path):
 def test_the_readme_has_its_examples():
     """An example with a misspelt fence would not be found, and not be run."""
     assert len(examples("README.md", "sh")) == 1
-    assert len(examples("README.md", "python")) == 2
+    assert len(examples("README.md", "python")) == 3
 
 
 def test_every_link_between_the_pages_leads_somewhere():
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", page.read_text())]
     assert links
     missing = [(page.name, link) for page, link in links if not (page.parent / link).exists()]

@@ -95,6 +95,24 @@ def test_every_answer_about_caches_says_what_leads_to_the_replica(replicas):
         ask(b, f"/caches/{cache}", "DELETE")
 
 
+def test_a_replica_names_the_one_that_holds_a_saved_forward(replicas):
+    tensors = {name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")}
+    answer = post(replicas["a"], "/attention", message(tensors, save=True))
+    assert (answer.status, answer.headers[NAME]) == (200, "a")
+    one = answer.metadata["saved"]
+    do = message({"do": normal(2, 3)}, saved=one)
+    for answer in (
+        post(replicas["b"], "/attention/grad", do), ask(replicas["b"], f"/saved/{one}"),
+        ask(replicas["b"], f"/saved/{one}", "DELETE"),
+    ):  # fmt: skip
+        document = problem(answer, 421, "cache_elsewhere")
+        assert answer.headers[NAME] == "a"
+        assert "X-Flashpoint-Replica: a" in document["detail"]
+    answer = post(replicas["a"], "/attention/grad", do)
+    assert (answer.status, answer.headers[NAME]) == (200, "a")
+    assert ask(replicas["a"], f"/saved/{one}", "DELETE").status == 204
+
+
 def test_without_a_common_secret_an_id_is_unknown_elsewhere(replicas, server):
     one, other = created(replicas["a"]), created(server)
     problem(ask(server, f"/caches/{one}"), 404, "cache_not_found")

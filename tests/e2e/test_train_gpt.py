@@ -46,7 +46,7 @@ def example():
 @pytest.fixture(scope="module")
 def curves(example, server):
     with flashpoint.Client(server.url) as client:
-        return {name: example.train(example.way(name, client), **TINY) for name in example.WAYS}
+        return {name: example.train(example.way(name, client), **TINY).losses for name in example.WAYS}
 
 
 def apart(a, b):
@@ -76,8 +76,8 @@ def test_our_kernels_go_down_it_too(example):
     """Triton's kernels, interpreted. The loss of the second step needs a forward and a backward of the first."""
     triton = functools.partial(example.attention, backend="triton")
     small = TINY | {"steps": 2, "batch": 1, "layers": 1}
-    expected = example.train(example.sdpa, **small)
-    assert apart(example.train(triton, **small), expected) <= EPSILON * expected[0]
+    expected = example.train(example.sdpa, **small).losses
+    assert apart(example.train(triton, **small).losses, expected) <= EPSILON * expected[0]
 
 
 @pytest.mark.parametrize("wrong", [{"scale": 1.01 / 8**0.5}, {"causal_alignment": "top_left", "window": (30, 0)}])
@@ -87,14 +87,21 @@ def test_the_bound_finds_attention_that_is_a_little_wrong(example, curves, wrong
     def call(*args, window, **options):
         return example.attention(*args, **options | wrong)
 
-    found = example.train(call, **TINY)
+    found = example.train(call, **TINY).losses
     assert apart(found, curves["sdpa"]) > EPSILON * curves["sdpa"][0]
 
 
 def test_the_same_seed_gives_the_same_curve(example, curves):
     local = functools.partial(example.attention, backend="tiled")
-    assert example.train(local, **TINY) == curves["local"]
-    assert example.train(local, **TINY | {"seed": 4}) != curves["local"]
+    trained = example.train(local, **TINY)
+    assert trained.losses == curves["local"]
+    assert example.train(local, **TINY | {"seed": 4}).losses != curves["local"]
+    wrote = trained.write("The ", 40)
+    assert wrote.startswith("The ")
+    assert len(wrote) == 44
+    assert set(wrote) <= set(example.TEXT.read_text(encoding="utf-8"))
+    assert wrote == trained.write("The ", 40)
+    assert wrote != trained.write("The ", 40, seed=1)
 
 
 @pytest.mark.slow
@@ -108,7 +115,9 @@ def test_the_example_prints_and_draws(server, tmp_path):
     assert float(re.search(r"served is at most (\S+) from local", printed)[1]) < 2e-5
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert record.stat().st_size
-    assert torch.__version__ in record.read_text()
+    found = json.loads(record.read_text())
+    assert found["environment"]["torch"] == torch.__version__
+    assert printed.endswith(f"local writes:\n{found['text']}\n")
 
 
 def test_the_page_says_what_was_measured():

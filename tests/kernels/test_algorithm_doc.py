@@ -6,6 +6,7 @@ The checks hold them against torch's own functions, autograd and the library, ne
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashpoint_kernels import attention, attention_backward
 from flashpoint_kernels.nano import nano_attention
+from flashpoint_kernels.timing.case import Case, flops, moved_bytes
 from tests.conftest import DEVICE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithm.md").read_text(encoding="utf-8")
@@ -107,6 +109,13 @@ def _(page: Page) -> None:
     close(page.O, of_inputs(page)(page.Q, page.K, page.V))
 
 
+@checks("block-product")
+def _(page: Page) -> None:
+    assert page.Sk % page.tile
+    close(page.block_product(page.P), page.P @ page.V)
+    close(page.block_product(page.P[2:5]), torch.einsum("ij,jd->id", page.P[2:5], page.V))
+
+
 @checks("shift")
 def _(page: Page) -> None:
     close(page.P_shifted, page.P)
@@ -178,6 +187,12 @@ def _(page: Page) -> None:
     close(page.dP, gradients(page, lambda p: p @ page.V, page.P)[0])
 
 
+@checks("softmax-jacobian")
+def _(page: Page) -> None:
+    for row, found in zip(page.S, page.J, strict=True):
+        close(found, torch.autograd.functional.jacobian(lambda s: torch.softmax(s, 0), row))
+
+
 @checks("softmax-gradient")
 def _(page: Page) -> None:
     close(page.dS_row, gradients(page, of_scores(page), page.S)[0])
@@ -223,6 +238,42 @@ def _(page: Page) -> None:
 def _(page: Page) -> None:
     blocks = [page.queries_pass(slice(i0, i0 + page.tile)) for i0 in range(0, page.Sq, page.tile)]
     close(torch.cat(blocks), gradients(page, of_inputs(page), page.Q, page.K, page.V)[0])
+
+
+def counted(q_len: int, kv_len: int, dim: int, dtype: str) -> Case:
+    return Case(backend="naive", batch=1, q_heads=1, q_len=q_len, kv_len=kv_len, head_dim=dim, dtype=dtype)
+
+
+@checks("operations")
+def _(page: Page) -> None:
+    case = counted(6, 9, 4, "float32")
+    for algorithm, products in (("flash_forward", 2), ("fused_backward", 5), ("two_pass_backward", 7)):
+        assert page.operations(6, 9, 4, products) == flops(algorithm, case)
+
+
+@checks("standard-traffic")
+def _(page: Page) -> None:
+    assert page.standard_traffic(6, 9, 4, 2) == moved_bytes("naive_forward", counted(6, 9, 4, "bfloat16"))
+
+
+@checks("tiled-traffic")
+def _(page: Page) -> None:
+    assert page.tiled_traffic(6, 9, 4, 2) == moved_bytes("flash_forward", counted(6, 9, 4, "bfloat16"))
+
+
+@checks("walked")
+def _(page: Page) -> None:
+    for rows in (1, 4, 6, 7):
+        assert page.walked(6, 9, 4, 2, rows) == 2 * (2 * 6 * 4 + 2 * 9 * 4 * math.ceil(6 / rows))
+    # As many queries as a tile has: what each tensor is, once.
+    assert page.walked(6, 9, 4, 2, 6) == page.tiled_traffic(6, 9, 4, 2) - 4 * 6
+
+
+@checks("intensity")
+def _(page: Page) -> None:
+    assert page.intensity(1 << 20, 64, 4, page.standard_traffic) == pytest.approx(2 * 64 / (3 * 4), rel=1e-3)
+    assert page.intensity(1 << 20, 64, 2, page.standard_traffic) < 2 * 64 / (3 * 2) < 22  # as the page says
+    assert page.intensity(1 << 20, 64, 4, page.tiled_traffic) == pytest.approx((1 << 20) / 4, rel=1e-2)
 
 
 @checks("base-two")

@@ -1,5 +1,7 @@
 """Attention over keys in chunks: right against float64, and of the same bits however heads are shared out."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -68,6 +70,26 @@ def test_bits_do_not_depend_on_the_heads_beside(dtype, heads, kv_heads):
                 part = attend(q[own], pieces(k[first:last], v[first:last]), 0.2, edge)
                 assert torch.equal(part[0], whole[0][own])
                 assert torch.equal(part[1], whole[1][own])
+
+
+@pytest.mark.parametrize(("queries", "kept"), [(1, _KEPT), (3, _KEPT), (40, _KEPT), (3, 200)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_do_not_depend_on_which_chunks_share_a_call(queries, kept, dtype, monkeypatch):
+    monkeypatch.setattr("flashpoint_kernels.chunked._KEPT", kept)
+    q, k, v = problem(4, 2, queries, 7 * 64 + 5, 16, dtype)
+    together = [torch.stack(t[:, : 7 * 64].split(64, 1)) for t in (k, v)]
+    last = 7 * 64, k[None, :, 7 * 64 :], v[None, :, 7 * 64 :]
+    for edge in (None, 7 * 64 + 5 - queries, 100):
+        alone = None
+        for cuts in ((0, 1, 2, 3, 4, 5, 6, 7), (0, 7), (0, 3, 7), (0, 1, 6, 7)):
+            runs = [(64 * a, *(t[a:b] for t in together)) for a, b in itertools.pairwise(cuts)]
+            found = attend(q, [*runs, last], 0.2, edge)
+            alone = found if alone is None else alone
+            assert torch.equal(found[0], alone[0])
+            assert torch.equal(found[1], alone[1])
+    given = {"q": q[None], "k": k[None], "v": v[None]}
+    found = attend(q, [(0, *together), last], 0.2, None)
+    assert verify(given, Options(scale=0.2), answers={"o": found[0][None].to(dtype), "lse": found[1][None]}).ok
 
 
 @pytest.mark.parametrize(

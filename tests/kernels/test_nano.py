@@ -107,3 +107,18 @@ def test_compiled_for_two_generations() -> None:
         assert report["registers"] <= 255, report
         if report["dtype"] != "float32":  # whose IEEE products have no matrix instruction
             assert report["matrix"] == [{80: "mma.sync", 90: "wgmma.mma_async"}[report["arch"]]], report
+
+
+def test_it_shows_itself_and_its_errors_from_the_command_line() -> None:
+    """Without the variable, as a reader runs it."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "flashpoint_kernels.nano"]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3600, check=True)
+    lines = run.stdout.splitlines()
+    said = next(int(line.split()[0]) for line in lines if line.endswith(" lines."))
+    assert said == len(inspect.getsource(nano_forward.fn).splitlines()) == lines.index("")
+    assert lines[0] == "@triton.jit"
+    assert any(line.split() == ["sm_90", "227", "KiB", "128", "64", "64"] for line in lines), run.stdout
+    errors = [line for line in lines if "float32 " in line and " o " in line]
+    assert len(errors) == 2
+    assert all(float(line.split()[-3]) <= float(line.split()[-1]) for line in errors)

@@ -81,10 +81,11 @@ def test_a_grid_is_every_combination_with_backends_varying_fastest() -> None:
 
 
 def test_presets_are_the_published_ones() -> None:
-    assert set(PRESETS) == {"seeds", "h100"}
+    assert set(PRESETS) == {"papers", "h100", "seeds"}
+    assert preset("seeds", "cpu") == preset("papers", "cpu")
 
     def shapes(device: str) -> set[tuple[object, ...]]:
-        cases = preset("seeds", device)
+        cases = preset("papers", device)
         return {(c.batch, c.q_heads, c.q_len, c.head_dim, c.dtype, c.causal, c.direction) for c in cases}
 
     small = {(1, 1, 512, 32, "float32", False, way) for way in ("forward", "backward")}
@@ -96,7 +97,7 @@ def test_presets_are_the_published_ones() -> None:
         assert case.batch * case.q_len == 16384
         assert case.q_heads * case.head_dim == 2048
     assert "triton" in {case.backend for case in preset("h100", "cuda")}
-    assert "triton" not in {case.backend for case in preset("seeds", "cpu")}
+    assert "triton" not in {case.backend for case in preset("papers", "cpu")}
     with pytest.raises(ProblemError, match="preset"):
         preset("a100")
 
@@ -104,7 +105,7 @@ def test_presets_are_the_published_ones() -> None:
 def test_a_grid_is_made_and_priced_without_torch() -> None:
     program = (
         "import sys; from flashpoint_kernels.timing import preset; from flashpoint_kernels.timing.case import flops;"
-        "print(sum(flops('fused_backward', case) for case in preset('seeds')) > 0, 'torch' in sys.modules)"
+        "print(sum(flops('fused_backward', case) for case in preset('papers')) > 0, 'torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["True", "False"]

@@ -358,6 +358,7 @@ def test_data_sheets_are_dense_figures() -> None:
     """A tensor core doubles its rate with sparsity: a table that mixed the two would have one twice the other's."""
     h100, h200 = SHEETS["NVIDIA H100 80GB HBM3"], SHEETS["NVIDIA H200"]
     assert h100.half_tflops == h200.half_tflops == 989.5
+    assert {"NVIDIA RTX 4000 Ada Generation", "NVIDIA GeForce RTX 3050"} <= SHEETS.keys()
     for sheet in SHEETS.values():
         assert sheet.half_tflops > sheet.float32_tflops
         assert sheet.source

@@ -21,6 +21,7 @@ from flashpoint.benchmark_schema import (
     BenchmarkEvent,
     BenchmarkJob,
     BenchmarkRequest,
+    PlotTheme,
     Preset,
     ProgressEvent,
     RowEvent,
@@ -34,6 +35,7 @@ from flashpoint.commands.running import (
     Json,
     Key,
     Plot,
+    Theme,
     Timeout,
     Url,
     client,
@@ -46,10 +48,10 @@ from flashpoint.commands.running import (
 from flashpoint.commands.tables import benchmark_tables, problem
 
 EXAMPLES = """
-  flashpoint benchmark --preset seeds --json seeds.json --plot seeds.svg
+  flashpoint benchmark --preset papers --json papers.json --plot papers.svg
   flashpoint benchmark --q-len 512,1024,2048 --head-dim 64 --causal both
   flashpoint benchmark --q-len 4096 --head-dim 128 --direction backward
-  flashpoint benchmark --preset seeds --url http://localhost:8000
+  flashpoint benchmark --preset papers --url http://localhost:8000
 """
 Kind = Literal["time", "tflops", "speedup", "memory", "roofline", "all"]
 _CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
@@ -82,6 +84,7 @@ def benchmark(
     json: Json = None,
     plot: Plot = None,
     kind: Annotated[Kind, typer.Option(help="What to draw; all writes FILE-KIND.svg for each.")] = "time",
+    theme: Theme = "light",
 ) -> int:
     """Time attention over a grid, on every backend or those named, here or on a server's device.
 
@@ -110,7 +113,7 @@ def benchmark(
         show.print(table)
         show.print()
     if plot is not None:
-        _draw(job, plot, kind, format, show)
+        _draw(job, plot, kind, format, theme, show)
     for error in job.errors:
         print(f"flashpoint benchmark: {error}", file=sys.stderr)
     if job.state != "done":
@@ -166,13 +169,13 @@ def _progress() -> Iterator[Callable[[BenchmarkJob, BenchmarkEvent], None]]:
         yield show
 
 
-def _draw(job: BenchmarkJob, plot: Path, kind: Kind, format: Any, show: Console) -> None:
+def _draw(job: BenchmarkJob, plot: Path, kind: Kind, format: Any, theme: PlotTheme, show: Console) -> None:
     from flashpoint.plots import KINDS, plot_benchmark
 
     for each in KINDS if kind == "all" else (kind,):
         path = plot.with_stem(f"{plot.stem}-{each}") if kind == "all" else plot
         try:
-            path.write_bytes(plot_benchmark(job, each, format))
+            path.write_bytes(plot_benchmark(job, each, format, theme))
         except ValueError as error:
             print(f"flashpoint benchmark: no picture of {each}: {error}", file=sys.stderr)
         else:

@@ -16,17 +16,19 @@ from rich.console import Console
 
 from flashpoint import errors
 from flashpoint._client import Client
+from flashpoint.benchmark_schema import PlotTheme
 
 RIGHT, WRONG, MISUSED, UNREACHABLE = range(4)
 CODES = "Exit codes: 0 right, 1 wrong or failed, 2 called wrongly or refused, 3 no server, or none that has time."
 LOCAL = "flashpoint.local"  # the entry points of what runs without a server
-WIDTH = 120  # of a table where there is no terminal that has one
+WIDTH = 140  # of a table where there is no terminal that has one
 
 Url = Annotated[str | None, typer.Option(help="A server, such as http://localhost:8000. Without it, this machine.")]
 Key = Annotated[str | None, typer.Option(envvar="FLASHPOINT_API_KEY", help="The server's bearer key.")]
 Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds that the server has for a call.")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it as JSON; - is stdout.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: FILE.svg or FILE.png. Needs matplotlib.")]
+Theme = Annotated[PlotTheme, typer.Option(help="Draw it for a light or a dark page.")]
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -9,10 +9,14 @@ from typing import Any
 
 from rich.table import Table
 
-from flashpoint.benchmark_schema import BenchmarkRow
+from flashpoint.benchmark_schema import NOISY, BenchmarkRow
 from flashpoint.verify_schema import VerifyReport
 
-WIDE = 110  # columns that the whole table of a benchmark needs; narrower ones go without the rest
+WIDE = 130  # columns that the whole table of a benchmark needs; narrower ones go without the rest
+MARKS = {
+    "~": f"~ noisy: p20 and p80 are over {NOISY:.0%} of the median apart",
+    "!": "! above the measured roof: its data stayed in caches, or something else ran while the peaks were measured",
+}
 
 
 def columns(rows: Sequence[BenchmarkRow], *, wide: bool) -> dict[str, Callable[[BenchmarkRow], str]]:
@@ -24,13 +28,15 @@ def columns(rows: Sequence[BenchmarkRow], *, wide: bool) -> dict[str, Callable[[
         return number(None if tflops is None else tflops * scale)
 
     all_of_them: dict[str, tuple[bool, Callable[[BenchmarkRow], str]]] = {
-        "ms": (True, lambda row: number(row.ms)),
+        "ms": (True, lambda row: f"{'~' if row.noisy else ''}{number(row.ms)}"),
         "p20 – p80": (False, lambda row: f"{number(row.ms_p20)} – {number(row.ms_p80)}"),
         flops: (True, lambda row: rate(row.tflops)),
         "standard": (False, lambda row: rate(row.tflops_standard)),
+        "FLOPs": (False, lambda row: count(row.flops)),
+        "bytes": (False, lambda row: count(row.bytes)),
         "GB/s": (False, lambda row: number(row.gb_per_s)),
         "FLOP/B": (False, lambda row: number(row.arithmetic_intensity)),
-        "% roof": (True, lambda row: number(row.roofline_percent)),
+        "% roof": (True, lambda row: f"{'!' if row.above_roof else ''}{number(row.roofline_percent)}"),
         "memory": (True, lambda row: size(row.peak_bytes)),
         "× naive": (True, lambda row: number(row.speedup_over_naive)),
     }
@@ -46,14 +52,18 @@ def benchmark_tables(rows: Iterable[BenchmarkRow], width: int) -> Iterator[Table
         table.add_column("", min_width=14, no_wrap=True)
         for name in shown:
             table.add_column(name, justify="right", no_wrap=True)
-        skipped = []
+        said = [text for mark, text in MARKS.items() if any(_marked(row, mark) for row in members)]
         for row in members:
             if row.skipped is None:
                 table.add_row(row.backend, *(write(row) for write in shown.values()))
             else:
-                skipped.append(f"{row.backend} skipped: {row.skipped}")
-        table.caption, table.caption_justify = "\n".join(skipped) or None, "left"
+                said.append(f"{row.backend} skipped: {row.skipped}")
+        table.caption, table.caption_justify = "\n".join(said) or None, "left"
         yield table
+
+
+def _marked(row: BenchmarkRow, mark: str) -> bool:
+    return row.noisy if mark == "~" else row.above_roof
 
 
 def problem(row: BenchmarkRow) -> str:
@@ -97,6 +107,17 @@ def number(value: float | None) -> str:
     if magnitude < 0.01:
         return f"{value:.1e}"
     return f"{value:.{2 - math.floor(math.log10(magnitude))}f}"
+
+
+def count(value: float | None) -> str:
+    """Three digits and k, M, G, T or P for thousands."""
+    if value is None:
+        return ""
+    for unit in ("", " k", " M", " G", " T"):
+        if value < 999.5:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:,.3g} P"
 
 
 def size(count: float | None) -> str:

@@ -23,6 +23,7 @@ from flashpoint.commands.running import (
     Json,
     Key,
     Plot,
+    Theme,
     Timeout,
     Url,
     client,
@@ -77,6 +78,7 @@ def verify(
     timeout: Timeout = 60.0,
     json: Json = None,
     plot: Plot = None,
+    theme: Theme = "light",
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
     """Judge attention against float64, here or at a server: a backend's, or your own kernel's from a file.
@@ -113,7 +115,7 @@ def verify(
     if plot is not None:
         from flashpoint.plots import plot_verification
 
-        plot.write_bytes(plot_verification(report, format))
+        plot.write_bytes(plot_verification(report, format, theme))
     return RIGHT if report.ok else WRONG
 
 

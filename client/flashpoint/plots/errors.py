@@ -33,15 +33,17 @@ def _panel(ax: Axes, judged: Judgement) -> None:
     if math.isfinite(judged.bound) and judged.bound > 0:
         high = max(high, math.floor(math.log10(judged.bound)))
         ax.axvline(math.log10(judged.bound), color=style.VERMILION, linewidth=1.6)
+        right = math.log10(judged.bound) < (low + high) / 2  # of the line, where there is room
         ax.annotate(
-            f"bound {judged.bound:.1e} ", (math.log10(judged.bound), 0.97), xycoords=("data", "axes fraction"),
-            fontsize=8, color=style.VERMILION, ha="right", va="top",
+            f"bound {judged.bound:.1e}", (math.log10(judged.bound), 0.97), xycoords=("data", "axes fraction"),
+            xytext=(4 if right else -4, 0), textcoords="offset points", fontsize=8, color=style.VERMILION,
+            ha="left" if right else "right", va="top",
         )  # fmt: skip
     for exponent in exponents:
         _bar(ax, exponent, decades[exponent], 10.0**exponent >= judged.bound)
     step = math.ceil((high - low + 2) / 6)
     ticks: dict[float, str] = {low - 1.13: "0"} | {n: f"$10^{{{n}}}$" for n in range(low, high + 2, step)}
-    ax.bar(low - 1.6, exact, _WIDTH, align="edge", facecolor=style.SKY, edgecolor="white")
+    ax.bar(low - 1.6, exact, _WIDTH, align="edge", facecolor=style.SKY, edgecolor=style.paper())
     if infinite:
         high += 2
         _bar(ax, high, infinite, True)
@@ -51,13 +53,13 @@ def _panel(ax: Axes, judged: Judgement) -> None:
     ax.set_xlim(low - 1.8, high + 1.3)
     ax.set_xticks(list(ticks), list(ticks.values()))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
-    ax.set_xlabel("error", fontsize=9, color=style.INK)
-    ax.set_ylabel("elements", fontsize=9, color=style.INK)
-    style.name(ax, f"{judged.name}: {'within' if judged.ok else 'NOT within'} its bound · largest {judged.max_abs:.1e}")
+    ax.set_xlabel("error", fontsize=9)
+    ax.set_ylabel("elements", fontsize=9)
+    style.name(ax, f"{judged.name}: {'within' if judged.ok else 'NOT within'} its bound\nlargest {judged.max_abs:.1e}")
 
 
 def _bar(ax: Axes, exponent: int, count: int, over: bool) -> None:
     ax.bar(
-        exponent, count, _WIDTH, align="edge", edgecolor="white", hatch="///" if over else "",
+        exponent, count, _WIDTH, align="edge", edgecolor=style.paper(), hatch="///" if over else "",
         facecolor=style.VERMILION if over else style.BLUE,
     )  # fmt: skip

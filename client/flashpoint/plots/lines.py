@@ -1,158 +1,170 @@
-"""Time, TFLOP/s and memory against sequence length, and speed-ups: a panel a family of cases, a line a backend."""
+"""Time, TFLOP/s and memory against sequence length, and speed-ups: a panel a family, bars where it has one length."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullFormatter
 
-from flashpoint.benchmark_schema import BenchmarkRow
+from flashpoint.benchmark_schema import NOISY, BenchmarkRow
 from flashpoint.plots import style
+from flashpoint.plots.families import Rows, families
 
 
-class Family(NamedTuple):
-    """What cases share that differ in length alone, or in a batch that makes up for it."""
+@dataclass(frozen=True)
+class Quantity:
+    """One figure of a row, and how it is drawn."""
 
-    dtype: str
-    head_dim: int
-    value_dim: int
-    q_heads: int
-    kv_heads: int
-    causal: bool
-    direction: str
-
-    def __str__(self) -> str:
-        heads = f"H {self.q_heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.q_heads else "")
-        dims = f"D {self.head_dim}" + (f"/{self.value_dim}" if self.value_dim != self.head_dim else "")
-        return f"{self.direction}{', causal' if self.causal else ''} · {self.dtype} · {heads} · {dims}"
+    title: str
+    about: str
+    unit: str
+    of: Callable[[BenchmarkRow], float]
+    draw: Callable[[Axes, Quantity, Rows], None]  # of a family with several lengths
+    say: Callable[[float], str] = style.si
+    spread: bool = False  # whether it has bars from p20 to p80
+    timed: bool = True  # whether it is as noisy as the time is
+    baseline: float | None = None
 
 
-Rows = Sequence[BenchmarkRow]
+def quantity(what: Quantity, rows: Rows, subtitle: str) -> Figure:
+    """Draw `what` of all rows: lines or bars over the length, and one bar a backend where there is one length."""
+    found = families(rows)
+    over_lengths = [row for family, members in found.items() if not family.length for row in members]
+    figure, axes = style.panels(
+        what.title, " · ".join(filter(None, (subtitle, what.about))), len(found), _legend(what, rows, over_lengths)
+    )
+    for ax, (family, members) in zip(axes, found.items(), strict=True):
+        style.name(ax, str(family))
+        if family.length:
+            _one_length(ax, what, members)
+        else:
+            what.draw(ax, what, members)
+            ax.set_ylabel(what.unit, fontsize=9)
+    return figure
 
 
-def families(rows: Rows) -> dict[Family, list[BenchmarkRow]]:
-    """The rows of each family, in the order in which they come; those of one length only where there are no others."""
-    found: dict[Family, list[BenchmarkRow]] = {}
-    for row in rows:
-        found.setdefault(Family(*(getattr(row, field) for field in Family._fields)), []).append(row)
-    lines = {family: rows for family, rows in found.items() if len({row.kv_len for row in rows}) > 1}
-    return lines or found
+def _legend(what: Quantity, rows: Rows, over_lengths: Rows) -> list[Artist]:
+    """Return the backends of panels that do not name them, and what a mark says where there is one."""
+    backends = style.ordered(row.backend for row in over_lengths)
+    entries: list[Artist] = [
+        Patch(label=backend, **_bar(backend)) if what.draw is _grouped else style.key(backend) for backend in backends
+    ]
+    if what.timed and any(row.noisy for row in rows):
+        mark = "~" if what.draw is _grouped or not over_lengths else "hollow, ~"
+        entries.append(Line2D([], [], linestyle="none", label=f"{mark}: p20 to p80 over {NOISY:.0%} of the median"))
+    return entries
 
 
-def time(rows: Rows, subtitle: str) -> Figure:
-    def draw(ax: Axes, rows: Rows) -> None:
-        style.decades(ax, "y")
-        ax.set_ylabel("milliseconds")
-        for backend, (line, x) in _by_backend(rows):
-            y = [row.ms or 0 for row in line]
-            spread = [[m - (r.ms_p20 or m) for m, r in zip(y, line, strict=True)],
-                      [(r.ms_p80 or m) - m for m, r in zip(y, line, strict=True)]]  # fmt: skip
-            _line(ax, backend, x, y)
+def _one_length(ax: Axes, what: Quantity, rows: Rows) -> None:
+    """A bar a backend, named, with its figure at its end."""
+    by_backend = {row.backend: row for row in rows}
+    backends = style.ordered(by_backend)
+    ends = []
+    for place, backend in enumerate(backends):
+        row = by_backend[backend]
+        value = what.of(row)
+        ax.barh(place, value, 0.7, **_bar(backend))
+        end = value
+        if what.spread and row.ms_p20 is not None and row.ms_p80 is not None:
+            ax.plot([row.ms_p20, row.ms_p80], [place, place], color=style.grey(), linewidth=2.4, solid_capstyle="butt")
+            end = max(value, row.ms_p80)
+        ends.append(end)
+        ax.annotate(
+            f"{'~' if what.timed and row.noisy else ''}{what.say(value)}", (end, place), xytext=(5, 0),
+            textcoords="offset points", fontsize=8.5, va="center",
+            bbox={"facecolor": style.paper(), "edgecolor": "none", "pad": 1},
+        )  # fmt: skip
+    if what.baseline is not None:
+        ax.axvline(what.baseline, color=style.ink(), linewidth=1)
+        ends.append(what.baseline)
+    ax.set_yticks(range(len(backends)), backends)
+    ax.set_ylim(len(backends) - 0.4, -0.6)
+    ax.set_xlim(0, max(ends) * 1.3)  # room for the figures
+    binary = what.say is _binary
+    ax.xaxis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(max(ends) / 4))) if binary else MaxNLocator(5))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: what.say(x)))
+    ax.grid(False, axis="y")
+    ax.grid(True, axis="x", linewidth=0.7)
+    ax.set_xlabel(what.unit, fontsize=9)
+
+
+def _lines(ax: Axes, what: Quantity, rows: Rows) -> None:
+    """A line a backend over the length."""
+    style.plain_lengths(ax, (row.kv_len for row in rows))
+    for backend in style.ordered(row.backend for row in rows):
+        line = sorted((row for row in rows if row.backend == backend), key=lambda row: row.kv_len)
+        x, y = [row.kv_len for row in line], [what.of(row) for row in line]
+        ax.plot(x, y, linewidth=1.7, markersize=5.5, markeredgecolor=style.paper(), markeredgewidth=0.6,
+                **style.line(backend))  # fmt: skip
+        noisy = [(row.kv_len, what.of(row)) for row in line if what.timed and row.noisy]
+        hollow = {**style.line(backend), "linestyle": "none", "markerfacecolor": style.paper()}
+        ax.plot([n for n, _ in noisy], [value for _, value in noisy], markersize=5.5, **hollow)
+        if what.spread:
+            spread = [[max(0, v - (r.ms_p20 or v)) for v, r in zip(y, line, strict=True)],
+                      [max(0, (r.ms_p80 or v) - v) for v, r in zip(y, line, strict=True)]]  # fmt: skip
             ax.errorbar(x, y, yerr=spread, fmt="none", ecolor=style.look(backend).colour, elinewidth=0.8, capsize=2)
 
-    return _panels("Time of a call", f"{subtitle} · median, bars from p20 to p80", rows, draw)
+
+def _logarithmic(ax: Axes, what: Quantity, rows: Rows) -> None:
+    _lines(ax, what, rows)
+    style.decades(ax, "y")
+    ax.set_ylim(style.around(value for row in rows for value in (what.of(row), row.ms_p20, row.ms_p80) if value))
 
 
-def tflops(rows: Rows, subtitle: str) -> Figure:
-    def draw(ax: Axes, rows: Rows) -> None:
-        ax.set_ylabel("TFLOP/s")
-        for backend, (line, x) in _by_backend(rows):
-            _line(ax, backend, x, [row.tflops_standard or 0 for row in line])
-        ax.set_ylim(bottom=0)
-
-    counted = "4·B·H·Sq·Sk·D operations forward, half of it causal, 2.5 times backward"
-    return _panels("Throughput", f"{subtitle} · {counted}", rows, draw)
+def _from_zero(ax: Axes, what: Quantity, rows: Rows) -> None:
+    _lines(ax, what, rows)
+    ax.set_ylim(0, 1.08 * max(map(what.of, rows)))
 
 
-def memory(rows: Rows, subtitle: str) -> Figure:
-    def draw(ax: Axes, rows: Rows) -> None:
-        ax.set_yscale("log", base=2)
-        ax.set_ylabel("peak memory per sequence")
-        ax.yaxis.set_major_locator(LogLocator(base=4))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _binary(y)))
-        ax.yaxis.set_minor_formatter(NullFormatter())
-        for backend, (line, x) in _by_backend(rows):
-            _line(ax, backend, x, [(row.peak_bytes or 0) / row.batch for row in line])
-        _guides(ax, rows)
-
-    return _panels("Memory of a call", f"{subtitle} · beside its inputs, at its highest", rows, draw)
+def _memory(ax: Axes, what: Quantity, rows: Rows) -> None:
+    _lines(ax, what, rows)
+    ax.set_yscale("log", base=2)
+    ax.yaxis.set_major_locator(LogLocator(base=4))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: what.say(y)))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    _guides(ax, what, rows)
 
 
-def speedup(rows: Rows, subtitle: str) -> Figure:
-    backends = style.ordered(row.backend for row in rows)
-
-    def draw(ax: Axes, rows: Rows) -> None:
-        lengths = sorted({row.kv_len for row in rows})
-        width = 0.84 / len(backends)
-        for i, backend in enumerate(backends):
-            at = {row.kv_len: row.speedup_over_naive or 0 for row in rows if row.backend == backend}
-            x = [lengths.index(n) + (i - (len(backends) - 1) / 2) * width for n in at]
-            ax.bar(x, list(at.values()), width * 0.92, **_bar(backend))
-        ax.axhline(1, color=style.INK, linewidth=1)
-        ax.set_xticks(range(len(lengths)), [f"{n:g}" if n < 10_000 else f"{n / 1024:g}k" for n in lengths])
-        ax.set_xlim(-0.6, len(lengths) - 0.4)
-        ax.set_xlabel("sequence length", fontsize=9, color=style.INK)
-        ax.set_ylabel("times as fast as naive")
-
-    legend = [Patch(label=backend, **_bar(backend)) for backend in backends]
-    return _panels("Speed-up over the plain formula", subtitle, rows, draw, legend, lengths_axis=False)
+def _grouped(ax: Axes, what: Quantity, rows: Rows) -> None:
+    """Bars side by side at each length, a backend each."""
+    backends, lengths = style.ordered(row.backend for row in rows), sorted({row.kv_len for row in rows})
+    width = 0.84 / len(backends)
+    for row in rows:
+        x = lengths.index(row.kv_len) + (backends.index(row.backend) - (len(backends) - 1) / 2) * width
+        ax.bar(x, what.of(row), width * 0.92, **_bar(row.backend))
+        if row.noisy:
+            ax.annotate("~", (x, what.of(row)), xytext=(0, 1), textcoords="offset points", fontsize=9, ha="center")
+    if what.baseline is not None:
+        ax.axhline(what.baseline, color=style.ink(), linewidth=1)
+    ax.set_ylim(0, 1.12 * max(*map(what.of, rows), what.baseline or 0))
+    every = -(-len(lengths) // 8)
+    ax.set_xticks(range(0, len(lengths), every), [style.short_length(n) for n in lengths[::every]])
+    ax.set_xlim(-0.6, len(lengths) - 0.4)
+    ax.set_xlabel("sequence length", fontsize=9)
 
 
 def _bar(backend: str) -> dict[str, Any]:
     look = style.look(backend)
-    return {"facecolor": look.colour, "hatch": look.hatch, "edgecolor": "white"}
+    return {"facecolor": look.colour, "hatch": look.hatch, "edgecolor": style.paper()}
 
 
-def _panels(
-    title: str,
-    subtitle: str,
-    rows: Rows,
-    draw: Callable[[Axes, Rows], None],
-    legend: Sequence[Artist] = (),
-    lengths_axis: bool = True,
-) -> Figure:
-    found = families(rows)
-    handles: Sequence[Artist] = legend or [style.key(backend) for backend in style.ordered(row.backend for row in rows)]
-    figure, axes = style.panels(title, subtitle, len(found), handles)
-    for ax, (family, members) in zip(axes, found.items(), strict=True):
-        style.name(ax, str(family))
-        if lengths_axis:
-            style.plain_lengths(ax, (row.kv_len for row in members))
-            ax.set_xlabel("sequence length", fontsize=9, color=style.INK)
-        draw(ax, members)
-        ax.yaxis.label.set(fontsize=9, color=style.INK)
-    return figure
-
-
-def _by_backend(rows: Rows) -> list[tuple[str, tuple[list[BenchmarkRow], list[int]]]]:
-    """Of each backend its rows by length, and the lengths."""
-    found = []
-    for backend in style.ordered(row.backend for row in rows):
-        line = sorted((row for row in rows if row.backend == backend), key=lambda row: row.kv_len)
-        found.append((backend, (line, [row.kv_len for row in line])))
-    return found
-
-
-def _line(ax: Axes, backend: str, x: Sequence[float], y: Sequence[float]) -> None:
-    ax.plot(x, y, linewidth=1.7, markersize=5.5, markeredgecolor="white", markeredgewidth=0.6, **style.line(backend))
-
-
-def _guides(ax: Axes, rows: Rows) -> None:
+def _guides(ax: Axes, what: Quantity, rows: Rows) -> None:
     """How memory grows that is linear or quadratic in the length, through the least and the most at the last one."""
     lengths = sorted({row.kv_len for row in rows})
-    if len(lengths) < 2:
-        return
-    last = [(row.peak_bytes or 0) / row.batch for row in rows if row.kv_len == lengths[-1]]
+    last = [what.of(row) for row in rows if row.kv_len == lengths[-1]]
     for power, through, label in ((1, min(last) / 1.5, "O(N)"), (2, max(last) * 1.5, "O(N²)")):
         y = [through * (n / lengths[-1]) ** power for n in lengths]
-        ax.plot(lengths, y, color=style.GREY, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
+        ax.plot(lengths, y, color=style.grey(), linewidth=1, linestyle=(0, (1, 2)), zorder=1)
         ax.annotate(
-            label, (lengths[-1], y[-1]), xytext=(4, 0), textcoords="offset points", fontsize=8, color=style.GREY,
+            label, (lengths[-1], y[-1]), xytext=(6, 0), textcoords="offset points", fontsize=8, color=style.grey(),
             va="center", annotation_clip=False,
         )  # fmt: skip
 
@@ -160,6 +172,30 @@ def _guides(ax: Axes, rows: Rows) -> None:
 def _binary(count: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
-            return f"{count:g} {unit}"
+            return f"{count:.3g} {unit}"
         count /= 1024
-    return f"{count:g} GiB"
+    return f"{count:.3g} GiB"
+
+
+def _per_sequence(row: BenchmarkRow) -> float:
+    return (row.peak_bytes or 0) / row.batch
+
+
+QUANTITIES = {
+    "time": Quantity(
+        "Time of a call", "median, bars from p20 to p80", "milliseconds", lambda row: row.ms or 0, _logarithmic,
+        spread=True,
+    ),
+    "tflops": Quantity(
+        "Throughput", "4·B·H·Sq·Sk·D operations forward, half of it causal, 2.5 times backward", "TFLOP/s",
+        lambda row: row.tflops_standard or 0, _from_zero,
+    ),
+    "memory": Quantity(
+        "Memory of a call", "beside its inputs, at its highest, divided by the batch", "peak memory per sequence",
+        _per_sequence, _memory, _binary, timed=False,
+    ),
+    "speedup": Quantity(
+        "Speed-up over the plain formula", "", "times as fast as naive", lambda row: row.speedup_over_naive or 0,
+        _grouped, baseline=1.0,
+    ),
+}  # fmt: skip

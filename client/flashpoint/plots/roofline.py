@@ -2,72 +2,182 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from numpy.typing import NDArray
 
-from flashpoint.benchmark_schema import BenchmarkRow
+from flashpoint.benchmark_schema import NOISY, BenchmarkRow
 from flashpoint.plots import style
+from flashpoint.plots.families import Rows, families
+
+Peaks = Mapping[str, Mapping[str, Any]]
+_POINTS = 6.5  # of a marker
+# Where a label may stand: the sides of its point that it is on, to the right and upwards, and how far off in points.
+_PLACES = ((0, 1, 5), (0, -1, 5), (1, 1, 4), (1, -1, 4), (-1, 1, 4), (-1, -1, 4), (1, 0, 6), (-1, 0, 6))
+_RIGHT = ((1, 1, 3),)
+_ALIGNED = {-1: "right", 0: "center", 1: "left"}
+_STACKED = {-1: "top", 0: "center", 1: "bottom"}
+Boxes = NDArray[np.float64]  # of (left, bottom, right, top) in pixels
 
 
-def roofline(rows: Sequence[BenchmarkRow], peaks: Mapping[str, Mapping[str, Any]], subtitle: str) -> Figure:
-    """A panel a dtype. `peaks`, by dtype: `tflops` and `gb_per_s` as measured, `sheet_…` where a data sheet says."""
-    dtypes = list(dict.fromkeys(row.dtype for row in rows))
-    legend = [_mark(backend, True, label=backend) for backend in style.ordered(row.backend for row in rows)]
-    if len({row.direction == "forward" for row in rows}) > 1:
-        legend += [_mark("", True, label="filled: forward"), _mark("", False, label="hollow: with the backward")]
-    figure, axes = style.panels(
-        "Roofline", f"{subtitle} · each algorithm by its own count of operations", len(dtypes), legend
-    )
-    for ax, dtype in zip(axes, dtypes, strict=True):
-        _panel(ax, [row for row in rows if row.dtype == dtype], peaks[dtype])
-        style.name(ax, dtype)
+def roofline(rows: Rows, peaks: Peaks, subtitle: str) -> Figure:
+    """A panel a family, a line a backend through its lengths, which stand beside the points if there are several.
+
+    `peaks`, by dtype: `tflops` and `gb_per_s` as measured, `sheet_…` where a data sheet says.
+    """
+    found = families(rows)
+    legend = [_key(backend) for backend in style.ordered(row.backend for row in rows)]
+    if any(row.noisy for row in rows):
+        legend.append(Line2D([], [], linestyle="none", label=f"hollow: p20 to p80 over {NOISY:.0%} of the median"))
+    if any(row.above_roof for row in rows):
+        legend.append(Line2D([], [], label="ringed: above the measured roof", **_ring()))
+    about = [subtitle, "each algorithm by its own count of operations", *_roofs(rows, peaks)]
+    figure, axes = style.panels("Roofline", " · ".join(about), len(found), legend)
+    for ax, (family, members) in zip(axes, found.items(), strict=True):
+        _panel(ax, members, peaks[family.dtype])
+        style.name(ax, str(family))
+    FigureCanvasAgg(figure)
+    figure.draw_without_rendering()  # which lays it out: only now is it known what a label would cover
+    for ax, (family, members) in zip(axes, found.items(), strict=True):
+        _label(ax, () if family.length else members, peaks[family.dtype])
     return figure
 
 
-def _panel(ax: Axes, rows: Sequence[BenchmarkRow], peak: Mapping[str, Any]) -> None:
+def _roofs(rows: Rows, peaks: Peaks) -> Iterator[str]:
+    """Say what the lines of the roofs are, in words."""
+    for dtype in dict.fromkeys(row.dtype for row in rows):
+        peak = peaks[dtype]
+        yield f"{dtype}, as measured: {style.si(peak['tflops'])} TFLOP/s, {style.si(peak['gb_per_s'])} GB/s"
+        if peak.get("sheet_tflops"):
+            sheet = f"{style.si(peak['sheet_tflops'])} TFLOP/s, {style.si(peak['sheet_gb_per_s'])} GB/s"
+            yield f"by its data sheet (dotted): {sheet}"
+
+
+def _panel(ax: Axes, rows: Rows, peak: Mapping[str, Any]) -> None:
     style.decades(ax, "x")
     style.decades(ax, "y")
-    ridge = peak["tflops"] * 1000 / peak["gb_per_s"]  # FLOP/byte
-    intensities = [row.arithmetic_intensity or 1 for row in rows]
-    left, right = min(*intensities, ridge) / 2, max(*intensities, ridge) * 3
-    _roof(ax, peak["tflops"], peak["gb_per_s"], left, right, "-", "measured")
+    ridge = _ridge(peak)
+    roofs = [(peak["tflops"], peak["gb_per_s"], "-")]
     if peak.get("sheet_tflops"):
-        _roof(ax, peak["sheet_tflops"], peak["sheet_gb_per_s"], left, right, ":", "data sheet")
-    ax.plot([ridge, ridge], [0, peak["tflops"]], color=style.GREY, linewidth=0.8, linestyle="--", zorder=1)
-    reached = [row.tflops or 1 for row in rows]
-    lowest = min(reached)
-    ax.set_ylim(lowest / 2, max(*reached, peak["tflops"], peak.get("sheet_tflops") or 0) * 2.2)
-    ax.annotate(
-        f"ridge {style.si(ridge)}", (ridge, lowest / 2), xytext=(3, 4), textcoords="offset points", fontsize=8,
-        color=style.GREY,
-    )  # fmt: skip
-    for row in rows:
-        ax.plot(row.arithmetic_intensity, row.tflops, **_style(row.backend, row.direction == "forward"))  # type: ignore[arg-type]
-    ax.set_xlabel("FLOP a byte", fontsize=9, color=style.INK)
-    ax.set_ylabel("TFLOP/s", fontsize=9, color=style.INK)
+        roofs.append((peak["sheet_tflops"], peak["sheet_gb_per_s"], ":"))
+    left, right = style.around([ridge, *(row.arithmetic_intensity or 1 for row in rows)], room=2)
+    ax.set_xlim(left, right)
+    ax.set_ylim(style.around([*(roof[0] for roof in roofs), *(row.tflops or 1 for row in rows)]))
+    for tflops, gb_per_s, line in roofs:
+        x = [left, tflops * 1000 / gb_per_s, right]
+        y = [gb_per_s * left / 1000, tflops, tflops]
+        ax.plot(x, y, color=style.ink(), linewidth=1.4, linestyle=line, zorder=1)
+    ax.plot([ridge, ridge], [0, peak["tflops"]], color=style.grey(), linewidth=0.8, linestyle="--", zorder=1)
+    for backend in style.ordered(row.backend for row in rows):
+        of_it = sorted((row for row in rows if row.backend == backend), key=lambda row: row.kv_len)
+        at = [(row.arithmetic_intensity or 1, row.tflops or 1) for row in of_it]
+        ax.plot(*zip(*at, strict=True), linewidth=0.8, alpha=0.9, **_mark(backend))
+        for row, (intensity, tflops) in zip(of_it, at, strict=True):
+            if row.noisy:
+                ax.plot(intensity, tflops, **_hollow(backend))
+            if row.above_roof:
+                ax.plot(intensity, tflops, **_ring())
+    ax.set_xlabel("FLOP a byte", fontsize=9)
+    ax.set_ylabel("TFLOP/s", fontsize=9)
 
 
-def _roof(ax: Axes, tflops: float, gb_per_s: float, left: float, right: float, line: str, what: str) -> None:
-    ridge = tflops * 1000 / gb_per_s
-    x = [min(left, ridge), ridge, max(right, ridge)]
-    ax.plot(x, [gb_per_s * x[0] / 1000, tflops, tflops], color=style.INK, linewidth=1.4, linestyle=line, zorder=1)
-    ax.annotate(
-        f"{what}: {style.si(tflops)} TFLOP/s, {style.si(gb_per_s)} GB/s", (x[2], tflops), xytext=(0, 3),
-        textcoords="offset points", fontsize=8, color=style.GREY, ha="right",
-    )  # fmt: skip
+def _label(ax: Axes, rows: Rows, peak: Mapping[str, Any]) -> None:
+    """Write the ridge, and the lengths beside their points where there is room: the ends of each line first."""
+    taken = np.concatenate([_covered(ax, line) for line in ax.lines])
+    ridge, low = _ridge(peak), ax.get_ylim()[0] * 1.1
+    taken = _place(ax, (ridge, low), f"ridge {style.si(ridge)}", taken, style.grey(), _RIGHT)
+    for row in _ends_first(rows):
+        at = row.arithmetic_intensity or 1, row.tflops or 1
+        taken = _place(ax, at, style.short_length(row.kv_len), taken, style.look(row.backend).colour, _PLACES)
 
 
-def _style(backend: str, filled: bool) -> dict[str, Any]:
-    look = style.look(backend) if backend else style.Look(style.GREY, "o")
+def _covered(ax: Axes, line: Line2D) -> Boxes:
+    """Return what a line and its markers cover."""
+    points = ax.transData.transform(np.clip(np.column_stack([line.get_xdata(), line.get_ydata()]), 1e-300, None))
+    marker = line.get_marker() != "None"
+    boxes = [_around(points, float(line.get_markersize()) * _pixels(ax))] if marker else []
+    for a, b in itertools.pairwise(points) if line.get_linestyle() != "None" else ():
+        steps = np.linspace(0, 1, 2 + int(min(math.dist(a, b), 5000) / 6))[:, None]
+        boxes.append(_around(a + steps * (b - a), 1.0))
+    return np.concatenate([np.empty((0, 4)), *boxes])
+
+
+def _around(points: Boxes, size: float) -> Boxes:
+    return np.concatenate([points - size / 2, points + size / 2], axis=1)
+
+
+def _pixels(ax: Axes) -> float:
+    """Pixels of a point."""
+    return ax.get_figure(root=True).dpi / 72  # type: ignore[union-attr]
+
+
+def _ends_first(rows: Rows) -> list[BenchmarkRow]:
+    """Order rows so that the shortest and the longest of each backend come before all others."""
+    ends = {
+        backend: (min(lengths), max(lengths))
+        for backend in style.ordered(row.backend for row in rows)
+        if (lengths := [row.kv_len for row in rows if row.backend == backend])
+    }
+    return sorted(rows, key=lambda row: row.kv_len not in ends[row.backend])
+
+
+def _place(
+    ax: Axes, at: tuple[float, float], text: str, taken: Boxes, colour: str, places: Sequence[tuple[int, int, int]]
+) -> Boxes:
+    """Write `text` beside a point at the first place where it covers nothing, and nowhere where there is none.
+
+    Returns what is covered then.
+    """
+    label = ax.annotate(text, at, xytext=(0, 0), textcoords="offset points", fontsize=7.5, color=colour)
+    label.set_in_layout(False)
+    extent, point, pixels = label.get_window_extent(), ax.transData.transform(at), _pixels(ax)
+    half = np.array([extent.width, extent.height]) / 2
+    for right, up, off in places:
+        middle = point + np.array([right, up]) * (half + off * pixels)
+        box = np.concatenate([middle - half, middle + half])
+        inside = (box[:2] >= ax.bbox.min).all() and (box[2:] <= ax.bbox.max).all()
+        if inside and not ((box[:2] < taken[:, 2:]) & (box[2:] > taken[:, :2])).all(axis=1).any():
+            label.set(ha=_ALIGNED[right], va=_STACKED[up])
+            label.xyann = (right * off, up * off)
+            return np.vstack([taken, box])
+    label.remove()
+    return taken
+
+
+def _ridge(peak: Mapping[str, Any]) -> float:
+    """FLOP a byte from which on the device is bound by its arithmetic."""
+    return float(peak["tflops"] * 1000 / peak["gb_per_s"])
+
+
+def _mark(backend: str) -> dict[str, Any]:
+    look = style.look(backend)
     return {
-        "color": look.colour, "marker": look.marker, "linestyle": "none", "markersize": 6.5, "markeredgewidth": 1.2,
-        "markerfacecolor": look.colour if filled else "white", "alpha": 0.9,
+        "color": look.colour, "marker": look.marker, "markersize": _POINTS, "markeredgewidth": 0.6,
+        "markeredgecolor": style.paper(),
     }  # fmt: skip
 
 
-def _mark(backend: str, filled: bool, label: str) -> Line2D:
-    return Line2D([], [], label=label, **_style(backend, filled))
+def _hollow(backend: str) -> dict[str, Any]:
+    return _mark(backend) | {
+        "linestyle": "none", "markerfacecolor": style.paper(), "markeredgecolor": style.look(backend).colour,
+        "markeredgewidth": 1.2,
+    }  # fmt: skip
+
+
+def _ring() -> dict[str, Any]:
+    return {
+        "color": style.VERMILION, "marker": "o", "markersize": 11, "markerfacecolor": "none", "linestyle": "none",
+        "markeredgewidth": 1.2,
+    }  # fmt: skip
+
+
+def _key(backend: str) -> Line2D:
+    return Line2D([], [], label=backend, linestyle="none", **_mark(backend))

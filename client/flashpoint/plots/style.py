@@ -1,4 +1,4 @@
-"""How every picture looks: a background of its own, colours that colour-blind eyes tell apart, a mark a backend.
+"""How every picture looks: light or dark, colours that colour-blind eyes tell apart, a mark a backend.
 
 Colours are Okabe and Ito's (Color Universal Design, 2008), without the yellow, which white paper swallows.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import matplotlib
@@ -18,6 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from flashpoint.benchmark_schema import PlotTheme
+
 Format = Literal["svg", "png"]
 INK, GREY, RULE = "#1a1a1a", "#6b6b6b", "#dcdcdc"
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
@@ -25,6 +29,21 @@ BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
 )  # fmt: skip
 PNG_DPI = 160  # sharp on a dense screen, and in print at half a page
 _DRAWING = threading.Lock()  # matplotlib's settings are the process's
+_PANEL_INCHES, _LINE_INCHES, _KEY_INCHES = 3.05, 0.19, 0.26  # of height: a panel, a line of text, a row of the legend
+
+
+class _Colours(NamedTuple):
+    paper: str
+    ink: str
+    grey: str
+    rule: str
+    blue: str
+
+
+_THEMES: dict[PlotTheme, _Colours] = {
+    "light": _Colours("#ffffff", INK, GREY, RULE, BLUE),
+    "dark": _Colours("#14181f", "#e8eaed", "#a3acb8", "#39414d", "#3d8fd1"),
+}
 
 
 class Look(NamedTuple):
@@ -34,9 +53,9 @@ class Look(NamedTuple):
     hatch: str = ""
 
 
-# The plain formula is black, ours are solid, others' are dashed.
+# The plain formula has the colour of the text, ours are solid, others' are dashed.
 _LOOKS = {
-    "naive": Look(BLACK, "o"),
+    "naive": Look(INK, "o"),
     "naive_explicit": Look(GREY, "s", ":", "...."),
     "reference": Look(GREY, "X"),
     "triton": Look(VERMILION, "D"),
@@ -55,8 +74,36 @@ _LOOKS = {
 _OTHER = Look(GREY, "+", "-.")
 
 
+@contextmanager
+def themed(theme: PlotTheme) -> Iterator[None]:
+    """Hold matplotlib's settings at `theme`, for one thread at a time. Every figure is made in here."""
+    paper, ink, grey, rule, blue = _THEMES[theme]
+    settings: Any = {
+        "svg.hashsalt": "flashpoint", "svg.fonttype": "none", "hatch.linewidth": 0.6,
+        "figure.facecolor": paper, "axes.facecolor": paper, "text.color": ink, "axes.labelcolor": ink,
+        "xtick.color": ink, "ytick.color": ink, "axes.edgecolor": grey, "grid.color": rule, "lines.color": blue,
+    }  # fmt: skip
+    with _DRAWING, matplotlib.rc_context(settings):
+        yield
+
+
+def paper() -> str:
+    return str(matplotlib.rcParams["figure.facecolor"])
+
+
+def ink() -> str:
+    return str(matplotlib.rcParams["text.color"])
+
+
+def grey() -> str:
+    return str(matplotlib.rcParams["axes.edgecolor"])
+
+
 def look(backend: str) -> Look:
-    return _LOOKS.get(backend, _OTHER)
+    """Return a backend's look in the theme that is set."""
+    found = _LOOKS.get(backend, _OTHER)
+    themed = {INK: ink(), GREY: grey(), BLUE: str(matplotlib.rcParams["lines.color"])}
+    return found._replace(colour=themed.get(found.colour, found.colour))
 
 
 def ordered(backends: Iterable[str]) -> list[str]:
@@ -67,36 +114,33 @@ def ordered(backends: Iterable[str]) -> list[str]:
 
 def panels(title: str, subtitle: str, count: int, legend: Sequence[Artist]) -> tuple[Figure, list[Axes]]:
     """A figure of `count` axes, row by row, its title above and its legend below."""
-    columns = 1 if count == 1 else 2 if count in (2, 4) else 3
+    columns = {1: 1, 2: 2, 4: 2, 6: 2}.get(count, 4 if count % 4 == 0 else 3)
     rows = math.ceil(count / columns)
-    width = {1: 6.4, 2: 9.6, 3: 12.0}[columns]
-    legend_rows = math.ceil(len(legend) / (4 if columns < 3 else 6))
-    height = 2.9 * rows + 0.75 + 0.26 * legend_rows
-    rect = (0, 0.26 * legend_rows / height, 1, 1 - (0.26 * legend_rows + 0.62) / height)
-    figure = Figure(figsize=(width, height), facecolor="white")
-    figure.set_layout_engine("constrained", rect=rect)
-    figure.text(0.012, 1 - 0.12 / height, title, ha="left", va="top", fontsize=13, fontweight="bold", color=INK)
-    figure.text(0.012, 1 - 0.38 / height, subtitle, ha="left", va="top", fontsize=9, color=GREY)
+    width = {1: 6.4, 2: 9.6, 3: 12.0, 4: 16.0}[columns]
+    said = textwrap.wrap(subtitle, int(width * 13.8))  # characters of nine points
+    keys = {1: 3, 2: 5, 3: 6, 4: 8}[columns]
+    above, below = 0.43 + _LINE_INCHES * len(said), _KEY_INCHES * math.ceil(len(legend) / keys)
+    height = _PANEL_INCHES * rows + above + below
+    figure = Figure(figsize=(width, height))
+    figure.set_layout_engine("constrained", rect=(0, below / height, 1, 1 - (above + below) / height))
+    figure.text(0.012, 1 - 0.12 / height, title, ha="left", va="top", fontsize=13, fontweight="bold")
+    figure.text(0.012, 1 - 0.38 / height, "\n".join(said), ha="left", va="top", fontsize=9, color=grey())
     grid = figure.subplots(rows, columns, squeeze=False)
     axes = list(grid.flat)
     for spare in axes[count:]:
         spare.remove()
     for ax in axes[:count]:
         ax.spines[["top", "right"]].set_visible(False)
-        ax.spines[["left", "bottom"]].set_color(GREY)
-        ax.tick_params(colors=INK, labelsize=8.5, which="both", length=3)
-        ax.grid(True, axis="y", color=RULE, linewidth=0.7)
+        ax.tick_params(labelsize=8.5, which="both", length=3)
+        ax.grid(True, axis="y", linewidth=0.7)
         ax.set_axisbelow(True)
     if legend:
-        figure.legend(
-            handles=list(legend), loc="lower center", ncols=4 if columns < 3 else 6, frameon=False, fontsize=9,
-            labelcolor=INK,
-        )  # fmt: skip
+        figure.legend(handles=list(legend), loc="lower center", ncols=keys, frameon=False, fontsize=9)
     return figure, axes[:count]
 
 
 def name(ax: Axes, title: str) -> None:
-    ax.set_title(title, loc="left", fontsize=9.5, color=INK)
+    ax.set_title(title, loc="left", fontsize=9.5)
 
 
 def key(backend: str) -> Line2D:
@@ -110,20 +154,39 @@ def line(backend: str) -> dict[str, Any]:
 
 
 def plain_lengths(ax: Axes, lengths: Iterable[int]) -> None:
-    """A logarithmic axis of sequence lengths, each of them named."""
+    """A logarithmic axis of sequence lengths; those too close to the one before go without a name."""
     ax.set_xscale("log", base=2)
-    ax.set_xticks(sorted(set(lengths)))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x < 10_000 else f"{x / 1024:g}k"))
+    every = sorted(set(lengths))
+    apart = math.log2(every[-1] / every[0]) / 8
+    named = every[:1]
+    for length in every[1:]:
+        if math.log2(length / named[-1]) >= apart:
+            named.append(length)
+    ax.set_xticks(named)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_length(x)))
     ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xlabel("sequence length", fontsize=9)
+
+
+def short_length(n: float) -> str:
+    """512, 12k: at most five characters."""
+    return f"{n:g}" if n < 10_000 else f"{n / 1024:.4g}k"
 
 
 def decades(ax: Axes, which: Literal["x", "y"]) -> None:
     """A logarithmic axis on which each 1 and 3 is named."""
     axis = ax.xaxis if which == "x" else ax.yaxis
     ax.set(**{f"{which}scale": "log"})
-    axis.set_major_locator(LogLocator(10, subs=(1, 3)))
+    axis.set_major_locator(LogLocator(10, subs=(1, 3), numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: si(value)))
     axis.set_minor_locator(NullLocator())
+
+
+def around(values: Iterable[float], least: float = 12.0, room: float = 1.4) -> tuple[float, float]:
+    """Limits of a logarithmic axis: all of `values` with some room, and `least` times between them at least."""
+    low, high = min(values := list(values)) / room, max(values) * room
+    more = max(1.0, math.sqrt(least / (high / low)))
+    return low / more, high * more
 
 
 def si(value: float) -> str:
@@ -131,10 +194,9 @@ def si(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
-def saved(draw: Callable[[], Figure], format: Format) -> bytes:
+def saved(draw: Callable[[], Figure], format: Format, theme: PlotTheme = "light") -> bytes:
     """The picture's bytes, the same for the same picture. Thread-safe."""
-    settings: Any = {"svg.hashsalt": "flashpoint", "svg.fonttype": "none", "hatch.linewidth": 0.6}
-    with _DRAWING, matplotlib.rc_context(settings):
+    with themed(theme):
         out = io.BytesIO()
         metadata = {"Date": None} if format == "svg" else None
         draw().savefig(out, format=format, dpi=PNG_DPI, metadata=metadata)

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ from torch import Tensor
 from flashpoint_contract.spec import Row
 from flashpoint_kernels import bounds
 from flashpoint_kernels.dropout import kept_bits, room_for
-from flashpoint_kernels.problem import Problem, narrowed, parted
+from flashpoint_kernels.masks import added, outside
+from flashpoint_kernels.problem import Problem, parted
 from flashpoint_kernels.products import add_product, product
 from flashpoint_kernels.quantization import scaled
 from flashpoint_kernels.reproducible import aligned, can_be_cut, flushing, sharing, threads
@@ -35,23 +36,27 @@ from flashpoint_kernels.tiled_backend import blocks
 
 INF = float("inf")
 
-# Queries × keys of a tile of one head; of several that stay together, as many fewer queries. On 2 CPU cores at
-# Sq = Sk = 2048, 8 heads, D 64, a part a head, over 128–1024 × 256–1024, plain, causal, with softcap, with a window of
-# 256: 128 × 256 takes twice as long forward and 1.5 times backward, for its operators are too small to leave Python's
-# lock to the other core.
+# Queries × keys of a tile of one head; of several that stay together, as many fewer queries. A tile should fit the
+# caches, as those of 256 × 512 do: with torch's threads they are as fast as these, in causal problems a tenth faster.
+# Where Python's threads have a part each, as in the server, their operators are too small to leave its lock to the
+# other core, and they take a quarter longer (2 cores, Sq = Sk = 2048, 8 heads, D 64, softcap).
 FORWARD_TILE = (512, 512)
-BACKWARD_TILE = (1024, 256)
-# Dropout's words take some ten times as many operators, between which the cores wait for Python's lock: the less, the
-# larger the tiles. There the forward took 290 to 310 ms with tiles as above, 215 to 225 with these; the backward 390 to
-# 440 and 315 to 330.
+BACKWARD_TILE = (512, 512)
+# Dropout's words take some ten times as many operators: with a part a thread 1024 × 1024 take 220 ms where 512 × 512
+# take 300.
 DROPOUT_FORWARD_TILE = (1024, 1024)
 DROPOUT_BACKWARD_TILE = (2048, 512)
+# With torch's threads, scores and dropout's words that a thread has at a time. Of 262,144 words an operation takes 1.5
+# times as long, each, as of 32,768.
+_THREAD_SCORES = 1 << 19
+_THREAD_WORDS = 1 << 17
+_EDGES = 4  # masks of tiles on an edge of the window that are kept
 _TILE_SCORES = 1 << 18  # of all sequences that are computed together
 _FEWEST_QUERIES = 16  # on 32 heads their products take a fifth longer than on one, of the same size
 
 
 def forward(problems: Sequence[Problem]) -> None:
-    for problem in problems:
+    for problem in chain.from_iterable(map(_few_heads, problems)):
         problem.clear_outputs()
         for rows, x in _with_queries(problem):
             with threads(problem, rows[0]) as count, flushing(problem, count):
@@ -62,7 +67,7 @@ def forward(problems: Sequence[Problem]) -> None:
 
 
 def backward(problems: Sequence[Problem]) -> None:
-    for problem in problems:
+    for problem in chain.from_iterable(map(_few_heads, problems)):
         problem.clear_outputs()
         # What is summed over sequences or heads is, in float32: in its output where that is its dtype, else rounded at
         # the end. A mask of which each score has its own number is written where its gradient belongs.
@@ -88,6 +93,21 @@ def backward(problems: Sequence[Problem]) -> None:
         for name, total in shared.items():
             if total.dtype != problem.outputs[name].dtype:
                 problem.own_part(name).copy_(total)
+
+
+def _few_heads(problem: Problem) -> Iterator[Problem]:
+    """Yield a problem that runs with torch's threads as parts, in which each thread has a tile or two at a time."""
+    heads = problem.spec.kv_heads
+    forward, backward = FORWARD_TILE, BACKWARD_TILE
+    if problem.spec.options.dropout_p:
+        forward, backward = DROPOUT_FORWARD_TILE, DROPOUT_BACKWARD_TILE
+    tile = math.prod(forward if problem.spec.direction == "forward" else backward)
+    step = problem.threads * max(1, _THREAD_SCORES // tile) or heads
+    if step >= heads:
+        yield problem
+        return
+    for start in range(0, heads, step):
+        yield problem.heads(start, min(start + step, heads))
 
 
 def _own_mask(problem: Problem) -> bool:
@@ -117,7 +137,7 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
         total = (m > -INF).float()
         acc = q.new_zeros(*q.shape[:2], t.v.shape[-1])
         for j0, j1 in _steps(*t.key_range(i0, i1), block_n):
-            s, _ = t.scores(q, i0, i1, j0, j1, memory)
+            s, _ = t.scores(q, i0, i1, j0, j1, memory, memory)
             m_new = torch.maximum(m, s.amax(-1, keepdim=True))
             base = _finite(m_new)
             decay = m.sub_(base).exp_()
@@ -155,6 +175,7 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
     memory, more = t.memory(block_m, block_n), t.memory(block_m, block_n)
     room = t.room(block_m, block_n)
     most = memory if room is None else torch.empty_like(memory)
+    tangents = torch.empty_like(memory) if t.softcap else memory
     own_mask = "dattn_mask" in out and _own_mask(t.problem)
     for j0, j1 in _steps(0, t.kv_len, block_n):
         k, v = t.keys(j0, j1), t.values(j0, j1)
@@ -166,7 +187,7 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
         for i0, i1 in _steps(first, end, block_m):
             q, do_i = t.queries(t.q, i0, i1), t.queries(do, i0, i1)
             tile = (*q.shape[:2], j1 - j0)
-            s, slope = t.scores(q, i0, i1, j0, j1, memory, with_slope=True)
+            s, tanh = t.scores(q, i0, i1, j0, j1, memory, tangents)
             p = s.sub_(lse[:, i0:i1]).exp_()
             kept = p if room is None else t.drop(p, i0, i1, j0, j1, room, _shaped(most, p.shape))
             if "dv" in out:
@@ -184,12 +205,14 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
                 part, own = _part(out["dattn_mask"], i0, i1, j0, j1), parted(ds, 0, t.each)
                 # First of each sequence, as it would be by itself.
                 part += own.sum_to_size(own.shape[0], *part.shape[1:]).sum_to_size(part.shape)
-            if slope is not None:
-                ds.mul_(slope)
+            if tanh is not None:
+                torch.ops.aten.tanh_backward.grad_input(ds, tanh, grad_input=ds)
             if dq is not None:
                 dq[:, :, i0:i1] += product(ds.view(tile), k).view(*dq.shape[:2], i1 - i0, -1)
             if "dk" in out:
-                add_product(dk, ds.view(tile).mT, q)  # q carries the scale
+                add_product(dk, ds.view(tile).mT, q)  # q carries the scale, over softcap
+        if t.softcap:
+            dk.mul_(t.softcap)
         for name, grad in (("dk", dk), ("dv", dv)):
             if name in out:
                 out[name][:, :, j0:j1] = parted(grad, 0, (len(t.rows), t.problem.spec.kv_heads))
@@ -199,9 +222,9 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Sequences of equal lengths, ready to be cut into tiles: their float32 tensors, q already scaled, and masks.
+    """Sequences of equal lengths, ready to be cut into tiles: their float32 tensors and masks.
 
-    k and v are 8-bit numbers where there are scales.
+    q is scaled already, and divided by softcap. k and v are 8-bit numbers where there are scales.
     """
 
     problem: Problem
@@ -215,11 +238,12 @@ class Tiles:
     offset: int
     k_scale: Tensor | None  # (n·Hk, sk|1)
     v_scale: Tensor | None
+    edges: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)  # see `edge`
 
     @classmethod
     def of(cls, problem: Problem, rows: Sequence[Row], x: dict[str, Tensor]) -> Tiles:
         spec, row, count = problem.spec, rows[0], len(rows)
-        q = aligned(x["q"], torch.float32) * spec.scale
+        q = aligned(x["q"], torch.float32) * (spec.scale / (spec.options.softcap or 1.0))
         sinks = x["sinks"].repeat(count) if "sinks" in x else q.new_full((count * spec.q_heads,), -INF)
         mask = problem.tensors.get("attn_mask")
         return cls(
@@ -249,6 +273,10 @@ class Tiles:
     @property
     def scale(self) -> float:
         return self.problem.spec.scale
+
+    @property
+    def softcap(self) -> float:
+        return self.problem.spec.options.softcap
 
     @property
     def q_len(self) -> int:
@@ -302,51 +330,68 @@ class Tiles:
         return lo, hi
 
     def scores(
-        self, q: Tensor, i0: int, i1: int, j0: int, j1: int, memory: Tensor, with_slope: bool = False
+        self, q: Tensor, i0: int, i1: int, j0: int, j1: int, memory: Tensor, tangents: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """(n·Hq, bm, bn) scores of queries i0 … i1 (the rows `q`) and keys j0 … j1, −∞ where unseen, in `memory`.
 
-        Softcap, then ALiBi and the float mask are added, then keys that may not be seen are removed. With `with_slope`
-        also softcap's slope ds/d(scale·q·k), None where there is no softcap.
+        Softcap, then ALiBi and the masks are added. With softcap also the tanh, from which its slope comes, in
+        `tangents`, which may be `memory` where that is not asked.
         """
         left, right = self.problem.spec.window
-        softcap = self.problem.spec.options.softcap
-        s = product(q, self.keys(j0, j1).mT, _shaped(memory, (*q.shape[:2], j1 - j0)))
+        s = product(q, self.keys(j0, j1).mT, _shaped(tangents, (*q.shape[:2], j1 - j0)))
         s = s.view(self.heads, i1 - i0, j1 - j0)
-        slope = None
-        if softcap:
-            s.div_(softcap).tanh_()
-            slope = torch.addcmul(s.new_ones(()), s, s, value=-1.0) if with_slope else None
-            s.mul_(softcap)
-        lo, hi = bounds.full_key_range(i0, i1 - 1, self.offset, left, right, self.kv_len)
-        full = lo <= j0 and j1 <= hi
-        if self.slopes is not None or not full:
-            ij = partial(torch.arange, dtype=torch.int32, device=s.device)
-            ahead = ij(j0, j1) - ij(i0 + self.offset, i1 + self.offset)[:, None]
-            if self.slopes is not None:
-                s.addcmul_(self.slopes, ahead.abs().float(), value=-1.0)
+        tanh = None
+        if self.softcap:
+            tanh = s.tanh_()
+            s = torch.mul(tanh, self.softcap, out=_shaped(memory, s.shape))
+        if self.slopes is not None:
+            s.addcmul_(self.slopes, self.ahead(i0, i1, j0, j1).abs_().float(), value=-1.0)
         if self.mask is not None:
-            mask, each = _part(self.mask, i0, i1, j0, j1), parted(s, 0, self.each)
-            if mask.dtype == torch.bool:
-                each.masked_fill_(~mask, -INF)
-            else:
-                each.add_(narrowed(mask) if mask.dtype == torch.float64 else mask)
-        if not full:
-            s.masked_fill_((ahead < -left) | (ahead > right), -INF)
-        return s, slope
+            parted(s, 0, self.each).add_(added(_part(self.mask, i0, i1, j0, j1)))
+        lo, hi = bounds.full_key_range(i0, i1 - 1, self.offset, left, right, self.kv_len)
+        if j0 < lo or hi < j1:
+            s.add_(self.edge(i0, i1, j0, j1))
+        return s, tanh
+
+    def ahead(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
+        """(bm, bn) int32: how far each key is ahead of its query."""
+        queries, keys = (
+            torch.arange(*ends, dtype=torch.int32, device=self.q.device)
+            for ends in ((i0 + self.offset, i1 + self.offset), (j0, j1))
+        )
+        return keys - queries[:, None]
+
+    def edge(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
+        """(bm, bn) −∞ outside the window, else 0: most tiles on an edge lie to it as one before them."""
+        place = j0 - i0, i1 - i0, j1 - j0
+        if place not in self.edges:
+            if len(self.edges) == _EDGES:
+                self.edges.clear()
+            self.edges[place] = outside(self.ahead(i0, i1, j0, j1), *self.problem.spec.window)
+        return self.edges[place]
 
     def room(self, queries: int, keys: int) -> Tensor | None:
         """Room for the words from which `drop` makes its mask, None without dropout."""
-        tile = (self.heads, min(queries, self.q_len), min(keys, self.kv_len))
-        return room_for(*tile, self.q.device) if self.dropout_p else None
+        if not self.dropout_p:
+            return None
+        queries, keys = min(queries, self.q_len), min(keys, self.kv_len)
+        return room_for(self.heads, min(queries, self.drawn(keys)), keys, self.q.device)
+
+    def drawn(self, keys: int) -> int:
+        """How many queries' words `drop` draws at a time: all of a tile where each thread of Python's has a part."""
+        if not self.problem.threads:
+            return self.q_len
+        return max(1, 4 * _THREAD_WORDS * self.problem.threads // (self.heads * keys))
 
     def drop(self, p: Tensor, i0: int, i1: int, j0: int, j1: int, room: Tensor, out: Tensor) -> Tensor:
         """The probabilities `p` (n·Hq, bm, bn) with 0 for those that dropout drops, in `out`."""
         assert self.problem.seed is not None, "a problem with dropout has a seed"
-        tile = (self.problem.query_heads, range(i0, i1), range(j0, j1))
         sequences = [row.index for row in self.rows]
-        bits = kept_bits(self.problem.seed, self.dropout_p, sequences, *tile, self.q.device, room)
-        torch.bitwise_and(p.view(torch.int32), bits, out=out.view(torch.int32))
+        for first, end in _steps(i0, i1, self.drawn(j1 - j0)):
+            tile = (self.problem.query_heads, range(first, end), range(j0, j1))
+            bits = kept_bits(self.problem.seed, self.dropout_p, sequences, *tile, self.q.device, room)
+            given, kept = (t[:, first - i0 : end - i0].view(torch.int32) for t in (p, out))
+            torch.bitwise_and(given, bits, out=kept)
         return out
 
 

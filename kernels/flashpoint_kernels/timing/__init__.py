@@ -1,6 +1,6 @@
 """How fast attention runs here, beside whatever else can run it: a grid of cases in, rows of a table out.
 
-    cases = preset("seeds", "cpu")                    # or grid(shapes, dtypes=…, causal=…, directions=…, backends=…)
+    cases = preset("papers", "cpu")                   # or grid(shapes, dtypes=…, causal=…, directions=…, backends=…)
     for event in run_grid(cases, "cpu", Timing()):    # a generator: stop it with .close()
         ...
 

@@ -155,8 +155,8 @@ def grid(
     ]
 
 
-def _seeds(kind: str) -> list[Case]:
-    """The tables that the seeds of this project print.
+def _papers(kind: str) -> list[Case]:
+    """The tables that the sources of this project print.
 
     N 512, D 32 in float32 with one head; B 1, H 8, N 2048, D 64 half and causal, for its memory; B 4, H 8, D 64 in
     bfloat16 from T 128 to 4096, forward and backward. On the CPU all in float32: where it has no half arithmetic
@@ -184,7 +184,7 @@ def _h100(kind: str) -> list[Case]:
     return grid(shapes, causal=[False, True], directions=_PASSES, backends=_BACKENDS[kind])
 
 
-PRESETS: dict[str, Callable[[str], list[Case]]] = {"seeds": _seeds, "h100": _h100}
+PRESETS: dict[str, Callable[[str], list[Case]]] = {"papers": _papers, "h100": _h100, "seeds": _papers}
 
 
 def preset(name: str, device: str = "cpu") -> list[Case]:

@@ -78,6 +78,12 @@ SHEETS = {
     "NVIDIA H200": Sheet(989.5, 67, 4800, "NVIDIA H200 data sheet, SXM; half of its figure with sparsity"),
     "NVIDIA L40S": Sheet(362.05, 91.6, 864, "NVIDIA L40S data sheet"),
     "NVIDIA GeForce RTX 4090": Sheet(165.2, 82.6, 1008, "NVIDIA Ada GPU Architecture white paper"),
+    "NVIDIA RTX 4000 Ada Generation": Sheet(
+        106.9, 26.7, 360, "NVIDIA RTX 4000 Ada Generation data sheet; a quarter of its figure for FP8 with sparsity"
+    ),
+    "NVIDIA GeForce RTX 3050": Sheet(
+        18.2, 9.1, 224, "NVIDIA's specifications, 2560 cores at 1.78 GHz, with the GA102 white paper's rate a core"
+    ),
     "NVIDIA B200": Sheet(
         2250, 75, 8000, "NVIDIA HGX B200 data sheet; an eighth of it, half of its figure with sparsity"
     ),

@@ -63,9 +63,9 @@ class CacheIds:
 
     def __init__(self, settings: Settings, shared: WorkerGroup) -> None:
         drawn = shared_secret(shared.directory)
-        self._secret = drawn
+        self.secret = drawn
         if settings.cache_secret is not None:
-            self._secret = hashlib.sha256(settings.cache_secret.get_secret_value().encode()).digest()
+            self.secret = hashlib.sha256(settings.cache_secret.get_secret_value().encode()).digest()
         self.replica = settings.replica or hashlib.sha256(drawn + b"replica").hexdigest()[:16]
         self.read = lru_cache(READ_AGAIN)(self._read)  # most calls are with caches that were used just now
 
@@ -75,13 +75,13 @@ class CacheIds:
         sizes = list(dict.fromkeys(layers))
         places = bytes(sizes.index(one) for one in layers)
         payload = msgspec.msgpack.encode(_Payload(self.replica, incarnation, serial, shape.dtype, sizes, places))
-        return "c" + sealed(self._secret, owner, payload)
+        return "c" + sealed(self.secret, owner, payload)
 
     def _read(self, owner: str, text: str) -> CacheId | None:
         """Return what an id of the owner's says; None for what is none."""
         if not text.startswith("c") or len(text) > ID_LENGTH:
             return None
-        if (payload := opened(self._secret, owner, text[1:])) is None:
+        if (payload := opened(self.secret, owner, text[1:])) is None:
             return None
         said = msgspec.msgpack.decode(payload, type=_Payload)
         kv_heads, head_dim, value_dim = zip(*(said.sizes[place] for place in said.layers), strict=True)

@@ -2,7 +2,8 @@
 
     "s" and base64url of: HMAC-SHA-256 of owner and payload (16 bytes), payload
 
-The payload: the engine's incarnation and the forward's number there, 8 bytes each, and its head. The head, in
+The payload: the engine's incarnation and the forward's number there, 8 bytes each, the replica's name, with its length
+in a byte before it, and the forward's head. The head, in
 MessagePack, has the options that are not defaults, the inputs' names, dtypes and shapes, and how many sequences,
 lengths and (query, key) pairs there are where index tensors say so. So a gradient call is checked and priced before its
 body is read, and no engine need be asked.
@@ -21,15 +22,15 @@ from flashpoint_contract.saved import ID_LENGTH, plan_saved
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels.cost import Extent
-from flashpoint_server.access.cache_ids import opened, sealed, shared_secret
-from flashpoint_server.ipc.counts import WorkerGroup
+from flashpoint_server.access.cache_ids import CacheIds, opened, sealed
 
-_NUMBERS = struct.Struct(">QQ")
+_NUMBERS = struct.Struct(">QQB")
 
 
 class SavedId(NamedTuple):
     """What an id says: `forward` is the problem whose o and lse are kept, `extent` how much it asks, if known."""
 
+    replica: str
     incarnation: int
     serial: int
     forward: Spec
@@ -43,10 +44,11 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SavedIds:
-    """Makes and reads ids."""
+    """Makes and reads ids, of the replica that makes those of caches, with what shows that it did."""
 
-    def __init__(self, shared: WorkerGroup) -> None:
-        self._secret = hmac.digest(shared_secret(shared.directory), b"saved forwards", "sha256")
+    def __init__(self, caches: CacheIds) -> None:
+        self._replica = caches.replica.encode()
+        self._secret = hmac.digest(caches.secret, b"saved forwards", "sha256")
 
     @staticmethod
     def head(forward: Spec, extent: Extent | None) -> bytes:
@@ -66,7 +68,8 @@ class SavedIds:
 
     def make(self, owner: str, incarnation: int, serial: int, head: bytes) -> str:
         """Return the id of a saved forward, the same each time."""
-        return "s" + sealed(self._secret, owner, _NUMBERS.pack(incarnation, serial) + head)
+        numbers = _NUMBERS.pack(incarnation, serial, len(self._replica))
+        return "s" + sealed(self._secret, owner, numbers + self._replica + head)
 
     def read(self, owner: str, text: str) -> SavedId | None:
         """Return what an id of the owner's says; None for what is none."""
@@ -74,5 +77,6 @@ class SavedIds:
             return None
         if (payload := opened(self._secret, owner, text[1:])) is None:
             return None
-        incarnation, serial = _NUMBERS.unpack_from(payload)
-        return SavedId(incarnation, serial, *self.read_head(payload[_NUMBERS.size :]))
+        incarnation, serial, length = _NUMBERS.unpack_from(payload)
+        head = _NUMBERS.size + length
+        return SavedId(payload[_NUMBERS.size : head].decode(), incarnation, serial, *self.read_head(payload[head:]))

@@ -55,6 +55,8 @@ class BenchmarkJobs:
 
     def wants(self, now: float, *, others: bool) -> bool:
         """Whether a slice is to run now; `others` says whether requests wait."""
+        if not self._jobs:
+            return False
         if self._running is None and not any(job.ended is None for job in self._jobs.values()):
             return False
         return not others or now >= self._others_until

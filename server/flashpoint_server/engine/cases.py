@@ -12,7 +12,7 @@ def cases_of(request: BenchmarkRequest, device: str) -> list[Case]:
     """What a request asks to be timed on `device`. Raises ProblemError."""
     if request.preset is None:
         # Those that the smaller preset times are those worth timing there.
-        backends = request.backends or dict.fromkeys(case.backend for case in preset("seeds", device))
+        backends = request.backends or dict.fromkeys(case.backend for case in preset("papers", device))
         return grid(
             [shape.model_dump() for shape in request.shapes],
             dtypes=request.dtypes, causal=request.causal, directions=request.directions, backends=backends,

@@ -60,6 +60,17 @@ class Stages(NamedTuple):
 NO_COPIES = Stages(0.0, 0.0)
 
 
+class _ToldApart(AbstractContextManager[None]):
+    """Hands the errors of memory and of the device that are raised inside to `tell`; twice as fast as a generator."""
+
+    def __init__(self, tell: Callable[[MemoryError | RuntimeError], None]) -> None:
+        self._tell = tell
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, (MemoryError, RuntimeError)):
+            self._tell(error)
+
+
 class TorchDevice:
     """One device and the backends that it has.
 
@@ -78,6 +89,7 @@ class TorchDevice:
         self.cores = info.cores
         self.lanes, self.launches = (self.cores + 1, 1) if self.is_cpu else (3, 2)
         self._streams = threading.local()
+        self._told_apart = _ToldApart(self._tell_apart)
         self._pinned: set[int] = set()  # addresses
         self._memory, self._looked = 0, -MEMORY_SECONDS
 
@@ -128,29 +140,24 @@ class TorchDevice:
         """Whether nothing works on a GPU any more in this process, as after an illegal access."""
         return is_lost(self.info.name)
 
-    @contextmanager
-    def _told_apart(self) -> Iterator[None]:
-        """Turn what is raised when memory runs out, or the device is gone, into errors of ours.
+    def _tell_apart(self, error: MemoryError | RuntimeError) -> None:
+        """Raise an error of ours where memory has run out, or the device is gone.
 
         What CUDA refuses may be wrong of one call alone: whether the device still works is asked of it.
         """
-        try:
-            yield
-        except (MemoryError, RuntimeError) as error:
-            said = str(error)
-            # Triton, cuBLAS and torch on the CPU ("DefaultCPUAllocator: can't allocate memory") say it in words alone.
-            if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said:
-                short = True
-            elif any(name in said for name in ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")):
-                if self.lost():
-                    raise DeviceLostError(said.splitlines()[0]) from error
-                short = "out of memory" in said or "ALLOC_FAILED" in said
-            else:
-                short = False
-            if short:
-                error.__traceback__ = None  # it holds the very tensors that did not fit
-                raise OutOfMemoryError from None
-            raise
+        said = str(error)
+        # Triton, cuBLAS and torch on the CPU ("DefaultCPUAllocator: can't allocate memory") say it in words alone.
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said:
+            short = True
+        elif any(name in said for name in ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")):
+            if self.lost():
+                raise DeviceLostError(said.splitlines()[0]) from error
+            short = "out of memory" in said or "ALLOC_FAILED" in said
+        else:
+            short = False
+        if short:
+            error.__traceback__ = None  # it holds the very tensors that did not fit
+            raise OutOfMemoryError from None
 
     def cuts(self, backend: str) -> bool:
         """Whether a request of `backend` is cut into `parts`, which run on several lanes; else it is a launch."""
@@ -163,7 +170,7 @@ class TorchDevice:
         """
         if self.is_cpu:
             return None  # interpreted
-        with self._told_apart():
+        with self._told_apart:
             meta = partial(torch.empty, device="meta")
             problem = self._problem(
                 job,
@@ -197,17 +204,17 @@ class TorchDevice:
 
     def write(self, call: HeldCall) -> None:
         """Write the new tokens of a call over caches, once all that can be refused has been. Raises Refusal."""
-        with self._told_apart(), self.in_order():
+        with self._told_apart, self.in_order():
             call.write(self.caches)
 
     def attend(self, call: HeldCall, backend: str, cores: int) -> Sequence[Problem | CachedPart]:
         """Write as `write` does, and return what so many cores compute side by side. Raises Refusal."""
-        with self._told_apart():
+        with self._told_apart:
             return call.parts(call.write(self.caches), backend, cores)
 
     def run(self, part: Problem | CachedPart, backend: str) -> None:
         """Compute a part. Raises OutOfMemoryError."""
-        with self._told_apart():
+        with self._told_apart:
             if isinstance(part, CachedPart):
                 part.compute()
             else:
@@ -221,13 +228,13 @@ class TorchDevice:
         """
         backend = jobs[0].submit.backend
         if self.is_cpu:
-            with self._told_apart():
+            with self._told_apart:
                 problems = [self._held_problem(job.call) if job.call else self._in_place(job) for job in jobs]
                 run(problems, backend)
                 for job, problem in zip(jobs, problems, strict=True):
                     self._keep(job, problem)
             return [problem.seed for problem in problems], NO_COPIES
-        with self._told_apart(), torch.cuda.stream(self._stream()):
+        with self._told_apart, torch.cuda.stream(self._stream()):
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
             marks[0].record()
             problems = [self._held_problem(job.call) if job.call else self._copied(job) for job in jobs]
@@ -293,7 +300,7 @@ class TorchDevice:
 
     def keep(self, job: Placed) -> None:
         """Save a forward of the CPU whose parts have all run. Raises OutOfMemoryError."""
-        with self._told_apart():
+        with self._told_apart:
             self._keep(job, None)
 
     def _keep(self, job: Placed, problem: Problem | None) -> None:
@@ -337,7 +344,7 @@ class TorchDevice:
 
     def verify(self, asked: Prove, memory: Mapping[int, mmap.mmap]) -> bytes:
         """The VerifyReport of what is asked, in JSON. Raises Refusal 422, OutOfMemoryError and DeviceLostError."""
-        with self._told_apart():
+        with self._told_apart:
             try:
                 if not asked.inputs:
                     drawn = VerifyRequest.model_validate_json(asked.request)

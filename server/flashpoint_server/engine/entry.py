@@ -277,7 +277,7 @@ class Entry:
         tensors = submit.inputs if isinstance(submit, Prove) else [*submit.inputs, *submit.outputs]
         return submit.segment in segments and all(t.segment in segments for t in tensors)
 
-    @property
+    @cached_property
     def caches(self) -> tuple[int, ...]:
         """The caches, or the saved forward, that it uses, each once."""
         submit = self.submit
@@ -306,12 +306,14 @@ class Entry:
         submit = self.submit
         return not isinstance(submit, AskCaches) or submit.what not in ("look", "export", "look_saved")
 
-    def cut_held(self, parts: Sequence[Any]) -> None:
-        """Take the parts of a call over caches."""
+    def cut_held(self, parts: Sequence[Any], *, computed: bool) -> None:
+        """Take the parts of a call over caches, none of which is to run where they have been `computed`."""
         self.lengths = Lengths.of([row for part in parts if not part.first_head for row in part.rows])
-        self.parts.extend(parts)
-        self.left, self.seed = len(parts), parts[0].seed
-        self.part_seconds = self.submit.seconds / len(parts)
+        self.seed = parts[0].seed
+        if not computed:
+            self.parts.extend(parts)
+            self.left = len(parts)
+            self.part_seconds = self.submit.seconds / len(parts)
 
     def cut(self, parts_of: Callable[[Placed], list[Problem]]) -> None:
         """Make its parts, or take those that were made before. Raises Refusal 422."""

@@ -14,6 +14,7 @@ import structlog
 from flashpoint_kernels import Problem
 from flashpoint_server.engine.caches.asking import asked_of_caches
 from flashpoint_server.engine.caches.attending import HeldCall
+from flashpoint_server.engine.caches.parts import CachedPart
 from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, Stages, TorchDevice
 from flashpoint_server.engine.entry import Entry, OutOfMemoryError, account
 from flashpoint_server.engine.tasks import Ask, Compute, Cut, Keep, Launch, Task
@@ -79,20 +80,27 @@ class Executor:
         backend = entry.submit.backend
         try:
             with self._watchdog.watched():
-                try:
-                    self.device.run(problem, backend)
-                except OutOfMemoryError:
-                    self.device.empty_cache()
-                    self.device.run(problem, backend)
+                self._run_part(problem, backend)
         except Exception as error:
             return error
         return None
+
+    def _run_part(self, problem: Problem | CachedPart, backend: str) -> None:
+        try:
+            self.device.run(problem, backend)
+        except OutOfMemoryError:
+            self.device.empty_cache()
+            self.device.run(problem, backend)
 
     def _cut(self, entry: Entry, cores: int) -> Exception | None:
         try:
             if entry.over_caches:
                 with self._watchdog.watched():
-                    entry.cut_held(self.device.attend(self._call(entry), entry.placed.submit.backend, cores))
+                    backend = entry.placed.submit.backend
+                    parts = self.device.attend(self._call(entry), backend, cores)
+                    if alone := len(parts) == 1 and entry.failure is None:
+                        self._run_part(parts[0], backend)
+                    entry.cut_held(parts, computed=alone)
             else:
                 entry.cut(self.device.parts)
         except Exception as error:

@@ -61,6 +61,7 @@ class Ledger:
         self._items: dict[int, Owned] = {}
         self._serials = itertools.count(1)
         self._used = 0
+        self.changes = 0  # of how many things there are, and of their bytes
         self._counts: defaultdict[str, int] = defaultdict(int)  # of things, by their word
         self._bytes: defaultdict[str, int] = defaultdict(int)  # of these, shared memory counted once
         self._owned: defaultdict[str, int] = defaultdict(int)
@@ -103,12 +104,14 @@ class Ledger:
         item.nbytes += nbytes
         self._owned[item.owner] += nbytes
         self._used += new
+        self.changes += 1
         self._bytes[item.word] += new
 
     def uncount(self, item: Owned, nbytes: int, gone: int) -> None:
         """A thing has let go of `nbytes`, of which `gone` were shared with nothing else."""
         item.nbytes -= nbytes
         self._used -= gone
+        self.changes += 1
         self._bytes[item.word] -= gone
         if item.owner in self._owned:
             self._owned[item.owner] -= nbytes
@@ -154,6 +157,7 @@ class Ledger:
         del self._items[item.serial]
         gone = item.free()
         self._used -= gone
+        self.changes += 1
         self._bytes[item.word] -= gone
         self._counts[item.word] -= 1
         self._owned[item.owner] -= item.nbytes

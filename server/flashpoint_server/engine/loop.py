@@ -95,7 +95,8 @@ class EngineLoop:
         self._peers: list[Peer] = []
         self._stopping = False
         self._incarnation = secrets.randbits(63)
-        self._held = 0, 0, 0, 0
+        self._held = 0, 0, 0, 0  # as it was told
+        self._changes = 0  # of the ledger, when it was looked at
         self._most_held = 0  # bytes, since heaps were trimmed
         self._turn = threading.Lock()
         self._selector = selectors.DefaultSelector()
@@ -152,7 +153,7 @@ class EngineLoop:
             with self._lock:
                 if (task := self._take()) is not None:
                     return task
-                if self._held_now != self._held:  # a task has changed it since we looked, and woke nobody
+                if self._unseen:  # a task has changed it since we looked, and woke nobody
                     timeout = 0
                     continue
                 self._waker.asleep = True  # in this very step: from now on the scheduler wakes us
@@ -163,6 +164,9 @@ class EngineLoop:
     def _look_at_held(self) -> None:
         """Free what has expired, and tell the HTTP processes what is held, where that has changed."""
         self._executor.device.ledger.sweep()
+        if not self._unseen:
+            return
+        self._changes = self._executor.device.ledger.changes
         if (held := self._held_now) != self._held:
             self._held = held
             with self._lock:
@@ -175,6 +179,11 @@ class EngineLoop:
         if self._most_held - held >= _FREED or (self._most_held and not held):
             self._most_held = held
             heap.trim()
+
+    @property
+    def _unseen(self) -> bool:
+        """Whether what is held has changed since it was looked at."""
+        return self._executor.device.ledger.changes != self._changes
 
     @property
     def _held_now(self) -> tuple[int, int, int, int]:
@@ -197,7 +206,7 @@ class EngineLoop:
             following = self._scheduler.finish(task, failure)
             for entry in task.entries:
                 self._let_go(entry.peer)
-            if self._held_now != self._held:  # who listens tells it, and when the first of them expires
+            if self._unseen:  # who listens tells it, and when the first of them expires
                 self._waker.wake()
             if isinstance(task, Slice):
                 self._tell_all(task.plugin.conclude())

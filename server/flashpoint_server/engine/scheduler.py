@@ -366,6 +366,8 @@ class Scheduler:
             self._fail(entry, failure)
         elif entry.failure is not None:  # it was cancelled meanwhile
             self._drop_parts(entry, entry.failure)
+        elif not entry.left:
+            self._answer(entry)
         else:
             return self._begin(self._part(entry))
         return None

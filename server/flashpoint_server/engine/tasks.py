@@ -45,6 +45,8 @@ class Compute(NamedTuple):
 class Cut(NamedTuple):
     """Cut a request into parts, where that takes a while, or writes tokens. The first part runs behind it at once.
 
+    A call over caches that is one part is computed with that.
+
     `cores` are free for those parts.
     """
 

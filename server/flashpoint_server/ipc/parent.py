@@ -9,8 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 CANNOT_WORK = 78  # EX_CONFIG: the exit code that says that starting again will not help
 
@@ -70,18 +69,37 @@ class Watchdog:
         self._lock = threading.Lock()
         self._began: dict[object, float] = {}  # in order: the first is the oldest
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        block = object()
+    def watched(self) -> AbstractContextManager[None]:
+        return _Watched(self)
+
+    def begin(self, block: object) -> None:
+        """Watch a block until `end`."""
         with self._lock:
             self._began[block] = time.monotonic()
             if len(self._began) == 1:
                 signal.setitimer(signal.ITIMER_REAL, self._limit)
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._began[block]
+
+    def end(self, block: object) -> None:
+        """A block has ended."""
+        with self._lock:
+            first = next(iter(self._began)) is block
+            del self._began[block]
+            if first:  # else the timer is an older block's
                 oldest = next(iter(self._began.values()), None)
                 left = 0.0 if oldest is None else max(oldest + self._limit - time.monotonic(), 1e-6)
                 signal.setitimer(signal.ITIMER_REAL, left)
+
+
+class _Watched(AbstractContextManager[None]):
+    """A block that is watched. A class, for a generator takes twice as long, and each call has two of them."""
+
+    __slots__ = ("_watchdog",)
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
+
+    def __enter__(self) -> None:
+        self._watchdog.begin(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._watchdog.end(self)

@@ -32,7 +32,7 @@ _PROCESS_ID = "flashpoint_process_id"
 
 
 class Metrics(Listener):
-    """Those of one application. Times are in seconds. Whatever registers with `registry` is exported too."""
+    """The metrics of one application. Times are in seconds. Collectors that register with `registry` are exported."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -46,51 +46,61 @@ class Metrics(Listener):
         def gauge(name: str, help_: str, mode: str, *labels: str) -> Gauge:
             return Gauge(f"flashpoint_{name}", help_, labels, registry=registry, multiprocess_mode=mode)  # type: ignore[arg-type]
 
-        self._requests = counter("requests", "Requests, by how they were answered", "route", "status", "reason")
-        self._by_key = counter("key_requests", "Requests with a key, by its name", "key", "reason")
-        self._seconds = histogram("request_seconds", "From a request's head to its end", _SECONDS, "route")
-        self._accepted = counter("accepted", "Requests for compute that were let in")
-        ended = counter("ended", "Requests for compute that were let in and are over", "how")
+        self._requests = counter(
+            "requests", "Requests by route, HTTP status and problem code", "route", "status", "reason"
+        )
+        self._by_key = counter("key_requests", "Requests by API key and problem code", "key", "reason")
+        self._seconds = histogram(
+            "request_seconds", "Seconds from a request's head to the end of its answer", _SECONDS, "route"
+        )
+        self._accepted = counter("accepted", "Compute requests admitted")
+        ended = counter("ended", "Admitted compute requests that have ended", "how")
         self._ended = {how: ended.labels(how) for how in _ENDS}
-        self._bytes_in = counter("received_bytes", "Bytes of bodies received")
-        self._bytes_out = counter("sent_bytes", "Bytes of bodies sent")
-        stage = histogram("stage_seconds", "Parts of an answered request's way", _SECONDS, "stage")
+        self._bytes_in = counter("received_bytes", "Bytes of request bodies received")
+        self._bytes_out = counter("sent_bytes", "Bytes of response bodies sent")
+        stage = histogram("stage_seconds", "Seconds of each stage of an answered request", _SECONDS, "stage")
         self._stages = {name: stage.labels(name) for name in STAGES}
 
         self._batch_size = histogram("batch_size", "Requests in one launch", (1, 2, 4, 8, 16, 32, 64, 128))
         tenths = tuple(tenth / 10 for tenth in range(1, 11))
-        self._batch_fill = histogram("batch_fill", "Part of its budget that a launch used", tenths)
-        self._padding = counter("padding_saved_flops", "FLOPs that padding to the longest sequence would have added")
+        self._batch_fill = histogram("batch_fill", "Fraction of the batch budget that a launch used", tenths)
+        self._padding = counter("padding_saved_flops", "FLOPs saved by not padding to the longest sequence")
         self._flops = counter("compute_flops", "FLOPs computed", "backend")
-        self._compute = counter("compute_seconds", "Seconds of launches, copies left out", "backend")
+        self._compute = counter("compute_seconds", "Seconds of kernel launches, without copies", "backend")
         self._speed = gauge("kernel_tflops", "TFLOP/s of the last launch", "mostrecent")
-        self._memory = gauge("device_memory_bytes", "Of the device's memory, held by its engine", "mostrecent")
+        self._memory = gauge("device_memory_bytes", "Bytes of device memory that the engine holds", "mostrecent")
         self._caches = gauge("caches", "KV caches that engines hold", "livemax", "engine")
-        self._cache_bytes = gauge("cache_bytes", "Bytes of those, shared memory counted once", "livemax", "engine")
+        self._cache_bytes = gauge(
+            "cache_bytes", "Bytes of KV caches; memory shared by forks counts once", "livemax", "engine"
+        )
         self._saved = gauge("saved_forwards", "Saved forwards that engines hold", "livemax", "engine")
-        self._saved_bytes = gauge("saved_bytes", "Bytes of those", "livemax", "engine")
-        self._cache_limit = gauge("cache_limit_bytes", "Most bytes of both in an engine", "livemax", "engine")
-        self._restarts = counter("engine_restarts", "Engines lost, and replaced")
-        self._splits = counter("out_of_memory_splits", "Batches cut in two for want of memory")
+        self._saved_bytes = gauge("saved_bytes", "Bytes of saved forwards", "livemax", "engine")
+        self._cache_limit = gauge(
+            "cache_limit_bytes", "Limit in bytes for KV caches and saved forwards in an engine", "livemax", "engine"
+        )
+        self._restarts = counter("engine_restarts", "Engine restarts")
+        self._splits = counter("out_of_memory_splits", "Batches split in two because memory ran out")
 
         self._queue = {
-            "requests": gauge("queue_requests", "Requests inside: arriving, waiting, running, leaving", "livesum"),
-            "bytes": gauge("queue_bytes", "Bytes of the tensors of those", "livesum"),
-            "flops": gauge("queue_flops", "FLOPs of those", "livesum"),
-            "seconds": gauge(
-                "queue_predicted_seconds", "Seconds of computing that those are predicted to take", "livesum"
-            ),
+            "requests": gauge("queue_requests", "Admitted requests: arriving, waiting, running or leaving", "livesum"),
+            "bytes": gauge("queue_bytes", "Bytes of tensors of admitted requests", "livesum"),
+            "flops": gauge("queue_flops", "FLOPs of admitted requests", "livesum"),
+            "seconds": gauge("queue_predicted_seconds", "Predicted compute seconds of admitted requests", "livesum"),
             "oldest_seconds": gauge(
-                "queue_oldest_seconds", "Longest wait of those for an answer, from the end of the body on", "livemax"
+                "queue_oldest_seconds",
+                "Age of the oldest request without an answer, from the end of its body",
+                "livemax",
             ),
-            "staging_slots": gauge("staging_slots", "Slots of staging memory that requests hold", "livesum"),
+            "staging_slots": gauge("staging_slots", "Staging memory slots in use", "livesum"),
         }
-        self._ready = gauge("ready", "1 while new work is taken, as GET /health/ready says, else 0", "livemin")
+        self._ready = gauge("ready", "1 if the server accepts new work (GET /health/ready), else 0", "livemin")
         self._processes = gauge("process_id", "Process ids of the service's processes", "livemostrecent", "process")
-        self._dropped = counter("log_lines_dropped", "Lines of the log that nobody read in time", "process")
+        self._dropped = counter(
+            "log_lines_dropped", "Log lines dropped because the log was not read in time", "process"
+        )
 
     def ended(self, exchange: Exchange, route: str, seconds: float) -> None:
-        """A request is over, answered or not."""
+        """Count a request that has ended, with or without an answer."""
         self._requests.labels(route, str(exchange.status), exchange.code or "ok").inc()
         if exchange.key:
             self._by_key.labels(exchange.key, exchange.code or "ok").inc()
@@ -99,7 +109,7 @@ class Metrics(Listener):
         self._bytes_out.inc(exchange.bytes_out)
 
     def accepted(self) -> None:
-        """A request for compute was let in: `left` will be said of it once."""
+        """Count an admitted compute request. `left` is called once when it ends."""
         self._accepted.inc()
 
     def left(self, how: str) -> None:
@@ -107,7 +117,7 @@ class Metrics(Listener):
         self._ended[how].inc()
 
     def took(self, stages: Mapping[str, float]) -> None:
-        """Seconds by stage, of an answered request; a stage that it did not have is not counted."""
+        """Record the seconds of each stage of an answered request. A stage of 0 seconds is not recorded."""
         for name, seconds in stages.items():
             if seconds:
                 self._stages[name].observe(seconds)
@@ -143,7 +153,7 @@ class Metrics(Listener):
         self.held(engine, Holding(0, 0))
 
     def queue(self, **now: float) -> None:
-        """Set what is inside, and `oldest_seconds`, the age of the oldest of that."""
+        """Set the gauges of admitted requests. `oldest_seconds` is the age of the oldest one."""
         for name, value in now.items():
             self._queue[name].set(value)
 

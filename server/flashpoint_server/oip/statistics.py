@@ -19,11 +19,11 @@ class Statistics:
         def counter(name: str, help_: str, *labels: str) -> Counter:
             return Counter(f"flashpoint_model_{name}", help_, ("model", *labels), registry=registry)
 
-        self._requests = counter("requests", "Infer requests under /v2, by how they ended: success, fail", "how")
-        self._seconds = counter("request_seconds", "From their heads to their ends", "how")
-        self._queue = counter("queue_seconds", "In the queue, of those that succeeded")
-        self._batched = counter("batched_requests", "Those that succeeded, by the requests in their launch", "size")
-        self._stages = counter("stage_seconds", "Stages of those launches", "size", "stage")
+        self._requests = counter("requests", "Infer requests under /v2 by result: success, fail", "how")
+        self._seconds = counter("request_seconds", "Seconds from an infer request's head to its end", "how")
+        self._queue = counter("queue_seconds", "Queue seconds of successful infer requests")
+        self._batched = counter("batched_requests", "Successful infer requests by launch size", "size")
+        self._stages = counter("stage_seconds", "Seconds of each stage of their launches", "size", "stage")
         self._last = Gauge(
             "flashpoint_model_last_seconds",
             "When the last one succeeded, in Unix time",

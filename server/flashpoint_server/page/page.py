@@ -20,20 +20,22 @@ from flashpoint.verify_schema import Extra, VerifyRequest
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.service import Service
 
-# The page's own files alone, and plots that its scripts have fetched; no inline script or style, no other host.
+# The page's own files alone; no inline script or style, no other host.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 # Swagger UI styles elements by their attributes, and brings its icons with it.
-DOCS_POLICY = POLICY.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'").replace("blob:", "data:")
+DOCS_POLICY = POLICY.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'").replace(
+    "img-src 'self'", "img-src 'self' data:"
+)
 HEADERS = {
     "Cache-Control": "no-cache",  # asked for again each time, and answered 304: an upgrade is seen at once
     "Referrer-Policy": "no-referrer",
 }
 HTML = "text/html; charset=utf-8"
 TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
-CASES: dict[Preset, str] = {"seeds": "seeds: three small tables", "h100": "h100: FlashAttention’s own grid"}
+CASES: dict[Preset, str] = {"papers": "papers: three small tables", "h100": "h100: FlashAttention’s own grid"}
 PLOTS: dict[PlotKind, str] = {
     "time": "Time", "tflops": "TFLOP/s", "speedup": "Speed-up", "memory": "Memory", "roofline": "Roofline",
 }  # fmt: skip
@@ -44,11 +46,15 @@ def router(service: Service) -> APIRouter:
     page = _File(_render(locked=service.keys.locked), HTML)
     docs = _File(files(__package__).joinpath("templates", "docs.html").read_bytes(), HTML, DOCS_POLICY)
     swagger = files("fastapi_swagger.resources")
+    uplot = files(__package__).joinpath("vendor", "uplot")
     ours = files(__package__).joinpath("static").iterdir()
-    static = {
-        file.name: _File(file.read_bytes(), TYPES[file.name.rpartition(".")[2]])
-        for file in (*ours, swagger / "swagger-ui-bundle.js", swagger / "swagger-ui.css")
-    }
+    others = (
+        swagger / "swagger-ui-bundle.js",
+        swagger / "swagger-ui.css",
+        uplot / "uPlot.esm.js",
+        uplot / "uPlot.min.css",
+    )
+    static = {file.name: _File(file.read_bytes(), TYPES[file.name.rpartition(".")[2]]) for file in (*ours, *others)}
 
     @routes.get("/")
     async def index(request: Request) -> Response:

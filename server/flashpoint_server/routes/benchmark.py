@@ -10,7 +10,7 @@ from fastapi.responses import StreamingResponse
 
 from flashpoint import jsonwire
 from flashpoint._http.sse import MEDIA_TYPE as EVENT_STREAM
-from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest, PlotKind
+from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest, PlotKind, PlotTheme
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.json import JSON
 from flashpoint_server.formats.message import read_model
@@ -98,12 +98,15 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     drawn = _answers("the picture", *pictures.MEDIA_TYPES.values()) | _ERRORS
 
     @routes.get("/{id}/plot.{format}", summary="A picture of its rows", responses=drawn, response_class=Response)
-    async def plot(request: Request, id: str, format: PictureFormat, kind: PlotKind = "time") -> Response:
+    async def plot(
+        request: Request, id: str, format: PictureFormat, kind: PlotKind = "time", theme: PlotTheme = "light"
+    ) -> Response:
         benchmark = await find(request, id)
         if format not in pictures.MEDIA_TYPES:
             raise Refusal("not_found", f"there are {' and '.join(pictures.MEDIA_TYPES)}")
         try:
-            picture = await service.codec.run(None, pictures.draw, benchmark.job.model_dump_json(), kind, format)
+            asked = (benchmark.job.model_dump_json(), kind, format, theme)
+            picture = await service.codec.run(None, pictures.draw, *asked)
         except ValueError as error:
             raise invalid([("kind", str(error))]) from None
         return Response(picture, media_type=pictures.MEDIA_TYPES[format])

@@ -31,7 +31,7 @@ from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo, Recall, Save
 from flashpoint_server.ipc.price import MOST_FLOPS, Price, price_of
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.cached_attention import cache_quota
+from flashpoint_server.routes.cached_attention import cache_quota, lead_here
 from flashpoint_server.routes.pipeline import RouteRequest, carry_out, choose
 
 SEED_BITS = 53  # of a seed that the server picks, which a float64 holds
@@ -43,6 +43,7 @@ async def compute_saving(
     """Compute attention, and keep it: the answer's metadata has `saved`. Raises Refusal and ClientGoneError."""
     service, device = request.service, request.device
     assert device is not None
+    lead_here(request)
     options = _options(message)
     if options.dropout_p and options.dropout_seed is None:
         options = replace(options, dropout_seed=secrets.randbits(SEED_BITS))
@@ -138,13 +139,18 @@ def _price(one: SavedId, spec: Spec, backend: str, device: DeviceInfo) -> Price:
 
 
 def found_saved(request: RouteRequest, text: object) -> SavedId:
-    """Return what an id of the caller's says. Raises Refusal 404, 410, 422 and 503."""
+    """Return what an id of the caller's says. Raises Refusal 404, 410, 421, 422 and 503."""
     if not isinstance(text, str):
         raise invalid([("saved", f"must be an id, {SAVED_OPTIONS['saved'].text}")])
     service = request.service
     one = service.saved_ids.read(_owner(request), text)
     if one is None:
         raise Refusal("saved_not_found", "there is no such saved forward")
+    lead_here(request)
+    if one.replica != service.cache_ids.replica:
+        request.exchange.replica = one.replica
+        said = f"replica {one.replica!r} holds it: send X-Flashpoint-Replica: {one.replica}"
+        raise Refusal("cache_elsewhere", said)
     if not service.engine.holder(one.incarnation):
         raise Refusal("saved_lost", "its engine restarted")
     return one

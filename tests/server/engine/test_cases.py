@@ -6,9 +6,9 @@ from flashpoint_server.engine.cases import cases_of
 
 
 def test_a_preset_is_timed_on_the_backends_that_are_named():
-    every = cases_of(BenchmarkRequest(preset="seeds"), "cpu")
-    assert every == preset("seeds", "cpu")
-    named = cases_of(BenchmarkRequest(preset="seeds", backends=("tiled", "flex")), "cpu")
+    every = cases_of(BenchmarkRequest(preset="papers"), "cpu")
+    assert every == preset("papers", "cpu")
+    named = cases_of(BenchmarkRequest(preset="papers", backends=("tiled", "flex")), "cpu")
     assert [case.backend for case in named[:2]] == ["tiled", "flex"]
     assert {case.problem for case in named} == {case.problem for case in every}
     assert len(named) == 2 * len({case.problem for case in every})

@@ -137,7 +137,13 @@ class HeldCall(NamedTuple):
         tracks = [cache.tracks[self.held.layer] for cache in caches]
         call.clear_outputs()
         sequences = [
-            Attended(row, track, self.lowest(row.q_len, track.length), self._edge(row, track), views)
+            Attended(
+                row._replace(kv_len=track.length),
+                track,
+                self.lowest(row.q_len, track.length),
+                self._edge(row, track),
+                views,
+            )
             for row, track, views in zip(call.rows, tracks, call.views, strict=True)
         ]
         return cut(call.spec, sequences, cores)

@@ -94,6 +94,7 @@ def released(track: Track, chunks: Iterable[Chunk]) -> int:
                 chunk.holders = 1
                 track.spares.append(chunk)
             else:
+                chunk.give_back()
                 gone += chunk.nbytes
     return gone
 

@@ -8,10 +8,9 @@ chunk's memory need not be cleared before it has another owner.
 from __future__ import annotations
 
 import math
-import mmap
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -19,28 +18,43 @@ from torch import Tensor
 
 from flashpoint_contract.caches import CHUNK, chunk_tokens
 from flashpoint_kernels.quantization import quantize, restored
-
-HUGE = 1 << 21  # bytes of a huge page
+from flashpoint_server.engine.caches.slabs import LEAST_BYTES, MOST_CHUNKS, Slab
 
 
 class Chunk:
     """Memory of `capacity` tokens, held by `holders` tracks: k (1, Hk, capacity, D) and v (1, Hk, capacity, Dv).
 
-    In 8 bits a scale for each token and head is beside them: `k_scale` and `v_scale` (1, Hk, capacity), else None.
+    In 8 bits a scale for each token and head is beside them: `k_scale` and `v_scale` (1, Hk, capacity), else None. A
+    whole chunk has a `place` in a `slab`, if it is large enough.
     """
 
-    __slots__ = ("capacity", "holders", "k", "k_scale", "nbytes", "v", "v_scale")
+    __slots__ = ("capacity", "holders", "k", "k_scale", "nbytes", "place", "slab", "v", "v_scale")
 
-    def __init__(self, size: TokenSize, capacity: int) -> None:
+    def __init__(self, size: TokenSize, capacity: int, slab: Slab | None = None, place: int = 0) -> None:
         self.capacity = capacity
         self.holders = 1
+        self.slab, self.place = slab, place
         shapes = [(1, size.heads, capacity, dim) for dim in (size.head_dim, size.value_dim)]
-        self.k, self.v = _memory(shapes, size.dtype, size.device)
+        counts = [math.prod(shape) for shape in shapes]
+        if slab is None:
+            own = torch.empty(sum(counts), dtype=size.dtype, device=size.device)
+        else:
+            own = slab.whole.narrow(0, place * slab.distance, sum(counts))
+        self.k, self.v = (t.view(shape) for t, shape in zip(torch.split(own, counts), shapes, strict=True))
         self.k_scale: Tensor | None = None
         self.v_scale: Tensor | None = None
         if size.quantized:
             self.k_scale, self.v_scale = torch.empty(2, 1, size.heads, capacity, device=size.device).unbind(0)
         self.nbytes = size.nbytes * capacity
+
+    def behind(self, other: Chunk) -> bool:
+        """Whether its memory is right behind another's."""
+        return self.slab is not None and self.slab is other.slab and self.place == other.place + 1
+
+    def give_back(self) -> None:
+        """Give its memory back: nobody holds it any more."""
+        if self.slab is not None:
+            self.slab.give_back(self.place)
 
     def write(self, at: int, k: Tensor, v: Tensor) -> None:
         """Write k (Hk, n, D) and v (Hk, n, Dv), which are not in 8 bits, at position `at` of the chunk."""
@@ -80,29 +94,8 @@ class Chunk:
         return t.narrow(2, first, last - first) if first or last < self.capacity else t
 
 
-def _memory(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Return tensors of these shapes, in one piece of memory: of huge pages, where it is as large as those are.
-
-    To attend to 4,096 keys of 8 heads, D 64, float32, takes two thirds of the time that it takes with pages of 4 KiB.
-    """
-    counts = [math.prod(shape) for shape in shapes]
-    nbytes = sum(counts) * dtype.itemsize
-    if device != "cpu" or nbytes < HUGE:
-        whole = torch.empty(sum(counts), dtype=dtype, device=device)
-    else:
-        try:
-            memory = mmap.mmap(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryError from error
-        around = torch.frombuffer(memory, dtype=torch.uint8)
-        start = -around.data_ptr() % HUGE
-        with suppress(OSError):  # a kernel that has none
-            memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE * HUGE)  # no page beyond what is counted
-        whole = around[start : start + nbytes].view(dtype)
-    return [own.view(shape) for own, shape in zip(torch.split(whole, counts), shapes, strict=True)]
-
-
-class TokenSize(NamedTuple):
+@dataclass(frozen=True)
+class TokenSize:
     """What one token of a layer takes."""
 
     heads: int
@@ -111,17 +104,21 @@ class TokenSize(NamedTuple):
     dtype: torch.dtype
     device: str
 
-    @property
+    @cached_property
     def quantized(self) -> bool:
         """Whether it is in 8 bits, with two scales in float32 for each head."""
         return not self.dtype.is_floating_point or self.dtype.itemsize == 1
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        numbers = (self.head_dim + self.value_dim) * self.dtype.itemsize
-        return self.heads * (numbers + (8 if self.quantized else 0))
+        return self.memory + (8 * self.heads if self.quantized else 0)
 
-    @property
+    @cached_property
+    def memory(self) -> int:
+        """Bytes of its keys and values alone, without scales."""
+        return self.heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
+
+    @cached_property
     def read_bytes(self) -> int:
         """Bytes that take as long to attend to: 8 bits are made float32 for that."""
         return self.heads * (self.head_dim + self.value_dim) * (4 if self.quantized else self.dtype.itemsize)
@@ -136,7 +133,10 @@ class Change(NamedTuple):
 
 
 class TokenRun(NamedTuple):
-    """Keys and values of consecutive tokens from `start` on: k (1, Hk, n, D), v (1, Hk, n, Dv), in no 8 bits."""
+    """Keys and values of consecutive tokens from `start` on: k (1, Hk, n, D), v (1, Hk, n, Dv), in no 8 bits.
+
+    Of several whole chunks that lie behind each other k is (chunks, Hk, 1024, D), and v likewise.
+    """
 
     start: int
     k: Tensor
@@ -156,6 +156,25 @@ class Track:
     reserved: int = 0
     length: int = 0
     first: int = 0
+    _whole: dict[tuple[int, int, int, int], list[TokenRun]] = field(default_factory=dict, repr=False)  # as it was read
+
+    def new_chunk(self, place: int, capacity: int, before: Chunk | None, more: int = 0) -> Chunk:
+        """Return a chunk for a place: behind `before`, the chunk before it, where it can be. Raises MemoryError.
+
+        `more` whole chunks are to follow.
+        """
+        size = self.size
+        if capacity < CHUNK or size.device != "cpu" or size.memory * CHUNK < LEAST_BYTES:
+            return Chunk(size, capacity)
+        if before is not None and before.slab is not None and before.slab.take(before.place + 1):
+            return Chunk(size, capacity, before.slab, before.place + 1)
+        nbytes, room = size.memory * CHUNK, max(1 + more, min(max(place, 4), MOST_CHUNKS))
+        try:
+            slab = Slab(nbytes, size.dtype, room)
+        except MemoryError:  # the system may grant the memory where it does not grant the room
+            slab = Slab(nbytes, size.dtype, 1)
+        slab.take(0)
+        return Chunk(size, capacity, slab)
 
     def needs(self, at: int, count: int) -> list[Change]:
         """Return the chunks that a write of `count` tokens at position `at` needs, in order."""
@@ -175,6 +194,8 @@ class Track:
         Return the chunks that the track has let go of.
         """
         released: list[Chunk] = []
+        if made:
+            self._whole.clear()
         for (place, _, kept), chunk in made:
             if place == len(self.chunks):
                 self.chunks.append(chunk)
@@ -200,6 +221,9 @@ class Track:
         """Drop the tokens from `end` on. Return the chunks that the track has let go of."""
         self.length = end
         kept = -(-end // CHUNK)
+        if kept == len(self.chunks):
+            return []
+        self._whole.clear()
         gone, self.chunks[kept:] = self.chunks[kept:], []
         return [chunk for chunk in gone if chunk is not None]
 
@@ -210,6 +234,7 @@ class Track:
             if (chunk := self.chunks[place]) is not None:
                 gone.append(chunk)
                 self.chunks[place] = None
+                self._whole.clear()
             self.first = (place + 1) * CHUNK
         return gone
 
@@ -225,6 +250,37 @@ class Track:
         """Yield the tokens [start, stop), which it holds, as its chunks have them: of some heads, or of all."""
         for chunk, place, first, last in self._runs(start, stop):
             yield TokenRun(place + first, *chunk.read(first, last, heads))
+
+    def runs(self, start: int, stop: int, heads: slice | None = None) -> Iterator[TokenRun]:
+        """As `pieces`, with whole chunks together that lie behind each other."""
+        first, last = -(-start // CHUNK), stop // CHUNK
+        if last - first < 2 or self.size.quantized:
+            yield from self.pieces(start, stop, heads)
+            return
+        if start % CHUNK:
+            yield from self.pieces(start, first * CHUNK, heads)
+        key = first, last, *((0, self.size.heads) if heads is None else (heads.start, heads.stop))
+        if (found := self._whole.get(key)) is None:
+            found = self._whole[key] = list(self._together(*key))
+        yield from found
+        if stop % CHUNK:
+            yield from self.pieces(last * CHUNK, stop, heads)
+
+    def _together(self, first: int, last: int, head: int, end: int) -> Iterator[TokenRun]:
+        """Yield whole chunks [first, last), of heads [head, end), in as few runs as they lie in."""
+        while first < last:
+            begin = before = self.chunks[first]
+            stop = first + 1
+            assert begin is not None
+            while stop < last and (chunk := self.chunks[stop]) is not None and chunk.behind(before):  # type: ignore[arg-type]
+                before, stop = chunk, stop + 1
+            k, v = begin.k[:, head:end], begin.v[:, head:end]
+            if begin.slab is not None:
+                k, v = (
+                    t.as_strided((stop - first, *t.shape[1:]), (begin.slab.distance, *t.stride()[1:])) for t in (k, v)
+                )
+            yield TokenRun(first * CHUNK, k, v)
+            first = stop
 
     def scales(self, start: int, stop: int) -> Iterator[TokenRun]:
         """As `pieces`, of the scales of 8 bits: k (1, Hk, n) and v (1, Hk, n)."""

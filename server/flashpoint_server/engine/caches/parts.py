@@ -22,7 +22,7 @@ LEAST_BYTES, MOST_BYTES = 1 << 21, 1 << 25
 class Attended:
     """A sequence of a call: its cache's layer, the first key that it sees, its diagonal, and its views.
 
-    `views` are q (Hq, sq, D), o (Hq, sq, Dv) and lse (Hq, sq).
+    `row` has all keys that the layer holds. `views` are q (Hq, sq, D), o (Hq, sq, Dv) and lse (Hq, sq).
     """
 
     row: Row
@@ -55,10 +55,8 @@ class CachedPart:
 
     @property
     def rows(self) -> list[Row]:
-        """Its sequences, each in the part that has its first head, with the keys that it has."""
-        return [
-            share.sequence.row._replace(kv_len=share.sequence.track.length) for share in self.shares if not share.first
-        ]
+        """Its sequences, each in the part that has its first head."""
+        return [share.sequence.row for share in self.shares if not share.first]
 
     @property
     def first_head(self) -> int:
@@ -81,9 +79,9 @@ class CachedPart:
             if "lse" in views:
                 views["lse"].fill_(float("-inf"))
             return
-        pieces = one.track.pieces(one.start, one.track.length, heads)
+        runs = one.track.runs(one.start, one.track.length, heads)
         q = views["q"].float() if one.track.size.quantized else views["q"]
-        o, lse = attend(q, pieces, self.spec.scale, one.edge)
+        o, lse = attend(q, runs, self.spec.scale, one.edge)
         views["o"].copy_(o)
         if "lse" in views:
             views["lse"].copy_(lse)
@@ -97,9 +95,9 @@ def cut(spec: Spec, every: Sequence[Attended], cores: int) -> list[CachedPart]:
     sequences = [one for one in every if one.row.q_len]
     if not sequences:
         return [CachedPart(spec, ())]
-    rates = NOMINAL["torch"]
-    total = sum(one.nbytes for one in sequences)
-    seconds = sum(row_seconds(spec, rates, one.row._replace(kv_len=one.track.length)) for one in sequences)
+    total, seconds = sum(one.nbytes for one in sequences), 0.0
+    if spec.q_len > 1 or spec.q_heads > spec.kv_heads:  # else the time goes into reading keys
+        seconds = sum(row_seconds(spec, NOMINAL["torch"], one.row) for one in sequences)
     units = len(sequences) * spec.kv_heads  # heads of sequences
     wanted = max(min(cores, total // LEAST_BYTES), total // MOST_BYTES, int(seconds / PART_SECONDS), 1)
     count = min(wanted, units)

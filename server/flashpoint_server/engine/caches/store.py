@@ -7,7 +7,7 @@ on different caches may come at the same time. No sockets here, and torch for me
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -65,7 +65,9 @@ class CacheStore:
             for _ in range(count):
                 tracks = [Track(size, reserved=n) for size, n in zip(sizes, chunks, strict=True)]
                 for track, n in zip(tracks, chunks, strict=True):
-                    track.spares = [Chunk(track.size, CHUNK) for _ in range(n)]
+                    for place in range(n):
+                        before = track.spares[-1] if track.spares else None
+                        track.spares.append(track.new_chunk(place, CHUNK, before, n - 1 - place))
                 made.append(self._new(terms.owner, shape, ttl or self._ttl, tracks, tuple(keep), max_length))
                 self._ledger.add(made[-1], each, each)
             return self._answer(terms, made)
@@ -127,7 +129,7 @@ class CacheStore:
             self._answers.put(terms.owner, terms.key, [cache.serial for cache in made], len(made))
         return [self.record(cache) for cache in made]
 
-    # What is there
+    # Reading
 
     def look(self, terms: Terms, serials: Sequence[int]) -> list[CacheRecord]:
         """Describe caches. Raises Refusal 404 and 410."""
@@ -171,8 +173,8 @@ class CacheStore:
     @staticmethod
     def _refuse(field_: str, problems: Sequence[tuple[str, str] | None]) -> None:
         """Raise Refusal where there are problems, (code, message): of the first's code, naming each by its index."""
-        errors = [(f"{field_}.{i}", f"{p[0]}: {p[1]}") for i, p in enumerate(problems) if p is not None]
-        if errors:
+        if any(problems):
+            errors = [(f"{field_}.{i}", f"{p[0]}: {p[1]}") for i, p in enumerate(problems) if p is not None]
             code, said = next(p for p in problems if p is not None)
             raise Refusal(code, said, errors=errors)
 
@@ -218,12 +220,12 @@ class CacheStore:
             for cache in caches:
                 cache.marked(mark)
         for write, (k, v) in zip(writes, tokens, strict=True):
-            with self._lock:
-                if (kept := write.cache.keep[layer]) is not None:
+            if (kept := write.cache.keep[layer]) is not None:
+                with self._lock:
                     self._let_go(write.cache, write.track, write.track.drop_before(write.at - kept))
-            released = write.track.write(write.at, k, v, write.made)
-            with self._lock:
-                self._let_go(write.cache, write.track, released)
+            if released := write.track.write(write.at, k, v, write.made):
+                with self._lock:
+                    self._let_go(write.cache, write.track, released)
         return caches
 
     def readable(self, caches: Sequence[StoredCache], layer: int, first: Sequence[int]) -> None:
@@ -242,6 +244,8 @@ class CacheStore:
             [write_problem(c, layer, p, n, lowest) for c, p, n in zip(caches, places, counts, strict=True)],
         )
         needs = [track.needs(p, n) for track, p, n in zip(tracks, places, counts, strict=True)]
+        if not any(needs):
+            return [Write(c, t, p, p + n, []) for c, t, p, n in zip(caches, tracks, places, counts, strict=True)]
         new = net = largest = 0
         for cache, track, changes in zip(caches, tracks, needs, strict=True):
             spared = len(track.spares)
@@ -254,13 +258,15 @@ class CacheStore:
         try:
             for cache, track, p, n, changes in zip(caches, tracks, places, counts, needs, strict=True):
                 writes.append(Write(cache, track, p, p + n, []))
-                for change in changes:
+                made = writes[-1].made
+                for number, change in enumerate(changes, 1):
                     if track.spares:
-                        chunk = track.spares.pop()
+                        chunk = track.spares.pop(0)
                     else:
-                        chunk = Chunk(track.size, change.capacity)
+                        before = made[-1][1] if made else track.chunks[change.place - 1] if change.place else None
+                        chunk = track.new_chunk(change.place, change.capacity, before, len(changes) - number)
                         self._ledger.count(cache, chunk.nbytes, chunk.nbytes)
-                    writes[-1].made.append((change, chunk))
+                    made.append((change, chunk))
         except (MemoryError, RuntimeError):
             for write in writes:
                 self._let_go(write.cache, write.track, [chunk for _, chunk in write.made])
@@ -287,10 +293,11 @@ class CacheStore:
     def _check(self, terms: Terms, new: int, net: int, largest: int) -> None:
         self._ledger.check(terms.owner, terms.quota, new, net, largest, StoredCache.kind)
 
-    def _let_go(self, cache: StoredCache, track: Track, chunks: Iterable[Chunk]) -> None:
+    def _let_go(self, cache: StoredCache, track: Track, chunks: Sequence[Chunk]) -> None:
         """Take chunks from a cache, which keeps what is reserved for it."""
+        if not chunks:
+            return
         spares = len(track.spares)
-        chunks = list(chunks)
         gone = released(track, chunks)
         kept = sum(chunk.nbytes for chunk in track.spares[spares:])
         self._ledger.uncount(cache, sum(chunk.nbytes for chunk in chunks) - kept, gone)

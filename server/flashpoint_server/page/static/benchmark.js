@@ -2,8 +2,8 @@
 
 import { call, events } from "./api.js";
 import { code, curl, keywords, python } from "./code.js";
-import { clear, read, refused, valid } from "./form.js";
-import { plot, plotted } from "./plot.js";
+import { aging, clear, read, refused, valid } from "./form.js";
+import { plot } from "./plot.js";
 import { bytes, number, problem as nameOf, tableRow } from "./text.js";
 
 const ENDED = { done: "Done", failed: "Failed", cancelled: "Cancelled" };
@@ -13,11 +13,19 @@ const section = document.getElementById("benchmark");
 const form = section.querySelector("form");
 const said = section.querySelector(".said");
 const progress = section.querySelector("progress");
+const outcome = section.querySelector(".outcome");
 const result = section.querySelector(".result");
+const choice = result.querySelector(".tabs");
+const picture = result.querySelector("[data-save]");
+const figures = result.querySelector(".charts");
+const caption = result.querySelector(".caption");
 const body = result.querySelector("tbody");
 const start = form.querySelector("button");
 const cancel = document.getElementById("cancel");
+const begin = aging(form, outcome);
 let id = null; // of the benchmark on screen
+let rows = [];
+let peaks = {}; // of the device, by data type
 let watching = new AbortController(); // of its events
 
 // The form as a BenchmarkRequest: a shape for each length.
@@ -48,7 +56,7 @@ form.addEventListener("submit", async (event) => {
     history.replaceState(null, "", MARK + job.id);
     await watch(job.id);
   } catch (problem) {
-    ended("Not started.");
+    start.disabled = false;
     refused(form, problem);
   }
 });
@@ -61,7 +69,8 @@ cancel.addEventListener("click", async () => {
   }
 });
 document.addEventListener("locked", () => watching.abort());
-section.querySelector(".result .tabs").addEventListener("change", () => plot(id));
+choice.addEventListener("change", show);
+picture.addEventListener("click", save);
 
 // Go on with the benchmark that the address names, if it does.
 export function resume() {
@@ -72,12 +81,13 @@ async function watch(job) {
   watching.abort();
   const { signal } = (watching = new AbortController());
   id = job;
+  [rows, peaks] = [[], {}];
   clear(form);
   showCode();
+  begin();
   body.replaceChildren();
-  plotted.clear();
   [start.disabled, cancel.hidden, cancel.disabled] = [true, false, false];
-  [result.hidden, progress.hidden] = [true, false];
+  [outcome.hidden, result.hidden, progress.hidden] = [false, true, false];
   progress.removeAttribute("value");
   said.dataset.verdict = "";
   said.textContent = "Queued";
@@ -103,11 +113,15 @@ const HAPPENED = {
     if (total) [progress.max, progress.value] = [total, done];
     said.textContent = `${done} of ${total} · ${backend ?? "the device’s peaks"}`;
   },
+  device({ environment }) {
+    peaks = environment.peaks ?? {};
+  },
   row({ done, total, row }) {
     [progress.max, progress.value] = [total, done];
+    rows.push(row);
     body.append(timed(row));
     result.hidden = false;
-    plot(id);
+    show();
   },
 };
 
@@ -115,7 +129,25 @@ function ended(text, verdict = "") {
   said.textContent = text;
   said.dataset.verdict = verdict;
   [start.disabled, cancel.hidden, progress.hidden] = [false, true, true];
-  if (body.rows.length) plot(id, { last: true });
+}
+
+function show() {
+  const { value, parentElement } = choice.querySelector("input:checked");
+  const drawn = plot(figures, value, rows, peaks);
+  caption.textContent = drawn ? "" : `${parentElement.textContent.trim()}: no row has figures for it yet.`;
+}
+
+// The same as a picture, fetched rather than linked: it may need a key.
+async function save() {
+  const { value } = choice.querySelector("input:checked");
+  try {
+    const file = await (await call(`benchmark/${id}/plot.svg?kind=${value}`)).blob();
+    const link = document.createElement("a");
+    Object.assign(link, { href: URL.createObjectURL(file), download: `benchmark-${value}.svg` }).click();
+    URL.revokeObjectURL(link.href);
+  } catch (problem) {
+    caption.textContent = problem.message;
+  }
 }
 
 function timed(row) {
@@ -124,10 +156,11 @@ function timed(row) {
     line.lastChild.colSpan = 7;
     return line;
   }
-  const part = row.roofline_percent;
+  const part = row.roofline_percent; // over 100: the time is too short, or the peak was measured while others ran
+  const reached = part === null ? "–" : `${number(part)} %${part > 100 ? " (over)" : ""}`;
   const figures = [
     number(row.ms), `${number(row.ms_p20)}–${number(row.ms_p80)}`, number(row.tflops), number(row.gb_per_s),
-    part === null ? "–" : `${number(part)} %`, bytes(row.peak_bytes), number(row.speedup_over_naive),
+    reached, bytes(row.peak_bytes), number(row.speedup_over_naive),
   ];
-  return tableRow(row.backend, [nameOf(row), ...figures.map((figure) => [figure, "n"])]);
+  return tableRow(row.backend, [nameOf(row), ...figures.map((figure) => [figure, figure.endsWith("(over)") ? "n odd" : "n"])]);
 }

@@ -23,7 +23,7 @@ export const showCode = code("caches", () => ({
       "        o = cache.attention(q, k, v)  # writes k and v, then attends over all tokens of the cache",
       "    print(o.shape, cache.length)",
     ],
-    "numpy",
+    { library: "numpy" },
   ),
 }));
 

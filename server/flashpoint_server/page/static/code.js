@@ -25,13 +25,14 @@ export function curl(path, body, flags = "-s") {
   return parts.join(" \\\n  ");
 }
 
-// A program with a client, whose `lines` are the body of its `with`; it imports `library` too.
-export function python(lines, library) {
+// A program with a client, whose `lines` are the body of its `with`; it imports `library` too, and has `before` first.
+export function python(lines, { library, before = [] } = {}) {
   const others = [...(key.get() ? ["import os", ""] : []), ...(library ? [`import ${library}`, ""] : [])];
   const imports = [...others, "import flashpoint"];
   const secret = key.get() ? `, api_key=os.environ["${KEY}"]` : "";
   const body = lines.map((line) => `    ${line}`);
-  return [...imports, "", `with flashpoint.Client("${base}"${secret}) as client:`, ...body].join("\n");
+  const made = before.length ? ["", "", ...before] : [];
+  return [...imports, ...made, "", `with flashpoint.Client("${base}"${secret}) as client:`, ...body].join("\n");
 }
 
 // A request as the keywords of a call.

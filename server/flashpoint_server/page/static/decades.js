@@ -1,11 +1,12 @@
-// The errors of each tensor by decade, small: a bar a decade, as high as the logarithm of its count, and the bound.
+// The errors of each tensor by decade: how many elements are off by how much, and the bound.
 
-const SVG = "http://www.w3.org/2000/svg";
-const [WIDTH, HEIGHT] = [120, 36];
+import { draw, erase } from "./chart.js";
+import { number } from "./text.js";
+
 const INFINITE = 309; // the decade of an infinite error; that of none is null
 
-// A figure for each tensor, on one axis, and the words that say which.
-export function decades(tensors) {
+// A chart for each tensor in `element`, all with the same axes.
+export function decades(element, tensors) {
   const all = tensors.flatMap(({ histogram }) => histogram.map(({ exponent }) => exponent));
   const bounds = tensors.map(({ bound }) => Math.floor(Math.log10(bound))).filter(Number.isFinite);
   const finite = [...all.filter((exponent) => exponent !== null && exponent !== INFINITE), ...bounds];
@@ -13,38 +14,43 @@ export function decades(tensors) {
   const axis = Array.from({ length: high - low + 1 }, (_, i) => low + i);
   if (all.includes(null)) axis.unshift(null);
   if (all.includes(INFINITE)) axis.push(INFINITE);
-  const ends = [all.includes(null) && "first: no error", all.includes(INFINITE) && "last: infinite"].filter(Boolean);
+  for (const old of element.children) erase(old.querySelector(".plot"));
+  element.replaceChildren();
+  for (const tensor of tensors) {
+    const figure = document.createElement("figure");
+    const plot = Object.assign(document.createElement("div"), { className: "plot" });
+    figure.append(Object.assign(document.createElement("figcaption"), { textContent: tensor.name }), plot);
+    element.append(figure);
+    draw(plot, chart(tensor, axis));
+  }
+}
+
+function chart({ name, histogram, bound }, axis) {
+  const counts = new Map(histogram.map(({ exponent, count }) => [exponent, count]));
+  const words = new Map([[null, "0"], [INFINITE, "∞"]]);
+  const names = axis.map((exponent) => words.get(exponent) ?? `1e${exponent}`.replace("-", "−"));
+  const decade = Math.log10(bound);
+  const at = axis.indexOf(Math.floor(decade)) - 0.5 + decade - Math.floor(decade); // a bar is from one power to the next
   return {
-    figures: tensors.map((tensor) => figure(tensor, axis)),
-    words: ["Errors by decade, counted in logarithms", `1e${low} to 1e${high + 1}`, ...ends, "line: the bound"]
-      .join("; ").replaceAll("e-", "e−"),
+    title: `Errors of ${name}`, heading: false, height: 150, data: axis.map((_, i) => i),
+    x: { label: "error", kind: "names", names },
+    y: { label: "elements", kind: "log10", format: short, range: (_, low, high) => [0.6, high * 1.5] },
+    notes: names.map((decade_) => ` from ${decade_}`),
+    series: [{ name: "elements", colour: "accent", marks: "bars", values: axis.map((exponent) => counts.get(exponent) ?? null) }],
+    marked(plot, context, colour) {
+      if (!Number.isFinite(at)) return;
+      const x = plot.valToPos(at, "x", true);
+      context.save();
+      Object.assign(context, { strokeStyle: colour("bad"), lineWidth: 2 * devicePixelRatio });
+      context.beginPath();
+      context.moveTo(x, plot.bbox.top);
+      context.lineTo(x, plot.bbox.top + plot.bbox.height);
+      context.stroke();
+      context.restore();
+    },
   };
 }
 
-function figure({ name, histogram, bound }, axis) {
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("aria-hidden", "true"); // its figures are in the table
-  const step = WIDTH / axis.length;
-  const most = Math.max(...histogram.map(({ count }) => Math.log1p(count)));
-  for (const { exponent, count } of histogram) {
-    const height = (Math.log1p(count) / most) * HEIGHT;
-    const place = { x: axis.indexOf(exponent) * step, y: HEIGHT - height, width: step * 0.85, height };
-    svg.append(shape("rect", place));
-  }
-  const decade = Math.log10(bound);
-  if (Number.isFinite(decade)) {
-    const x = (axis.indexOf(Math.floor(decade)) + decade - Math.floor(decade)) * step;
-    svg.append(shape("line", { x1: x, x2: x, y1: 0, y2: HEIGHT }));
-  }
-  const element = document.createElement("figure");
-  element.append(svg, Object.assign(document.createElement("figcaption"), { textContent: name }));
-  return element;
-}
-
-function shape(tag, attributes) {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  return element;
+function short(count) {
+  return count < 1000 ? number(count) : `${number(count / 1000)}k`;
 }

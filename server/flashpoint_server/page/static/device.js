@@ -1,27 +1,30 @@
-// The device, its health, and the options of its backends.
+// The device, its health, what its backends can do, and the server's limits.
 
 import { call } from "./api.js";
 import { code, curl, python } from "./code.js";
 import { say } from "./form.js";
-import { bytes, number, tableRow } from "./text.js";
+import { capabilities, limits } from "./options.js";
+import { bytes } from "./text.js";
 
 const WORDS = { ready: "Ready", not_ready: "Not ready", draining: "Shutting down", unreachable: "Unreachable" };
 const panel = document.getElementById("device");
 const health = document.getElementById("health");
 let known = null; // the health that /info was last asked in: what it says changes with that
 
-const showCode = code("options", () => ({
+const showCode = code("device", () => ({
   curl: curl("info"),
   python: python(["info = client.info()", 'print(info["device"], info["backends"])']),
 }));
 
+// Whether the server takes work.
 export async function look() {
   const found = await healthNow();
-  if (found === known) return;
+  if (found === known) return found === "ready";
   health.dataset.state = { ready: "ready", unreachable: "unreachable" }[found] ?? "waiting";
   health.textContent = WORDS[found] ?? found;
   known = found;
   if (found !== "unreachable") await describe();
+  return found === "ready";
 }
 
 async function healthNow() {
@@ -38,10 +41,12 @@ async function describe() {
   try {
     const info = await (await call("info")).json();
     facts(info);
-    limitsOf(info);
-    options(info);
+    list(panel.querySelector(".limits"), limits(info.limits));
+    capabilities(panel.querySelector("table"), info);
+    panel.querySelector(".described").hidden = false;
     say(panel, "");
   } catch (problem) {
+    panel.querySelector(".described").hidden = true;
     say(panel, problem.message);
   }
 }
@@ -56,11 +61,6 @@ function facts({ device, backends, versions }) {
   });
 }
 
-function limitsOf({ limits }) {
-  const shown = ([name, value]) => [name.replaceAll("_", " "), name.endsWith("bytes") ? bytes(value) : number(value, 4)];
-  list(document.querySelector(".limits"), Object.fromEntries(Object.entries(limits).map(shown)));
-}
-
 function list(element, lines) {
   element.replaceChildren();
   for (const [name, value] of Object.entries(lines)) {
@@ -69,19 +69,4 @@ function list(element, lines) {
       element.append(Object.assign(document.createElement(tag), { textContent: text }));
     }
   }
-}
-
-function options({ backends, options: able }) {
-  const table = document.querySelector("#options table");
-  const names = [...new Set(backends.flatMap((backend) => able[backend]))].sort();
-  const cell = (backend, name) => (able[backend].includes(name) ? ["yes", "good"] : ["no", "no"]);
-  const head = tableRow("Option", []);
-  for (const backend of backends) {
-    head.append(Object.assign(document.createElement("th"), { scope: "col", textContent: backend }));
-  }
-  head.cells[0].scope = "col";
-  table.tHead.replaceChildren(head);
-  table.tBodies[0].replaceChildren(
-    ...names.map((name) => tableRow(name.replaceAll("_", " "), backends.map((backend) => cell(backend, name)))),
-  );
 }

@@ -30,14 +30,14 @@ function valueOf(field) {
   return field.type === "number" ? Number(text) : text;
 }
 
-// Whether the browser finds nothing wrong; the first field with something wrong is shown, and said.
-export function valid(form) {
+// Whether the browser finds nothing wrong; all that is wrong is said, and the first such field gets the focus.
+export function valid(form, { focus = true } = {}) {
   clear(form);
   const wrong = [...form.querySelectorAll(":invalid:not(fieldset)")];
   for (const field of wrong) mark(field);
   if (!wrong.length) return true;
   say(form, wrong.map((field) => `${labelOf(field)}: ${field.validationMessage}`).join("\n"));
-  wrong[0].focus();
+  if (focus) wrong[0].focus();
   return false;
 }
 
@@ -55,6 +55,18 @@ export function refused(form, problem) {
 export function clear(form) {
   for (const field of form.querySelectorAll("[aria-invalid]")) field.removeAttribute("aria-invalid");
   say(form, "");
+}
+
+// Mark a result as one of another request, once the form asks for something else than when it was begun.
+export function aging(form, result) {
+  let begun = null;
+  form.addEventListener("input", () => {
+    if (begun !== null) result.toggleAttribute("data-stale", JSON.stringify(read(form)) !== begun);
+  });
+  return () => {
+    begun = JSON.stringify(read(form));
+    result.removeAttribute("data-stale");
+  };
 }
 
 // Text in the alert of a form or a panel; none hides it.

@@ -5,6 +5,7 @@ import * as benchmark from "./benchmark.js";
 import * as caches from "./caches.js";
 import * as device from "./device.js";
 import { say } from "./form.js";
+import * as playground from "./playground.js";
 import * as traffic from "./traffic.js";
 import * as verify from "./verify.js";
 
@@ -27,6 +28,7 @@ function lock() {
 
 function open() {
   [main.hidden, parts.hidden, door.hidden, forget.hidden] = [false, false, true, !key.get()];
+  playground.showCode();
   verify.showCode();
   benchmark.showCode();
   caches.showCode();
@@ -36,7 +38,10 @@ function open() {
 
 async function look() {
   const mine = timer; // another, if it was locked and opened again meanwhile
-  if (!document.hidden) await Promise.all([device.look(), traffic.look().then(caches.look)]);
+  if (!document.hidden) {
+    const [ready] = await Promise.all([device.look(), traffic.look().then(caches.look)]);
+    if (ready) playground.look();
+  }
   if (timer === mine) timer = setTimeout(look, EVERY_MS);
 }
 

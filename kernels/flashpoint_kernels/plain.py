@@ -1,0 +1,160 @@
+"""The short way of a plain call: q, k and v of the CPU alone, which one call of torch's fused operator answers.
+
+Short sequences take the operator a few microseconds, and a problem, its views and torch's dispatcher several times as
+many. Here all that follows from shapes, dtypes and options is found once and remembered (`Route`); what is left of a
+call are the operator and a look at its answer. Answers, their bits and their gradients are those of the long way
+(ops.py), which all else takes: tensors that torch traces, maps or counts, and all that `_route` says None to.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashpoint_contract.options import Options, ProblemError
+from flashpoint_contract.spec import Spec, plan
+from flashpoint_contract.tensors import TensorInfo
+from flashpoint_kernels import ops
+from flashpoint_kernels.dispatch import available_backends
+from flashpoint_kernels.problem import DTYPE_NAMES, Problem
+from flashpoint_kernels.reproducible import (
+    aligned,
+    aligned_heads,
+    exactly,
+    in_blocks,
+    sharing,
+    split,
+    thread_count,
+    with_all_threads,
+)
+from flashpoint_kernels.support import choose_backend
+from flashpoint_kernels.torch_backend.call import Call
+
+_CPU = torch.device("cpu")
+_ORDINARY = (Tensor, torch.nn.Parameter)  # no subclass, whose operations may mean something else
+_dispatch_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+
+
+class Route(NamedTuple):
+    """How a plain call of these shapes, dtypes and options is computed."""
+
+    options: Options
+    turned: bool  # layout bshd: heads and rows change places
+    causal: bool  # the operator's own, from the top left
+    scale: float
+    threads: int  # of the forward; 0: all of torch's
+    differentiates: bool  # whether its gradient is one call, too, on one thread
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> Call:
+        if self.turned:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        kind = torch.float32
+        return Call(
+            aligned_heads(q, kind), aligned_heads(k, kind), aligned_heads(v, kind), None, self.causal, self.scale
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return o as the caller gets it, and lse (B,Hq,Sq)."""
+        with exactly(self.threads):
+            o, lse = self.call(q, k, v).forward()
+        return self._given(o, q.dtype).contiguous(), lse
+
+    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> list[Tensor]:
+        """Return dq, dk and dv, in the layout of q, k and v."""
+        if self.turned:
+            do, o = do.transpose(1, 2), o.transpose(1, 2)
+        kind = torch.float32
+        lse = aligned(lse, kind)
+        lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # see `Call.backward`
+        with exactly(1):
+            grads = self.call(q, k, v).backward(aligned_heads(do, kind), aligned_heads(o, kind), lse)
+        return [self._given(grad, q.dtype) for grad in grads]
+
+    def _given(self, t: Tensor, dtype: torch.dtype) -> Tensor:
+        t = t if t.dtype == dtype else t.to(dtype)
+        return t.transpose(1, 2) if self.turned else t
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor] | None:
+    """Return o and lse, or None where the long way has to be gone."""
+    if torch.compiler.is_compiling() or _dispatch_modes() or _transforms() is not None:
+        return None
+    if not (type(q) in _ORDINARY and type(k) in _ORDINARY and type(v) in _ORDINARY):
+        return None
+    if not (q.is_cpu and k.is_cpu and v.is_cpu) or torch.is_autocast_enabled("cpu"):
+        return None
+    route = _route(options, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
+    if route is None:
+        return None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        o, lse = _Plain.apply(q, k, v, route)  # type: ignore[no-untyped-call]
+        return o, lse
+    return route.forward(q, k, v)
+
+
+@lru_cache(1024)  # a model asks for the same few problems again and again
+def _route(options: Options, *found: Any) -> Route | None:
+    """Return the route of a call with these shapes and dtypes of q, k and v; None where there is none, or an error."""
+    shapes, dtypes = found[:3], found[3:]
+    if len(shapes[0]) != 4 or any(dtype not in DTYPE_NAMES for dtype in dtypes):
+        return None
+    infos = {n: TensorInfo(DTYPE_NAMES[t], tuple(s)) for n, s, t in zip("qkv", shapes, dtypes, strict=True)}
+    try:
+        spec = plan(infos, options, "forward")
+        backend = choose_backend(spec, available_backends("cpu"))
+    except ProblemError:
+        return None
+    if backend != "torch" or spec.ragged or min(spec.batch, spec.q_len, spec.kv_len) < 1 or spec.scale <= 0:
+        return None
+    problem = _alone(spec)
+    row = problem.rows[0]
+    threads = 1
+    if (whole := with_all_threads(problem)).threads:
+        threads = 0
+    elif len(split(problem, backend)) > 1 or thread_count(problem, row) > 1:
+        return None
+    if in_blocks(spec, row) or sharing(whole, row) < spec.batch:
+        return None
+    causal = spec.window[1] < row.kv_len - 1 - spec.offset(row.q_len, row.kv_len)
+    return Route(options, options.layout == "bshd", causal, spec.scale, threads, _differentiates(spec))
+
+
+def _differentiates(spec: Spec) -> bool:
+    o, lse = TensorInfo(spec.dtype, spec.shape_of("o")), TensorInfo("float32", spec.lse_shape)
+    infos = {"q": spec.tensors["q"], "k": spec.tensors["k"], "v": spec.tensors["v"], "do": o, "o": o, "lse": lse}
+    problem = _alone(plan(infos, spec.options, "backward"))
+    row = problem.rows[0]
+    few = thread_count(problem, row) == 1 and sharing(problem, row) >= spec.batch
+    return few and len(split(problem, "torch")) == 1
+
+
+def _alone(spec: Spec) -> Problem:
+    """Return a problem without its tensors."""
+    return Problem(spec, spec.rows({}), None, _CPU, {})
+
+
+class _Plain(torch.autograd.Function):
+    """The gradient of a plain call: one call, too, where the route says so, else the operator's of ops.py."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+        o, lse = route.forward(q, k, v)
+        ctx.set_materialize_grads(False)
+        ctx.route = route
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        route: Route = ctx.route
+        needed = [name for name, yes in zip("qkv", ctx.needs_input_grad, strict=False) if yes]
+        if do is not None and dlse is None and route.differentiates and not torch.is_grad_enabled():
+            found = dict(zip("qkv", route.backward(do, q, k, v, o, lse), strict=True))
+        else:
+            inputs = ops.plain_inputs(q, k, v)
+            found = ops.gradients(inputs, do, o, lse, dlse, ops.literal(route.options), needed)
+        return *(found[name] if name in needed else None for name in "qkv"), None

@@ -1,0 +1,122 @@
+"""What claims measure with: timings that are made once, and programs of the project that run beside this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flashpoint_kernels.timing import Case, Timing, measure
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"  # of a clone; an installed package has none
+Event = dict[str, Any]
+Row = dict[str, Any]
+_TIMING = Timing(max_seconds=0.5, min_repeats=2, warmup_ms=20)
+ROUNDS = 5  # of two cases in turn
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of a claim."""
+
+    verdict: str
+    measured: str
+    how: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+Running = Generator[Event, None, Found]
+
+
+class MissingError(Exception):
+    """Something that a claim needs is not here; its words are the verdict: "needs a GPU"."""
+
+
+@dataclass
+class Bench:
+    """A device, and what has been timed on it."""
+
+    device: str
+    rows: dict[Case, Row] = field(default_factory=dict)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    def needs_gpu(self) -> None:
+        """Raise MissingError without one."""
+        if not self.on_gpu:
+            raise MissingError("needs a GPU")
+
+    def timed(self, cases: Iterable[Case]) -> Generator[Event, None, list[Row]]:
+        """Time each case once, naive attention first, for the others' speed-ups."""
+        cases = list(cases)
+        for case in sorted(cases, key=lambda case: case.backend != "naive"):
+            if case in self.rows:
+                continue
+            yield {"type": "progress", "what": f"{case.direction} · {case.backend} · N {case.q_len}"}
+            naive = self.rows.get(replace(case, backend="naive"), {})
+            self.rows[case] = _measured(case, self.device, naive.get("ms"))
+            yield {"type": "row", "row": self.rows[case]}
+        return [self.rows[case] for case in cases]
+
+    def in_turn(self, one: Case, other: Case) -> Generator[Event, None, float]:
+        """Return how many times as fast `other` is: the median over rounds in which both are timed in turn."""
+        ratios: list[float] = []
+        for number in range(ROUNDS):
+            yield {"type": "progress", "what": f"{one.backend} and {other.backend} in turn, {number + 1} of {ROUNDS}"}
+            a, b = (_measured(case, self.device)["ms"] for case in (one, other))
+            ratios.append(a / b)
+        return median(ratios)
+
+
+def _measured(case: Case, device: str, naive_ms: float | None = None) -> Row:
+    running = measure(case, device, _TIMING, naive_ms=naive_ms)
+    while True:
+        try:
+            next(running)
+        except StopIteration as end:
+            row: Row = end.value
+            return row
+
+
+def program(*arguments: str, interpreted: bool = False) -> str:
+    """Run a program of this Python to its end; its stdout. Raises RuntimeError with the last line that it said."""
+    env = os.environ | ({"TRITON_INTERPRET": "1"} if interpreted else {})
+    run = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True)
+    if run.returncode:
+        said = (run.stderr.strip() or run.stdout.strip() or "nothing said").splitlines()[-1]
+        raise RuntimeError(f"{' '.join(arguments[:2])} ended with {run.returncode}: {said}")
+    return run.stdout
+
+
+def commit() -> str | None:
+    """Return the commit of this clone; None where there is none."""
+    run = subprocess.run(["git", "-C", str(EXAMPLES.parent), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return run.stdout.strip() if EXAMPLES.exists() and run.returncode == 0 else None
+
+
+def example(name: str, *arguments: str, needs: Sequence[str] = ()) -> dict[str, Any]:
+    """Run a program of examples/ with --json; what it wrote. Raises MissingError for what is not here."""
+    from importlib.util import find_spec
+
+    path = EXAMPLES / name
+    if not path.exists():
+        raise MissingError("needs a clone of the project, for its examples")
+    if [package for package in needs if find_spec(package) is None]:
+        raise MissingError("needs the models: make examples")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        program(str(path), *arguments, "--json", str(out))
+        found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+Run = Callable[[Bench], Running]

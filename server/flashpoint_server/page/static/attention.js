@@ -1,0 +1,95 @@
+// Attention as the formula has it, in float64: the page's own numbers, and the weights from q, k and lse alone.
+
+const PHASE = 0.7; // sin((seed + 0.7)·n²) looks random, and every language computes the same
+const SIZE = { near: 0.5, random: 2 }; // of the noise in q and k
+
+// Tensors of a problem as nested lists (heads, length, dimension), rounded to 2 decimals. `near`: tokens that are close
+// to each other have similar q and k; head h looks 3·h tokens back. `random`: noise alone.
+export function tensors({ q_heads, kv_heads, q_len, kv_len, head_dim, pattern, seed }) {
+  const near = pattern === "near";
+  const size = SIZE[pattern];
+  const first = kv_len - q_len; // the position of the first query
+  return {
+    q: tensor(3 * seed, size, q_heads, q_len, head_dim, near && ((head) => first - 3 * head)),
+    k: tensor(3 * seed + 1, size, kv_heads, kv_len, head_dim, near && (() => 0)),
+    v: tensor(3 * seed + 2, 1, kv_heads, kv_len, head_dim, false),
+  };
+}
+
+function tensor(seed, size, heads, length, dim, start) {
+  const element = (head, row, d) => {
+    const n = (head * length + row) * dim + d;
+    const place = start ? 1.5 * Math.cos((start(head) + row) / 2 ** Math.floor(d / 2) - ((d % 2) * Math.PI) / 2) : 0;
+    return Math.round(100 * (place + size * Math.sin((seed + PHASE) * (n * n)))) / 100 + 0; // no −0
+  };
+  return range(heads).map((head) => range(length).map((row) => range(dim).map((d) => element(head, row, d))));
+}
+
+// The lines of Python that make the same tensors with numpy.
+export function pythonTensors({ q_heads, kv_heads, q_len, kv_len, head_dim, pattern, seed }) {
+  const near = pattern === "near";
+  const head = [
+    `def tensor(seed, size, heads, length, dim${near ? ", start=None" : ""}):`,
+    "    n = np.arange(heads * length * dim).reshape(heads, length, dim)",
+    `    x = size * np.sin((seed + ${PHASE}) * (n * n))`,
+  ];
+  const place = [
+    "    if start is not None:  # tokens that are close to each other have similar q and k",
+    "        d, row = np.arange(dim), np.arange(length)[:, None]",
+    "        start = np.reshape(start, (-1, 1, 1))",
+    "        x += 1.5 * np.cos((start + row) / 2.0 ** (d // 2) - d % 2 * np.pi / 2)",
+  ];
+  const size = SIZE[pattern];
+  const starts = near ? [`, ${kv_len - q_len} - 3 * np.arange(${q_heads})`, ", 0"] : ["", ""];
+  return [
+    ...head,
+    ...(near ? place : []),
+    "    return x.round(2)[None].astype(np.float32)  # (batch, heads, length, dimension)",
+    "",
+    "",
+    `q = tensor(${3 * seed}, ${size}, ${q_heads}, ${q_len}, ${head_dim}${starts[0]})`,
+    `k = tensor(${3 * seed + 1}, ${size}, ${kv_heads}, ${kv_len}, ${head_dim}${starts[1]})`,
+    `v = tensor(${3 * seed + 2}, 1, ${kv_heads}, ${kv_len}, ${head_dim})`,
+  ];
+}
+
+// What one head computes: `score(i, j)`, scaled and capped; `seen(i, j)`; `weight(i, j)` = exp(score − lse); the weight
+// of the sink, which has no value; o as those weights have it.
+export function head({ q, k, v }, lse, options, number) {
+  const group = q.length / k.length; // query heads that share a key/value head
+  const [Q, K, V] = [q[number], k[Math.floor(number / group)], v[Math.floor(number / group)]];
+  const { scale = 1 / Math.sqrt(Q[0].length), softcap = 0, sinks } = options;
+  const mask = visible(Q.length, K.length, options);
+  const score = (i, j) => {
+    const raw = scale * dot(Q[i], K[j]);
+    return softcap ? softcap * Math.tanh(raw / softcap) : raw;
+  };
+  const share = (s, i) => (lse[i] === -Infinity ? 0 : Math.exp(s - lse[i]));
+  const weight = (i, j) => (mask(i, j) ? share(score(i, j), i) : 0);
+  return {
+    rows: Q.length, columns: K.length, seen: mask, score, weight,
+    sink: (i) => (sinks ? share(sinks[number], i) : 0),
+    total: (i) => range(K.length).reduce((sum, j) => sum + weight(i, j), 0),
+    o: (i) => V[0].map((_, d) => range(K.length).reduce((sum, j) => sum + weight(i, j) * V[j][d], 0)),
+  };
+}
+
+// (i, j) → whether query i may see key j. The diagonal of `bottom_right` ends at the last query and the last key.
+export function visible(q_len, kv_len, { causal, causal_alignment, window = [-1, -1], attn_mask }) {
+  const offset = causal_alignment === "top_left" ? 0 : kv_len - q_len;
+  const [left, right] = window;
+  return (i, j) => {
+    const ahead = j - i - offset; // of the diagonal
+    if (causal && ahead > 0) return false;
+    if ((left >= 0 && ahead < -left) || (right >= 0 && ahead > right)) return false;
+    return attn_mask ? attn_mask[i][j] : true;
+  };
+}
+
+export function range(length) {
+  return Array.from({ length }, (_, i) => i);
+}
+
+function dot(a, b) {
+  return a.reduce((sum, x, d) => sum + x * b[d], 0);
+}

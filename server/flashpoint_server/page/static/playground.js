@@ -1,0 +1,252 @@
+// The playground: a small problem that the page makes, the server's answer, and the weights from q, k and lse alone.
+
+import { head, pythonTensors, range, tensors } from "./attention.js";
+import { call } from "./api.js";
+import { draw } from "./chart.js";
+import { code, curl, keywords, python } from "./code.js";
+import { clear, read, refused, valid } from "./form.js";
+import { HeatMap } from "./heat.js";
+import { number } from "./text.js";
+
+const WAIT_MS = 150; // behind the last change of the form
+
+const section = document.getElementById("playground");
+const form = section.querySelector("form");
+const said = section.querySelector(".said");
+const outcome = section.querySelector(".outcome");
+const heads = section.querySelector(".heads");
+const edit = section.querySelector("[data-edit]");
+const show = section.querySelector("[data-show-all]");
+const readout = section.querySelector(".readout");
+const part = (name) => section.querySelector(`[data-part="${name}"]`);
+const weights = new HeatMap(part("weights"), ["query", "key"], (i, j) => tell(i, j), hide);
+const outputs = new HeatMap(part("o"), ["query", "value dimension"], (i, d) => tellOutput(i, d));
+
+let seed = 0; // of the tensors
+let hidden = new Set(); // "i,j": keys that the reader has taken from queries
+let asking = new AbortController();
+let timer = null;
+let answered = null; // {problem, options, lse, o} of what is on screen
+let retry = false; // whether the last call may succeed if it is made again
+
+// The form: what the tensors are made from, and the options of the call.
+function asked() {
+  const { pattern, mask, sink, left, right, softcap, scale, ...sizes } = read(form);
+  const made = { kv_heads: sizes.q_heads, kv_len: sizes.q_len, ...sizes, pattern, seed };
+  const options = {
+    ...(mask && { causal: true }), ...(mask === "top_left" && { causal_alignment: mask }),
+    ...((left ?? right) !== undefined && { window: [left ?? -1, right ?? -1] }),
+    ...(softcap && { softcap }), ...(scale !== undefined && { scale }),
+    return_lse: true,
+  };
+  const removed = [...hidden].map((cell) => cell.split(",").map(Number)).filter(([i, j]) => i < made.q_len && j < made.kv_len);
+  return { made, options, removed, sinks: sink === undefined ? undefined : Array(made.q_heads).fill(sink) };
+}
+
+function request({ made, options, removed, sinks }) {
+  const { q, k, v } = tensors(made);
+  const attn_mask = removed.length ? range(made.q_len).map(() => Array(made.kv_len).fill(true)) : undefined;
+  for (const [i, j] of removed) attn_mask[i][j] = false;
+  return { q: [q], k: [k], v: [v], ...(sinks && { sinks }), ...(attn_mask && { attn_mask }), ...options };
+}
+
+export const showCode = code("playground", () => {
+  if (!form.checkValidity()) return { curl: "", python: "" };
+  const now = asked();
+  const { made, options, removed, sinks } = now;
+  const given = ["q", "k", "v", ...(sinks ? ["sinks=sinks"] : []), ...(removed.length ? ["attn_mask=mask"] : [])];
+  const before = [...pythonTensors(made)];
+  if (sinks) before.push(`sinks = np.full(${made.q_heads}, ${sinks[0]}, np.float32)`);
+  if (removed.length) {
+    const [rows, columns] = [0, 1].map((at) => removed.map((cell) => cell[at]).join(", "));
+    before.push(`mask = np.ones((${made.q_len}, ${made.kv_len}), bool)`, `mask[[${rows}], [${columns}]] = False`);
+  }
+  return {
+    curl: curl("attention", request(now)),
+    python: python(
+      [`o, lse = client.attention(${given.join(", ")}, ${keywords(options)})`, "print(lse.round(3))", "print(o.round(3))"],
+      { library: "numpy as np", before },
+    ),
+  };
+});
+
+form.addEventListener("input", () => soon(WAIT_MS));
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  soon(0);
+});
+form.querySelector("[data-again]").addEventListener("click", () => {
+  seed += 1;
+  soon(0);
+});
+show.addEventListener("click", () => {
+  hidden = new Set();
+  soon(0);
+});
+heads.addEventListener("change", render);
+section.querySelector(".views").addEventListener("change", render);
+
+document.addEventListener("locked", () => {
+  asking.abort();
+  asking = new AbortController();
+  fail("Waiting for the server."); // another key asks for itself
+});
+
+// Ask for what the form holds, if nothing is on screen, or if what failed may succeed now.
+export function look() {
+  if ((!answered && !asking.started) || retry) soon(0);
+}
+
+function soon(ms) {
+  clearTimeout(timer);
+  asking.abort();
+  asking = Object.assign(new AbortController(), { started: true });
+  retry = false;
+  outcome.setAttribute("aria-busy", "true"); // what is on screen is not what the form holds any more
+  timer = setTimeout(ask, ms, asking.signal);
+}
+
+async function ask(signal) {
+  showCode();
+  if (!valid(form, { focus: false })) return fail("Not asked: see the form.");
+  const now = asked();
+  const body = request(now);
+  try {
+    const response = await call("attention", { method: "POST", body, signal });
+    const { o, lse, backend } = await response.json();
+    if (signal.aborted) return undefined;
+    const [q, k, v] = [body.q[0], body.k[0], body.v[0]];
+    const options = { ...now.options, sinks: now.sinks, attn_mask: body.attn_mask };
+    answered = { problem: { q, k, v }, options, lse: lse[0].map((row) => row.map(value)), o: o[0], backend };
+    clear(form);
+    showHeads(q.length);
+    render();
+  } catch (problem) {
+    if (signal.aborted) return undefined;
+    retry = [0, 429, 503].includes(problem.status);
+    refused(form, problem);
+    fail("No answer.");
+  }
+  return undefined;
+}
+
+function fail(text) {
+  answered = null;
+  outcome.hidden = true;
+  said.textContent = text;
+}
+
+// A number of a JSON answer: infinities travel as words.
+function value(x) {
+  return typeof x === "string" ? { Infinity, "-Infinity": -Infinity }[x] ?? NaN : x;
+}
+
+function showHeads(count) {
+  const chosen = Math.min(Number(heads.querySelector("input:checked")?.value ?? 0), count - 1);
+  if (heads.querySelectorAll("input").length !== count) {
+    heads.querySelectorAll("label").forEach((label) => label.remove());
+    for (const number_ of range(count)) {
+      const input = Object.assign(document.createElement("input"), { type: "radio", name: "head", value: number_ });
+      const label = document.createElement("label");
+      label.append(input, ` Head ${number_}`);
+      heads.append(label);
+    }
+  }
+  heads.querySelectorAll("input")[chosen].checked = true;
+  heads.hidden = count === 1;
+}
+
+function current() {
+  const chosen = Number(heads.querySelector("input:checked").value);
+  const lse = answered.lse[chosen];
+  return { one: head(answered.problem, lse, answered.options, chosen), lse, o: answered.o[chosen] };
+}
+
+function render() {
+  outcome.hidden = false;
+  outcome.removeAttribute("aria-busy");
+  show.hidden = !hidden.size;
+  const { one, lse, o } = current();
+  const scores = section.querySelector(".views input:checked").value === "scores";
+  const shown = scores ? one.score : one.weight;
+  const cells = range(one.rows).flatMap((i) => range(one.columns).filter((j) => one.seen(i, j)).map((j) => shown(i, j)));
+  const sink = answered.options.sinks && !scores ? { name: "sink", value: one.sink } : undefined;
+  const most = Math.max(0, ...cells, ...(sink ? range(one.rows).map(one.sink) : []));
+  const low = scores ? Math.min(0, ...cells) : 0;
+  const { rows, columns } = one;
+  weights.show({ rows, columns, value: shown, hidden: (i, j) => !one.seen(i, j), low, high: most, extra: sink });
+  const size = Math.max(...o.flat().map(Math.abs));
+  outputs.show({ rows: o.length, columns: o[0].length, value: (i, d) => o[i][d], hidden: () => false, low: -size, high: size });
+  scaleOf("weights", low, most);
+  scaleOf("o", -size, size);
+  draw(part("lse"), {
+    title: "lse", heading: false, height: 170, legend: false, data: range(one.rows),
+    x: { label: "query", range: [-0.5, one.rows - 0.5], format: (i) => (Number.isInteger(i) ? String(i) : "") },
+    y: { label: "lse (natural log)" },
+    series: [{ name: "lse", colour: "accent", gaps: true, values: lse.map((x) => (Number.isFinite(x) ? x : null)) }],
+  });
+  check(one, o);
+  weights.cell ??= [one.rows - 1, one.columns - 1];
+  weights.draw();
+  tell(...weights.cell);
+}
+
+function scaleOf(name, low, high) {
+  const [from, to] = part(`${name}-scale`).querySelectorAll("span");
+  [from.textContent, to.textContent] = [number(low), number(high)];
+  part(`${name}-scale`).querySelector("i").className = low < 0 ? "both" : "";
+}
+
+// The sums that the weights must have, and how far weights·v is from the server's o.
+function check(one, o) {
+  const rows = range(one.rows).filter((i) => one.total(i) + one.sink(i) > 0);
+  const off = Math.max(0, ...rows.map((i) => Math.abs(one.total(i) + one.sink(i) - 1)));
+  const apart = Math.max(...range(one.rows).flatMap((i) => one.o(i).map((x, d) => Math.abs(x - value(o[i][d])))));
+  const sums = answered.options.sinks ? "Each row and its sink add up to 1" : "Each row adds up to 1";
+  const blind = one.rows - rows.length;
+  said.textContent =
+    `${sums} within ${number(off, 2)}; weights · v is the server’s o within ${number(apart, 2)}.` +
+    ` Computed by ${answered.backend}.` +
+    (blind ? ` ${blind} of ${one.rows} queries see no key: their o is 0, and their lse −∞.` : "");
+}
+
+// How the weight of a cell follows from its score and its row's lse.
+function tell(i, j) {
+  const { one, lse } = current();
+  const l = number(lse[i], 4);
+  let lines;
+  if (j >= one.columns) {
+    const logit = number(answered.options.sinks[0], 4); // every head has the same
+    lines = [`Query ${i}, the sink`, `weight = exp(sink − lse) = exp(${logit} − ${l}) = ${number(one.sink(i), 4)}`,
+      "The sink takes this part of the row, and gives o nothing."];
+  } else if (!one.seen(i, j)) {
+    lines = [`Query ${i}, key ${j}`, "The mask hides this key: its weight is 0.", `lse = ${l}`];
+  } else {
+    const how = answered.options.softcap ? "softcap · tanh(scale · q·k / softcap)" : "scale · q·k";
+    lines = [`Query ${i}, key ${j}`, `score = ${how} = ${number(one.score(i, j), 4)}`,
+      `weight = exp(score − lse) = exp(${number(one.score(i, j), 4)} − ${l}) = ${number(one.weight(i, j), 4)}`];
+  }
+  say(lines);
+}
+
+function tellOutput(i, d) {
+  const { one, o } = current();
+  say([`Query ${i}, value dimension ${d}`, `o of the server = ${number(value(o[i][d]), 6)}`,
+    `sum of weight · v = ${number(one.o(i)[d], 6)}`]);
+}
+
+function say(lines) {
+  readout.replaceChildren(...lines.map((text) => Object.assign(document.createElement("p"), { textContent: text })));
+}
+
+// Take a key from a query, or give it back.
+function hide(i, j) {
+  const { one } = current();
+  if (!edit.checked || j >= one.columns) return;
+  const cell = `${i},${j}`;
+  if (!hidden.delete(cell)) {
+    if (!one.seen(i, j)) return; // another mask hides it
+    hidden.add(cell);
+  }
+  soon(0);
+}

@@ -1,0 +1,61 @@
+"""Pages in a real browser, Chromium without a window, at a real server."""
+
+import shutil
+
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+from tests.support.browser import PATIENCE_MS
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))), None
+)
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    if CHROMIUM is None:
+        pytest.skip(
+            "needs Chromium: install Debian's package chromium-headless-shell (apt-get install chromium-headless-shell)"
+        )
+    expect.set_options(timeout=PATIENCE_MS)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, timeout=PATIENCE_MS)
+        yield browser
+        browser.close()
+    expect.set_options(timeout=5000)  # its default
+
+
+@pytest.fixture
+def open_page(chromium):
+    """A factory of pages at a server; each must ask that server alone, and no script of it may fail.
+
+    `prepare` is called with the page before it is loaded.
+    """
+    opened = []
+
+    def open_at(server, path="/", prepare=lambda page: None, **how):
+        context = chromium.new_context(reduced_motion="reduce", **{"viewport": {"width": 1280, "height": 900}, **how})
+        context.set_default_timeout(PATIENCE_MS)
+        page = context.new_page()
+        complaints, asked = [], []
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda line: complaints.append(line.text) if "Security Policy" in line.text else None)
+        page.on("request", lambda request: asked.append(request.url))
+        opened.append((context, server.url, complaints, asked))
+        prepare(page)
+        page.goto(f"{server.url}{path}")
+        return page
+
+    yield open_at
+    for context, url, complaints, asked in opened:
+        context.close()
+        assert complaints == []
+        assert [one for one in asked if not one.startswith((f"{url}/", "blob:"))] == []
+
+
+@pytest.fixture
+def page(open_page, server):
+    page = open_page(server)
+    expect(page.locator("#health")).to_have_text("Ready")
+    return page

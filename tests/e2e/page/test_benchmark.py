@@ -1,0 +1,111 @@
+"""Benchmarks on the page: started, watched, drawn, cancelled."""
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.support.browser import cells, drawn, enter, fill, said, start_benchmark
+from tests.support.messages import ask
+
+
+@pytest.mark.slow
+def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
+    start_benchmark(page)
+    expect(said(page, "benchmark")).to_have_text("Done · 4 rows")
+    job = ask(server, f"/benchmark/{page.url.partition('=')[2]}").json
+    shown = cells(page, "benchmark")
+    assert [row[0] for row in shown] == [row["backend"] for row in job["rows"]] == ["naive", "torch"] * 2
+    assert [row[1] for row in shown] == [f"B1 H2 S{n} D16 float32 forward" for n in (32, 32, 64, 64)]
+    assert [float(row[2]) for row in shown] == pytest.approx([row["ms"] for row in job["rows"]], rel=5e-3)
+    figures = {"Time": "ms", "TFLOP/s": "tflops_standard", "Speed-up": "speedup_over_naive", "Memory": "peak_bytes"}
+    for kind, field in figures.items():
+        page.get_by_label(kind, exact=True).check()
+        (chart,) = drawn(page, "#benchmark .charts > div")
+        assert chart["title"].endswith("forward · float32 · H 2 · D 16")
+        assert (chart["x"], chart["lost"]) == ([32, 64], [])
+        for backend in ("naive", "torch"):
+            of_rows = [row[field] for row in job["rows"] if row["backend"] == backend]
+            assert chart["lines"][backend] == [figure or None for figure in of_rows]
+    page.get_by_label("Roofline", exact=True).check()
+    (chart,) = drawn(page, "#benchmark .charts > div")
+    assert (chart["title"], chart["lost"]) == ("Roofline: forward · float32", [])
+    points = [value for name in ("naive", "torch") for value in chart["lines"][name] if value is not None]
+    assert sorted(points) == sorted(row["tflops"] for row in job["rows"])
+    assert max(chart["lines"]["measured roof"]) == job["environment"]["peaks"]["float32"]["tflops"]
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save as SVG").click()
+    assert saved.value.suggested_filename == "benchmark-roofline.svg"
+    assert "<svg" in saved.value.path().read_text()
+    page.reload()  # the address names the benchmark
+    expect(said(page, "benchmark")).to_have_text("Done · 4 rows")
+    assert cells(page, "benchmark") == shown
+
+
+@pytest.mark.slow
+def test_one_length_is_drawn_as_bars_and_a_changed_form_ages_it(page):
+    outcome = page.locator("#benchmark .outcome")
+    assert not outcome.is_visible()  # no empty pane
+    start_benchmark(page, lengths="32")
+    expect(said(page, "benchmark")).to_have_text("Done · 2 rows")
+    (chart,) = drawn(page, "#benchmark .charts > div")
+    assert (chart["title"], chart["lost"]) == ("Time of a call: forward · float32 · H 2 · D 16 · S 32", [])
+    assert [[value is None for value in line] for line in chart["lines"].values()] == [[False, True], [True, False]]
+    form, note = page.locator("#benchmark form"), outcome.locator(".note")
+    expect(note).to_be_hidden()
+    fill(form, lengths="64")
+    expect(note).to_be_visible()
+    fill(form, lengths="32")
+    expect(note).to_be_hidden()
+
+
+@pytest.mark.slow
+def test_a_stream_that_breaks_goes_on_behind_its_last_event(page):
+    sent = []
+
+    def break_once(route):
+        sent.append(route.request.headers.get("last-event-id"))
+        if len(sent) > 1:
+            route.continue_()
+            return
+        answer = route.fetch()  # of a benchmark that has ended: all of it
+        route.fulfill(response=answer, body=answer.body()[: answer.body().index(b"event: row")])
+
+    start_benchmark(page)
+    expect(said(page, "benchmark")).to_have_text("Done · 4 rows")
+    rows = cells(page, "benchmark")
+    page.route("**/events", break_once)
+    page.reload()
+    expect(said(page, "benchmark")).to_have_text("Done · 4 rows")
+    assert cells(page, "benchmark") == rows
+    assert sent[0] is None
+    assert int(sent[1]) >= 2
+
+
+@pytest.mark.slow
+def test_with_a_key_a_benchmark_is_watched(open_page, start_server):
+    page = open_page(start_server(api_keys="secret-1"))
+    enter(page, "secret-1")
+    expect(page.locator("#health")).to_have_text("Ready")
+    start_benchmark(page, seconds=400)  # of each of four cases
+    expect(said(page, "benchmark")).to_contain_text("of 4")  # its events come, which need the key
+    page.get_by_role("button", name="Cancel").click()
+    expect(said(page, "benchmark")).to_contain_text("Cancelled")
+
+
+@pytest.mark.slow
+def test_the_axis_of_times_holds_their_whiskers(page):
+    """Rows whose times vary by a hundred, as on a busy machine; the axis follows the newest rows."""
+    script = """async ([rows]) => {
+        const { plot } = await import("/static/plot.js");
+        const { charts } = await import("/static/chart.js");
+        const element = document.body.appendChild(document.createElement("div"));
+        for (let count = 2; count <= rows.length; count += 1) plot(element, "time", rows.slice(0, count), {});
+        await new Promise((resolve) => setTimeout(resolve)); // the chart is drawn behind what runs now
+        const { scales } = charts.get(element.firstChild).plot;
+        return [scales.y.min, scales.y.max];
+    }"""
+    same = {"dtype": "float32", "head_dim": 16, "value_dim": 16, "q_heads": 1, "kv_heads": 1, "causal": False,
+            "direction": "forward", "backend": "torch", "skipped": None}  # fmt: skip
+    times = {32: 1, 64: 2, 128: 9}
+    rows = [{**same, "kv_len": n, "ms": ms, "ms_p20": ms / 10, "ms_p80": ms * 10} for n, ms in times.items()]
+    low, high = page.evaluate(script, [rows])
+    assert low < 0.1 < 90 < high

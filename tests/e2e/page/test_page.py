@@ -1,0 +1,288 @@
+"""The page in a real browser, Chromium without a window, at a real server."""
+
+import http.server
+import json
+import re
+import threading
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import expect
+
+import flashpoint
+from tests.support.browser import PATIENCE_MS, drawn, enter, run_shown_code, said, start_benchmark
+from tests.support.messages import ask, message, normal, post
+
+
+@pytest.fixture
+def evil():
+    """The address of a page of another site, which sends to the server what needs no leave, and links to its page."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<!doctype html><title>Evil</title><a>prize</a>")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as site:
+        thread = threading.Thread(target=site.serve_forever)
+        thread.start()
+        yield f"http://localhost:{site.server_port}"  # to a browser, not the site of 127.0.0.1
+        site.shutdown()
+        thread.join()
+
+
+def test_a_page_of_another_site_computes_nothing_and_may_link_here(chromium, server, evil):
+    said = len(server.lines)
+    context = chromium.new_context()
+    context.set_default_timeout(PATIENCE_MS)
+    page = context.new_page()
+    page.goto(evil)
+    send = """async ([path, how]) => {
+        const answer = await fetch(path, how).catch(() => ({ type: "error" }));
+        return answer.type;
+    }"""
+    infer = f"{server.url}/v2/models/attention/infer"
+    body = json.dumps({"inputs": [{"name": n, "shape": [1, 1], "datatype": "FP32", "data": [1]} for n in "qkv"]})
+    sent = {"method": "POST", "mode": "no-cors", "headers": {"Content-Type": "text/plain"}, "body": body}
+    assert page.evaluate(send, [infer, sent]) == "opaque"  # sent, and its answer is hidden from the page
+    assert page.evaluate(send, [f"{server.url}/benchmark", {**sent, "body": "{}"}]) == "opaque"
+    assert (
+        page.evaluate(send, [infer, {**sent, "mode": "cors", "headers": {"Content-Type": "application/json"}}])
+        == "error"
+    )
+    page.evaluate("url => document.querySelector('a').href = url", server.url)
+    page.get_by_text("prize").click()
+    expect(page.locator("#health")).to_have_text("Ready")  # its scripts and what they ask are this site's own
+    lines = [line for line in server.lines[said:] if line["event"] == "request"]
+    refused = [(line["method"], line["route"]) for line in lines if line.get("code") == "cross_site"]
+    assert refused[:3] == [("POST", "/v2/models/attention/infer"), ("POST", "/benchmark"),
+                           ("OPTIONS", "/v2/models/attention/infer")]  # fmt: skip
+    assert len(refused) == 3
+    assert not [line for line in lines if line["route"] == "/v2/models/attention/infer" and "backend" in line]
+    context.close()
+
+
+@pytest.mark.slow
+def test_by_keyboard_alone(page):
+    def tab_to(locator, presses=60):
+        for _ in range(presses):
+            if locator.evaluate("element => element === document.activeElement"):
+                return
+            page.keyboard.press("Tab")
+        raise AssertionError(f"{locator} is not reached")
+
+    def focus_is_visible():
+        return page.evaluate("getComputedStyle(document.activeElement).outlineStyle !== 'none'")
+
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    page.keyboard.press("Enter")
+    benchmark = page.locator("#benchmark form")
+    for name, value in {"max_seconds": "600", "lengths": "64", "backends": "torch"}.items():
+        field = benchmark.locator(f"[name={name}]")
+        tab_to(field)
+        assert focus_is_visible()
+        page.keyboard.press("Control+A")
+        page.keyboard.type(value)
+    tab_to(benchmark.get_by_role("button", name="Start"))
+    assert focus_is_visible()
+    page.keyboard.press("Enter")
+    cancel = benchmark.get_by_role("button", name="Cancel")
+    expect(said(page, "benchmark")).to_contain_text("torch")  # it is being timed
+    tab_to(cancel)
+    page.keyboard.press("Space")
+    expect(said(page, "benchmark")).to_contain_text("Cancelled")
+    python = page.locator("#benchmark-code").get_by_label("curl")
+    tab_to(python)
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#benchmark-code code")).to_contain_text("client.benchmark(")
+
+
+def test_traffic_is_shown_as_it_is(page, server):
+    body = message({name: normal(4, 8, seed=seed) for seed, name in enumerate("qkv")})
+    for tile in ("rate", "fill", "queue"):
+        expect(page.locator(f"#{tile} .figure")).not_to_be_empty()
+    for _ in range(5):
+        assert post(server, "/attention", body).status == 200
+    expect(page.locator("#latency .figure")).to_have_text(re.compile(r"^[\d.,]+ms$"))
+    expect(page.locator("#latency .detail")).to_have_text(re.compile(r"^p99 [\d.,]+ ms$"))
+    expect(page.locator("#rate .figure")).to_have_text(re.compile(r"^[\d.]*[1-9]"))
+    expect(page.locator("#fill .detail")).to_contain_text("requests a launch: 1")
+    charts = drawn(page, "#traffic .plot")
+    assert [[*chart["lines"]] for chart in charts] == [["requests"], ["p50", "p99"], ["fill"], ["waiting"]]
+    for chart in charts:
+        assert chart["lost"] == []
+        assert -120 <= chart["x"][0] <= chart["x"][-1] <= 0
+    assert max(filter(None, charts[0]["lines"]["requests"])) > 0
+
+
+def test_quantiles_are_those_between_two_samples(page):
+    """100 requests before; then 30 within 1 ms, 60 from 1 to 2 ms, and 10 beyond the last bound."""
+
+    def exposition(*counts):
+        name = 'flashpoint_request_seconds_bucket{le="%s",route="%s"} %s'
+        ours = zip(("0.001", "0.002", "+Inf"), ["/attention"] * 3, counts, strict=True)
+        return "\n".join(name % line for line in (("0.001", "other", "9e9"), *ours))
+
+    script = """async ([before, now]) => {
+        const { parse, quantile } = await import("/static/metrics.js");
+        return [0.3, 0.6, 0.99].map((q) => quantile(q, parse(before), parse(now), "flashpoint_request_seconds"));
+    }"""
+    before, now = exposition(50, 100, 100), exposition(80, 190, 200)
+    assert page.evaluate(script, [before, now]) == pytest.approx([0.001, 0.0015, 0.002])
+    assert page.evaluate(script, [now, now]) == [None, None, None]
+
+
+def test_device_and_options_are_those_of_info(page, server):
+    _, info = server.get("/info")
+    facts = page.locator("#device .facts").first
+    expect(facts).to_contain_text(info["device"]["title"])
+    expect(facts).to_contain_text(", ".join(info["backends"]))
+    limits = page.locator("#device .limits")
+    names, values = (limits.locator(tag).all_inner_texts() for tag in ("dt", "dd"))
+    assert len(names) == len(info["limits"])
+    shown = dict(zip(names, values, strict=True))
+    assert {name: shown[name] for name in ("Body of a request", "Work of a launch", "Longest deadline")} == {
+        "Body of a request": "1 GiB", "Work of a launch": "4.4 TFLOP", "Longest deadline": "60 min",
+    }  # fmt: skip
+    assert shown["Deadline of a request that asks for none"] == "none"
+
+
+def test_features_are_grouped_and_each_backend_has_those_of_info(page, server):
+    _, info = server.get("/info")
+    table = page.locator("#device table")
+    expect(table.locator("thead th")).to_have_text(["Features", *info["backends"]])
+    able = {backend: set() for backend in info["backends"]}
+    count = 0
+    for row in table.locator("tbody tr").all():
+        every = row.locator("small").inner_text().split(", ")
+        count += len(every)
+        for backend, cell in zip(info["backends"], row.locator("td").all_inner_texts(), strict=True):
+            kind, _, named = cell.partition(" ")
+            some = set(named.removeprefix("but ").split(", ")) if named else set()
+            assert some <= set(every)
+            able[backend] |= {"all": set(every) - some, "only": some, "none": set()}[kind]
+    assert {backend: len(features) for backend, features in able.items()} == {
+        backend: len(features) for backend, features in info["options"].items()
+    }
+    assert count == len({feature for features in info["options"].values() for feature in features})
+    assert "softcap" in able["tiled"] - able["torch"]  # which does not do it
+
+
+def test_a_feature_that_the_page_does_not_know_is_shown(open_page, server):
+    _, info = server.get("/info")
+    info["options"]["torch"].append("mind_reading")
+
+    def open_with_more(route):
+        route.fulfill(json=info)
+
+    page = open_page(server, prepare=lambda page: page.route("**/info", open_with_more))
+    row = page.locator("#device tbody tr").last
+    expect(row.locator("th")).to_contain_text("Other")
+    expect(row.locator("th")).to_contain_text("mind reading")
+    expect(row.locator("td").first).to_have_text("all")
+    expect(row.locator("td").last).to_have_text("none")
+
+
+def test_caches_are_listed_and_deleted(page, server):
+    with flashpoint.Client(server.url) as client:
+        small, large = (client.cache(layers=2, kv_heads=2, head_dim=8, keep=keep) for keep in (None, 64))
+        k = normal(1, 2, 1500, 8)
+        large.append(k, k, layer=1)
+        small.append(k[:, :, :5], k[:, :, :5])
+        rows = page.locator("#caches tbody tr")
+        expect(rows).to_have_count(2)
+        first = rows.first.locator("th, td").all_inner_texts()
+        assert first[:6] == [f"{large.id[:9]}…", "0–1,500", "2", "2", "8", "float32"]
+        assert re.fullmatch(r"[\d.]+ min", first[7])
+        expect(page.locator("#caches .said")).to_have_text(
+            re.compile(r"^Yours: 2\. On the server: 2 and 0 saved forwards, with [\d.]+ KiB of 4 GiB\.$")
+        )
+        page.get_by_role("button", name=f"Delete the cache {large.id[:9]}…").click()
+        expect(rows).to_have_count(1)
+        with pytest.raises(flashpoint.CacheError):
+            large.refresh()
+        small.delete()
+        expect(rows).to_have_count(0)
+        expect(page.locator("#caches .said")).to_contain_text("Yours: 0. On the server: 0")
+    assert run_shown_code(page, "caches", "Python") == "(1, 8, 1, 64) 3\n"
+    assert json.loads(run_shown_code(page, "caches", "curl")) == {"caches": []}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 1280)])
+def test_it_fits_and_is_accessible(open_page, server, scheme, width):
+    page = open_page(server, color_scheme=scheme, viewport={"width": width, "height": 800})
+    page.locator("#verify summary").click()
+    page.locator("#verify form").get_by_role("button", name="Verify").click()
+    start_benchmark(page, lengths="32")
+    expect(said(page, "verify")).to_contain_text("Right")
+    expect(said(page, "benchmark")).to_contain_text("Done")
+    expect(page.locator("#playground .outcome")).not_to_have_attribute("aria-busy", "true")
+    for charts in (drawn(page, ".charts > div"), drawn(page, ".decades .plot"), drawn(page, "[data-part=lse]")):
+        assert charts
+        assert all(chart["lost"] == [] for chart in charts)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", ground))) < 3 * 64) == (scheme == "dark")
+    violations = Axe().run(page).response["violations"]
+    assert [(v["id"], v["impact"], [n["target"] for n in v["nodes"]]) for v in violations] == []
+
+
+def test_with_keys_it_asks_for_one_and_holds_it_back(open_page, start_server):
+    server = start_server(ready=False, api_keys="secret-1,secret-2:info")
+    page = open_page(server)
+    door = page.locator("#key")
+    expect(door.get_by_label("Key")).to_be_focused()
+    assert not page.locator("main").is_visible()
+    enter(page, "wrong")
+    expect(door.get_by_role("alert")).to_have_text("The key is not known.")
+    enter(page, "secret-2")
+    for part in ("#traffic", "#playground"):
+        expect(page.locator(part).get_by_role("alert")).to_contain_text("the key does not allow this")
+    expect(page.locator("#playground .outcome")).to_be_hidden()
+    expect(page.locator("#traffic .tiles")).to_be_hidden()
+    code = page.locator("#verify-code code")
+    expect(code).to_contain_text('-H "Authorization: Bearer $FLASHPOINT_API_KEY"')
+    page.locator("#verify-code").get_by_label("Python").check()
+    expect(code).to_contain_text('api_key=os.environ["FLASHPOINT_API_KEY"]')
+    assert "secret-2" not in page.content()
+    page.reload()  # kept in the tab
+    expect(page.locator("main")).to_be_visible()
+    page.get_by_role("button", name="Forget the key").click()
+    expect(door).to_be_visible()
+
+
+@pytest.mark.slow
+def test_the_documentation_is_drawn_from_this_server_alone(open_page, server):
+    page = open_page(server, "/docs")
+    page.locator("#docs").get_by_text("/attention", exact=True).first.click()
+    expect(page.get_by_role("button", name="Try it out")).to_be_visible()
+    policy = ask(server, "/docs").headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; ")
+    assert ask(server, "/redoc").status == 404
+
+
+def test_it_is_served_with_a_strict_policy_and_asked_for_again_in_vain(server):
+    found = ask(server, "/")
+    assert found.headers["content-type"] == "text/html; charset=utf-8"
+    text = found.body.decode()
+    linked = re.findall(r'(?:href|src)="(static/[^"]+)"', text)
+    assert len(linked) == 4
+    for path in ("", *linked, "static/uPlot.esm.js"):
+        answer = ask(server, f"/{path}")
+        assert answer.status == 200
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; ")
+        assert "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        again = ask(server, f"/{path}", if_none_match=answer.headers["etag"])
+        assert (again.status, again.body) == (304, b"")
+    assert not re.search(r"<style|<script(?![^>]+src=)| style=| on[a-z]+=|https?://", text)
+    missing = ask(server, "/static/nothing.js")
+    assert (missing.status, missing.json["code"]) == (404, "not_found")
+    assert ask(server, "/static/..%2fpage.py").status == 404

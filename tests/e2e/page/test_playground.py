@@ -1,0 +1,159 @@
+"""The playground: the server's answer, and the weights that the page computes from q, k and lse."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from playwright.sync_api import expect
+
+from tests.support.browser import drawn, fill, run_shown_code, said
+
+# Each weight of a head, as the page's own module computes them from what was asked and lse.
+WEIGHTS = """async ([problem, lse, options, number]) => {
+    const { head, range } = await import("/static/attention.js");
+    const one = head(problem, lse, options, number);
+    return range(one.rows).map((i) => [...range(one.columns).map((j) => one.weight(i, j)), one.sink(i)]);
+}"""
+PIXEL = """(canvas, [x, y]) => [...canvas.getContext("2d").getImageData(x, y, 1, 1).data]"""
+
+
+@pytest.fixture
+def play(page):
+    """The playground of a page, with its first answer."""
+    settled(page)
+    return page.locator("#playground")
+
+
+def settled(page):
+    """Until what the form holds is on screen."""
+    expect(page.locator("#playground .outcome")).to_be_visible()
+    expect(page.locator("#playground .outcome")).not_to_have_attribute("aria-busy", "true")
+
+
+def asked(page):
+    """The request that the page shows as curl."""
+    page.locator("#playground-code").get_by_label("curl").check()
+    return json.loads(re.search(r"-d '(.*)'", page.locator("#playground-code code").inner_text())[1])
+
+
+def softmax(request, head):
+    """The weights of a head by the formula, each row normalised by its own sum; the sink's are the last column."""
+    q, k = (np.array(request[name][0]) for name in "qk")
+    group = len(q) // len(k)
+    scores = q[head] @ k[head // group].T * request.get("scale", q.shape[-1] ** -0.5)
+    cap = request["softcap"]
+    scores = cap * np.tanh(scores / cap)
+    i, j = np.indices(scores.shape)
+    ahead = j - i - (scores.shape[1] - scores.shape[0])
+    left, right = request["window"]
+    seen = np.array(request["attn_mask"]) & (ahead <= 0) & (ahead >= -left)
+    assert right == -1
+    logits = np.hstack([np.where(seen, scores, -np.inf), np.full((len(scores), 1), request["sinks"][head])])
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def test_the_weights_follow_from_q_k_and_lse_alone(page, play):
+    fill(play.locator("form"), q_len=8, kv_len=12, kv_heads=2, left=5, sink=0.5, softcap=3)
+    play.get_by_label("a click on the weights hides a key").check()
+    settled(page)
+    weights = play.locator("[data-part=weights]")
+    weights.focus()
+    for _ in range(20):  # to the first query and key
+        weights.press("ArrowUp")
+        weights.press("ArrowLeft")
+    readout = play.locator(".readout")
+    expect(readout).to_contain_text("Query 0, key 0\n")
+    weights.press("Enter")  # hides it
+    settled(page)
+    expect(readout).to_contain_text("The mask hides this key: its weight is 0.")
+    request = asked(page)
+    assert [len(request["q"][0]), len(request["k"][0]), len(request["attn_mask"])] == [4, 2, 8]
+    assert np.argwhere(~np.array(request["attn_mask"])).tolist() == [[0, 0]]
+
+    answer = json.loads(run_shown_code(page, "playground", "curl"))
+    problem = {name: request[name][0] for name in "qkv"}
+    for head in range(4):
+        shown = page.evaluate(WEIGHTS, [problem, answer["lse"][0][head], request, head])
+        np.testing.assert_allclose(shown, softmax(request, head), atol=1e-6)
+    sums, apart = re.findall(r"within ([\d.e−]+\d)", said(page, "playground").inner_text())
+    assert float(sums.replace("−", "-")) < 1e-5
+    assert float(apart.replace("−", "-")) < 1e-5
+
+    play.get_by_label("Head 3").check()
+    weights.press("ArrowDown")
+    weights.press("ArrowRight")
+    expect(readout).to_contain_text("Query 1, key 1\n")
+    number = float(readout.inner_text().rpartition("= ")[2].replace("−", "-"))
+    assert number == pytest.approx(softmax(request, 3)[1, 1], rel=1e-3)
+    for _ in range(12):
+        weights.press("ArrowRight")
+    expect(readout).to_contain_text("Query 1, the sink")
+    play.get_by_role("button", name="Show all keys").click()
+    settled(page)
+    assert "attn_mask" not in asked(page)
+
+
+def test_the_map_shows_where_the_weights_are(page, play):
+    """Large weights are dark, small ones pale, and hidden keys have the panel's own ground."""
+    weights = play.locator("[data-part=weights]")
+    box = weights.bounding_box()
+    size = (box["width"] - 46) / 16  # CSS pixels of a cell
+
+    def colour(i, j):
+        return weights.evaluate(PIXEL, [round(44 + (j + 0.25) * size), round((i + 0.25) * size)])
+
+    first, pale, hidden = colour(0, 0), colour(12, 2), colour(2, 12)
+    assert sum(first[:3]) < 200 < 500 < sum(pale[:3])  # the first query has one key, and all of its weight there
+    assert hidden[3] == 0
+    weights.click(position={"x": 44 + 2.5 * size, "y": 12.5 * size})
+    expect(play.locator(".readout")).to_contain_text("Query 12, key 2\n")
+    (lse,) = drawn(page, "[data-part=lse]")
+    assert (len(lse["lines"]["lse"]), lse["lost"]) == (16, [])
+
+
+@pytest.mark.parametrize("tensors", ["near tokens are alike", "random"])
+def test_curl_and_python_ask_for_the_same(page, play, tensors):
+    fill(play.locator("form"), q_len=3, kv_len=5, q_heads=2, head_dim=3, sink=-1, scale=0.7)
+    play.get_by_label("Tensors").select_option(label=tensors)
+    play.get_by_role("button", name="Other numbers").click()
+    settled(page)
+    answer = json.loads(run_shown_code(page, "playground", "curl"))
+    printed = [float(text) for text in re.findall(r"-?\d+\.\d*", run_shown_code(page, "playground", "Python"))]
+    both = [*np.ravel(answer["lse"]), *np.ravel(answer["o"])]
+    np.testing.assert_allclose(printed, both, atol=6e-4)
+
+
+def test_a_query_without_keys_has_no_weights(page, play):
+    fill(play.locator("form"), q_len=6, kv_len=2)
+    settled(page)
+    expect(said(page, "playground")).to_contain_text("4 of 6 queries see no key: their o is 0, and their lse −∞.")
+
+
+def test_what_is_refused_leaves_no_result(page, play):
+    form, outcome = play.locator("form"), play.locator(".outcome")
+    fill(form, q_heads=3, kv_heads=2)
+    expect(form.get_by_role("alert")).not_to_be_empty()  # the server's words
+    expect(outcome).to_be_hidden()
+    fill(form, kv_heads=3)
+    settled(page)
+    expect(form.get_by_role("alert")).to_be_hidden()
+    fill(form, q_len=100)  # refused by the page
+    expect(form.get_by_role("alert")).to_contain_text("Queries:")
+    expect(outcome).to_be_hidden()
+
+
+def test_a_server_that_was_busy_is_asked_again(open_page, server):
+    asked_for = []
+
+    def refuse_once(route):
+        asked_for.append(route.request)
+        if len(asked_for) > 1:
+            route.continue_()
+        else:
+            route.fulfill(status=503, json={"code": "not_ready", "detail": "not yet"})
+
+    page = open_page(server, prepare=lambda page: page.route("**/attention", refuse_once))
+    settled(page)
+    assert len(asked_for) == 2

@@ -1,0 +1,116 @@
+"""Verifications on the page: asked for, judged, cancelled."""
+
+import json
+import re
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from playwright.sync_api import expect
+
+from tests.support.browser import cells, drawn, fill, run_shown_code, said
+from tests.support.messages import JSON, message, normal, post
+
+TENSORS = ["o", "lse", "dq", "dk", "dv"]
+
+
+def test_a_verification_is_judged_and_the_code_on_screen_asks_the_same(page):
+    form, outcome = page.locator("#verify form"), page.locator("#verify .outcome")
+    assert not outcome.is_visible()  # no empty pane
+    fill(form, shape__batch=1, shape__q_heads=4, shape__q_len=33, shape__kv_len=40, shape__head_dim=16)
+    form.locator("[name=backend]").select_option("tiled")
+    form.locator("summary").click()
+    fill(form, window="8, -1", softcap=20, seed=3)
+    form.get_by_label("sinks").check()
+    form.get_by_role("button", name="Verify").click()
+    expect(said(page, "verify")).to_contain_text("Right: every tensor is within its bound · tiled on")
+    shown = cells(page, "verify")
+    assert [row[:2] for row in shown] == [[name, "right"] for name in TENSORS]
+
+    report = json.loads(run_shown_code(page, "verify", "curl"))
+    assert report["ok"]
+    for row, tensor in zip(shown, report["tensors"], strict=True):
+        figures = [float(text.replace("−", "-")) for text in row[2:6]]
+        expected = [tensor["max_abs"], tensor["bound"], tensor["torch"]["max_abs"], tensor["rms"]]
+        assert figures == pytest.approx(expected, rel=6e-3)
+        assert json.loads(row[6]) == tensor["worst_index"]
+    assert page.locator("#verify .decades figcaption").all_inner_texts() == TENSORS
+    charts = drawn(page, "#verify .decades .plot")
+    for chart, tensor in zip(charts, report["tensors"], strict=True):
+        counts = [decade["count"] for decade in tensor["histogram"]]
+        assert [count for count in chart["lines"]["elements"] if count is not None] == counts
+        assert chart["lost"] == []
+    # It was all asked for: what the form holds, and nothing that the API takes anyway.
+    assert json.loads(re.search(r"-d '(.*)'", page.locator("#verify-code code").inner_text() or "{}")[1]) == {
+        "shape": {"q_heads": 4, "kv_heads": 2, "q_len": 33, "kv_len": 40, "head_dim": 16},
+        "backend": "tiled", "causal": True, "window": [8, -1], "softcap": 20, "seed": 3, "extras": ["sinks"],
+    }  # fmt: skip
+    assert run_shown_code(page, "verify", "Python").startswith("right ")
+    note = outcome.locator(".note")
+    expect(note).to_be_hidden()
+    fill(form, seed=4)
+    expect(note).to_be_visible()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator("#verify-code").get_by_role("button", name="Copy").click()
+    expect(page.locator("#verify-code").get_by_role("button")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == page.locator("#verify-code code").inner_text()
+
+
+@pytest.mark.slow
+def test_a_wrong_element_is_shown_where_it_is(page, server):
+    """The page takes only problems that the server solves itself: it is given the real report of another's answer."""
+    q, k, v = (normal(1, 2, 48, 16, seed=seed) for seed in range(3))
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    o[0, 1, 17, 5] += 1e-2
+    report = post(server, "/verify", message({"q": q, "k": k, "v": v, "o": o}), accept=JSON)
+    assert not report.json["ok"]
+    page.route("**/verify", lambda route: route.fulfill(body=report.body, content_type=JSON))
+    page.locator("#verify form").get_by_role("button", name="Verify").click()
+    expect(said(page, "verify")).to_contain_text("Wrong: beyond its bound: o · given on")
+    ((name, verdict, error, *_, at, there, truth),) = cells(page, "verify")
+    assert (name, verdict, error, at) == ("o", "wrong", "0.01", "[0, 1, 17, 5]")
+    there, truth = (float(text.replace("−", "-")) for text in (there, truth))
+    assert there - truth == pytest.approx(1e-2, rel=1e-3)
+
+
+def test_what_is_wrong_is_said_at_its_field(page):
+    form = page.locator("#verify form")
+    alert, verify = form.get_by_role("alert"), form.get_by_role("button", name="Verify")
+    queries = form.get_by_label("Queries", exact=True)
+    queries.fill("")
+    verify.click()
+    expect(alert).to_contain_text("Queries:")
+    expect(queries).to_have_attribute("aria-invalid", "true")
+    expect(queries).to_be_focused()
+    fill(form, shape__q_len=8, shape__head_dim=16)
+    form.locator("[name=backend]").select_option("torch")
+    form.locator("summary").click()
+    fill(form, softcap=2)
+    verify.click()
+    expect(alert).to_contain_text("softcap")  # the server's words
+    expect(form.locator("[name=softcap]")).to_have_attribute("aria-invalid", "true")
+    assert queries.get_attribute("aria-invalid") is None
+
+
+def test_a_verification_is_cancelled_while_it_waits(open_page, gated):
+    """It waits for a launch that a gate holds: the server drops it, and the page shows no result."""
+    page = open_page(gated.server)
+    expect(page.locator("#playground .outcome")).to_be_visible()  # the page's own call is over
+    name = f"cancelled-{uuid.uuid4().hex}"
+    page.route("**/verify", lambda route: route.continue_(headers={**route.request.headers, "x-request-id": name}))
+    form, outcome = page.locator("#verify form"), page.locator("#verify .outcome")
+    held = message({n: normal(2, 4, seed=seed) for seed, n in enumerate("qkv")}, backend="reference")
+    with ThreadPoolExecutor(1) as pool, gated.busy(pool, held):
+        form.get_by_role("button", name="Verify").click()
+        gated.wait_queued(name)
+        expect(outcome.locator(".waiting progress")).to_be_visible()
+        expect(form.get_by_role("button", name="Verify")).to_be_disabled()
+        form.get_by_role("button", name="Cancel").click()
+        expect(said(page, "verify")).to_contain_text("Cancelled.")
+        line = gated.server.wait_for_request(name)
+        assert (line["status"], line["code"]) == (499, "client_gone")
+        gated.wait_dropped(name)
+    expect(outcome.locator(".waiting")).to_be_hidden()
+    expect(outcome.locator(".result")).to_be_hidden()
+    expect(form.get_by_role("button", name="Verify")).to_be_enabled()

@@ -1,0 +1,47 @@
+"""examples/attention.ipynb runs from its first cell to the served call, and prints what it has printed before."""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def runner():
+    spec = importlib.util.spec_from_file_location("run_notebook", ROOT / "docs/run_notebook.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def outputs(notebook):
+    return [cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_it_runs_to_the_served_call_and_prints_what_it_did(runner, server, monkeypatch):
+    monkeypatch.setitem(os.environ, "FLASHPOINT_URL", "")  # which the run sets
+    kept = json.loads(runner.NOTEBOOK.read_text(encoding="utf-8"))
+    random = torch.random.get_rng_state()
+    found = runner.executed(kept, server.url)
+    torch.random.set_rng_state(random)
+    for before, after in zip(outputs(kept), outputs(found), strict=True):
+        assert [out["output_type"] for out in before] == [out["output_type"] for out in after]
+        assert [out.get("text") for out in before] == [out.get("text") for out in after]
+    assert "NOT THE SAME" not in json.dumps(outputs(found))
+    assert sum(out["output_type"] == "display_data" for cell in outputs(found) for out in cell) == 1
+    assert "o: within 1e-5 and lse: within 1e-5\n" in outputs(found)[-2][0]["text"]
+
+
+def test_jupyter_can_open_it(runner):
+    notebook = json.loads(runner.NOTEBOOK.read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    assert {cell["cell_type"] for cell in notebook["cells"]} == {"markdown", "code"}
+    assert not any(line.startswith(("%", "!")) for cell in notebook["cells"] for line in cell["source"])

@@ -1,0 +1,136 @@
+"""The short way of a plain call: the bits, the gradients and the errors of the long one, and who takes it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from flashpoint_kernels import ProblemError, attention, plain
+from tests.support.kernels.solving import normal, qkv
+
+
+def long_way(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> Any:
+    with monkeypatch.context() as patch:
+        patch.setattr(plain, "attention", lambda *_: None)
+        return call()
+
+
+def drawn(
+    kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype, layout: str
+) -> list[Tensor]:
+    t = qkv(2, kv_heads * group, q_len, kv_len, dim, kv_heads=kv_heads, dtype=dtype)
+    return [(x.transpose(1, 2).contiguous() if layout == "bshd" else x).requires_grad_() for x in (t[n] for n in "qkv")]
+
+
+@given(
+    kv_heads=st.integers(1, 3), group=st.integers(1, 2), q_len=st.integers(1, 300), kv_len=st.integers(1, 300),
+    dim=st.sampled_from([8, 16, 40, 64]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    layout=st.sampled_from(["bhsd", "bshd"]), causal=st.booleans(), square=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_bits_and_gradients_are_those_of_the_long_way(
+    kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype, layout: str, causal: bool,
+    square: bool,
+) -> None:  # fmt: skip
+    kv_len = q_len if square else kv_len
+    leaves = drawn(kv_heads, group, q_len, kv_len, dim, dtype, layout)
+    options: dict[str, Any] = {"layout": layout, "causal": causal}
+
+    def answers() -> list[Tensor]:
+        o, lse = attention(*leaves, **options, return_lse=True)
+        alone = attention(*(x.detach() for x in leaves), **options)
+        return [o, lse, alone, *torch.autograd.grad(o.float().cos().sum(), leaves)]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        expected = long_way(monkeypatch, answers)
+    for n, (found, right) in enumerate(zip(answers(), expected, strict=True)):
+        assert torch.equal(found, right), n
+        assert found.dtype == right.dtype
+        assert n > 2 or found.is_contiguous() or n == 1
+
+
+def test_a_plain_call_has_a_route() -> None:
+    q, k, v = drawn(2, 2, 16, 20, 64, torch.float32, "bhsd")
+    plain._route.cache_clear()
+    attention(q, k, v)
+    attention(q, k, v)
+    found = plain._route.cache_info()
+    assert (found.misses, found.hits) == (1, 1)
+
+
+@pytest.mark.parametrize("wrong", [{"causal": 1}, {"window": (True, 0)}, {"window": (-1.0, -1.0)}, {"scale": [1.0]}])
+def test_an_option_that_equals_a_right_one_is_refused(wrong: dict[str, Any]) -> None:
+    t = qkv(1, 1, 4, 4, 8)
+    right = {"causal": True, "window": (-1, -1), "scale": 1.0}
+    attention(t["q"], t["k"], t["v"], **{name: right[name] for name in wrong})  # type: ignore[arg-type]
+    with pytest.raises(ProblemError, match=next(iter(wrong))):
+        attention(t["q"], t["k"], t["v"], **wrong)
+
+
+def test_what_is_wrong_with_tensors_is_named() -> None:
+    with pytest.raises(ProblemError, match="batch"):
+        attention(normal(1, 1, 4, 8), normal(2, 1, 4, 8), normal(1, 1, 4, 8))
+    with pytest.raises(ProblemError, match="k: must be a torch tensor"):
+        attention(normal(1, 1, 4, 8), [1.0], normal(1, 1, 4, 8))  # type: ignore[arg-type]
+
+
+def test_rows_without_a_sum_are_put_right() -> None:
+    """Scores of NaN and of −∞, forward and backward, alike on both ways."""
+    t = {name: normal(1, 2, 20, 16, seed=n) for n, name in enumerate("qkv")}
+    t["q"][0, 0, 3] = torch.inf
+    t["k"][0, 0] = -t["k"][0, 0].abs()
+    t["q"][0, 1, 5, 2] = torch.nan
+    leaves = [x.requires_grad_() for x in t.values()]
+
+    def answers() -> list[Tensor]:
+        o, lse = attention(*leaves, return_lse=True)
+        return [o, lse, *torch.autograd.grad(o.sum(), leaves)]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        expected = long_way(monkeypatch, answers)
+    for found, right in zip(answers(), expected, strict=True):
+        assert torch.equal(found.nan_to_num(7.0), right.nan_to_num(7.0))
+    assert expected[1][0, 0, 3] == -torch.inf
+
+
+def test_gradients_that_are_not_plain() -> None:
+    """Of some inputs, through lse, of no use, twice, and of float16."""
+    q, k, v = (x.detach() for x in drawn(2, 1, 20, 20, 16, torch.float32, "bhsd"))
+    q.requires_grad_()
+    o, lse = attention(q, k, v, return_lse=True)
+    (through_lse,) = torch.autograd.grad(lse.sum(), q, retain_graph=True)
+    (through_o,) = torch.autograd.grad(o.sum(), q, retain_graph=True)
+    (through_both,) = torch.autograd.grad(o.sum() + lse.sum(), q, retain_graph=True)
+    torch.testing.assert_close(through_both, through_o + through_lse)
+    with pytest.raises(RuntimeError, match="second-order"):
+        torch.autograd.grad(torch.autograd.grad(o.sum(), q, create_graph=True)[0].sum(), q)
+
+
+def test_what_watches_sees_the_operator_of_the_library() -> None:
+    """A mode of torch's dispatcher, a subclass and a transform go the long way, whose node they know."""
+    q, k, v = (x.detach() for x in drawn(2, 1, 20, 20, 16, torch.float32, "bhsd"))
+    expected = attention(q, k, v)
+    seen: list[str] = []
+
+    class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        assert torch.equal(attention(q, k, v), expected)
+    assert seen[0] == "flashpoint.attention.default"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attention(q, k, v), expected)
+    with FlopCounterMode(display=False):
+        attention(q, k, v)
+
+    class Own(Tensor):
+        pass
+
+    assert type(attention(q.as_subclass(Own), k, v)) is Own
