@@ -48,6 +48,7 @@ class Settled(Sending, total=False):
     causal: bool
     causal_alignment: CausalAlignment
     window: tuple[int, int]
+    block_size: tuple[int, int]
     scale: float | None
     softcap: float
     dropout_p: float
@@ -59,12 +60,14 @@ class Settled(Sending, total=False):
 class Problem(Settled, total=False):
     """Tensors and options of a problem, as the contract has them. Tensors are numpy arrays or torch tensors.
 
-    `attn_mask` bool (true attends) or float (added), broadcastable to (B,Hq,Sq,Sk); `alibi_slopes` (Hq,) or (B,Hq);
+    `attn_mask` bool (true attends) or float (added), broadcastable to (B,Hq,Sq,Sk); `block_mask` bool (B or 1,Hq or
+    1,ceil(Sq/Mq),ceil(Sk/Mk)), whose false blocks of `block_size` (Mq,Mk) are skipped; `alibi_slopes` (Hq,) or (B,Hq);
     `sinks` (Hq,); `q_lengths`, `kv_lengths` (B,) valid rows of padded sequences; `cu_seqlens_q`, `cu_seqlens_k`
     (n+1,) with layout `thd`. Lengths and cu_seqlens may be lists of int. The options are those of `AttentionOptions`.
     """
 
     attn_mask: Array | None
+    block_mask: Array | None
     alibi_slopes: Array | None
     sinks: Array | None
     q_lengths: Array | Sequence[int] | None

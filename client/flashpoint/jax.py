@@ -49,6 +49,7 @@ def attention(
     *,
     client: Client,
     attn_mask: Array | None = None,
+    block_mask: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
     q_lengths: Array | Sequence[int] | None = None,
@@ -75,7 +76,8 @@ def attention(
     raises RuntimeError, `jax.jvp` TypeError.
     """
     given = {
-        "q": q, "k": k, "v": v, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes, "sinks": sinks,
+        "q": q, "k": k, "v": v, "attn_mask": attn_mask, "block_mask": block_mask, "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
         "q_lengths": q_lengths, "kv_lengths": kv_lengths, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
     }  # fmt: skip
     tensors = {name: _array(name, t) for name, t in given.items() if t is not None or name in REQUIRED["forward"]}

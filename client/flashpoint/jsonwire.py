@@ -52,7 +52,7 @@ def decode(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """The tensors, by name, and everything else, of a message.
 
     q, k, v, do, o and the gradients of q, k and v have the message's `dtype` (default float32; bfloat16 is ml_dtypes');
-    a mask of booleans is bool; lengths and cu_seqlens are int64; any other tensor is float32. Raises WireError when
+    masks of booleans are bool; lengths and cu_seqlens are int64; any other tensor is float32. Raises WireError when
     `body` is no JSON object, FieldError when a tensor is ragged, not of numbers, or has numbers its dtype cannot hold.
     """
     try:
@@ -83,7 +83,7 @@ def _deeper(value: Any, levels: int) -> bool:
 def _array(name: str, value: Any, dtype: str) -> NDArray[Any]:
     shape, flat = elements(name, value)
     row = TENSORS[name]
-    if "bool" in row.dtypes and set(map(type, flat)) == {bool}:
+    if row.dtypes == ("bool",) or ("bool" in row.dtypes and set(map(type, flat)) == {bool}):
         target: np.dtype[Any] = np.dtype(np.bool_)
     elif row.is_index:
         target = np.dtype(np.int64)

@@ -50,7 +50,8 @@ def annotation(kind: Kind) -> Any:
             unique = Field(strict=False, min_length=1, json_schema_extra={"uniqueItems": True})
             return Annotated[tuple[Literal[values], ...], unique, AfterValidator(_named_once)]  # type: ignore[valid-type]
         case Pair():
-            each = Annotated[int, Field(ge=kind.least, le=kind.most)]
+            step = {"multiple_of": kind.step} if kind.step > 1 else {}
+            each = Annotated[int, Field(ge=kind.least, le=kind.most, **step)]
             return Annotated[tuple[each, each], Field(strict=False)]
         case Integer():
             bounded: Any = Annotated[int, Field(ge=kind.least, lt=kind.most + 1)]

@@ -118,7 +118,7 @@ def refused(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def plan_cached(tensors: Mapping[str, TensorInfo], options: Options, layer: LayerShape, caches: int) -> Spec:
-    """Check a call over that many caches, and return its problem with k and v of _ANY_LENGTH keys, or the mask's.
+    """Check a call over that many caches, and return its problem with k and v of _ANY_LENGTH keys, or its masks'.
 
     Raises ProblemError.
     """
@@ -135,8 +135,7 @@ def plan_cached(tensors: Mapping[str, TensorInfo], options: Options, layer: Laye
     count, length, ragged = _sizes(tensors, options.layout)
     if count != caches:
         raise ProblemError([("caches", f"{caches} for {count} sequences of q")])
-    mask = tensors.get("attn_mask")
-    keys = mask.shape[-1] if mask is not None and mask.shape and mask.shape[-1] > 1 else _ANY_LENGTH
+    keys = _keys(tensors, options)
     given = dict(tensors)
     for name, dim in (("k", layer.head_dim), ("v", layer.value_dim)):
         heads = layer.kv_heads
@@ -166,6 +165,16 @@ def _sizes(tensors: Mapping[str, TensorInfo], layout: str) -> tuple[int, int, bo
     if len(q) not in (2, 3, 4):
         raise ProblemError([("q", f"takes 2, 3 or 4 dimensions, not {len(q)}")])
     return (q[0] if len(q) > 2 else 1), q[-3 if layout == "bshd" and len(q) == 4 else -2], False
+
+
+def _keys(tensors: Mapping[str, TensorInfo], options: Options) -> int:
+    """Return the keys that a mask is for, _ANY_LENGTH without one."""
+    mask, blocks = tensors.get("attn_mask"), tensors.get("block_mask")
+    if mask is not None and mask.shape and mask.shape[-1] > 1:
+        return mask.shape[-1]
+    if blocks is not None and blocks.shape:
+        return max((blocks.shape[-1] - 1) * options.block_size[1] + 1, 0)
+    return _ANY_LENGTH
 
 
 def _shape(q: Sequence[int], layout: str, length: int, heads: int, dim: int) -> tuple[int, ...]:

@@ -92,16 +92,20 @@ class Integer:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two integers from `least` to `most` each."""
+    """Two integers from `least` to `most` each, multiples of `step`. `sides` are their names where each has its own."""
 
     least: int
     most: int
     said: str
+    step: int = 1
+    sides: tuple[str, str] = ("left", "right")
 
     def error(self, value: object) -> str | None:
         right = isinstance(value, tuple) and len(value) == 2
-        right = right and all(_is_integer(each) and self.least <= each <= self.most for each in cast(Any, value))
-        return None if right else self.said
+        return None if right and all(map(self._has, cast(Any, value))) else self.said
+
+    def _has(self, value: Any) -> bool:
+        return _is_integer(value) and self.least <= value <= self.most and value % self.step == 0
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,11 @@ class Options:
         (-1, -1), Pair(-1, UNBOUNDED, "must be two integers [left, right], each -1 (no bound) or 0 to 2^30"),
         "[left, right] keys visible either side of the diagonal; -1 is no bound",
         (3, 0), feature=Feature("window", level=1),
+    )  # fmt: skip
+    block_size: tuple[int, int] = _row(
+        (128, 128), Pair(16, UNBOUNDED, "must be two multiples of 16, [Mq, Mk], up to 2^30", 16, ("queries", "keys")),
+        "[Mq, Mk]: queries and keys of a block of block_mask, multiples of 16", (16, 32),
+        refused={"sharded": "belongs to block_mask"},
     )  # fmt: skip
     scale: float | None = _row(None, Number(optional=True), "multiplies q·k; 1/sqrt(D) when not given", 0.25)
     softcap: float = _row(

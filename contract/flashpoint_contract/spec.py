@@ -158,6 +158,7 @@ class Spec:
         heads, lengths = (self.q_heads, self.kv_heads), (self.q_len, self.kv_len)
         sizes = (self.batch, self.batch + 1, *heads, *lengths, self.head_dim, self.value_dim)
         found = dict(zip(names, sizes, strict=True))
+        found |= {f"{of}_blocks": -(-n // m) for of, n, m in zip("qk", lengths, self.options.block_size, strict=True)}
         if self.paged:
             found |= {"pool": self.pool, "pages": self.kv_len // self.page_size, "page_size": self.page_size}
         return found
@@ -409,10 +410,16 @@ def _check_shapes(spec: Spec) -> Iterable[tuple[str, str]]:
             yield name, f"is not taken in layout {layout}, but in {' and '.join(row.layouts)}"
         elif row.broadcast:
             padded = (1,) * (len(full) - len(info.shape)) + info.shape
-            if len(padded) > len(full) or any(m not in (1, f) for m, f in zip(padded, full, strict=True)):
-                yield name, f"shape {list(info.shape)} does not broadcast to {list(full)}"
+            least = row.least_shape(spec.sizes, layout, spec.rank)
+            if len(padded) > len(full) or any(n not in (m, f) for n, m, f in zip(padded, least, full, strict=True)):
+                yield name, f"shape {list(info.shape)} does not broadcast to {list(full)}{_of_blocks(spec, row)}"
         elif info.shape not in (allowed := _allowed(spec, row, full)):
             yield name, f"shape {list(info.shape)} must be {' or '.join(str(list(shape)) for shape in allowed)}"
+
+
+def _of_blocks(spec: Spec, row: Tensor) -> str:
+    """Say which blocks are meant, of a tensor that has some."""
+    return f", of blocks of {' x '.join(map(str, spec.options.block_size))}" if "q_blocks" in row.axes else ""
 
 
 def _allowed(spec: Spec, row: Tensor, full: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -5,6 +5,9 @@ dimensions of q and of v. In the ragged layout `thd` Sq and Sk are the packed to
 
 With `block_table` k and v are a pool of pages: "pool" pages of "page_size" keys each, in place of B sequences of Sk. A
 sequence has at most "pages" of them, and Sk is pages·page_size, the most keys that it may have.
+
+`block_mask` has a boolean for each block of Mq queries and Mk keys, the option `block_size`: "q_blocks" of them along
+Sq, and "k_blocks" along Sk.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class Tensor(NamedTuple):
     one of `quantized`. `direction`: "backward" where the gradient call alone takes it. `forward_only`: that call does
     not take it. `gradient`: it has one, of its own shape and dtype. `scale_of`: it has the scale of that tensor, as one
     number, as a number for each key/value head (and sequence), or as a number for each row: `axes` are the latter's.
-    `broadcast`: an axis may be 1, and leading axes may be missing. `shared`: its first axis may be missing, and the
+    `broadcast`: axes that may be 1, and missing where they lead. `shared`: its first axis may be missing, and the
     tensor is then shared along it. `features`: what it asks of a backend, by dtype, or "" for any.
     `refused`: as in `options.Option`.
     """
@@ -60,7 +63,7 @@ class Tensor(NamedTuple):
     forward_only: bool = False
     required: bool = False
     gradient: bool = False
-    broadcast: bool = False
+    broadcast: tuple[str, ...] = ()
     shared: bool = False
     scale_of: str = ""
     layouts: tuple[str, ...] = LAYOUTS
@@ -102,7 +105,7 @@ class Tensor(NamedTuple):
     def axes_in(self, layout: str, rank: int, *, paged: bool = False) -> tuple[str, ...]:
         """Return its axes beside q of `rank` dimensions, in order; with `paged`, keys are pages."""
         axes = list(self.axes)
-        if "Sq" in axes or "Sk" in axes:
+        if not _LENGTHWISE.isdisjoint(axes):
             paged = self.of_keys and paged
             if paged:
                 axes[axes.index("B")], axes[axes.index("Sk")] = "pool", "page_size"
@@ -123,11 +126,16 @@ class Tensor(NamedTuple):
         """
         return tuple(sizes[axis] for axis in self.axes_in(layout, rank, paged="page_size" in sizes))
 
+    def least_shape(self, sizes: Mapping[str, int], layout: str, rank: int) -> tuple[int, ...]:
+        """Return that shape with 1 for each axis that may be 1."""
+        return self.shape({axis: 1 if axis in self.broadcast else n for axis, n in sizes.items()}, layout, rank)
+
     def feature(self, dtype: str) -> Feature | None:
         """Return what it asks of a backend where it has that dtype."""
         return next((feature for of, feature in self.features if of in ("", dtype)), None)
 
 
+_LENGTHWISE = frozenset({"Sq", "Sk", "q_blocks", "k_blocks"})  # axes that follow the lengths of sequences
 _BY_AUTOGRAD = {"torch": "autograd passes it to the backward", "jax": "autodiff passes it to the backward"}
 _DENSE = ("bhsd", "bshd")
 _LENGTHS = (("", Feature("lengths", "q_lengths and kv_lengths")),)
@@ -158,8 +166,15 @@ _ROWS = (
     Tensor(
         "attn_mask", ("B", "Hq", "Sq", "Sk"),
         "booleans (true: attend) or numbers (added to the scaled scores), broadcastable to (B,Hq,Sq,Sk)",
-        dtypes=("bool", *FLOATS), gradient=True, broadcast=True, layouts=_DENSE,
+        dtypes=("bool", *FLOATS), gradient=True, broadcast=("B", "Hq", "Sq", "Sk"), layouts=_DENSE,
         features=(("bool", _BOOL_MASK), ("", _FLOAT_MASK)),
+    ),
+    Tensor(
+        "block_mask", ("B", "Hq", "q_blocks", "k_blocks"),
+        "(B or 1,Hq or 1,ceil(Sq/Mq),ceil(Sk/Mk)) booleans: blocks of block_size that are false are skipped",
+        dtypes=("bool",), broadcast=("B", "Hq"), layouts=_DENSE,
+        features=(("", Feature("block_mask", "a block mask")),),
+        refused={"sharded": "has blocks of whole sequences, which a shard does not have"},
     ),
     Tensor(
         "alibi_slopes", ("B", "Hq"), "(Hq,) or (B,Hq): slope·|i + offset - j| is subtracted from the score",

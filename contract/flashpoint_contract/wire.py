@@ -18,8 +18,8 @@ from flashpoint_contract import strictjson
 
 MEDIA_TYPE = "application/vnd.safetensors"
 HEAD_LIMIT = 1 << 20  # bytes; the largest head of our own messages is under 4 KiB
-METADATA_LIMIT = 64  # entries of __metadata__; the contract names 13 options
-TENSOR_LIMIT = 64  # tensors of one message; the contract names 17
+METADATA_LIMIT = 64  # entries of __metadata__; the contract names 14 options
+TENSOR_LIMIT = 64  # tensors of one message; the contract names 18
 RANK_LIMIT = 16
 _SIZE_LIMIT = (1 << 63) - 1  # a size that any array library can hold
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashpoint_contract.options import Options as Options
     from flashpoint_contract.options import ProblemError as ProblemError
+    from flashpoint_kernels.block_masks import create_block_mask as create_block_mask
     from flashpoint_kernels.dispatch import available_backends as available_backends
     from flashpoint_kernels.dispatch import run as run
     from flashpoint_kernels.functional import attention as attention
@@ -22,6 +23,7 @@ _HOME = {
     "attention": "flashpoint_kernels.functional",
     "attention_backward": "flashpoint_kernels.functional",
     "available_backends": "flashpoint_kernels.dispatch",
+    "create_block_mask": "flashpoint_kernels.block_masks",
     "run": "flashpoint_kernels.dispatch",
     "Problem": "flashpoint_kernels.problem",
     "Options": "flashpoint_contract.options",
@@ -37,6 +39,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "available_backends",
+    "create_block_mask",
     "dequantize",
     "quantize",
     "run",

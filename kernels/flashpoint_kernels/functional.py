@@ -15,8 +15,8 @@ from flashpoint_kernels import ops, plain
 
 # Options but `window`, in the order in which `attention` passes them on.
 _OTHERS = (
-    "layout", "causal", "causal_alignment", "scale", "softcap", "dropout_p", "dropout_seed", "precision", "return_lse",
-    "deterministic", "backend",
+    "layout", "causal", "causal_alignment", "block_size", "scale", "softcap", "dropout_p", "dropout_seed", "precision",
+    "return_lse", "deterministic", "backend",
 )  # fmt: skip
 
 
@@ -26,6 +26,7 @@ def attention(
     v: Tensor,
     *,
     attn_mask: Tensor | None = None,
+    block_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     q_lengths: Tensor | None = None,
@@ -39,6 +40,7 @@ def attention(
     causal: bool = False,
     causal_alignment: str = "bottom_right",
     window: Sequence[int] = (-1, -1),
+    block_size: Sequence[int] = (128, 128),
     scale: float | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
@@ -58,6 +60,8 @@ def attention(
             head. float16, bfloat16, float32; float64 on `reference`.
         k, v: likewise with Hk heads and Sk rows, of D and Dv; q's dtype, or both float8_e4m3fn or int8, with scales.
         attn_mask: bool (true = attend) or float (added to the scaled scores), broadcastable to (B, Hq, Sq, Sk).
+        block_mask: bool (B or 1, Hq or 1, ceil(Sq/Mq), ceil(Sk/Mk)), for blocks of `block_size` that count from each
+            sequence's first row: those that are false are skipped, forward and backward. See `create_block_mask`.
         alibi_slopes: (Hq,) or (B, Hq); adds −slope·|i + offset − j| to the scores. Not differentiable.
         sinks: (Hq,); one more logit a head in the softmax's denominator, with no value.
         q_lengths, kv_lengths: (B,) int32 or int64, valid rows of padded sequences; rows beyond are never read, and
@@ -74,6 +78,7 @@ def attention(
         causal: query i sees key j only if j <= i + offset.
         causal_alignment: `bottom_right`: offset = Sk − Sq; `top_left`: offset = 0. Each sequence's own lengths count.
         window: [left, right] keys visible on either side of the diagonal j = i + offset; −1 = no bound.
+        block_size: (Mq, Mk), queries and keys of a block of `block_mask`, multiples of 16.
         scale: multiplies q·k; None = 1/sqrt(D).
         softcap: s = softcap·tanh(s/softcap) before mask and bias; 0 = off.
         dropout_p, dropout_seed: Philox dropout of the probabilities, 0 <= p < 1; the mask is a function of the seed
@@ -94,17 +99,18 @@ def attention(
         ProblemError: a ValueError whose `errors` name each field that is wrong or that the backend cannot do.
     """
     options = _options(
-        window, layout, causal, causal_alignment, scale, softcap, dropout_p, dropout_seed, precision, return_lse,
-        deterministic, backend,
+        window, layout, causal, causal_alignment, block_size, scale, softcap, dropout_p, dropout_seed, precision,
+        return_lse, deterministic, backend,
     )  # fmt: skip
     if (
-        attn_mask is None and alibi_slopes is None and sinks is None and q_lengths is None and kv_lengths is None
-        and cu_seqlens_q is None and cu_seqlens_k is None and block_table is None and k_scale is None
-        and v_scale is None and (answers := plain.attention(q, k, v, options)) is not None
+        attn_mask is None and block_mask is None and alibi_slopes is None and sinks is None and q_lengths is None
+        and kv_lengths is None and cu_seqlens_q is None and cu_seqlens_k is None and block_table is None
+        and k_scale is None and v_scale is None and (answers := plain.attention(q, k, v, options)) is not None
     ):  # fmt: skip
         return answers if return_lse else answers[0]
     tensors = {
-        "q": q, "k": k, "v": v, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes, "sinks": sinks,
+        "q": q, "k": k, "v": v, "attn_mask": attn_mask, "block_mask": block_mask, "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
         "q_lengths": q_lengths, "kv_lengths": kv_lengths, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
         "block_table": block_table, "k_scale": _scale(k_scale), "v_scale": _scale(v_scale),
     }  # fmt: skip
@@ -124,6 +130,7 @@ def attention_backward(
     dlse: Tensor | None = None,
     grads: Sequence[str] = ("dq", "dk", "dv"),
     attn_mask: Tensor | None = None,
+    block_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     q_lengths: Tensor | None = None,
@@ -134,6 +141,7 @@ def attention_backward(
     causal: bool = False,
     causal_alignment: str = "bottom_right",
     window: Sequence[int] = (-1, -1),
+    block_size: Sequence[int] = (128, 128),
     scale: float | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
@@ -159,12 +167,13 @@ def attention_backward(
     """
     tensors = {
         "q": q, "k": k, "v": v, "do": do, "o": o, "lse": lse, "dlse": dlse,
-        "attn_mask": attn_mask, "alibi_slopes": alibi_slopes, "sinks": sinks,
+        "attn_mask": attn_mask, "block_mask": block_mask, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "q_lengths": q_lengths, "kv_lengths": kv_lengths, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
     }  # fmt: skip
     options = Options(
         layout=layout, causal=causal, causal_alignment=causal_alignment, window=window,  # type: ignore[arg-type]
-        scale=scale, softcap=softcap, dropout_p=dropout_p, dropout_seed=dropout_seed, precision=precision,
+        block_size=block_size, scale=scale, softcap=softcap,  # type: ignore[arg-type]
+        dropout_p=dropout_p, dropout_seed=dropout_seed, precision=precision,
         grads=grads, deterministic=deterministic, backend=backend,  # type: ignore[arg-type]
     )  # fmt: skip
     _check_tensors(tensors)

@@ -7,11 +7,12 @@ layout and rank of the user's tensors (N is B, or 1 in the ragged layout):
     k, v, dk, dv     (N, Hk, Sk, D|Dv)
     lse, dlse        (N, Hq, Sq)
     masks            (B, Hq, Sq, Sk)
+    block_mask       (B, Hq, ceil(Sq / Mq), ceil(Sk / Mk))
     numbers per head (Hq,) or (B, Hq), float32
     k_scale, v_scale (N, Hk, Sk) where each row has a number (`Spec.per_row`), else (1, Hk, 1) or, by `Row.index`,
                      (B, Hk, 1); in their own dtypes
 
-Views share the user's memory; a broadcast dimension of the mask has stride 0, and so has Hk where a scale is a number.
+Views share the user's memory; a broadcast dimension of a mask has stride 0, and so has Hk where a scale is a number.
 
 Where k and v are pages (`Spec.paged`) their canonical views are the pool, whatever the layout: k and v (pool, Hk,
 page_size, D|Dv), and the scales of each row (pool, Hk, page_size). Key j of the sequence `Row.index` is at [number, :,
@@ -135,11 +136,13 @@ class Problem:
         t, first = self._mask_sequences(t)
         row = rows[0]
         own = t[:, :, : row.q_len if t.shape[2] > 1 else 1, : row.kv_len if t.shape[3] > 1 else 1]
-        if own.shape[0] == 1:
-            return own
-        if consecutive(rows):
-            return own.narrow(0, row.batch - first, len(rows))
-        return own.index_select(0, torch.tensor([row.batch - first for row in rows], device=t.device))
+        return _sequences_of(own, rows, first)
+
+    def block_part(self, rows: Sequence[Row]) -> Tensor:
+        """Return the blocks of `rows`, as `mask_part` does: (n|1,Hq|1,ceil(sq/Mq),ceil(sk/Mk))."""
+        t, first = self._mask_sequences(self.tensors["block_mask"])
+        (queries, keys), row = self.spec.options.block_size, rows[0]
+        return _sequences_of(t[:, :, : -(-row.q_len // queries), : -(-row.kv_len // keys)], rows, first)
 
     def put_mask_part(self, t: Tensor, rows: Sequence[Row], part: Tensor) -> None:
         """Write back what `mask_part` has copied out of `t`; a view needs nothing."""
@@ -256,7 +259,8 @@ class Problem:
         own = replace(spec, tensors=infos, q_heads=(stop - start) * group, kv_heads=stop - start)
         outputs = {name: part(name, t) for name, t in self.outputs.items()}
         first_head = self.first_head + start * group
-        return replace(self, spec=own, tensors=tensors, outputs=outputs, cut_of=spec.kv_heads, first_head=first_head)
+        cut_of = self.cut_of or spec.kv_heads
+        return replace(self, spec=own, tensors=tensors, outputs=outputs, cut_of=cut_of, first_head=first_head)
 
     def of_rows(self, start: int, stop: int) -> Problem:
         """Return the problem of sequences [start, stop) alone, over the same memory.
@@ -299,12 +303,12 @@ class Problem:
 def launch_key(spec: Spec, backend: str) -> tuple[Any, ...]:
     """Return what requests must share to run in one launch.
 
-    Lengths, batch sizes, head counts, scalars, page sizes and the shapes of scales are free.
+    Lengths, batch sizes, head counts, scalars, page and block sizes and the shapes of scales are free.
     """
     mask = spec.tensors["attn_mask"].dtype if spec.has("attn_mask") else None
     dtypes = spec.dtype, spec.tensors["k"].dtype, mask
     dims = spec.head_dim, spec.value_dim
-    return backend, spec.direction, dtypes, dims, spec.options.precision, spec.level, spec.paged
+    return backend, spec.direction, dtypes, dims, spec.options.precision, spec.level, spec.paged, spec.has("block_mask")
 
 
 def check_scales(tensors: Mapping[str, Tensor]) -> None:
@@ -348,6 +352,15 @@ def _one_head(t: Tensor, rank: int) -> Tensor:
     return t.unsqueeze(1) if t.ndim == rank - 1 else t[None, None]
 
 
+def _sequences_of(mask: Tensor, rows: Sequence[Row], first: int) -> Tensor:
+    """What sequences have of a mask, whose first is number `first` of the batch; all of it where they share it."""
+    if mask.shape[0] == 1:
+        return mask
+    if consecutive(rows):
+        return mask.narrow(0, rows[0].batch - first, len(rows))
+    return mask.index_select(0, torch.tensor([row.batch - first for row in rows], device=mask.device))
+
+
 def shared_by_heads(mask: Sequence[int]) -> bool:
     """Whether a mask of that shape is the same for all heads."""
     return len(mask) < 3 or mask[-3] == 1
@@ -355,8 +368,8 @@ def shared_by_heads(mask: Sequence[int]) -> bool:
 
 _Read = Callable[[str, Tensor, Sequence[Row]], Tensor]
 
-# Not among the views of `batches`: index tensors and pages' numbers, masks (see `mask_part`), and gradients that all
-# sequences add to.
+# Not among the views of `batches`: index tensors and pages' numbers, masks (see `mask_part` and `block_part`), and
+# gradients that all sequences add to.
 _NOT_OF_ROWS = {
     name
     for name, row in TENSORS.items()

@@ -32,21 +32,28 @@ from tests.support.oip.message import DATATYPES, NAMES, infer
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"B": 2, "B+1": 3, "Hq": 4, "Hk": 2, "Sq": 6, "Sk": 8, "D": 16, "Dv": 16}
 PACKED = SIZES | {"Sq": 12, "Sk": 16}
+BLOCKS = SIZES | {"Sq": 20, "Sk": 40, "q_blocks": 2, "k_blocks": 2}  # of the example of block_size
 PAGED = SIZES | {"pool": 5, "pages": 2, "page_size": 4}
 TABLE = torch.tensor([[4, 1], [0, 4]], dtype=torch.int32)
 # Options that an entry has an effect with.
-BESIDE = {"causal_alignment": {"causal": True}, "dropout_seed": {"dropout_p": 0.5}, "dropout_p": {"dropout_seed": 3}}
+BESIDE = {
+    "causal_alignment": {"causal": True}, "dropout_seed": {"dropout_p": 0.5}, "dropout_p": {"dropout_seed": 3},
+    "block_mask": {"block_size": OPTIONS["block_size"].example},
+}  # fmt: skip
 ENTRIES = [*INPUT_TENSORS, *OPTIONS]
-BESIDE_TENSORS = {"block_table": ["kv_lengths"], **dict.fromkeys(SCALES, SCALES)}
+BESIDE_TENSORS = {"block_table": ["kv_lengths"], "block_size": ["block_mask"], **dict.fromkeys(SCALES, SCALES)}
 
 
-def value(name, layout, paged):
+def value(name, layout, entry):
     """A tensor that is valid for its row, and other than what its absence stands for."""
     row = TENSORS[name]
     if name == "block_table":
         return TABLE
-    sizes = PAGED if paged else PACKED if layout == "thd" else SIZES
+    of_blocks = entry in ("block_mask", "block_size")
+    sizes = PAGED if entry == "block_table" else PACKED if layout == "thd" else BLOCKS if of_blocks else SIZES
     shape = row.shape(sizes, layout, 3 if layout == "thd" else 4)
+    if name == "block_mask":
+        return normal(*shape, seed=ENTRIES.index(name)) > 0
     if not row.is_index:
         return normal(*shape, seed=ENTRIES.index(name))
     longest = sizes["Sk" if "k" in name else "Sq"]
@@ -57,16 +64,16 @@ def value(name, layout, paged):
 
 def problem(entry):
     """(tensors, options, direction) of a problem that has the entry."""
-    rows, options = TENSORS, {}
+    rows, options = TENSORS, dict(BESIDE.get(entry, {}))
     direction = (OPTIONS[entry].direction if entry in OPTIONS else rows[entry].direction) or "forward"
     if entry in OPTIONS:
-        options = {entry: OPTIONS[entry].example, **BESIDE.get(entry, {})}
+        options |= {entry: OPTIONS[entry].example}
     layout = options.get("layout", "bhsd")
     if entry in rows and layout not in rows[entry].layouts:
         layout = options["layout"] = rows[entry].layouts[0]
     asked = [entry, *BESIDE_TENSORS.get(entry, [])]
     names = [n for n in TAKEN[direction] if rows[n].required or n in asked or rows[n].layouts == (layout,)]
-    tensors = {name: value(name, layout, entry == "block_table") for name in names}
+    tensors = {name: value(name, layout, entry) for name in names}
     if entry in SCALES:
         tensors |= eight_bit(tensors, torch.int8)
     if entry in ANSWERS["forward"]:  # `o` and `lse` of a gradient come together, and are the forward's
@@ -121,7 +128,7 @@ def parameters(options):
     found = {}
     for name, given in options.items():
         if name in OPTIONS and isinstance(OPTIONS[name].kind, Pair):
-            found |= {f"{name}_left": given[0], f"{name}_right": given[1]}
+            found |= {f"{name}_{side}": n for side, n in zip(OPTIONS[name].kind.sides, given, strict=True)}
         else:
             found[name] = ",".join(given) if isinstance(given, tuple) else given
     return found

@@ -149,6 +149,24 @@ def test_masks_slopes_sinks_and_lengths_count_positions_in_the_cache(held):
     posted(held, "/caches/delete", {"caches": ids})
 
 
+@pytest.mark.parametrize("shape", [(2, HQ, 1, 11), (2, 1, 1, 20)])
+def test_a_block_masks_blocks_count_from_the_caches_first_token(held, shape):
+    """Columns beyond the length are ignored; fewer than it has are refused by name."""
+    k, v = kv(700, 5, 2)
+    ids, q = created(held, count=2), normal(2, HQ, 1, D, seed=6)
+    for n, one in enumerate(ids):
+        body = message({"k": k[n], "v": v[n]})
+        assert post(held, f"/caches/{one}/append", body, **bearer("alice")).json == {"length": 700}
+    blocks = normal(*shape, seed=7) > 0
+    options = {"causal": True, "window": (500, 0), "block_size": (16, 64)}
+    answer = attended(held, {"q": q, "block_mask": blocks}, caches=ids, **options)
+    expected = attention(q, k, v, block_mask=blocks[..., :11], backend="tiled", **options)
+    torch.testing.assert_close(answer.tensors["o"], expected, rtol=1e-4, atol=1e-5)
+    short = attended(held, {"q": q, "block_mask": blocks[..., :10]}, caches=ids, **options)
+    assert problem(short, 422, "invalid_request")["errors"][0]["loc"] == ["block_mask"]
+    posted(held, "/caches/delete", {"caches": ids})
+
+
 def test_bits_do_not_depend_on_how_a_cache_was_filled_forked_or_cut_nor_on_neighbours(held):
     count = 1500
     k, v = kv(count, 11)

@@ -68,6 +68,7 @@ CASES: dict[str, tuple[Callable[[], dict[str, Tensor]], dict[str, Any]]] = {
     "dropout": (inputs, {"dropout_p": 0.4, "dropout_seed": (1 << 64) - 3}),
     "float mask": (lambda: inputs() | {"attn_mask": normal(4, 1, 7)}, {}),
     "bool mask": (lambda: inputs() | {"attn_mask": normal(5, 7) > 0}, {}),
+    "block mask": (lambda: inputs(1, 4, 20, 40, 8) | {"block_mask": normal(1, 4, 2, 2) > 0}, {"block_size": [16, 32]}),
     "sinks": (lambda: inputs() | {"sinks": normal(4)}, {"window": (0, 0)}),
     "alibi": (lambda: inputs() | {"alibi_slopes": normal(2, 4).abs()}, {}),
     "lengths": (lambda: inputs() | {"q_lengths": index(5, 2), "kv_lengths": index(0, 6)}, {"causal": True}),

@@ -130,6 +130,9 @@ BAD_OPTIONS: list[tuple[str, Any]] = [
     ("grads", ["dz"]),
     ("grads", ["dq", "dq"]),
     ("backend", "cuda"),
+    ("block_size", (128, 100)),
+    ("block_size", 128),
+    ("block_size", (0, 16)),
 ]
 
 
@@ -142,7 +145,8 @@ def test_bad_options_are_named(field: str, value: Any) -> None:
 
 def test_options_are_those_of_the_contract() -> None:
     assert {field.name: field.default for field in fields(Options)} == {
-        "layout": "bhsd", "causal": False, "causal_alignment": "bottom_right", "window": (-1, -1), "scale": None,
+        "layout": "bhsd", "causal": False, "causal_alignment": "bottom_right", "window": (-1, -1),
+        "block_size": (128, 128), "scale": None,
         "softcap": 0.0, "dropout_p": 0.0, "dropout_seed": None, "precision": "ieee", "return_lse": False,
         "grads": ("dq", "dk", "dv"), "deterministic": True, "backend": "auto",
     }  # fmt: skip

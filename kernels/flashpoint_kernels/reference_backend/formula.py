@@ -153,6 +153,9 @@ def attend(problem: Problem, row: Row, x: dict[str, Tensor], queries: range) -> 
         # In float64 whatever the dtype of s: float16 cannot count beyond 2048.
         s = s - (x["alibi_slopes"].double()[:, None, None] * ahead.abs()).to(s.dtype)
     seen = torch.ones_like(s, dtype=torch.bool)
+    if spec.has("block_mask"):
+        rows, keys = (at // size for at, size in zip((i, j), options.block_size, strict=True))
+        seen = seen & problem.block_part([row])[0][:, rows, keys]
     if "attn_mask" in x:
         if x["attn_mask"].dtype == torch.bool:
             seen = seen & x["attn_mask"]

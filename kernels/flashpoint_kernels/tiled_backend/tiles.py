@@ -32,6 +32,7 @@ from flashpoint_kernels.problem import Problem, parted
 from flashpoint_kernels.products import add_product, product
 from flashpoint_kernels.quantization import scaled
 from flashpoint_kernels.reproducible import aligned, can_be_cut, flushing, sharing, threads
+from flashpoint_kernels.tiled_backend import blocks
 
 INF = float("inf")
 
@@ -59,7 +60,10 @@ def forward(problems: Sequence[Problem]) -> None:
         problem.clear_outputs()
         for rows, x in _with_queries(problem):
             with threads(problem, rows[0]) as count, flushing(problem, count):
-                _forward(Tiles.of(problem, rows, x), x.get("o"), x.get("lse"))
+                if problem.spec.has("block_mask"):
+                    blocks.forward(problem, rows, x)
+                else:
+                    _forward(Tiles.of(problem, rows, x), x.get("o"), x.get("lse"))
 
 
 def backward(problems: Sequence[Problem]) -> None:
@@ -80,7 +84,10 @@ def backward(problems: Sequence[Problem]) -> None:
                 if "dattn_mask" in problem.outputs:
                     mask = shared.get("dattn_mask", problem.outputs["dattn_mask"])
                     own["dattn_mask"] = problem.mask_part(mask, rows)
-                _backward(Tiles.of(problem, rows, x), x, own)
+                if problem.spec.has("block_mask"):
+                    blocks.backward(problem, rows, x, own)
+                else:
+                    _backward(Tiles.of(problem, rows, x), x, own)
                 if "dattn_mask" in own:
                     problem.put_mask_part(mask, rows, own["dattn_mask"])
         for name, total in shared.items():
@@ -104,7 +111,9 @@ def _few_heads(problem: Problem) -> Iterator[Problem]:
 
 
 def _own_mask(problem: Problem) -> bool:
-    """Whether no two scores of a problem with a mask have one number of it."""
+    """Whether no two scores of a problem with a mask have one number of it, and each is computed."""
+    if problem.spec.has("block_mask"):
+        return False
     return problem.tensors["attn_mask"].numel() == math.prod(problem.spec.shape_of("attn_mask"))
 
 

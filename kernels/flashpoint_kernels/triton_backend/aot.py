@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
+from flashpoint_kernels.triton_backend.blocks import list_key_tiles, list_query_tiles
 from flashpoint_kernels.triton_backend.calls import compile_options
 from flashpoint_kernels.triton_backend.config import keys_kind, padded, tiles
 from flashpoint_kernels.triton_backend.configurations import SHARED_KIB, Tile
@@ -50,8 +51,17 @@ KERNELS = {
     "backward_q_hopper": attention_backward_q_hopper,
     "backward_mask": attention_backward_mask,
     "backward_sinks": attention_backward_sinks,
+    "list_key_tiles": list_key_tiles,
+    "list_query_tiles": list_query_tiles,
 }
-_POINTERS = {"table": "*i64", "floats": "*fp32", "items": "*i32", "part_o": "*fp32", "part_lse": "*fp32"}
+_POINTERS = {
+    "table": "*i64",
+    "floats": "*fp32",
+    "items": "*i32",
+    "lists": "*i32",
+    "part_o": "*fp32",
+    "part_lse": "*fp32",
+}
 MATRIX = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 MMA = re.compile(r"\b(HMMA|HGMMA|UTCHMMA)\b")  # as SASS has them
 _PRODUCTS = ("forward", "backward_kv", "backward_q")
@@ -95,18 +105,21 @@ def tile_of(variant: Variant) -> Tile:
     kernel, rows = kernel_of(variant)
     arch, dim = variant.arch, variant.head_dim
     paged, quantized = variant.paged, variant.keys is not None
-    config = tiles(arch, variant.dtype, dim, dim, variant.level, "hopper" in kernel, paged, quantized)
+    blocks = variant.kernel.endswith("_blocks") or kernel.startswith("list")
+    config = tiles(arch, variant.dtype, dim, dim, variant.level, "hopper" in kernel, paged, quantized, blocks)
     of_blocks = {"forward": config.forward_of, "backward_q": config.backward_q_of, "merge": config.merge_of}
     if kernel in of_blocks:
         return of_blocks[kernel](rows)
+    if kernel.startswith("list"):
+        return replace(config.forward if kernel == "list_key_tiles" else config.backward_kv, num_warps=1, num_stages=1)
     tiles_of = dict.fromkeys(("delta", "backward_mask", "backward_sinks"), "backward_q")
     tile: Tile = getattr(config, tiles_of.get(kernel, kernel.removesuffix("_hopper")))
     return tile
 
 
 def kernel_of(variant: Variant) -> tuple[str, int]:
-    """The key of KERNELS, and the rows of packed blocks: ("forward", 16) of "forward_packed16"."""
-    kernel, _, rows = variant.kernel.partition("_packed")
+    """The key of KERNELS, and the rows of packed blocks: ("forward", 16) of "forward_packed16_blocks"."""
+    kernel, _, rows = variant.kernel.removesuffix("_blocks").partition("_packed")
     return kernel, int(rows or 0)
 
 
@@ -121,7 +134,7 @@ def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
         TF32=precision == "tf32",
         ALIGNED=True, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim),
         EVEN=padded(dim) == dim, STAGES=tile.num_stages, PACKED=rows > 0,
-        PAGED=paged, KEYS=None if keys is None else keys_kind(arch, keys),
+        PAGED=paged, KEYS=None if keys is None else keys_kind(arch, keys), BLOCKS=variant.kernel.endswith("_blocks"),
     )  # fmt: skip
     names = function.arg_names
     signature = {name: "constexpr" if name == "C" else _POINTERS.get(name, "i32") for name in names}
@@ -153,7 +166,7 @@ def faults(report: Report) -> list[str]:
         found.append(f"{report.atomics} atomics")
     if half and report.level == 0 and report.head_dim <= 128 and report.spill_bytes:
         found.append(f"{report.spill_bytes} bytes spilled")
-    kernel = report.kernel.removesuffix("_hopper")
+    kernel = report.kernel.removesuffix("_hopper").removesuffix("_blocks")
     rows, columns = report.block_m, report.block_n
     if kernel == "backward_kv":  # it multiplies the transposed tile
         rows, columns = columns, rows

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend.blocks import key_tile, list_at, listed_stretches, query_tile, unskipped
 from flashpoint_kernels.triton_backend.bounds import query_range
 from flashpoint_kernels.triton_backend.groups import QueryBlock, Sequence
 from flashpoint_kernels.triton_backend.interpret import cast, dot
@@ -30,7 +31,8 @@ from flashpoint_kernels.triton_backend.tiles import (
     store,
 )
 
-# Columns of a work item: table row, first row of the block of queries or of keys.
+# Columns of a work item: table row, first row of the block of queries or of keys; with a block mask also the place of
+# its lists.
 ITEM = tl.constexpr(2)
 
 
@@ -91,12 +93,12 @@ def dropout_factor(queries, j0, seq, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["heads", "head_dim", "value_dim"])
-def attention_backward_kv(table, floats, items, heads, head_dim, value_dim, C: tl.constexpr):
+def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_dim, C: tl.constexpr):
     """dk and dv of a block of keys, summed over its queries and its group of query heads in a fixed order.
 
     Grid: items × `heads`, the largest number of key/value heads of the launch.
     """
-    item = items + (tl.program_id(0) // heads) * ITEM
+    item = items + (tl.program_id(0) // heads) * (ITEM + 1 if C.BLOCKS else ITEM)
     kv_head = tl.program_id(0) % heads
     row = tl.load(item).to(tl.int64)
     t = table + row * col.WIDTH
@@ -117,18 +119,27 @@ def attention_backward_kv(table, floats, items, heads, head_dim, value_dim, C: t
     dk = tl.full([C.BLOCK_N, C.BLOCK_D], 0.0, tl.float32)
     dv = tl.full([C.BLOCK_N, C.BLOCK_DV], 0.0, tl.float32)
 
-    j_last = tl.minimum(j0 + C.BLOCK_N, band.kv_len) - 1
-    lo, hi = query_range(j0, j_last, band.offset, band.left, band.right, band.q_len)
-    lo = lo // C.BLOCK_M * C.BLOCK_M
-    blocks = tl.where(j0 < band.kv_len, tl.maximum(tl.cdiv(hi - lo, C.BLOCK_M), 0), 0)
+    tiles, together, times = 0, 1, group
+    if C.BLOCKS:
+        together = tl.where(tl.load(t + col.BLOCKS + 1) == 0, 1, group)
+        times = group // together
+        tiles = list_at(lists, tl.load(item + ITEM), tl.cdiv(band.q_len, C.BLOCK_M) * together, kv_head, t)
+        lo, blocks = 0, tl.load(tiles + 1)
+        hi = blocks * C.BLOCK_M
+    else:
+        j_last = tl.minimum(j0 + C.BLOCK_N, band.kv_len) - 1
+        lo, hi = query_range(j0, j_last, band.offset, band.left, band.right, band.q_len)
+        lo = lo // C.BLOCK_M * C.BLOCK_M
+        blocks = tl.where(j0 < band.kv_len, tl.maximum(tl.cdiv(hi - lo, C.BLOCK_M), 0), 0)
     q_rows = rows_of(t, col.Q, kv_head * group, band.q_len, head_dim, C)
     do_rows = rows_of(t, col.DO, kv_head * group, band.q_len, value_dim, C)
     p_stats, stats_head = locate_vector(t, col.STATS)
     p_stats += kv_head * group * stats_head
     # One flat loop over the group's heads and their blocks of queries: a nest of loops, or a second body for tiles that
     # need no visibility test, costs more registers than there are.
-    nth, i0 = 0, lo
-    for _ in range(0, group * blocks):
+    time, at = 0, lo
+    for _ in range(0, times * blocks):
+        nth, i0, cut = query_tile(time, at, tiles, together, C)
         seq = Sequence(row=t, scalars=scalars, head=kv_head * group + nth, scale=first.scale, band=band)
         o_m = i0 + within
         b_q = load(next_head(q_rows, nth), o_m, C.BLOCK_D, False, C.EVEN)  # (M, D)
@@ -139,6 +150,7 @@ def attention_backward_kv(table, floats, items, heads, head_dim, value_dim, C: t
         lse, delta = load_stats(p_block, tl.multiple_of(stats_head // 2, 4), within)
         # Not tested: keys beyond the last, whose rows of dk and dv are dropped, and queries, whose lse makes P zero.
         seen = visible_to(o_n[:, None], i0, within[None, :], band, C)
+        seen = unskipped(seen, o_m[None, :], o_n[:, None], cut, seq, C)
         p = tl.where(seen, probabilities(s, lse[None, :]), 0.0)
         b_do = load(next_head(do_rows, nth), o_m, C.BLOCK_DV, False, C.EVEN)  # (M, Dv)
         dp = dot(b_v, tl.trans(b_do), tl.full([C.BLOCK_N, C.BLOCK_M], 0.0, tl.float32), C.TF32)  # (N, M)
@@ -150,9 +162,9 @@ def attention_backward_kv(table, floats, items, heads, head_dim, value_dim, C: t
             dv = dot(cast(p, C.DTYPE), b_do, dv, C.TF32)
         ds = softmax_gradient(p, dp, delta[None, :], slope, C)
         dk = dot(cast(ds, C.DTYPE), b_q, dk, C.TF32)
-        i0 += C.BLOCK_M
-        nth += tl.where(i0 >= hi, 1, 0)
-        i0 = tl.where(i0 >= hi, lo, i0)
+        at += C.BLOCK_M
+        time += tl.where(at >= hi, 1, 0)
+        at = tl.where(at >= hi, lo, at)
 
     kv_rows = tl.load(t + col.KV_ROWS)
     valid = o_n[:, None] < band.kv_len
@@ -165,11 +177,12 @@ def attention_backward_kv(table, floats, items, heads, head_dim, value_dim, C: t
 
 
 @triton.jit
-def gather_keys(dq, block, lo, hi, seq, k_rows, v_rows, FULL: tl.constexpr, C: tl.constexpr):
-    """Add to dq (M, D) of a QueryBlock what keys [lo, hi) give, a tile of BLOCK_N at a time."""
+def gather_keys(dq, block, lo, hi, tiles, seq, k_rows, v_rows, FULL: tl.constexpr, C: tl.constexpr):
+    """Add to dq (M, D) of a QueryBlock what keys [lo, hi) give, a tile of BLOCK_N at a time; see attend_keys."""
     o_m = block.queries
     within = tl.arange(0, C.BLOCK_N)
-    for j0 in range(lo, hi, C.BLOCK_N):
+    for at in range(lo, hi, C.BLOCK_N):
+        j0, cut = key_tile(at, tiles, C)
         o_n = j0 + within
         b_k = load(k_rows, o_n, C.BLOCK_D, FULL, C.EVEN)  # (N, D)
         b_v = load(v_rows, o_n, C.BLOCK_DV, FULL, C.EVEN)  # (N, Dv)
@@ -177,7 +190,8 @@ def gather_keys(dq, block, lo, hi, seq, k_rows, v_rows, FULL: tl.constexpr, C: t
         s, slope = modify(s, o_m[:, None], o_n[None, :], seq, C)
         p = probabilities(s, block.lse[:, None])
         if not FULL:
-            p = tl.where(visible(o_m[:, None], j0, within[None, :], seq.band, C), p, 0.0)
+            seen = visible(o_m[:, None], j0, within[None, :], seq.band, C)
+            p = tl.where(unskipped(seen, o_m[:, None], o_n[None, :], cut, seq, C), p, 0.0)
         dp = dot(block.do, tl.trans(b_v), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.TF32)  # (M, N)
         if C.LEVEL == 2:
             dp = dp * dropout_factor(o_m, j0, seq, C)
@@ -187,11 +201,11 @@ def gather_keys(dq, block, lo, hi, seq, k_rows, v_rows, FULL: tl.constexpr, C: t
 
 
 @triton.jit(do_not_specialize=["heads", "head_dim", "value_dim"])
-def attention_backward_q(table, floats, items, heads, head_dim, value_dim, C: tl.constexpr):
+def attention_backward_q(table, floats, items, lists, heads, head_dim, value_dim, C: tl.constexpr):
     """dq of a block of queries. Grid: items × `heads`, the largest count of the launch: of query heads, or packed, of
     key/value heads.
     """
-    item = items + (tl.program_id(0) // heads) * ITEM
+    item = items + (tl.program_id(0) // heads) * (ITEM + 1 if C.BLOCKS else ITEM)
     nth = tl.program_id(0) % heads
     row = tl.load(item).to(tl.int64)
     t = table + row * col.WIDTH
@@ -220,11 +234,16 @@ def attention_backward_q(table, floats, items, heads, head_dim, value_dim, C: tl
     block = QueryBlock(queries=o_m, q=b_q, do=b_do, lse=lse, delta=delta)
     dq = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32)
 
-    lo, full_lo, full_hi, hi = key_stretches(at.first, at.last, seq.band, 0, kv_len, C)
-    if C.LEVEL >= 1:
-        dq = gather_keys(dq, block, lo, full_lo, seq, k_rows, v_rows, False, C)
-    dq = gather_keys(dq, block, full_lo, full_hi, seq, k_rows, v_rows, True, C)
-    dq = gather_keys(dq, block, full_hi, hi, seq, k_rows, v_rows, False, C)
+    tiles = 0
+    if C.BLOCKS:
+        tiles = list_at(lists, tl.load(item + ITEM), tl.cdiv(kv_len, C.BLOCK_N), nth, t)
+        lo, full_lo, full_hi, hi = listed_stretches(tiles, C)
+    else:
+        lo, full_lo, full_hi, hi = key_stretches(at.first, at.last, seq.band, 0, kv_len, C)
+    if C.LEVEL >= 1 and not C.BLOCKS:
+        dq = gather_keys(dq, block, lo, full_lo, tiles, seq, k_rows, v_rows, False, C)
+    dq = gather_keys(dq, block, full_lo, full_hi, tiles, seq, k_rows, v_rows, True, C)
+    dq = gather_keys(dq, block, full_hi, hi, tiles, seq, k_rows, v_rows, False, C)
 
     dq = tl.where(o_m[:, None] < q_len, dq * seq.scale, 0.0)
     dq_rows = rows_of(t, col.DQ, seq.head, tl.load(t + col.Q_ROWS), head_dim, C)

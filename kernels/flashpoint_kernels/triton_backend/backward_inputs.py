@@ -9,6 +9,8 @@ import triton.language as tl
 
 from flashpoint_kernels.triton_backend import table as col
 from flashpoint_kernels.triton_backend.backward import dropout_factor, load_stats
+from flashpoint_kernels.triton_backend.blocks import tile_is_seen, unskipped
+from flashpoint_kernels.triton_backend.groups import QueryBlock
 from flashpoint_kernels.triton_backend.interpret import cast, dot
 from flashpoint_kernels.triton_backend.scores import LOG2E, modify, probabilities, visible
 from flashpoint_kernels.triton_backend.tiles import load, load_sequence, locate_vector, rows_of
@@ -16,6 +18,24 @@ from flashpoint_kernels.triton_backend.tiles import load, load_sequence, locate_
 # Columns of a work item: first table row and how many of them (the batch) to sum over, first head and how many heads,
 # queries [m_lo, m_hi) and keys [n_lo, n_hi): one tile of the mask, or all tiles of a dimension that is summed over.
 MASK_ITEM = tl.constexpr(8)
+
+
+@triton.jit
+def score_gradient(block, j0, seq, k_rows, v_rows, C: tl.constexpr):
+    """dS (M, N) of a QueryBlock and the tile of keys at j0, before softcap's slope: the mask is added behind it."""
+    zeros = tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
+    o_m, within = block.queries, tl.arange(0, C.BLOCK_N)
+    o_n = j0 + within
+    b_k = load(k_rows, o_n, C.BLOCK_D, False, C.EVEN)  # (N, D)
+    b_v = load(v_rows, o_n, C.BLOCK_DV, False, C.EVEN)  # (N, Dv)
+    s = dot(block.q, tl.trans(b_k), zeros, C.TF32)  # (M, N)
+    s, _ = modify(s, o_m[:, None], o_n[None, :], seq, C)
+    seen = visible(o_m[:, None], j0, within[None, :], seq.band, C)
+    seen = unskipped(seen, o_m[:, None], o_n[None, :], 1, seq, C)
+    p = tl.where(seen, probabilities(s, block.lse[:, None]), 0.0)
+    dp = dot(block.do, tl.trans(b_v), zeros, C.TF32)  # (M, N)
+    dp = dp * dropout_factor(o_m, j0, seq, C)
+    return p * (dp - block.delta[:, None])
 
 
 @triton.jit(do_not_specialize=["head_dim", "value_dim"])
@@ -26,8 +46,7 @@ def attention_backward_mask(table, floats, items, head_dim, value_dim, C: tl.con
     first_head, heads = tl.load(item + 2), tl.load(item + 3)
     m_lo, m_hi = tl.load(item + 4), tl.load(item + 5)
     n_lo, n_hi = tl.load(item + 6), tl.load(item + 7)
-    zeros = tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
-    total = zeros
+    total = tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
     for b in range(0, batch):
         t = table + (first + b) * col.WIDTH
         scalars = floats + (first + b) * col.SCALARS
@@ -46,17 +65,12 @@ def attention_backward_mask(table, floats, items, head_dim, value_dim, C: tl.con
                 b_q = load(q_rows, o_m, C.BLOCK_D, False, C.EVEN)  # (M, D)
                 b_do = load(do_rows, o_m, C.BLOCK_DV, False, C.EVEN)  # (M, Dv)
                 lse, delta = load_stats(p_stats + head * stats_head, stats_head // 2, o_m)
+                block = QueryBlock(queries=o_m, q=b_q, do=b_do, lse=lse, delta=delta)
                 for j0 in range(n_lo, tl.minimum(n_hi, kv_len), C.BLOCK_N):
-                    o_n = j0 + tl.arange(0, C.BLOCK_N)
-                    b_k = load(k_rows, o_n, C.BLOCK_D, False, C.EVEN)  # (N, D)
-                    b_v = load(v_rows, o_n, C.BLOCK_DV, False, C.EVEN)  # (N, Dv)
-                    s = dot(b_q, tl.trans(b_k), zeros, C.TF32)  # (M, N)
-                    s, _ = modify(s, o_m[:, None], o_n[None, :], seq, C)
-                    seen = visible(o_m[:, None], j0, tl.arange(0, C.BLOCK_N)[None, :], seq.band, C)
-                    p = tl.where(seen, probabilities(s, lse[:, None]), 0.0)
-                    dp = dot(b_do, tl.trans(b_v), zeros, C.TF32)  # (M, N)
-                    dp = dp * dropout_factor(o_m, j0, seq, C)
-                    total += p * (dp - delta[:, None])  # the mask is added to the transformed score: no slope
+                    if not C.BLOCKS:  # noqa: SIM114  # Triton compiles one branch alone
+                        total += score_gradient(block, j0, seq, k_rows, v_rows, C)
+                    elif tile_is_seen(i0, j0, seq, C):
+                        total += score_gradient(block, j0, seq, k_rows, v_rows, C)
     t = table + first * col.WIDTH
     base = tl.load(t + col.DMASK).to(tl.pointer_type(C.DMASK_DTYPE)) + first_head * tl.load(t + col.DMASK + 1)
     row_stride, column_stride = tl.load(t + col.DMASK + 2), tl.load(t + col.DMASK + 3)

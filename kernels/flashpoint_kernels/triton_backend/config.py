@@ -58,17 +58,18 @@ def table_of(chip: Chip) -> int:
 
 def tiles(
     arch: int, dtype: str, head_dim: int, value_dim: int, level: int,
-    hopper: bool = False, paged: bool = False, quantized: bool = False,
+    hopper: bool = False, paged: bool = False, quantized: bool = False, blocks: bool = False,
 ) -> Config:  # fmt: skip
     """The tiles of a problem in the table of sm_`arch`; `hopper`: with those of the path for Hopper.
 
     A head dimension that is no power of two tests the columns of what comes through pointers, and pages need an address
-    for each key: that takes the registers that level 1 has left. 8-bit keys are widened, which takes those that level 2
-    has. 8-bit keys in pages come in tiles of half the size, and so do all 8-bit keys in packed blocks.
+    for each key: that takes the registers that level 1 has left. A block mask is looked up in tiles that it cuts, and
+    8-bit keys are widened, which takes those that level 2 has. 8-bit keys in pages come in tiles of half the size, and
+    so do all 8-bit keys in packed blocks.
     """
     widest = max(padded(head_dim), padded(value_dim))
     even = padded(head_dim) == head_dim and padded(value_dim) == value_dim
-    level = max(level, 2 if quantized else 1 if paged or not even else 0)
+    level = max(level, 2 if quantized or blocks else 1 if paged or not even else 0)
     by_dim = TABLES[arch]["float32" if dtype == "float32" else f"level {level}"]
     config = by_dim[next(dim for dim in by_dim if widest <= dim)]
     changes: dict[str, Any] = dict(hopper_tiles(head_dim, value_dim)) if hopper else {}

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend.blocks import key_tile, list_at, listed_stretches, unskipped
 from flashpoint_kernels.triton_backend.groups import Softmax
 from flashpoint_kernels.triton_backend.interpret import cast, dot
 from flashpoint_kernels.triton_backend.scores import LN2, LOG2E, keep, modify, visible
@@ -29,7 +30,7 @@ from flashpoint_kernels.triton_backend.tiles import (
 )
 
 # Columns of a work item: table row, first row of the block (see tiles.block_at), keys [lo, hi) of its part, and the
-# part's scratch slot (-1: no split).
+# part's scratch slot (-1: no split); with a block mask also the place of its lists.
 ITEM = tl.constexpr(5)
 
 
@@ -54,14 +55,16 @@ def online_softmax(s, unit, m, denom):
 
 
 @triton.jit
-def attend_keys(softmax, b_q, o_m, lo, hi, seq, keys, values, FULL: tl.constexpr, C: tl.constexpr):
+def attend_keys(softmax, b_q, o_m, lo, hi, tiles, seq, keys, values, FULL: tl.constexpr, C: tl.constexpr):
     """The Softmax after keys [lo, hi), a tile of BLOCK_N at a time; lo is a multiple of BLOCK_N.
 
-    b_q (M, D) are the queries o_m (M,). FULL: every query may see every key.
+    b_q (M, D) are the queries o_m (M,). FULL: every query may see every key. With a block mask, lo and hi are places in
+    the list `tiles`.
     """
     m, denom, acc = softmax.m, softmax.denom, softmax.acc
     within = tl.arange(0, C.BLOCK_N)
-    for j0 in range(lo, hi, C.BLOCK_N):
+    for at in range(lo, hi, C.BLOCK_N):
+        j0, cut = key_tile(at, tiles, C)
         o_n = j0 + within
         places = places_of(o_n, seq, C)
         b_k = load_keys(keys, places, C.BLOCK_D, FULL, C)  # (N, D)
@@ -75,7 +78,8 @@ def attend_keys(softmax, b_q, o_m, lo, hi, seq, keys, values, FULL: tl.constexpr
             s, _ = modify(s, o_m[:, None], o_n[None, :], seq, C)
             unit = 1.0
         if not FULL:
-            s = tl.where(visible(o_m[:, None], j0, within[None, :], seq.band, C), s, float("-inf"))
+            seen = visible(o_m[:, None], j0, within[None, :], seq.band, C)
+            s = tl.where(unskipped(seen, o_m[:, None], o_n[None, :], cut, seq, C), s, float("-inf"))
         p, m, denom, shrink = online_softmax(s, unit, m, denom)
         acc *= shrink[:, None]
         if C.LEVEL == 2:
@@ -89,14 +93,15 @@ def attend_keys(softmax, b_q, o_m, lo, hi, seq, keys, values, FULL: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["heads", "head_dim", "value_dim"])
-def attention_forward(table, floats, items, part_o, part_lse, heads, head_dim, value_dim, C: tl.constexpr):
+def attention_forward(table, floats, items, lists, part_o, part_lse, heads, head_dim, value_dim, C: tl.constexpr):
     """o and lse of one work item and head. Grid: work items × `heads`, the largest count of the launch: of query heads,
     or packed, of key/value heads.
 
-    table (rows, WIDTH) int64, floats (rows, SCALARS) float32, items (n, ITEM) int32; part_o (slots, heads, BLOCK_M,
-    BLOCK_DV) and part_lse (slots, heads, BLOCK_M) float32 take the parts of problems that are split over keys.
+    table (rows, WIDTH) int64, floats (rows, SCALARS) float32, items (n, ITEM) int32; lists: see blocks.py; part_o
+    (slots, heads, BLOCK_M, BLOCK_DV) and part_lse (slots, heads, BLOCK_M) float32 take the parts of problems that are
+    split over keys.
     """
-    item = items + (tl.program_id(0) // heads) * ITEM
+    item = items + (tl.program_id(0) // heads) * (ITEM + 1 if C.BLOCKS else ITEM)
     nth = tl.program_id(0) % heads
     row = tl.load(item).to(tl.int64)
     t = table + row * col.WIDTH
@@ -126,11 +131,16 @@ def attention_forward(table, floats, items, part_o, part_lse, heads, head_dim, v
         denom = tl.where(has_sink & (o_m >= 0), 1.0, denom)
     softmax = Softmax(m=m, denom=denom, acc=tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32))
 
-    lo, full_lo, full_hi, hi = key_stretches(block.first, block.last, seq.band, part_lo, part_hi, C)
-    if C.LEVEL >= 1:
-        softmax = attend_keys(softmax, b_q, o_m, lo, full_lo, seq, keys, values, False, C)
-    softmax = attend_keys(softmax, b_q, o_m, full_lo, full_hi, seq, keys, values, True, C)
-    softmax = attend_keys(softmax, b_q, o_m, full_hi, hi, seq, keys, values, False, C)
+    tiles = 0
+    if C.BLOCKS:
+        tiles = list_at(lists, tl.load(item + ITEM), tl.cdiv(part_hi - part_lo, C.BLOCK_N), nth, t)
+        lo, full_lo, full_hi, hi = listed_stretches(tiles, C)
+    else:
+        lo, full_lo, full_hi, hi = key_stretches(block.first, block.last, seq.band, part_lo, part_hi, C)
+    if C.LEVEL >= 1 and not C.BLOCKS:
+        softmax = attend_keys(softmax, b_q, o_m, lo, full_lo, tiles, seq, keys, values, False, C)
+    softmax = attend_keys(softmax, b_q, o_m, full_lo, full_hi, tiles, seq, keys, values, True, C)
+    softmax = attend_keys(softmax, b_q, o_m, full_hi, hi, tiles, seq, keys, values, False, C)
 
     o, lse = normalised(softmax)
     if C.LEVEL == 2:

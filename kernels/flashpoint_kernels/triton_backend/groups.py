@@ -28,7 +28,8 @@ class Constants:
     has BLOCK_M queries and BLOCK_N keys; head dimensions are padded to BLOCK_D, and those of values to BLOCK_DV. EVEN:
     they need no padding. STAGES: tiles of a tensor that are in shared memory at a time. PACKED: the rows of a block are
     the queries of all heads that share a key/value head (see Block). PAGED: keys and values are pages. KEYS: how keys
-    and values that are 8-bit numbers are widened (see tiles.widened), None where they have DTYPE.
+    and values that are 8-bit numbers are widened (see tiles.widened), None where they have DTYPE. BLOCKS: there is a
+    block mask, and the tiles are those of a list (see blocks.py).
     """
 
     LEVEL: int | None = None
@@ -46,6 +47,7 @@ class Constants:
     PACKED: bool | None = None
     PAGED: bool | None = None
     KEYS: int | None = None
+    BLOCKS: bool | None = None
 
 
 class Band(NamedTuple):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashpoint_kernels.problem import Problem, launch_key, with_forwards
+from flashpoint_kernels.triton_backend import lists
 from flashpoint_kernels.triton_backend import table as columns
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
@@ -90,6 +91,7 @@ class Launch:
             EVEN=(block_d, block_dv) == (spec.head_dim, spec.value_dim),
             PAGED=spec.paged,
             KEYS=keys_of_device(spec, self.device),
+            BLOCKS=spec.has("block_mask"),
         )
 
     @cached_property
@@ -99,6 +101,10 @@ class Launch:
         if self.problems[0].spec.direction == "backward":
             self.stats = self.place_stats(ints)
         return self.upload.add(ints), self.upload.add(np.concatenate([t.floats for t in self.tables]))
+
+    def column(self, column: Any, after: int = 0) -> np.ndarray:
+        """Return a column of the joint table, or one so many after it."""
+        return np.concatenate([t.ints[:, column.value + after] for t in self.tables])
 
     @property
     def table(self) -> Tensor:
@@ -149,7 +155,7 @@ class Launch:
 
 
 _OF_HOPPER = ("LEVEL", "DTYPE", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
-_ALL = ("LEVEL", "DTYPE", "MASK_DTYPE", "TF32", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
+_ALL = ("LEVEL", "DTYPE", "MASK_DTYPE", "TF32", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN", "BLOCKS")
 _VALUES = ("DTYPE", "ALIGNED", "BLOCK_DV", "EVEN")
 
 
@@ -237,6 +243,8 @@ def _forward_blocks(launch: Launch, rows: int) -> Iterator[Call]:
     tile = launch.config.forward_of(rows)
     items, merges, slots = forward_list(launch.shapes, Cut(launch.config, rows))
     heads, block_dv = launch.kv_heads if rows else launch.heads, padded(launch.dims[1])
+    make = partial(lists.of_queries, launch, items, tile, rows > 0, items[:, 2:4])
+    items, listed = yield from _listed(launch, items, make)
 
     @cache
     def parts() -> tuple[Tensor, Tensor]:
@@ -245,7 +253,7 @@ def _forward_blocks(launch: Launch, rows: int) -> Iterator[Call]:
 
     yield launch.call(
         attention_forward, items, heads, tile,
-        lambda items: (launch.table, launch.floats, items, *parts(), heads, *launch.dims),
+        lambda items: (launch.table, launch.floats, items, listed(), *parts(), heads, *launch.dims),
         *_ALL, "PAGED", "KEYS", BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PACKED=rows > 0,
     )  # fmt: skip
     yield launch.call(
@@ -253,6 +261,17 @@ def _forward_blocks(launch: Launch, rows: int) -> Iterator[Call]:
         lambda merges: (launch.table, merges, *parts(), heads, launch.dims[1]),
         *_VALUES, BLOCK_M=tile.block_m, PACKED=rows > 0,
     )  # fmt: skip
+
+
+def _listed(
+    launch: Launch, items: np.ndarray, make: Callable[[], lists.Lists]
+) -> Generator[Call, None, tuple[np.ndarray, Callable[[], Tensor | None]]]:
+    """Yield the call that makes the lists of a launch with block masks; return the items, and where the lists are."""
+    if not launch.shared.BLOCKS:
+        return items, lambda: None
+    made = make()
+    yield made.call
+    return made.items, made.memory
 
 
 def _calls_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -> Iterator[Call]:
@@ -301,10 +320,13 @@ def _backward_of(launch: Launch) -> Iterator[Call]:
     )  # fmt: skip
     of_hopper = hopper_tiles(*launch.dims) if launch.hopper else {}
 
-    def products(kernel: Any, items: np.ndarray, heads: int, tile: Tile, **constants: Any) -> Call:
-        return launch.call(
+    def products(
+        kernel: Any, items: np.ndarray, heads: int, tile: Tile, make: Callable[[], lists.Lists], **constants: Any
+    ) -> Iterator[Call]:
+        items, listed = yield from _listed(launch, items, make)
+        yield launch.call(
             kernel, items, heads, tile,
-            lambda items: (launch.table, launch.floats, items, heads, *launch.dims),
+            lambda items: (launch.table, launch.floats, items, listed(), heads, *launch.dims),
             *_ALL, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **constants,
         )  # fmt: skip
 
@@ -313,14 +335,16 @@ def _backward_of(launch: Launch) -> Iterator[Call]:
     if "backward_kv" in of_hopper:
         yield from _calls_hopper(launch, "backward_kv", items, launch.kv_heads)
     else:
-        yield products(attention_backward_kv, items, launch.kv_heads, tile)
+        make = partial(lists.of_keys, launch, items, tile)
+        yield from products(attention_backward_kv, items, launch.kv_heads, tile, make)
     for rows in (0, *launch.config.packed_rows):
         items = _asked(launch, work_list(launch.shapes, gradient_parts, Cut(launch.config, rows)), "dq")
         if "backward_q" in of_hopper and not rows:
             yield from _calls_hopper(launch, "backward_q", items, launch.heads)
         else:
-            heads = launch.kv_heads if rows else launch.heads
-            yield products(attention_backward_q, items, heads, launch.config.backward_q_of(rows), PACKED=rows > 0)
+            heads, tile = launch.kv_heads if rows else launch.heads, launch.config.backward_q_of(rows)
+            make = partial(lists.of_queries, launch, items, tile, rows > 0)
+            yield from products(attention_backward_q, items, heads, tile, make, PACKED=rows > 0)
 
 
 def _backward_masks(launch: Launch) -> Iterator[Call]:
@@ -389,7 +413,9 @@ def _launches(
 def _goes_hopper(problem: Problem, table: Table) -> bool:
     """Whether a problem takes the path for Hopper: what it is by itself decides, never what it is launched with."""
     spec = problem.spec
-    if spec.level > 0 or spec.dtype == "float32" or not table.describable or not takes_hopper(problem.device):
+    if spec.level > 0 or spec.dtype == "float32" or spec.has("block_mask"):
+        return False
+    if not table.describable or not takes_hopper(problem.device):
         return False
     config = _config(problem, hopper=True)
     parts = [forward_parts(shape, Cut(config, 0)).items[:, 3] for shape in _shapes(table)]
@@ -399,7 +425,8 @@ def _goes_hopper(problem: Problem, table: Table) -> bool:
 def _config(problem: Problem, hopper: bool) -> Config:
     spec = problem.spec
     dims = spec.head_dim, spec.value_dim
-    return config_for(problem.device, spec.dtype, *dims, spec.level, hopper, spec.paged, spec.quantized)
+    kinds = hopper, spec.paged, spec.quantized, spec.has("block_mask")
+    return config_for(problem.device, spec.dtype, *dims, spec.level, *kinds)
 
 
 def _shapes(table: Table) -> list[Shape]:

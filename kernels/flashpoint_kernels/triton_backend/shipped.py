@@ -21,7 +21,7 @@ _PRODUCTS = ("forward", "backward_kv", "backward_q")
 class Variant(NamedTuple):
     """A kernel as it is compiled: Dv = D, aligned tensors. `mask`: the dtype of `attn_mask`; level 2 alone has one.
 
-    `keys`: the dtype of 8-bit keys and values.
+    `keys`: the dtype of 8-bit keys and values. A kernel whose name ends in "_blocks" has a block mask.
     """
 
     kernel: str
@@ -82,6 +82,10 @@ def representative() -> list[Variant]:
         found.append(Variant("forward_packed16", arch, "bfloat16", 128, paged=True, keys="float8_e4m3fn"))
         for dim, kernel in product(dims, _PRODUCTS):
             found.append(Variant(kernel, arch, "bfloat16", dim))
+        of_blocks = ("forward_blocks", "forward_packed16_blocks", "backward_kv_blocks", "backward_q_blocks")
+        found += [
+            Variant(kernel, arch, "bfloat16", 128) for kernel in (*of_blocks, "list_key_tiles", "list_query_tiles")
+        ]
     found += [Variant(f"{k}_hopper", 90, "bfloat16", dim) for dim in (64, 128) for k in hopper_tiles(dim, dim)]
     for kernel in ("forward", "backward_kv", "backward_q", "backward_mask"):
         found.append(Variant(kernel, 90, "float16", 96, 2, "float32"))

@@ -31,7 +31,9 @@ INDEX, SEED, DROP_BELOW = (tl.constexpr(n) for n in range(53, 56))  # dropout: s
 PAGES, PAGE_SIZE, POOL = (tl.constexpr(n) for n in range(56, 59))  # address of the sequence's page numbers, int32
 K_PAGE, V_PAGE = tl.constexpr(59), tl.constexpr(60)  # strides of a page
 K_SCALE, V_SCALE = tl.constexpr(61), tl.constexpr(65)  # float32: address; strides of a head, a row, a page
-WIDTH = tl.constexpr(69)
+BLOCKS = tl.constexpr(69)  # address of the block mask; strides of a head, a row, a column
+BLOCK_SIZE = tl.constexpr(73)  # queries, keys of a block
+WIDTH = tl.constexpr(75)
 
 # float32 columns
 SCALE, SOFTCAP, KEEP_SCALE = (tl.constexpr(n) for n in range(3))
@@ -41,6 +43,7 @@ _TENSORS = {"q": Q, "k": K, "v": V, "o": O, "do": DO, "dq": DQ, "dk": DK, "dv": 
 _ROW_VECTORS = {"lse": LSE, "dlse": DLSE}
 _KEY_TENSORS = ("k", "v", "dk", "dv")
 _VECTORS = {"alibi_slopes": ALIBI, "sinks": SINKS, "dsinks": DSINKS}
+_MASKS = {"attn_mask": MASK, "dattn_mask": DMASK, "block_mask": BLOCKS}
 _SCALES = {"k_scale": K_SCALE, "v_scale": V_SCALE}
 _PAGE_STRIDES = {"k": K_PAGE, "v": V_PAGE}
 _VECTOR_BYTES = 16  # of the widest load
@@ -66,7 +69,7 @@ class Table:
         spec = problem.spec
         n = len(problem.rows)
         table = cls(np.zeros((n, WIDTH.value), np.int64), np.zeros((n, SCALARS.value), np.float32))
-        for name in (*_TENSORS, *_ROW_VECTORS, "attn_mask", "dattn_mask", *_VECTORS, *_SCALES):
+        for name in (*_TENSORS, *_ROW_VECTORS, *_MASKS, *_VECTORS, *_SCALES):
             if name in extra:
                 table._place(name, extra[name], problem)
             elif name == "attn_mask" and name in problem.tensors and problem.tensors[name].dtype == torch.float64:
@@ -86,6 +89,7 @@ class Table:
             ("index", INDEX),
         ):
             ints[:, column.value] = [getattr(row, at) for row in problem.rows]
+        ints[:, BLOCK_SIZE.value], ints[:, BLOCK_SIZE.value + 1] = spec.options.block_size
         ints[:, OFFSET.value] = [spec.offset(row.q_len, row.kv_len) for row in problem.rows]
         ints[:, LEFT.value], ints[:, RIGHT.value] = left, right
         ints[:, HEADS.value], ints[:, GROUP.value] = spec.q_heads, spec.q_heads // spec.kv_heads
@@ -131,10 +135,9 @@ class Table:
             t = t if t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
             step = t.stride(0) if t.ndim == 2 else 0
             self.ints[:, _VECTORS[name].value] = [t.data_ptr() + 4 * step * row.index for row in rows]
-        elif name in ("attn_mask", "dattn_mask"):
-            column = MASK if name == "attn_mask" else DMASK
+        elif name in _MASKS:
             address = [t.data_ptr() + t.element_size() * t.stride(0) * row.batch for row in rows]
-            self._write(column.value, address, *t.stride()[1:])
+            self._write(_MASKS[name].value, address, *t.stride()[1:])
         elif name in _ROW_VECTORS:
             t = t.float()
             t = t if t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()

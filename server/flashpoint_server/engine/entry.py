@@ -115,8 +115,8 @@ class PlannedProblem:
         if self.recalls:
             return True
         spec = self.spec
-        bool_mask = spec.has("attn_mask") and spec.tensors["attn_mask"].dtype == "bool"
-        return bool_mask or bool(spec.options.dropout_p) or any(spec.has(name) for name in (*INDEX_TENSORS, *SCALES))
+        copied = any(info.dtype == "bool" for info in spec.tensors.values())
+        return copied or bool(spec.options.dropout_p) or any(spec.has(name) for name in (*INDEX_TENSORS, *SCALES))
 
 
 class Pinning(Protocol):

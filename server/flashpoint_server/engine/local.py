@@ -254,7 +254,8 @@ def draw(request: VerifyRequest, device: str) -> dict[str, Tensor]:
     """The tensors of a request by their names, `do` among them where gradients are judged; the same on every device.
 
     q, k, v, do, a float mask and sinks are standard normal; slopes are ALiBi's own (Press et al. 2022), a boolean mask
-    lets three keys in four be seen, lengths are any from 1 to the whole. Raises InvalidInputError for two masks.
+    lets three keys in four be seen and a block mask half of the blocks, lengths are any from 1 to the whole. Raises
+    InvalidInputError for two masks.
     """
     shape, extras = request.shape, request.extras
     if {"bool_mask", "float_mask"} <= set(extras):
@@ -287,6 +288,10 @@ def draw(request: VerifyRequest, device: str) -> dict[str, Tensor]:
     if "bool_mask" in extras:
         seen = torch.rand(shape.batch, 1, shape.q_len, shape.kv_len, generator=generator) < 0.75
         tensors["attn_mask"] = seen.to(device)
+    if "block_mask" in extras:
+        blocks = (-(-n // size) for n, size in zip((shape.q_len, shape.kv_len), request.block_size, strict=True))
+        seen = torch.rand(shape.batch, shape.q_heads, *blocks, generator=generator) < 0.5
+        tensors["block_mask"] = seen.to(device)
     if "alibi_slopes" in extras:
         heads = torch.arange(1, shape.q_heads + 1)
         tensors["alibi_slopes"] = torch.exp2(-8.0 * heads / shape.q_heads).to(device)

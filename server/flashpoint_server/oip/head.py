@@ -34,7 +34,11 @@ from flashpoint_server.oip.datatypes import DTYPE_OF, numpy_dtype
 from flashpoint_server.refusal import invalid
 
 # A parameter holds one value: a pair of integers has a parameter for each, by these names.
-SIDES = {name: (f"{name}_left", f"{name}_right") for name, option in OPTIONS.items() if isinstance(option.kind, Pair)}
+SIDES = {
+    name: tuple(f"{name}_{side}" for side in option.kind.sides)
+    for name, option in OPTIONS.items()
+    if isinstance(option.kind, Pair)
+}
 PRIORITY_LEVELS = 10  # 1 is the highest, as in Triton; ours are 9 to 0
 _KEYS = {"id", "model_name", "model_version", "parameters", "inputs", "outputs"}
 SHARED = {"shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"}

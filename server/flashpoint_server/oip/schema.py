@@ -9,7 +9,7 @@ from flashpoint.options import AttentionOptions
 from flashpoint_contract import wire
 from flashpoint_server.formats.safetensors import OCTETS
 from flashpoint_server.oip.datatypes import DATATYPE_OF
-from flashpoint_server.oip.head import PRIORITY_LEVELS
+from flashpoint_server.oip.head import PRIORITY_LEVELS, SIDES
 from flashpoint_server.oip.models import MODELS, Model, datatypes
 from flashpoint_server.refusal import STATUS
 from flashpoint_server.routes.problem_schema import problems
@@ -105,8 +105,9 @@ def _request(model: Model) -> dict[str, Any]:
 
 def _parameters() -> dict[str, Any]:
     options = AttentionOptions.model_json_schema()["properties"]
-    side = {"type": "integer", "minimum": -1, "maximum": 1 << 30}
-    del options["window"]
+    sides: dict[str, Any] = {}
+    for name, names in SIDES.items():
+        sides |= zip(names, options.pop(name)["prefixItems"], strict=True)
     nullable = [name for name, option in options.items() if {"type": "null"} in option.get("anyOf", [])]
     for name in nullable:  # a parameter is left out instead
         (given,) = (kind for kind in options[name]["anyOf"] if kind != {"type": "null"})
@@ -114,8 +115,7 @@ def _parameters() -> dict[str, Any]:
     return {
         **options,
         "grads": {"type": "string", "description": "names with commas between them", "enum": ["dq,dk,dv", "dv"]},
-        "window_left": side,
-        "window_right": side,
+        **sides,
         "binary_data_output": {"type": "boolean"},
         "timeout": {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1, "description": "microseconds; 0: none"},
         "priority": {"type": "integer", "minimum": 0, "maximum": PRIORITY_LEVELS, "description": "1: first; 0: last"},

@@ -146,7 +146,7 @@ def _for_single_queries(spec: Spec) -> tuple[Options, int]:
     """
     options = spec.options
     one = not spec.ragged and spec.q_len == 1 and options.causal_alignment == "bottom_right"
-    if not one or options.dropout_p or "attn_mask" in spec.tensors:
+    if not one or options.dropout_p or spec.has("attn_mask") or spec.has("block_mask"):
         return options, -1
     return replace(options, window=(-1, -1), causal=False), options.window[0]
 

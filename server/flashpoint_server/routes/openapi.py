@@ -151,7 +151,9 @@ def _tensors(names: tuple[str, ...]) -> dict[str, Any]:
     for name in names:
         row = TENSORS[name]
         kinds = ["JsonIntegers"] if row.is_index else ["JsonTensor"]
-        if "bool" in row.dtypes:
+        if row.dtypes == ("bool",):
+            kinds = ["JsonBooleans"]
+        elif "bool" in row.dtypes:
             kinds.append("JsonBooleans")
         references = [{"$ref": f"#/components/schemas/{kind}"} for kind in kinds]
         one: dict[str, Any] = references[0] if len(references) == 1 else {"anyOf": references}

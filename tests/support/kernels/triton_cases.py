@@ -19,6 +19,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "softcap": (0.0, 3.0),
     "alibi": (False, True),
     "mask": (None, "bool", "full", "keys", "heads"),
+    "blocks": (None, "own", "shared"),
     "sinks": (False, True),
     "dropout": (False, True),
     "lengths": (False, True),
@@ -27,6 +28,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dims": ((16, 16), (24, 40), (64, 64)),
 }
 PLAIN: dict[str, Any] = {name: levels[0] for name, levels in FACTORS.items()}
+BLOCK_SIZE = (16, 48)  # which the interpreter's tiles cut, and are cut by
 BANDS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -36,8 +38,8 @@ BANDS: dict[str, dict[str, Any]] = {
 
 
 def possible(case: dict[str, Any]) -> bool:
-    """The ragged layout takes neither masks nor lengths."""
-    return case["layout"] != "thd" or (case["mask"] is None and not case["lengths"])
+    """The ragged layout takes neither masks, nor blocks of them, nor lengths."""
+    return case["layout"] != "thd" or (case["mask"] is None and case["blocks"] is None and not case["lengths"])
 
 
 def pairs() -> list[dict[str, Any]]:
@@ -105,6 +107,10 @@ def tensors_of(
     if case["lengths"]:
         tensors["q_lengths"] = torch.tensor([q_len, q_len // 2])
         tensors["kv_lengths"] = torch.tensor([kv_len // 3, kv_len])
+    if case["blocks"]:
+        blocks = (-(-n // size) for n, size in zip((q_len, kv_len), BLOCK_SIZE, strict=True))
+        shape = (batch, heads, *blocks) if case["blocks"] == "own" else (1, 1, *blocks)
+        tensors["block_mask"] = (torch.rand(shape, generator=g) < 0.6).to(DEVICE)
     return tensors
 
 
@@ -114,8 +120,8 @@ def options_of(case: dict[str, Any], **more: Any) -> Options:
     grads += ["dsinks"] if case["sinks"] else []
     dropout = {"dropout_p": 0.3, "dropout_seed": 5} if case["dropout"] else {}
     return Options(
-        layout=case["layout"], softcap=case["softcap"], grads=tuple(grads), backend="triton", **BANDS[case["band"]],
-        **dropout, **more,
+        layout=case["layout"], softcap=case["softcap"], grads=tuple(grads), backend="triton",
+        block_size=BLOCK_SIZE if case["blocks"] else (128, 128), **BANDS[case["band"]], **dropout, **more,
     )  # fmt: skip
 
 

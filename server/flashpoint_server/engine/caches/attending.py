@@ -29,6 +29,7 @@ from flashpoint_server.ipc.messages import Held
 from flashpoint_server.refusal import invalid
 
 # Features that the operator over chunks lacks: chunks are copied into pages, and the backend computes over these.
+_MASKS = frozenset({"attn_mask", "block_mask"})  # which count positions from a cache's first token
 _NEEDS_PAGES = frozenset({"bool_mask", "float_mask", "window", "alibi_slopes", "sinks"})
 
 
@@ -115,7 +116,7 @@ class HeldCall(NamedTuple):
         return caches
 
     def _first_seen(self, queries: int, length: int) -> int:
-        """As `lowest`, of a cache that is about to be written. Raises Refusal 422 where the mask is too short."""
+        """As `lowest`, of a cache that is about to be written. Raises Refusal 422 where a mask is too short."""
         self._check_mask(length)
         return self.lowest(queries, length)
 
@@ -123,6 +124,10 @@ class HeldCall(NamedTuple):
         mask = self.of.tensors.get("attn_mask")
         if mask is not None and mask.ndim and 1 < mask.shape[-1] < length:
             raise invalid([("attn_mask", f"has {mask.shape[-1]} columns where a cache has {length} tokens")])
+        blocks, size = self.of.tensors.get("block_mask"), self.of.spec.options.block_size[1]
+        if blocks is not None and blocks.shape[-1] * size < length:
+            said = f"has {blocks.shape[-1]} blocks of {size} keys where a cache has {length} tokens"
+            raise invalid([("block_mask", said)])
 
     def parts(self, caches: Sequence[StoredCache], backend: str, cores: int) -> Sequence[Problem | CachedPart]:
         """Return what so many `cores` of the CPU may compute side by side, once tokens are written."""
@@ -152,7 +157,7 @@ class HeldCall(NamedTuple):
         """Return the problem with the caches' keys as pages. Raises Refusal 422."""
         spec, q = self.of.spec, self.of.tensors["q"]
         tracks = [cache.tracks[self.held.layer] for cache in caches]
-        from_start = "attn_mask" in self.of.tensors or spec.options.dropout_p
+        from_start = not self.of.tensors.keys().isdisjoint(_MASKS) or spec.options.dropout_p
         whole = from_start or spec.options.causal_alignment != "bottom_right"
         starts = [
             0 if whole else self.lowest(row.q_len, track.length)
@@ -179,6 +184,10 @@ class HeldCall(NamedTuple):
         }  # fmt: skip
         if "attn_mask" in given:
             given["attn_mask"] = _columns(given["attn_mask"], table.shape[1] * page)
+        if "block_mask" in given:
+            given["block_mask"] = _of_width(
+                given["block_mask"], -(-table.shape[1] * page // spec.options.block_size[1])
+            )
         options = spec.options if spec.rank == 4 or spec.ragged else replace(spec.options, layout="bhsd")
         outputs = {name: self._heads(t, name != "lse") for name, t in self.of.outputs.items()}
         try:
@@ -190,8 +199,8 @@ class HeldCall(NamedTuple):
         """Return the call's tensors but k and v, those of one head with its dimension."""
         given = {name: t for name, t in self.of.tensors.items() if name not in ("k", "v")}
         given["q"] = self._heads(given["q"], True)
-        if "attn_mask" in given and self.of.spec.rank == 3 and given["attn_mask"].ndim == 3:
-            given["attn_mask"] = given["attn_mask"][:, None]
+        for name in given.keys() & _MASKS if self.of.spec.rank == 3 else ():
+            given[name] = given[name][:, None] if given[name].ndim == 3 else given[name]
         return given
 
     def _heads(self, t: Tensor, columns: bool) -> Tensor:
@@ -225,6 +234,9 @@ def _gather(track: Track, start: int, k: Tensor, v: Tensor) -> None:
 
 def _columns(mask: Tensor, count: int) -> Tensor:
     """Return a mask with so many columns, where it has more than one: those beyond are not looked at."""
-    if not mask.ndim or mask.shape[-1] in (1, count):
-        return mask
-    return mask[..., :count] if mask.shape[-1] > count else pad(mask, (0, count - mask.shape[-1]))
+    return _of_width(mask, count) if mask.ndim and mask.shape[-1] != 1 else mask
+
+
+def _of_width(mask: Tensor, count: int) -> Tensor:
+    """Return a mask with so many columns."""
+    return mask[..., :count] if mask.shape[-1] >= count else pad(mask, (0, count - mask.shape[-1]))

@@ -1,0 +1,109 @@
+"""Which cells of a score matrix a block mask leaves, and in which order they are computed.
+
+A cell has about 128 × 128 scores, whatever the size of a block: a smaller one takes an operator as long, and a larger
+one could be skipped in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashpoint_contract.spec import Row, Spec
+from flashpoint_kernels import bounds
+
+_LEAST = 128  # queries, or keys, of a cell; fewer than twice that
+Flags = NDArray[np.bool_]
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """The cells of a sequence, each of `size` queries and keys: (heads or 1, cells of queries, cells of keys).
+
+    `some`: whether a score of it is left by the block mask and the band. `cut`: whether the block mask removes some.
+    `edge`, of all heads: whether the band does, or a key of it is beyond the last.
+    """
+
+    size: tuple[int, int]
+    some: Flags
+    cut: Flags
+    edge: Flags
+
+    @classmethod
+    def of(cls, mask: Flags, spec: Spec, row: Row) -> Cells:
+        """`mask` has the blocks of the sequence, (heads or 1, blocks of queries, blocks of keys)."""
+        size = _cell(spec.options.block_size[0]), _cell(spec.options.block_size[1])
+        counts = np.cumsum(np.cumsum(np.pad(mask, ((0, 0), (1, 0), (1, 0))), 1, np.int64), 2)
+        (r0, r1), (c0, c1) = (
+            _blocks(length, cell, block)
+            for length, cell, block in zip((row.q_len, row.kv_len), size, spec.options.block_size, strict=True)
+        )
+        rows = counts[:, r1] - counts[:, r0]
+        left = rows[:, :, c1] - rows[:, :, c0]
+        some, cut = left > 0, left < (r1 - r0)[:, None] * (c1 - c0)
+        seen, whole = _band(spec, row, size)
+        return cls(size, some & seen, cut, ~whole)
+
+
+class Group(NamedTuple):
+    """Strips that go side by side, by their numbers, and the waves of their cells, by the numbers of what they meet.
+
+    Wave w has the w-th cell of each strip that has more than w: those are the first, for strips with more come first.
+    """
+
+    strips: Numbers
+    waves: list[Numbers]
+
+
+def groups(seen: Flags, each: int, together: int) -> Iterator[Group]:
+    """Yield the strips of `seen` (heads, strips, columns) that have a cell: at most so many of each of so many heads.
+
+    Strips are numbered from head to head, and so are columns. Where a head's strips go, and in which order they and
+    their cells come, does not depend on other heads.
+    """
+    heads, strips, columns = seen.shape
+    for head, start in product(range(0, heads, together), range(0, strips, each)):
+        part = seen[head : head + together, start : start + each]
+        counts = part.sum(2).reshape(-1)
+        order = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]
+        if not len(order):
+            continue
+        counts, (of_head, strip) = counts[order], np.divmod(order, part.shape[1])
+        of_head += head
+        _, cells = part.reshape(-1, columns)[order].nonzero()
+        first = np.cumsum(counts) - counts
+        waves = []
+        for wave in range(counts[0]):
+            active = int(np.searchsorted(-counts, -wave))
+            waves.append(cells[first[:active] + wave] + of_head[:active] * columns)
+        yield Group(of_head * strips + start + strip, waves)
+
+
+def _cell(block: int) -> int:
+    """Queries or keys of a cell: several blocks, a part of a block, or else 128, which blocks then cut."""
+    if block < _LEAST:
+        return block * -(-_LEAST // block)
+    return next((n for n in range(_LEAST, 2 * _LEAST, 16) if block % n == 0), _LEAST)
+
+
+def _blocks(length: int, cell: int, block: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The first block of each cell, and the one behind its last."""
+    first = np.arange(0, length, cell)
+    return first // block, (np.minimum(first + cell, length) - 1) // block + 1
+
+
+def _band(spec: Spec, row: Row, size: tuple[int, int]) -> tuple[Flags, Flags]:
+    """(cells of queries, cells of keys): whether the band leaves some of a cell, and whether all."""
+    offset, (left, right) = spec.offset(row.q_len, row.kv_len), spec.window
+    i, j = np.arange(0, row.q_len, size[0]), np.arange(0, row.kv_len, size[1])
+    ends = [(i0, min(i0 + size[0], row.q_len) - 1) for i0 in i.tolist()]
+    lo, hi = np.array([bounds.key_range(*each, offset, left, right, row.kv_len) for each in ends]).T[..., None]
+    seen = (j + size[1] > lo) & (j < hi) & (lo < hi)
+    lo, hi = np.array([bounds.full_key_range(*each, offset, left, right, row.kv_len) for each in ends]).T[..., None]
+    return seen, (j >= lo) & (j + size[1] <= hi)

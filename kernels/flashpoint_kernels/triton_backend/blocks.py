@@ -1,0 +1,180 @@
+"""Block masks: for each work item and head a list of the tiles that are left, and the test of a tile that is cut.
+
+A kernel of its own makes the lists before the kernels that go through them: on the device, so that the mask is not
+waited for, and may change under a CUDA graph. A list is int32: how many of its tiles need no test of any score, how
+many there are, and their words, those first. A word is twice the tile's number, and 1 more where the mask cuts it.
+Where heads share a block mask they share the lists, too.
+"""
+
+import triton
+import triton.language as tl
+
+from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend.bounds import query_range
+from flashpoint_kernels.triton_backend.tiles import block_at, key_stretches, load_sequence
+
+# Columns of a work item: table row, first row of the block, first and last key of its part (of a block of keys: 0 and
+# the last query), and the place of its lists in units of UNIT.
+ITEM = tl.constexpr(5)
+HEADER = tl.constexpr(2)
+UNIT = tl.constexpr(16)
+_CHUNK = tl.constexpr(64)  # tiles that are looked at together
+
+
+@triton.jit
+def list_at(lists, place, count, nth, t):
+    """The pointer to a list of at most `count` tiles, of the nth head of a grid of heads."""
+    nth = tl.where(tl.load(t + col.BLOCKS + 1) == 0, 0, nth)
+    return lists + (place + nth * tl.cdiv(count + HEADER, UNIT)).to(tl.int64) * UNIT
+
+
+@triton.jit
+def listed_stretches(tiles, C: tl.constexpr):
+    """`tiles.key_stretches` of a list: places in it, times BLOCK_N."""
+    full_hi, hi = tl.load(tiles) * C.BLOCK_N, tl.load(tiles + 1) * C.BLOCK_N
+    return 0, 0, full_hi, hi
+
+
+@triton.jit
+def key_tile(at, tiles, C: tl.constexpr):
+    """(first key, whether the block mask cuts it) of the tile that a loop over stretches is at."""
+    j0, cut = at, 0
+    if C.BLOCKS:
+        word = tl.load(tiles + HEADER + at // C.BLOCK_N)
+        j0, cut = (word >> 1) * C.BLOCK_N, word & 1
+    return j0, cut
+
+
+@triton.jit
+def query_tile(nth, at, tiles, heads, C: tl.constexpr):
+    """(which head of the group, first query, whether it is cut) of the tile that a loop over heads and queries is at.
+
+    `heads`: of the group, whose tiles are in one list, 1 where all heads have the same tiles.
+    """
+    i0, cut = at, 0
+    if C.BLOCKS:
+        word = tl.load(tiles + HEADER + at // C.BLOCK_M)
+        nth += (word >> 1) % heads
+        i0, cut = (word >> 1) // heads * C.BLOCK_M, word & 1
+    return nth, i0, cut
+
+
+@triton.jit
+def unskipped(seen, i, j, cut, seq, C: tl.constexpr):
+    """What of `seen` the block mask leaves, in a tile of queries i and keys j that it may cut."""
+    if C.BLOCKS:
+        if cut != 0:
+            t, band = seq.row, seq.band
+            rows = i // tl.load(t + col.BLOCK_SIZE).to(tl.int32) * tl.load(t + col.BLOCKS + 2)
+            columns = j // tl.load(t + col.BLOCK_SIZE + 1).to(tl.int32) * tl.load(t + col.BLOCKS + 3)
+            p = tl.load(t + col.BLOCKS).to(tl.pointer_type(tl.int8)) + (seq.head * tl.load(t + col.BLOCKS + 1) + rows)
+            valid = (i < band.q_len) & (j < band.kv_len)
+            seen = seen & (tl.load(p + columns, mask=valid, other=0) != 0)
+    return seen
+
+
+@triton.jit
+def _seen_of(t, head, heads, r0, r1, c0, c1, steps_r, steps_c, wanted):
+    """(some, every) as 0 or 1: whether of blocks r0 … r1 × c0 … c1, of so many heads from `head` on, some or all are
+    true. The four are scalars or (_CHUNK,); `steps_*` are how many there are at most, `wanted` where there is a tile.
+    """
+    p = tl.load(t + col.BLOCKS).to(tl.pointer_type(tl.int8))
+    stride, row, column = tl.load(t + col.BLOCKS + 1), tl.load(t + col.BLOCKS + 2), tl.load(t + col.BLOCKS + 3)
+    some = tl.full([_CHUNK], 0, tl.int32)
+    every = tl.full([_CHUNK], 1, tl.int32)
+    for h in range(0, heads):
+        for r in range(0, steps_r):
+            for c in range(0, steps_c):
+                valid = wanted & (r0 + r <= r1) & (c0 + c <= c1)
+                bits = tl.load(p + ((head + h) * stride + (r0 + r) * row + (c0 + c) * column), mask=valid, other=0)
+                some = tl.where(bits != 0, 1, some)
+                every = tl.where(valid & (bits == 0), 0, every)
+    return some, every
+
+
+@triton.jit
+def tile_is_seen(i0, j0, seq, C: tl.constexpr):
+    """Whether the block mask leaves a score of the tile at query i0 and key j0."""
+    t, band = seq.row, seq.band
+    rows, columns = tl.load(t + col.BLOCK_SIZE).to(tl.int32), tl.load(t + col.BLOCK_SIZE + 1).to(tl.int32)
+    r0, r1 = i0 // rows, (tl.minimum(i0 + C.BLOCK_M, band.q_len) - 1) // rows
+    c0, c1 = j0 // columns, (tl.minimum(j0 + C.BLOCK_N, band.kv_len) - 1) // columns
+    none = tl.full([_CHUNK], 0, tl.int32)
+    some, _ = _seen_of(t, seq.head, 1, r0, r1, none + c0, c1, r1 - r0 + 1, c1 - c0 + 1, none == 0)
+    return tl.max(some, 0) != 0
+
+
+@triton.jit
+def list_key_tiles(table, items, lists, heads, C: tl.constexpr):
+    """The lists of blocks of queries. Grid: items × `heads`, the largest number of lists of an item."""
+    item = items + (tl.program_id(0) // heads) * ITEM
+    nth = tl.program_id(0) % heads
+    t = table + tl.load(item).to(tl.int64) * col.WIDTH
+    group = tl.load(t + col.GROUP).to(tl.int32)
+    own = tl.load(t + col.BLOCKS + 1) != 0  # each head has its own blocks
+    if (nth > 0) & ((own == 0) | (nth * (group if C.PACKED else 1) >= tl.load(t + col.HEADS))):
+        return
+    part_lo, part_hi = tl.load(item + 2), tl.load(item + 3)
+    p = list_at(lists, tl.load(item + 4), tl.cdiv(part_hi - part_lo, C.BLOCK_N), nth, t)
+    block = block_at(tl.load(item + 1), nth, group, C)
+    band = load_sequence(t, t, 0).band
+    lo, full_lo, full_hi, hi = key_stretches(block.first, block.last, band, part_lo, part_hi, C)
+    rows, columns = tl.load(t + col.BLOCK_SIZE).to(tl.int32), tl.load(t + col.BLOCK_SIZE + 1).to(tl.int32)
+    r0, r1 = block.first // rows, tl.minimum(block.last, band.q_len - 1) // rows
+    head, several = nth, 1
+    if C.PACKED:
+        head, several = nth * group, tl.where(own, group, 1)
+    count = 0
+    for cut_too in tl.static_range(0, 2):
+        for first in range(lo // C.BLOCK_N, tl.cdiv(hi, C.BLOCK_N), _CHUNK):
+            tile = first + tl.arange(0, _CHUNK)
+            j0 = tile * C.BLOCK_N
+            j_last = tl.minimum(j0 + C.BLOCK_N, hi) - 1
+            some, every = _seen_of(
+                t, head, several, r0, r1, j0 // columns, j_last // columns,
+                r1 - r0 + 1, tl.cdiv(C.BLOCK_N, columns) + 1, j0 < hi,
+            )  # fmt: skip
+            full = (every != 0) & (j0 >= full_lo) & (j0 + C.BLOCK_N <= full_hi)
+            chosen = ((some != 0) & ((full == 0) if cut_too else full)).to(tl.int32)
+            place = count + tl.cumsum(chosen, 0) - 1
+            tl.store(p + HEADER + place, tile * 2 + (1 - every), mask=chosen != 0)
+            count += tl.sum(chosen, 0)
+        tl.store(p + cut_too, count)
+
+
+@triton.jit
+def list_query_tiles(table, items, lists, heads, C: tl.constexpr):
+    """The lists of blocks of keys: the tiles of all query heads of a key/value head, one head after the other, whose
+    numbers count heads first. Grid: items × `heads`, the largest number of lists of an item.
+    """
+    item = items + (tl.program_id(0) // heads) * ITEM
+    nth = tl.program_id(0) % heads
+    t = table + tl.load(item).to(tl.int64) * col.WIDTH
+    group = tl.load(t + col.GROUP).to(tl.int32)
+    own = tl.load(t + col.BLOCKS + 1) != 0
+    if (nth > 0) & ((own == 0) | (nth * group >= tl.load(t + col.HEADS))):
+        return
+    several = tl.where(own, group, 1)
+    j0, q_len = tl.load(item + 1), tl.load(item + 3)
+    p = list_at(lists, tl.load(item + 4), tl.cdiv(q_len, C.BLOCK_M) * several, nth, t)
+    band = load_sequence(t, t, 0).band
+    j_last = tl.minimum(j0 + C.BLOCK_N, band.kv_len) - 1
+    lo, hi = query_range(j0, j_last, band.offset, band.left, band.right, band.q_len)
+    hi = tl.where(j0 < band.kv_len, hi, lo)
+    rows, columns = tl.load(t + col.BLOCK_SIZE).to(tl.int32), tl.load(t + col.BLOCK_SIZE + 1).to(tl.int32)
+    c0, c1 = j0 // columns, j_last // columns
+    count = 0
+    for h in range(0, several):
+        for first in range(lo // C.BLOCK_M, tl.cdiv(hi, C.BLOCK_M), _CHUNK):
+            tile = first + tl.arange(0, _CHUNK)
+            i0 = tile * C.BLOCK_M
+            i_last = tl.minimum(i0 + C.BLOCK_M, hi) - 1
+            some, every = _seen_of(
+                t, nth * several + h, 1, i0 // rows, i_last // rows, c0, c1,
+                tl.cdiv(C.BLOCK_M, rows) + 1, c1 - c0 + 1, i0 < hi,
+            )  # fmt: skip
+            place = count + tl.cumsum(some, 0) - 1
+            tl.store(p + HEADER + place, (tile * several + h) * 2 + (1 - every), mask=some != 0)
+            count += tl.sum(some, 0)
+    tl.store(p, count)
+    tl.store(p + 1, count)

@@ -1,0 +1,90 @@
+"""The lists of tiles of a launch with block masks: where each is, and the call that makes them (see blocks.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashpoint_kernels.triton_backend import table as columns
+from flashpoint_kernels.triton_backend.blocks import HEADER, UNIT, list_key_tiles, list_query_tiles
+from flashpoint_kernels.triton_backend.calls import Call
+from flashpoint_kernels.triton_backend.configurations import Tile
+
+
+class Launch(Protocol):
+    """What lists need of a launch: see launch.py."""
+
+    @property
+    def table(self) -> Tensor: ...
+    @property
+    def device(self) -> torch.device: ...
+    def column(self, column: Any, after: int = 0) -> np.ndarray: ...
+    def call(
+        self, kernel: Any, items: np.ndarray, heads: int, tile: Tile, args: Callable[[Tensor], tuple[Any, ...]],
+        *names: str, **constants: Any,
+    ) -> Call: ...  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """`items` are a kernel's, with the place of their lists as one more column; `call` makes the lists in `memory`."""
+
+    items: np.ndarray
+    call: Call
+    memory: Callable[[], Tensor]
+
+
+def of_queries(launch: Launch, items: np.ndarray, tile: Tile, packed: bool, parts: np.ndarray | None = None) -> Lists:
+    """The lists of blocks of queries: the tiles that each goes through, of its part (first and last key) or of all."""
+    if parts is None:
+        keys = launch.column(columns.KV_LEN)[items[:, 0]]
+        parts = np.column_stack([np.zeros_like(keys), keys])
+    tiles = -(-(parts[:, 1] - parts[:, 0]) // tile.block_n)
+    heads = launch.column(columns.HEADS)
+    heads = heads // launch.column(columns.GROUP) if packed else heads
+    return _lists(launch, list_key_tiles, items, parts, tiles, heads, tile, packed)
+
+
+def of_keys(launch: Launch, items: np.ndarray, tile: Tile) -> Lists:
+    """The lists of blocks of keys: the tiles of queries, of each head, that go through it."""
+    heads, group = launch.column(columns.HEADS), launch.column(columns.GROUP)
+    queries = launch.column(columns.Q_LEN)[items[:, 0]]
+    together = np.where(_own_blocks(launch), group, 1)[items[:, 0]]
+    parts = np.column_stack([np.zeros_like(queries), queries])
+    tiles = -(-queries // tile.block_m) * together
+    return _lists(launch, list_query_tiles, items, parts, tiles, heads // group, tile, False)
+
+
+def _own_blocks(launch: Launch) -> np.ndarray:
+    """Of each row of the table, whether its heads have blocks of their own."""
+    own: np.ndarray = launch.column(columns.BLOCKS, 1) != 0
+    return own
+
+
+def _lists(
+    launch: Launch, kernel: object, items: np.ndarray, parts: np.ndarray, tiles: np.ndarray, heads: np.ndarray,
+    tile: Tile, packed: bool,
+) -> Lists:  # fmt: skip
+    lists = np.where(_own_blocks(launch), heads, 1)
+    units = -(-(tiles + HEADER.value) // UNIT.value) * lists[items[:, 0]]
+    ends = np.cumsum(units)
+    place = ends - units
+
+    @cache
+    def memory() -> Tensor:
+        size = int(ends[-1]) * UNIT.value if len(ends) else 0
+        return torch.empty(size, dtype=torch.int32, device=launch.device)
+
+    most = int(lists.max())
+    call = launch.call(
+        kernel, np.column_stack([items[:, :2], parts, place]).astype(np.int32), most,
+        replace(tile, num_warps=1, num_stages=1), lambda asked: (launch.table, asked, memory(), most),
+        LEVEL=1, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PACKED=packed,
+    )  # fmt: skip
+    return Lists(np.column_stack([items, place]).astype(np.int32), call, memory)

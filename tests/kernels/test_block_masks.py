@@ -1,0 +1,278 @@
+"""Block masks: exactly the scores of the mask that they stand for, and nothing of a block that is skipped is read."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashpoint_kernels import Options, Problem, ProblemError, attention, create_block_mask, run, verify
+from flashpoint_kernels.problem import launch_key
+from flashpoint_kernels.reproducible import split
+from tests.conftest import DEVICE
+from tests.support.kernels.solving import backward, forward, normal, qkv
+from tests.support.kernels.triton_cases import name_of, options_of, pairs, tensors_of
+
+CASES = [case for case in pairs() if case["blocks"]]
+
+
+def drawn(*shape: int, seed: int = 0, share: float = 0.4) -> torch.Tensor:
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share).to(DEVICE)
+
+
+def dense(blocks: torch.Tensor, size: tuple[int, int], q_len: int, kv_len: int) -> torch.Tensor:
+    """The mask that a block mask stands for."""
+    return blocks.repeat_interleave(size[0], -2).repeat_interleave(size[1], -1)[..., :q_len, :kv_len]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], tuple[int, int], dict[str, Any]]:
+    size = draw(st.sampled_from([(16, 16), (32, 16), (48, 80), (128, 128), (144, 272), (1024, 64)]))
+    q_len, kv_len = draw(st.integers(1, 300)), draw(st.integers(0, 300))
+    kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (2, 2)]))
+    tensors = qkv(2, kv_heads * group, q_len, kv_len, 8, kv_heads=kv_heads, seed=draw(st.integers(0, 99)))
+    lead = draw(st.sampled_from([(), (1,), (kv_heads * group,), (2, 1), (2, kv_heads * group)]))
+    blocks = (-(-n // m) for n, m in zip((q_len, kv_len), size, strict=True))
+    tensors["block_mask"] = drawn(
+        *lead, *blocks, seed=draw(st.integers(0, 99)), share=draw(st.sampled_from([0.1, 0.6]))
+    )
+    if draw(st.booleans()):
+        tensors["kv_lengths"] = torch.tensor([kv_len, draw(st.integers(0, kv_len))])
+    if draw(st.booleans()):
+        tensors["q_lengths"] = torch.tensor([draw(st.integers(0, q_len)), q_len])
+    options = draw(st.sampled_from([{}, {"causal": True}, {"window": (60, 5)}, {"softcap": 2.0}]))
+    return tensors, size, options
+
+
+@given(problem=problems())
+@settings(max_examples=60, deadline=None)
+def test_any_blocks_in_tiles(problem: Any) -> None:
+    """Against float64, which is given the whole mask; forward and backward."""
+    tensors, size, options = problem
+    found = verify(tensors, Options(block_size=size, backend="tiled", **options))
+    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    whole = dict(tensors)
+    blocks = whole.pop("block_mask")
+    whole["attn_mask"] = dense(blocks, size, tensors["q"].shape[2], tensors["k"].shape[2])
+    for of in (forward, backward):
+        expected = of("reference", whole, **options)
+        for name, t in of("reference", tensors, block_size=size, **options).items():
+            assert torch.equal(t, expected[name]), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_every_pair_of_options_in_tiles(case: dict[str, Any]) -> None:
+    found = verify(tensors_of(case, 150, 170), replace(options_of(case), backend="tiled"))
+    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_a_block_that_is_skipped_is_not_read(backend: str) -> None:
+    """NaN in keys, values and queries that no block needs, and gradients of 0 there."""
+    size, (q_len, kv_len) = ((128, 128), (256, 384)) if backend == "tiled" else ((64, 64), (128, 192))
+    tensors = qkv(1, 2, q_len, kv_len, 16, kv_heads=1)
+    tensors["block_mask"] = torch.tensor([[[[True, False, True], [True, False, False]]]], device=DEVICE)
+    for name in ("k", "v"):
+        tensors[name][:, :, size[1] : 2 * size[1]] = torch.nan
+    found = forward(backend, tensors, block_size=size)
+    found |= backward(backend, tensors, block_size=size)
+    assert all(t.isfinite().all() for t in found.values())
+    for name in ("dk", "dv"):
+        assert not found[name][:, :, size[1] : 2 * size[1]].any()
+        assert found[name][:, :, 2 * size[1] :].any()
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton", "reference"])
+def test_a_query_without_a_block_attends_to_nothing(backend: str) -> None:
+    tensors = qkv(1, 2, 40, 40, 16)
+    tensors["block_mask"] = torch.tensor([[[[True, True, True], [False, False, False], [True, True, False]]]]).to(
+        DEVICE
+    )
+    found = forward(backend, tensors, block_size=(16, 16))
+    assert not found["o"][:, :, 16:32].any()
+    assert found["lse"][:, :, 16:32].isneginf().all()
+    assert not backward(backend, tensors, block_size=(16, 16))["dq"][:, :, 16:32].any()
+
+
+def mixed() -> list[tuple[dict[str, torch.Tensor], Options]]:
+    """Requests of one launch: blocks of several sizes, of each head or shared, few queries and many, split keys."""
+    requests = []
+    for n, (size, heads, lengths, lead) in enumerate([
+        ((16, 16), (2, 2), (40, 70), (1, 2)),
+        ((64, 32), (4, 2), (70, 40), (2, 1)),
+        ((16, 48), (2, 1), (3, 100), (2, 2)),
+        ((128, 128), (1, 1), (33, 65), (1, 1)),
+        ((16, 16), (2, 1), (1, 150), (1, 1)),
+    ]):  # fmt: skip
+        tensors = qkv(2, heads[0], *lengths, 16, kv_heads=heads[1], seed=n)
+        blocks = (-(-length // m) for length, m in zip(lengths, size, strict=True))
+        tensors["block_mask"] = drawn(*lead, *blocks, seed=n)
+        requests.append((tensors, Options(block_size=size, backend="triton", causal=n == 0)))
+    return requests
+
+
+def solved(requests: list[tuple[dict[str, torch.Tensor], Options]], direction: Any) -> list[dict[str, torch.Tensor]]:
+    made = []
+    for tensors, options in requests:
+        inputs = {name: t for name, t in tensors.items() if name != "do" or direction == "backward"}
+        made.append(Problem.create(inputs, options, direction))
+    assert len({launch_key(problem.spec, "triton") for problem in made}) == 1
+    for problem in made:
+        for t in problem.outputs.values():
+            t.fill_(torch.nan)
+    run(made, "triton")
+    return [problem.outputs for problem in made]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_neighbours_of_one_launch_change_no_bits(direction: str) -> None:
+    requests = mixed() if direction == "forward" else mixed()[1:4]
+    for (tensors, options), together in zip(requests, solved(requests, direction), strict=True):
+        (alone,) = solved([(tensors, options)], direction)
+        for name, t in alone.items():
+            assert torch.equal(t, together[name]), name
+        if direction == "forward":
+            assert verify(tensors, options).ok
+
+
+def test_without_blocks_the_variant_is_another() -> None:
+    tensors = qkv(1, 1, 16, 16, 8)
+    plain = Problem.create({n: t for n, t in tensors.items() if n != "do"}, Options())
+    masked = Problem.create(
+        {**{n: t for n, t in tensors.items() if n != "do"}, "block_mask": drawn(1, 1, 1, 1)}, Options()
+    )
+    assert launch_key(plain.spec, "triton") != launch_key(masked.spec, "triton")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_bits_are_the_same_alone_and_among_others(shared: bool) -> None:
+    """Sequences and heads: in one problem, in parts of it, and each as a problem of its own."""
+    tensors = qkv(3, 4, 300, 260, 16, kv_heads=2)
+    tensors["block_mask"] = drawn(1 if shared else 3, 4, 5, 5)
+    for of in (forward, backward):
+        whole = of("tiled", tensors, block_size=(64, 64))
+        for b in range(3):
+            own = {n: t[b : b + 1] if len(t) > 1 else t for n, t in tensors.items()}
+            for name, t in of("tiled", own, block_size=(64, 64)).items():
+                assert torch.equal(t[0], whole[name][b]), name
+
+
+def test_a_sparse_problem_is_cut_into_fewer_parts() -> None:
+    tensors = {n: t for n, t in qkv(1, 8, 1024, 1024, 16).items() if n != "do"}
+    plain = len(split(Problem.create(tensors, Options()), "tiled"))
+    tensors["block_mask"] = torch.eye(8, dtype=torch.bool)[None, None]
+    assert len(split(Problem.create(tensors, Options()), "tiled")) < plain
+
+
+def test_gradients_flow_through_attention() -> None:
+    tensors = qkv(1, 2, 40, 40, 8)
+    leaves = [tensors[name].double().requires_grad_() for name in "qkv"]
+    mask, size = drawn(1, 2, 3, 2), (16, 32)
+
+    def call(*given: torch.Tensor) -> Any:
+        return attention(*given, block_mask=mask, block_size=size, backend="reference")
+
+    assert torch.autograd.gradcheck(call, leaves)
+    masked = mask.double().requires_grad_()
+    with pytest.raises(ProblemError, match="block_mask"):
+        attention(*leaves, block_mask=masked)
+
+
+def test_a_float_masks_gradient_is_zero_in_blocks_that_are_skipped() -> None:
+    tensors = qkv(2, 2, 130, 140, 8)
+    tensors["block_mask"] = drawn(2, 2, 2, 2, share=0.5)
+    for shape in ((2, 2, 130, 140), (1, 1, 130, 140)):
+        tensors["attn_mask"] = normal(*shape)
+        options = Options(backend="tiled", grads=("dattn_mask", "dq"))
+        assert verify(tensors, options).ok
+
+
+def test_auto_takes_a_backend_that_skips() -> None:
+    tensors = {n: t for n, t in qkv(1, 1, 16, 16, 8).items() if n != "do"} | {"block_mask": drawn(1, 1, 1, 1)}
+    assert verify(tensors, Options()).backend == ("triton" if DEVICE == "cuda" else "tiled")
+    with pytest.raises(ProblemError, match="block_mask: the torch backend does not do a block mask"):
+        verify(tensors, Options(backend="torch"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_mask": torch.ones(1, 1, 2, 3, dtype=torch.bool)}, r"block_mask: shape .* of blocks of 128 x 128"),
+        ({"block_mask": torch.ones(1, 1, 1, 1)}, r"block_mask: dtype float32 must be bool"),
+        (
+            {"block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool), "block_size": (128, 100)},
+            r"block_size: .*multiples",
+        ),
+        ({"block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool), "block_size": (0, 128)}, r"block_size"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:
+    q, k, v = (normal(1, 2, 200, 8) for _ in range(3))
+    with pytest.raises(ProblemError, match=message):
+        attention(q, k, v, **change)
+
+
+def test_packed_sequences_have_no_blocks() -> None:
+    q, ends = normal(30, 2, 8), torch.tensor([0, 30])
+    with pytest.raises(ProblemError, match="block_mask: is not taken in layout thd"):
+        attention(
+            q, q, q, layout="thd", cu_seqlens_q=ends, cu_seqlens_k=ends,
+            block_mask=torch.ones(1, 2, 1, 1, dtype=torch.bool),
+        )  # fmt: skip
+
+
+# create_block_mask
+
+
+def test_a_rule_and_its_dense_mask_have_the_same_blocks() -> None:
+    document = torch.arange(300) // 70
+    shift = torch.tensor([0, 40, 100])
+    rules = {
+        "causal": lambda b, h, i, j: i >= j,
+        "documents": lambda b, h, i, j: document[i] == document[j],
+        "of heads": lambda b, h, i, j: i - j <= shift[h],
+        "nothing": lambda b, h, i, j: i < 0,
+    }
+    i, j = torch.arange(300)[:, None], torch.arange(300)
+    for rule in rules.values():
+        found = create_block_mask(rule, 2, 3, 300, 300, block_size=(32, 64))
+        assert found.shape == (2, 3, 10, 5)
+        whole = rule(torch.arange(2)[:, None, None, None], torch.arange(3)[:, None, None], i, j)
+        assert torch.equal(found, create_block_mask(whole.expand(2, 3, 300, 300), block_size=(32, 64)))
+        for a, b in ((0, 0), (3, 1), (9, 4)):
+            part = whole.expand(2, 3, 300, 300)[:, :, 32 * a : 32 * a + 32, 64 * b : 64 * b + 64]
+            assert torch.equal(found[:, :, a, b], part.flatten(2).any(2))
+
+
+def test_a_rule_gives_attention_with_the_mask_that_it_says() -> None:
+    t = qkv(1, 2, 200, 200, 8)
+    q, k, v = (t[name] for name in "qkv")
+    blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 200, 200, DEVICE, block_size=64)
+    assert blocks.shape == (1, 1, 4, 4)
+    expected = attention(q, k, v, causal=True, backend="reference")
+    found = attention(q, k, v, causal=True, block_mask=blocks, block_size=(64, 64), backend="reference")
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ((lambda b, h, i, j: i >= j,), "q_len"),
+        ((lambda b, h, i, j: i >= j, 1, 1, 5, -1), "kv_len"),
+        ((lambda b, h, i, j: i - j, 1, 1, 5, 5), "mask"),
+        ((lambda b, h, i, j: torch.ones(3, 5, dtype=torch.bool), 1, 1, 5, 5), "mask"),
+        ((torch.ones(4, 4),), "mask"),
+    ],
+)
+def test_a_wrong_rule_is_refused_by_name(arguments: tuple[Any, ...], name: str) -> None:
+    with pytest.raises(ProblemError, match=name):
+        create_block_mask(*arguments)
+    with pytest.raises(ProblemError, match="block_size"):
+        create_block_mask(torch.ones(4, 4, dtype=torch.bool), block_size=24)
+
+
+def test_an_empty_mask_has_no_blocks() -> None:
+    assert create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 0, 200).shape == (1, 1, 0, 2)
+    assert create_block_mask(torch.ones(2, 0, dtype=torch.bool)).shape == (1, 0)
