@@ -113,23 +113,34 @@ def reproduced() -> str:
 
 
 def each_option() -> str:
-    """Each option beside the formula written out, and torch's own operator beside ours."""
+    """Each option beside the formula written out and FlexAttention, and torch's own operator beside ours."""
     text = ""
     for _, result in results("options"):
-        text += f"\n{made_on(result['environment'], 'torch')}:\n\n"
-        rows = [
+        text += f"\n{made_on(result['environment'], 'torch')}:\n\n{targets(result)}"
+        rows = result["rows"]
+        formula = [
             (
                 r["option"], r["pass"], *map(number, (r["ms"], r["other_ms"], r["times"], r["memory"])),
                 *map(number, (r["huge_pages"][name] for name in ("ms", "other_ms", "times"))),
             )
-            for r in result["rows"]
+            for of_option in zip(rows.get("forward", []), rows.get("gradient", []), strict=True)
+            for r in of_option
         ]  # fmt: skip
-        head = ["option", "pass", "ms", "written out, ms", "times faster", "memory / its",
-                "huge pages: ms", "written out, ms", "times faster"]  # fmt: skip
-        fused = [
-            (r["length"], "yes" if r["causal"] else "no", *map(number, (r["ms"], r["other_ms"], 1 / r["times"])))
-            for r in result["fused"]
+        flex = [
+            (r["option"], *map(number, (r["ms"], r["other_ms"], r["times"], r["compile_s"])))
+            for r in rows.get("flex", [])
         ]
-        text += targets(result) + "\n" + table(head, rows)
-        text += "\n" + table(["N", "causal", "auto, ms", "torch's operator, ms", "time / its"], fused)
+        decode = [(r["decode"], *map(number, (r["ms"], r["other_ms"], r["times"]))) for r in rows.get("decode", [])]
+        short = [
+            (r["length"], "yes" if r["causal"] else "no", *map(number, (r["ms"], r["other_ms"], 1 / r["times"])))
+            for r in rows.get("short", [])
+        ]
+        for head, own in (
+            (["option", "pass", "ms", "written out, ms", "times faster", "memory / its",
+              "huge pages: ms", "written out, ms", "times faster"], formula),
+            (["option", "ms", "FlexAttention, ms", "times its speed", "its compilation, s"], flex),
+            (["decode", "ms", "torch's operator, ms", "times its speed"], decode),
+            (["N", "causal", "auto, ms", "torch's operator, ms", "time / its"], short),
+        ):  # fmt: skip
+            text += "\n" + table(head, own) if own else ""
     return text or NOT_MEASURED

@@ -12,7 +12,7 @@ import torch
 
 from flashpoint_contract.options import ProblemError
 from flashpoint_kernels.problem import Problem, launch_key, with_forwards
-from flashpoint_kernels.reproducible import split, spread, tiles_with_all_threads, with_all_threads
+from flashpoint_kernels.reproducible import split, spread, with_all_threads
 from flashpoint_kernels.support import unsupported
 
 # A backend is a module with `forward(problems)` and `backward(problems)`, imported when it is first used.
@@ -53,8 +53,7 @@ def run(problems: Sequence[Problem], backend: str) -> None:
     if errors := [e for p in problems for e in unsupported(backend, p.spec)]:
         raise ProblemError(dict.fromkeys(errors))
     if problems[0].device.type == "cpu" and backend in ("torch", "tiled"):
-        with_threads = with_all_threads if backend == "torch" else tiles_with_all_threads
-        if len(problems) == 1 and (whole := with_threads(problems[0])).threads:
+        if backend == "torch" and len(problems) == 1 and (whole := with_all_threads(problems[0])).threads:
             run_part(whole, backend)
         else:
             spread([partial(run_part, part, backend) for problem in problems for part in split(problem, backend)])
@@ -80,8 +79,7 @@ def _run(problems: Sequence[Problem], backend: str) -> None:
     else:
         forwards, problems = ([], problems) if backend in _OWN_FORWARD else with_forwards(problems)
         if forwards:
-            if backend == "tiled" and kind == "cpu" and not problems[0].threads:
-                # Their heads can be told apart, though the gradients' may not be.
+            if backend == "tiled" and kind == "cpu":  # their heads can be told apart, though the gradients' may not be
                 forwards = [part for problem in forwards for part in split(problem, backend)]
             _module(backend).forward(forwards)
         _module(backend).backward(problems)

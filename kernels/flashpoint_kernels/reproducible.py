@@ -9,7 +9,6 @@ different beside other rows, or at an odd address. A request is cut by heads int
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -226,25 +225,6 @@ def with_all_threads(problem: Problem) -> Problem:
     if blocks < 2 and any(thread_count(problem, row) > 1 for row in problem.rows):  # for BLAS, inside the one task
         return problem
     return replace(problem, threads=torch.get_num_threads())
-
-
-def tiles_with_all_threads(problem: Problem) -> Problem:
-    """Return a problem of `tiled` with all of torch's threads where they do not change its bits, else as it is.
-
-    Its products, of several matrices, and what it does to each score or row have the same bits on any number of
-    threads. What is summed over rows has not, and one thread flushes denormal numbers, see `flushing`. A problem of one
-    part is too small. Threads of Python's own, a part each, wait for its lock: at (1,8,2048,64) with softcap they
-    take 90 to 110 ms where torch's take 71, in causal problems 80 to 100 and 46 (an Intel Xeon, 2 cores).
-    """
-    spec = problem.spec
-    sums = "dsinks" in spec.features
-    if "dattn_mask" in spec.features:
-        sums |= math.prod(spec.tensors["attn_mask"].shape) != math.prod(spec.shape_of("attn_mask"))
-    if sums or spec.has("alibi_slopes") or not can_be_cut(problem):
-        return problem
-    if (threads := torch.get_num_threads()) < 2 or len(split(problem, "tiled")) < 2:
-        return problem
-    return replace(problem, threads=threads)
 
 
 def in_blocks(spec: Spec, row: Row) -> bool:

@@ -24,10 +24,8 @@ from flashpoint_kernels.reproducible import (
     split,
     thread_count,
     threads,
-    tiles_with_all_threads,
     with_all_threads,
 )
-from flashpoint_kernels.tiled_backend import tiles
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
 DIM, HEADS = 40, 3
@@ -264,49 +262,6 @@ def test_a_problem_has_all_threads_only_where_they_cannot_change_its_bits() -> N
     assert with_options(1, 512, 600, causal=True) == 0  # in blocks, of which each call may be one task
     assert with_options(1, 512, 512, window=(64, 0)) == 0
     assert with_options(2, 512, 512, window=(64, 0)) == torch.get_num_threads()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"softcap": 5.0}, {"softcap": 5.0, "causal": True}, {"dropout_p": 0.3, "dropout_seed": 1}, {"window": (40, 3)}],
-    ids=str,
-)
-def test_bits_of_tiles_are_the_same_with_all_threads(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-6)
-    for name in ("FORWARD_TILE", "BACKWARD_TILE", "DROPOUT_FORWARD_TILE", "DROPOUT_BACKWARD_TILE"):
-        monkeypatch.setattr(tiles, name, (64, 96))
-    monkeypatch.setattr(tiles, "_THREAD_SCORES", 1)
-    monkeypatch.setattr(tiles, "_THREAD_WORDS", 2000)
-    t = qkv(1, 10, 333, 450, 20, kv_heads=5) | {"attn_mask": normal(10, 333, 450)}
-    for direction in ("forward", "backward"):
-        given = t if direction == "backward" else {name: x for name, x in t.items() if name != "do"}
-        grads = {"grads": ("dq", "dk", "dv", "dattn_mask")} if direction == "backward" else {"return_lse": True}
-        whole, cut = (Problem.create(given, Options(**options, **grads), direction) for _ in range(2))  # type: ignore[arg-type]
-        assert tiles_with_all_threads(whole).threads == torch.get_num_threads() > 1
-        run([whole], "tiled")
-        for part in split(cut, "tiled"):
-            run_part(part, "tiled")
-        for name, x in whole.outputs.items():
-            assert torch.equal(x, cut.outputs[name]), name
-
-
-def test_tiles_have_all_threads_only_where_they_cannot_change_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def threads_of(grads: tuple[str, ...] = (), **tensors: torch.Tensor) -> int:
-        t = qkv(1, 4, 40, 50, 8) | tensors
-        options = Options(grads=grads) if grads else Options()
-        given = t if grads else {name: x for name, x in t.items() if name != "do"}
-        return tiles_with_all_threads(Problem.create(given, options, "backward" if grads else "forward")).threads
-
-    many = torch.get_num_threads()
-    assert threads_of() == 0  # one part
-    monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-6)
-    assert threads_of() == threads_of(attn_mask=normal(40, 50)) == threads_of(("dq",), sinks=normal(4)) == many > 1
-    assert threads_of(("dattn_mask",), attn_mask=normal(1, 4, 40, 50)) == many
-    assert threads_of(alibi_slopes=torch.rand(4)) == 0
-    assert threads_of(("dsinks",), sinks=normal(4)) == 0
-    assert threads_of(("dattn_mask",), attn_mask=normal(4, 1, 50)) == 0
-    with reproducible.exactly(1):
-        assert threads_of() == 0
 
 
 def test_cores_are_those_that_the_process_may_use(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -36,27 +35,22 @@ from flashpoint_kernels.tiled_backend import blocks
 
 INF = float("inf")
 
-# Queries × keys of a tile of one head; of several that stay together, as many fewer queries. A tile should fit the
-# caches, as those of 256 × 512 do: with torch's threads they are as fast as these, in causal problems a tenth faster.
-# Where Python's threads have a part each, as in the server, their operators are too small to leave its lock to the
-# other core, and they take a quarter longer (2 cores, Sq = Sk = 2048, 8 heads, D 64, softcap).
+# Queries × keys of a tile of one head; of several that stay together, as many fewer queries. A tile should fit a core's
+# cache, as 256 × 512 does; but its operators are too small to leave Python's lock to the other core, which takes a
+# quarter longer (2 cores, a part a head, Sq = Sk = 2048, 8 heads, D 64, softcap).
 FORWARD_TILE = (512, 512)
-BACKWARD_TILE = (512, 512)
-# Dropout's words take some ten times as many operators: with a part a thread 1024 × 1024 take 220 ms where 512 × 512
-# take 300.
+BACKWARD_TILE = (1024, 256)
+# Dropout's words take some ten times as many operators: the less, the larger the tiles. There the forward took 290 to
+# 310 ms with tiles as above, 215 to 225 with these; the backward 390 to 440 and 315 to 330.
 DROPOUT_FORWARD_TILE = (1024, 1024)
 DROPOUT_BACKWARD_TILE = (2048, 512)
-# With torch's threads, scores and dropout's words that a thread has at a time. Of 262,144 words an operation takes 1.5
-# times as long, each, as of 32,768.
-_THREAD_SCORES = 1 << 19
-_THREAD_WORDS = 1 << 17
 _EDGES = 4  # masks of tiles on an edge of the window that are kept
 _TILE_SCORES = 1 << 18  # of all sequences that are computed together
 _FEWEST_QUERIES = 16  # on 32 heads their products take a fifth longer than on one, of the same size
 
 
 def forward(problems: Sequence[Problem]) -> None:
-    for problem in chain.from_iterable(map(_few_heads, problems)):
+    for problem in problems:
         problem.clear_outputs()
         for rows, x in _with_queries(problem):
             with threads(problem, rows[0]) as count, flushing(problem, count):
@@ -67,7 +61,7 @@ def forward(problems: Sequence[Problem]) -> None:
 
 
 def backward(problems: Sequence[Problem]) -> None:
-    for problem in chain.from_iterable(map(_few_heads, problems)):
+    for problem in problems:
         problem.clear_outputs()
         # What is summed over sequences or heads is, in float32: in its output where that is its dtype, else rounded at
         # the end. A mask of which each score has its own number is written where its gradient belongs.
@@ -93,21 +87,6 @@ def backward(problems: Sequence[Problem]) -> None:
         for name, total in shared.items():
             if total.dtype != problem.outputs[name].dtype:
                 problem.own_part(name).copy_(total)
-
-
-def _few_heads(problem: Problem) -> Iterator[Problem]:
-    """Yield a problem that runs with torch's threads as parts, in which each thread has a tile or two at a time."""
-    heads = problem.spec.kv_heads
-    forward, backward = FORWARD_TILE, BACKWARD_TILE
-    if problem.spec.options.dropout_p:
-        forward, backward = DROPOUT_FORWARD_TILE, DROPOUT_BACKWARD_TILE
-    tile = math.prod(forward if problem.spec.direction == "forward" else backward)
-    step = problem.threads * max(1, _THREAD_SCORES // tile) or heads
-    if step >= heads:
-        yield problem
-        return
-    for start in range(0, heads, step):
-        yield problem.heads(start, min(start + step, heads))
 
 
 def _own_mask(problem: Problem) -> bool:
@@ -372,26 +351,16 @@ class Tiles:
 
     def room(self, queries: int, keys: int) -> Tensor | None:
         """Room for the words from which `drop` makes its mask, None without dropout."""
-        if not self.dropout_p:
-            return None
-        queries, keys = min(queries, self.q_len), min(keys, self.kv_len)
-        return room_for(self.heads, min(queries, self.drawn(keys)), keys, self.q.device)
-
-    def drawn(self, keys: int) -> int:
-        """How many queries' words `drop` draws at a time: all of a tile where each thread of Python's has a part."""
-        if not self.problem.threads:
-            return self.q_len
-        return max(1, 4 * _THREAD_WORDS * self.problem.threads // (self.heads * keys))
+        tile = (self.heads, min(queries, self.q_len), min(keys, self.kv_len))
+        return room_for(*tile, self.q.device) if self.dropout_p else None
 
     def drop(self, p: Tensor, i0: int, i1: int, j0: int, j1: int, room: Tensor, out: Tensor) -> Tensor:
         """The probabilities `p` (n·Hq, bm, bn) with 0 for those that dropout drops, in `out`."""
         assert self.problem.seed is not None, "a problem with dropout has a seed"
+        tile = (self.problem.query_heads, range(i0, i1), range(j0, j1))
         sequences = [row.index for row in self.rows]
-        for first, end in _steps(i0, i1, self.drawn(j1 - j0)):
-            tile = (self.problem.query_heads, range(first, end), range(j0, j1))
-            bits = kept_bits(self.problem.seed, self.dropout_p, sequences, *tile, self.q.device, room)
-            given, kept = (t[:, first - i0 : end - i0].view(torch.int32) for t in (p, out))
-            torch.bitwise_and(given, bits, out=kept)
+        bits = kept_bits(self.problem.seed, self.dropout_p, sequences, *tile, self.q.device, room)
+        torch.bitwise_and(p.view(torch.int32), bits, out=out.view(torch.int32))
         return out
 
 

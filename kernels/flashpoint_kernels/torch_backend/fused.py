@@ -21,7 +21,8 @@ from torch import Tensor
 
 from flashpoint_contract.options import Direction
 from flashpoint_contract.spec import Row
-from flashpoint_kernels.problem import Problem, consecutive, narrowed
+from flashpoint_kernels.masks import added
+from flashpoint_kernels.problem import Problem, consecutive
 from flashpoint_kernels.quantization import scaled
 from flashpoint_kernels.reproducible import (
     aligned,
@@ -116,7 +117,7 @@ class Prepared:
         q, k, v = (aligned_heads(t, dtype) for t in (x["q"], k, v))
         if turned != 1.0:
             q = q * turned
-        bias = None if mask is None else _added(problem.mask_part(mask, rows))
+        bias = None if mask is None else added(problem.mask_part(mask, rows))
         offset = spec.offset(row.q_len, row.kv_len)
         diagonal = spec.window[1] < row.kv_len - 1 - offset  # else the first query sees every key already
         if not (in_blocks(spec, row) or (diagonal and bias is not None)):
@@ -168,13 +169,6 @@ class Prepared:
         for name, grad in (("dq", dq), ("dk", dk), ("dv", dv)):
             if name in x:
                 x[name].copy_(grad)
-
-
-def _added(mask: Tensor) -> Tensor:
-    """Return a mask as numbers to add, in float32."""
-    if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -INF)
-    return narrowed(mask) if mask.dtype == torch.float64 else mask.float()
 
 
 def _only_sinks(problem: Problem) -> None:
