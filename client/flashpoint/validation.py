@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from flashpoint.errors import FieldProblem
+from flashpoint_contract import caches, saved
 from flashpoint_contract.caches import CACHE_OPTIONS
 from flashpoint_contract.hints import NAMES, each_meant
 from flashpoint_contract.saved import SAVED_OPTIONS
@@ -37,11 +38,14 @@ _CALLS = (*NAMES, *CACHE_OPTIONS, *SAVED_OPTIONS)
 def field_problems(error: ValidationError, known: Iterable[str] = ()) -> list[FieldProblem]:
     """Return each field that is wrong, by the names that lead to it (`shapes.q_len`); no name where the whole is.
 
-    An unknown name gets a hint: a name of the contract, or one of those that are `known` beside.
+    An unknown name gets a hint: a name of the contract, or one of those that are `known` beside. An option of another
+    call is refused with the name of that call.
     """
     found = error.errors(include_url=False)
     unknown = [str(e["loc"][0]) for e in found if e["type"] == "extra_forbidden" and len(e["loc"]) == 1]
-    hints = dict(each_meant(unknown, (*known, *_CALLS)))
+    elsewhere = dict(caches.refused(unknown) + saved.refused(dict.fromkeys(unknown, True)))
+    near = each_meant(unknown, (*known, *_CALLS))
+    hints = {name: f"unknown option or tensor{hint}" for name, hint in near} | elsewhere
     return [
         FieldProblem(".".join(part for part in e["loc"] if isinstance(part, str)), _say(e, hints))
         for e in found
@@ -60,7 +64,7 @@ def _follows(error: Any, found: list[Any]) -> bool:
 def _say(error: Any, hints: Mapping[str, str]) -> str:
     kind, place = error["type"], error["loc"]
     if kind == "extra_forbidden":
-        return f"unknown option or tensor{hints.get(str(place[0]), '')}"
+        return hints.get(str(place[0]), "unknown option or tensor")
     if kind == "missing" and isinstance(place[-1], int):
         return f"item {place[-1] + 1} is missing"
     if kind in _SAID:

@@ -57,6 +57,11 @@ ONE_OF = "must be 'dq', 'dk', 'dv', 'dattn_mask' or 'dsinks'"
         (VerifyRequest, {"shape": {"q_len": 64}}, [("shape.head_dim", "is missing")]),
         (VerifyRequest, {"shape": 64}, [("shape", "must be an object")]),
         (VerifyRequest, {"casual": True}, [("casual", "unknown option or tensor; did you mean causal?")]),
+        (
+            VerifyRequest,
+            {"caches": ["c"]},
+            [("caches", "is for POST /attention over caches, in JSON or safetensors, and for the SDK's attention")],
+        ),
         (BenchmarkRequest, {"dtypes": ["float64"]}, [("dtypes", "must be 'float16', 'bfloat16' or 'float32'")]),
         (BenchmarkRequest, {"backends": [3]}, [("backends", "must be a string")]),
         (BenchmarkRequest, {"shapes": []}, [("", "name a preset, or shapes to time")]),
