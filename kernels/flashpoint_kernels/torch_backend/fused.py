@@ -194,7 +194,9 @@ def _with_work(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Te
 
     forward = problem.spec.direction == "forward"
     alike = (
-        len(problem.rows) <= _TOGETHER and consecutive(problem.rows) and len({row[3:7:3] for row in problem.rows}) == 1
+        0 < len(problem.rows) <= _TOGETHER
+        and consecutive(problem.rows)
+        and len({row[3:7:3] for row in problem.rows}) == 1
     )
     return problem.batches(most, where_they_lie)
 
