@@ -35,11 +35,13 @@ class Check:
     keys: str | None = None  # the dtype of 8-bit keys and values
     mask: bool = False
     sinks: bool = False
+    blocks: bool = False  # a block mask
     dtype: str = "bfloat16"
     options: dict[str, Any] = field(default_factory=lambda: {"causal": True})
 
 
 _LEVEL_1: dict[str, Any] = {"window": (100, 20), "softcap": 5.0}
+_BLOCKS: dict[str, Any] = {"causal": True, "block_size": (32, 32)}
 CHECKS = {
     "forward": Check(("attention_forward",)),
     "forward_hopper": Check(("attention_forward_hopper",), hopper=True),
@@ -57,6 +59,13 @@ CHECKS = {
     "mask": Check(("attention_forward",), mask=True),
     "backward_mask": Check(("attention_delta", "attention_backward_mask"), ("dattn_mask",), mask=True),
     "backward_sinks": Check(("attention_delta", "attention_backward_sinks"), ("dsinks",), sinks=True),
+    "blocks": Check(("list_key_tiles", "attention_forward"), blocks=True, options=_BLOCKS),
+    "backward_kv_blocks": Check(
+        ("attention_delta", "list_query_tiles", "attention_backward_kv"), ("dk", "dv"), blocks=True, options=_BLOCKS
+    ),
+    "backward_q_blocks": Check(
+        ("attention_delta", "list_key_tiles", "attention_backward_q"), ("dq",), blocks=True, options=_BLOCKS
+    ),
     "float32": Check(("attention_forward",), dtype="float32"),
     "nano": Check(("nano_forward",)),
 }
@@ -110,6 +119,9 @@ def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:
         tensors = _in_pages(tensors)
     if check.mask:
         tensors["attn_mask"] = normal(2, 4, q_len, kv_len)
+    if check.blocks:
+        blocks = (-(-length // size) for length, size in zip((q_len, kv_len), check.options["block_size"], strict=True))
+        tensors["block_mask"] = normal(2, 4, *blocks) > 0
     if check.sinks:
         tensors["sinks"] = normal(4).float()
     if check.grads:
