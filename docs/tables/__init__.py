@@ -21,7 +21,7 @@ from .code import (
     support,
 )
 from .decoding import break_even, gemma
-from .kernels import benchmarks, compiled, decode, each_option
+from .kernels import benchmarks, compiled, decode, each_option, loops
 from .service import (
     beside,
     cached_decode,
@@ -55,6 +55,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gemma": gemma,
     "grpc": grpc,
     "load": load,
+    "loops": loops,
     "metrics": metrics,
     "options": options,
     "ray": ray,
