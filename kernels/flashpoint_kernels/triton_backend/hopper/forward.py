@@ -2,8 +2,8 @@
 
 Within a group of warps the scores of a tile are asked for before the values of the tile before it, so that its softmax
 runs beside a product of its own, too. The groups take turns to ask for products (FlashAttention-3's ping-pong): so the
-softmax of one runs beside the products of the other, tile by tile. A group goes through its tiles from the last to the first: those that need a test
-of visibility come first.
+softmax of one runs beside the products of the other, tile by tile. A group goes through its tiles from the last to the
+first: those that need a test of visibility come first.
 """
 
 from typing import Any, NamedTuple
