@@ -83,9 +83,11 @@ format: $(VENV)/.dev
 protos: $(VENV)/.dev
 	cd server/flashpoint_server/oip/grpc && $(CURDIR)/$(BIN)/protoc -I . --descriptor_set_out=descriptors.binpb inference.proto health.proto
 
-# Every variant of the kernels, for GPUs that are not here, into benchmarks/results/ and the tables of docs/kernels.md.
+# Every variant of the kernels, for GPUs that are not here, into benchmarks/results/ and the tables of docs/compiled.md.
+# BESIDE=FILE BESIDE_COMMIT=HASH: also the inner loops beside those of triton's python/tutorials/06-fused-attention.py.
 compile-all: $(VENV)/.dev
 	$(BIN)/python benchmarks/compile.py
+	$(if $(BESIDE),$(BIN)/python benchmarks/compile.py --beside $(BESIDE) --beside-commit $(BESIDE_COMMIT))
 	$(BIN)/python docs/make_tables.py
 
 # The oldest Triton that is served, and the newest there is.

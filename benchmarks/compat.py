@@ -59,7 +59,7 @@ def works(asked: tuple[str, ...]) -> bool:
         print(f"  {smoke.stdout.strip().splitlines()[-1]}", flush=True)
         if smoke.returncode:
             print(smoke.stdout[-3000:])
-        return bool(reports) and all("spilled" in fault for _, fault in faults) and smoke.returncode == 0
+        return bool(reports) and all("spill" in fault for _, fault in faults) and smoke.returncode == 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Compile every variant of the kernels for GPUs that are not here, and write down what the compiler made of them.
 
 Writes benchmarks/results/compile-sm<arch>.json with versions, commit and date (`make compile-all`): registers, spilled
-bytes, shared memory, instructions, matrix instructions, atomics. Needs no GPU, and minutes. docs/kernels.md shows them
+bytes, shared memory, instructions, matrix instructions, atomics. Needs no GPU, and minutes. docs/compiled.md shows them
 in tables. `--missing` compiles only what the file lacks, or has with another tile; each variant has its own commit.
 Exits with 1 where a variant is not as it must be (`aot.faults`).
+
+`--beside FILE --beside-commit HASH` compiles the level 0 loops beside those of Triton's tutorial instead, in the same
+run, and writes loops-sm<arch>.json (`compile_beside.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "contract"), str(ROOT / "kernels")]
 os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined
 
+import compile_beside  # noqa: E402
 from record import commit, now  # noqa: E402
 
 from flashpoint_kernels.triton_backend.aot import compile_all, faults, tile_of  # noqa: E402
@@ -36,8 +40,18 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--missing", action="store_true", help="keep what the file has of these variants and tiles")
+    parser.add_argument("--beside", type=Path, help="a copy of triton's python/tutorials/06-fused-attention.py")
+    parser.add_argument("--beside-commit", help="the commit of triton that it is of")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
+    if asked.beside:
+        if not asked.beside_commit:
+            parser.error("--beside needs --beside-commit")
+        for arch in set(asked.arch) & set(compile_beside.ARCHITECTURES):
+            print(
+                f"written: {compile_beside.write(arch, asked.beside, asked.beside_commit, asked.out, asked.processes)}"
+            )
+        return 0
     wrong = 0
     for arch in asked.arch:
         path = asked.out / f"compile-sm{arch}.json"

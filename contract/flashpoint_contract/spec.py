@@ -27,6 +27,7 @@ from flashpoint_contract.tensors import (
     FORWARD_TENSORS,
     ITEMSIZE,
     MAX_HEAD_DIM,
+    MAX_WIDE_HEAD_DIM,
     SCALES,
     TAKEN,
     TENSORS,
@@ -126,8 +127,9 @@ class Spec:
             used.add("gqa")
         if self.head_dim != self.value_dim:
             used.add("value_dim")
-        if max(self.head_dim, self.value_dim) > MAX_HEAD_DIM:
-            used.add("large_head_dim")
+        if (widest := max(self.head_dim, self.value_dim)) > MAX_HEAD_DIM:
+            is_wide = widest <= MAX_WIDE_HEAD_DIM and self.direction == "forward"
+            used.add("wide_head_dim" if is_wide else "large_head_dim")
         if self.direction == "backward":
             used.update({"backward", *(name for name in self.options.grads if name in FEATURES)})
         return frozenset(used)

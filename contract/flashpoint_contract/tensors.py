@@ -28,6 +28,7 @@ EIGHT_BIT = ("float8_e4m3fn", "int8")  # of k and v, with scales
 INTS = ("int32", "int64")
 
 MAX_HEAD_DIM = 256  # of every backend but `reference`
+MAX_WIDE_HEAD_DIM = 576  # of the forward on `triton` and `tiled`
 
 
 class TensorInfo(NamedTuple):
@@ -272,7 +273,8 @@ def _features() -> dict[str, tuple[str, Feature]]:
     of_sizes = (
         ("k", Feature("gqa", "fewer key/value heads than query heads")),
         ("v", Feature("value_dim", "a value head dimension other than q's")),
-        ("q", Feature("large_head_dim", f"a head dimension above {MAX_HEAD_DIM}")),
+        ("q", Feature("wide_head_dim", f"a head dimension above {MAX_HEAD_DIM}, forward")),
+        ("q", Feature("large_head_dim", f"a head dimension above {MAX_WIDE_HEAD_DIM}, or {MAX_HEAD_DIM} in gradients")),
         ("grads", Feature("backward", "gradients")),
         *(("grads", Feature(name, name)) for name in GRADS if not TENSORS[name[1:]].required),
         *(("q", Feature(dtype, dtype)) for dtype in FLOATS),

@@ -21,7 +21,7 @@ from .code import (
     support,
 )
 from .decoding import break_even, gemma, lora
-from .kernels import benchmarks, compiled, decode, each_option, reproduced
+from .kernels import benchmarks, compiled, decode, each_option, loops, reproduced
 from .service import (
     beside,
     cached_decode,
@@ -55,6 +55,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gemma": gemma,
     "grpc": grpc,
     "load": load,
+    "loops": loops,
     "lora": lora,
     "metrics": metrics,
     "options": options,

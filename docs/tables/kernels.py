@@ -27,11 +27,46 @@ def compiled(arch: int) -> str:
         for (dtype, level, shown, suffix), dim in product(variants, (64, 128, 256))
         if (dtype, level, dim, "forward") in kernels
     ]
+    rows += [
+        (dtype, 0, f"{dim}, Dv {values}", _variant(kernels.get((dtype, 0, dim, "forward"))), "–", "–")
+        for dtype, (dim, values) in (("bfloat16", (192, 128)), ("bfloat16", (576, 512)), ("float32", (576, 512)))
+    ]
     instructions = sorted({i for k in result["kernels"] for i in k["matrix_instructions"]})
     commits = ", ".join(dict.fromkeys(k["commit"][:10] for k in result["kernels"]))
     made = f"triton {result['triton']}, {result['date'][:10]}, commits {commits}"
     said = f"\nsm_{arch}, {', '.join(f'`{i}`' for i in instructions)}; {len(result['kernels'])} variants; {made}:\n\n"
     return said + table(["dtype", "level", "D", *(f"`{name}`" for name in names)], rows)
+
+
+# What stands in the table of loops, of the kinds of sass.KINDS.
+_SHOWN = ("matrix", "exponential", "float", "convert", "integer", "move", "memory", "control")
+
+
+def loops() -> str:
+    """The kernels' inner loops at level 0 beside those of Triton's tutorial: a row a loop, instructions a score."""
+    text = ""
+    for path in sorted(RESULTS.glob("loops-sm*.json"), key=lambda path: int(path.stem.removeprefix("loops-sm"))):
+        result = json.loads(path.read_text())
+        made = f"triton {result['triton']}, {result['date'][:10]}, commit {result['commit'][:10]}"
+        text += f"\n{path.stem.removeprefix('loops-').replace('sm', 'sm_')}; {made}; the tutorial of commit "
+        text += f"{result['beside']['commit'][:10]} of triton-lang/triton:\n\n"
+        rows = []
+        for loop in result["loops"]:
+            share = loop["per_score"] / sum(loop["instructions"].values())
+            spilled = f"{loop['spill_bytes']}, {loop['instructions']['spilled']}"
+            beside = loop["beside"] if "hopper" in loop["kernel"] else "–"
+            rows.append((
+                loop["head_dim"],
+                f"`{loop['kernel']}`" if loop["by"] == "flashpoint" else f"{loop['kernel']}, tutorial",
+                f"{loop['block_m']}×{loop['block_n']}, {loop['num_warps']} warps, {loop['num_stages']}",
+                f"{loop['registers']} / {spilled} / {loop['shared_bytes'] / 1024:.0f}", loop["programs"],
+                f"{loop['per_score']:.2f}", *(f"{loop['instructions'][kind] * share:.2f}" for kind in _SHOWN), beside,
+                "yes" if loop["serialised"] else "no",
+            ))  # fmt: skip
+        head = ("D", "loop", "tile, stages", "registers / spilled / KiB", "programs", "a score", *_SHOWN, "beside",
+                "serialised")  # fmt: skip
+        text += table(head, rows)
+    return text
 
 
 # A GPU of each architecture: its name, multiprocessors and boost clock in GHz (data sheets; GB/s are in SHEETS).

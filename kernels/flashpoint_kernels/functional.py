@@ -53,7 +53,7 @@ def attention(
     """Exact attention, softmax(scale·q·kᵀ)·v, without the Sq × Sk matrix in memory (FlashAttention-2, Dao 2023).
 
     B batch, Sq and Sk query and key lengths, Hq query heads, Hk key/value heads (Hq a multiple of Hk), D and Dv the
-    head dimensions of q, k and of v, at most 256 each (any on `reference`).
+    head dimensions of q, k and of v: at most 256 each, 576 in a forward on `triton` or `tiled`, any on `reference`.
 
     Args:
         q: (B, Hq, Sq, D) in layout `bhsd`, (B, Sq, Hq, D) in `bshd`, (Tq, Hq, D) in `thd`; (S, D) and (B, S, D) are one

@@ -241,10 +241,15 @@ def test_one_head_forms(backend: str, rank: int) -> None:
         assert torch.equal(found[name], x.squeeze(drop)), name
 
 
-def test_head_dimensions_above_256_are_for_the_reference_alone() -> None:
-    t = {name: x for name, x in qkv(1, 1, 2, 2, 257).items() if name != "do"}
+def test_head_dimensions_above_256_have_a_forward_and_those_above_576_the_reference_alone() -> None:
+    t = qkv(1, 1, 2, 2, 257)
+    with pytest.raises(ProblemError, match="torch backend does not do a head dimension above 256, forward"):
+        forward("torch", t)
     for backend in ("torch", "tiled"):
-        with pytest.raises(ProblemError, match="head dimension above 256"):
-            attention(**t, backend=backend)
-    assert choose_backend(spec_of(t, Options(), "forward"), BACKENDS) == "reference"
-    assert attention(**t).shape == t["q"].shape
+        with pytest.raises(ProblemError, match="a head dimension above 576, or 256 in gradients"):
+            backward(backend, t)
+    assert choose_backend(spec_of(t, Options(), "backward"), BACKENDS) == "reference"
+    for dim, chosen in ((257, "tiled"), (576, "tiled"), (577, "reference")):
+        t = {name: x for name, x in qkv(1, 1, 2, 2, dim).items() if name != "do"}
+        assert choose_backend(spec_of(t, Options(), "forward"), ("torch", "tiled", "reference")) == chosen
+        assert attention(**t).shape == t["q"].shape

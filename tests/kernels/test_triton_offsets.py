@@ -1,5 +1,6 @@
 """Offsets beyond 2^31 elements: rows so far apart that 32-bit index arithmetic would wrap."""
 
+import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem
@@ -7,12 +8,17 @@ from flashpoint_kernels.triton_backend import launch
 from tests.conftest import DEVICE
 
 
-def test_rows_4_gib_elements_apart() -> None:
-    rows, dim, apart = 70, 16, 1 << 26  # the last row lies at element 69·2^26 > 2^32; only touched pages are resident
+# The last row lies beyond element 2^32; only touched pages are resident. The forward copies keys that are 2^23 apart.
+@pytest.mark.parametrize(("rows", "apart"), [(70, 1 << 26), (1100, 1 << 22)])
+def test_rows_4_gib_elements_apart(rows: int, apart: int) -> None:
+    dim = 16
     storage = torch.empty((rows - 1) * apart + dim, dtype=torch.float16, device=DEVICE)
     k = torch.as_strided(storage, (1, 1, rows, dim), (0, 0, apart, 1))
     g = torch.Generator().manual_seed(0)
-    near = {name: torch.randn((1, 1, rows, dim), generator=g).half().to(DEVICE) for name in ("q", "k", "v", "do")}
+    near = {
+        name: torch.randn((1, 1, n, dim), generator=g).half().to(DEVICE)
+        for name, n in (("q", 9), ("k", rows), ("v", rows), ("do", 9))
+    }
     k.copy_(near["k"])
     answers = []
     for key in (near["k"], k):

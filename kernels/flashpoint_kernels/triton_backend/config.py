@@ -15,7 +15,8 @@ import torch
 import triton
 
 from flashpoint_contract.spec import Spec
-from flashpoint_kernels.triton_backend.configurations import HOPPER, SHARED_KIB, TABLES, Config, Tile, packed_tile
+from flashpoint_contract.tensors import MAX_HEAD_DIM
+from flashpoint_kernels.triton_backend.configurations import HOPPER, SHARED_KIB, TABLES, WIDE, Config, Tile, packed_tile
 from flashpoint_kernels.triton_backend.groups import FLOAT8, FLOAT8_BITS, INT8
 from flashpoint_kernels.triton_backend.interpret import INTERPRETED
 
@@ -36,6 +37,20 @@ class Chip:
 def padded(dim: int) -> int:
     """The power of two, at least 16, that a head dimension is padded to inside a tile."""
     return max(16, 1 << (dim - 1).bit_length())
+
+
+def parts_of(dim: int) -> tuple[int, int]:
+    """(BLOCK_D, BLOCK_REST) of the forward: a power of two and what is left, padded, where that is less than the power
+    of two above has. So 192 is 128 and 64, and 576 is 512 and 64.
+    """
+    whole, first = padded(dim), padded(dim) // 2
+    rest = padded(dim - first)
+    return (first, rest) if dim > 128 and first + rest < whole else (whole, 0)
+
+
+def exact(head_dim: int, value_dim: int) -> bool:
+    """Constants.EVEN of the forward."""
+    return sum(parts_of(head_dim)) == head_dim and padded(value_dim) == value_dim
 
 
 def table_of(chip: Chip) -> int:
@@ -69,17 +84,29 @@ def tiles(
     """
     widest = max(padded(head_dim), padded(value_dim))
     even = padded(head_dim) == head_dim and padded(value_dim) == value_dim
+    wide = wide_tile(arch, dtype, head_dim, value_dim, 2 if blocks else 1 if paged or quantized else level)
     level = max(level, 2 if quantized or blocks else 1 if paged or not even else 0)
     by_dim = TABLES[arch]["float32" if dtype == "float32" else f"level {level}"]
-    config = by_dim[next(dim for dim in by_dim if widest <= dim)]
+    config = by_dim[next(dim for dim in by_dim if min(widest, MAX_HEAD_DIM) <= dim)]
     changes: dict[str, Any] = dict(hopper_tiles(head_dim, value_dim)) if hopper else {}
+    if wide:
+        changes["forward"] = wide
     packed = packed_tile(arch, dtype, widest)
     if quantized:
         packed = replace(packed, block_n=max(packed.block_n // 2, 16))
     if quantized and paged:
-        changes["forward"] = replace(config.forward, block_n=max(config.forward.block_n // 2, 16))
+        forward = changes.get("forward", config.forward)
+        changes["forward"] = replace(forward, block_n=max(forward.block_n // 2, 16))
         packed = replace(packed, num_stages=2 if arch >= 100 else packed.num_stages)  # one more spills on sm_100
     return replace(config, packed=packed, **changes)
+
+
+def wide_tile(arch: int, dtype: str, head_dim: int, value_dim: int, level: int) -> Tile | None:
+    """The forward's tile of head dimensions that have their own: above 256, and 192 with 128 at level 0."""
+    by_dim = WIDE["float32" if dtype == "float32" else "99 KiB" if SHARED_KIB[arch] <= 99 else "16 bits"]
+    if max(head_dim, value_dim) > MAX_HEAD_DIM:
+        return by_dim[512 if padded(value_dim) <= 512 else 1024]
+    return by_dim.get(192) if level == 0 and (head_dim, padded(value_dim)) == (192, 128) else None
 
 
 def keys_kind(arch: int, dtype: str) -> int:

@@ -79,9 +79,9 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 # Packed blocks of few queries read keys at the speed of memory: as many bytes of keys and values in flight as two
 # programs of an SM have room for (three stages of 16 KiB each of K and V), and four warps. 99 KiB hold less.
-_PACKED = {64: Tile(64, 64, 4, 4), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 3)}
-_PACKED_99 = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 3), 256: Tile(64, 32, 4, 2)}
-_PACKED_FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 2)}
+_PACKED = {64: Tile(64, 64, 4, 4), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 3), 1024: Tile(16, 32, 8, 1)}
+_PACKED_99 = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 3), 256: Tile(64, 32, 4, 2), 1024: Tile(16, 16, 8, 1)}
+_PACKED_FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 2), 1024: Tile(16, 16, 8, 1)}
 
 
 def packed_tile(arch: int, dtype: str, widest: int) -> Tile:
@@ -89,6 +89,14 @@ def packed_tile(arch: int, dtype: str, widest: int) -> Tile:
     by_dim = _PACKED_FLOAT32 if dtype == "float32" else _PACKED_99 if SHARED_KIB[arch] <= 99 else _PACKED
     return by_dim[next(dim for dim in by_dim if widest <= dim)]
 
+
+# The forward of head dimensions in two parts, on every chip: 192 with values of 128 or fewer (level 0), and by the
+# padded value dimension, those above 256. There, 64 queries would spill in the loop.
+WIDE = {
+    "16 bits": {192: Tile(128, 64), 512: Tile(32, 32), 1024: Tile(16, 16, 8, 1)},
+    "99 KiB": {192: Tile(64, 32), 512: Tile(32, 16), 1024: Tile(16, 16, 8, 1)},
+    "float32": {512: Tile(16, 16, 8, 1), 1024: Tile(16, 16, 8, 1)},
+}
 
 # IEEE float32 uses no matrix instruction, so the architecture hardly matters: operands in registers, small tiles.
 _FLOAT32 = {
@@ -131,12 +139,15 @@ _SM86: Table = {
     "level 2": _LEVEL_2,
     "float32": _FLOAT32,
 }
+# At D 64 from sm_90 on: two programs of four warps on a multiprocessor, so that the softmax of one runs beside the
+# products of the other. 8.1 instructions a score on sm_90 where one program of 128×128 has 7.1, and 7.4 for 7.2 on
+# sm_100; Triton's tutorial, timed on such chips, takes the same.
+_TWO_PROGRAMS = Tile(128, 64, 4, 3)
 # wgmma multiplies from shared memory: larger tiles, and a block more in flight. At D 128 its forward and dQ, 128×128,
-# are at the limit of registers: 9.3 and 8.3 instructions a score where 128×64 has 11.8 and 10.5 (9.2 and 8.2, 11.7 and
-# 10.3 with triton 3.6.0, and no spill either; with 3.9.0 24 and 32 bytes spill).
+# are at the limit of registers: 8.2 and 8.3 instructions a score.
 _SM90: Table = {
     "level 0": {
-        64: Config(Tile(128, 128, 8, 3), Tile(64, 128), Tile(128, 128)),
+        64: Config(_TWO_PROGRAMS, Tile(64, 128), Tile(128, 128)),
         128: Config(Tile(128, 128, 8, 3), Tile(64, 128), Tile(128, 128)),
         256: Config(Tile(128, 64), Tile(32, 64), Tile(64, 64)),
     },
@@ -151,7 +162,7 @@ _SM90: Table = {
 # tcgen05 keeps accumulators in a memory of their own, and P and dS on their way there in shared memory.
 _SM100: Table = {
     "level 0": {
-        64: Config(Tile(128, 128), Tile(64, 128), Tile(128, 128)),
+        64: Config(_TWO_PROGRAMS, Tile(64, 128), Tile(128, 128)),
         128: Config(Tile(128, 64, 8, 3), Tile(64, 128), Tile(128, 64, 8, 1)),
         256: Config(Tile(128, 32), Tile(64, 64, 8, 1), Tile(128, 32, 8, 1)),
     },

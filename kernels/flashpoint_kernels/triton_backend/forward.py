@@ -10,11 +10,12 @@ import triton.language as tl
 
 from flashpoint_kernels.triton_backend import table as col
 from flashpoint_kernels.triton_backend.blocks import key_tile, list_at, listed_stretches, unskipped
-from flashpoint_kernels.triton_backend.groups import Softmax
+from flashpoint_kernels.triton_backend.groups import Keys, Softmax
 from flashpoint_kernels.triton_backend.interpret import cast, dot
 from flashpoint_kernels.triton_backend.scores import LN2, LOG2E, keep, modify, visible
 from flashpoint_kernels.triton_backend.tiles import (
     block_at,
+    columns_from,
     heads_column,
     key_stretches,
     keys_of,
@@ -55,22 +56,31 @@ def online_softmax(s, unit, m, denom):
 
 
 @triton.jit
-def attend_keys(softmax, b_q, o_m, lo, hi, tiles, seq, keys, values, FULL: tl.constexpr, C: tl.constexpr):
+def attend_keys(softmax, b_q, b_rest, o_m, lo, hi, tiles, seq, keys, values, FULL: tl.constexpr, C: tl.constexpr):
     """The Softmax after keys [lo, hi), a tile of BLOCK_N at a time; lo is a multiple of BLOCK_N.
 
-    b_q (M, D) are the queries o_m (M,). FULL: every query may see every key. With a block mask, lo and hi are places in
-    the list `tiles`.
+    b_q (M, D) and b_rest, their last columns where BLOCK_REST is not 0, are the queries o_m (M,). FULL: every query may
+    see every key. With a block mask, lo and hi are places in the list `tiles`.
     """
     m, denom, acc = softmax.m, softmax.denom, softmax.acc
     within = tl.arange(0, C.BLOCK_N)
     for at in range(lo, hi, C.BLOCK_N):
         j0, cut = key_tile(at, tiles, C)
         o_n = j0 + within
-        places = places_of(o_n, seq, C)
+        places = places_of(j0, seq, C)
         b_k = load_keys(keys, places, C.BLOCK_D, FULL, C)  # (N, D)
         if C.KEYS is not None:
             b_k = cast(widened(b_k, C), C.DTYPE)  # exact: 8 bits have no more digits than a bfloat16
         s = dot(b_q, tl.trans(b_k), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.TF32)  # (M, N)
+        if C.BLOCK_REST:
+            rest = Keys(
+                rows=columns_from(keys.rows, C.BLOCK_D), page=keys.page, p_scale=keys.p_scale,
+                scale_row=keys.scale_row, scale_page=keys.scale_page,
+            )  # fmt: skip
+            b_k_rest = load_keys(rest, places, C.BLOCK_REST, FULL, C)
+            if C.KEYS is not None:
+                b_k_rest = cast(widened(b_k_rest, C), C.DTYPE)
+            s = dot(b_rest, tl.trans(b_k_rest), s, C.TF32)
         if C.KEYS is not None:
             s *= load_scales(keys, places, FULL, C)[None, :]
         unit = seq.scale * LOG2E
@@ -119,6 +129,9 @@ def attention_forward(table, floats, items, lists, part_o, part_lse, heads, head
     values = keys_of(t, col.V, col.V_PAGE, col.V_SCALE, block.kv_head, seq.band.kv_len, value_dim, C)
     o_m = block.queries
     b_q = load(q_rows, o_m, C.BLOCK_D, False, C.EVEN)  # (M, D)
+    b_rest = 0
+    if C.BLOCK_REST:
+        b_rest = load(columns_from(q_rows, C.BLOCK_D), o_m, C.BLOCK_REST, False, C.EVEN)
 
     # A sink is a key without a value: it starts the denominator, in the first part of a split problem alone.
     m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
@@ -138,9 +151,9 @@ def attention_forward(table, floats, items, lists, part_o, part_lse, heads, head
     else:
         lo, full_lo, full_hi, hi = key_stretches(block.first, block.last, seq.band, part_lo, part_hi, C)
     if C.LEVEL >= 1 and not C.BLOCKS:
-        softmax = attend_keys(softmax, b_q, o_m, lo, full_lo, tiles, seq, keys, values, False, C)
-    softmax = attend_keys(softmax, b_q, o_m, full_lo, full_hi, tiles, seq, keys, values, True, C)
-    softmax = attend_keys(softmax, b_q, o_m, full_hi, hi, tiles, seq, keys, values, False, C)
+        softmax = attend_keys(softmax, b_q, b_rest, o_m, lo, full_lo, tiles, seq, keys, values, False, C)
+    softmax = attend_keys(softmax, b_q, b_rest, o_m, full_lo, full_hi, tiles, seq, keys, values, True, C)
+    softmax = attend_keys(softmax, b_q, b_rest, o_m, full_hi, hi, tiles, seq, keys, values, False, C)
 
     o, lse = normalised(softmax)
     if C.LEVEL == 2:

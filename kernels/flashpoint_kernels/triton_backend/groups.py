@@ -25,11 +25,12 @@ class Constants:
 
     LEVEL is `Spec.level`; the dtypes are Triton's, of the tensors, the mask (None: no mask) and the mask's gradient.
     TF32 is for float32 operands alone. ALIGNED: every row of every head starts at a multiple of 16 bytes. A tile
-    has BLOCK_M queries and BLOCK_N keys; head dimensions are padded to BLOCK_D, and those of values to BLOCK_DV. EVEN:
-    they need no padding. STAGES: tiles of a tensor that are in shared memory at a time. PACKED: the rows of a block are
-    the queries of all heads that share a key/value head (see Block). PAGED: keys and values are pages. KEYS: how keys
-    and values that are 8-bit numbers are widened (see tiles.widened), None where they have DTYPE. BLOCKS: there is a
-    block mask, and the tiles are those of a list (see blocks.py).
+    has BLOCK_M queries and BLOCK_N keys; head dimensions are padded to BLOCK_D, and those of values to BLOCK_DV. In the
+    forward a head dimension may be the sum of two powers of two, BLOCK_D and BLOCK_REST, which else is 0 (see
+    config.parts_of). EVEN: they need no padding. STAGES: tiles of a tensor that are in shared memory at a time. PACKED:
+    the rows of a block are the queries of all heads that share a key/value head (see Block). PAGED: keys and values are
+    pages. KEYS: how keys and values that are 8-bit numbers are widened (see tiles.widened), None where they have DTYPE.
+    BLOCKS: there is a block mask, and the tiles are those of a list (see blocks.py).
     """
 
     LEVEL: int | None = None
@@ -41,6 +42,7 @@ class Constants:
     BLOCK_M: int | None = None
     BLOCK_N: int | None = None
     BLOCK_D: int | None = None
+    BLOCK_REST: int | None = None
     BLOCK_DV: int | None = None
     EVEN: bool | None = None
     STAGES: int | None = None
@@ -114,8 +116,12 @@ class Keys(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a tile of keys (N,) is: its page, the row there, and whether it may be read. Without pages, `row` alone."""
+    """Where a tile of keys (N,) is: its page, the row there, and whether it may be read; the tile's first key.
 
+    Without pages, `first` and `row` alone.
+    """
+
+    first: Any
     page: Any
     row: Any
     valid: Any

@@ -20,7 +20,15 @@ from flashpoint_kernels.triton_backend import table as columns
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
 from flashpoint_kernels.triton_backend.calls import Call, start_compiling
-from flashpoint_kernels.triton_backend.config import config_for, hopper_tiles, keys_of_device, padded, takes_hopper
+from flashpoint_kernels.triton_backend.config import (
+    config_for,
+    exact,
+    hopper_tiles,
+    keys_of_device,
+    padded,
+    parts_of,
+    takes_hopper,
+)
 from flashpoint_kernels.triton_backend.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
 from flashpoint_kernels.triton_backend.groups import Constants
@@ -156,6 +164,7 @@ class Launch:
 
 _OF_HOPPER = ("LEVEL", "DTYPE", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
 _ALL = ("LEVEL", "DTYPE", "MASK_DTYPE", "TF32", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN", "BLOCKS")
+_FORWARD = ("LEVEL", "DTYPE", "MASK_DTYPE", "TF32", "ALIGNED", "BLOCK_DV", "PAGED", "KEYS", "BLOCKS")
 _VALUES = ("DTYPE", "ALIGNED", "BLOCK_DV", "EVEN")
 
 
@@ -241,6 +250,7 @@ def forward_calls(problems: Sequence[Problem], tiles: Config | None = None) -> I
 def _forward_blocks(launch: Launch, rows: int) -> Iterator[Call]:
     """The forward of sequences with packed blocks of so many rows, or with 0, of those with blocks of one head."""
     tile = launch.config.forward_of(rows)
+    block_d, block_rest = parts_of(launch.dims[0])
     items, merges, slots = forward_list(launch.shapes, Cut(launch.config, rows))
     heads, block_dv = launch.kv_heads if rows else launch.heads, padded(launch.dims[1])
     make = partial(lists.of_queries, launch, items, tile, rows > 0, items[:, 2:4])
@@ -254,7 +264,8 @@ def _forward_blocks(launch: Launch, rows: int) -> Iterator[Call]:
     yield launch.call(
         attention_forward, items, heads, tile,
         lambda items: (launch.table, launch.floats, items, listed(), *parts(), heads, *launch.dims),
-        *_ALL, "PAGED", "KEYS", BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PACKED=rows > 0,
+        *_FORWARD, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=block_d, BLOCK_REST=block_rest,
+        EVEN=exact(*launch.dims), PACKED=rows > 0,
     )  # fmt: skip
     yield launch.call(
         merge_parts, merges, heads, launch.config.merge_of(rows),
@@ -413,9 +424,10 @@ def _launches(
 def _goes_hopper(problem: Problem, table: Table) -> bool:
     """Whether a problem takes the path for Hopper: what it is by itself decides, never what it is launched with."""
     spec = problem.spec
-    if spec.level > 0 or spec.dtype == "float32" or spec.has("block_mask"):
+    in_parts = exact(spec.head_dim, spec.value_dim) and parts_of(spec.head_dim)[1] > 0
+    if spec.level > 0 or spec.dtype == "float32" or "wide_head_dim" in spec.features or spec.has("block_mask"):
         return False
-    if not table.describable or not takes_hopper(problem.device):
+    if (in_parts and spec.value_dim <= 128) or not table.describable or not takes_hopper(problem.device):
         return False
     config = _config(problem, hopper=True)
     parts = [forward_parts(shape, Cut(config, 0)).items[:, 3] for shape in _shapes(table)]

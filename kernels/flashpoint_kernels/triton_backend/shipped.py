@@ -19,9 +19,10 @@ _PRODUCTS = ("forward", "backward_kv", "backward_q")
 
 
 class Variant(NamedTuple):
-    """A kernel as it is compiled: Dv = D, aligned tensors. `mask`: the dtype of `attn_mask`; level 2 alone has one.
+    """A kernel as it is compiled: aligned tensors. `mask`: the dtype of `attn_mask`; level 2 alone has one.
 
-    `keys`: the dtype of 8-bit keys and values. A kernel whose name ends in "_blocks" has a block mask.
+    `keys`: the dtype of 8-bit keys and values. `value_dim`: Dv, where it is not D. A kernel whose name
+    ends in "_blocks" has a block mask.
     """
 
     kernel: str
@@ -33,6 +34,7 @@ class Variant(NamedTuple):
     precision: str = "ieee"
     paged: bool = False
     keys: str | None = None
+    value_dim: int | None = None
 
 
 def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
@@ -52,8 +54,12 @@ def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
             found.append(Variant("backward_mask", arch, dtype, dim, 2, "float32"))
         if dtype == "float32":
             found += [Variant(kernel, arch, dtype, 128, precision="tf32") for kernel in _PRODUCTS]
+            found.append(Variant("forward", arch, dtype, 576, value_dim=512))
         else:
             found += [Variant(kernel, arch, dtype, dim) for dim, kernel in product(OTHER_HEAD_DIMS, _PRODUCTS)]
+            found.append(Variant("forward", arch, dtype, 192, value_dim=128))
+            wide = ("forward", "forward_packed16", "merge", "merge_packed16")
+            found += [Variant(kernel, arch, dtype, 576, value_dim=512) for kernel in wide]
             kinds = product(("forward", "forward_packed16"), OTHER_KEYS)
             found += [Variant(kernel, arch, dtype, 128, paged=paged, keys=keys) for kernel, (paged, keys) in kinds]
         if arch == 90 and dtype != "float32":
@@ -76,6 +82,8 @@ def _packed(arch: int, dtype: str, dim: int) -> list[Variant]:
 def representative() -> list[Variant]:
     """What CI compiles: the fast variants of most requests everywhere, and the heaviest of the others somewhere."""
     found = []
+    found += [Variant("forward", arch, "bfloat16", dim, value_dim=dv)
+              for arch, (dim, dv) in product((80, 90, 100), ((192, 128), (576, 512)))]  # fmt: skip
     for arch in TABLES:
         dims = (64, 128) if arch in (80, 90) else (128,)
         found += [Variant(f"{kernel}_packed16", arch, "bfloat16", 128) for kernel in ("forward", "backward_q", "merge")]

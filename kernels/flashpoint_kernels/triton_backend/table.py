@@ -47,6 +47,7 @@ _MASKS = {"attn_mask": MASK, "dattn_mask": DMASK, "block_mask": BLOCKS}
 _SCALES = {"k_scale": K_SCALE, "v_scale": V_SCALE}
 _PAGE_STRIDES = {"k": K_PAGE, "v": V_PAGE}
 _VECTOR_BYTES = 16  # of the widest load
+FARTHEST = 2**23  # elements between two keys, in the forward: offsets within a tile have 32 bits
 
 
 @dataclass(eq=False)
@@ -144,7 +145,9 @@ class Table:
             address = [t.data_ptr() + 4 * (t.stride(0) * row.batch + row.q_start) for row in rows]
             self._write(_ROW_VECTORS[name].value, address, t.stride(1), 1)
         else:
-            t = t if t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
+            far = name in ("k", "v") and problem.spec.direction == "forward" and t.stride(2) >= FARTHEST
+            far &= not problem.spec.paged  # whose addresses have 64 bits throughout
+            t = t if (t.shape[-1] == 1 or t.stride(-1) == 1) and not far else t.contiguous()
             size = t.element_size()
             if problem.spec.paged and name in _PAGE_STRIDES:
                 address = [t.data_ptr()] * len(rows)

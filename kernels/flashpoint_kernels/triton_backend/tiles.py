@@ -46,8 +46,9 @@ def keys_of(t, TENSOR: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, he
 
 
 @triton.jit
-def places_of(o_n, seq, C: tl.constexpr):
-    """The Places of keys o_n. A page number beyond the pool is not read."""
+def places_of(j0, seq, C: tl.constexpr):
+    """The Places of the tile of keys from j0 on. A page number beyond the pool is not read."""
+    o_n = j0 + tl.arange(0, C.BLOCK_N)
     page, row, valid = 0, o_n, 0
     if C.PAGED:
         size = tl.load(seq.row + col.PAGE_SIZE).to(tl.int32)
@@ -56,7 +57,7 @@ def places_of(o_n, seq, C: tl.constexpr):
         page = tl.load(p_numbers + o_n // size, mask=valid, other=0)
         valid = valid & (page >= 0) & (page < tl.load(seq.row + col.POOL))
         row = o_n % size
-    return Places(page=page, row=row, valid=valid)
+    return Places(first=j0, page=page, row=row, valid=valid)
 
 
 @triton.jit
@@ -70,7 +71,11 @@ def load_keys(keys, places, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.con
             m_k = m_k & (o_d[None, :] < keys.rows.dim)
         block = tl.load(keys.rows.base + o_k[:, None] + o_d[None, :], mask=m_k, other=0)
     else:
-        block = load(keys.rows, places.row, BLOCK_D, FULL, C.EVEN)
+        # Offsets in 32 bits stay in registers, which the test of columns has taken where they need one.
+        if C.EVEN:
+            block = load_tile(keys.rows, places.first, places.row, BLOCK_D, FULL, C)
+        else:
+            block = load(keys.rows, places.row, BLOCK_D, FULL, C.EVEN)
     return block
 
 
@@ -111,6 +116,15 @@ def next_head(rows, nth):
     return Rows(
         base=rows.base + nth * rows.head_stride, head_stride=rows.head_stride, stride=rows.stride,
         length=rows.length, dim=rows.dim,
+    )  # fmt: skip
+
+
+@triton.jit
+def columns_from(rows, first: tl.constexpr):
+    """The Rows without their first columns."""
+    return Rows(
+        base=rows.base + first, head_stride=rows.head_stride, stride=rows.stride, length=rows.length,
+        dim=rows.dim - first,
     )  # fmt: skip
 
 
@@ -191,6 +205,25 @@ def load(rows, o, BLOCK_D: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr)
         block = tl.load(p, mask=o_d[None, :] < rows.dim, other=0.0)
     else:
         block = tl.load(p, mask=(o[:, None] < rows.length) & (o_d[None, :] < rows.dim), other=0.0)
+    return block
+
+
+@triton.jit
+def load_tile(rows, first, o, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.constexpr):
+    """`load` of a tile of keys, o = first + (0, 1, …), which are less than `table.FARTHEST` apart; EVEN.
+
+    Their offsets from one address have 32 bits, and stay the same from tile to tile.
+    """
+    o_d = tl.arange(0, BLOCK_D)
+    step = rows.stride.to(tl.uint32)
+    if C.ALIGNED:
+        step = tl.multiple_of(step, 128 // rows.base.dtype.element_ty.primitive_bitwidth)
+    within = tl.arange(0, C.BLOCK_N).to(tl.uint32)[:, None] * step + o_d[None, :]
+    p = rows.base + tl.cast(first, tl.uint32).to(tl.uint64) * step.to(tl.uint64) + within
+    if FULL:
+        block = tl.load(p)
+    else:
+        block = tl.load(p, mask=o[:, None] < rows.length, other=0.0)
     return block
 
 

@@ -1,8 +1,9 @@
 """The forward kernel for Hopper. Notation as in ../forward.py.
 
 Within a group of warps the scores of a tile are asked for before the values of the tile before it, so that its softmax
-runs beside a product of its own, too. A group goes through its tiles from the last to the first: those that need a test
-of visibility come first.
+runs beside a product of its own, too. The groups take turns to ask for products (FlashAttention-3's ping-pong): so the
+softmax of one runs beside the products of the other, tile by tile. A group goes through its tiles from the last to the
+first: those that need a test of visibility come first.
 """
 
 from typing import Any, NamedTuple
@@ -15,16 +16,17 @@ from flashpoint_kernels.triton_backend.hopper.gluon import gl, hopper, jit, mbar
 from flashpoint_kernels.triton_backend.hopper.pipeline import (
     Pipe,
     barriers,
+    carried,
     descriptor,
     find_queries,
     load_keys,
     load_tile,
+    operand,
     release,
     stages,
     store_rows,
     wait_full,
 )
-from flashpoint_kernels.triton_backend.interpret import cast
 from flashpoint_kernels.triton_backend.scores import LN2, LOG2E, visible
 from flashpoint_kernels.triton_backend.tiles import locate_vector
 
@@ -33,6 +35,7 @@ class Pipes(NamedTuple):
     q: Pipe
     k: Pipe
     v: Pipe
+    turns: Any  # of each group: a phase ends when the other has asked for its products of a tile
 
 
 class Descriptors(NamedTuple):
@@ -57,6 +60,7 @@ def attention_forward_hopper(table, floats, items, heads, head_dim, value_dim, C
         q=Pipe(tiles=q, full=q_full, empty=None),
         k=Pipe(tiles=k, full=k_full, empty=k_empty),
         v=Pipe(tiles=v, full=v_full, empty=v_empty),
+        turns=barriers(2, 1),
     )
     descriptors = Descriptors(q=q_rows, k=k_rows, v=v_rows)
     hopper.fence_async_shared()  # the copy engine sees the barriers as they are now
@@ -97,14 +101,15 @@ def consumer(pipes, work, seq, value_dim, HALF: tl.constexpr, C: tl.constexpr):
         mbarrier.wait(pipes.k.full.index(0), 0)
         s = wgmma_wait(0, [issue_scores(pipes, 0, HALF, S, C)])
         p, m, denom, _shrink = softmax(s, m, denom, o_m, pipes.k, work, seq, 0, True, S, C)
-        p = gl.convert_layout(cast(p, C.DTYPE), P)
+        p = carried(p, P, C.BLOCK_DV <= 128, C)
         for n in range(1, work.cut):
             p, m, denom, acc = step(p, m, denom, acc, o_m, pipes, work, seq, n, True, HALF, S, O, P, C)
         for n in range(gl.maximum(work.cut, 1), work.count):
             p, m, denom, acc = step(p, m, denom, acc, o_m, pipes, work, seq, n, False, HALF, S, O, P, C)
         last = work.count - 1
         wait_full(pipes.v, last, C)
-        acc, p = wgmma_wait(0, [wgmma(p, pipes.v.tiles.index(last % C.STAGES), acc, is_async=True), p])
+        b_p = operand(p, P, C.BLOCK_DV <= 128, C)
+        acc, _b_p = wgmma_wait(0, [wgmma(b_p, pipes.v.tiles.index(last % C.STAGES), acc, is_async=True), b_p])
 
     denom = gl.where(denom == 0.0, 1.0, denom)  # no key: m is −inf, so o = 0 and lse = −inf
     q_len, q_rows = seq.band.q_len, gl.load(t + col.Q_ROWS)
@@ -123,17 +128,20 @@ def step(
 ):  # fmt: skip
     """The scores of tile n beside the values of tile n − 1, whose probabilities are p: (p, m, denom, acc) for the next.
 
-    Its keys have come. CUT: it needs a test of visibility.
+    Its keys have come. CUT: it needs a test of visibility. p is what `carried` returns.
     """
     before = n - 1
+    b_p = operand(p, P, C.BLOCK_DV <= 128, C)
+    mbarrier.wait(pipes.turns.index(HALF), (before & 1) ^ (1 - HALF))  # the first group has the first turn
     scores = issue_scores(pipes, n, HALF, S, C)
     wait_full(pipes.v, before, C)
-    values = wgmma(p, pipes.v.tiles.index(before % C.STAGES), acc, is_async=True)
+    values = wgmma(b_p, pipes.v.tiles.index(before % C.STAGES), acc, is_async=True)
+    mbarrier.arrive(pipes.turns.index(1 - HALF), count=1)
     s = wgmma_wait(1, [scores])  # the first of the two products
-    b_p, m, denom, shrink = softmax(s, m, denom, o_m, pipes.k, work, seq, n, CUT, S, C)
-    acc, p = wgmma_wait(0, [values, p])
+    p, m, denom, shrink = softmax(s, m, denom, o_m, pipes.k, work, seq, n, CUT, S, C)
+    acc, _b_p = wgmma_wait(0, [values, b_p])
     release(pipes.v, before, C)
-    p = gl.convert_layout(cast(b_p, C.DTYPE), P)
+    p = carried(p, P, C.BLOCK_DV <= 128, C)
     return p, m, denom, acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
 
 

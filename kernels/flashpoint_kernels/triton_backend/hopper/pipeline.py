@@ -123,6 +123,25 @@ def release(pipe, n, C: tl.constexpr, pred=True):
 
 
 @jit
+def carried(x, OPERAND: tl.constexpr, FLOAT: tl.constexpr, C: tl.constexpr):
+    """A product's first operand as a loop carries it: with FLOAT in float32, else as the operand that it will be.
+
+    ptxas unpacks and packs again what a loop carries in pairs of 16 bits; float32 takes twice the registers.
+    """
+    if not FLOAT:
+        x = gl.convert_layout(cast(x, C.DTYPE), OPERAND)
+    return x
+
+
+@jit
+def operand(x, OPERAND: tl.constexpr, FLOAT: tl.constexpr, C: tl.constexpr):
+    """The operand, of what `carried` returned."""
+    if FLOAT:
+        x = gl.convert_layout(cast(x, C.DTYPE), OPERAND)
+    return x
+
+
+@jit
 def load_keys(first_rows, first, second_rows, second, work, C: tl.constexpr):
     """Load a tile of each of two pipes in turn, from the last keys on."""
     for n in range(work.count):

@@ -1,0 +1,181 @@
+"""Our inner loops beside those of Triton's tutorial on fused attention, compiled in one run for GPUs that are not here.
+
+`benchmarks/compile.py --beside FILE --beside-commit HASH` calls it with python/tutorials/06-fused-attention.py of
+triton-lang/triton, which is no part of this project. Writes benchmarks/results/loops-sm<arch>.json: a row a loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import json
+import re
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from record import commit, now
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from flashpoint_kernels.triton_backend.aot import build, tile_of
+from flashpoint_kernels.triton_backend.configurations import Tile
+from flashpoint_kernels.triton_backend.sass import Code, kinds, resources
+from flashpoint_kernels.triton_backend.shipped import Variant
+
+ARCHITECTURES = (80, 90, 100)
+HEAD_DIMS = (64, 128)
+DTYPE = "float16"  # the tutorial's
+OURS = ("forward", "backward_kv", "backward_q", "forward_packed16")
+OF_HOPPER = ("forward_hopper", "backward_kv_hopper", "backward_q_hopper")
+# Of a multiprocessor: KiB of shared memory, of which a program takes one more than it asks for; registers, threads,
+# and columns of tcgen05's memory.
+SHARED_KIB = {80: 164, 90: 228, 100: 228}
+REGISTERS, THREADS, TENSOR_COLUMNS = 65536, 2048, 512
+SERIALISED = "wgmma.mma_async instructions are serialized"  # ptxas' warning
+# The tutorial times its forward's tiles on the device. Here it is, of these of its own list, the one with the fewest
+# instructions a score that spills nothing in the loop. Its backward has one tile for dK with dV and one for dQ.
+FORWARD = tuple(Tile(128, n, w, s) for n, w, s in ((32, 4, 3), (64, 4, 3), (64, 8, 3), (128, 8, 2)))  # fmt: skip
+BACKWARD_KV, BACKWARD_Q = Tile(32, 128, 4, 5), Tile(128, 32, 4, 5)
+
+
+class Tutorial(NamedTuple):
+    """One of its two kernels."""
+
+    kernel: str
+    arch: int
+    head_dim: int
+    tile: Tile
+
+
+def write(arch: int, tutorial: Path, its_commit: str, out: Path, processes: int) -> Path:
+    """Compile the kernels of an architecture, and write down what their loops are made of."""
+    ours = [Variant(name, arch, DTYPE, dim)
+            for dim, name in product(HEAD_DIMS, (*OURS, *(OF_HOPPER if arch == 90 else ())))]  # fmt: skip
+    theirs = [Tutorial("forward", arch, dim, tile) for dim, tile in product(HEAD_DIMS, FORWARD) if tile.block_n <= dim]
+    theirs += [Tutorial("backward", arch, dim, BACKWARD_KV) for dim in HEAD_DIMS]
+    with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (tutorial, arch)) as pool:
+        rows = [row for found in pool.map(_rows, [*ours, *theirs]) for row in found]
+    for dim in HEAD_DIMS:
+        tried = [r for r in rows if (r["by"], r["kernel"], r["head_dim"]) == ("tutorial", "forward", dim)]
+        best = min(tried, key=lambda r: (r["instructions"]["spilled"] > 0, r["per_score"]))
+        rows = [r for r in rows if r is best or r not in tried]
+    result = {
+        "device": "none: compiled ahead of time",
+        "triton": triton.__version__,
+        "commit": commit(),
+        "date": now(),
+        "beside": {"commit": its_commit, "sha256": hashlib.sha256(tutorial.read_bytes()).hexdigest()},
+        "loops": sorted(rows, key=lambda r: (r["head_dim"], r["kernel"].split("_hopper")[0], r["by"])),
+    }
+    path = out / f"loops-sm{arch}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
+_tutorial: Any = None
+
+
+def _begin(path: Path, arch: int) -> None:
+    """In a process of its own: take in the tutorial, which asks for a device as it is imported."""
+    global _tutorial
+    driver = mock.Mock()
+    driver.get_current_target.return_value = GPUTarget("cuda", arch, 32)
+    triton.runtime.driver.set_active(driver)
+    triton.knobs.compilation.always_compile = True  # what ptxas says is not in Triton's cache
+    triton.knobs.nvidia.dump_ptxas_log = True
+    spec = importlib.util.spec_from_file_location("tutorial", path)
+    assert spec is not None
+    assert spec.loader is not None
+    _tutorial = importlib.util.module_from_spec(spec)
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(arch, 10)):
+        spec.loader.exec_module(_tutorial)
+
+
+def _rows(wanted: Variant | Tutorial) -> list[dict[str, Any]]:
+    """A row a loop of what a kernel has: the tutorial's backward has dK with dV first, and dQ."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        if isinstance(wanted, Variant):
+            tile = tile_of(wanted)
+            built = build(wanted, tile)
+            of_loops = [(wanted.kernel, tile)]
+        else:
+            built = _build(wanted)
+            forward = wanted.kernel == "forward"
+            of_loops = (
+                [("forward", wanted.tile)] if forward else [("backward_kv", BACKWARD_KV), ("backward_q", BACKWARD_Q)]
+            )
+    code = Code(built.asm["cubin"])
+    loops = code.loops()[:2] if len(of_loops) == 2 else [code.shortest_loop()]  # no copies that test causality
+    registers, spill_bytes = resources(built.asm["cubin"])
+    found = []
+    for (kernel, tile), loop in zip(of_loops, loops, strict=True):
+        halves = 2 if kernel.endswith("hopper") else 1  # two groups of warps share a tile
+        counts = kinds(loop)
+        row = {
+            "kernel": kernel, "by": "flashpoint" if isinstance(wanted, Variant) else "tutorial",
+            "head_dim": wanted.head_dim, "block_m": tile.block_m, "block_n": tile.block_n,
+            "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+            "registers": registers, "spill_bytes": spill_bytes, "shared_bytes": built.metadata.shared,
+            "programs": _programs(built, wanted.arch, registers), "instructions": counts,
+            "per_score": len(loop) * 32 * tile.num_warps * halves / (tile.block_m * tile.block_n),
+            "beside": code.beside(), "serialised": SERIALISED in said.getvalue(),
+        }  # fmt: skip
+        if "packed" in kernel:
+            row["per_byte"] = len(loop) * tile.num_warps / (tile.block_n * 2 * wanted.head_dim * 2)
+        found.append(row)
+    return found
+
+
+def _programs(built: Any, arch: int, registers: int) -> int:
+    """Programs that a multiprocessor holds at once."""
+    found = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", built.asm["ptx"])
+    assert found is not None
+    threads = int(found[1])
+    warps_by_registers = REGISTERS // (-(-registers * 32 // 256) * 256)
+    limits = [
+        THREADS // threads,
+        warps_by_registers // (threads // 32),
+        SHARED_KIB[arch] * 1024 // (built.metadata.shared + 1024),
+    ]
+    if columns := getattr(built.metadata, "tmem_size", 0):
+        limits.append(TENSOR_COLUMNS // columns)
+    return min(limits)
+
+
+def _build(one: Tutorial) -> Any:
+    """A kernel of the tutorial as it is for plain attention, not causal."""
+    tile, dim = one.tile, one.head_dim
+    if one.kernel == "forward":
+        function = _tutorial._attn_fwd.fn
+        constants = {"HEAD_DIM": dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "FP8_OUTPUT": False,
+                     "STAGE": 1, "warp_specialize": False, "IS_HOPPER": one.arch == 90}  # fmt: skip
+        types = {"sm_scale": "fp32", "M": "*fp32"}
+        for name, rows in (("q", tile.block_m), ("k", tile.block_n), ("v", tile.block_n), ("o", tile.block_m)):
+            described = f"tensordesc<fp16[{rows}, {dim}]>" if one.arch >= 90 else "*fp16"
+            types[f"desc_{name}"] = described
+    else:
+        function = _tutorial._attn_bwd
+        constants = {"BLOCK_M1": BACKWARD_KV.block_m, "BLOCK_N1": BACKWARD_KV.block_n, "BLOCK_M2": BACKWARD_Q.block_m,
+                     "BLOCK_N2": BACKWARD_Q.block_n, "BLK_SLICE_FACTOR": 2, "HEAD_DIM": dim, "CAUSAL": False,
+                     "stride_d": 1}  # fmt: skip
+        types = dict.fromkeys(("Q", "K", "V", "DO", "DQ", "DK", "DV"), "*fp16")
+        types |= {"M": "*fp32", "D": "*fp32", "sm_scale": "fp32"}
+    names = function.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned: dict[Any, Any] = {
+        (at,): [["tt.divisibility", 16]]
+        for at, name in enumerate(names)
+        if signature[name].startswith("*") or name in ("N_CTX", "stride_z", "stride_h", "stride_tok")
+    }
+    source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", one.arch, 32), options=options)

@@ -1,0 +1,86 @@
+"""Head dimensions above 256, and those that are two powers of two: 192 with 128, 576 with 512. The forward alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flashpoint_kernels import Options, Problem, attention, quantize, run, verify
+from flashpoint_kernels.dispatch import available_backends
+from flashpoint_kernels.triton_backend.config import exact, parts_of, tiles
+from flashpoint_kernels.triton_backend.configurations import SHARED_KIB, TABLES
+from flashpoint_kernels.triton_backend.launch import forward_calls
+from tests.conftest import DEVICE
+from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
+
+BACKENDS = [name for name in ("triton", "tiled") if name in available_backends(DEVICE)]
+CASES = [
+    PLAIN | {"dtype": "float16", "band": "causal", "group": 2, "dims": (192, 128)},
+    PLAIN | {"dtype": "bfloat16", "layout": "thd", "band": "causal", "dims": (576, 512)},
+    PLAIN | {"dtype": "float16", "band": "window", "mask": "full", "alibi": True, "sinks": True, "dims": (300, 40)},
+    PLAIN | {"lengths": True, "softcap": 3.0, "layout": "bshd", "dims": (130, 576)},
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(40, 70), (3, 90)], ids=["blocks", "packed"])
+def test_answers(case: dict[str, Any], backend: str, q_len: int, kv_len: int) -> None:
+    tensors = {n: t for n, t in tensors_of(case, q_len, kv_len).items() if n not in ("do", "dlse")}
+    found = verify(tensors, replace(options_of(case, return_lse=True), backend=backend))
+    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pages_and_8_bit_keys(backend: str) -> None:
+    g = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 3, 4, 576, generator=g).to(DEVICE)
+    k, v = (torch.randn(9, 16, 1, dim, generator=g).to(DEVICE) for dim in (576, 512))
+    (k8, k_scale), (v8, v_scale) = quantize(k), quantize(v)
+    table = torch.tensor([[3, 1, 7, 0], [3, 8, -1, -1]], dtype=torch.int32)
+    tensors = {"q": q, "k": k8, "v": v8, "k_scale": k_scale, "v_scale": v_scale, "block_table": table}
+    found = verify(
+        tensors | {"kv_lengths": torch.tensor([61, 20])}, Options(layout="bshd", causal=True, backend=backend)
+    )
+    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_values_may_be_the_first_columns_of_the_keys(backend: str) -> None:
+    """A view of them has the bits of a copy; alone and among others."""
+    g = torch.Generator().manual_seed(2)
+    q = torch.randn(1, 16, 1, 576, generator=g).to(DEVICE, torch.float16)
+    k = torch.randn(1, 1, 150, 576, generator=g).to(DEVICE, torch.float16)
+    view = {"q": q, "k": k, "v": k[..., :512]}
+    other = {name: torch.randn_like(t) for name, t in view.items()} | {"v": torch.randn_like(k[..., :512])}
+    problems = [Problem.create(t, Options(causal=True)) for t in (other, view)]
+    run(problems, backend)
+    copied = attention(q, k, k[..., :512].clone(), causal=True, backend=backend)
+    assert torch.equal(problems[1].outputs["o"], copied)
+
+
+def test_a_head_dimension_of_two_powers_of_two_is_not_padded() -> None:
+    assert [parts_of(dim) for dim in (128, 160, 192, 256, 320, 576)] == [
+        (128, 0), (128, 32), (128, 64), (256, 0), (256, 64), (512, 64),
+    ]  # fmt: skip
+    assert [parts_of(dim) for dim in (1, 96, 200, 400, 570)] == [(16, 0), (128, 0), (256, 0), (512, 0), (512, 64)]
+    assert exact(192, 128)
+    assert exact(576, 512)
+    assert not exact(570, 512)
+    for arch in TABLES:
+        for dtype, dim in (("bfloat16", 192), ("bfloat16", 576), ("float32", 576)):
+            tile = tiles(arch, dtype, dim, 128 if dim == 192 else 512, 0).forward
+            queries_and_keys = (tile.block_m + tile.block_n) * dim * (4 if dtype == "float32" else 2)
+            assert queries_and_keys <= SHARED_KIB[arch] * 1024
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton's kernels")
+def test_they_do_not_take_the_path_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPOINT_HOPPER", "1")
+    for dim, value_dim in ((192, 128), (576, 512)):
+        shapes = {"q": (1, 1, 70, dim), "k": (1, 1, 70, dim), "v": (1, 1, 70, value_dim)}
+        problem = Problem.create(
+            {n: torch.ones(s, dtype=torch.float16, device=DEVICE) for n, s in shapes.items()}, Options()
+        )
+        assert [call.kernel.__name__ for call in forward_calls([problem]) if call.programs] == ["attention_forward"]
