@@ -16,7 +16,7 @@ GRID = ("--q-len", "64", "--head-dim", "16")
     ("arguments", "said"),
     [
         (("benchmark", *GRID, "--backend", "nope"), "'nope' is none of naive"),
-        (("verify", "--q-len", "8", "--head-dim", "300", "--backend", "tiled"), "head dimension above 256"),
+        (("verify", "--q-len", "8", "--head-dim", "600", "--backend", "tiled"), "head dimension above 576"),
         (("verify", "--q-len", "8", "--head-dim", "4", "--extras", "bool_mask,float_mask"), "one mask"),
         (("verify", "--q-len", "8", "--head-dim", "4", "--window", "1"), "window"),
     ],

@@ -128,7 +128,7 @@ VALUES = [
     ("verify --kernel math:pi", "--kernel: math:pi is no function, but float"),
     ("verify --kernel math:sqrt --url http://x", "--kernel: runs here"),
     ("benchmark", "--q-len, --head-dim: a grid needs both; or name a --preset"),
-    ("benchmark --preset seed", "--preset: 'seed' is none of seeds, h100\n  hint: did you mean seeds?"),
+    ("benchmark --preset papres", "--preset: 'papres' is none of papers, h100, seeds\n  hint: did you mean papers?"),
     ("benchmark --preset seeds --q-len 3", "--preset: has its own shapes"),
     ("benchmark {sizes} --causal maybe", "--causal: 'maybe' is none of no, yes, both"),
     ("benchmark {sizes} --dtype int8", "dtypes: "),

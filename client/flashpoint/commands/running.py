@@ -21,7 +21,7 @@ from flashpoint.commands.app import CommandError
 from flashpoint.commands.registry import how_to_install, missing
 
 LOCAL = "flashpoint_server.engine.local"  # what runs without a server
-WIDTH = 120  # of a table where there is no terminal that has one
+WIDTH = 140  # of a table where there is no terminal that has one
 
 SERVER, OUTPUT, SHAPE, OPTIONS = "Server", "Output", "Problem", "Attention options"
 
