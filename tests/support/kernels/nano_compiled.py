@@ -8,9 +8,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from flashpoint_kernels.nano import nano_forward, tile_rows
-from flashpoint_kernels.triton_backend.aot import _resources
 from flashpoint_kernels.triton_backend.config import padded
 from flashpoint_kernels.triton_backend.configurations import SHARED_KIB
+from flashpoint_kernels.triton_backend.sass import resources
 
 POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -29,7 +29,7 @@ def compiled(arch: int, dtype: str, head_dim: int, causal: bool) -> dict[str, ob
         {(names.index(name),): [["tt.divisibility", 16]] for name in ("q", "k", "v", "o", "lse", "dim")},
     )
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8, "num_stages": 2})
-    registers, spilled = _resources(binary.asm["cubin"])
+    registers, spilled = resources(binary.asm["cubin"])
     return {
         "arch": arch, "dtype": dtype, "head_dim": head_dim, "rows": rows, "shared_bytes": binary.metadata.shared,
         "registers": registers, "spilled": spilled,
