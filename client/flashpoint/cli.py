@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from flashpoint.commands.registry import missing, misused
+from flashpoint.commands.registry import COMMANDS, missing, misused
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,5 +30,7 @@ def _run(arguments: list[str]) -> int:
     try:
         from flashpoint.commands.app import run
     except ModuleNotFoundError as error:
-        return misused("flashpoint", *missing(error, "flashpoint"))
+        name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+        package = COMMANDS[name].target.partition(".")[0] if name else "flashpoint"
+        return misused(f"flashpoint {name}".rstrip(), *missing(error, package))
     return run(arguments)

@@ -225,6 +225,7 @@ def test_jax_sends_do_alone_in_every_transformation_but_vmap(server, client):
     _, back = jax.vjp(lambda *t: attention(*t, client=client, causal=True, save=True), q, k, v)
     do = jax.numpy.ones(q.shape)
     first = back(do)
+    assert_freed(server)
     client.asked()
     assert all(map(np.array_equal, back(do), first))  # it was freed: all is sent
     assert client.asked()[-1] == ("/attention/grad", "")

@@ -6,10 +6,11 @@ import { bytes, duration, number, si, tableRow } from "./text.js";
 const GROUPS = {
   "Data types": { float16: "float16", bfloat16: "bfloat16", float32: "float32", float64: "float64",
     tf32: "TF32 products", quantized: "8-bit K and V" },
-  Masks: { causal: "causal", window: "window", bool_mask: "boolean mask", float_mask: "float mask", lengths: "lengths" },
+  Masks: { causal: "causal", window: "window", bool_mask: "boolean mask", float_mask: "float mask",
+    block_mask: "block mask", lengths: "lengths" },
   Scores: { softcap: "softcap", alibi_slopes: "ALiBi", sinks: "sinks", dropout: "dropout" },
   Shapes: { gqa: "GQA and MQA", thd: "packed sequences", value_dim: "value dim ≠ head dim",
-    large_head_dim: "head dim over 256", paged: "pages" },
+    wide_head_dim: "head dim over 256", large_head_dim: "head dim over 576", paged: "pages" },
   Answers: { lse: "lse", backward: "gradients", dattn_mask: "dattn_mask", dsinks: "dsinks", dlse: "gradients through lse" },
 };
 
