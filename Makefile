@@ -28,7 +28,7 @@ serve: $(VENV)/.server
 #   test       every feature, endpoint, option and error once; 3 minutes
 #   test-all   everything but the wide sweeps; 10 minutes; what CI runs
 #   test-full  the wide sweeps, too
-WORKERS ?= 3
+WORKERS ?= 4
 # Tests start many processes: each would compile the sources anew.
 export PYTHONDONTWRITEBYTECODE =
 SUITE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
