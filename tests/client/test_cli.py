@@ -72,7 +72,9 @@ def test_without_typer_the_command_says_what_to_install_and_its_version_is_there
     asked = [subprocess.run([sys.executable, "-c", program, name], capture_output=True, text=True, check=False)
              for name in ("info", "--version")]  # fmt: skip
     assert [each.returncode for each in asked] == [2, 0]
-    assert asked[0].stderr.startswith("flashpoint: needs typer, which is not installed\n  hint: install it with: pip")
+    assert asked[0].stderr.startswith(
+        "flashpoint info: needs typer, which is not installed\n  hint: install it with: pip"
+    )
 
 
 def test_a_package_that_is_broken_is_no_matter_of_an_extra(run, monkeypatch):
