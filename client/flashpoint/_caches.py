@@ -41,14 +41,14 @@ class CacheSizes(TypedDict, total=False):
 
 
 class Described(NamedTuple):
-    """What an answer says of a cache, and what leads to it."""
+    """The description of a cache from an answer, and the replica that holds it."""
 
     document: Mapping[str, Any]
     affinity: Affinity
 
 
 class AnyCache(HeldCache):
-    """What both kinds of cache are made of: the id, and the lengths that answers have told."""
+    """Base of both kinds of cache: the id, and the lengths from the latest answers."""
 
     def __init__(self, found: Described) -> None:
         described, self.affinity = found
@@ -67,7 +67,7 @@ class AnyCache(HeldCache):
 
     @property
     def replica(self) -> str:
-        """What a balancer routes its calls by, in X-Flashpoint-Replica: for another client, with its `id`."""
+        """Return the X-Flashpoint-Replica value by which a balancer routes; another client needs it with the `id`."""
         return self.affinity.replica
 
     def _hear(self, described: Mapping[str, Any]) -> None:
@@ -129,7 +129,7 @@ class Cache(AnyCache):
     def tensors(self, layer: int = 0, like: Array | None = None) -> tuple[Any, Any]:
         """Return k (1,Hk,S,D) and v (1,Hk,S,Dv) of a layer, on `like`'s device where it is a torch tensor.
 
-        Of a cache in 8 bits they are in float32.
+        They are in float32 for a cache in 8 bits.
         """
         found: tuple[Any, Any] = self._client._call(tensors(self, layer, like))
         return found

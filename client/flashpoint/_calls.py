@@ -94,7 +94,7 @@ class Scales(TypedDict, total=False):
 
 
 class Affinity:
-    """What leads to the replica that holds caches: the value of X-Flashpoint-Replica, "" where it is not known."""
+    """The replica that holds caches: the value of X-Flashpoint-Replica, "" while it is unknown."""
 
     def __init__(self, replica: str = "") -> None:
         self.replica = replica

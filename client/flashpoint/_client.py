@@ -38,7 +38,7 @@ Direct = TypeVar("Direct", Transport, AsyncTransport)
 
 
 class _Settings(Generic[Http]):
-    """What both clients are made of."""
+    """Base of both clients: their settings."""
 
     _http: Http
 
@@ -102,8 +102,8 @@ class Client(_Settings[httpx.Client]):
     FLASHPOINT_API_KEY is, if it is set; "" sends none. `timeout` is in seconds for a whole call, retries included, and
     is told to the server; None is no end. `retries` is how often a call is sent again when there was no connection, or
     it broke (a 500 or 502 of a proxy's own, too), or the server was full (429) or not ready (503): after its
-    `Retry-After`, else after a delay that doubles. `tls` is for an authority of one's own, or for a certificate that
-    the server asks for.
+    `Retry-After`, else after a delay that doubles. `tls` is for a private certificate authority, or for a client
+    certificate.
     `replica` is sent as X-Flashpoint-Replica when caches are made, for a balancer that routes by a hash of that header;
     later calls with a cache send what the answers say.
 
@@ -188,8 +188,8 @@ class Client(_Settings[httpx.Client]):
     ) -> VerifyReport:
         """How far a backend's answers are from float64, and whether that is near enough.
 
-        Of a problem that the server draws: `shape` ({"q_len": 512, "head_dim": 64}, …), `dtype`, `seed`, `direction`.
-        Of tensors: q, k and v, with `do` for the gradients too; with any of `o`, `lse`, `dq`, `dk`, `dv`, … these are
+        For a problem that the server draws: `shape` ({"q_len": 512, "head_dim": 64}, …), `dtype`, `seed`, `direction`.
+        For tensors: q, k and v, with `do` for the gradients too; with any of `o`, `lse`, `dq`, `dk`, `dv`, … these are
         judged, wherever they were computed. Keywords: `Verify`.
         """
         report: VerifyReport = self._call(_proof.verify(q, k, v, keywords))

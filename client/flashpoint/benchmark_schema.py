@@ -1,4 +1,4 @@
-"""What `/benchmark` is asked and what it answers: a grid to time, the job that times it, its rows and its events.
+"""The schemas of `/benchmark`: a grid to time, the job that times it, its rows and its events.
 
 A job is the sum of its events, wherever it runs: `BenchmarkJob.after(event)` is the job one event later.
 """
@@ -65,7 +65,7 @@ class BenchmarkRequest(Request):
 
 
 class BenchmarkRow(Answer):
-    """One case on one backend. What was not measured is None; where it could not run, `skipped` says why."""
+    """One case on one backend. An unmeasured figure is None; if the case could not run, `skipped` says why."""
 
     backend: str = Field(description="what ran")
     version: str | None = Field(description="of the package that brings it")
@@ -97,7 +97,7 @@ class BenchmarkRow(Answer):
     arithmetic_intensity: Number | None = Field(default=None, description="FLOPs of the algorithm a byte")
     roofline_percent: Number | None = Field(default=None, description="of what the device can do at that intensity")
     peak_bytes: Number | None = Field(default=None, description="memory of a call beside its inputs, at its highest")
-    speedup_over_naive: Number | None = Field(default=None, description="naive's median over this one's")
+    speedup_over_naive: Number | None = Field(default=None, description="naive's median time over this row's")
     longest_slice_ms: Number | None = Field(default=None, description="longest the device was not given up for")
     skipped: str | None = Field(default=None, description="why there are no figures")
 
@@ -128,7 +128,7 @@ class StateEvent(_Event):
 
 
 class DeviceEvent(_Event):
-    """What it runs on is known, and the device's peaks."""
+    """The job has started on a device: its name and its peaks."""
 
     kind: Literal["device"] = "device"
     device: str

@@ -40,9 +40,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a server, its device, and the way to it can do.
+    """Rates of a server, of its device, and of the network to it.
 
-    `call`: seconds of a call of next to nothing at a server beside its caller; `round_trip`: seconds more to one that
+    `call`: seconds of a minimal call to a server on the caller's host; `round_trip`: seconds more to one that
     is further away. `upload`, `download`: bytes a second between the caller's memory and the server's, decoding and
     encoding included. `flops`, `grad_flops`: operations of matrix products a second, forward and gradient. `memory`:
     bytes of keys and values that the device reads a second. `pcie`: bytes a second each way between the server and its
@@ -62,7 +62,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Need:
-    """What one request needs. `keys`: bytes of k and v that the device must read at least once."""
+    """The bytes and FLOPs of one request. `keys`: bytes of k and v that the device must read at least once."""
 
     side: Side
     upload: int
@@ -80,7 +80,7 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Of one request, with nothing else there."""
+        """Return the time of one request on an idle server."""
         return sum(self.stages.values())
 
     @property
@@ -172,8 +172,8 @@ def predict(need: Need, rates: Rates, servers: int = 1) -> Prediction:
 def measure(client: Client, dtype: Dtype = "float32", *, shared: bool = False) -> Rates:
     """The rates of a server and of the way to it, by some twenty calls of at most 32 MiB, a few seconds in all.
 
-    `shared` is for a server that computes on the caller's own cores. What lies between the server and its device is in
-    its compute time, so `pcie` is inf; the way there is in `call`, so `round_trip` is 0.
+    `shared` is for a server that computes on the caller's own cores. Its compute time includes the transfer to its
+    device, so `pcie` is inf; the network time is in `call`, so `round_trip` is 0.
     """
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 

@@ -1,4 +1,4 @@
-"""What can go wrong, one class for each family of statuses.
+"""The exceptions of the SDK, one class for each family of statuses.
 
 FlashpointError
 ├── InvalidInputError         422, and input refused here, before anything was sent    (also a ValueError)
@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 
 class FieldProblem(NamedTuple):
-    """What is wrong with one field. `field` is its name in the contract, such as `q` or `window`."""
+    """The error of one field. `field` is its name in the contract, such as `q` or `window`."""
 
     field: str
     message: str
 
 
 class FlashpointError(Exception):
-    """Base of all. What the server did not say, or nobody was asked, is None.
+    """Base of all exceptions. An attribute is None if the server did not send it, or if no server was asked.
 
     `status` is the HTTP status, `code` the problem's short name, `detail` its text, `request_id` what to look for in
     the server's log, `errors` the fields that are wrong, `retry_after` the seconds the server asks to wait.
@@ -156,7 +156,7 @@ def _text(value: object) -> str | None:
 
 
 def _fields(errors: object) -> list[FieldProblem]:
-    """Of `[{"loc": ["q"], "msg": "…"}]`; `loc` may be a name alone."""
+    """Return the problems in `[{"loc": ["q"], "msg": "…"}]`; `loc` may be a name alone."""
     found = []
     for error in errors if isinstance(errors, list) else []:
         if isinstance(error, dict):

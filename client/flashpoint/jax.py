@@ -113,7 +113,7 @@ def _array(name: str, value: Any) -> jax.Array:
 
 
 def _check_ranks(tensors: Arrays, layout: str) -> None:
-    """What the shapes of the answers follow from; the server looks at all else."""
+    """Check the ranks, which decide the shapes of the answers; the server checks everything else."""
     rank, ranks = tensors["q"].ndim, (3,) if layout == "thd" else (2, 3, 4)
     if rank not in ranks:
         raise invalid("q", f"must have {' or '.join(map(str, ranks))} dimensions, not {rank}")
@@ -143,7 +143,7 @@ class _Call:
     saving: bool = False
 
     def answers(self, tensors: Mapping[str, Any], lead: int = 0) -> dict[str, _Answer]:
-        """What one problem is answered, by the name of the tensor that has the same axes."""
+        """Return the answers of one problem, by the name of the input with the same axes."""
         if self.grads:
             like = {name[1:]: tensors[name[1:]] for name in self.grads}
             return {name: _Answer(t.shape[lead:], t.dtype) for name, t in like.items()}

@@ -23,8 +23,8 @@ from flashpoint_contract.wire import RANK_LIMIT, WireError
 
 MEDIA_TYPE = "application/json"
 
-# Lists and objects within one another, of a field that is no tensor; the contract's own have one. What is deep could be
-# read, and then not handed from the process that reads it to the one that asked.
+# Limit of nested lists and objects in a field that is no tensor; the contract's own fields need one level. A deeper
+# value could be read, but not pickled from the process that reads it to the one that asked.
 FIELD_DEPTH = 8
 
 DTYPES: dict[str, np.dtype[Any]] = {

@@ -1,4 +1,4 @@
-"""What an answer says beside its tensors."""
+"""The metadata of an answer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Meta:
     """How the server answered, as `with_meta=True` returns it.
 
     `timings` are the server's `decode`, `queue`, `compute` and `encode` in milliseconds; `batch_size` is the number of
-    requests that ran in the same launch; `seed` is that of the dropout, whoever picked it; `retries` counts the
-    attempts before the one that was answered. `lengths` are those of the caches that were attended over, `saved` is the
-    id of a forward that was saved. What the server did not say is None.
+    requests that ran in the same launch; `seed` is that of the dropout, chosen by the caller or the server; `retries`
+    counts the attempts before the one that was answered. `lengths` are those of the caches that were attended over,
+    `saved` is the id of a forward that was saved. An attribute that the server did not send is None.
     """
 
     backend: str | None = None

@@ -1,4 +1,4 @@
-"""What the schemas of /verify and /benchmark share: the sizes of a problem, and numbers that JSON lacks."""
+"""Parts of the schemas of /verify and /benchmark: the sizes of a problem, and numbers that JSON lacks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Request(BaseModel):
 
 
 class Shape(Request):
-    """The sizes of an attention problem, whatever its layout. What is not given follows from its neighbour."""
+    """The sizes of an attention problem in any layout. A size that is not given defaults to its counterpart's."""
 
     batch: Size = Field(default=1, description="sequences, B")
     q_heads: Count = Field(default=1, description="query heads, Hq")

@@ -122,7 +122,7 @@ async def async_cache(clients: Sequence[AsyncClient], **shape: Unpack[SpreadSize
 
 
 class _Lengths:
-    """What both kinds of cache tell without asking."""
+    """The lengths of both kinds of cache, known without a request."""
 
     _spread: Spread
 

@@ -42,7 +42,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Clie
     """`client.attention`, with gradients for q, k, v and every other input that has one, through o and lse.
 
     The same shapes, keywords, answers and errors; `timeout` and `priority` hold for the backward's call too. With
-    dropout, the backward uses the seed of the forward, whoever picked it. A second derivative raises RuntimeError.
+    dropout, the backward uses the seed of the forward, even if the server chose it. A second derivative
+    raises RuntimeError.
     A list of clients is `sharded.attention` of them, with its keywords, answers and errors.
 
     With `save` the server keeps the forward until its backward has run (with `retain_graph`, until the graph is gone),

@@ -1,4 +1,4 @@
-"""What is wrong with a document, in the contract's words: the fields of a pydantic error."""
+"""Turn a pydantic error into the contract's messages, one per field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashpoint_contract.caches import CACHE_OPTIONS
 from flashpoint_contract.hints import NAMES, each_meant
 from flashpoint_contract.saved import SAVED_OPTIONS
 
-# What is said by the type of pydantic's error, of its context. Its own words speak of Python's types.
+# Messages by the type of pydantic's error, formatted with its context. Pydantic's own messages name Python's types.
 _SAID = {
     "missing": "is missing",
     "bool_type": "must be true or false",

@@ -1,4 +1,4 @@
-"""What a verification says in words: the options, where the largest error is, and a verdict."""
+"""A verification in words: the options, the place of the largest error, and a verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `/verify` is asked and what it answers: how far a backend, or the caller's own answers, are from float64."""
+"""The schemas of `/verify`: how far a backend's answers, or the caller's own, are from float64."""
 
 from __future__ import annotations
 

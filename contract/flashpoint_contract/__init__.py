@@ -1,4 +1,4 @@
-"""What can be asked of Flashpoint, as data: tensors, options, checked problems and the safetensors head.
+"""The contract of requests, as data: tensors, options, checked problems and the safetensors head.
 
 Client, kernels and server derive their lists from here. Pure Python: nothing here imports numpy, pydantic or torch.
 """

@@ -58,7 +58,7 @@ REFUSED = ("kv_lengths", "cu_seqlens_k", "block_table", "k_scale", "v_scale")  #
 
 
 class LayerShape(NamedTuple):
-    """Of one layer of a cache."""
+    """The sizes of one layer of a cache."""
 
     kv_heads: int
     head_dim: int

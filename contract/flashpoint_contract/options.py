@@ -130,7 +130,7 @@ def _is_integer(value: Any) -> bool:
 
 
 class Feature(NamedTuple):
-    """What a problem may ask of a backend: a word of `/info`, and how an error says it.
+    """A feature that a problem may need of a backend: its name in `/info`, and its name in an error.
 
     `level` is the least variant of a kernel that has it (see `Spec.level`). `per_score`: it takes time for each score.
     """

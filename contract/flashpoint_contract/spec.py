@@ -115,7 +115,7 @@ class Spec:
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """What the problem asks of a backend: names of `tensors.FEATURES`."""
+        """The features that the problem needs of a backend: names of `tensors.FEATURES`."""
         used = {self.dtype}
         for name, option in OPTIONS.items():
             if option.feature is not None and option.asks(getattr(self.options, name)):
@@ -175,7 +175,7 @@ class Spec:
 
     @cached_property
     def forward(self) -> Spec:
-        """Of a gradient problem, the forward that gives its `o` and `lse`."""
+        """For a gradient problem: the forward that returns its `o` and `lse`."""
         infos = {name: info for name, info in self.tensors.items() if name in FORWARD_TENSORS}
         return plan(infos, replace(self.options, return_lse=True), "forward")
 
@@ -269,7 +269,7 @@ def _rows(count: int, *columns: Iterable[int]) -> tuple[Row, ...]:
 def plan(tensors: Mapping[str, TensorInfo], options: Options, direction: Direction) -> Spec:
     """Check names, dtypes and shapes against the contract and say what is asked. Raises ProblemError.
 
-    What needs the values of tensors (lengths, cu_seqlens) is checked by `Spec.rows` when they are in.
+    `Spec.rows` checks the values of tensors (lengths, cu_seqlens) once they are there.
     """
     return _plan(tuple(tensors.items()), options, direction)
 

@@ -34,7 +34,7 @@ Steps: TypeAlias = Generator[Wait, int, T]
 
 
 def _wanted(busy: OSError) -> int:
-    """What a socket that could not receive waits for: TLS may have to send first."""
+    """Return the event a socket waits for after it could not receive: TLS may have to send first."""
     return EVENT_WRITE if isinstance(busy, ssl.SSLWantWriteError) else EVENT_READ
 
 
@@ -77,7 +77,7 @@ class Connection:
 
     @property
     def idle(self) -> Wait:
-        """What ends an idle connection: the server has nothing to say but that it has closed."""
+        """Return the wait that ends when the server closes an idle connection: it sends nothing else then."""
         return Wait(self._fd, EVENT_READ)
 
     def exchange(self, request: httpx.Request) -> Steps[Reply]:

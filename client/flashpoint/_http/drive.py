@@ -27,9 +27,9 @@ def readable(wait: Wait) -> bool:
 def run(
     steps: Steps[T], deadline: float | None, late: type[httpx.TimeoutException], stop: socket.socket | None = None
 ) -> T:
-    """What `steps` return, before `deadline` (of `time.monotonic`), else raises `late`.
+    """Return the result of `steps`, or raise `late` at `deadline` (of `time.monotonic`).
 
-    Raises ReadError once `stop` can be read, which is how another thread ends it.
+    Raises ReadError once `stop` is readable: another thread ends the exchange so.
     """
     try:
         with _Selector() as selector:

@@ -63,7 +63,7 @@ class Reply:
 
     @property
     def reusable(self) -> bool:
-        """Whether the connection may carry another exchange, all of this one's request having been sent."""
+        """Return whether the connection may carry another exchange, if this request has been sent completely."""
         return self._keep_alive and self.done
 
     def receive(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What an answer becomes as its bytes arrive: an object of JSON, or a message of tensors. No I/O.
+"""Read an answer while its bytes arrive: as a JSON object, or as a message of tensors. No I/O.
 
 `space` is where the next bytes belong, `filled` says how many came, `finish` gives what they were.
 """
@@ -19,7 +19,7 @@ DOCUMENT_LIMIT = 8 << 20  # bytes of a JSON answer that are read: a benchmark's 
 
 
 class Reader(Protocol):
-    """What bytes are read by."""
+    """Reads the bytes of an answer as they arrive."""
 
     def space(self) -> memoryview: ...
 
@@ -72,7 +72,7 @@ class Message:
             self._space = self._next()
 
     def _next(self) -> memoryview:
-        """What follows what has just been filled; behind the tensors, room in which to notice that there is more."""
+        """Return the memory for the next bytes. Behind the last tensor it is spare room, to detect a longer body."""
         if self._head is not None:
             self._full = True
             return memoryview(bytearray(1))

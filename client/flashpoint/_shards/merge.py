@@ -1,4 +1,4 @@
-"""What each shard is asked, and how their answers become one, exactly: no I/O, steps that yield what to ask.
+"""Ask each shard, and merge the answers exactly: no I/O, steps that yield the questions.
 
 With lse_s and o_s of the shards that a query's keys are in (FlashAttention's own rescaling, between servers:
 Flash-Decoding, Dao et al. 2023),
@@ -28,13 +28,13 @@ _BACKWARD = ("q", "k", "v", "attn_mask", "do", "dlse")
 _FORWARD = ("q", "k", "v", "attn_mask", *SCALES)
 # Infinities of the caller's, and numbers too large for float16, are answered and not warned of: as a server does.
 _QUIET = np.errstate(invalid="ignore", over="ignore")
-# What a shard has in its own way, or its servers need not know.
+# Options that a shard sets itself, or that its servers need not know.
 _OWN = {"layout", "causal", "causal_alignment", "window", "dropout_p", "dropout_seed", "return_lse", "grads"}
 
 
 @dataclass(frozen=True)
 class Question:
-    """What one server is asked about a shard. `call` makes it, so that tensors are copied when they are sent."""
+    """One server's question about a shard. `call` makes its tensors, which are copied only when they are sent."""
 
     shard: Shard
     tensors: dict[str, Numbers]

@@ -10,7 +10,7 @@ from flashpoint._shards.cut import UNBOUNDED, Band, Piece
 from flashpoint._shards.problem import Problem, Rows
 from flashpoint.errors import invalid
 
-# Of two ways to cut, the one that sends less is better, unless its largest piece is longer than the other's by this.
+# The better of two cuts sends fewer bytes, unless its largest piece is larger than the other's by this factor.
 UNEVEN = 1.2
 MOST_PARTS = 1 << 16
 

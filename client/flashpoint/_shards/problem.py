@@ -53,7 +53,7 @@ class Problem:
 
     @property
     def sum_dtype(self) -> type[np.floating[Any]]:
-        """What parts of an answer are added up in."""
+        """Return the dtype in which parts of an answer are summed."""
         return np.float64 if self.spec.dtype == "float64" else np.float32
 
     def view(self, array: Numbers) -> Numbers:

@@ -93,7 +93,7 @@ def _exchange(work: Work, item: Item, sending: dict[str, Any], stop: socket.sock
 
 
 def _raise_unless_over(work: Work, ended: Iterable[Future[None] | asyncio.Task[None]]) -> None:
-    """Who ends first has seen that all is done, or has met the error that ends all."""
+    """Raise the error of a worker that ended, unless all work is done."""
     for one in ended:
         if not work.over:
             one.result()

@@ -71,7 +71,7 @@ class Queries:
         return left, min(right, 0) if self.options.causal else right
 
     def asked(self, total: int, spans: Iterable[Range]) -> Iterator[SpanQuestion]:
-        """What is asked of each span; nothing of one that no query sees. Raises InvalidInputError."""
+        """Yield the question for each span that some query sees. Raises InvalidInputError."""
         mask = self.tensors.get("attn_mask")
         if mask is not None and 1 < mask.shape[3] < total:
             raise invalid("attn_mask", f"has {mask.shape[3]} columns where the cache has {total} tokens")
@@ -93,7 +93,7 @@ class Queries:
 
 
 class SpanQuestion(NamedTuple):
-    """What is asked of the span `keys`, number `place`: its first `rows` queries, which stand `moved` keys further."""
+    """The question for span `place` with the keys `keys`: its first `rows` queries, at positions shifted by `moved`."""
 
     call: Queries
     place: int

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """What one server answered: its URL, the queries and keys [first, behind the last), and how it went.
+    """One server's part: its URL, the queries and keys [first, end), and the outcome.
 
     `path` is `/attention` or `/attention/grad`, `pairs` the (query, key) pairs over all heads and sequences: the work.
     Queries and keys are counted in the tensors' own rows (`thd`: in the packed ones), keys of a cache by position.

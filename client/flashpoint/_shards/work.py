@@ -58,7 +58,7 @@ class Work:
         return not self._open
 
     def take(self, server: int) -> Item | None:
-        """What `server` is to ask now; None where there is nothing for it."""
+        """Return the next item for `server`, or None if there is none."""
         item = next((item for item in self._waiting if server not in item.failed), None)
         if item is not None:
             self._waiting.remove(item)
@@ -79,7 +79,7 @@ class Work:
         return min(left, max(0.0, late - time.monotonic()))
 
     def _elsewhere(self, server: int) -> Iterator[Item]:
-        """What other servers have, and this one has not."""
+        """Yield the unanswered items that other servers were asked and this one was not."""
         return (item for item in self.items if item.answer is None and item.asked and server not in item.asked)
 
     def timeout(self) -> float | None:

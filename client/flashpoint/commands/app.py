@@ -24,7 +24,7 @@ from flashpoint_contract.hints import meant
 RIGHT, WRONG, MISUSED, UNREACHABLE = range(4)
 CODES = "0 right, 1 wrong or failed, 2 called wrongly or refused, 3 no server, or none that has time"
 
-# What Typer and pydantic say.
+# Patterns in the messages of Typer and pydantic.
 _QUOTED = re.compile(r"'([^']*)'")
 _EXTRA = re.compile(r"Got unexpected extra argument.*\((.*)\)")
 _NOT_VALID = re.compile(r"Input should be (a valid \w+)")

@@ -84,7 +84,7 @@ def benchmark(
     timeout: Timeout = 60.0,
     json: Json = None,
     plot: Plot = None,
-    kind: Annotated[Kind, typer.Option(rich_help_panel=OUTPUT, help="What to draw; all: a file for each.")] = "time",
+    kind: Annotated[Kind, typer.Option(rich_help_panel=OUTPUT, help="Figure to draw; all: a file for each.")] = "time",
     theme: Theme = "light",
 ) -> int:
     """Time attention over a grid, on every backend or those named, here or on a server's device.

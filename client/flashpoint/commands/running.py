@@ -1,4 +1,4 @@
-"""What commands share: options, where the work is done, and the files they leave."""
+"""Parts that commands share: options, the choice of local or remote work, and output files."""
 
 from __future__ import annotations
 

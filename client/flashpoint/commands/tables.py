@@ -1,4 +1,4 @@
-"""What was found, as tables for a terminal."""
+"""Results as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MARKS = {
 
 
 def columns(rows: Sequence[BenchmarkRow], *, wide: bool) -> dict[str, Callable[[BenchmarkRow], str]]:
-    """What is shown of each row, by the heads of the columns."""
+    """Return the text of each column for a row, by the column's head."""
     # A CPU's figures would all begin with zeros.
     scale, flops = (1, "TFLOP/s") if max((row.tflops or 0 for row in rows), default=0) >= 1 else (1000, "GFLOP/s")
 
@@ -67,7 +67,7 @@ def _marked(row: BenchmarkRow, mark: str) -> bool:
 
 
 def problem(row: BenchmarkRow) -> str:
-    """What cases share that differ in their backend alone, in words."""
+    """Return a case's problem as text, which cases share that differ in their backend alone."""
     sizes = (
         f"B {row.batch}", pair("H", row.q_heads, row.kv_heads), pair("N", row.q_len, row.kv_len),
         pair("D", row.head_dim, row.value_dim),

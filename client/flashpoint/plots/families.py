@@ -11,7 +11,7 @@ Rows = Sequence[BenchmarkRow]
 
 
 class Family(NamedTuple):
-    """What the rows of a panel share. Their batch may differ where it makes up for the length."""
+    """The values that the rows of a panel share. The batch may differ where it balances the length."""
 
     dtype: str
     head_dim: int
