@@ -31,7 +31,7 @@ Run = tuple[int, Tensor, Tensor]
 
 
 class _Answer(NamedTuple):
-    """What the queries from the `first` on get of some chunks: o (n, heads…, rows, Dv) and lse (n, heads…, rows).
+    """The answer of some chunks for the queries from `first` on: o (n, heads…, rows, Dv) and lse (n, heads…, rows).
 
     Where all queries see all keys, heads are those of keys, and rows those of their group; else heads are (Hk, group).
     `call` is theirs, while their answers have yet to be looked at.
@@ -79,7 +79,7 @@ def attend(q: Tensor, runs: Iterable[Run], scale: float, edge: int | None) -> tu
 def _cut(runs: Iterable[Run], queries: int, edge: int | None) -> Iterator[tuple[int, Tensor, Tensor, bool]]:
     """Yield the first query that sees some keys, these keys and values, and whether they lie on the diagonal.
 
-    Of chunks that not all queries see, each comes by itself.
+    A chunk that some queries do not see comes by itself.
     """
     for start, k, v in runs:
         if edge is None:
@@ -112,7 +112,7 @@ def _batches(k: Tensor, v: Tensor, most: int, room: int) -> Iterator[tuple[Tenso
 def _merged(answers: Sequence[_Answer]) -> _Answer:
     """Return what all queries get: the answers, each with its share of the softmax's denominator.
 
-    What is summed over chunks is summed in their order: the bits of other sums depend on how much lies beside.
+    Sums over chunks are taken in the order of the chunks: the bits of torch's own sums depend on the tensor's size.
     """
     each, dead = _looked_at(answers)
     if each.shape[0] == 1 and not answers[0].first:

@@ -2,7 +2,7 @@
 
 A prediction is a sum over a problem's sequences: seconds for each call of the backend's operators, for each sequence,
 for each floating-point operation, for each score with the options that touch it, and for each byte of keys and values.
-What a window or the diagonal hides is not counted, but for that of the tiles at its edges, which are computed whole.
+Scores hidden by a window or the diagonal are not counted, except in the tiles at its edges, which are computed whole.
 `Rates` has the seconds of each; flashpoint_kernels.calibration measures them on a device. No torch here: HTTP processes
 price requests from their heads.
 """
@@ -47,7 +47,7 @@ NOMINAL: dict[str, Rates] = {
 class Extent(NamedTuple):
     """How much a problem asks: its sequences, the different pairs of lengths among them, (query, key) pairs, and keys.
 
-    Of the pairs of a causal square half are computed (`Spec.causal_square`).
+    Half of the pairs of a causal square are computed (`Spec.causal_square`).
     """
 
     sequences: int

@@ -96,7 +96,7 @@ class _Memory:
 def _philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, memory: _Memory) -> tuple[Tensor, ...]:
     """The four 32-bit words of Philox4x32-10, held in int64, for int64 counters below 2³² that broadcast together.
 
-    Above the second and the fourth one's 32 bits there are others. The words of the first rounds are of fewer
+    The second and the fourth word have more bits above their lower 32. The words of the first rounds have fewer
     dimensions, and cost little.
     """
     k0, k1 = seed & _WORD, seed >> 32 & _WORD

@@ -1,7 +1,7 @@
 """Masks as numbers to add to scores: −∞ where a key is not seen, else 0 or the float mask's own.
 
-Of bits and integers, whose operations are of vectors. `masked_fill` and `where` are not: on the CPU they take 2.5 ns an
-element, and an addition 0.15 (torch 2.13, an Intel Xeon).
+Masks are made with bits and integers, whose operations are vectorised. `masked_fill` and `where` are not: on the CPU
+they take 2.5 ns an element, and an addition 0.15 (torch 2.13, an Intel Xeon).
 """
 
 from __future__ import annotations

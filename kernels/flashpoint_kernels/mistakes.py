@@ -27,7 +27,7 @@ _LIKE = 1e-3  # of the largest value: how near a multiple of the right answer mu
 
 
 class Mistake(NamedTuple):
-    """What was done in place of what was asked: other options or other tensors."""
+    """A likely mistake: the options or tensors that were used instead of the given ones."""
 
     text: str
     tensors: Mapping[str, Tensor]

@@ -1,6 +1,6 @@
 """`FlashAttention` and `Block`: attention as `torch.nn` modules, to build a transformer with.
 
-What computes the attention is an argument, so that one model runs with the kernels here, with torch's own, or with a
+The attention function is an argument, so that one model runs with the kernels here, with torch's own, or with a
 Flashpoint server (`functools.partial(flashpoint.torch.attention, client=client)`). B batch, S length, D head dimension.
 """
 
@@ -58,7 +58,7 @@ class FlashAttention(nn.Module):
         self.out = nn.Linear(dim, dim, bias=bias)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """x (B, S, dim) to (B, S, dim). Of sequence b only the first lengths[b] positions, (B,) of int, are read."""
+        """Map x (B, S, dim) to (B, S, dim), and read only the first lengths[b] positions of sequence b, (B,) of int."""
         if x.ndim != 3:
             raise ValueError(f"x: must be (B, S, dim), not {list(x.shape)}")
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))

@@ -188,7 +188,7 @@ def gradients(
 
 
 def plain_inputs(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor | None]:
-    """What both operators take of a call without any other tensor."""
+    """Return the tensor arguments of both operators for a call with q, k and v alone."""
     return [*({"q": q, "k": k, "v": v}.get(name) for name in _BOTH), None]
 
 

@@ -34,7 +34,7 @@ def check(spec: Spec, rows: Sequence[Row], table: Tensor) -> None:
 def gathered(spec: Spec, view: Tensor, table: Tensor, rows: Sequence[Row]) -> Tensor:
     """Return a copy of the keys of sequences of equal lengths, (n,Hk,sk,…), from canonical pages (pool,Hk,page_size,…).
 
-    Of `table` only the numbers of pages that hold those keys are read.
+    Only the page numbers of those keys are read from `table`.
     """
     count, length = _count(spec, rows[0]), rows[0].kv_len
     index = torch.tensor([row.index for row in rows], device=table.device)

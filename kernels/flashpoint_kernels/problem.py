@@ -353,7 +353,7 @@ def _one_head(t: Tensor, rank: int) -> Tensor:
 
 
 def _sequences_of(mask: Tensor, rows: Sequence[Row], first: int) -> Tensor:
-    """What sequences have of a mask, whose first is number `first` of the batch; all of it where they share it."""
+    """Return the sequences' part of a mask, from sequence `first` of the batch on; all of it if they share it."""
     if mask.shape[0] == 1:
         return mask
     if consecutive(rows):

@@ -1,4 +1,4 @@
-"""What makes the bits of a CPU answer depend on its own sequence alone: its thread count and the place of its memory.
+"""Make the bits of a CPU answer depend on its own sequence alone: fix the thread count and the alignment of memory.
 
 BLAS splits its sums by the number of threads and picks its path by alignment, so the same rows could come out
 different beside other rows, or at an odd address. A request is cut by heads into parts that the cores run side by side
@@ -300,5 +300,5 @@ def aligned_heads(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def whole_vectors(spec: Spec) -> bool:
-    """Whether rows are of whole vectors: then torch's fused CPU operators sum in one order, whoever else is there."""
+    """Return whether rows are whole vectors: then the order of sums in torch's fused CPU operators is fixed."""
     return spec.head_dim % _VECTOR == 0 and spec.value_dim % _VECTOR == 0

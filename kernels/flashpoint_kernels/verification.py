@@ -74,7 +74,7 @@ class Judgement(TensorErrors):
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found. `backend` is "given" where the caller brought the answers."""
+    """The result of `verify`. `backend` is "given" if the caller passed the answers."""
 
     backend: str
     dtype: str

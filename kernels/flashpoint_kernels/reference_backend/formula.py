@@ -51,7 +51,7 @@ def solve_forward(problem: Problem, dtype: torch.dtype) -> None:
 def solve_backward(problem: Problem, dtype: torch.dtype) -> None:
     """Write `problem.outputs` (any of dq, dk, dv, dattn_mask, dsinks), computed in `dtype`."""
     problem.clear_outputs()
-    # What sequences or chunks share is summed before it is rounded to its output's dtype.
+    # Gradients that sequences or chunks share are summed before they are rounded to the output's dtype.
     sum_dtype = torch.promote_types(dtype, torch.float32)
     shared: dict[str, Tensor] = {
         name: torch.zeros_like(problem.own_part(name), dtype=sum_dtype)
@@ -86,7 +86,7 @@ def solve_backward(problem: Problem, dtype: torch.dtype) -> None:
 def _gradients(
     problem: Problem, row: Row, inputs: dict[str, Tensor], x: dict[str, Tensor], queries: range, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """What `queries` give to each gradient that is asked, by autograd."""
+    """Return the contribution of `queries` to each requested gradient, by autograd."""
     own = _of_queries(inputs, queries)
     names = [_LEAVES[name] for name in problem.outputs]
     leaves = [own[name].detach().requires_grad_() for name in names]

@@ -1,4 +1,4 @@
-"""What claims measure with: timings that are made once, and programs of the project that run beside this one."""
+"""Measurements that claims share: timings that are made once, and programs of the project run as child processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUNDS = 5  # of two cases in turn
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a claim."""
+    """The outcome of a claim."""
 
     verdict: str
     measured: str

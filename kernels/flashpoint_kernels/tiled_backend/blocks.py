@@ -323,7 +323,7 @@ def _scales(scale: Tensor, size: int, strips: int) -> Tensor:
 
 
 def _part(t: Tensor, head: int, i: slice, j: slice) -> Tensor:
-    """What a cell has of a mask (Hq|1, sq|1, sk|1): (m|1, n|1)."""
+    """Return a cell's part of a mask (Hq|1, sq|1, sk|1): (m|1, n|1)."""
     own = t[head if len(t) > 1 else 0]
     return own[i if own.shape[0] > 1 else slice(None), j if own.shape[1] > 1 else slice(None)]
 

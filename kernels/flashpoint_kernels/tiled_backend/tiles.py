@@ -63,8 +63,8 @@ def forward(problems: Sequence[Problem]) -> None:
 def backward(problems: Sequence[Problem]) -> None:
     for problem in problems:
         problem.clear_outputs()
-        # What is summed over sequences or heads is, in float32: in its output where that is its dtype, else rounded at
-        # the end. A mask of which each score has its own number is written where its gradient belongs.
+        # Sums over sequences or heads are in float32: in the output if it has this dtype, else rounded at the end. The
+        # gradient of a mask with a number for each score is written to its place directly.
         shared: dict[str, Tensor] = {
             name: problem.own_part(name).float().zero_()
             for name in ("dattn_mask", "dsinks")

@@ -5,7 +5,7 @@
         ...
 
 `run_grid(cases, device, timing)` and `measure(case, device, timing, …)`, which is one case of it, are generators that
-work for about `timing.slice_ms` at a time. At every yield the device is idle, and whoever drives them may run
+work for about `timing.slice_ms` at a time. At every yield the device is idle, and the caller may run
 something else, for as long as it likes, or close them. The events are plain dicts, ready for JSON:
 
     {"type": "device", "environment": {…}}       once, first: `describe(device)` with `peaks`, a dict of `Peak` by dtype

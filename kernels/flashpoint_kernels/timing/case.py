@@ -1,4 +1,4 @@
-"""What is timed, as plain data without torch: cases, grids of them, and what an algorithm does for one.
+"""Timing cases and grids, as plain data without torch, and the work that an algorithm does for a case.
 
 An algorithm's floating-point operations and the bytes it must move are counted from the shapes alone.
 
@@ -26,7 +26,7 @@ CaseDirection = Literal["forward", "backward", "both"]
 DIRECTIONS = ("forward", "backward", "both")
 DTYPES = ("float16", "bfloat16", "float32")
 
-# What a case may name: our backends, the formula written out, torch's own, and packages that may be installed.
+# Implementations that a case may name: our backends, the formula written out, torch's own, and optional packages.
 TIMED = (
     "naive", "naive_explicit", "triton", "torch", "tiled", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math",
     "flex", "flash_attn", "flash_attn_3", "flashinfer", "xformers",
@@ -83,7 +83,7 @@ class Case:
 
     @property
     def problem(self) -> tuple[Any, ...]:
-        """What cases share that differ in their implementation alone."""
+        """Return the key of the problem, which cases share that differ in their implementation alone."""
         return (
             self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim, self.value_dim,
             self.dtype, self.causal, self.direction,

@@ -1,4 +1,4 @@
-"""What calls take, in time and in memory.
+"""Measure the time and the memory of calls.
 
 Time is monotonic time around each call on the CPU, and CUDA events around each on a GPU with its L2 flushed.
 """
@@ -42,8 +42,8 @@ class CudaClock:
 
     Events tell when the GPU reaches them. In the pause the host enqueues the whole call, so that the GPU never waits
     for Python within it. A call that the GPU began before the host was done is made again, after a pause twice as long
-    as the host took. What no pause of `_LONGEST_PAUSE_MS` covers waits for the device itself, or makes more launches
-    than the device queues: it is timed without one, and its host with it.
+    as the host took. A call that no pause of `_LONGEST_PAUSE_MS` covers waits for the device itself, or makes more
+    launches than the device queues: it is timed without one, and its host with it.
     """
 
     def __init__(self, device: str) -> None:
@@ -103,12 +103,12 @@ class Slices:
 
     @property
     def spent_ms(self) -> float:
-        """Of the slice that is open."""
+        """Return the time of the open slice."""
         return (perf_counter() - self._since) * 1e3
 
     @property
     def total_ms(self) -> float:
-        """Of all slices, the pauses between them left out."""
+        """Return the time of all slices, without the pauses between them."""
         return self._before + self.spent_ms
 
     def end(self) -> float:
@@ -161,7 +161,7 @@ def peak_bytes(call: Callable[[], Any], device: str) -> int | None:
 
 
 def available_bytes() -> int:
-    """What this process could still allocate on the CPU: of the machine's memory, or its container's where less."""
+    """Return the bytes that this process can still allocate on the CPU, in the machine or in its container."""
     available = _kib("/proc/meminfo", "MemAvailable") * 1024
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if limit.exists() and (text := limit.read_text().strip()).isdecimal():

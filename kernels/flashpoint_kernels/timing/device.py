@@ -20,7 +20,7 @@ from flashpoint_kernels.timing.clock import Slices, clock_of
 
 
 def device_name(device: str) -> str:
-    """What the hardware calls itself, such as "NVIDIA H100 80GB HBM3" or the CPU's model."""
+    """Return the hardware's name, such as "NVIDIA H100 80GB HBM3" or the CPU's model."""
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name()
 
 
@@ -144,7 +144,7 @@ def find_peaks(device: str, dtype: str, slices: Slices) -> Iterator[float]:
 
 
 def peak_of(device: str, dtype: str) -> Peak:
-    """What `find_peaks` has found. Raises KeyError before."""
+    """Return the result of `find_peaks`. Raises KeyError before that has run."""
     tflops = max(_products[device, dtype], _products[device, "float32"])
     sheet = SHEETS.get(torch.cuda.get_device_name(device)) if torch.device(device).type == "cuda" else None
     if sheet is None:

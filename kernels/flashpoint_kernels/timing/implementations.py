@@ -1,7 +1,7 @@
-"""What can be timed, ours and others', all of one form: a differentiable function of q, k and v.
+"""The implementations that can be timed, ours and others', in one form: a differentiable function of q, k and v.
 
-Each says which algorithm of `case` it is, in both directions, and of what version. What cannot run a case raises
-`CannotRunError` with the reason where it is known beforehand; else its own error, at its first call, is the reason.
+Each names its algorithm of `case`, in both directions, and its version. If it cannot run a case, it raises
+`CannotRunError` with the reason if that is known beforehand; else its own error, at its first call, is the reason.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One case timed, and a whole grid: generators that give the device back after every slice.
 
 A slice ends when `slice_ms` have passed, between two calls: a single call cannot be split, and the longest slice is in
-the row. What runs in a pause leaves the caches cold, so a short call is made once unseen before it is timed again.
+the row. Other work in a pause leaves the caches cold, so a short call is made once unseen before it is timed again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def measure(
     `bytes`, the algorithm's own by `case`, `flops_standard`, and their rates in TFLOP/s and GB/s (1e9 bytes);
     `arithmetic_intensity` in flops a byte; `roofline_percent`, of what the measured peaks allow at that intensity;
     `peak_bytes` beyond the inputs, what a forward keeps for the backward among them; `speedup_over_naive`, from the
-    `naive_ms` of the same problem; `longest_slice_ms`. What cannot run has `skipped`, the reason, and None for figures.
+    `naive_ms` of the same problem; `longest_slice_ms`. Else `skipped` is the reason, and figures are None.
     Raises DeviceLostError where the device is gone after it, for then nothing else can be measured.
     """
     timing = timing or Timing()
@@ -78,7 +78,7 @@ def measure(
     finally:
         if torch.device(device).type == "cuda":
             with suppress(RuntimeError):  # the device may be lost
-                torch.cuda.empty_cache()  # what a case has held is free for whoever else is served
+                torch.cuda.empty_cache()  # the case's memory is free for other requests
     slices.end()
     row |= {"longest_slice_ms": slices.longest_ms, "repeats": len(samples), "ms": median(samples)}
     row["ms_p20"], *_, row["ms_p80"] = quantiles(samples, n=5, method="inclusive") if len(samples) > 1 else samples * 2

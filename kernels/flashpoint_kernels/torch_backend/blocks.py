@@ -214,7 +214,7 @@ class _Far(NamedTuple):
 
 
 class _Near(NamedTuple):
-    """What a call over near keys takes: one block of all sequences, or all blocks of one, as if they were sequences."""
+    """The part of a call over near keys: one block of all sequences, or all blocks of one sequence as a batch."""
 
     span: Span
     sequence: int | None

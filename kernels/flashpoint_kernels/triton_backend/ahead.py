@@ -1,6 +1,6 @@
 """Fill Triton's cache for GPUs that are not there: `python -m flashpoint_kernels.triton_backend.ahead --arch 90`.
 
-What a container image brings along, so that its first request compiles nothing: 16-bit and float32 attention and its
+A container image includes these, so that its first request compiles nothing: 16-bit and float32 attention and its
 gradients at D 64 and 128, plain, with a window, and with a mask. Kernels are compiled by the path that runs them, up to
 the launch, so that what is looked up later has the very key of what was stored. Triton's driver is what there is no GPU
 for; one that says what it is asked stands in for it. Goes to TRITON_CACHE_DIR; needs no TRITON_INTERPRET about it.

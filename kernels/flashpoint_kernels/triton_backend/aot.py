@@ -66,7 +66,7 @@ _PRODUCTS = ("forward", "backward_kv", "backward_q")
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler made of one variant.
+    """The compiler's result for one variant.
 
     `spill_bytes` is local memory a thread, 0 where nothing spills; `loop` the instructions of the shortest inner loop
     with a matrix product in it, 0 where there is none; `loop_spills` how many of any such loop's load or store spilled
@@ -142,7 +142,7 @@ def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
 
 
 def build(variant: Variant, tile: Tile) -> Any:
-    """What Triton makes of a variant with a tile."""
+    """Return Triton's compiled kernel of a variant with a tile."""
     _, arch, dtype, dim, level, mask, precision, paged, keys, value_dim = variant
     value_dim = value_dim or dim
     kernel, rows = kernel_of(variant)
@@ -165,7 +165,7 @@ def build(variant: Variant, tile: Tile) -> Any:
 
 
 def faults(report: Report) -> list[str]:
-    """What a shipped variant must not be: see docs/compiled.md."""
+    """Return the faults that a shipped variant must not have: see docs/compiled.md."""
     half = report.dtype != "float32"
     found = []
     if report.registers > 255:

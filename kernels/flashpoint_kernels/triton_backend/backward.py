@@ -47,7 +47,7 @@ def load_stats(p_stats, half, o_m):
 
 @triton.jit(do_not_specialize=["heads", "value_dim"])
 def attention_delta(table, items, heads, value_dim, C: tl.constexpr):
-    """What the other kernels need of a query, float32: lse in base 2, and delta = rowsum(o∘do) − dlse.
+    """Store two float32 values of each query for the other kernels: lse in base 2, and delta = rowsum(o∘do) − dlse.
 
     A query that attends to nothing has lse −inf; +inf in its place makes its P zero, and so it does for rows of a block
     that are no queries. Grid: items × heads.

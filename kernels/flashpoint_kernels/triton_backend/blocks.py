@@ -61,7 +61,7 @@ def query_tile(nth, at, tiles, heads, C: tl.constexpr):
 
 @triton.jit
 def unskipped(seen, i, j, cut, seq, C: tl.constexpr):
-    """What of `seen` the block mask leaves, in a tile of queries i and keys j that it may cut."""
+    """Return `seen` without the scores that the block mask skips, in a tile of queries i and keys j that it may cut."""
     if C.BLOCKS:
         if cut != 0:
             t, band = seq.row, seq.band

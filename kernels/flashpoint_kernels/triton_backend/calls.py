@@ -27,7 +27,7 @@ _ready: set[Hashable] = set()  # variants that this process has compiled, or has
 
 
 def compile_options(tile: Tile) -> dict[str, Any]:
-    """What Triton is told beside the constants. Fused multiply-adds are asked for: releases differ in their default."""
+    """Return Triton's compile options. They request fused multiply-adds, since releases differ in their default."""
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
 
 
@@ -44,7 +44,7 @@ class Call:
 
     @property
     def variant(self) -> Hashable:
-        """What Triton compiles once for."""
+        """Return the key for which Triton compiles once."""
         return self.kernel.__name__, self.device, self.constants, self.tile.num_warps, self.tile.num_stages
 
     @property
@@ -61,7 +61,7 @@ class Call:
             self._with(lambda args, options: self.kernel[(self.programs,)](*args, **options))
 
     def compile(self) -> None:
-        """What `run` does up to the launch itself."""
+        """Do everything that `run` does before the launch."""
         if not self.compiled:
             self._with(lambda args, options: self.kernel.warmup(*args, grid=(self.programs,), **options))
 

@@ -28,7 +28,7 @@ _INTERPRETER = Config(Tile(64, 32), Tile(32, 64), Tile(64, 32), Tile(32, 32), sp
 
 @dataclass(frozen=True)
 class Chip:
-    """What of a device decides its tiles: compute capability (90 for sm_90), and KiB of shared memory a program."""
+    """The properties that decide a device's tiles: compute capability (90 for sm_90), KiB of shared memory."""
 
     arch: int
     shared_kib: int
@@ -125,7 +125,7 @@ stand_in: Chip | None = None  # for every device, in a process that compiles for
 
 
 def chip_of(device: torch.device) -> Chip:
-    """What the driver says of a CUDA device."""
+    """Return the properties of a CUDA device from its driver."""
     return stand_in or _chip_of(device)
 
 

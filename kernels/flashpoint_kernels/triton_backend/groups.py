@@ -21,7 +21,7 @@ INT8, FLOAT8, FLOAT8_BITS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 @dataclass(frozen=True)
 class Constants:
-    """What a kernel is compiled for. Constants that it does not use are None: it is compiled once for all their values.
+    """The constants of a compiled kernel. Those it does not use are None: it is compiled once for all their values.
 
     LEVEL is `Spec.level`; the dtypes are Triton's, of the tensors, the mask (None: no mask) and the mask's gradient.
     TF32 is for float32 operands alone. ALIGNED: every row of every head starts at a multiple of 16 bytes. A tile

@@ -1,4 +1,4 @@
-"""What Triton's interpreter gets wrong with bfloat16, put right in one place.
+"""Correct the errors of Triton's interpreter with bfloat16, in one place.
 
 The interpreter (3.6 to 3.9) multiplies the raw 16-bit patterns in `tl.dot` and truncates float32 to bfloat16. These
 helpers upcast before a dot and round to nearest even when interpreting; compiled, they are `tl.dot` and `.to`.

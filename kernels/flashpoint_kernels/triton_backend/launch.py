@@ -220,8 +220,8 @@ def compiled(problems: Sequence[Problem]) -> bool:
 def compile_ahead(problems: Sequence[Problem]) -> Future[None]:
     """Compile in a thread what `run(problems, "triton")` needs; done when `compiled(problems)` is true.
 
-    Nothing is launched, and no output is written. What Triton raises, the future raises. Triton's cache on disk
-    (TRITON_CACHE_DIR) is shared: what another process has compiled is loaded from it.
+    Nothing is launched, and no output is written. The future raises Triton's errors. Triton's cache on disk
+    (TRITON_CACHE_DIR) is shared: a kernel that another process has compiled is loaded from it.
     """
     return start_compiling(lambda: _calls(problems))
 
@@ -236,7 +236,7 @@ def _calls(problems: Sequence[Problem]) -> Iterator[Call]:
 
 
 def forward_calls(problems: Sequence[Problem], tiles: Config | None = None) -> Iterator[Call]:
-    """What `forward` runs, in order; `tiles` other than the device's table has are for benchmarks/gpu.py to try."""
+    """Yield the calls of `forward`, in order. benchmarks/gpu.py tries `tiles` that are not in the device's table."""
     for launch in _launches(problems, [{} for _ in problems], tiles):
         if launch.hopper:
             items = work_list(launch.shapes, forward_parts, Cut(launch.config, 0))
@@ -315,7 +315,7 @@ def scratch_of(problem: Problem) -> dict[str, Tensor]:
 def backward_calls(
     problems: Sequence[Problem], scratch: Iterable[dict[str, Tensor]], tiles: Config | None = None
 ) -> Iterator[Call]:
-    """What `backward` runs, in order; `scratch` has each problem's `scratch_of`."""
+    """Yield the calls of `backward`, in order; `scratch` has each problem's `scratch_of`."""
     for launch in _launches(problems, scratch, tiles):
         yield from _backward_of(launch)
         yield from _backward_masks(launch)

@@ -18,7 +18,7 @@ from flashpoint_kernels.triton_backend.configurations import Tile
 
 
 class Launch(Protocol):
-    """What lists need of a launch: see launch.py."""
+    """The parts of a launch that lists need: see launch.py."""
 
     @property
     def table(self) -> Tensor: ...
@@ -62,7 +62,7 @@ def of_keys(launch: Launch, items: np.ndarray, tile: Tile) -> Lists:
 
 
 def _own_blocks(launch: Launch) -> np.ndarray:
-    """Of each row of the table, whether its heads have blocks of their own."""
+    """Return for each row of the table whether its heads have blocks of their own."""
     own: np.ndarray = launch.column(columns.BLOCKS, 1) != 0
     return own
 

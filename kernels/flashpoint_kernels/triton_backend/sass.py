@@ -11,7 +11,7 @@ from pathlib import Path
 import triton
 
 MMA = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\b")
-# What an instruction is for, by how its name begins; the first that fits.
+# Kinds of instructions, by the beginning of their names; the first match counts.
 KINDS = {
     "matrix": MMA,
     "exponential": re.compile(r"MUFU\.EX2"),
@@ -88,7 +88,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def tool(name: str, flag: str, cubin: bytes) -> str:
-    """What a tool of Triton's package says of a binary."""
+    """Return the output of one of Triton's packaged tools for a binary."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

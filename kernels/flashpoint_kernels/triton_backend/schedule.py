@@ -18,7 +18,7 @@ from flashpoint_kernels.triton_backend.configurations import Config, Tile
 
 
 class Shape(NamedTuple):
-    """What decides how a sequence is cut: valid and padded lengths, and the band of visible keys (see bounds.py)."""
+    """The values that decide how a sequence is cut: valid and padded lengths, the band of visible keys (bounds.py)."""
 
     q_len: int
     q_rows: int
@@ -124,7 +124,7 @@ _KEPT, _FEW = 64, 64  # launches whose lists are kept, of so many sequences at m
 def work_list(shapes: tuple[Shape, ...], parts_of: Callable[[Shape, Any], Parts], tiles: Cut | Tile) -> np.ndarray:
     """(n, 1 + columns) int32: table row and item of every program of a launch, heaviest first, ties in table order.
 
-    Of few sequences it is kept for later launches of the same shapes: not to be written to.
+    For few sequences the list is cached for later launches of the same shapes: do not write to it.
     """
     return (_kept_list if len(shapes) <= _FEW else _work_list)(shapes, parts_of, tiles)
 

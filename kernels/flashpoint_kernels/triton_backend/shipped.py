@@ -11,8 +11,8 @@ from flashpoint_kernels.triton_backend.configurations import PACKED_ROWS, TABLES
 
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (64, 128, 256)  # the columns of every table
-# Of the others: what is compiled is the power of two above, and whether it is one. Without a score's options, a head
-# dimension that is none takes tiles of its own, and 32 takes those of 64.
+# Another head dimension is compiled as the next power of two, with a flag whether it is one. Without a score's options,
+# a head dimension that is no power of two has tiles of its own, and 32 has those of 64.
 OTHER_HEAD_DIMS = (32, 96)
 OTHER_KEYS = ((True, None), (False, "int8"), (False, "float8_e4m3fn"), (True, "float8_e4m3fn"))  # paged, and 8-bit
 _PRODUCTS = ("forward", "backward_kv", "backward_q")
@@ -38,11 +38,11 @@ class Variant(NamedTuple):
 
 
 def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
-    """What can run on sm_`arch`: every tile of its table, in every dtype that takes it.
+    """Return the variants that can run on sm_`arch`: every tile of its table, in every dtype that has it.
 
     Level 2 has a float32 mask, which stands for four dtypes of them: a tile of it is loaded and added. Aligned tensors
-    stand for all: others come in the same tiles, loaded in narrower pieces. Of packed blocks the smallest and the
-    largest stand for all, and of pages and 8-bit keys D 128 at level 0.
+    stand for all: others come in the same tiles, loaded in narrower pieces. The smallest and the largest block
+    stand for all packed ones, and D 128 at level 0 for pages and 8-bit keys.
     """
     found = []
     for dtype in dtypes:
@@ -80,7 +80,7 @@ def _packed(arch: int, dtype: str, dim: int) -> list[Variant]:
 
 
 def representative() -> list[Variant]:
-    """What CI compiles: the fast variants of most requests everywhere, and the heaviest of the others somewhere."""
+    """Return the variants that CI compiles: the fast ones of most requests everywhere, the heaviest somewhere."""
     found = []
     found += [Variant("forward", arch, "bfloat16", dim, value_dim=dv)
               for arch, (dim, dv) in product((80, 90, 100), ((192, 128), (576, 512)))]  # fmt: skip
