@@ -13,7 +13,7 @@ from flashpoint_server.refusal import Writer, problem
 
 PARTS = ("decode", "queue", "compute", "encode")  # of a request's way
 _KEY = "flashpoint.exchange"
-# What may be echoed into headers and logs; anything else is replaced by an id of ours.
+# Ids that may be echoed into headers and logs; any other is replaced by one of ours.
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")
 
 

@@ -1,4 +1,4 @@
-"""What the routes share: settings, keys, the engine, who is inside, and whether new work is taken."""
+"""The state that routes share: settings, keys, the engine, requests inside, and whether new work is accepted."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Service:
         self._idle.set()
 
     def admit(self, exchange: Exchange, right: Right) -> Caller:
-        """Who asks, where they may do what needs `right`. Raises Refusal: 401, 403, and 429 over their key's limits."""
+        """Return the caller, if their key has `right`. Raises Refusal: 401, 403, and 429 over the key's limits."""
         caller = self.keys.find(exchange.headers)
         exchange.key = caller.name
         caller.use(right)

@@ -1,1 +1,1 @@
-"""Who may call, and how much: keys, their limits, and the limits of the whole service."""
+"""Access: keys, their limits, and the limits of the whole service."""

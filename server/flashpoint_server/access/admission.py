@@ -1,4 +1,4 @@
-"""Who is let in: what a request costs, and how much of that may be inside at once."""
+"""Admission: the cost of a request, and the limits on the cost of all requests inside."""
 
 from __future__ import annotations
 

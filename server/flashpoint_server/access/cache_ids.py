@@ -36,7 +36,7 @@ _FILE = "caches.secret"  # beside the counts of keys, whose names have no dot
 
 
 class CacheId(NamedTuple):
-    """What an id says."""
+    """The parts of a cache's id."""
 
     replica: str
     incarnation: int

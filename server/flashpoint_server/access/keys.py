@@ -19,7 +19,7 @@ log = structlog.stdlib.get_logger("flashpoint.keys")
 
 
 class Caller(NamedTuple):
-    """Who has a key, by the key's name, which may be shown; '' where the server has no keys."""
+    """The owner of a key, by the key's name, which may be shown; '' if the server has no keys."""
 
     name: str
     rights: frozenset[Right]
@@ -103,7 +103,7 @@ class Keyring:
 
 
 def _listed(entries: list[str]) -> list[tuple[str, KeyEntry]]:
-    """Of `KEY` (every right) and `KEY:right+right`."""
+    """Parse `KEY` (every right) and `KEY:right+right`."""
     parted = [entry.partition(":") for entry in entries]
     return [
         (f"key-{n}", KeyEntry(sha256=_digest(key).hex(), rights=frozenset(rights.split("+") if rights else RIGHTS)))  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""What a key may still do: token buckets, and a count of what is inside, in memory that all HTTP processes share.
+"""The limits of keys: token buckets, and a count of requests inside, in memory that all HTTP processes share.
 
-A bucket is one number: the time at which it will be full again. What is taken moves it on, by as long as that takes to
-come back at the key's rate, and the key is refused while it is further off than the bucket is deep. So a request is let
-in while anything is left, however much it takes, and is paid for by the wait of the next: tensors have no usual size.
+A bucket is one number: the time at which it will be full again. A request moves this time on, by its cost over the
+key's rate. The key is refused while the time is further off than the bucket is deep. So a request is admitted while
+anything is left, however much it costs, and the next one waits for it: tensors have no usual size.
 """
 
 from __future__ import annotations

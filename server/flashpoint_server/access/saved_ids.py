@@ -28,7 +28,7 @@ _NUMBERS = struct.Struct(">QQB")
 
 
 class SavedId(NamedTuple):
-    """What an id says: `forward` is the problem whose o and lse are kept, `extent` how much it asks, if known."""
+    """The parts of an id: `forward` is the problem whose o and lse are kept, `extent` its extent, if known."""
 
     replica: str
     incarnation: int

@@ -31,7 +31,7 @@ def config(
 ) -> int:
     """Print the settings in force, and where each comes from: flag, variable, file or default.
 
-    It takes what `flashpoint serve` takes, and starts nothing. What it prints is a file for --config. Secrets are not
+    It takes the flags of `flashpoint serve`, and starts nothing. Its output is a file for --config. Secrets are not
     shown.
     """
     check_file("--json", json)

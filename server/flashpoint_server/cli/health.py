@@ -40,7 +40,7 @@ def health(*, sourced: Sourced) -> int:
 
 
 def ask(settings: Settings) -> str:
-    """What the server answered. Raises OSError and HTTPException where it did not.
+    """Return the server's answer. Raises OSError and HTTPException if there is none.
 
     Where the server wants a certificate of its callers (mTLS), which this command has none of, an answer to the
     handshake is enough: the process that serves requests makes it.

@@ -26,7 +26,7 @@ def _limit(text: str) -> Any:
 
 @examples(EXAMPLES)
 def key(
-    name: Annotated[str, typer.Argument(help="What logs and metrics call it: letters, digits, - and _.")],
+    name: Annotated[str, typer.Argument(help="Its name in logs and metrics: letters, digits, - and _.")],
     rights: Annotated[str, typer.Option(help=f"Its permissions: {', '.join(RIGHTS)}, with + between them.")] = (
         "attention+info"
     ),

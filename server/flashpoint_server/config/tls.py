@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-# Of TLS 1.2; all of TLS 1.3 have the same two properties: keys that are forgotten, and authenticated encryption.
+# The ciphers of TLS 1.2 that have the two properties of all in TLS 1.3: forward secrecy, and authenticated encryption.
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
 

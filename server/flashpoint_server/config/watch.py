@@ -14,8 +14,8 @@ _Stamp = tuple[int, int, int, int] | None  # None: there is no such file
 class Watch:
     """`files` as they were when this was made; `run` calls `changed` whenever one is another.
 
-    A look follows symbolic links, as a Secret of Kubernetes is changed by swapping one. What a file was found to be is
-    kept before it is read, so a file that is still being written is read once more.
+    A look follows symbolic links, since Kubernetes changes a Secret by swapping one. A file's state is kept before the
+    file is read, so a file that is still being written is read once more.
     """
 
     def __init__(self, files: Iterable[Path | None], changed: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ from flashpoint_kernels.timing import Case, grid, preset
 
 
 def cases_of(request: BenchmarkRequest, device: str) -> list[Case]:
-    """What a request asks to be timed on `device`. Raises ProblemError."""
+    """Return the cases that a request times on `device`. Raises ProblemError."""
     if request.preset is None:
         # Those that the smaller preset times are those worth timing there.
         backends = request.backends or dict.fromkeys(case.backend for case in preset("papers", device))

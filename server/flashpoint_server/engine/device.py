@@ -112,7 +112,7 @@ class TorchDevice:
     def pin(self, memory: mmap.mmap) -> None:
         """Lock shared memory for a GPU's copy engine; `unpin` before it is unmapped. Nothing to do on the CPU.
 
-        What the system does not let be locked is copied all the same, only not beside other work.
+        Memory that the system refuses to lock is copied all the same, but not beside other work.
         """
         if self.is_cpu:
             return
@@ -143,7 +143,7 @@ class TorchDevice:
     def _tell_apart(self, error: MemoryError | RuntimeError) -> None:
         """Raise an error of ours where memory has run out, or the device is gone.
 
-        What CUDA refuses may be wrong of one call alone: whether the device still works is asked of it.
+        A CUDA error may concern one call alone: the device is tested whether it still works.
         """
         said = str(error)
         # Triton, cuBLAS and torch on the CPU ("DefaultCPUAllocator: can't allocate memory") say it in words alone.
@@ -166,7 +166,7 @@ class TorchDevice:
     def compile(self, job: Placed) -> Future[None] | None:
         """None where the kernels of a Triton job are compiled; else the end of compiling them, aside.
 
-        Of its tensors the shapes are looked at, not the values; `rows` has checked those of index tensors.
+        The shapes of its tensors are read, not the values; `rows` has checked those of index tensors.
         """
         if self.is_cpu:
             return None  # interpreted
@@ -279,7 +279,7 @@ class TorchDevice:
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        """What changes caches inside has ended behind it: the next call on them may go to another lane's stream."""
+        """Wait at the block's end for its changes of caches: the next call on them may use another lane's stream."""
         if self.is_cpu:
             yield
             return

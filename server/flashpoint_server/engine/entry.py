@@ -1,4 +1,4 @@
-"""What an engine knows of an HTTP process, and of a request from its arrival to its answer. No torch, no device."""
+"""An engine's records of an HTTP process, and of a request from its arrival to its answer. No torch, no device."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def spec_of(submit: Submit) -> Spec:
 
 
 class Lengths(NamedTuple):
-    """What is known of a request's sequences: how many, their (query, key) pairs, and the longest of either."""
+    """The extent of a request's sequences: their number, their (query, key) pairs, and the longest of either."""
 
     sequences: int
     pairs: int
@@ -250,7 +250,7 @@ class Entry:
 
     @property
     def spec(self) -> Spec:
-        """Of a Submit."""
+        """The plan of a Submit."""
         assert self.planned is not None
         return self.planned.spec
 

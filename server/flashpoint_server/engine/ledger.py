@@ -1,4 +1,4 @@
-"""What an engine holds for callers: who owns it, how much memory all of it takes, and when it ends.
+"""The tensors that an engine holds for callers: their owners, their memory in total, and when they expire.
 
     held → expired, or its owner's key removed: 410 for an hour → forgotten: 404      held → deleted: 404
 
@@ -123,7 +123,7 @@ class Ledger:
         return [item for item in self._items.values() if isinstance(item, of)]
 
     def get(self, of: type[T], serial: int) -> T | None:
-        """Return the thing of a number, whoever owns it."""
+        """Return the item with this number, of any owner."""
         item = self._items.get(serial)
         return item if isinstance(item, of) else None
 

@@ -48,7 +48,7 @@ from flashpoint_kernels.verification import Verification
 from flashpoint_kernels.verification import verify as judge
 from flashpoint_server.engine.cases import cases_of
 
-# What a function of the caller's is tried on: tiles that end early, fewer key heads, one query, more keys than queries.
+# Shapes to test a caller's function: tiles that end early, fewer key heads, one query, more keys than queries.
 SHAPES = [
     {"q_len": 64, "head_dim": 64},
     {"batch": 2, "q_heads": 4, "q_len": 128, "head_dim": 64},
@@ -243,7 +243,7 @@ def _commit() -> str | None:
 
 @contextmanager
 def _fields() -> Iterator[None]:
-    """What the kernels refuse is refused with the client's own error."""
+    """Turn the kernels' errors into the client's."""
     try:
         yield
     except ProblemError as error:

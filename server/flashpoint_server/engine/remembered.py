@@ -1,4 +1,4 @@
-"""What is remembered of each owner for a while, in bounded memory, so that no owner makes another's be forgotten."""
+"""A bounded memory of each owner's items for a while: no owner can displace another's."""
 
 from __future__ import annotations
 

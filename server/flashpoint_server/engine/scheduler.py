@@ -59,7 +59,7 @@ class Resources(Protocol):
 
 
 class Holder(Protocol):
-    """What is held for callers, as far as the scheduler needs it: a call keeps what it uses from `enter` to `leave`."""
+    """The scheduler's view of held tensors: a call keeps the ones it uses from `enter` to `leave`."""
 
     def enter(self, serials: Sequence[int]) -> None: ...
     def leave(self, serials: Sequence[int], *, used: bool) -> None: ...

@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Waits(Protocol):
-    """What waits. `key` is None for what runs by itself; `nbytes` are those of inputs and outputs."""
+    """A waiting request. `key` is None if it runs by itself; `nbytes` are those of inputs and outputs."""
 
     @property
     def rank(self) -> float: ...
@@ -36,7 +36,7 @@ W = TypeVar("W", bound=Waits)
 
 @dataclass(frozen=True)
 class Budget:
-    """Of one launch; a request over it runs alone. `delay` in seconds."""
+    """The limits of one launch; a request over them runs alone. `delay` in seconds."""
 
     flops: int
     nbytes: int

@@ -21,7 +21,7 @@ Arrays = dict[str, NDArray[Any]]
 T = TypeVar("T")
 
 
-# Of one call; the largest takes a few. Then its process counts as hung: it is ended, and another makes the next call.
+# Limit of one call; the largest takes a few seconds. A process over it counts as hung: it is killed and replaced.
 HANG_SECONDS = 60.0
 
 
@@ -91,7 +91,7 @@ class Codec:
     def _pass_on(self, call: asyncio.Task[tuple[bool, Any]]) -> None:
         self._turn.release()
         if not call.cancelled():
-            call.exception()  # looked at, for whoever has given up does not
+            call.exception()  # retrieved here, for the caller has given up
 
     @property
     def pid(self) -> int:

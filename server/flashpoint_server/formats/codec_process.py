@@ -2,8 +2,8 @@
 
 It makes the calls that come over a stream socket (codec.py), one after the other, until that ends.
 
-A message is a pickle and the buffers beside it (PEP 574): their number, then each behind its size. Of a call it is
-(function, arguments), of an answer whether it returned and what it returned or raised.
+A message is a pickle and the buffers beside it (PEP 574): their number, then each behind its size. A call's message is
+(function, arguments), an answer's is (whether it returned, the value or the error).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUMBER = struct.Struct("<Q")  # of pieces, or of the bytes of one
 
 
 def pack(message: Any) -> Iterator[bytes | memoryview]:
-    """What to send, in order; the memory of arrays is sent from where it is."""
+    """Yield the bytes to send, in order; the memory of arrays is sent from its place."""
     buffers: list[pickle.PickleBuffer] = []
     text = pickle.dumps(message, 5, buffer_callback=buffers.append)
     yield NUMBER.pack(1 + len(buffers))

@@ -1,4 +1,4 @@
-"""What a request for attention says, in any format, and the formats' common interface."""
+"""The content of an attention request, in any format, and the formats' common interface."""
 
 from __future__ import annotations
 

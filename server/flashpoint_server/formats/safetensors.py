@@ -34,7 +34,7 @@ class _HeadReading:
 
     @cached_property
     def options(self) -> Mapping[str, Any]:
-        """What `__metadata__` says, each option as JSON."""
+        """Return the options in `__metadata__`, each as JSON."""
         return wire.decode_options(self.head.metadata)
 
 

@@ -14,8 +14,8 @@ from flashpoint_server.http.places import Places
 from flashpoint_server.http.protocol import EXTENSION, GRACE, Direct
 from flashpoint_server.refusal import Refusal, out_of_time
 
-# What may still come of a refused body while the connection is kept. Most clients send all of it before they read, and
-# to throw it away is less than another connection costs.
+# Limit of a refused body's rest, up to which the connection is kept. Most clients send all of it before they read, and
+# to discard it costs less than another connection.
 NEARLY = 1 << 20  # bytes
 
 # How long a refused client may go on sending before the connection is closed on it.
@@ -139,7 +139,7 @@ class RequestBody:
                 over.set_exception(self._too_late(due))
 
         def end(_: object) -> None:
-            received.exception()  # looked at, for whoever has given up does not
+            received.exception()  # retrieved here, for the caller has given up
             if not over.done():
                 over.set_result(None)
 

@@ -1,4 +1,4 @@
-"""What every request gets, whatever its route: an id, a log line, and a problem document where our code fails."""
+"""The envelope of every request: an id, a log line, and a problem document if our code fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request's head must be: small enough, with one valid Host, and a body in a coding that is read."""
+"""Check a request's head: its size, its Host, and the coding of its body."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from flashpoint_server.refusal import MEDIA_TYPE, Refusal
 
 EXTENSION = "flashpoint.direct"
 
-# Bytes of one read for the parser. What it sees of a body is copied several times on its way: let it be little.
+# Bytes of one read for the parser. It copies its part of a body several times, so this part is kept small.
 PARSED_AT_ONCE = 1 << 15
 _SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # of all connections: what is read is copied before the next read
 # An event loop that had to wait for a core runs its timers before it looks at its sockets: what is late may be there.
@@ -69,7 +69,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Who takes nothing of an answer for so long, whatever it is, is cut off by the kernel (man 7 tcp).
+        # The kernel cuts off a client that takes nothing of any answer for so long (man 7 tcp).
         patience = int(1000 * self.config.answer_timeout)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
         transport.set_write_buffer_limits(high=int(self.secure))  # TLS pauses at `high`, and what is not TLS above it
@@ -127,7 +127,7 @@ class HttpProtocol(HttpToolsProtocol):
             refusal = Refusal("malformed_body", "the chunks of the body are not HTTP/1.1's")
             exchange.status, exchange.code = refusal.status, refusal.code
             exchange.bytes_out = self._send_problem(refusal, exchange.request_id)
-            cycle.disconnected = True  # whoever reads the body hears that there is no more, and nobody to answer
+            cycle.disconnected = True  # the body's reader learns that there is no more, and nobody to answer
             cycle.message_event.set()
 
     def _refuse_head(self, reason: str, *, answered: bool) -> None:
@@ -162,9 +162,9 @@ class HttpProtocol(HttpToolsProtocol):
             self.send_400_response(str(error))
 
     def _parse(self, data: bytes) -> bytes:
-        """What is to be parsed next: a head that wishes for another protocol (RFC 9110, §7.8) again, without the wish.
+        """Return the bytes to parse next: a head with an Upgrade field (RFC 9110, §7.8) again, without the field.
 
-        The parser takes what follows such a head for that protocol: a body would be lost, or taken for a request.
+        The parser would take the bytes behind such a head for the other protocol, and lose a body.
         """
         try:
             self.parser.feed_data(data)
@@ -264,8 +264,8 @@ class Direct:
     def receive(self, places: Places) -> asyncio.Future[None]:
         """Receive the rest of the body, all that ASGI's `receive` has not handed over, into `places` of that size.
 
-        Done when it is there; ConnectionError when the client goes first. Who gives up on it says `places.discard()`:
-        what still comes is then thrown away, see `drain`.
+        Done when it is there; ConnectionError when the client goes first. A reader that gives up calls
+        `places.discard()`: the rest is then thrown away, see `drain`.
         """
         http, cycle = self._http, self._cycle
         self._received = received = http.loop.create_future()
@@ -287,7 +287,7 @@ class Direct:
             await asyncio.wait({self._received})
 
     def early(self) -> bytes:
-        """What has come of the body by now, and nobody has received."""
+        """Return the part of the body that has arrived and was not received yet."""
         early, self._cycle.body = self._cycle.body, bytearray()
         return bytes(early)
 

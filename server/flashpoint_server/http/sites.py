@@ -1,4 +1,4 @@
-"""What a browser may send: by the Host that it calls this server by, and by the site whose page calls.
+"""Check a browser's requests: the Host by which it calls this server, and the site whose page calls.
 
 A page of any site can send requests to this machine, and a site can let its own name lead to 127.0.0.1 (DNS rebinding):
 then the browser takes this server for that site, and only the Host field tells them apart. Both are refused before

@@ -158,7 +158,7 @@ class Engine:
 
     @property
     def unbegun(self) -> Iterator[Sent]:
-        """What it has been sent and has not begun with."""
+        """Yield the jobs that were sent and that the engine has not started."""
         return (sent for sent in self._sent.values() if not sent.job.staging.slot.mark)
 
     @property
@@ -182,7 +182,7 @@ class Engine:
             self._send(Cancel(sent.number))
 
     def tell(self, message: Time | StopJob | KeepOwners | Forget) -> None:
-        """What concerns its benchmarks, who may own what it holds, or a saved forward that nobody wants."""
+        """Send a message about benchmarks, about owners of held tensors, or about a saved forward to forget."""
         self._send(message)
 
     def forget_segment(self, number: int) -> None:
@@ -228,7 +228,7 @@ class Engine:
                     return
                 match message:
                     case Hello() if self.device is not None and message.device.name != self.device.name:
-                        # What waits was planned for the other one; and nobody is to find a CPU for a GPU unawares.
+                        # Waiting jobs were planned for the other device, and a CPU must not replace a GPU silently.
                         found = (
                             f"there was {self.device.name}, and its engine, started again, found {message.device.name}"
                         )
@@ -264,7 +264,7 @@ class Engine:
             asyncio.get_running_loop().call_soon(self._computed, message)  # behind who waits for the answer
         if sent.future.done():
             if isinstance(message, Done) and (saved := message.metadata.get("saved")) is not None:
-                self.tell(Forget(saved))  # whoever asked for it has gone
+                self.tell(Forget(saved))  # its caller has gone
             return
         if isinstance(message, Failed):
             sent.future.set_exception(Refusal(message.code, message.detail, errors=message.errors))
@@ -305,7 +305,7 @@ class Engine:
         self._lose("engine_lost", "the engine died with this request; it may be sent again")
         try:
             self.connect()
-        except OSError as error:  # its listener went with whoever kept it
+        except OSError as error:  # its listener ended with the process that kept it
             self.state, self.failure = State.FAILED, f"the engine's listener is gone: {error}"
         for listener in self._listeners:
             listener.lost(self)
@@ -368,7 +368,7 @@ class Engines:
 
     @property
     def device(self) -> DeviceInfo | None:
-        """What a job may count on, whichever engine it goes to: all are of one kind."""
+        """Return the device that any engine gives a job: all are of one kind."""
         return next((engine.device for engine in self._ready()), None)
 
     @property
@@ -436,7 +436,7 @@ class Engines:
 
     @property
     def holding(self) -> Holding:
-        """What all engines hold."""
+        """Return the sums of the tensors that all engines hold."""
         found = [Holding(0, 0), *(engine.holding for engine in self._engines)]
         return Holding(*(sum(counts) for counts in zip(*map(msgspec.structs.astuple, found), strict=True)))
 

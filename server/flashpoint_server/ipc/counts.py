@@ -72,7 +72,7 @@ class Count:
 
 
 class SharedCount(Count):
-    """The same where there are several processes: `row` has a column for each, and `process` is this one's."""
+    """The same for several processes: `row` has a column for each, and `process` is the own column."""
 
     __slots__ = ("_process", "_row")
 
@@ -97,7 +97,7 @@ class SharedCount(Count):
 
 
 class Counts:
-    """What is inside the service. The admission, the staging memory and gRPC each keep their own part of it."""
+    """Counts of work inside the service. The admission, the staging memory and gRPC each keep their own part."""
 
     def __init__(self, shared: WorkerGroup = WorkerGroup()) -> None:  # noqa: B008  # a tuple
         names = ("requests", "bytes", "flops", "seconds", "arriving", "staged", "wanted")

@@ -1,4 +1,4 @@
-"""What the C library's heaps keep of freed memory. It is many heaps, one for each thread that allocates."""
+"""Freed memory in the C library's heaps. There are many heaps, one for each thread that allocates."""
 
 from __future__ import annotations
 

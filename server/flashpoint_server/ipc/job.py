@@ -26,7 +26,7 @@ from flashpoint_server.ipc.staging import Staging
 
 @dataclass(eq=False, kw_only=True)
 class Job(ABC):
-    """What one request asks of an engine. `deadline` is in `time.monotonic` seconds, None for no end."""
+    """One request's work for an engine. `deadline` is in `time.monotonic` seconds, None for no end."""
 
     id: str
     staging: Staging
@@ -93,7 +93,7 @@ class AttentionJob(Job):
 
 @dataclass(eq=False, kw_only=True)
 class CacheJob(Job):
-    """What concerns caches, or saved forwards, and computes nothing; see `AskCaches`."""
+    """A call about caches or saved forwards that computes nothing; see `AskCaches`."""
 
     what: str
     owner: str
@@ -150,7 +150,7 @@ class ProofJob(Job):
 
 @dataclass(frozen=True)
 class JobResult:
-    """What is not a tensor of an answer: the tensors are written in the job's staging memory.
+    """The parts of an answer that are no tensors: the tensors are written in the job's staging memory.
 
     `launch` numbers the launch it was computed in. `report` is the answer of a verification, a VerifyReport in JSON.
     `caches` and `saved` are those that a CacheJob is about. `incarnation` is that of the engine that answered.

@@ -3,7 +3,7 @@
 A pool of slots by size class over anonymous memory files (memfd), whose descriptors are passed to the engines. Nothing
 has a name, so nothing can be left behind: a segment is gone when the last process that maps it is. A slot that is let
 go is taken again before the pool grows; pages are touched when a segment is made, for fresh memory costs more than the
-copy into it. What is larger than the largest class gets a segment of its own, unmapped when it is let go.
+copy into it. A slot larger than the largest class gets a segment of its own, unmapped when it is released.
 
 States of a slot: free (in its class's list) → held, by one or more → free.
 """

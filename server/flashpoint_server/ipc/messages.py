@@ -1,4 +1,4 @@
-"""What the HTTP processes and the engines say to one another, and the socket they say it over.
+"""The messages between HTTP processes and engines, and the socket that carries them.
 
 Only descriptors cross: tensors lie in shared memory (memory.py), whose file descriptors travel beside `Attach`. The
 socket is a Unix one that keeps message boundaries (SOCK_SEQPACKET): a message comes whole or not at all, and an end of
@@ -167,8 +167,8 @@ class AskCaches(msgspec.Struct, frozen=True, tag=True):
     """To the engine: what concerns caches and computes nothing. All else as in `Submit` and `Held`.
 
     `what` is create, look, list, append, fork, truncate, renew, export or delete; `arguments` are what it takes. The k
-    and v of an append are `inputs`, those of an export `outputs`. Of saved forwards it is look_saved, list_saved or
-    delete_saved, and `caches` are theirs.
+    and v of an append are `inputs`, those of an export `outputs`. For saved forwards `what` is look_saved, list_saved
+    or delete_saved, and `caches` has their numbers.
     """
 
     id: int

@@ -1,4 +1,4 @@
-"""What a process asks of the system, and of Python: at its start, and to end with its parent or when it hangs."""
+"""Requests of a process to the system and to Python: at its start, and to end with its parent or when it hangs."""
 
 import contextlib
 import ctypes
@@ -30,8 +30,8 @@ def keep_what_is_there() -> None:
 def let_others_first() -> None:
     """Lower the priority of this process, of every thread that it has and of those to come.
 
-    Who computes for long else gets as much of the cores as the HTTP process, by the thread: on two cores with four
-    threads that computed, ten times as many calls as could be answered were refused after a second, or answered late.
+    Without it a thread that computes for long gets as much of the cores as the HTTP process. On two cores with four
+    such threads, at ten times the capacity, calls were refused after a second, or answered late.
     """
     for thread in map(int, os.listdir("/proc/self/task")):
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile

@@ -1,4 +1,4 @@
-"""What a request costs: floating-point operations, and the seconds that it is predicted to take."""
+"""The price of a request: its floating-point operations, and its predicted seconds."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Place(NamedTuple):
 class Staging:
     """A request's memory, from the first byte of its tensors to the last of its answer.
 
-    `regions` are callers' own, where tensors lie that never move. Whoever takes or holds it calls `release` once.
+    `regions` are callers' own, where tensors lie that never move. Each holder calls `release` once.
     """
 
     slot: Slot

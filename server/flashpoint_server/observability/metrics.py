@@ -1,9 +1,9 @@
-"""What is counted and timed, for Prometheus.
+"""Counters and timers, for Prometheus.
 
-What each process uses and which versions run is not counted, but looked up at each scrape (observed.py).
+The resources of each process and the versions are not counted, but looked up at each scrape (observed.py).
 
 One process keeps its own numbers. Several HTTP processes share a directory of memory-mapped files, which the supervisor
-names in PROMETHEUS_MULTIPROC_DIR before it starts them: whoever is scraped answers for all.
+names in PROMETHEUS_MULTIPROC_DIR before it starts them: the process that is scraped answers for all.
 """
 
 from __future__ import annotations
@@ -170,11 +170,11 @@ class Metrics(Listener):
         self._dropped.labels(process).inc(lines)
 
     def families(self) -> Iterable[Metric]:
-        """What /metrics of this process alone has, as prometheus_client collects it."""
+        """Return the metrics of this process alone, as prometheus_client collects them."""
         return itertools.chain(self.registry.collect(), [build_info(None)], used({"http-0": os.getpid()}))
 
     def exposition(self, device: DeviceInfo | None) -> bytes:
-        """What all HTTP processes count, and what is looked up now, in Prometheus' text format."""
+        """Return the counts of all HTTP processes, and the values looked up now, in Prometheus' text format."""
         counted = list(self.everywhere().collect())
         ids = (sample for family in counted if family.name == _PROCESS_ID for sample in family.samples)
         processes = {sample.labels["process"]: int(sample.value) for sample in ids if sample.value}
@@ -183,7 +183,7 @@ class Metrics(Listener):
         return generate_latest(registry)
 
     def everywhere(self) -> CollectorRegistry:
-        """What all HTTP processes count."""
+        """Return a registry with the counts of all HTTP processes."""
         registry = self.registry
         if DIRECTORY in os.environ:
             registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""What is looked up whenever somebody asks: the versions of the software, and what each process uses."""
+"""Values that are looked up at each scrape: the versions of the software, and the resources of each process."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Traces(Listener):
         attributes: Mapping[str, Any] | None = None, links: Sequence[Link] = (), kind: SpanKind = SpanKind.INTERNAL,
         status: Status | None = None,
     ) -> None:  # fmt: skip
-        """Of times in `time.perf_counter` seconds."""
+        """Export a span; times are in `time.perf_counter` seconds."""
         span = ReadableSpan(
             name, context, parent, self._resource, attributes, links=links, kind=kind,
             instrumentation_scope=self._scope, status=status or Status(),

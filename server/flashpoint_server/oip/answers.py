@@ -76,7 +76,7 @@ def _head(about: _About, outputs: tuple[_HttpOutput, ...]) -> bytes:
 
 
 def _head_with(about: _About, outputs: tuple[_HttpOutput, ...], numbers: Mapping[str, NDArray[Any]]) -> bytes:
-    """Padded with spaces, so that tensors behind it are aligned for whoever reads it all into one buffer."""
+    """Return the head, padded with spaces: a client that reads all into one buffer has aligned tensors."""
     model, version, identity, metadata = about
     listed = []
     for output in outputs:

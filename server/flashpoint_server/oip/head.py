@@ -1,12 +1,12 @@
-"""What an infer request says before the bytes of its tensors, and the JSON that says it over HTTP.
+"""The head of an infer request, before the bytes of its tensors, and its JSON over HTTP.
 
     {"id": "…",
      "parameters": {"causal": true, "window_left": 128},
      "inputs": [{"name": "q", "shape": [8, 64], "datatype": "FP16", "parameters": {"binary_data_size": 1024}}, …],
      "outputs": [{"name": "o", "parameters": {"binary_data": true}}]}
 
-It says all that a safetensors head says, in other words; a tensor may also be there in numbers, under `data`. What is
-wrong with it is a WireError (it is no such JSON) or a FieldError (it is, but something in it is not what it must be).
+It says all that a safetensors head says, in other words; a tensor may also be there in numbers, under `data`. A bad
+head raises WireError (it is no such JSON) or FieldError (one of its fields is not valid).
 gRPC says the same in protobuf's words, which grpc/request.py reads.
 """
 
@@ -91,7 +91,7 @@ class InferHead:
         return sum(given.size for given in self.inputs)
 
     def spec(self, direction: Direction) -> Spec:
-        """What is asked. An output that is asked for counts as the option that makes it. Raises Refusal 422."""
+        """Return the planned problem. A requested output sets the option that makes it. Raises Refusal 422."""
         if direction not in self.specs:
             known = ANSWERS[direction]
             if unknown := [output.name for output in self.outputs if output.name not in known]:
@@ -135,7 +135,7 @@ def parse(text: bytes) -> InferHead:
 def make_head(
     identity: str, inputs: Sequence[Input], outputs: Sequence[Output], said: dict[str, Any], *, binary: bool
 ) -> InferHead:
-    """Of a request's parameters, `said`, and what it lists. Raises WireError and FieldError."""
+    """Return the head of a request with the parameters `said` and its lists. Raises WireError and FieldError."""
     binary = _flag("binary_data_output", said.pop("binary_data_output", binary))
     timeout = _count("timeout", said.pop("timeout", 0), _SIZE_LIMIT)
     level = _count("priority", said.pop("priority", 0), PRIORITY_LEVELS)
@@ -192,7 +192,7 @@ def size_of(info: TensorInfo) -> int:
 
 
 def tensor_info(name: str, shape: Any, datatype: Any) -> TensorInfo:
-    """Of an input, as it describes itself. Raises FieldError."""
+    """Return the info of an input from its description. Raises FieldError."""
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= _SIZE_LIMIT for n in shape):
         raise FieldError(name, "shape must be a list of sizes")
     if len(shape) > RANK_LIMIT:
@@ -259,7 +259,7 @@ def _list(what: str, value: Any) -> list[Any]:
 
 
 def parameters_of(owner: str, entry: dict[str, Any], known: Iterable[str] | None = None) -> dict[str, Any]:
-    """A copy. Those of the request itself are `known` to whoever reads options."""
+    """Return a copy of the parameters. Those of the request itself are `known` options."""
     parameters = entry.get("parameters", {})
     if not isinstance(parameters, dict):
         raise WireError(f"parameters of {owner!r} must be a JSON object")

@@ -29,7 +29,7 @@ class Registration(BaseModel):
 
 
 class RegionStatus(BaseModel):
-    """`key` is always empty: whoever knows it could open the object."""
+    """`key` is always empty: a process that knows it could open the object."""
 
     name: str
     key: str = ""
@@ -113,7 +113,7 @@ def cuda_router(service: Service) -> APIRouter:
 def _owner(service: Service, request: Request) -> str:
     """Return the caller's key, whose regions are spoken of. Raises Refusal 401, 403."""
     caller = service.admit(Exchange.of(request.scope), "admin")
-    if "origin" in request.headers:  # a page in a browser on this host, which would act for whoever looks at it
+    if "origin" in request.headers:  # a page in a browser on this host, which would act for its viewer
         raise Refusal("forbidden", "shared memory is not for pages in a browser")
     return caller.name
 

@@ -1,4 +1,4 @@
-"""What there is under /v2 beside inference: health, metadata, configuration, statistics, an index of the models."""
+"""The routes of /v2 beside inference: health, metadata, configuration, statistics, an index of the models."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def router(service: Service) -> APIRouter:
             state, reason = "UNAVAILABLE", refusal.detail
         return [IndexEntry(name=name, version=VERSION, state=state, reason=reason) for name in MODELS]
 
-    @routes.get("/models/stats", summary="What the models have served", responses=locked)
+    @routes.get("/models/stats", summary="Statistics of all models", responses=locked)
     async def all_stats(request: Request) -> dict[str, Any]:
         service.admit(Exchange.of(request.scope), "metrics")
         return stats(*MODELS.values())
@@ -118,9 +118,7 @@ def router(service: Service) -> APIRouter:
         return models.configuration(_model(request), service.settings.max_queue_delay)
 
     @routes.get("/models/{name}/versions/{version}/stats", include_in_schema=False)
-    @routes.get(
-        "/models/{name}/stats", summary="What a model has served", responses=locked | known, openapi_extra=_NAMED
-    )
+    @routes.get("/models/{name}/stats", summary="Statistics of a model", responses=locked | known, openapi_extra=_NAMED)
     async def model_statistics(request: Request) -> dict[str, Any]:
         service.admit(Exchange.of(request.scope), "metrics")
         return stats(_model(request))

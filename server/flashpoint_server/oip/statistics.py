@@ -1,4 +1,4 @@
-"""What a model has served: counted among the metrics, for all HTTP processes, and told as Triton's `model_stats`."""
+"""Statistics of a model: counted among the metrics, for all HTTP processes, in the form of Triton's `model_stats`."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def router(service: Service) -> APIRouter:
 
 
 class _File:
-    """What is served under one address, in memory."""
+    """A file in memory, served under one address."""
 
     def __init__(self, content: bytes, media_type: str, policy: str = POLICY) -> None:
         self._content, self._media_type, self._policy = content, media_type, policy
@@ -142,7 +142,7 @@ def _render(*, locked: bool) -> bytes:
 
 
 def _defaults(model: type[BaseModel]) -> dict[str, Any]:
-    """What the API takes for a field that is not sent, as JSON; a request on the page names what differs alone."""
+    """Return the API's defaults as JSON; a request on the page names only the fields that differ."""
     fields = model.model_fields.items()
     return {
         name: to_jsonable_python(field.default)

@@ -1,4 +1,4 @@
-"""What /caches is asked and answers, in JSON."""
+"""The JSON schemas of /caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What FastAPI cannot see of the service: the calls that are plain ASGI, in both encodings, with their errors."""
+"""OpenAPI of the calls that FastAPI cannot see: the plain ASGI ones, in both encodings, with their errors."""
 
 from __future__ import annotations
 

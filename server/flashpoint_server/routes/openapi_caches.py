@@ -1,4 +1,4 @@
-"""What OpenAPI shows of /caches and /saved."""
+"""OpenAPI of /caches and /saved."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Device(BaseModel):
 
 
 class Info(BaseModel):
-    """What the server is, and what it does. `device` and `backends` are empty until it is ready."""
+    """The server's version, device, features and limits. `device` and `backends` are empty until it is ready."""
 
     name: str = "flashpoint"
     version: str

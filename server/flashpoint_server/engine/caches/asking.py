@@ -1,4 +1,4 @@
-"""What is asked of caches beside attention: they are made, listed, appended to, forked, cut, kept, read and freed."""
+"""The calls on caches beside attention: create, list, append, fork, truncate, renew, export and delete."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TokenSize:
-    """What one token of a layer takes."""
+    """The memory of one token of a layer."""
 
     heads: int
     head_dim: int
@@ -135,7 +135,7 @@ class Change(NamedTuple):
 class TokenRun(NamedTuple):
     """Keys and values of consecutive tokens from `start` on: k (1, Hk, n, D), v (1, Hk, n, Dv), in no 8 bits.
 
-    Of several whole chunks that lie behind each other k is (chunks, Hk, 1024, D), and v likewise.
+    For several whole adjacent chunks k is (chunks, Hk, 1024, D), and v likewise.
     """
 
     start: int

@@ -47,7 +47,7 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class CachedPart:
-    """What one core computes of a call: heads of sequences, read in the caches' own memory."""
+    """One core's part of a call: heads of sequences, read in the caches' own memory."""
 
     spec: Spec
     shares: Sequence[Share]

@@ -2,7 +2,7 @@
 
 gRPC hands over a message once all of it is there, and says nothing of it before. So a message that is awaited counts as
 the largest that is taken, and a call waits for that much room before its message is read. Until then flow control keeps
-the message with its sender, but for the first 64 KiB. What has come counts as its size. While gRPC hands a message over
+the message with its sender, but for the first 64 KiB. The part that has arrived counts. While gRPC hands a message over
 there are two more copies of it, for which room is set aside. Each of gRPC's threads has a heap of its own that keeps
 what was freed: that counts, too, until it is given back to the system. Not counted: gRPC's buffers, up to 1 MiB for
 each connection on which a message arrives.
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Hold:
-    """What one call holds of the memory, `nbytes`, for the key named `owner`; `counted` towards the queue's limit."""
+    """The memory that one call holds, `nbytes`, for the key `owner`; `counted` towards the queue's limit."""
 
     def __init__(self, memory: Memory, *, counted: bool = False, owner: str = "") -> None:
         self._memory = memory
@@ -100,7 +100,7 @@ class _Reading:
 
 
 class Memory:
-    """What the gRPC of one HTTP process may hold: its part of `--grpc-bytes`, of which a key has half at most."""
+    """The memory limit of gRPC in one HTTP process: its part of `--grpc-bytes`; a key has half of it at most."""
 
     def __init__(self, settings: Settings, locked: bool, arriving: Count, inside: Callable[[], float]) -> None:
         """`locked`: callers have keys. `arriving` counts what is awaited; `inside`: how many requests are admitted."""
@@ -171,7 +171,7 @@ class Memory:
         self.set(reading.hold, nbytes)
 
     def failed(self, reading: _Reading) -> None:
-        """Nobody waits for the message any more. What has come of it is held until the call is over."""
+        """Nobody waits for the message any more. The part that has arrived is held until the call is over."""
         if reading in self._waiting:
             del self._waiting[reading]
         elif reading not in self._reading:

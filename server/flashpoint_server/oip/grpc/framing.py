@@ -46,7 +46,7 @@ def split(message: bytes, number: int) -> tuple[bytes, list[memoryview]]:
 
 
 def before(number: int, size: int) -> bytes:
-    """What stands in a message before the `size` bytes of the field `number`."""
+    """Return the tag and the length before the `size` bytes of the field `number`."""
     return _number(number << 3 | _BYTES) + _number(size)
 
 

@@ -54,7 +54,7 @@ class Incoming(NamedTuple):
 
     @classmethod
     def within(cls, read: Callable[[], Awaitable[bytes | None]], hold: Hold, seconds: float | None) -> Incoming:
-        """Of a call with so many seconds left; None for no end."""
+        """Return the arrival of a call with so many seconds left; None for no end."""
         now = time.monotonic()
         return (
             cls(read, hold) if seconds is None else cls(read, hold, now + seconds, now + seconds * 0.99 - _ON_THE_WAY)

@@ -33,7 +33,7 @@ from flashpoint_server.service import Service
 
 SMALL_CALLS = 64  # calls that may be inside beside inferences, which the queue's limit bounds: probes must get through
 MOST_DETAILS = 1024  # characters of an error: clients take some KiB of metadata, where each may be three
-_WHOLE = 1  # of compression's algorithms, as bits: none. What is compressed has no bound on what it amounts to
+_WHOLE = 1  # the allowed compression algorithms as bits: none. The size of decompressed data has no bound
 
 # The status with which gRPC tells each refusal, by the refusal's code; gRPC's own names.
 STATUSES = {
@@ -79,7 +79,7 @@ Behaviour = Callable[[object, Any], Awaitable[bytes]]
 
 
 class RpcReply(NamedTuple):
-    """What the application answered; `code` is a refusal's."""
+    """The application's answer; `code` is a refusal's."""
 
     status: int
     fields: dict[str, str]
@@ -156,7 +156,7 @@ def _infer(app: ASGIApp, memory: Memory) -> Behaviour:
 
 
 def _small(app: ASGIApp, service: Service, memory: Memory, method: Method, asked: Any, answered: Any) -> Behaviour:
-    """Of a method whose message comes within the body's timeout, because who asks for health needs no key."""
+    """Return the behaviour of a method whose message must come within the body's timeout: health needs no key."""
 
     async def behaviour(_: object, context: Any) -> bytes:
         hold = _hold(memory, owner=_owner(service, context))
@@ -181,7 +181,7 @@ def _small(app: ASGIApp, service: Service, memory: Memory, method: Method, asked
 
 
 def _hold(memory: Memory, **what: Any) -> Hold:
-    """What this call holds, until its answer is sent. gRPC runs a call, that included, as one task."""
+    """Hold memory for this call until its answer is sent. gRPC runs a call, that included, as one task."""
     hold = Hold(memory, **what)
     task = asyncio.current_task()
     assert task is not None
@@ -216,7 +216,7 @@ def _size(message: bytes | None) -> int:
 async def _ask(
     app: ASGIApp, context: Any, verb: str, path: str, body: bytes = b"", extension: Incoming | None = None
 ) -> RpcReply:
-    """What the application answers to a call. Raises CancelledError where nobody waits for it any more."""
+    """Return the application's answer to a call. Raises CancelledError if nobody waits for it any more."""
     parts: list[bytes] = []
     begun: Message = {}
     came = [body] if extension is None else []  # such a route reads its message itself
@@ -258,7 +258,7 @@ async def _ask(
 
 
 async def _answered(reply: RpcReply, context: Any) -> bytes:
-    """The answer's body; a refusal ends the call. What header fields say beside that goes behind it, as metadata."""
+    """The answer's body; a refusal ends the call. Other header fields follow as trailing metadata."""
     beside = {name: value for name, value in reply.fields.items() if not name.startswith(("content-", "connection"))}
     context.set_trailing_metadata(tuple(beside.items()))
     if reply.status != 200:

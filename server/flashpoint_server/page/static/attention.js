@@ -53,7 +53,7 @@ export function pythonTensors({ q_heads, kv_heads, q_len, kv_len, head_dim, patt
   ];
 }
 
-// What one head computes: `score(i, j)`, scaled and capped; `seen(i, j)`; `weight(i, j)` = exp(score − lse); the weight
+// The functions of one head: `score(i, j)`, scaled and capped; `seen(i, j)`; `weight(i, j)` = exp(score − lse); the weight
 // of the sink, which has no value; o as those weights have it.
 export function head({ q, k, v }, lse, options, number) {
   const group = q.length / k.length; // query heads that share a key/value head

@@ -21,7 +21,7 @@ export function total(sample, name) {
   return (sample.get(name) ?? []).reduce((sum, { value }) => sum + value, 0);
 }
 
-// What a counter grew by. A server that was started again counts from 0.
+// The growth of a counter. A restarted server counts from 0.
 export function growth(before, now, name) {
   const [old, current] = [total(before, name), total(now, name)];
   return current >= old ? current - old : current;

@@ -1,8 +1,8 @@
-// What each backend can do, by groups of features, and the server's limits with their units.
+// The features of each backend, by groups, and the server's limits with their units.
 
 import { bytes, duration, number, si, tableRow } from "./text.js";
 
-// Words of /info → how the page says them. What is in no group is shown as Other.
+// Words of /info → how the page says them. A feature in no group is shown as Other.
 const GROUPS = {
   "Data types": { float16: "float16", bfloat16: "bfloat16", float32: "float32", float64: "float64",
     tf32: "TF32 products", quantized: "8-bit K and V" },

@@ -70,7 +70,7 @@ function waited(expected) {
   return setInterval(tick, TICK_MS);
 }
 
-// What the time of a verification grows with, of one backend in one data type.
+// The number of products, to which the time of a verification is proportional, of one backend in one data type.
 function products({ shape, direction }) {
   const { batch = 1, q_heads = 1, q_len, kv_len = q_len, head_dim, value_dim = head_dim } = shape;
   return batch * q_heads * q_len * kv_len * (head_dim + value_dim) * (direction === "forward" ? 1 : 3.5);
