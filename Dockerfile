@@ -7,7 +7,7 @@ ARG DEVICE=gpu
 # the release that constraints.txt names, from pip's own index, brings all that it was built with, and Triton its tools.
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04 AS base-gpu
 ENV TORCH_INDEX=""
-# What kernels are compiled for while the image is built.
+# Kernels are compiled for these architectures while the image is built.
 ENV ARCHITECTURES="80 86 89 90 100"
 # Triton compiles its driver module with gcc against Python's headers when a kernel first runs.
 RUN apt-get update \

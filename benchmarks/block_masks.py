@@ -1,4 +1,4 @@
-"""What a block mask saves in `tiled`: `python benchmarks/block_masks.py`.
+"""Time `tiled` with and without a block mask: `python benchmarks/block_masks.py`.
 
 At (1,8,2048,64) in float32 on the CPU, forward and gradient (with o and lse) without a mask and with one of a random
 1/16 of the blocks of 128 × 128 for each head, in turn; and with half of them, and with documents. Wanted: with 1/16 six

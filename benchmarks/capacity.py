@@ -1,8 +1,8 @@
 """The capacity calculator's predictions held against what calls really take here.
 
 Starts `flashpoint serve`, and in each round measures its rates as `flashpoint.capacity.measure` does, then times calls
-of other shapes: forwards, gradients, decoding, grouped heads, batches, by one caller and by four. What is compared is
-the median, over the rounds, of a round's own measurement over its own prediction. Client, server and device share this
+of other shapes: forwards, gradients, decoding, grouped heads, batches, by one caller and by four. The result is the
+median, over the rounds, of a round's own measurement over its own prediction. Client, server and device share this
 machine's cores (`shared`). Writes benchmarks/results/capacity-DEVICE.json.
 """
 

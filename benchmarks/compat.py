@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What torch 2.11, the oldest torch of pyproject.toml, comes with; its interpreter cannot do with a newer numpy.
+# The versions that come with torch 2.11, the oldest of pyproject.toml; its interpreter fails with a newer numpy.
 OLDEST = ("triton==3.6.0", "numpy==2.3.5")
 NEWEST = ("triton",)
 SMOKE = ["tests/kernels/test_triton_hopper.py", "tests/kernels/test_triton_options.py"]

@@ -35,7 +35,7 @@ HEAD_DIMS = (64, 128)
 DTYPE = "float16"  # the tutorial's
 OURS = ("forward", "backward_kv", "backward_q", "forward_packed16")
 OF_HOPPER = ("forward_hopper", "backward_kv_hopper", "backward_q_hopper")
-# Of a multiprocessor: KiB of shared memory, of which a program takes one more than it asks for; registers, threads,
+# Resources of a multiprocessor: KiB of shared memory (a program takes one more than it asks for), registers, threads,
 # and columns of tcgen05's memory.
 SHARED_KIB = {80: 164, 90: 228, 100: 228}
 REGISTERS, THREADS, TENSOR_COLUMNS = 65536, 2048, 512

@@ -148,7 +148,7 @@ def from_threads(caches: Sequence[flashpoint.Cache], calls: int) -> float:
 
 
 def memory_of_forks(client: flashpoint.Client, cache: flashpoint.Cache) -> float:
-    """What the server holds with FORKS copies of a cache, over what it holds with the cache alone."""
+    """Return the server's memory with FORKS copies of a cache over that with the cache alone."""
 
     def held() -> int:
         nbytes: int = client.info()["caches"]["bytes"]

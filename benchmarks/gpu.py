@@ -11,7 +11,7 @@
 
 Each row is on disk when it is measured: OUT/rows.jsonl, beside report.md, timings.svg, tests.log and the compile cache.
 A call ends itself within --minutes; the same call goes on where that one ended, here or, with --resume, on another
-machine. What hangs, crashes or loses the device costs its own row. docs/gpu-day.md has the whole procedure.
+machine. A task that hangs, crashes or loses the device fails its own row only. docs/gpu-day.md has the whole procedure.
 
 Needs torch, triton, numpy, pytest, pytest-xdist and matplotlib alone, and no network. Exit codes: 0, all of it is
 measured and right; 1, something failed or is wrong; 3, there is no GPU; 4, time ran out before the end.

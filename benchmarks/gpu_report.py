@@ -78,7 +78,7 @@ def trials(rows: Iterable[Row]) -> list[Row]:
 
 
 def point(row: Row) -> tuple[Any, ...]:
-    """What rows have in common that may be compared."""
+    """Return the key that comparable rows share."""
     names = ("direction", "dtype", "head_dim", "causal", "batch", "q_heads", "kv_heads", "q_len")
     return tuple(row[name] for name in names)
 
@@ -140,7 +140,7 @@ def proposal(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
 def configuration(best: dict[str, dict[int, Row]]) -> str:
     """The proposed tiles as lines of configurations.py, for the head dimensions of which every kernel was timed.
 
-    Of the path for Hopper, which has not every kernel at every head dimension, for those of which one was.
+    The path for Hopper lacks some kernels at some head dimensions: only those with a kernel count.
     """
 
     def tile(kernel: str, dim: int) -> str:
@@ -333,7 +333,7 @@ def _tests(found: Sequence[Row]) -> str:
 
 
 def _failures(found: Sequence[Row]) -> str:
-    """What does not work, with its words, and what cannot run here, each reason once."""
+    """Return the failures with their messages, and each reason for which something cannot run here, once."""
     lines = []
     for row in found:
         if records.is_bad(row):

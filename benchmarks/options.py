@@ -221,7 +221,7 @@ def rows_of(section: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def targets(rows: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What was wanted of the sections that there are."""
+    """Return the targets of the sections that were measured."""
     found = []
     for section, name in (("forward", "forward"), ("gradient", "with gradient")):
         if own := rows.get(section):

@@ -1,4 +1,4 @@
-"""What recorded results share: the machine, versions, commit and date; percentiles; a file named after the device.
+"""Common parts of recorded results: the machine, versions, commit and date; percentiles; a file named by device.
 
 The benchmarks, the load tests, the fuzzer and the tests with faults use it.
 """

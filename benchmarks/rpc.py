@@ -38,7 +38,7 @@ CALLS = {4096: 60, 65536: 60, MIB: 20}  # in a round; 2 of the larger ones
 
 
 def requests(nbytes: int) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
-    """Of that many bytes in, and out; of the lengths all but one are there to be carried."""
+    """Return requests with that many bytes in and out; only one length is computed, the rest is payload."""
     one = np.ones((1, 1, 1, DIM), np.float32)
     keys = np.ones((1, 1, nbytes // (8 * DIM), DIM), np.float32)  # k and v
     rows = np.ones((1, 1, nbytes // (4 * DIM), DIM), np.float32)  # of o

@@ -76,7 +76,7 @@ class Connection:
         self._buffer = memoryview(bytearray(BIG + MIB))
 
     def post(self, path: str, body: bytes, **fields: str) -> Call:
-        """Of a safetensors message, unless the header `fields` say something else."""
+        """Post `body`, a safetensors message unless the header `fields` name another type."""
         fields = {name.replace("_", "-"): value for name, value in fields.items()} or {"Content-Type": wire.MEDIA_TYPE}
         began = time.perf_counter()
         self._http.request("POST", path, body, fields)
@@ -132,7 +132,7 @@ def service(device: str = "cpu") -> Iterator[tuple[subprocess.Popen[str], int, f
 
 
 def until(found: Callable[[], int | None], child: subprocess.Popen[str]) -> int:
-    """What `found` says once it is something. Raises RuntimeError when the child ends first or takes too long."""
+    """Return the first value of `found` that is not None. Raises RuntimeError if the child ends or takes too long."""
     deadline = time.monotonic() + START_SECONDS
     while child.poll() is None and time.monotonic() < deadline:
         if value := found():
@@ -240,7 +240,7 @@ def resident(child: subprocess.Popen[str]) -> dict[str, float]:
 
 
 def memory(ours: Connection, child: subprocess.Popen[str], early: int, late: int) -> dict[str, dict[str, float]]:
-    """What stays resident after `early` and after `late` requests of many shapes, forward and gradients."""
+    """Return the resident memory after `early` and after `late` requests of many shapes, forward and gradients."""
     bodies = []
     for length in (1, 7, 16, 33, 64, 96, 128, 200):
         t = np.ones((1, 4, length, 32), np.float32)

@@ -43,7 +43,7 @@ IN_PROCESS = {
 }
 ALL_CORES = tuple(name for name in IN_PROCESS if "all cores" in name)
 PLAIN = ("FastAPI, inline", "FastAPI, inline, a thread a core", "FastAPI, thread pool")
-# What the service is to be times the fastest of others; at 128, and at 1024.
+# The targets: the service's rate over that of the fastest of others; at 128, and at 1024.
 WANTED: dict[int, tuple[tuple[float, str, tuple[str, ...]], ...]] = {
     128: (
         (1.1, "bare ASGI", ("bare ASGI",)),
@@ -59,7 +59,7 @@ WANTED: dict[int, tuple[tuple[float, str, tuple[str, ...]], ...]] = {
 TAIL = 5.0  # p99 over p50 of mixed requests, at most
 # A call that takes longer, alone, is not timed in rounds: eight connections would hold each for many seconds.
 SLOWEST = 1.0
-# Of an answer's largest value, against float64; float32 reaches a tenth of it, and a wrong operator is off by far more.
+# Limit of an answer's error over its largest value, against float64; float32 reaches a tenth of it.
 BOUND = 1e-3
 NO_ROUND = "not measured: somebody else used the machine in every round"
 
@@ -85,7 +85,7 @@ class Rounds:
 
 
 def undisturbed(steady: Sequence[Sequence[float]], deviation: float) -> list[bool]:
-    """Of each round, whether all its rates of the operator lie within `deviation` of their median over all rounds."""
+    """Return for each round whether all its rates of the operator are within `deviation` of their overall median."""
     median = statistics.median(rate for rates in steady for rate in rates)
     return [all(abs(rate / median - 1) <= deviation for rate in rates) for rates in steady]
 

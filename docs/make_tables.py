@@ -19,7 +19,7 @@ from tables import TABLES
 DOCS = Path(__file__).resolve().parent
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CHART_SCHEMA = DOCS.parent / "deploy/helm/flashpoint/values.schema.json"
-# What the chart decides itself, secrets, files that it does not mount, and shared memory, which ends with a pod.
+# Settings that the chart decides, secrets, files that it does not mount, and shared memory, which ends with a pod.
 NOT_OF_THE_CHART = {
     "port",
     "device",

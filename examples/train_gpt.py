@@ -71,7 +71,7 @@ def way(name: str, client: flashpoint.Client, backend: str = "tiled") -> Callabl
 
 
 class Trained(NamedTuple):
-    """What a training leaves."""
+    """The result of a training."""
 
     losses: list[float]  # in nats a character, before each step
     model: Gpt

@@ -1,4 +1,4 @@
-"""What is asked: the bytes of each request, made before the load, and its answer by the definition in float64."""
+"""The requests: the bytes of each, made before the load, and its answer by the definition in float64."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Call:
 
 @dataclass
 class Step:
-    """What a scenario counted for a while. `offered` is a rate in calls a second; none in a closed loop."""
+    """The counts of a scenario's step. `offered` is a rate in calls a second; none in a closed loop."""
 
     scenario: str
     name: str
@@ -66,7 +66,7 @@ class Step:
         return self.errors.total() / len(self.calls) if self.calls else 1.0  # nothing answered is no success
 
     def percentile(self, part: float) -> float:
-        """Of the milliseconds of the right answers; infinite where there is none."""
+        """Return a percentile of the latency of right answers in milliseconds; infinite if there is none."""
         times = [call.ms for call in self.calls if call.error is None]
         return percentile(times, part)
 

@@ -75,7 +75,7 @@ class Caller(FastHttpUser):
 
 
 def refusal(answer) -> str:
-    """What it says: a problem's code, the words of /v2, or why nothing came."""
+    """Return the reason of a refusal: a problem's code, the words of /v2, or why no answer came."""
     if not answer.status_code:
         return f"no answer: {type(answer.error).__name__}"
     said = answer.json() if answer.content else {}

@@ -104,7 +104,7 @@ def judged(best: float, worst: Step, after: Step, code: int) -> list[Verdict]:
 
 
 def plot(steps: list[Step], best: float, path: Path) -> None:
-    """What is answered in time, against what is offered."""
+    """Plot the rate of calls answered in time against the offered rate."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")

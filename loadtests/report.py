@@ -1,4 +1,4 @@
-"""What was found, for people and for programs: a page, a plot, a table, and locust's own reports beside them."""
+"""Write the results for people and for programs: a page, a plot, a table, and locust's own reports beside them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SOAK_LOAD = 0.7
 
 @dataclass(frozen=True)
 class Bounds:
-    """What must hold. `scale` multiplies the seconds of each step."""
+    """The limits that a run must keep. `scale` multiplies the seconds of each step."""
 
     errors: float  # part of the calls, up to the soak's load
     p99_ms: float  # up to the soak's load

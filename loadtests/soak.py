@@ -1,8 +1,8 @@
 """`make soak MINUTES=60`: mixed load at 70% of the capacity, and whether the service stays as it is.
 
 After each window of load the callers leave, and what its processes hold is counted: resident memory, descriptors,
-threads, shared memory. What must hold: every answer right, or refused as the documentation says; all of these, and the
-latency, in the last third as in the first. Exits with 0 where it does, 1 where not.
+threads, shared memory. Conditions: every answer is right, or refused as the documentation says; these counts, and the
+latency, are the same in the last third as in the first. Exits with 0 if they hold, else with 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 CALLERS = 8  # of the closed loop that finds the capacity
 WARM_WINDOWS = 1  # in which slots of every size are made, and libraries fill their caches
 MIB = 1 << 20
-# What the last third may have more than the first: in proportion, and by itself.
+# Allowed growth from the first third to the last: as a factor, and as an amount.
 # Shared memory grows to what the most requests at a time ever needed, a segment of 4 MiB and two descriptors at a time.
 SLACK = {
     "resident_mib": (1.1, 16.0),
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def held(server: Server) -> dict[str, float]:
-    """What its processes hold, together, between two loads; connections that callers have left open are not counted."""
+    """Return the resources of all its processes between two loads, without connections that callers left open."""
     while True:
         with contextlib.suppress(psutil.NoSuchProcess):  # one has ended meanwhile, and holds nothing
             return _held(server.processes())
@@ -137,7 +137,7 @@ def ended(code: int) -> Verdict:
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    """What it held, and how soon it answered, against the time."""
+    """Plot the resources and the latency against time."""
     from matplotlib import pyplot as plt
 
     windows = found["windows"]

@@ -1,4 +1,4 @@
-"""What each stage of `make gpu` measures, in which order: plain data, no torch."""
+"""The measurements of each stage of `make gpu`, in order: plain data, no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from flashpoint_kernels.timing.case import Case, CaseDirection, preset
 
-# What a row's figures depend on, by names of the environment. The hashes are of these folders.
+# The environment's names that a row's figures depend on. The hashes are of these folders.
 OF_PEERS = ("device", "torch", "measuring")
 OF_OURS = (*OF_PEERS, "triton", "sources")
 SOURCES = ("contract", "kernels/flashpoint_kernels")
@@ -118,7 +118,7 @@ class Timed:
 
     @property
     def compiles(self) -> Any:
-        """What has to be compiled once for all tasks that have the same value; None: nothing of ours."""
+        """Return the key of a compilation: tasks with the same key share it; None: nothing of ours is compiled."""
         if self.case.backend != "triton":
             return None
         return self.case.direction, self.case.dtype, self.case.head_dim, self.hopper
@@ -209,7 +209,7 @@ class Suite(NamedTuple):
     environment: dict[str, str]
 
 
-# Of tests/kernels what runs on FLASHPOINT_TEST_DEVICE; none imports more than torch, triton, numpy and pytest.
+# The files of tests/kernels that run on FLASHPOINT_TEST_DEVICE; they import torch, triton, numpy and pytest alone.
 TRITON_TESTS = ("test_triton_*.py", "test_nano.py")
 BACKENDS_TESTS = tuple(
     f"test_{name}.py" for name in ("torch_fused", "edges", "extremes", "backends", "functional", "ops", "verification")

@@ -83,7 +83,7 @@ def current(rows: Iterable[Row], environment: Row) -> list[Row]:
 
 
 def is_bad(row: Row) -> bool:
-    """Whether a row shows that something does not work. What cannot run here, and says why, is not bad."""
+    """Return whether a row shows a fault. A row that cannot run here, with the reason, is not bad."""
     result = row.get("result") or {}
     wrong = result.get("ok") is False or result.get("outcome") == "failed" or "wrong_by" in result
     return "failed" in row or wrong

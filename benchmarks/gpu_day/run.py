@@ -139,7 +139,7 @@ class Run:
         begin = time.monotonic()
         answer = self.guard.ask("perform", task, limit)
         if answer.lost and not answer.fresh and not answer.timed_out:
-            # What ran before in that process may be to blame.
+            # The cause may be an earlier task in that process.
             limit = self._limit(task)
             if limit <= 0:
                 return False
@@ -167,7 +167,7 @@ class Run:
         return True
 
     def _row(self, stage: str, names: Sequence[str]) -> Row:
-        """What rows of a stage share; `names`: what of the environment their figures depend on."""
+        """Return the fields that rows of a stage share; their figures depend on the `names` of the environment."""
         return {"stage": stage, "of": {name: self.environment[name] for name in names}, "environment": self.environment}
 
     def _suite(self, stage: str, suite: Suite) -> bool:

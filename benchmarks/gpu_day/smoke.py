@@ -152,7 +152,7 @@ def _in_pages(tensors: dict[str, Tensor], size: int = 48) -> dict[str, Tensor]:
 
 
 def _launched(tensors: dict[str, Tensor], check: Check) -> tuple[dict[str, Tensor], list[str], Options]:
-    """(answers, names of the kernels that ran, options). What a kernel does not write stays NaN."""
+    """(answers, names of the kernels that ran, options). Memory that no kernel writes stays NaN."""
     options = Options(**check.options, backend="triton")
     if check.grads:
         options = replace(options, grads=check.grads)

@@ -1,4 +1,4 @@
-"""What a guarded process does for each task. Imported there alone, for it needs torch."""
+"""The work of a guarded process for each task. Imported there alone, for it needs torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WRONG = 0.02  # a tile changes the order of sums: a few roundings of bfloat16. 
 
 
 def describe(device: Cuda, _task: None) -> dict[str, Any] | None:
-    """What the device says of itself, and the names of the smoke tests that it is to pass."""
+    """Return the device's description, and the names of the smoke tests that it must pass."""
     found = device.describe()
     return found and {"checks": list(CHECKS)} | found
 

@@ -1,4 +1,4 @@
-"""What one writes first: FastAPI, a safetensors body, the operator inline or in the thread pool.
+"""The obvious first server: FastAPI, a safetensors body, the operator inline or in the thread pool.
 
 `python fastapi_safetensors.py PORT inline|pool THREADS`, THREADS of torch for each call.
 """

@@ -1,4 +1,4 @@
-"""What the site changes in the pages: the README is its front page, and mathematics is MathML."""
+"""The site's changes to the pages: the README is its front page, and mathematics is MathML."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def support() -> str:
 
 
 def extremes() -> str:
-    """What the tests hold each backend to where inputs are at the edges of floating point."""
+    """Return the tested answers of each backend for inputs at the edges of floating point."""
     sys.path.append(str(ROOT))
     from tests.support.kernels.extremes import ANSWERS, CASES, HALF, WORDS
 
@@ -126,7 +126,7 @@ def extremes() -> str:
 
 
 def algorithms() -> str:
-    """What each algorithm does, and how much of it."""
+    """Return each algorithm's operations, and their number."""
     rows = []
     for name, a in ALGORITHMS.items():
         flops = f"{2 * (a.d_products + a.dv_products)}·P·D"

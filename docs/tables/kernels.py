@@ -38,7 +38,7 @@ def compiled(arch: int) -> str:
     return said + table(["dtype", "level", "D", *(f"`{name}`" for name in names)], rows)
 
 
-# What stands in the table of loops, of the kinds of sass.KINDS.
+# The kinds of sass.KINDS that the table of loops shows.
 _SHOWN = ("matrix", "exponential", "float", "convert", "integer", "move", "memory", "control")
 
 
@@ -112,7 +112,7 @@ def _variant(kernel: dict[str, Any] | None) -> str:
 
 
 def benchmarks() -> str:
-    """Of each machine what `flashpoint benchmark --json` wrote: a table a problem, a row a backend."""
+    """Return the results of `flashpoint benchmark --json` for each machine: a table a problem, a row a backend."""
     text = ""
     for path in sorted(RESULTS.glob("benchmark-*.json")):
         job = BenchmarkJob.model_validate_json(path.read_text())

@@ -1,4 +1,4 @@
-"""What the tables are made with: markdown's own, and the words that stand over what was measured."""
+"""Parts of tables: Markdown itself, and the line above measurements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def made_on(made: dict[str, Any], *packages: str) -> str:
 
 
 def targets(result: dict[str, Any]) -> str:
-    """What was to be reached, and what was."""
+    """Return the targets, and the measurements for each."""
     rows = []
     for row in result["targets"]:
         bound = f"at least {row['at_least']:.4g}" if "at_least" in row else f"at most {row['at_most']:.4g}"
@@ -42,6 +42,6 @@ def targets(result: dict[str, Any]) -> str:
 
 
 def verdicts(result: dict[str, Any]) -> str:
-    """What was asked, what was found, and what was wanted."""
+    """Return the questions, the findings, and the targets."""
     rows = ((v["question"], v["found"], v["wanted"], "yes" if v["met"] else "no") for v in result["verdicts"])
     return table(["question", "found", "wanted", "met"], rows)

@@ -10,7 +10,7 @@ from .markdown import NOT_MEASURED, made_on, results, table, targets
 
 
 def serving(what: str) -> str:
-    """What the service was to reach, what it reached, and from what; a table of each for each machine."""
+    """Return the service's targets, results and measurements; a table of each for each machine."""
     text = ""
     for _, result in results(what):
         text += f"\n{made_on(result['environment'], 'python', 'torch', 'uvicorn')}:\n\n"
@@ -155,7 +155,7 @@ def ray() -> str:
 
 
 def capacity() -> str:
-    """What the calculator predicted of calls, and what they took."""
+    """Return the calculator's predictions of calls, and their measured times."""
     text = ""
     for stem, result in results("capacity"):
         rates = {name: number(value / 1e9) for name, value in result["rates"].items() if value and value > 1e6}

@@ -8,7 +8,7 @@ from .markdown import NOT_MEASURED, RESULTS, made_on, results, table, verdicts
 
 
 def load() -> str:
-    """What the load test asked, and what it counted at each step, for each machine, with its curve."""
+    """Return the load test's questions, and its counts at each step, for each machine, with its curve."""
     text = ""
     for stem, result in results("load"):
         text += (
@@ -26,7 +26,7 @@ def load() -> str:
 
 
 def steady(what: str) -> str:
-    """What was asked of a soak or an overload, and its picture."""
+    """Return the questions of a soak or an overload, and its picture."""
     text = ""
     for stem, result in results(what):
         text += f"\n{made_on(result['environment'], 'python', 'torch')}:\n\n![{what}](images/{stem}.svg)\n\n"
@@ -35,7 +35,7 @@ def steady(what: str) -> str:
 
 
 def faults() -> str:
-    """What was injected, what callers got while each fault was the last one, and how soon all was well again."""
+    """Return the faults, the callers' outcomes while each was the last one, and the time to recover."""
     text = ""
     for _, result in results("faults"):
         made = result["runs"][0]["environment"]
@@ -58,7 +58,7 @@ def faults() -> str:
 
 
 def fuzz() -> str:
-    """What each fuzzer has run."""
+    """Return the runs of each fuzzer."""
     path = RESULTS / "fuzz.json"
     if not path.exists():
         return NOT_MEASURED

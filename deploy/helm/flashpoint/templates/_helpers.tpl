@@ -25,12 +25,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- else -}}{{ . }}{{- end -}}
 {{- end -}}
 
-{{- /* What supervisor and engines may take to end beyond shutdown_timeout: 15 s for a worker, 1 s for an engine. */ -}}
+{{- /* Time that supervisor and engines need to end beyond shutdown_timeout: 15 s for a worker, 1 s for an engine. */ -}}
 {{- define "flashpoint.graceSeconds" -}}
 {{- add .Values.preStopSeconds (ceil .Values.settings.shutdown_timeout) 20 -}}
 {{- end -}}
 
-{{- /* What the settings allow, and what the processes take besides: docs/kubernetes.md has the formula and its reasons. */ -}}
+{{- /* Memory that the settings allow, and that the processes take besides: docs/kubernetes.md has the formula and its reasons. */ -}}
 {{- define "flashpoint.memory" -}}
 {{- $settings := .Values.settings -}}
 {{- $grpc := ternary 0 $settings.grpc_bytes (kindIs "invalid" $settings.grpc_port) -}}
@@ -45,7 +45,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if eq $count 0 -}}cpu{{- else if eq $count 1 -}}cuda{{- else -}}all{{- end -}}
 {{- end -}}
 
-{{- /* What values.schema.json cannot say, for it is of two values, or the chart's alone. */ -}}
+{{- /* Checks that values.schema.json cannot express: of two values together, or of the chart alone. */ -}}
 {{- define "flashpoint.checks" -}}
 {{- if not (or .Values.apiKeys.secret .Values.insecure) -}}
 {{- fail "apiKeys.secret: empty, so that nobody is asked for a key: name a Secret with keys, or set insecure: true to serve everybody who reaches the Service" -}}
