@@ -1,4 +1,4 @@
-"""What `make dist` builds: the wheel, installed into an environment of its own, serves and is asked.
+"""The artefacts of `make dist`: the wheel, installed into its own environment, serves and answers.
 
 The environment sees the packages of this one, but for Flashpoint, which comes from the wheel.
 """

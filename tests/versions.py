@@ -66,7 +66,7 @@ def lowest() -> str:
 
 
 def requirements(extras: tuple[str, ...]) -> list[str]:
-    """What the project with these extras asks for, its own extras resolved."""
+    """Return the requirements of the project with these extras, its own extras resolved."""
     found, todo = list(PROJECT["dependencies"]), list(extras)
     while todo:
         for line in PROJECT["optional-dependencies"][todo.pop()]:

@@ -1,4 +1,4 @@
-"""What `make gpu` plans: the points of each stage, and their order."""
+"""The plan of `make gpu`: the points of each stage, and their order."""
 
 from collections import Counter
 from typing import Any

@@ -1,7 +1,7 @@
 """`make gpu` rehearsed: a bare environment, a device that is not there, and a kill at any moment.
 
-What a device would have measured is in the notes of the stand-in, which know of every measurement that began or ended,
-whatever became of its process. The record must have all of them.
+The stand-in for a device notes every measurement that began or ended, even if its process died. The record must have
+all of them.
 """
 
 import json

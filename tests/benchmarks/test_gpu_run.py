@@ -21,7 +21,7 @@ PAPERS = [task.key for group in plan.papers(StandIn.sizes, True, []) for task in
 
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What the command sets for its child processes is gone after the test."""
+    """Restore the environment that the command sets for its child processes."""
     before = dict(os.environ)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield

@@ -1,4 +1,4 @@
-"""What a guarded process does for a task of `make gpu`, with the real kernels under Triton's interpreter."""
+"""The work of a guarded process for a task of `make gpu`, with the real kernels under Triton's interpreter."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Who asks: threads that call again and again, each with questions of its own, and what became of each call.
+"""Callers: threads that call again and again, each with its own questions, and the outcome of each call.
 
 right     the bytes that the same question got alone
 refused   a documented error, whole
@@ -56,7 +56,7 @@ class WrongError(Exception):
 
 
 class Book:
-    """What became of every call, and whose answers are whose."""
+    """The outcome of every call, and the caller of every answer."""
 
     def __init__(self) -> None:
         self.outcomes: list[Outcome] = []

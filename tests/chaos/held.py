@@ -110,7 +110,7 @@ def carries(tensors: dict[str, np.ndarray], options: dict[str, Any], path: str, 
     return Request("POST", path, question.body, headers, 200, heard, **how)
 
 
-# What each call is, and what its answer must be
+# The calls, and the answers they must get
 
 
 def append(cache: HeldCache, layer: int, tokens: np.ndarray, at: int | None) -> Request:

@@ -1,6 +1,6 @@
 """Callers with caches: each changes and reads its own, one call after the other, beside a model of what they hold.
 
-A call whose answer was lost is sent again, with its key, until the answer is known. What may become of a cache besides:
+A call whose answer was lost is sent again, with its key, until the answer is known. Other outcomes of a cache:
 
 refused     memory, or a quota, does not suffice; the model has not changed
 410         it expired, or its engine ended: `HeldCache.life` and `earliest` say whether that may be

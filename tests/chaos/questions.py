@@ -1,4 +1,4 @@
-"""What is asked: messages in every encoding, each with the answer that it gets alone, byte for byte."""
+"""The questions: messages in every encoding, each with the answer that it gets alone, byte for byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the system gives runs out: memory, descriptors, /dev/shm, staging memory. Then it is given back."""
+"""Resources run out: memory, descriptors, /dev/shm, staging memory. Then they are given back."""
 
 from __future__ import annotations
 

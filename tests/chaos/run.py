@@ -19,7 +19,7 @@ from tests.chaos.world import World
 
 Fault = Callable[[World], "str | None"]
 
-# How often each is drawn, beside the others. What costs a start of torch is drawn less.
+# The relative frequency of each fault. Faults that cost a start of torch are rarer.
 FAULTS: dict[Fault, float] = {
     clients.leave: 16, clients.read_slowly: 2, clients.write_slowly: 2, clients.fall_silent: 0.5,
     cached.leave_cached: 8, cached.fill_caches: 1, cached.fill_quota: 1, cached.expire: 2,
@@ -32,12 +32,12 @@ FAULTS: dict[Fault, float] = {
     resources.fill_staging: 2, resources.fill_shm: 0.7, resources.slow_down: 2, resources.move_clock: 4,
 }  # fmt: skip
 HEAVY = {processes.kill_engine, processes.restart, processes.kill_service}  # one a round
-A_ROUND = (6, 25)  # faults, one after the other while the last one's callers still wait
+A_ROUND = (6, 25)  # faults, each while callers of the one before still wait
 BETWEEN = (0.0, 0.15)  # seconds
 CACHES = ("flashpoint_caches{", "flashpoint_cache_bytes{")  # metrics of each engine
 RECOVERY = 300.0  # seconds until it is ready and every kind of question is answered right
 QUIET = 60.0  # seconds until nothing is inside, once nobody asks: a codec may still write an answer nobody waits for
-# What a process may hold more than after the warm-up: in proportion, and by itself. Slots of sizes and in numbers that
+# Allowed growth of a process since the warm-up: as a factor, and as an amount. Slots of sizes and in numbers that
 # the warm-up did not need stay in the pool, up to --staging-bytes; two descriptors each.
 PRIVATE, DESCRIPTORS, THREADS = (1.3, 64 * MIB), (1.0, 128), (1.0, 2)
 
@@ -121,7 +121,7 @@ class Chaos:
         self.service.discard()
         return code
 
-    # What is left
+    # Leftovers
 
     def _look(self, found: Round) -> Round:
         """Ready within the bound; then, with nobody asking: every question right, nothing inside, nothing kept."""
@@ -181,7 +181,7 @@ class Chaos:
             wrong.append(f"the engine maps {engine.shared} bytes of staging, the HTTP process {http.shared}")
         return wrong
 
-    # What the callers got
+    # Outcomes of the calls
 
     def _asked(self, calls: int) -> None:
         """Until so many calls have ended, or some time has passed: a fault may leave nobody to answer."""
@@ -191,7 +191,7 @@ class Chaos:
             time.sleep(0.01)
 
     def _outcomes(self, found: Round | None = None) -> Counter[str]:
-        """Of the calls that have ended since the last look; what nobody may get is a violation of `found`."""
+        """Return the outcomes of calls since the last look; a forbidden outcome is a violation of `found`."""
         new = self.load.book.outcomes[self._counted :]
         self._counted += len(new)
         counts: Counter[str] = Counter()

@@ -48,7 +48,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds. `private` and `shared` are in bytes, `shared` of staging memory that it maps."""
+    """The resources of a process. `private` and `shared` are in bytes, `shared` of staging memory that it maps."""
 
     private: int
     shared: int
@@ -57,7 +57,7 @@ class Held:
 
 
 class Service:
-    """Started again on the same port by whoever ended it. `contained`: with a /dev/shm of its own, of 1 MiB."""
+    """A service. A fault that ends it starts it again, on the same port. `contained`: its /dev/shm has 1 MiB."""
 
     def __init__(self, workers: int, *, contained: bool, program: tuple[str, ...] = (), environment=()) -> None:
         self.workers = workers
@@ -87,7 +87,7 @@ class Service:
         return self.server.pid
 
     def ready(self) -> bool:
-        """What /health/ready says; False where nobody answers."""
+        """Return whether /health/ready answers 200; False if nobody answers."""
         return self.ask_ready() == 200
 
     def ask_ready(self) -> int | None:

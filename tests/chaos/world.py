@@ -1,4 +1,4 @@
-"""What a fault has in its hands: the service, its callers, and when connections may break."""
+"""The parts that a fault controls: the service, its callers, and when connections may break."""
 
 from __future__ import annotations
 

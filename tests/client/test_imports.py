@@ -1,4 +1,4 @@
-"""What an import of the SDK brings along, in a process of its own: torch and JAX only where they are needed."""
+"""The modules that an import of the SDK loads, in its own process: torch and JAX only where they are needed."""
 
 import importlib.util
 import subprocess

@@ -92,7 +92,7 @@ def test_a_wrong_case_says_where_and_why(run, tmp_path):
 
 
 def wrong_answers(tensors, options, **answers):
-    """What `explain` says of these answers, which are wrong."""
+    """Return the text of `explain` for these wrong answers."""
     found = verification.verify(tensors, options, answers=answers)
     wrong = {t.name: t.bound for t in found.tensors if not t.ok}
     assert wrong.keys() == answers.keys()

@@ -1,6 +1,6 @@
-"""What a new user types wrongly, about a hundred times: each is refused with its exit code, a message and a hint.
+"""About a hundred typing mistakes of a new user: each is refused with its exit code, a message and a hint.
 
-A row: the arguments, variables that are set, the exit code, and what stderr says in one piece.
+A row: the arguments, the environment's variables, the exit code, and a text of stderr.
 """
 
 import os

@@ -12,7 +12,7 @@ ANSWER = np.ones((1, 1, 4, 8), np.float32)
 
 
 def merged(answers, steps):
-    """What `steps` make of `answers`, one a question."""
+    """Return the result of `steps` with `answers`, one for each question."""
     try:
         questions = next(steps)
         assert len(questions) == len(answers)

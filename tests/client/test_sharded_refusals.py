@@ -1,4 +1,4 @@
-"""What is not sharded, or not valid, is said before anything is sent, and the field is named."""
+"""Calls that cannot be sharded, or are not valid, fail before anything is sent, and name the field."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ CU = [0, 2, 6]
 
 @pytest.fixture
 def clients():
-    """Of servers that are not there."""
+    """Two clients of a server that does not run."""
     with flashpoint.Client("http://127.0.0.1:9") as client:
         yield [client, client]
 

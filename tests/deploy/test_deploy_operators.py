@@ -67,7 +67,7 @@ RAY_SERVICE = of(
         ),
     ),
 )
-# What a predictor has beside the fields of a pod.
+# The fields of a predictor beside those of a pod.
 COMPONENT = {
     "minReplicas": COUNT,
     "maxReplicas": COUNT,

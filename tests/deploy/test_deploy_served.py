@@ -1,4 +1,4 @@
-"""What Kubernetes asks of a pod, asked of real servers: the probes, and a rolling update in which no call is lost.
+"""Kubernetes' demands on a pod, with real servers: the probes, and a rolling update in which no call is lost.
 
 In the update, a balancer of connections acts as the Service: once the new pod is ready, the old one leaves the Service
 and gets SIGTERM.

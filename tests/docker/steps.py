@@ -3,8 +3,8 @@
 A base image's part is played by a minimal Debian made by debootstrap; a step runs in its stage's root by chroot, as the
 stage's user and with its variables. Then the image's command runs as `docker run --read-only` would run it: the root
 mounted read-only, with memory where compose.yaml has it. It must pass the health check, answer a request exactly, and
-end with 0 on SIGTERM. What the machine needs to reach its package registries (pip's and apt's settings, certificates)
-is brought along.
+end with 0 on SIGTERM. The machine's access to its package registries (settings of pip and apt, certificates) is
+copied.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def serve(stage: Stage) -> None:
 
 
 def _words(said: str) -> list[str]:
-    """Of an instruction in its JSON form, which may have options before it."""
+    """Return the words of an instruction in its JSON form, which may have options before it."""
     words: list[str] = json.loads(said[said.index("[") :])
     return words
 

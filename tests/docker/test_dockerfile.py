@@ -1,4 +1,4 @@
-"""What can be known of the image without building it. `make docker-steps` runs its steps (steps.py)."""
+"""The properties of the image that need no build. `make docker-steps` runs its steps (steps.py)."""
 
 import fnmatch
 import json
@@ -22,7 +22,7 @@ INSTRUCTIONS = instructions((ROOT / "Dockerfile").read_text())
 
 
 def every(word, stage=None):
-    """What follows `word`, everywhere or in one stage."""
+    """Return the rest of each instruction `word`, everywhere or in one stage."""
     found, now = [], None
     for name, rest in INSTRUCTIONS:
         if name == "FROM":
@@ -110,7 +110,7 @@ def test_kernels_are_compiled_into_what_the_entry_point_links():
 
 
 def test_the_entry_point_links_what_is_compiled_and_runs_the_command(tmp_path):
-    """What is there already is kept, and a link is not in the way of the next start. With paths of the test's own."""
+    """Existing files are kept, and a link does not break the next start. The paths are the test's own."""
     compiled, cache = tmp_path / "compiled", tmp_path / "cache"
     (compiled / "key").mkdir(parents=True)
     (compiled / "key" / "kernel.cubin").write_text("the image's")

@@ -64,7 +64,7 @@ def test_eight_mixed_requests_run_in_one_launch_and_each_has_the_bits_it_has_alo
     assert [answer.body for answer in together] == [answer.body for answer in alone]
     after = read_metrics(gated.server)
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
-    assert grown["flashpoint_batch_size_count"] == 2.0  # the held one's launch and this one
+    assert grown["flashpoint_batch_size_count"] == 2.0  # the launch that was held, and this one
     assert grown["flashpoint_batch_size_sum"] == 9.0
     assert grown["flashpoint_padding_saved_flops_total"] > 0
     assert after["flashpoint_kernel_tflops"] > 0
@@ -228,7 +228,7 @@ def test_the_books_balance_when_nothing_is_inside(gated, pool):
 
 
 def flops(tensors):
-    """What the server takes a request for."""
+    """Return the FLOPs that the server counts for a request."""
     return plan({n: TensorInfo("float32", tuple(t.shape)) for n, t in tensors.items()}, Options(), "forward").flops
 
 

@@ -65,7 +65,7 @@ class Calls(RuleBasedStateMachine):
             if ids:
                 assert posted(self.server, "/caches/delete", {"caches": ids}, name).status == 204
 
-    # What a call must be refused with, if anything
+    # The error that a call must get, if any
 
     def some(self, data):
         return data.draw(st.sampled_from([*self.there, *self.lost, *self.gone] or ["c" + "A" * 60]))
@@ -254,7 +254,7 @@ class Calls(RuleBasedStateMachine):
         for answer in answers:
             assert answer.json["lengths"] == [layer.shape[1] for layer in model.layers]
 
-    # What is there
+    # Reads
 
     def look(self, one, name):
         return ask(self.server, f"/caches/{one}", **bearer(name))

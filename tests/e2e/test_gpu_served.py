@@ -1,4 +1,4 @@
-"""What a GPU alone can show of the service (`make gpu-serve`): one launch copies while another computes."""
+"""Tests of the service that need a GPU (`make gpu-serve`): one launch copies while another computes."""
 
 import concurrent.futures
 import datetime

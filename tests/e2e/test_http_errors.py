@@ -230,7 +230,7 @@ def cancel(server, job, key):
 
 
 def test_one_caller_may_have_half_of_the_benchmarks(strict):
-    """Of two: a second one is 429 until the first has ended."""
+    """Two benchmarks may run: the caller's second one is 429 until the first has ended."""
     body = json.dumps({"shapes": [{"q_heads": 2, "q_len": 64, "head_dim": 16}], **ENDLESS}).encode()
     first = post(strict, "/benchmark", body, JSON, **KEY)
     assert first.status == 202

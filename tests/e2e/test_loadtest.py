@@ -1,6 +1,6 @@
 """`make loadtest` with few and short steps: its callers check answers, and its report is complete.
 
-What it measures is not judged here.
+Its measurements are not judged here.
 """
 
 import csv

@@ -61,7 +61,7 @@ def test_each_process_has_its_time_memory_and_descriptors(server):
 
 
 def test_a_body_that_comes_slowly_and_an_answer_that_is_taken_slowly_are_not_queued_work(gated):
-    """What waits for the engine is, from the end of its body on."""
+    """A request counts as queued from the end of its body on, while it waits for the engine."""
     server = gated.server
     nothing_inside(server)
     with send(server, SMALL[:-8], length=len(SMALL)):

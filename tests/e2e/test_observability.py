@@ -59,7 +59,7 @@ def test_the_alerts_fire_when_they_should_and_at_no_other_time():
 
 
 def test_every_variable_and_panel_of_the_dashboard_is_whole():
-    """What Grafana needs to draw it: a place for each panel, and a data source that the reader chooses."""
+    """Grafana can draw it: each panel has a place, and the reader chooses the data source."""
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [

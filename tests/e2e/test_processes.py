@@ -179,7 +179,7 @@ def test_every_thread_of_an_engine_leaves_the_cores_to_http_first(server):
 
 
 def test_a_killed_engine_costs_what_it_had_begun_and_no_more(gated):
-    """What it computes is refused, its benchmark fails, and what waits is answered by the next engine."""
+    """Its running requests are refused, its benchmark fails, and the next engine answers the waiting ones."""
     server, engine = gated.server, gated.server.engine_pid
     before, alone = post(server, "/attention", SMALL), message(QKV, backend="reference")
     timed = {"shapes": [{"q_len": 8, "head_dim": 8}], "backends": ["naive"]}
@@ -294,7 +294,7 @@ def test_several_workers_on_one_port_survive_each_others_death(start_server):
     wait_for(lambda: len(server.children("cli.worker")) == 2, lambda: "two workers")
     engine, (victim, other) = server.engine_pid, server.children("cli.worker")
     expected = post(server, "/attention", SMALL).body
-    answered = 'flashpoint_ended_total{how="answered"}'  # of all workers, the dead one's counts among them
+    answered = 'flashpoint_ended_total{how="answered"}'  # of all workers, with the counts of the dead one
     wait_for(lambda: read_metrics(server).get(answered) == 1, lambda: "the first answer is not counted")
     os.kill(victim, signal.SIGKILL)
     server.wait_for_line(lambda line: line["event"] == "lost" and line["pid"] == victim)
@@ -374,7 +374,7 @@ def test_a_refusal_from_the_head_comes_before_the_body(server, expect):
 
 
 def test_two_requests_on_one_connection_at_once(server):
-    """Pipelined: the second request's head comes in the packet of the first one's last bytes."""
+    """Pipelined: the second request's head comes in the packet with the last bytes of the first."""
     body = constant(4, 1 << 10)
     request = (
         f"POST /attention HTTP/1.1\r\nHost: localhost\r\nContent-Type: {SAFETENSORS}\r\nContent-Length: {len(body)}\r\n"

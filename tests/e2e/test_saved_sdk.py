@@ -30,7 +30,7 @@ class Counted(flashpoint.Client):
         return super()._call(call)
 
     def asked(self):
-        """What was asked since the last time, without the calls that free."""
+        """Return the path and the field `save` or `saved` of each POST since the last time."""
         found = [call[1:3] for call in self.calls if call[0] == "POST"]
         self.calls = []
         return found

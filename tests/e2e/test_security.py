@@ -202,7 +202,7 @@ def test_only_pages_of_named_origins_may_call(locked):
 
 
 def closed(connection):
-    """What is read until the server closes the connection or resets it."""
+    """Return the bytes until the server closes the connection or resets it."""
     found = b""
     with contextlib.suppress(ConnectionError):
         while piece := connection.recv(1 << 16):

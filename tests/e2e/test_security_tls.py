@@ -179,7 +179,7 @@ def test_tls_1_2_has_forward_secrecy_and_authenticated_encryption(server, author
 
 
 def test_its_health_is_asked_for_through_tls(server, authority, capsys, start_server):
-    """The command has no certificate, and takes the server's, whoever has signed that."""
+    """The command has no certificate, and accepts the server's from any authority."""
     cert, key = authority.give("alive")
     files = [f"--tls-cert={cert}", f"--tls-key={key}", f"--tls-client-ca={authority.file}"]
     assert main(["health", f"--port={server.port}", *files]) == 0

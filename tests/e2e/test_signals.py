@@ -54,7 +54,7 @@ def content(folder):
 
 @pytest.mark.slow
 def test_several_processes_outlast_sighup_and_leave_no_files_behind(start_server, tmp_path):
-    """The next server removes what a killed one has left. What belongs to a living one, or is something else, stays."""
+    """The next server removes what a killed one has left. Files of a live server, and other files, stay."""
     (tmp_path / "other").mkdir()
     (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "other")
     (tmp_path / f"{PREFIX}file").touch()

@@ -1,4 +1,4 @@
-"""What comes back on a connection, read as strictly as HTTP/1.1 allows: an answer is one, or the reading fails."""
+"""Read the answers on a connection as strictly as HTTP/1.1 allows: an answer is valid, or the reading fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Answer:
 
     @property
     def code(self) -> str | None:
-        """Of a problem document."""
+        """Return the code of a problem document, None for another answer."""
         return json.loads(self.body).get("code") if "problem" in self.fields.get("content-type", "") else None
 
 

@@ -1,6 +1,6 @@
 """Requests as no client should send them. Each case says what bytes are sent, in which pieces, and what may come back.
 
-What may come back is a set of statuses for each answer, in order; GONE is the end of the connection. A case whose bytes
+Each case has a set of allowed statuses for each answer, in order; GONE is the end of the connection. A case whose bytes
 hold the text of another request inside a body or a field names that request `SMUGGLED`: it must never be carried out.
 """
 
@@ -14,8 +14,8 @@ from random import Random
 GONE = 0
 SMUGGLED = "/attention/events"  # no address, of words that the log repeats
 
-# What may be said of a head that is not one. 408 and an end without a word: of what never becomes whole. 429: of what
-# promises too much beside others. 504: of what asks for a deadline. Never another error of the server's own.
+# The allowed answers to an invalid head. 408, and an end without an answer: it never becomes complete. 429: it
+# announces too much beside others. 504: it sets a deadline. Never another error of the server's own.
 REFUSED = frozenset({400, 413, 414, 431, 501, 505})
 OTHERWISE = frozenset({GONE, 200, 404, 405, 406, 408, 411, 415, 417, 421, 422, 429, 504}) | REFUSED
 

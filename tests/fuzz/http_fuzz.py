@@ -14,7 +14,7 @@ from tests.fuzz.http_answers import Answer, NotHttpError, read_answer
 from tests.fuzz.http_cases import GONE, Case
 
 AT_A_TIME = 32
-# What has neither been answered nor ended by then waits for more of its head, which never comes: the client goes.
+# A case without an answer or an end by then waits for the rest of its head, which never comes: the client leaves.
 PATIENCE = 3.0
 HANG = 120.0  # for an answer that must come, on a machine with much else to do
 LATE = 0.5  # seconds to send the pieces of a good request, after which the server may have given it up

@@ -57,7 +57,7 @@ class Attacked:
         return sum(p.memory_info().rss for p in family) >> 20, sum(p.num_fds() for p in family)
 
     def faults(self) -> list[str]:
-        """What is not as it was, and what the log should not say."""
+        """Return the differences from the start, and lines that the log must not have."""
         faults = [f"answer {s} differs" for s, right in self._others.items() if self.answer(forward(s)) != right]
         rss, fds = self._held()
         if rss > self._rss + MIB:

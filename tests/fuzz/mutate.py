@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import Any
 
-# What has gone wrong somewhere before: edges of types, of floats, of sizes; and the words of the contract.
+# Values that often reveal bugs: edges of types, of floats, of sizes; and the words of the contract.
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 255, 1 << 30, (1 << 31) - 1, 1 << 31, 1 << 53, (1 << 60) - 1, 1 << 62, (1 <<
     63) - 1, 1 << 63, (1 << 64) - 1, 1 << 64, 10**30, 10**400, 0.5, -0.0, 1e-45, 1e-320, 3.4e38, 1e39, 1.7e308, "",

@@ -34,7 +34,7 @@ MUTATED = 1000  # cases of a round, beside those that are the same each time
 
 
 def fuzz(target: str, seconds: int) -> dict[str, Any]:
-    """What libFuzzer counted. `failed`: it stopped at an input, which it has named on stderr."""
+    """Fuzz a target and return libFuzzer's counts. `failed`: it stopped at an input, which it has named on stderr."""
     folder = FOUND / target
     folder.mkdir(parents=True, exist_ok=True)
     command = [

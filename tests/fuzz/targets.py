@@ -1,8 +1,8 @@
-"""What is fuzzed: each target takes any bytes, and either refuses them as documented or reads a message that survives
-the way back.
+"""The targets: each takes any bytes, and either refuses them as documented or reads a message that can be written
+and read again.
 
-A target raises nothing but AssertionError, and that for a bug. What may refuse is named where it may: WireError,
-FieldError, ProblemError and Refusal with a status of 4xx. `bounded` holds a target to time and memory, too.
+A target raises nothing but AssertionError, and that for a bug. Documented refusals are caught where they may occur:
+WireError, FieldError, ProblemError and Refusal with a status of 4xx. `bounded` holds a target to time and memory, too.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def bounded(target: Callable[[bytes], None], data: bytes, most: float = SECONDS)
     assert peak < BYTES + BYTES_EACH * len(data), f"{peak} bytes of memory for {len(data)} bytes"
 
 
-# What all of them share
+# Shared by all targets
 
 
 def refused(call: Callable[[], T]) -> T | None:
-    """What `call` returns; None where it is refused as the documents say."""
+    """Return the result of `call`; None for a documented refusal."""
     try:
         return call()
     except Refusal as refusal:
@@ -94,7 +94,7 @@ def refused(call: Callable[[], T]) -> T | None:
 
 
 def read(function: Callable[[bytes], T], data: bytes) -> T | None:
-    """What a reader returns, as it comes out of the process that reads JSON; None where it is no such message."""
+    """Return a reader's result as it leaves the process that reads JSON; None if the message is invalid."""
     try:
         return crossed(function(data))
     except (wire.WireError, jsonwire.FieldError) as error:

@@ -1,4 +1,4 @@
-"""What every backend in torch must do: each option it claims, judged against float64, and the edges of the contract."""
+"""Every backend in torch: each option it claims, judged against float64, and the edges of the contract."""
 
 from dataclasses import replace
 from itertools import product

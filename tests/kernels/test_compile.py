@@ -45,7 +45,7 @@ for variant in json.loads(sys.argv[1]):
 
 
 def one_of_each() -> list[Variant]:
-    """Of those that stand for all: the first of each architecture, and the first of each kernel."""
+    """Return the first representative variant of each architecture, and the first of each kernel."""
     found: dict[object, Variant] = {}
     for variant in representative():
         found.setdefault(variant.arch, variant)

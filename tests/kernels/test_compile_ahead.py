@@ -1,4 +1,4 @@
-"""What is not compiled yet is known, and compiled in advance, by Triton's own path up to the launch, for an absent GPU.
+"""Kernels that the cache lacks are found, and compiled by Triton's own path up to the launch, for an absent GPU.
 
 In processes without the interpreter that pretend to have an sm_90 (`triton_backend.ahead`).
 """

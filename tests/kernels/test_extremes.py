@@ -35,7 +35,7 @@ def with_zeros(backend, place):
 def near(found, t):
     """For each answer, where it is as far from softmax(scale·q·kᵀ + mask)·v, in float64, as float32 and its dtype tell.
 
-    What is beyond its dtype is infinite.
+    A value beyond its dtype is infinite.
     """
     q, k, v, do, mask = (t[name].double() for name in ("q", "k", "v", "do", "attn_mask"))
     scale = 1 / math.sqrt(q.shape[-1])

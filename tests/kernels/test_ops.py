@@ -105,7 +105,7 @@ def of_backward(given: list[Any]) -> list[Any]:
 
 
 def test_the_cases_have_every_option_and_tensor() -> None:
-    # What is returned is always both answers and all gradients.
+    # The operators always return both answers and all gradients.
     assert {f.name for f in fields(Options)} - OPTION_NAMES == {"return_lse", "grads"}
     assert {name for make, _ in CASES.values() for name in make()} == set(FORWARD_TENSORS)
 
@@ -153,7 +153,7 @@ def loss_and_gradients(call: Callable[..., Any], tensors: dict[str, Tensor]) -> 
 
 @pytest.mark.parametrize("case", cases({"thd", "dropout", "float mask", "triton"}))
 def test_compiled_whole_it_gives_the_same_bits(case: str) -> None:
-    """Of o, lse and every gradient; aot_eager runs what was traced without making code of its own of it."""
+    """Compare o, lse and every gradient; aot_eager runs the traced graph without generated code."""
     torch.compiler.reset()
 
     def call(tensors: dict[str, Tensor]) -> Any:

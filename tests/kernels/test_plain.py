@@ -119,7 +119,7 @@ def test_rows_without_a_sum_are_put_right() -> None:
 
 
 def test_gradients_that_are_not_plain() -> None:
-    """Of some inputs, through lse, of no use, twice, and of float16."""
+    """Gradients of some inputs, through lse, without use, twice, and of float16."""
     q, k, v = (x.detach() for x in drawn(2, 1, 20, 20, 16, torch.float32, "bhsd"))
     q.requires_grad_()
     o, lse = attention(q, k, v, return_lse=True)

@@ -1,4 +1,4 @@
-"""How sequences are cut into programs: complete, a pure function of each one's own shape, and heaviest first."""
+"""The cut of sequences into programs: complete, a pure function of each sequence's own shape, and heaviest first."""
 
 import itertools
 

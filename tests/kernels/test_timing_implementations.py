@@ -1,4 +1,4 @@
-"""What is timed computes attention: each implementation that runs here gives the reference's answers and gradients."""
+"""The timed implementations compute attention: each that runs here gives the reference's answers and gradients."""
 
 import shutil
 

@@ -42,7 +42,7 @@ def finish(running: Generator[float, None, dict[str, Any]]) -> tuple[dict[str, A
 
 
 class Time:
-    """What the clocks of the module `clock` read instead of the real time: it advances by `tick_ms` at each reading."""
+    """A stand-in for the real time in the module `clock`: it advances by `tick_ms` at each reading."""
 
     def __init__(self) -> None:
         self.now_ms = self.tick_ms = 0.0

@@ -187,7 +187,7 @@ def test_determinism_is_asked_without_filling_new_memory_and_all_is_as_it_was_af
 
 
 def efficient(q: Any, k: Any, v: Any, bias: Any, _lse: bool, _p: float, causal: bool, *, scale: float) -> Any:
-    """What CUDA's memory-efficient operator computes, and what it refuses of a mask."""
+    """A stand-in for CUDA's memory-efficient operator, with its demands on a mask."""
     assert not causal
     assert bias.dtype == q.dtype
     assert bias.stride(-1) == 1

@@ -11,7 +11,7 @@ from tests.conftest import DEVICE
 from tests.support.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pairs, tensors_of
 
 SINGLES = [PLAIN | {name: level} for name, levels in FACTORS.items() for level in levels[1:]]
-# Of these, some show nothing of the kernels that no other case shows.
+# These repeat code of the kernels that other cases run.
 REPEATED = ({"mask": "heads"}, {"dims": (64, 64)})
 # With these the interpreter takes one sequence: the strides of the batch are the same kernel code for all of them.
 ONE_SEQUENCE = ("dtype", "band", "softcap", "alibi", "sinks", "dropout", "group", "dims")

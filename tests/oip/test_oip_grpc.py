@@ -313,7 +313,7 @@ def test_what_is_wrong_is_refused_and_named(server, caller, what):
 
 
 def test_a_message_that_is_cut_or_marred_anywhere_is_read_or_refused():
-    """What is read is what protobuf reads."""
+    """An accepted message has the fields that protobuf reads."""
     small = {name: torch.ones(1, 1) for name in "qkv"}
     whole = request(small, outputs=["o"], id="cut", causal=True).SerializeToString()
     rest, tensors = split(whole, RAW_INPUTS)

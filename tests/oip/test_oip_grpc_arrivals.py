@@ -1,4 +1,4 @@
-"""What gRPC may hold: who may read a message of unknown length, who waits, and who makes way."""
+"""The memory limit of gRPC: which call may read a message of unknown length, which waits, and which yields."""
 
 import asyncio
 import contextlib

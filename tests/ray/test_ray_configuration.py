@@ -1,4 +1,4 @@
-"""What is deployed: the files of deploy/ray by Ray's own schema, what the builder takes, and the policy's sums."""
+"""The deployment: the files of deploy/ray by Ray's own schema, the builder's arguments, and the policy's sums."""
 
 import warnings
 from pathlib import Path

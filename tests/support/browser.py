@@ -1,4 +1,4 @@
-"""What the tests of the page do in it, and what they read from it."""
+"""Actions of the page's tests in a browser, and values they read from it."""
 
 import subprocess
 import sys

@@ -65,7 +65,7 @@ def _closed(schema: Any) -> Any:
 
 
 def report() -> str:
-    """What Helm and the schemas say of the chart with each file of deploy/helm/examples/."""
+    """Return the report of Helm and the schemas about the chart with each file of deploy/helm/examples/."""
     keda, operator = (version(f"cloudcoil.models.{name}") for name in ("keda", "prometheus_operator"))
     lines = [
         f"Helm {helm_python.helm_sdk_version()}; schemas of Kubernetes {OLDEST} and {NEWEST}, of KEDA {keda}, of the "

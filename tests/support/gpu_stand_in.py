@@ -92,7 +92,7 @@ class StandIn(Cuda):
         return row
 
     def milliseconds(self, call: Callable[[], Any], repeats: int = 20) -> list[float]:
-        """Of what it does not know the name: one time for all."""
+        """Return one time for every call without a known name."""
         call()
         return [1.0] * repeats
 

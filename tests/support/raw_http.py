@@ -10,7 +10,7 @@ from tests.support.sockets import connect
 
 
 class _Read:
-    """What `http.client` reads an answer from."""
+    """The socket from which `http.client` reads an answer."""
 
     def __init__(self, file):
         self._file = file

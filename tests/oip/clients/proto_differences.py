@@ -1,4 +1,4 @@
-"""What our .proto files say otherwise than the messages that tritonclient was made with: a list of words on stdout."""
+"""Compare our .proto files with the messages of tritonclient, and write a list of the differences to stdout."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is let in: requests, bytes and FLOPs at once, and the size of one request."""
+"""The limits of admission: requests, bytes and FLOPs at once, and the size of one request."""
 
 import re
 from types import SimpleNamespace

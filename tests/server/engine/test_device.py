@@ -84,7 +84,7 @@ def test_index_tensors_that_do_not_fit_are_422(device):
 
 
 class Gpu(TorchDevice):
-    """What a device with a GPU does about it, where there is none: `works` stands in for what CUDA says."""
+    """A device that handles errors as on a GPU: `works` stands in for CUDA's answer."""
 
     def __init__(self, works):
         super().__init__(DeviceInfo("cuda:0", "none", 0, ("triton",), 1.0))

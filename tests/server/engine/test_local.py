@@ -1,4 +1,4 @@
-"""What runs without a server has the schemas of one: the kernels' rows, judgements and presets are those of the SDK."""
+"""Local work has a server's schemas: the kernels' rows, judgements and presets are those of the SDK."""
 
 import dataclasses
 from typing import get_args

@@ -1,4 +1,4 @@
-"""What the store remembers of owners: bounded, and fair."""
+"""The store's memory of owners: bounded, and fair."""
 
 from flashpoint_server.engine.remembered import Remembered
 

@@ -1,4 +1,4 @@
-"""What /openapi.json says of the two calls is what they do."""
+"""The two calls do what /openapi.json says."""
 
 import json
 

@@ -2,7 +2,7 @@
 
 A problem of two sequences of two heads, 5 queries, 7 keys, 16 columns, with a float mask. An edge is put into the first
 head of the first sequence: one element (NaN, infinities), or all of a tensor (1e4, subnormal numbers, negative zeros).
-What is said of each answer is a word of `WORDS`, and the tests hold exactly that word.
+Each answer has a word of `WORDS`, and the tests expect exactly that word.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """An interpreter of Gluon, in the place of triton_backend/hopper/gluon.py: Triton's own interpreter knows no Gluon.
 
 Layouts mean nothing here. Each role is a thread; one runs at a time, and what a GPU leaves undefined is made to show. A
-tile is NaN from when a copy to it is asked until somebody waits for the barrier of the copy. Who arrives at a barrier
-goes on when nobody else can: what that lets others do too early is done. A product reads its tiles no sooner than it is
-waited for, and its result is nothing that can be computed with before. Who waits for what never comes gets an error.
+tile is NaN from the request of a copy to it until somebody waits for the barrier of the copy. A thread that arrives at
+a barrier goes on only when nobody else can, so the others run as early as a GPU allows. A product reads its tiles when
+it is waited for, and its result cannot be used before. A wait for an event that never comes raises an error.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ static_range = builtins.range
 
 
 class _Part(threading.local):
-    """What a thread is of."""
+    """The program and the role of a thread."""
 
     def __init__(self) -> None:
         self.products: list[_Product] = []  # under way, the oldest first
@@ -245,7 +245,7 @@ class _Product:
 
 
 def _tensor(shared: _Shared) -> Any:
-    """What is in shared memory now."""
+    """Return the present content of shared memory."""
     data = np.ascontiguousarray(shared.data)
     x = tl.full(list(data.shape), 0.0, float32)
     x.handle.data = data.copy()

@@ -1,4 +1,4 @@
-"""What operators make: the memory that a computation needs, whatever else the process does meanwhile."""
+"""Tensors that operators make: the memory that a computation needs, independent of the process's other work."""
 
 from typing import Any
 

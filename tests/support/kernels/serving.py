@@ -18,7 +18,7 @@ def in_pages(
 ) -> dict[str, Tensor]:
     """The same problem in pages, in any order, with `spare` more than are needed.
 
-    What no sequence has is NaN (in int8 -1), and the numbers of pages that are not needed are
+    Memory of no sequence is NaN (in int8 -1), and the numbers of pages that are not needed are
     beyond the pool. `strided`: pages lie apart. In layout `thd`, cu_seqlens_k becomes kv_lengths.
     """
     found = dict(tensors)

@@ -11,7 +11,7 @@ import torch
 from flashpoint_kernels import Options
 from tests.conftest import DEVICE
 
-# What a case may vary, and the levels of each. A covering array over these has every pair of levels in some case.
+# The factors of a case, and the levels of each. A covering array over these has every pair of levels in some case.
 FACTORS: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "float16", "bfloat16"),
     "layout": ("bhsd", "bshd", "thd"),
