@@ -21,7 +21,8 @@ from .code import (
     support,
 )
 from .decoding import break_even, gemma, lora
-from .kernels import benchmarks, compiled, decode, each_option, loops, reproduced
+from .kernels import benchmarks, compiled, compiled_all, decode, each_option, loops, loops_beside, reproduced
+from .markdown import targets_by_machine
 from .service import (
     beside,
     cached_decode,
@@ -34,7 +35,7 @@ from .service import (
     throughput,
     train_saved,
 )
-from .trust import faults, fuzz, load, steady
+from .trust import each_fault, faults, fuzz, load, load_steps, steady
 
 TABLES: dict[str, Callable[[], str]] = {
     "algorithms": algorithms,
@@ -43,7 +44,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "break-even": break_even,
     "capacity": capacity,
     "data-sheets": data_sheets,
+    "compiled": compiled_all,
     "decode": decode,
+    "each-fault": each_fault,
     "each-option": each_option,
     "cache_options": cache_options,
     "cached-decode": cached_decode,
@@ -55,7 +58,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "gemma": gemma,
     "grpc": grpc,
     "load": load,
+    "load-steps": load_steps,
     "loops": loops,
+    "loops-beside": loops_beside,
     "lora": lora,
     "metrics": metrics,
     "options": options,
@@ -70,5 +75,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "train-saved": train_saved,
     **{what: partial(serving, what) for what in ("protocol", "serving")},
     **{what: partial(steady, what) for what in ("overload", "soak")},
+    **{
+        f"{what}-targets": partial(targets_by_machine, what)
+        for what in ("beside", "cached-decode", "fairness", "options", "serving", "throughput")
+    },
     **{f"compile-sm{arch}": partial(compiled, arch) for arch in TILES},
 }

@@ -38,6 +38,39 @@ def compiled(arch: int) -> str:
     return said + table(["dtype", "level", "D", *(f"`{name}`" for name in names)], rows)
 
 
+def compiled_all() -> str:
+    """A row an architecture: the number of variants, those that spill, shared memory and matrix instructions."""
+    rows = []
+    for path in sorted(RESULTS.glob("compile-sm*.json"), key=lambda path: int(path.stem.removeprefix("compile-sm"))):
+        result = json.loads(path.read_text())
+        kernels = result["kernels"]
+        spilling = [k["spill_bytes"] for k in kernels if k["spill_bytes"]]
+        rows.append((
+            path.stem.removeprefix("compile-").replace("sm", "sm_"), len(kernels), len(spilling),
+            max(spilling, default=0),
+            f"{max(k['shared_bytes'] for k in kernels) / 1024:.0f}",
+            ", ".join(f"`{i}`" for i in sorted({i for k in kernels for i in k["matrix_instructions"]})),
+            f"triton {result['triton']}, {result['date'][:10]}",
+        ))  # fmt: skip
+    head = ("", "variants", "that spill", "most spilled bytes a thread", "most KiB of shared memory",
+            "matrix instructions", "compiled with")  # fmt: skip
+    return "\n" + table(head, rows)
+
+
+def loops_beside() -> str:
+    """Instructions a score of our inner loops beside those of Triton's tutorial, at level 0 and D 128 in float16."""
+    rows = []
+    for path in sorted(RESULTS.glob("loops-sm*.json"), key=lambda path: int(path.stem.removeprefix("loops-sm"))):
+        found = {(loop["head_dim"], loop["kernel"], loop["by"]): loop["per_score"]
+                 for loop in json.loads(path.read_text())["loops"]}  # fmt: skip
+        for (dim, kernel, by), tutorial in found.items():
+            if by != "flashpoint" and dim == 128:
+                ours = (found.get((dim, name, "flashpoint")) for name in (kernel, f"{kernel}_hopper"))
+                arch = path.stem.removeprefix("loops-").replace("sm", "sm_")
+                rows.append((arch, f"`{kernel}`", *(f"{n:.2f}" if n else "–" for n in (*ours, tutorial))))
+    return "\n" + table(["", "loop", "through pointers", "path for Hopper", "tutorial"], rows)
+
+
 # The kinds of sass.KINDS that the table of loops shows.
 _SHOWN = ("matrix", "exponential", "float", "convert", "integer", "move", "memory", "control")
 
@@ -137,11 +170,9 @@ def reproduced() -> str:
     """Each claim, what was measured on each machine, and the verdict."""
     text = ""
     for stem, result in results("reproduce"):
-        rows = [
-            (f"`{c['name']}`", c["source"], c["claim"], c["measured"], c["verdict"], c["how"]) for c in result["claims"]
-        ]
+        rows = [(f"`{c['name']}`", c["claim"], c["measured"], c["verdict"]) for c in result["claims"]]
         text += f"\n{made_on(result['environment'], 'python', 'torch', 'triton')}:\n\n"
-        text += table(["", "source", "claim", "measured", "verdict", "how"], rows)
+        text += table(["", "claim", "measured", "verdict"], rows)
         for kind in ("time", "roofline") if result["rows"] else ():
             text += f"\n![{kind} on this machine](images/{stem}-{kind}.svg)\n"
     return text or NOT_MEASURED

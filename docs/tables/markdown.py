@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,23 @@ def targets(result: dict[str, Any]) -> str:
         bound = f"at least {row['at_least']:.4g}" if "at_least" in row else f"at most {row['at_most']:.4g}"
         rows.append((row["what"], f"{row['value']} {row['unit']}", bound, "yes" if row["met"] else "no"))
     return table(["", "measured", "wanted", "met"], rows)
+
+
+def targets_by_machine(what: str) -> str:
+    """Return the targets of a benchmark with a column of results for each machine; a missed target says so."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    machines = []
+    for _, result in results(what):
+        made = result["environment"]
+        machines.append(machine := f"{made['device']}, {made['date'][:10]}, `{made['commit'][:10]}`")
+        for row in result["targets"]:
+            bound = f"at least {row['at_least']:.4g}" if "at_least" in row else f"at most {row['at_most']:.4g}"
+            # The fastest of others differs from machine to machine: its name stands in the whole table.
+            name = re.sub(r"(: over the [^(]*) \(.*", r"\1", row["what"])
+            said = f"{row['value']:.4g}" + ("" if row["met"] else ", **missed**")
+            found.setdefault((name, f"{bound} {row['unit']}"), {})[machine] = said
+    rows = ((*key, *(said.get(machine, "") for machine in machines)) for key, said in found.items())
+    return "\n" + table(["", "target", *machines], rows) if machines else NOT_MEASURED
 
 
 def verdicts(result: dict[str, Any]) -> str:

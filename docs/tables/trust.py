@@ -8,20 +8,28 @@ from .markdown import NOT_MEASURED, RESULTS, made_on, results, table, verdicts
 
 
 def load() -> str:
-    """Return the load test's questions, and its counts at each step, for each machine, with its curve."""
+    """Return the load test's questions with its findings, and its curve, for each machine."""
     text = ""
     for stem, result in results("load"):
         text += (
             f"\n{made_on(result['environment'], 'python', 'torch', 'locust')}: "
             f"a capacity of {result['capacity']} calls a second.\n\n"
-            f"![Latency against the offered rate](images/{stem}.svg)\n\n"
+            f"![Latency against the offered rate](images/{stem}.svg)\n\n{verdicts(result)}"
         )
+    return text or NOT_MEASURED
+
+
+def load_steps() -> str:
+    """Return the load test's counts at each step, for each machine."""
+    text = ""
+    for _, result in results("load"):
+        text += f"\n{made_on(result['environment'], 'python', 'torch', 'locust')}:\n\n"
         head = ("offered", "answered", "p50_ms", "p95_ms", "p99_ms", "calls", "errors", "generator_busy", "why")
         rows = (
             (f"{step['scenario']}: {step['step']}", *("" if step[name] is None else step[name] for name in head))
             for step in result["steps"]
         )
-        text += verdicts(result) + "\n" + table(["step", *head], rows)
+        text += table(["step", *head], rows)
     return text or NOT_MEASURED
 
 
@@ -35,17 +43,27 @@ def steady(what: str) -> str:
 
 
 def faults() -> str:
+    """Return the numbers of faults, calls, right answers and violations, for each machine."""
+    rows = []
+    for _, result in results("faults"):
+        made, calls = result["runs"][0]["environment"], result["calls"]
+        machine = f"{made['device']}, {made['date'][:10]}, `{made['commit'][:10]}`"
+        counts = (sum(calls.values()), calls.get("right", 0), len(result["violations"]))
+        rows.append((machine, result["injected"], result["rounds"], *(f"{count:,}" for count in counts)))
+    head = ("machine", "faults", "rounds", "calls", "right answers", "violations")
+    return "\n" + table(head, rows) if rows else NOT_MEASURED
+
+
+def each_fault() -> str:
     """Return the faults, the callers' outcomes while each was the last one, and the time to recover."""
     text = ""
     for _, result in results("faults"):
         made = result["runs"][0]["environment"]
         seeds = ", ".join(f"{run['seed']} ({run['workers']})" for run in result["runs"])
         text += (
-            f"\n{made['device']}, {made['cores']} cores, which others used too (load average "
+            f"\n{made['device']}, {made['cores']} cores, shared with other work (load average "
             f"{made['load_average'][0]:.0f} at the start), python {made['python']}, torch {made['torch']}, "
-            f"{made['date'][:10]}, commit {made['commit'][:10]}; seeds, and HTTP processes: {seeds}. "
-            f"{result['injected']} faults in {result['rounds']} rounds, {sum(result['calls'].values())} calls, "
-            f"{len(result['violations'])} violations.\n\n"
+            f"{made['date'][:10]}, commit {made['commit'][:10]}; seeds, and HTTP processes: {seeds}:\n\n"
         )
         rows = []
         for row in result["faults"]:
