@@ -30,7 +30,7 @@ Bytes = Annotated[int, Field(ge=1)]
 
 
 class Settings(BaseSettings):
-    """The settings of the service. `Settings()` reads variables alone; config.sources reads flags and files, too."""
+    """The settings of the service. `Settings()` reads variables alone; config.sources reads flags and files, too"""
 
     model_config = SettingsConfigDict(
         env_prefix="FLASHPOINT_",
@@ -40,111 +40,111 @@ class Settings(BaseSettings):
     )
 
     host: str = "127.0.0.1"
-    """address to listen on; 0.0.0.0 for every interface"""
+    """Address to listen on; 0.0.0.0 is every interface"""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """port to listen on; 0 takes a free one, which the log names"""
+    """Port to listen on; 0 takes a free port, which the log names"""
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """port for gRPC, on the same address (docs/grpc.md); 0 takes a free one; needs the extra `grpc`"""
+    """Port for gRPC on the same address (docs/grpc.md); 0 takes a free port. Needs the extra `grpc`"""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|all)$")] = "auto"
-    """auto, cpu, cuda, cuda:N or all; auto is CUDA where there is one, all is one engine for each CUDA device"""
+    """auto, cpu, cuda, cuda:N or all. auto is CUDA if available; all starts one engine for each CUDA device"""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
-    """HTTP processes on the port; the limits below hold for all of them together"""
+    """Number of HTTP processes on the port. They share the limits below"""
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-    """comma-separated bearer keys, each KEY (all rights) or KEY:right+right; see docs/security.md"""
+    """Comma-separated bearer keys, each KEY (all rights) or KEY:right+right; see docs/security.md"""
     api_keys_file: Path | None = None
-    """TOML file of keys by name, with hash, rights and limits; it is read again when it changes (docs/security.md)"""
+    """TOML file of keys with name, hash, rights and limits; it is reloaded when it changes (docs/security.md)"""
     insecure: bool = False
-    """serve everybody on an address that others reach, with neither keys nor --tls-client-ca; else that is refused"""
+    """Serve everybody on a public address without keys or --tls-client-ca; the server refuses this by default"""
 
     tls_key: Path | None = None
-    """PEM file of the certificate's key, where --tls-cert does not hold that too"""
+    """PEM file of the certificate's key, if --tls-cert does not contain it"""
     tls_client_ca: Path | None = None
-    """PEM file of authorities: who calls must show a certificate of one of them (mTLS)"""
+    """PEM file of authorities; each caller must present a certificate from one of them (mTLS)"""
     tls_cert: Annotated[Path | None, Field(validate_default=True)] = None
-    """PEM file of the certificate, and of those between it and its authority: HTTPS in place of HTTP"""
+    """PEM file of the certificate and its intermediates; enables HTTPS instead of HTTP"""
     cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
-    """comma-separated origins whose pages may call from a browser, such as https://example.org; * is any"""
+    """Comma-separated origins whose pages may call from a browser, such as https://example.org; * is any"""
 
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
-    """comma-separated hosts that requests may name, without port, beside loopback names; *.example.org, * is any"""
+    """Comma-separated hosts allowed in requests, without port, beside loopback names; *.example.org, * is any"""
 
     body_limit: Bytes = 1024 * MIB
-    """bytes of a request's body"""
+    """Maximum bytes of a request's body"""
     json_limit: Bytes = 32 * MIB
-    """bytes of a JSON body, and of the tensors of a JSON answer"""
+    """Maximum bytes of a JSON body, and of the tensors of a JSON answer"""
     head_limit: Annotated[int, Field(ge=64, le=wire.HEAD_LIMIT)] = wire.HEAD_LIMIT
-    """bytes of a safetensors head"""
+    """Maximum bytes of a safetensors head"""
     sequence_limit: Annotated[int, Field(ge=1)] = 65536
-    """sequences of one request (its batch size): each is a row of a table"""
+    """Maximum number of sequences in one request (its batch size)"""
     body_timeout: Seconds = 10.0
-    """seconds that a body may pause, and that it, or the reading of an answer, may be late by the rate below"""
+    """Body idle timeout in seconds; also the allowed delay of a body, or of an answer's reader, by the rate below"""
     body_rate: Annotated[int, Field(ge=1)] = 64 * 1024
-    """bytes a second that a body, and the reading of an answer, must reach in the long run"""
+    """Minimum average rate of a body, and of an answer's reader, in bytes a second"""
     header_timeout: Seconds = 10.0
-    """seconds in which the head of a request must have come, from the connection's beginning or the head's"""
+    """Timeout of a request's head in seconds, from the start of the connection or of the head"""
     keep_alive: Annotated[int, Field(ge=0, le=LONGEST)] = 75
-    """seconds that an idle connection is kept"""
+    """Idle timeout of a connection in seconds"""
 
     queue_limit: Annotated[int, Field(ge=1)] = 256
-    """requests that are admitted at once: arriving, waiting, running or being answered"""
+    """Maximum number of admitted requests: arriving, waiting, running or being answered"""
     queue_bytes: Bytes = 4096 * MIB
-    """bytes of input and answer tensors that are admitted at once; a request alone is always admitted"""
+    """Maximum bytes of input and answer tensors of admitted requests; a single request is always admitted"""
     grpc_bytes: Annotated[int, Field(ge=64 * MIB)] = 6144 * MIB
-    """most bytes of memory for messages and answers over gRPC, of which one message has a sixth (docs/grpc.md)"""
+    """Maximum bytes of memory for gRPC messages and answers; one message may take a sixth (docs/grpc.md)"""
     queue_flops: Annotated[int, Field(ge=1)] = 1 << 50
-    """floating-point operations of the requests admitted at once; a request alone is always admitted"""
+    """Maximum floating-point operations of admitted requests; a single request is always admitted"""
     queue_seconds: Seconds = 600.0
-    """predicted seconds of computing, on one core or the GPU, of the requests admitted at once; one alone always is"""
+    """Maximum predicted compute seconds of admitted requests, on one core or the GPU; one alone is always admitted"""
     batch_flops: Annotated[int, Field(ge=1)] = 1 << 42
-    """floating-point operations of one launch; a request over it runs alone"""
+    """Maximum floating-point operations of one launch; a larger request runs alone"""
     batch_bytes: Bytes = 1024 * MIB
-    """bytes of input and answer tensors of one launch; a request over it runs alone"""
+    """Maximum bytes of input and answer tensors of one launch; a larger request runs alone"""
     max_queue_delay: Annotated[float, Field(ge=0, le=60)] = 0.0
-    """seconds that a request may wait for others to share its launch, while the device is idle; 0: it never waits"""
+    """Maximum seconds that a request waits on an idle device for others to share its launch; 0: never waits"""
     hang_timeout: Seconds = 600.0
-    """seconds after which a launch counts as hung: its engine is ended, and another started"""
+    """Timeout of a launch in seconds; the engine of a hung launch is restarted"""
     staging_bytes: Annotated[int, Field(ge=64 * MIB)] = 4096 * MIB
-    """most bytes of memory shared with the engines, where bodies arrive and answers leave; it grows as it is needed"""
+    """Maximum bytes of staging memory, shared with the engines for bodies and answers; it grows on demand"""
     shared_memory_bytes: Annotated[int, Field(ge=0)] = 0
-    """most bytes of shared memory that callers on this host may register (docs/oip.md); 0: off. Needs one worker"""
+    """Maximum bytes of shared memory that callers on this host may register (docs/oip.md); 0: off. Needs one worker"""
     cache_bytes: Annotated[int, Field(ge=0)] = 4096 * MIB
-    """most bytes of caches and saved forwards that each engine holds for callers (docs/http.md); 0: none of either"""
+    """Maximum bytes of caches and saved forwards in each engine (docs/http.md); 0: neither is available"""
     cache_ttl: Seconds = 600.0
-    """seconds for which a cache is kept after its last use, where its owner asks for no other time"""
+    """Default time to live of a cache in seconds, from its last use"""
     cache_secret: SecretStr | None = None
-    """secret that replicas behind a balancer share, 32 characters or more: they know each other's caches by it"""
+    """Secret that replicas behind a balancer share, 32 characters or more; it validates the ids of their caches"""
     replica: Annotated[str, Field(max_length=63)] = ""
-    """name of this server among the replicas behind a balancer, which ids of caches show; drawn where it is empty"""
+    """Name of this replica behind a balancer, visible in ids of caches; random if empty"""
     saved_ttl: Seconds = 600.0
-    """seconds for which a saved forward is kept after its last use"""
+    """Time to live of a saved forward in seconds, from its last use"""
     verify_flops: Annotated[int, Field(ge=1)] = 1 << 38
-    """floating-point operations of a problem to verify, which runs in float64 and in torch's own math, too"""
+    """Maximum floating-point operations of a problem to verify, which also runs in float64 and in torch's own math"""
     benchmark_cases: Annotated[int, Field(ge=1)] = 512
-    """cases of one benchmark"""
+    """Maximum number of cases of one benchmark"""
     benchmark_seconds: Seconds = 1800.0
-    """most seconds that the repeats of a benchmark's cases may take together"""
+    """Maximum seconds of the repeats of a benchmark's cases together"""
     benchmark_call_seconds: Seconds = 2.0
-    """most seconds that one call of a case may take, as far as the device's speed tells: others wait so long at most"""
+    """Maximum predicted seconds of one call of a case; other requests wait for it at most so long"""
     benchmark_slice_ms: Annotated[float, Field(gt=0, le=1000)] = 20.0
-    """milliseconds of a benchmark that run at a time; then whatever else waits runs for four times as long"""
+    """Milliseconds of a benchmark's time slice; then waiting requests run for four times as long"""
     benchmark_jobs: Annotated[int, Field(ge=1)] = 8
-    """benchmarks that may be queued or running; one caller may have half of them"""
+    """Maximum number of queued or running benchmarks; one caller may have half of them"""
     benchmark_keep: Seconds = 3600.0
-    """seconds for which a benchmark can be asked for after its end"""
+    """Seconds for which a benchmark's result stays available after its end"""
     default_timeout_ms: Annotated[int, Field(ge=0, le=1000 * LONGEST)] = 0
-    """deadline of a request without X-Timeout-Ms, in milliseconds; 0 is none"""
+    """Default deadline of a request without X-Timeout-Ms, in milliseconds; 0: none"""
     max_timeout_ms: Annotated[int, Field(ge=1, le=1000 * LONGEST)] = 3_600_000
-    """longest deadline that X-Timeout-Ms may ask for; a longer one is cut to it"""
+    """Longest deadline that X-Timeout-Ms may set, in milliseconds; a longer one is reduced to it"""
     shutdown_timeout: Seconds = 30.0
-    """seconds that admitted work may take after SIGTERM"""
+    """Shutdown timeout in seconds: the time for admitted work after SIGTERM"""
 
     otlp_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
-    """where spans go, by OTLP over HTTP, such as http://localhost:4318/v1/traces; needs the extra `otel`"""
+    """URL for spans, by OTLP over HTTP, such as http://localhost:4318/v1/traces. Needs the extra `otel`"""
     log_format: Literal["auto", "json", "console"] = "auto"
-    """one JSON object a line, or columns for a person; auto is console where stderr is a terminal, else json"""
+    """json is one object a line, console is columns; auto is console if stderr is a terminal, else json"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """least severity that is logged"""
+    """Minimum severity of log lines"""
 
     @property
     def rereads(self) -> bool:
