@@ -35,22 +35,22 @@ class BenchmarkRequest(Request):
         default=("float32",), description="data types of q, k, v, o and the gradients"
     )
     causal: Annotated[tuple[bool, ...], Field(strict=False, min_length=1)] = Field(
-        default=(False,), description="with a causal mask, without, or both in turn"
+        default=(False,), description="causal mask: true, false, or both"
     )
     directions: Annotated[tuple[Direction, ...], Field(strict=False, min_length=1)] = Field(
-        default=("forward",), description="forward; backward, from saved o and lse; both, as training does"
+        default=("forward",), description="forward; backward from saved o and lse; both, as in training"
     )
     backends: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        default=(), description="what to time, in this order; every one that the device has if none is named"
+        default=(), description="implementations to time, in this order; default: all that the device supports"
     )
     relative_precision: float = Field(
         default=0.01,
         gt=0,
         le=1,
-        description="repeat until the median is known to this part of itself, at 95%",
+        description="target precision of the median, as a part of it, with 95% confidence",
     )
-    max_seconds: float = Field(default=3.0, gt=0, le=600, description="seconds of repeats for a case, at most")
-    warmup_ms: float = Field(default=50.0, ge=0, le=60_000, description="milliseconds of calls before any counts")
+    max_seconds: float = Field(default=3.0, gt=0, le=600, description="maximum seconds of repeats for a case")
+    warmup_ms: float = Field(default=50.0, ge=0, le=60_000, description="warm-up in milliseconds")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
@@ -67,9 +67,9 @@ class BenchmarkRequest(Request):
 class BenchmarkRow(Answer):
     """One case on one backend. An unmeasured figure is None; if the case could not run, `skipped` says why."""
 
-    backend: str = Field(description="what ran")
-    version: str | None = Field(description="of the package that brings it")
-    device: str = Field(description="where it ran")
+    backend: str = Field(description="implementation")
+    version: str | None = Field(description="version of its package")
+    device: str = Field(description="device")
     direction: Direction
     dtype: TimedDtype
     causal: bool
@@ -80,26 +80,26 @@ class BenchmarkRow(Answer):
     kv_len: int
     head_dim: int
     value_dim: int
-    ms: Number | None = Field(default=None, description="milliseconds a call, median")
+    ms: Number | None = Field(default=None, description="median milliseconds of a call")
     ms_p20: Number | None = Field(default=None, description="20th percentile of the milliseconds")
     ms_p80: Number | None = Field(default=None, description="80th percentile of the milliseconds")
-    repeats: int | None = Field(default=None, description="calls that were timed")
-    tflops: Number | None = Field(default=None, description="10^12 FLOPs a second, of what the algorithm computes")
-    tflops_standard: Number | None = Field(default=None, description="10^12 FLOPs a second, by papers' count")
+    repeats: int | None = Field(default=None, description="number of timed calls")
+    tflops: Number | None = Field(default=None, description="10^12 FLOPs a second, by the algorithm's count")
+    tflops_standard: Number | None = Field(default=None, description="10^12 FLOPs a second, by the papers' count")
     flops: Number | None = Field(default=None, description="FLOPs that the algorithm computes")
     flops_standard: Number | None = Field(
         default=None, description="4·B·Hq·Sq·Sk·D forward, half where causal; backward 2.5 times"
     )
     bytes: Number | None = Field(
-        default=None, description="bytes that must move: each input read once, each output written once"
+        default=None, description="minimum traffic in bytes: each input read once, each output written once"
     )
-    gb_per_s: Number | None = Field(default=None, description="10^9 of these bytes a second")
-    arithmetic_intensity: Number | None = Field(default=None, description="FLOPs of the algorithm a byte")
-    roofline_percent: Number | None = Field(default=None, description="of what the device can do at that intensity")
-    peak_bytes: Number | None = Field(default=None, description="memory of a call beside its inputs, at its highest")
+    gb_per_s: Number | None = Field(default=None, description="minimum traffic in 10^9 bytes a second")
+    arithmetic_intensity: Number | None = Field(default=None, description="the algorithm's FLOPs a byte")
+    roofline_percent: Number | None = Field(default=None, description="percent of the roofline at that intensity")
+    peak_bytes: Number | None = Field(default=None, description="peak memory of a call beside its inputs")
     speedup_over_naive: Number | None = Field(default=None, description="naive's median time over this row's")
-    longest_slice_ms: Number | None = Field(default=None, description="longest the device was not given up for")
-    skipped: str | None = Field(default=None, description="why there are no figures")
+    longest_slice_ms: Number | None = Field(default=None, description="longest time slice in milliseconds")
+    skipped: str | None = Field(default=None, description="reason for missing figures")
 
     @property
     def noisy(self) -> bool:
@@ -115,7 +115,7 @@ class BenchmarkRow(Answer):
 
 
 class _Event(Answer):
-    id: PositiveInt = Field(description="grows by one or more from event to event of a job")
+    id: PositiveInt = Field(description="increases from event to event of a job")
 
 
 class StateEvent(_Event):
@@ -162,15 +162,15 @@ class BenchmarkJob(Answer):
 
     id: str
     state: State = "queued"
-    done: NonNegativeInt = Field(default=0, description="cases that are over")
-    total: NonNegativeInt = Field(default=0, description="cases in all")
+    done: NonNegativeInt = Field(default=0, description="number of finished cases")
+    total: NonNegativeInt = Field(default=0, description="number of cases")
     created: AwareDatetime
     started: AwareDatetime | None = None
     ended: AwareDatetime | None = None
-    device: str | None = Field(default=None, description="what it runs on, known once it runs")
+    device: str | None = Field(default=None, description="device, known once it runs")
     environment: dict[str, Any] = Field(
         default_factory=dict,
-        description="versions, commit, and peaks of the device by dtype: what the figures depend on",
+        description="versions, commit, and peaks of the device by dtype",
     )
     request: BenchmarkRequest
     rows: tuple[BenchmarkRow, ...] = ()

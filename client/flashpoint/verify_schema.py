@@ -27,21 +27,21 @@ class VerifyRequest(AttentionOptions):
 
     shape: Shape = Field(description="the sizes of the problem")
     dtype: Dtype = Field(default="float32", description="data type of q, k, v and do")
-    seed: int = Field(default=0, ge=0, lt=1 << 63, description="what the tensors are drawn from")
+    seed: int = Field(default=0, ge=0, lt=1 << 63, description="seed of the random tensors")
     direction: Direction = Field(default="both", description="judge o and lse, the gradients, or both")
     extras: Annotated[tuple[Extra, ...], Field(strict=False)] = Field(
-        default=(), description="optional inputs that the problem has too, drawn from the same seed"
+        default=(), description="optional inputs, drawn from the same seed"
     )
 
 
 class TensorErrors(Answer):
     """How far one tensor is from float64. Where it and float64 are the same infinity, or both NaN, the error is 0."""
 
-    max_abs: Number = Field(description="largest error; infinite where one of the two is not finite")
+    max_abs: Number = Field(description="largest absolute error; infinite if one of the two values is not finite")
     max_rel: Number = Field(description="max_abs over the largest float64 value")
-    rms: Number = Field(description="root of the mean square of the errors that are finite")
-    cosine: Number = Field(description="of the angle between it and float64")
-    worst_index: tuple[int, ...] | None = Field(description="where max_abs is; none in an empty tensor")
+    rms: Number = Field(description="root mean square of the finite errors")
+    cosine: Number = Field(description="cosine similarity to the float64 tensor")
+    worst_index: tuple[int, ...] | None = Field(description="index of max_abs; null for an empty tensor")
     worst_value: Number | None = Field(description="the value there")
     worst_expected: Number | None = Field(description="float64's value there")
 
@@ -60,8 +60,8 @@ class Judgement(TensorErrors):
     """One tensor's errors, what they may be, and those of torch's own math in the same dtype."""
 
     name: str
-    bound: Number = Field(description="what max_abs may be")
-    rule: str = Field(description="where the bound comes from")
+    bound: Number = Field(description="limit of max_abs")
+    rule: str = Field(description="rule that gives the bound")
     ok: bool = Field(description="max_abs is within the bound")
     torch: TensorErrors = Field(description="plain materialised attention in the same dtype")
     histogram: tuple[Decade, ...] = Field(description="the errors by decade, smallest first")
@@ -71,11 +71,11 @@ class VerifyReport(Answer):
     """How near to float64 a backend is, or what the caller sent."""
 
     ok: bool = Field(description="every tensor is within its bound")
-    backend: str = Field(description="what computed the tensors; given where the caller sent them")
+    backend: str = Field(description="backend that computed the tensors; given if the caller sent them")
     device: str
     dtype: Dtype
-    seed: int | None = Field(default=None, description="what the tensors were drawn from, if they were")
-    seconds: float = Field(description="for all of it, the float64 reference included")
+    seed: int | None = Field(default=None, description="seed of the tensors, if they were drawn")
+    seconds: float = Field(description="total seconds, with the float64 reference")
     tensors: tuple[Judgement, ...]
 
     def plot(self) -> Picture:

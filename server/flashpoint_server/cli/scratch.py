@@ -68,4 +68,4 @@ def _remove(path: Path, lock: int) -> None:
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path)
-        log.info("removed what a killed process had left", path=str(path))
+        log.info("removed the files of a killed process", path=str(path))

@@ -40,22 +40,22 @@ class Settings(BaseSettings):
     )
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every interface"""
+    """address to listen on; 0.0.0.0 is every interface"""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """Port to listen on; 0 takes a free port, which the log names"""
+    """port to listen on; 0 takes a free port, which the log names"""
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port for gRPC on the same address (docs/grpc.md); 0 takes a free port. Needs the extra `grpc`"""
+    """port for gRPC on the same address (docs/grpc.md); 0 takes a free port. Needs the extra `grpc`"""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|all)$")] = "auto"
     """auto, cpu, cuda, cuda:N or all. auto is CUDA if available; all starts one engine for each CUDA device"""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
-    """Number of HTTP processes on the port. They share the limits below"""
+    """number of HTTP processes on the port. They share the limits below"""
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-    """Comma-separated bearer keys, each KEY (all rights) or KEY:right+right; see docs/security.md"""
+    """comma-separated bearer keys, each KEY (all rights) or KEY:right+right; see docs/security.md"""
     api_keys_file: Path | None = None
     """TOML file of keys with name, hash, rights and limits; it is reloaded when it changes (docs/security.md)"""
     insecure: bool = False
-    """Serve everybody on a public address without keys or --tls-client-ca; the server refuses this by default"""
+    """serve everybody on a public address without keys or --tls-client-ca; the server refuses this by default"""
 
     tls_key: Path | None = None
     """PEM file of the certificate's key, if --tls-cert does not contain it"""
@@ -64,87 +64,87 @@ class Settings(BaseSettings):
     tls_cert: Annotated[Path | None, Field(validate_default=True)] = None
     """PEM file of the certificate and its intermediates; enables HTTPS instead of HTTP"""
     cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
-    """Comma-separated origins whose pages may call from a browser, such as https://example.org; * is any"""
+    """comma-separated origins whose pages may call from a browser, such as https://example.org; * is any"""
 
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
-    """Comma-separated hosts allowed in requests, without port, beside loopback names; *.example.org, * is any"""
+    """comma-separated hosts allowed in requests, without port, beside loopback names; *.example.org, * is any"""
 
     body_limit: Bytes = 1024 * MIB
-    """Maximum bytes of a request's body"""
+    """maximum bytes of a request's body"""
     json_limit: Bytes = 32 * MIB
-    """Maximum bytes of a JSON body, and of the tensors of a JSON answer"""
+    """maximum bytes of a JSON body, and of the tensors of a JSON answer"""
     head_limit: Annotated[int, Field(ge=64, le=wire.HEAD_LIMIT)] = wire.HEAD_LIMIT
-    """Maximum bytes of a safetensors head"""
+    """maximum bytes of a safetensors head"""
     sequence_limit: Annotated[int, Field(ge=1)] = 65536
-    """Maximum number of sequences in one request (its batch size)"""
+    """maximum number of sequences in one request (its batch size)"""
     body_timeout: Seconds = 10.0
-    """Body idle timeout in seconds; also the allowed delay of a body, or of an answer's reader, by the rate below"""
+    """body idle timeout in seconds; also the allowed delay of a body, or of an answer's reader, by the rate below"""
     body_rate: Annotated[int, Field(ge=1)] = 64 * 1024
-    """Minimum average rate of a body, and of an answer's reader, in bytes a second"""
+    """minimum average rate of a body, and of an answer's reader, in bytes a second"""
     header_timeout: Seconds = 10.0
-    """Timeout of a request's head in seconds, from the start of the connection or of the head"""
+    """timeout of a request's head in seconds, from the start of the connection or of the head"""
     keep_alive: Annotated[int, Field(ge=0, le=LONGEST)] = 75
-    """Idle timeout of a connection in seconds"""
+    """idle timeout of a connection in seconds"""
 
     queue_limit: Annotated[int, Field(ge=1)] = 256
-    """Maximum number of admitted requests: arriving, waiting, running or being answered"""
+    """maximum number of admitted requests: arriving, waiting, running or being answered"""
     queue_bytes: Bytes = 4096 * MIB
-    """Maximum bytes of input and answer tensors of admitted requests; a single request is always admitted"""
+    """maximum bytes of input and answer tensors of admitted requests; a single request is always admitted"""
     grpc_bytes: Annotated[int, Field(ge=64 * MIB)] = 6144 * MIB
-    """Maximum bytes of memory for gRPC messages and answers; one message may take a sixth (docs/grpc.md)"""
+    """maximum bytes of memory for gRPC messages and answers; one message may take a sixth (docs/grpc.md)"""
     queue_flops: Annotated[int, Field(ge=1)] = 1 << 50
-    """Maximum floating-point operations of admitted requests; a single request is always admitted"""
+    """maximum floating-point operations of admitted requests; a single request is always admitted"""
     queue_seconds: Seconds = 600.0
-    """Maximum predicted compute seconds of admitted requests, on one core or the GPU; one alone is always admitted"""
+    """maximum predicted compute seconds of admitted requests, on one core or the GPU; one alone is always admitted"""
     batch_flops: Annotated[int, Field(ge=1)] = 1 << 42
-    """Maximum floating-point operations of one launch; a larger request runs alone"""
+    """maximum floating-point operations of one launch; a larger request runs alone"""
     batch_bytes: Bytes = 1024 * MIB
-    """Maximum bytes of input and answer tensors of one launch; a larger request runs alone"""
+    """maximum bytes of input and answer tensors of one launch; a larger request runs alone"""
     max_queue_delay: Annotated[float, Field(ge=0, le=60)] = 0.0
-    """Maximum seconds that a request waits on an idle device for others to share its launch; 0: never waits"""
+    """maximum seconds that a request waits on an idle device for others to share its launch; 0: never waits"""
     hang_timeout: Seconds = 600.0
-    """Timeout of a launch in seconds; the engine of a hung launch is restarted"""
+    """timeout of a launch in seconds; the engine of a hung launch is restarted"""
     staging_bytes: Annotated[int, Field(ge=64 * MIB)] = 4096 * MIB
-    """Maximum bytes of staging memory, shared with the engines for bodies and answers; it grows on demand"""
+    """maximum bytes of staging memory, shared with the engines for bodies and answers; it grows on demand"""
     shared_memory_bytes: Annotated[int, Field(ge=0)] = 0
-    """Maximum bytes of shared memory that callers on this host may register (docs/oip.md); 0: off. Needs one worker"""
+    """maximum bytes of shared memory that callers on this host may register (docs/oip.md); 0: off. Needs one worker"""
     cache_bytes: Annotated[int, Field(ge=0)] = 4096 * MIB
-    """Maximum bytes of caches and saved forwards in each engine (docs/http.md); 0: neither is available"""
+    """maximum bytes of caches and saved forwards in each engine (docs/http.md); 0: neither is available"""
     cache_ttl: Seconds = 600.0
-    """Default time to live of a cache in seconds, from its last use"""
+    """default time to live of a cache in seconds, from its last use"""
     cache_secret: SecretStr | None = None
-    """Secret that replicas behind a balancer share, 32 characters or more; it validates the ids of their caches"""
+    """secret that replicas behind a balancer share, 32 characters or more; it validates the ids of their caches"""
     replica: Annotated[str, Field(max_length=63)] = ""
-    """Name of this replica behind a balancer, visible in ids of caches; random if empty"""
+    """name of this replica behind a balancer, visible in ids of caches; random if empty"""
     saved_ttl: Seconds = 600.0
-    """Time to live of a saved forward in seconds, from its last use"""
+    """time to live of a saved forward in seconds, from its last use"""
     verify_flops: Annotated[int, Field(ge=1)] = 1 << 38
-    """Maximum floating-point operations of a problem to verify, which also runs in float64 and in torch's own math"""
+    """maximum floating-point operations of a problem to verify, which also runs in float64 and in torch's own math"""
     benchmark_cases: Annotated[int, Field(ge=1)] = 512
-    """Maximum number of cases of one benchmark"""
+    """maximum number of cases of one benchmark"""
     benchmark_seconds: Seconds = 1800.0
-    """Maximum seconds of the repeats of a benchmark's cases together"""
+    """maximum seconds of the repeats of a benchmark's cases together"""
     benchmark_call_seconds: Seconds = 2.0
-    """Maximum predicted seconds of one call of a case; other requests wait for it at most so long"""
+    """maximum predicted seconds of one call of a case; other requests wait for it at most so long"""
     benchmark_slice_ms: Annotated[float, Field(gt=0, le=1000)] = 20.0
-    """Milliseconds of a benchmark's time slice; then waiting requests run for four times as long"""
+    """milliseconds of a benchmark's time slice; then waiting requests run for four times as long"""
     benchmark_jobs: Annotated[int, Field(ge=1)] = 8
-    """Maximum number of queued or running benchmarks; one caller may have half of them"""
+    """maximum number of queued or running benchmarks; one caller may have half of them"""
     benchmark_keep: Seconds = 3600.0
-    """Seconds for which a benchmark's result stays available after its end"""
+    """seconds for which a benchmark's result stays available after its end"""
     default_timeout_ms: Annotated[int, Field(ge=0, le=1000 * LONGEST)] = 0
-    """Default deadline of a request without X-Timeout-Ms, in milliseconds; 0: none"""
+    """default deadline of a request without X-Timeout-Ms, in milliseconds; 0: none"""
     max_timeout_ms: Annotated[int, Field(ge=1, le=1000 * LONGEST)] = 3_600_000
-    """Longest deadline that X-Timeout-Ms may set, in milliseconds; a longer one is reduced to it"""
+    """longest deadline that X-Timeout-Ms may set, in milliseconds; a longer one is reduced to it"""
     shutdown_timeout: Seconds = 30.0
-    """Shutdown timeout in seconds: the time for admitted work after SIGTERM"""
+    """shutdown timeout in seconds: the time for admitted work after SIGTERM"""
 
     otlp_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
     """URL for spans, by OTLP over HTTP, such as http://localhost:4318/v1/traces. Needs the extra `otel`"""
     log_format: Literal["auto", "json", "console"] = "auto"
     """json is one object a line, console is columns; auto is console if stderr is a terminal, else json"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Minimum severity of log lines"""
+    """minimum severity of log lines"""
 
     @property
     def rereads(self) -> bool:

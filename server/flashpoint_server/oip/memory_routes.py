@@ -23,8 +23,8 @@ REQUEST_LIMIT = 4096  # bytes; a key has 255 at most
 class Registration(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    key: str = Field(description="of the POSIX shared memory object")
-    offset: int = Field(0, ge=0, description="where the region begins in it")
+    key: str = Field(description="name of the POSIX shared memory object")
+    offset: int = Field(0, ge=0, description="offset of the region in it, in bytes")
     byte_size: int = Field(gt=0)
 
 

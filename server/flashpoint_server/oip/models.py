@@ -54,7 +54,7 @@ class TensorMetadata(BaseModel):
 
     name: str
     datatype: str
-    shape: list[int] = Field(description="-1: any size")
+    shape: list[int] = Field(description="sizes; -1 is any size")
     parameters: dict[str, Any]
 
 
@@ -64,7 +64,7 @@ class ModelMetadata(BaseModel):
     platform: str
     inputs: list[TensorMetadata]
     outputs: list[TensorMetadata]
-    parameters: dict[str, Any] = Field(description="the options, and their defaults")
+    parameters: dict[str, Any] = Field(description="options with their defaults")
 
 
 class ServerMetadata(BaseModel):

@@ -44,15 +44,15 @@ class Info(BaseModel):
 
     name: str = "flashpoint"
     version: str
-    versions: dict[str, str] = Field(description="of Python and the libraries that compute and serve")
+    versions: dict[str, str] = Field(description="versions of Python and the main libraries")
     device: Device | None
-    backends: list[str] = Field(description="in the order in which `auto` prefers them")
-    options: dict[str, list[str]] = Field(description="what each backend can do, of the words in `features`")
-    load: dict[str, int] = Field(description="requests that are admitted now, and the bytes of their tensors")
+    backends: list[str] = Field(description="backends, in the order in which `auto` prefers them")
+    options: dict[str, list[str]] = Field(description="features of each backend, from the list `features`")
+    load: dict[str, int] = Field(description="admitted requests now, and the bytes of their tensors")
     caches: dict[str, int] = Field(
-        description="KV caches and saved forwards that are held, their bytes, and the most bytes of each engine"
+        description="KV caches and saved forwards now, their bytes, and the byte limit of each engine"
     )
-    limits: dict[str, int] = Field(description="bytes, counts, seconds and milliseconds, as the names say")
+    limits: dict[str, int] = Field(description="limits in bytes, counts, seconds and milliseconds, by their names")
 
 
 def router(service: Service) -> APIRouter:
