@@ -65,6 +65,8 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell
+	$(BIN)/python tests/words.py
 	$(BIN)/python docs/make_tables.py --check
 
 # The documentation as a site, in build/site; every link must lead somewhere. docs-serve shows it while pages change.
@@ -158,7 +160,7 @@ dist: $(VENV)/.dev
 	$(BIN)/python -m hatchling build -d dist
 	@ls -l dist
 
-# What is known against the versions that are pinned; PyPI's advisories must be within reach.
+# Known vulnerabilities of the pinned versions, and the page of licences. Needs access to PyPI's advisories.
 audit: $(VENV)/.dev
 	$(BIN)/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 	$(BIN)/python docs/make_licences.py --check

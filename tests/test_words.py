@@ -1,0 +1,36 @@
+"""The words of `make lint`: each rule finds its places, and leaves the others."""
+
+import pytest
+
+from tests.words import found
+
+WRONG = [
+    '"""What it holds."""',
+    "# It runs. Of these, some fail.",
+    "| Who asks | an error |",
+    "a sentence.\n# That\n# which follows",
+    "a key of one's own",
+    "for whoever reads it, such\n    # as would fail",
+]
+RIGHT = [
+    "## What is held?",
+    "It says what it holds, of which some is free.",
+    "Write `Of these` or `one's` nowhere.",
+    'Do not open a sentence with "Of", "What" or "Who".',
+    "What = Literal['requests', 'bytes']",
+    "rates: dict[What, float]",
+]
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_sentence_against_the_rules_is_found(text):
+    assert list(found(text, markdown=True))
+
+
+@pytest.mark.parametrize("text", RIGHT)
+def test_a_sentence_by_the_rules_is_not(text):
+    assert list(found(text, markdown=True)) == []
+
+
+def test_the_line_is_named():
+    assert list(found("one\n\nWhat two\n", markdown=False)) == [(3, "What two")]
