@@ -3,15 +3,20 @@
 The environment sees the packages of this one, but for Flashpoint, which comes from the wheel.
 """
 
+import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import flashpoint
 from tests.support.servers import ServerProcess
@@ -70,6 +75,31 @@ def test_both_files_have_what_is_needed_and_nothing_else(built):
     assert {"client", "contract", "kernels", "server", "pyproject.toml", "README.md", "LICENSE"} <= sources
     assert not sources & {"tests", "benchmarks", ".git"}
     assert all(file.stat().st_size < LIMIT for file in built)
+
+
+def test_the_lock_file_has_every_package_of_a_server_but_torch_in_its_tested_version_with_hashes():
+    locked = {}
+    for entry in (ROOT / "requirements.lock").read_text().replace("\\\n", "").splitlines():
+        requirement, *hashes = entry.split("--hash=")
+        assert hashes, entry
+        assert all(re.fullmatch("sha256:[0-9a-f]{64} *", each) for each in hashes)  # and no address
+        parsed = Requirement(requirement)
+        locked[canonicalize_name(parsed.name)] = parsed
+    tested = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    pins = {canonicalize_name(each.name): str(each.specifier) for each in tested}
+    here = {name: each for name, each in locked.items() if each.marker is None or each.marker.evaluate()}
+    assert {name: str(each.specifier) for name, each in here.items()}.items() <= pins.items()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = ("cli", "plot", "server", "grpc", "otel")
+    asked = [*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra])]
+    needed = {"flashpoint", "torch", "triton"}  # not in the file, and what torch needs comes with it
+    while asked:
+        each = Requirement(asked.pop())
+        name = canonicalize_name(each.name)
+        if name not in needed and (each.marker is None or each.marker.evaluate({"extra": ""})):
+            needed.add(name)
+            asked += importlib.metadata.requires(name) or ()
+    assert needed - here.keys() == {"flashpoint", "torch", "triton"}
 
 
 def test_the_wheel_serves_and_is_asked(installed, tmp_path):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import flashpoint
+from tests.support import small_models
 
 SIZES = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -66,6 +67,42 @@ def test_a_decoders_gradients_agree_with_eager(models):
         assert (served[name] - grad).abs().max() <= 1e-4 * grad.abs().max(), name
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "gemma3_with_softcap", "gpt_oss", "t5"])
+def test_answers_and_gradients_of_other_families_agree_with_eager(client, kind):
+    """Windows, softcap, sinks, and the position bias of T5 with its gradient; one row is padded."""
+    name, _, softcap = kind.partition("_with_")
+    model = getattr(small_models, name)(**({"attn_logit_softcapping": 5.0} if softcap else {})).train()
+    mask = torch.ones_like(TOKENS)
+    mask[1, 9:] = 0
+    register(client, "remote_attention_of_families")
+    found = {}
+    for attention in ("eager", "remote_attention_of_families"):
+        model.set_attn_implementation(attention)
+        model.zero_grad()
+        out = model(TOKENS, attention_mask=mask, labels=TOKENS.masked_fill(mask == 0, -100))
+        out.loss.backward()
+        kept = out.logits if name == "t5" else out.logits[mask.bool()]  # rows of padding have no meaning
+        found[attention] = kept.detach(), {each: p.grad for each, p in model.named_parameters() if p.grad is not None}
+    (own, own_grads), (served, grads) = found.values()
+    assert (served - own).abs().max() <= 1e-5 * own.abs().max()
+    assert grads.keys() == own_grads.keys()
+    assert not softcap or model.config.attn_logit_softcapping == 5.0
+    assert name != "t5" or sum("relative_attention_bias" in each and grads[each].any().item() for each in grads) == 2
+    for each, grad in own_grads.items():
+        error, largest = (grads[each] - grad).abs().max(), grad.abs().max()
+        assert error <= 1e-5, each
+        assert error <= 5e-5 * largest, each  # float32 cancels in small sums, at home as well
+
+
+@torch.no_grad()
+def test_t5_generates_the_tokens_of_eager(client):
+    register(client, "remote_attention_of_t5")
+    model = small_models.t5()
+    own = model.generate(TOKENS, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    model.set_attn_implementation("remote_attention_of_t5")
+    assert model.generate(TOKENS, max_new_tokens=6, min_new_tokens=6, do_sample=False).tolist() == own.tolist()
+
+
 def test_training_with_dropout_runs_on_the_servers_dropout(client):
     register(client, "remote_attention_with_dropout")
     model = llama("remote_attention_with_dropout", attention_dropout=0.5)
@@ -88,5 +125,5 @@ def test_what_is_not_served_is_refused(client):
     register(client)
     attention = AttentionInterface()["remote_attention"]
     q = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(flashpoint.InvalidInputError, match="position_bias"):
-        attention(torch.nn.Module(), q, q, q, None, position_bias=torch.zeros(1, 1, 2, 2))
+    with pytest.raises(flashpoint.InvalidInputError, match="cache"):
+        attention(torch.nn.Module(), q, q, q, None, cache=object())

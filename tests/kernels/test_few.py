@@ -98,6 +98,24 @@ def test_bits_are_the_same_in_pages_of_any_size_in_any_order(size: int, layout: 
         assert torch.equal(found["o"].view(expected["o"].shape), expected["o"])
 
 
+@pytest.mark.parametrize("size", [CHUNK, 2 * CHUNK])
+def test_pages_of_whole_chunks_anywhere_and_shared_have_the_bits_of_each_sequence_alone(size: int) -> None:
+    """Chunks of all sequences are read in the order of their pages: from a larger pool, with a common first one."""
+    pages = 4 * CHUNK // size
+    numbers = torch.randperm(64, generator=torch.Generator().manual_seed(0))[: 3 * pages].view(3, pages).int()
+    numbers[1:, 0] = numbers[0, 0]
+    q, k, v = normal(3, 4, 1, 16, seed=0), normal(64, 2, size, 16, seed=1), normal(64, 2, size, 16, seed=2)
+    length = 4 * CHUNK - 100
+    k[numbers[2, -1], 1, 3, 0] = torch.nan
+    found, lse = attention(q, k, v, block_table=numbers, kv_lengths=torch.full((3,), length), return_lse=True)
+    for b in range(3):
+        alone = [t[numbers[b].long()].transpose(0, 1).flatten(1, 2)[None, :, :length] for t in (k, v)]
+        expected, expected_lse = attention(q[b : b + 1], *alone, return_lse=True)
+        assert torch.equal(found[b].nan_to_num(7.0), expected[0].nan_to_num(7.0))
+        assert torch.equal(lse[b].nan_to_num(7.0), expected_lse[0].nan_to_num(7.0))
+    assert found.isnan().any(-1).sum() == 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_answers_agree_with_float64(dtype: torch.dtype) -> None:
     for q_len, kv_len, group, sinks in ((1, 3000, 4, True), (16, 1024, 4, False), (1, 600, 1, False)):

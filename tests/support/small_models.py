@@ -45,6 +45,15 @@ def gemma4(**more):
     return _made(Gemma4ForCausalLM, Gemma4TextConfig(**SIZES | ALTERNATING | own | more))
 
 
+def t5(**more):
+    """An encoder and a decoder whose layers add a learned bias of the distance to the scores."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    rest = {"pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 0, "dropout_rate": 0.0}
+    return _made(T5ForConditionalGeneration, T5Config(**sizes | rest | more))
+
+
 MODELS = {made.__name__: made for made in (llama, gemma3, gpt_oss, gemma4)}
 
 

@@ -46,8 +46,16 @@ class FewQueries:
         whole, rest = divmod(keys.length, CHUNK)
         o: Tensor | None = None
         if whole:
-            every = rows.expand(whole, -1, -1, -1) if sequences == 1 else rows.repeat_interleave(whole, 0)
-            o, lse, clean = self._solve(every, keys.whole())
+            order, runs = keys.whole()
+            if order is not None:
+                every = rows[torch.tensor(order) // whole]
+            else:
+                every = rows.expand(whole, -1, -1, -1) if sequences == 1 else rows.repeat_interleave(whole, 0)
+            o, lse, clean = self._solve(every, runs)
+            if order is not None:
+                places = torch.empty(len(order), dtype=torch.int64)
+                places[order] = torch.arange(len(order))
+                o, lse = o[places], lse[places]
             o, lse = o.view(sequences, whole, *o.shape[1:]), lse.reshape(sequences, whole, *lse.shape[1:])
         if rest:
             with exactly(1):
@@ -99,8 +107,9 @@ class Lying(NamedTuple):
     def length(self) -> int:
         return self.k.shape[2]
 
-    def whole(self) -> Iterator[Run]:
-        return self._runs(0, self.length // CHUNK, CHUNK)
+    def whole(self) -> tuple[None, Iterator[Run]]:
+        """Return the runs of whole chunks, sequence by sequence."""
+        return None, self._runs(0, self.length // CHUNK, CHUNK)
 
     def rest(self) -> Iterator[Run]:
         rest = self.length % CHUNK
@@ -135,33 +144,60 @@ class Paged(NamedTuple):
     def sequences(self) -> int:
         return len(self.numbers)
 
-    def whole(self) -> Iterator[Run]:
-        starts = range(0, self.length - CHUNK + 1, CHUNK)
-        return self._runs(((numbers, start) for numbers in self.numbers for start in starts), CHUNK)
+    def whole(self) -> tuple[list[int] | None, Iterator[Run]]:
+        """Return the runs of whole chunks, and which chunk each is; None for the order of the sequences.
+
+        Chunks of any sequences that are views come in the order of their pages, so that one run has as many as can be.
+        """
+        places = self._places(range(0, self.length - CHUNK + 1, CHUNK), CHUNK)
+        if not all(place.lies for place in places):
+            return None, self._runs(places)
+        order = sorted(range(len(places)), key=places.__getitem__)
+        return order, self._runs([places[n] for n in order])
 
     def rest(self) -> Iterator[Run]:
+        """Return the runs of each sequence's last chunk."""
         rest = self.length % CHUNK
-        return self._runs(((numbers, self.length - rest) for numbers in self.numbers), rest)
+        return self._runs(self._places([self.length - rest], rest))
 
-    def _runs(self, chunks: Iterable[tuple[list[int], int]], count: int) -> Iterator[Run]:
-        """Yield the chunks of `count` keys from these places on; those that are views, at equal steps, together."""
-        size, rooms = self.k.shape[2], None
+    def _places(self, starts: Sequence[int], count: int) -> list[_Place]:
+        """Return where `count` keys of each sequence from each of `starts` on are."""
+        size = self.k.shape[2]
         in_place = _in_place(self.k) and _in_place(self.v)
         as_one = all(t.stride(0) == size * t.stride(2) for t in (self.k, self.v))  # pages in a row
+        places = []
+        for numbers in self.numbers:
+            for start in starts:
+                first, inside = divmod(start, size)
+                own = numbers[first : -(-(start + count) // size)]
+                lies = in_place and (len(own) == 1 or (as_one and _is_row(own)))
+                places.append(_Place(own[0], inside, count, lies, own))
+        return places
+
+    def _runs(self, places: Iterable[_Place]) -> Iterator[Run]:
+        """Yield the chunks of keys at these places; those that are views, at equal steps, together."""
+        rooms: tuple[_Room, _Room] | None = None
         views: _Views | None = None
-        for all_numbers, start in chunks:
-            first, inside = divmod(start, size)
-            numbers = all_numbers[first : -(-(start + count) // size)]
-            lies = in_place and (len(numbers) == 1 or (as_one and _is_row(numbers)))
-            longer = views.longer(numbers[0], inside) if lies and views is not None else None
+        for place in places:
+            longer = views.longer(place) if place.lies and views is not None else None
             if views is not None and longer is None:
                 yield views.of(self.k), views.of(self.v)
-            views = longer or (_Views(numbers[0], inside, count) if lies else None)
-            if not lies:
+            views = longer or (_Views(place.page, place.inside, place.length) if place.lies else None)
+            if not place.lies:
                 rooms = rooms or (_Room(self.k), _Room(self.v))
-                yield rooms[0].together(numbers, inside, count), rooms[1].together(numbers, inside, count)
+                yield rooms[0].together(place), rooms[1].together(place)
         if views is not None:
             yield views.of(self.k), views.of(self.v)
+
+
+class _Place(NamedTuple):
+    """`length` keys from `inside` of `page` on, the first of `numbers`; `lies`: they are a view."""
+
+    page: int
+    inside: int
+    length: int
+    lies: bool
+    numbers: Sequence[int]
 
 
 class _Views(NamedTuple):
@@ -173,10 +209,10 @@ class _Views(NamedTuple):
     chunks: int = 1
     step: tuple[int, int] = (0, 0)
 
-    def longer(self, page: int, place: int) -> _Views | None:
+    def longer(self, next: _Place) -> _Views | None:
         """Return these and one more, or None where it does not lie as far from the last as each from the one before."""
         done = self.chunks - 1
-        step = page - self.page - done * self.step[0], place - self.place - done * self.step[1]
+        step = next.page - self.page - done * self.step[0], next.inside - self.place - done * self.step[1]
         if min(step) < 0 or (done and step != self.step):
             return None
         return self._replace(chunks=self.chunks + 1, step=step)
@@ -197,9 +233,9 @@ class _Room:
         self._rows = _Rows.of(t)
         self._held: dict[int, Tensor] = {}
 
-    def together(self, numbers: Sequence[int], inside: int, count: int) -> Tensor:
-        """Return a copy (1, H, count, D) of keys of the pages that `numbers` name, from one of the first page on."""
-        t = self._pages
+    def together(self, place: _Place) -> Tensor:
+        """Return a copy (1, H, count, D) of the keys there."""
+        t, (_, inside, count, _, numbers) = self._pages, place
         _, heads, size, dim = t.shape
         if (held := self._held.get(len(numbers))) is None:
             held = self._held[len(numbers)] = t.new_empty(heads, len(numbers), size, dim)

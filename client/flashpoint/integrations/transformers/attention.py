@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from flashpoint._client import Client
 from flashpoint.errors import invalid
 from flashpoint.integrations.transformers.held import HeldTensor
-from flashpoint.integrations.transformers.masks import held_mask
+from flashpoint.integrations.transformers.masks import biased_mask, held_mask
 from flashpoint.torch import attention as remote
 
 NAME = "remote_attention"
@@ -38,17 +38,21 @@ def register(client: Client, name: str = NAME) -> None:
         cache: object = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """query (B,Hq,Sq,D), key and value (B,Hk,Sk,D), mask (B,1,Sq,Sk) or None → o (B,Sq,Hq,D), no weights.
+        """Return o (B,Sq,Hq,D) for query (B,Hq,Sq,D), key and value (B,Hk,Sk,D); and None in place of the weights.
 
-        Heads may be grouped. Dropout is the server's, of a seed that it picks. Without a mask, `is_causal` is the
+        attention_mask: (B,1,Sq,Sk), bool or float. position_bias: (B|1,Hq,Sq,Sk), added to the scores (T5); it gets
+        its gradient. Heads may be grouped. The server picks the seed of dropout. Without a mask, `is_causal` is the
         upper-left triangle, as in torch's SDPA, except for a single query. Over a `RemoteCache`, key and value stand
         for all tokens that it holds, and `client` is the cache's.
         """
-        for what, given in (("position_bias", position_bias), ("cache", cache)):
-            if given is not None:
-                raise invalid(what, "is not served: the model needs another attn_implementation")
+        if cache is not None:
+            raise invalid("cache", "is not served: the model needs another attn_implementation")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if isinstance(key, HeldTensor):
+            if position_bias is not None:
+                raise invalid(
+                    "position_bias", "is not served over a RemoteCache: generate with transformers' own cache"
+                )
             o = key.update.attention(
                 query, attention_mask, bool(causal), sliding_window,
                 scale=scaling, dropout_p=dropout, softcap=softcap or 0.0, sinks=s_aux,
@@ -59,7 +63,7 @@ def register(client: Client, name: str = NAME) -> None:
             key,
             value,
             client=client,
-            attn_mask=attention_mask,
+            attn_mask=biased_mask(attention_mask, position_bias),
             causal=bool(causal and attention_mask is None and query.shape[2] > 1),
             causal_alignment="top_left",
             scale=scaling,

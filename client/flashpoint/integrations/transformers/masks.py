@@ -101,6 +101,18 @@ def held_mask(
     return mask
 
 
+def biased_mask(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """Return `bias` (B|1,H,Sq,Sk) with `mask` (B,1,Sq,Sk), bool or float, as one float mask; `mask` without a bias.
+
+    Layers of T5 without a bias of their own pass zeros: these are not sent.
+    """
+    if bias is None or not (bias.requires_grad or bias.any()):
+        return mask
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
 def packed_mask(mask: Tensor, columns: Tensor | None, rows: Tensor | None) -> Tensor:
     """Return a mask (B|1,H|1,Sq,Sk) with the `columns` (B, n) and `rows` (B, m) of tokens that are held."""
     mask = _whole(mask)
