@@ -149,21 +149,27 @@ class Backward(Common, total=False):
 
 
 class OfSaved(Backward, total=False):
-    """Keywords of `attention_grad`: `Backward`, and the id of a saved forward, beside which most others are refused."""
+    """Keywords of `attention_grad`: `Backward`, and `saved`, beside which most others are refused.
 
-    saved: str | None
+    `saved`: the result of `attention` with `save`, or its id.
+    """
+
+    saved: SavedAttention | str | None
 
 
 @dataclass(frozen=True)
 class SavedAttention:
-    """The answer of `attention` with `save`: `o`, `lse` with `return_lse`, and `saved`, the forward's id at the server.
+    """The answer of `attention` with `save`, which `attention_grad` takes as `saved`.
 
-    `saved` is None where the server had no memory to save it: then send all tensors to `attention_grad`.
+    `o` (B,Hq,Sq,Dv), and `lse` (B,Hq,Sq) with `return_lse`, else None. `saved` is the forward's id at the server; None
+    where the server had no memory to save it: then send all tensors to `attention_grad`. `replica` is the value of
+    X-Flashpoint-Replica that leads a balancer to that server.
     """
 
     o: Any
     lse: Any
     saved: str | None
+    replica: str = ""
 
 
 @dataclass(frozen=True)
@@ -232,14 +238,14 @@ def forward(q: Array, k: Array | None, v: Array | None, keywords: Mapping[str, A
 
 def _saving(keywords: Mapping[str, Any]) -> Call:
     """The call for a SavedAttention. Where the server has no memory for it, the forward runs unsaved."""
-    with_meta = bool(keywords.get("with_meta"))
+    with_meta, affinity = bool(keywords.get("with_meta")), Affinity()
     options: dict[str, Any] = {"return_lse": False, **keywords, "with_meta": True}
 
     def made(call: Call) -> Call:
         def read(answer: Answer) -> Any:
             found, meta = call.read(answer)
             o, lse = found if isinstance(found, tuple) else (found, None)
-            result = SavedAttention(o, lse, meta.saved)
+            result = SavedAttention(o, lse, meta.saved, affinity.replica)
             return (result, meta) if with_meta else result
 
         return replace(call, read=read)
@@ -247,7 +253,8 @@ def _saving(keywords: Mapping[str, Any]) -> Call:
     def instead(error: FlashpointError) -> Call | None:
         return made(_call("/attention", dict(options))) if error.code in _NO_MEMORY else None
 
-    return replace(made(_call("/attention", dict(options), {"save": True})), instead=instead)
+    call = made(_call("/attention", dict(options), {"save": True}))
+    return replace(call, affinity=affinity, instead=instead)
 
 
 def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]) -> Call:
@@ -285,17 +292,26 @@ def backward(do: Array, q: Array | None, k: Array | None, v: Array | None, keywo
     """The call for the gradients that `grads` names, in its order. Raises InvalidInputError."""
     _refuse(keywords, _FORWARD_ONLY | {"save"})
     rest = dict(keywords)
-    saved = rest.pop("saved", None)
+    saved, affinity = named(rest.pop("saved", None))
     given = {"do": do, "q": q, "k": k, "v": v, **rest}
     if saved is None:
         return _call("/attention/grad", given)
-    if not isinstance(saved, str):
-        raise invalid("saved", "must be the id of a saved forward")
     others = {name: value for name, value in given.items() if value is not None and name not in _OF_CALLS}
     if refused := refused_beside((), others):
         raise all_invalid(refused)
     options = {name: _plain(given[name]) for name in TAKEN_BESIDE[1] if name in given}  # also one that is a default
-    return _call("/attention/grad", given, {**options, "saved": saved}, needed=("do",))
+    return replace(_call("/attention/grad", given, {**options, "saved": saved}, needed=("do",)), affinity=affinity)
+
+
+def named(saved: SavedAttention | str | None) -> tuple[str | None, Affinity]:
+    """Return the id of a saved forward, and what leads to it. Raises InvalidInputError."""
+    if isinstance(saved, SavedAttention):
+        if saved.saved is None:
+            raise invalid("saved", "the server had no memory to save this forward: send all tensors")
+        return saved.saved, Affinity(saved.replica)
+    if not isinstance(saved, str | None):
+        raise invalid("saved", "must be the result of attention with save=True, or the id of a saved forward")
+    return saved, Affinity()
 
 
 def lookup(path: str) -> Call:

@@ -16,7 +16,7 @@ import httpx
 from flashpoint import _caches, _calls, _proof, _saved
 from flashpoint._arrays import Array
 from flashpoint._caches import AsyncCache, Cache, CacheSizes
-from flashpoint._calls import DEFAULT, Call, OfSaved, OverCaches
+from flashpoint._calls import DEFAULT, Call, OfSaved, OverCaches, SavedAttention
 from flashpoint._http.exchange import Exchange
 from flashpoint._http.listening import Listening
 from flashpoint._http.transport import ASYNC, AsyncTransport, Transport, is_direct
@@ -147,13 +147,13 @@ class Client(_Settings[httpx.Client]):
         """The gradients of `attention`, given do, that of its o: (dq, dk, dv), or what `grads` names, in its order.
 
         With the forward's `o` and `lse` the server does not run it again. With dropout, `dropout_seed` must be the
-        forward's. With `saved`, the id of a forward that the server has saved, do is sent alone, with `dlse`, `grads`,
+        forward's. With `saved`, a forward that the server has saved, do is sent alone, with `dlse`, `grads`,
         `deterministic` and `backend` where they are given. Keywords: `OfSaved`.
         """
         return self._call(_calls.backward(do, q, k, v, keywords))
 
-    def delete_saved(self, saved: str) -> None:
-        """Free a saved forward. Nothing, where it is gone already."""
+    def delete_saved(self, saved: SavedAttention | str) -> None:
+        """Free a saved forward, given as the result of `attention` or its id. Do nothing where it is gone already."""
         with suppress(CacheError):
             self._call(_saved.delete(saved))
 
@@ -327,7 +327,7 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
         """See `Client.attention_grad`."""
         return await self._call(_calls.backward(do, q, k, v, keywords))
 
-    async def delete_saved(self, saved: str) -> None:
+    async def delete_saved(self, saved: SavedAttention | str) -> None:
         """See `Client.delete_saved`."""
         with suppress(CacheError):
             await self._call(_saved.delete(saved))

@@ -8,7 +8,7 @@ import queue
 import threading
 from typing import Any, Protocol
 
-from flashpoint._calls import DEFAULT, Call
+from flashpoint._calls import DEFAULT, Call, SavedAttention, named
 
 LONGEST = 10.0  # seconds that a lease's end may take; the forward's time to live ends it else
 
@@ -17,33 +17,36 @@ class _Client(Protocol):
     def _call(self, call: Call, /) -> Any: ...
 
 
-def delete(saved: str, timeout: Any = DEFAULT) -> Call:
-    """The call that frees a saved forward."""
-    return Call("DELETE", f"/saved/{saved}", "", {}, (), timeout, lambda _: None, success=204)
+def delete(saved: SavedAttention | str, timeout: Any = DEFAULT) -> Call:
+    """Return the call that frees a saved forward. Raises InvalidInputError."""
+    id_, affinity = named(saved)
+    return Call("DELETE", f"/saved/{id_}", "", {}, (), timeout, lambda _: None, success=204, affinity=affinity)
 
 
 class Lease:
     """A saved forward that is freed when the lease is dropped, or released. Neither waits, nor raises."""
 
-    __slots__ = ("_client", "_process", "id")
+    __slots__ = ("_client", "_process", "saved")
 
-    def __init__(self, client: _Client, id: str) -> None:
+    def __init__(self, client: _Client, saved: SavedAttention | str) -> None:
         self._client = client
         self._process = os.getpid()
-        self.id: str | None = id
+        self.saved: SavedAttention | str | None = saved
         _start()  # here: a destructor, which may run anywhere, cannot start a thread
 
     def release(self) -> None:
         """Have the forward freed, by a thread of its own. A forked process leaves that to its parent."""
-        if (id_ := self.id) is not None and self._process == os.getpid():
-            self.id = None
-            _ended.put((self._client, id_))
+        if (saved := self.saved) is not None and self._process == os.getpid():
+            self.saved = None
+            _ended.put((self._client, saved))
 
     def __del__(self) -> None:
         self.release()
 
 
-_ended: queue.SimpleQueue[tuple[_Client, str]] = queue.SimpleQueue()  # whose `put` a destructor may call
+_ended: queue.SimpleQueue[tuple[_Client, SavedAttention | str]] = (
+    queue.SimpleQueue()
+)  # whose `put` a destructor may call
 _thread: threading.Thread | None = None
 
 
@@ -57,7 +60,7 @@ def _start() -> None:
 
 def _free() -> None:
     while True:
-        client, id_ = _ended.get()
+        client, saved = _ended.get()
         with contextlib.suppress(Exception):  # its time to live frees it
-            client._call(delete(id_, LONGEST))
-        del client
+            client._call(delete(saved, LONGEST))
+        del client, saved

@@ -11,6 +11,7 @@ of clients, all their servers share each of the two (`flashpoint.sharded`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -94,7 +95,7 @@ class _RemoteAttention(torch.autograd.Function):
         lease = None
         if isinstance(found, SavedAttention):
             assert isinstance(client, Client)
-            lease = None if found.saved is None else Lease(client, found.saved)
+            lease = None if found.saved is None else Lease(client, replace(found, o=None, lse=None))
             found = found.o, found.lse
         o, lse = found
         ctx.set_materialize_grads(False)
@@ -124,11 +125,11 @@ class _RemoteAttention(torch.autograd.Function):
 def _of_saved(ctx: Any, asked: dict[str, Any]) -> tuple[Tensor, ...] | None:
     """The gradients of the forward that the server has saved; None where there is none."""
     lease: Lease | None = ctx.lease
-    if lease is None or lease.id is None:
+    if lease is None or lease.saved is None:
         return None
     sending = {name: value for name, value in ctx.keywords.items() if name in Sending.__annotations__}
     try:
-        found: tuple[Tensor, ...] = ctx.client.attention_grad(**asked, saved=lease.id, **sending)
+        found: tuple[Tensor, ...] = ctx.client.attention_grad(**asked, saved=lease.saved, **sending)
     except CacheError:  # it has expired, or its engine has restarted
         ctx.lease = None
         return None

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flashpoint
+import flashpoint.torch
 from tests.support.balancer import balancer, by_hash, by_name, haproxy, installed, nginx
 from tests.support.messages import JSON, ask, message, normal, post, problem
 
@@ -55,6 +56,10 @@ def kv(count, seed):
 
 def held(server):
     return {cache["id"] for cache in ask(server, "/caches").json["caches"]}
+
+
+def saved(server):
+    return {forward["id"] for forward in ask(server, "/saved").json["saved"]}
 
 
 def every_call(server, one):
@@ -111,6 +116,57 @@ def test_a_replica_names_the_one_that_holds_a_saved_forward(replicas):
     answer = post(replicas["a"], "/attention/grad", do)
     assert (answer.status, answer.headers[NAME]) == (200, "a")
     assert ask(replicas["a"], f"/saved/{one}", "DELETE").status == 204
+
+
+@pytest.mark.parametrize("name", ["", "a", "b"])
+def test_the_sdk_reaches_the_replica_that_holds_a_saved_forward(replicas, name):
+    """With what the forward was answered, or with its id alone; also where the client has a name of its own to send."""
+    q, k, v = (normal(1, 2, 7, 16, seed=seed).numpy() for seed in range(3))
+    with client(replicas["a"]) as direct:
+        expected = direct.attention_grad(q, q, k, v)
+    asked = []
+
+    def choose(sent):
+        asked.append(sent)
+        return choose_by_name(sent)
+
+    choose_by_name = by_name(replicas)
+    with balancer(choose) as balanced, client(balanced, replica=name) as through, client(balanced) as other:
+        for _ in range(4):
+            forward = through.attention(q, k, v, save=True)
+            asked.clear()
+            assert all(map(np.array_equal, through.attention_grad(q, saved=forward), expected))
+            assert asked == [forward.replica]
+            assert all(map(np.array_equal, through.attention_grad(q, saved=forward.saved), expected))
+            assert all(map(np.array_equal, other.attention_grad(q, saved=forward.saved), expected))
+            (other if name else through).delete_saved(forward.saved)
+            asked.clear()
+            through.delete_saved(forward)  # it is gone
+            assert asked == [forward.replica]
+        inputs = [torch.from_numpy(t).requires_grad_() for t in (q, k, v)]
+        o = flashpoint.torch.attention(*inputs, client=through, save=True)
+        found = torch.autograd.grad(o, inputs, torch.from_numpy(q))
+        assert all(map(np.array_equal, found, expected))
+
+        async def twin():
+            async with flashpoint.AsyncClient(balanced.url, timeout=240, replica=name) as client:
+                forward = await client.attention(q, k, v, save=True)
+                found = await client.attention_grad(q, saved=forward.saved)
+                await client.delete_saved(forward.saved)
+                return found
+
+        assert all(map(np.array_equal, asyncio.run(twin()), expected))
+    assert not saved(replicas["a"]) | saved(replicas["b"])
+
+
+def test_a_balancer_that_does_not_lead_to_a_saved_forward_is_told_of(replicas):
+    q = normal(1, 2, 7, 16).numpy()
+    with balancer(lambda _: replicas["b"]) as stubborn, client(replicas["a"]) as one, client(stubborn) as through:
+        forward = one.attention(q, q, q, save=True)
+        with pytest.raises(flashpoint.CacheError, match="X-Flashpoint-Replica: a") as error:
+            through.attention_grad(q, saved=forward)
+        assert (error.value.status, error.value.code) == (421, "cache_elsewhere")
+        one.delete_saved(forward)
 
 
 def test_without_a_common_secret_an_id_is_unknown_elsewhere(replicas, server):
