@@ -17,10 +17,12 @@ TILES, N = 3, 16
 
 
 @gl.jit
-def bring(x, rows, full, free, MISTAKE: tl.constexpr):
+def bring(source, x, rows, full, free, MISTAKE: tl.constexpr):
     """Tiles of x one after the other into one tile of shared memory."""
     for n in range(3):
-        if n > 0 and MISTAKE != "overwrites":
+        if MISTAKE == "changes the descriptor":
+            rows = tma.make_tensor_descriptor(source, [3 * 16, 16], [16, 1], [16, 16], None)
+        if n > 0 and MISTAKE != "overwrites" and MISTAKE != "changes the descriptor":
             mbarrier.wait(free.index(0), (n - 1) & 1)
         mbarrier.expect(full.index(0), 16 * 16 * 4 + (4 if MISTAKE == "expects more" else 0))
         tma.async_load(rows, [n * 16, 0], full.index(0), x)
@@ -53,7 +55,9 @@ def sums(source, out, MISTAKE: tl.constexpr):
     free = gl.allocate_shared_memory(tl.int64, [1, 1], None)
     mbarrier.init(full.index(0), count=1)
     mbarrier.init(free.index(0), count=1)
-    gl.warp_specialize([(add_up, (out, x, full, free, MISTAKE)), (bring, (x, rows, full, free, MISTAKE))], [1], [24])
+    gl.warp_specialize(
+        [(add_up, (out, x, full, free, MISTAKE)), (bring, (source, x, rows, full, free, MISTAKE))], [1], [24]
+    )
 
 
 def run(mistake: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,6 +82,11 @@ def test_a_tile_that_is_read_or_freed_too_early_gives_a_wrong_answer(mistake: st
 def test_a_product_that_is_used_before_it_is_waited_for_is_an_error() -> None:
     with pytest.raises(triton.runtime.errors.InterpreterError, match="a product is used that was not waited for"):
         run("does not wait")
+
+
+def test_a_descriptor_that_is_made_while_a_copy_is_under_way_is_an_error() -> None:
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="a descriptor is made while a copy is under way"):
+        run("changes the descriptor")
 
 
 @pytest.mark.parametrize("mistake", ["overwrites", "arrives twice", "expects more"])

@@ -1,6 +1,7 @@
 """The Hopper path (descriptors, roles for warps) gives the answers of the general one; which problems take it."""
 
 import sys
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -104,11 +105,37 @@ def test_more_programs_than_a_launch_has_descriptors_for_take_several(monkeypatc
     alone = Problem.create(tensors, options, "backward")
     run([alone], "triton")
     monkeypatch.setattr(launch, "PROGRAMS_OF_HOPPER", 2)
-    assert len(kernels(tensors, options)) > 1
     assert len(backward_kernels(tensors, options)) > 3
     cut = Problem.create(tensors, options, "backward")
     run([cut], "triton")
     assert all(torch.equal(cut.outputs[name], t) for name, t in alone.outputs.items())
+
+
+@pytest.mark.usefixtures("_asked")
+@pytest.mark.parametrize("multiprocessors", [1, 2, 1000])
+def test_bits_do_not_depend_on_how_many_programs_share_out_the_blocks(
+    multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that see no key lie between others; with 1,000 multiprocessors each block has a program of its own."""
+    g = torch.Generator().manual_seed(5)
+
+    def problem(heads: int, q_len: int, kv_len: int) -> Problem:
+        lengths = {"q": q_len, "k": kv_len, "v": kv_len}
+        tensors = {name: torch.randn((1, heads, n, 16), generator=g).half().to(DEVICE) for name, n in lengths.items()}
+        return Problem.create(tensors, Options(causal=True, return_lse=True))
+
+    problems = [problem(1, 150, 70), problem(3, 70, 130), problem(2, 40, 0)]
+    run(problems, "triton")
+    expected = [{name: t.clone() for name, t in each.outputs.items()} for each in problems]
+    monkeypatch.setattr(config, "stand_in", replace(config.stand_in, multiprocessors=multiprocessors))
+    blocks = sum(call.programs for call in forward_calls(problems))
+    assert blocks == multiprocessors if multiprocessors < 1000 else 3 < blocks < 1000
+    for each in problems:
+        for t in each.outputs.values():
+            t.fill_(float("nan"))
+    run(problems, "triton")
+    for each, answer in zip(problems, expected, strict=True):
+        assert all(torch.equal(each.outputs[name], t) for name, t in answer.items())
 
 
 @pytest.mark.usefixtures("_asked")

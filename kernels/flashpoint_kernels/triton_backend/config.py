@@ -28,10 +28,14 @@ _INTERPRETER = Config(Tile(64, 32), Tile(32, 64), Tile(64, 32), Tile(32, 32), sp
 
 @dataclass(frozen=True)
 class Chip:
-    """The properties that decide a device's tiles: compute capability (90 for sm_90), KiB of shared memory."""
+    """The figures of a device that decide its tiles: compute capability (90 for sm_90), KiB of shared memory a program.
+
+    A launch of a persistent kernel has one program for each of its multiprocessors.
+    """
 
     arch: int
     shared_kib: int
+    multiprocessors: int = 1
 
 
 def padded(dim: int) -> int:
@@ -133,8 +137,8 @@ def chip_of(device: torch.device) -> Chip:
 def _chip_of(device: torch.device) -> Chip:
     index = torch.cuda.current_device() if device.index is None else device.index
     shared = int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
-    major, minor = torch.cuda.get_device_capability(index)
-    return Chip(major * 10 + minor, shared // 1024)
+    properties = torch.cuda.get_device_properties(index)
+    return Chip(properties.major * 10 + properties.minor, shared // 1024, properties.multi_processor_count)
 
 
 def config_for(device: torch.device, *problem: Any) -> Config:

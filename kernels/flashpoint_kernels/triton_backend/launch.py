@@ -21,6 +21,7 @@ from flashpoint_kernels.triton_backend.backward import attention_backward_kv, at
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
 from flashpoint_kernels.triton_backend.calls import Call, start_compiling
 from flashpoint_kernels.triton_backend.config import (
+    chip_of,
     config_for,
     exact,
     hopper_tiles,
@@ -154,12 +155,16 @@ class Launch:
 
     def call(
         self, kernel: Any, items: np.ndarray, heads: int, tile: Tile, args: Callable[[Tensor], tuple[Any, ...]],
-        *names: str, **constants: Any,
+        *names: str, most: int | None = None, **constants: Any,
     ) -> Call:  # fmt: skip
-        """One program an item and head; `args` are made from the items on the device; `names` are of `shared`."""
+        """One program an item and head, or `most`; `args` are made from the items on the device.
+
+        `names` are of `shared`.
+        """
         chosen = Constants(**{name: getattr(self.shared, name) for name in names}, **constants)
         number = self.upload.add(items)
-        return Call(kernel, len(items) * heads, tile, self.device, lambda: args(self.items(number)), chosen)
+        programs = min(len(items) * heads, len(items) * heads if most is None else most)
+        return Call(kernel, programs, tile, self.device, lambda: args(self.items(number)), chosen)
 
 
 _OF_HOPPER = ("LEVEL", "DTYPE", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
@@ -239,8 +244,7 @@ def forward_calls(problems: Sequence[Problem], tiles: Config | None = None) -> I
     """Yield the calls of `forward`, in order. benchmarks/gpu.py tries `tiles` that are not in the device's table."""
     for launch in _launches(problems, [{} for _ in problems], tiles):
         if launch.hopper:
-            items = work_list(launch.shapes, forward_parts, Cut(launch.config, 0))
-            yield from _calls_hopper(launch, "forward", items, launch.heads)
+            yield _forward_hopper(launch)
         else:
             yield from _forward_blocks(launch, 0)
         for rows in launch.config.packed_rows:
@@ -285,13 +289,27 @@ def _listed(
     return made.items, made.memory
 
 
-def _calls_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -> Iterator[Call]:
-    """A kernel of the folder hopper/, by its name in `Config`: PROGRAMS_OF_HOPPER a launch at most."""
+def _forward_hopper(launch: Launch) -> Call:
+    """The forward of the folder hopper/: its programs, one for each multiprocessor, share out the blocks of queries."""
     # Not before it is asked for: see hopper/.
-    from flashpoint_kernels.triton_backend.hopper import backward, forward
+    from flashpoint_kernels.triton_backend.hopper.forward import attention_forward_hopper
+
+    tile = launch.config.forward
+    items = work_list(launch.shapes, forward_parts, Cut(launch.config, 0))
+    blocks = len(items) * launch.heads
+    return launch.call(
+        attention_forward_hopper, items, launch.heads, tile,
+        lambda items: (launch.table, launch.floats, items, launch.heads, *launch.dims, blocks),
+        *_OF_HOPPER, most=chip_of(launch.device).multiprocessors,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.num_stages,
+    )  # fmt: skip
+
+
+def _gradient_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -> Iterator[Call]:
+    """A gradient of the folder hopper/, by its name in `Config`: PROGRAMS_OF_HOPPER a launch at most."""
+    from flashpoint_kernels.triton_backend.hopper import backward
 
     kernels = {
-        "forward": forward.attention_forward_hopper,
         "backward_kv": backward.attention_backward_kv_hopper,
         "backward_q": backward.attention_backward_q_hopper,
     }
@@ -344,14 +362,14 @@ def _backward_of(launch: Launch) -> Iterator[Call]:
     tile = launch.config.backward_kv
     items = _asked(launch, work_list(launch.shapes, key_parts, tile), "dk", "dv")
     if "backward_kv" in of_hopper:
-        yield from _calls_hopper(launch, "backward_kv", items, launch.kv_heads)
+        yield from _gradient_hopper(launch, "backward_kv", items, launch.kv_heads)
     else:
         make = partial(lists.of_keys, launch, items, tile)
         yield from products(attention_backward_kv, items, launch.kv_heads, tile, make)
     for rows in (0, *launch.config.packed_rows):
         items = _asked(launch, work_list(launch.shapes, gradient_parts, Cut(launch.config, rows)), "dq")
         if "backward_q" in of_hopper and not rows:
-            yield from _calls_hopper(launch, "backward_q", items, launch.heads)
+            yield from _gradient_hopper(launch, "backward_q", items, launch.heads)
         else:
             heads, tile = launch.kv_heads if rows else launch.heads, launch.config.backward_q_of(rows)
             make = partial(lists.of_queries, launch, items, tile, rows > 0)

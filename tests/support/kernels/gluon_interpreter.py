@@ -32,7 +32,7 @@ _Role = tuple[Callable[..., None], tuple[Any, ...]]
 def install() -> None:
     """Have the kernels for Hopper run here: with FLASHPOINT_HOPPER=1, on every device. Before they are imported."""
     sys.modules["flashpoint_kernels.triton_backend.hopper.gluon"] = sys.modules[__name__]
-    config.stand_in = config.Chip(90, SHARED_KIB[90])
+    config.stand_in = config.Chip(90, SHARED_KIB[90], multiprocessors=3)  # fewer than a launch has blocks
 
 
 def jit(do_not_specialize: Any = None) -> Any:
@@ -90,6 +90,7 @@ class _Stage:
         self.waiting: list[Callable[[], bool]] = []  # for what
         self.gave_way: list[object] = []  # in this order they go on
         self.raised: list[BaseException] = []
+        self.copies = 0  # under way
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
         self.waiting.append(ready)
@@ -286,12 +287,19 @@ class _TMA:
     def make_tensor_descriptor(
         base: Any, shape: Sequence[Any], strides: Sequence[Any], block: Sequence[Any], _layout: object
     ) -> _Descriptor:
+        # In a loop a descriptor takes the memory of the one before it, which a copy may still read.
+        if _part.stage.copies:
+            raise RuntimeError("a descriptor is made while a copy is under way")
         return _Descriptor(base, shape, strides, block)
 
     @staticmethod
     def async_load(rows: _Descriptor, at: Sequence[Any], shared: _Shared, tile: _Shared) -> None:
+        stage = _part.stage
+        stage.copies += 1
+
         def come() -> int:
             tile.data[...] = rows.load(at)
+            stage.copies -= 1
             return rows.block_type.nbytes
 
         assert list(tile.data.shape) == rows.block_type.shape

@@ -18,7 +18,9 @@ from flashpoint_kernels.triton_backend.hopper.pipeline import (
     carried,
     descriptor,
     find_queries,
+    first_key,
     group_descriptor,
+    group_stages,
     load_keys,
     load_tile,
     operand,
@@ -60,14 +62,15 @@ class QueryRows(NamedTuple):
 @jit(do_not_specialize=["heads", "head_dim", "value_dim"])
 def attention_backward_q_hopper(table, floats, items, heads, head_dim, value_dim, C: tl.constexpr):
     """dq of a block of queries of one head, as `attention_backward_q` gives it."""
-    seq, work = find_queries(table, floats, items, heads, ITEM, C)
+    seq, work = find_queries(table, floats, items, heads, gl.program_id(0), 0, ITEM, C)
     t, head, band = seq.row, seq.head, seq.band
     kv_head = head // gl.load(t + col.GROUP).to(gl.int32)
     q_rows = descriptor(t, col.Q, head, band.q_len, head_dim, C.BLOCK_M, C.BLOCK_D, C)
     do_rows = descriptor(t, col.DO, head, band.q_len, value_dim, C.BLOCK_M, C.BLOCK_DV, C)
     k_rows = descriptor(t, col.K, kv_head, band.kv_len, head_dim, C.BLOCK_N, C.BLOCK_D, C)
     v_rows = descriptor(t, col.V, kv_head, band.kv_len, value_dim, C.BLOCK_N, C.BLOCK_DV, C)
-    q, do, k, v = stages(q_rows, 1, C), stages(do_rows, 1, C), stages(k_rows, C.STAGES, C), stages(v_rows, C.STAGES, C)
+    q, do = stages(1, C.BLOCK_M, C.BLOCK_D, C), stages(1, C.BLOCK_M, C.BLOCK_DV, C)
+    k, v = stages(C.STAGES, C.BLOCK_N, C.BLOCK_D, C), stages(C.STAGES, C.BLOCK_N, C.BLOCK_DV, C)
     q_full, k_full, v_full = barriers(1, 1), barriers(C.STAGES, 1), barriers(C.STAGES, 1)
     k_empty, v_empty = barriers(C.STAGES, 2), barriers(C.STAGES, 2)
     pipes = QueryPipes(
@@ -92,7 +95,7 @@ def attention_backward_q_hopper(table, floats, items, heads, head_dim, value_dim
 @jit
 def query_producer(pipes, work, descriptors, C: tl.constexpr):
     """The loading warp of dQ: q and do, then values, which are done with first, and keys tile by tile."""
-    if work.count > 0:
+    if work.end > 0:
         full = pipes.q.full.index(0)
         mbarrier.expect(full, descriptors.q.block_type.nbytes + descriptors.do.block_type.nbytes)
         tma_load(descriptors.q, [work.i0, 0], full, pipes.q.tiles.index(0))
@@ -111,21 +114,21 @@ def query_consumer(pipes, work, seq, head_dim, HALF: tl.constexpr, C: tl.constex
     i0 = work.i0 + HALF * ROWS
     o_m = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
     p_stats, half = locate_stats(t, head)
-    m_stats = o_m < gl.where(work.count > 0, i0 + ROWS, 0)  # a head that there is not has no stats
+    m_stats = o_m < gl.where(work.end > 0, i0 + ROWS, 0)  # a head that there is not has no stats
     lse, delta = gl.load(p_stats + o_m, mask=m_stats), gl.load(p_stats + half + o_m, mask=m_stats)
     rows = QueryRows(o_m=o_m, lse=lse, delta=delta)
     dq = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, DQ)
     ds = carried(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, S), DS, C.BLOCK_D == 128, C)
-    mbarrier.wait(pipes.q.full.index(0), 0, pred=work.count > 0)
-    mbarrier.wait(pipes.v.full.index(0), 0, pred=work.count > 0)
+    mbarrier.wait(pipes.q.full.index(0), 0, pred=work.end > 0)
+    mbarrier.wait(pipes.v.full.index(0), 0, pred=work.end > 0)
     for n in range(0, work.cut):
         dq, ds = add_keys(dq, ds, rows, pipes, work, seq, n, True, HALF, S, DS, C)
-    for n in range(work.cut, work.count):
+    for n in range(work.cut, work.end):
         dq, ds = add_keys(dq, ds, rows, pipes, work, seq, n, False, HALF, S, DS, C)
-    if work.count > 0:
-        last = pipes.k.tiles.index((work.count - 1) % C.STAGES)
+    if work.end > 0:
+        last = pipes.k.tiles.index((work.end - 1) % C.STAGES)
         b_ds = operand(ds, DS, C.BLOCK_D == 128, C)
-        dq, _b_ds = wgmma_wait(0, [wgmma(b_ds, last, dq, use_acc=work.count > 1, is_async=True), b_ds])
+        dq, _b_ds = wgmma_wait(0, [wgmma(b_ds, last, dq, use_acc=work.end > 1, is_async=True), b_ds])
     q_rows = gl.load(t + col.Q_ROWS)
     store_rows(dq * seq.scale, t, col.DQ, head, i0, seq.band.q_len, q_rows, head_dim, ROWS, C.BLOCK_D, C)
 
@@ -154,10 +157,10 @@ def add_keys(
     p = probabilities(s * (seq.scale * LOG2E), rows.lse[:, None])
     if CUT:
         within = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, S))
-        j0 = work.lo + (work.count - 1 - n) * C.BLOCK_N
+        j0 = first_key(n, work, C)
         p = gl.where(visible(rows.o_m[:, None], j0, within[None, :], seq.band, C), p, 0.0)
     # Here, not before the scores: see forward.softmax.
-    wait_full(v, n + 1, C, pred=n + 1 < work.count)
+    wait_full(v, n + 1, C, pred=n + 1 < work.end)
     dp = wgmma_wait(1, [slopes])
     release(v, n, C)
     ds = p * (dp - rows.delta[:, None])
@@ -197,7 +200,8 @@ def attention_backward_kv_hopper(table, floats, items, heads, head_dim, value_di
     v_rows = descriptor(t, col.V, kv_head, band.kv_len, value_dim, C.BLOCK_N, C.BLOCK_DV, C)
     q_rows = group_descriptor(t, col.Q, kv_head * group, group, band.q_len, head_dim, C.BLOCK_M, C.BLOCK_D, C)
     do_rows = group_descriptor(t, col.DO, kv_head * group, group, band.q_len, value_dim, C.BLOCK_M, C.BLOCK_DV, C)
-    k, v, q, do = stages(k_rows, 1, C), stages(v_rows, 1, C), stages(q_rows, C.STAGES, C), stages(do_rows, C.STAGES, C)
+    k, v = stages(1, C.BLOCK_N, C.BLOCK_D, C), stages(1, C.BLOCK_N, C.BLOCK_DV, C)
+    q, do = group_stages(C.STAGES, C.BLOCK_M, C.BLOCK_D, C), group_stages(C.STAGES, C.BLOCK_M, C.BLOCK_DV, C)
     k_full, q_full, do_full = barriers(1, 1), barriers(C.STAGES, 1), barriers(C.STAGES, 1)
     empty = barriers(C.STAGES, 2)
     pipes = KeyPipes(

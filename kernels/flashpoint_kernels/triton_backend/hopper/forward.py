@@ -19,6 +19,7 @@ from flashpoint_kernels.triton_backend.hopper.pipeline import (
     carried,
     descriptor,
     find_queries,
+    first_key,
     load_keys,
     load_tile,
     operand,
@@ -32,43 +33,49 @@ from flashpoint_kernels.triton_backend.tiles import locate_vector
 
 
 class Pipes(NamedTuple):
-    q: Pipe
+    q: Pipe  # of one stage: tile n is the queries of the nth block that sees keys
     k: Pipe
     v: Pipe
     turns: Any  # of each group: a phase ends when the other has asked for its products of a tile
 
 
-class Descriptors(NamedTuple):
-    q: Any
-    k: Any
-    v: Any
+class Launched(NamedTuple):
+    """What a launch was given: see `attention_forward_hopper`."""
+
+    table: Any
+    floats: Any
+    items: Any
+    heads: Any
+    head_dim: Any
+    value_dim: Any
+    blocks: Any
 
 
-@jit(do_not_specialize=["heads", "head_dim", "value_dim"])
-def attention_forward_hopper(table, floats, items, heads, head_dim, value_dim, C: tl.constexpr):
-    """o and lse of one work item and head, as `attention_forward` gives them; no part of a split problem."""
-    seq, work = find_queries(table, floats, items, heads, ITEM, C)
-    t, head, band = seq.row, seq.head, seq.band
-    kv_head = head // gl.load(t + col.GROUP).to(gl.int32)
-    q_rows = descriptor(t, col.Q, head, band.q_len, head_dim, C.BLOCK_M, C.BLOCK_D, C)
-    k_rows = descriptor(t, col.K, kv_head, band.kv_len, head_dim, C.BLOCK_N, C.BLOCK_D, C)
-    v_rows = descriptor(t, col.V, kv_head, band.kv_len, value_dim, C.BLOCK_N, C.BLOCK_DV, C)
-    q, k, v = stages(q_rows, 1, C), stages(k_rows, C.STAGES, C), stages(v_rows, C.STAGES, C)
+@jit(do_not_specialize=["heads", "head_dim", "value_dim", "blocks"])
+def attention_forward_hopper(table, floats, items, heads, head_dim, value_dim, blocks, C: tl.constexpr):
+    """o and lse of each work item and head, as `attention_forward` gives them; no part of a split problem.
+
+    There are `blocks` items and heads, shared out among the programs: with as many programs, one block each.
+    """
+    launched = Launched(
+        table=table, floats=floats, items=items, heads=heads, head_dim=head_dim, value_dim=value_dim, blocks=blocks
+    )
+    q = stages(1, C.BLOCK_M, C.BLOCK_D, C)
+    k, v = stages(C.STAGES, C.BLOCK_N, C.BLOCK_D, C), stages(C.STAGES, C.BLOCK_N, C.BLOCK_DV, C)
     q_full, k_full, v_full = barriers(1, 1), barriers(C.STAGES, 1), barriers(C.STAGES, 1)
-    k_empty, v_empty = barriers(C.STAGES, 2), barriers(C.STAGES, 2)
+    q_empty, k_empty, v_empty = barriers(1, 2), barriers(C.STAGES, 2), barriers(C.STAGES, 2)
     pipes = Pipes(
-        q=Pipe(tiles=q, full=q_full, empty=None),
+        q=Pipe(tiles=q, full=q_full, empty=q_empty),
         k=Pipe(tiles=k, full=k_full, empty=k_empty),
         v=Pipe(tiles=v, full=v_full, empty=v_empty),
         turns=barriers(2, 1),
     )
-    descriptors = Descriptors(q=q_rows, k=k_rows, v=v_rows)
     hopper.fence_async_shared()  # the copy engine sees the barriers as they are now
     gl.warp_specialize(
         [
-            (consumer, (pipes, work, seq, value_dim, 0, C)),
-            (consumer, (pipes, work, seq, value_dim, 1, C)),
-            (producer, (pipes, work, descriptors, C)),
+            (consumer, (pipes, launched, 0, C)),
+            (consumer, (pipes, launched, 1, C)),
+            (producer, (pipes, launched, C)),
         ],
         [4, 1],
         [240, 24],
@@ -76,16 +83,63 @@ def attention_forward_hopper(table, floats, items, heads, head_dim, value_dim, C
 
 
 @jit
-def producer(pipes, work, descriptors, C: tl.constexpr):
-    """The loading warp: the queries, then keys and values tile by tile."""
-    if work.count > 0:
-        load_tile(descriptors.q, pipes.q.tiles.index(0), [work.i0, 0], pipes.q.full.index(0))
-    load_keys(descriptors.k, pipes.k, descriptors.v, pipes.v, work, C)
+def rounds(blocks):
+    """How many blocks this program takes."""
+    whole = blocks // gl.num_programs(0)
+    return whole + (block_of(whole) < blocks).to(gl.int32)
 
 
 @jit
-def consumer(pipes, work, seq, value_dim, HALF: tl.constexpr, C: tl.constexpr):
-    """A group of warps that multiplies: o and lse of half of the block's queries."""
+def block_of(nth):
+    """The nth block that this program takes: the heaviest come first, and who took the lightest of a round takes the
+    heaviest of the next.
+    """
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    return nth * programs + gl.where(nth % 2 == 0, program, programs - 1 - program)
+
+
+@jit
+def producer(pipes, launched, C: tl.constexpr):
+    """The loading warp: of each block the queries, then keys and values tile by tile."""
+    tiles, seeing = 0, 0
+    for nth in range(rounds(launched.blocks)):
+        seq, work = find_queries(
+            launched.table, launched.floats, launched.items, launched.heads, block_of(nth), tiles, ITEM, C
+        )
+        t, head, band = seq.row, seq.head, seq.band
+        if work.end > tiles:
+            # A descriptor is not changed under a copy.
+            for n in range(gl.maximum(tiles - C.STAGES, 0), tiles):
+                wait_full(pipes.k, n, C)
+                wait_full(pipes.v, n, C)
+            mbarrier.wait(pipes.q.full.index(0), (seeing - 1) & 1, pred=seeing > 0)
+            kv_head = head // gl.load(t + col.GROUP).to(gl.int32)
+            q_rows = descriptor(t, col.Q, head, band.q_len, launched.head_dim, C.BLOCK_M, C.BLOCK_D, C)
+            k_rows = descriptor(t, col.K, kv_head, band.kv_len, launched.head_dim, C.BLOCK_N, C.BLOCK_D, C)
+            v_rows = descriptor(t, col.V, kv_head, band.kv_len, launched.value_dim, C.BLOCK_N, C.BLOCK_DV, C)
+            mbarrier.wait(pipes.q.empty.index(0), (seeing & 1) ^ 1)
+            load_tile(q_rows, pipes.q.tiles.index(0), [work.i0, 0], pipes.q.full.index(0))
+            load_keys(k_rows, pipes.k, v_rows, pipes.v, work, C)
+            tiles = work.end
+            seeing += 1
+
+
+@jit
+def consumer(pipes, launched, HALF: tl.constexpr, C: tl.constexpr):
+    """A group of warps that multiplies: o and lse of half of each block's queries."""
+    tiles, seeing = 0, 0
+    for nth in range(rounds(launched.blocks)):
+        seq, work = find_queries(
+            launched.table, launched.floats, launched.items, launched.heads, block_of(nth), tiles, ITEM, C
+        )
+        attend(pipes, work, seq, seeing, launched.value_dim, HALF, C)
+        seeing += (work.end > tiles).to(gl.int32)
+        tiles = work.end
+
+
+@jit
+def attend(pipes, work, seq, seeing, value_dim, HALF: tl.constexpr, C: tl.constexpr):
+    """o and lse of half of a block's queries; `seeing` blocks before it have seen keys."""
     S: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
     O: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])  # noqa: E741
     P: tl.constexpr = gl.DotOperandLayout(0, O, 2)
@@ -96,20 +150,22 @@ def consumer(pipes, work, seq, value_dim, HALF: tl.constexpr, C: tl.constexpr):
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     denom = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
     acc = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, O)
-    if work.count > 0:
-        mbarrier.wait(pipes.q.full.index(0), 0)
-        mbarrier.wait(pipes.k.full.index(0), 0)
-        s = wgmma_wait(0, [issue_scores(pipes, 0, HALF, S, C)])
-        p, m, denom, _shrink = softmax(s, m, denom, o_m, pipes.k, work, seq, 0, True, S, C)
+    first, last = work.first, work.end - 1
+    if work.end > first:
+        mbarrier.wait(pipes.q.full.index(0), seeing & 1)
+        wait_full(pipes.k, first, C)
+        s = wgmma_wait(0, [issue_scores(pipes, first, HALF, S, C)])
+        p, m, denom, _shrink = softmax(s, m, denom, o_m, pipes.k, work, seq, first, True, S, C)
         p = carried(p, P, C.BLOCK_DV <= 128, C)
-        for n in range(1, work.cut):
-            p, m, denom, acc = step(p, m, denom, acc, o_m, pipes, work, seq, n, True, HALF, S, O, P, C)
-        for n in range(gl.maximum(work.cut, 1), work.count):
-            p, m, denom, acc = step(p, m, denom, acc, o_m, pipes, work, seq, n, False, HALF, S, O, P, C)
-        last = work.count - 1
+        for n in range(first + 1, work.cut):
+            p, m, denom, acc = step(p, m, denom, acc, o_m, pipes, work, seq, n, seeing, True, HALF, S, O, P, C)
+        for n in range(gl.maximum(work.cut, first + 1), work.end):
+            p, m, denom, acc = step(p, m, denom, acc, o_m, pipes, work, seq, n, seeing, False, HALF, S, O, P, C)
+        mbarrier.arrive(pipes.q.empty.index(0), count=1)
         wait_full(pipes.v, last, C)
         b_p = operand(p, P, C.BLOCK_DV <= 128, C)
         acc, _b_p = wgmma_wait(0, [wgmma(b_p, pipes.v.tiles.index(last % C.STAGES), acc, is_async=True), b_p])
+        release(pipes.v, last, C)
 
     denom = gl.where(denom == 0.0, 1.0, denom)  # no key: m is −inf, so o = 0 and lse = −inf
     q_len, q_rows = seq.band.q_len, gl.load(t + col.Q_ROWS)
@@ -123,16 +179,17 @@ def consumer(pipes, work, seq, value_dim, HALF: tl.constexpr, C: tl.constexpr):
 
 @jit
 def step(
-    p, m, denom, acc, o_m, pipes, work, seq, n,
+    p, m, denom, acc, o_m, pipes, work, seq, n, seeing,
     CUT: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, O: tl.constexpr, P: tl.constexpr, C: tl.constexpr,  # noqa: E741
 ):  # fmt: skip
     """The scores of tile n beside the values of tile n − 1, whose probabilities are p: (p, m, denom, acc) for the next.
 
-    Its keys have come. CUT: it needs a test of visibility. p is what `carried` returns.
+    Its keys have come. CUT: it needs a test of visibility. p is what `carried` returns. Turns are for all tiles but the
+    first of each block, of which there were `seeing` before.
     """
     before = n - 1
     b_p = operand(p, P, C.BLOCK_DV <= 128, C)
-    mbarrier.wait(pipes.turns.index(HALF), (before & 1) ^ (1 - HALF))  # the first group has the first turn
+    mbarrier.wait(pipes.turns.index(HALF), ((before - seeing) & 1) ^ (1 - HALF))  # the first group has the first turn
     scores = issue_scores(pipes, n, HALF, S, C)
     wait_full(pipes.v, before, C)
     values = wgmma(b_p, pipes.v.tiles.index(before % C.STAGES), acc, is_async=True)
@@ -164,8 +221,8 @@ def softmax(s, m, denom, o_m, k, work, seq, n, CUT: tl.constexpr, S: tl.constexp
     release(k, n, C)
     if CUT:
         within = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, S))
-        j0 = work.lo + (work.count - 1 - n) * C.BLOCK_N
+        j0 = first_key(n, work, C)
         s = gl.where(visible(o_m[:, None], j0, within[None, :], seq.band, C), s, float("-inf"))
     p, m, denom, shrink = online_softmax(s, seq.scale * LOG2E, m, denom)
-    wait_full(k, n + 1, C, pred=n + 1 < work.count)
+    wait_full(k, n + 1, C, pred=n + 1 < work.end)
     return p, m, denom, shrink

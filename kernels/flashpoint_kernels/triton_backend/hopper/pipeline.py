@@ -29,31 +29,39 @@ class Pipe(NamedTuple):
 class QueryWork(NamedTuple):
     """A block of queries, and the tiles of keys that it goes through, from the last to the first.
 
-    The first query; the first key; the number of tiles; how many of them, the first that are gone through, need a test
-    of visibility.
+    The first query; the first key; the numbers of its tiles in their pipes: from `first` up to `end`, of which those
+    below `cut` need a test of visibility.
     """
 
     i0: Any
     lo: Any
-    count: Any
+    first: Any
     cut: Any
+    end: Any
 
 
 @jit
-def find_queries(table, floats, items, heads, ITEM: tl.constexpr, C: tl.constexpr):
-    """(Sequence, QueryWork) of a program that goes through the keys of a block of queries.
+def find_queries(table, floats, items, heads, nth, first, ITEM: tl.constexpr, C: tl.constexpr):
+    """(Sequence, QueryWork) of the nth block of queries of a launch, whose first tile has the number `first`.
 
-    A program whose sequence has no such head takes a block beyond the last query: it sees nothing and stores nothing.
+    Where a sequence has no such head it is a block beyond the last query: it sees nothing, and nothing is stored.
     """
-    item = items + (gl.program_id(0) // heads) * ITEM
-    head = gl.program_id(0) % heads
+    item = items + (nth // heads) * ITEM
+    head = nth % heads
     row = gl.load(item).to(gl.int64)
     t = table + row * col.WIDTH
     seq = load_sequence(t, floats + row * col.SCALARS, head)
     i0 = gl.where(head < gl.load(t + col.HEADS), gl.load(item + 1), gl.load(t + col.Q_ROWS).to(gl.int32))
     lo, _full_lo, full_hi, hi = key_stretches(i0, i0 + C.BLOCK_M - 1, seq.band, 0, seq.band.kv_len, C)
     count = (hi - lo + C.BLOCK_N - 1) // C.BLOCK_N
-    return seq, QueryWork(i0=i0, lo=lo, count=count, cut=count - (full_hi - lo) // C.BLOCK_N)
+    end = first + count
+    return seq, QueryWork(i0=i0, lo=lo, first=first, cut=end - (full_hi - lo) // C.BLOCK_N, end=end)
+
+
+@jit
+def first_key(n, work, C: tl.constexpr):
+    """The first key of tile n of a block."""
+    return work.lo + (work.end - 1 - n) * C.BLOCK_N
 
 
 @jit
@@ -82,10 +90,17 @@ def group_descriptor(
 
 
 @jit
-def stages(rows, NUMBER: tl.constexpr, C: tl.constexpr):
-    """Shared memory for that many tiles of a descriptor."""
-    SHAPE: tl.constexpr = [NUMBER] + rows.block_type.shape  # noqa: RUF005 -- Gluon has no such list
-    return gl.allocate_shared_memory(C.DTYPE, SHAPE, rows.layout)
+def stages(NUMBER: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
+    """Shared memory for that many tiles of a `descriptor`."""
+    LAYOUT: tl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], C.DTYPE)
+    return gl.allocate_shared_memory(C.DTYPE, [NUMBER, ROWS, BLOCK_D], LAYOUT)
+
+
+@jit
+def group_stages(NUMBER: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
+    """Shared memory for that many tiles of a `group_descriptor`."""
+    LAYOUT: tl.constexpr = gl.NVMMASharedLayout.get_default_for([1, ROWS, BLOCK_D], C.DTYPE)
+    return gl.allocate_shared_memory(C.DTYPE, [NUMBER, 1, ROWS, BLOCK_D], LAYOUT)
 
 
 @jit
@@ -144,8 +159,8 @@ def operand(x, OPERAND: tl.constexpr, FLOAT: tl.constexpr, C: tl.constexpr):
 @jit
 def load_keys(first_rows, first, second_rows, second, work, C: tl.constexpr):
     """Load a tile of each of two pipes in turn, from the last keys on."""
-    for n in range(work.count):
-        j0 = work.lo + (work.count - 1 - n) * C.BLOCK_N
+    for n in range(work.first, work.end):
+        j0 = first_key(n, work, C)
         wait_empty(first, n, C)
         load_tile(first_rows, first.tiles.index(n % C.STAGES), [j0, 0], first.full.index(n % C.STAGES))
         wait_empty(second, n, C)
