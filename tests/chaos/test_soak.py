@@ -19,7 +19,7 @@ GROWS = ("Flat: shared_mib", "Flat: resident_mib", "Flat: private_mib", "Flat: d
 
 @pytest.mark.slow
 def test_what_the_service_holds_stays_as_it_is(tmp_path):
-    command = [sys.executable, LOADTESTS / "soak.py", "--minutes", "0.2", "--window", "4", "--out", tmp_path]
+    command = [sys.executable, LOADTESTS / "soak.py", "--minutes", "0.1", "--window", "1.5", "--out", tmp_path]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert "Traceback" not in ran.stderr, ran.stderr
     found = json.loads((tmp_path / "soak.json").read_text())

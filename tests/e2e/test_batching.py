@@ -277,38 +277,38 @@ def test_a_full_queue_and_sigterm_under_load_lose_no_answer(mortal, pool):
 
 
 @pytest.mark.slow
-def test_an_engine_killed_in_the_middle_of_a_batch_with_32_waiting(mortal, pool):
+def test_an_engine_killed_in_the_middle_of_a_batch_with_32_waiting(gated, pool):
     """The running launch is refused; the other requests wait for the next engine, and are answered."""
-    faulty = mortal()
-    server, engine = faulty.server, faulty.server.engine_pid
+    server, engine = gated.server, gated.server.engine_pid
+    restarts = read_metrics(server)["flashpoint_engine_restarts_total"]
     expected = [post(server, "/attention", forward(seed)).body for seed in range(4)]
-    with faulty.busy(pool, HELD) as held:
-        waiting = [faulty.post(pool, "waits", forward(n % 4)) for n in range(32)]
-        faulty.gate("closed").touch()
+    with gated.busy(pool, HELD) as held:
+        waiting = [gated.post(pool, "waits", forward(n % 4)) for n in range(32)]
+        gated.gate("closed").touch()
         os.kill(engine, signal.SIGKILL)
         problem(held.result(), 503, "engine_lost")
         assert held.result().headers["retry-after"]
         wait_for(lambda: server.get("/health/ready")[0] == 503, lambda: "ready without an engine")
         problem(post(server, "/attention", forward(1)), 503, "not_ready")
-        faulty.gate("closed").unlink()
+        gated.gate("closed").unlink()
     assert [answer.result().body for answer in waiting] == [expected[n % 4] for n in range(32)]
     server.wait_ready()
     assert server.engine_pid != engine
     assert not psutil.pid_exists(engine)  # not even as a zombie
-    assert read_metrics(server)["flashpoint_engine_restarts_total"] == 1
+    assert read_metrics(server)["flashpoint_engine_restarts_total"] == restarts + 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "settings"), [("gone", {}), ("hang", {"hang_timeout": 0.5})])
-def test_a_lost_device_and_a_hang_end_the_engine_and_nothing_else(mortal, pool, name, settings):
-    faulty = mortal(**settings)
+@pytest.mark.parametrize("name", ["gone", "hang"])
+def test_a_lost_device_and_a_hang_end_the_engine_and_nothing_else(request, mortal, pool, name):
+    faulty = mortal(hang_timeout=0.5) if name == "hang" else request.getfixturevalue("gated")
     server, engine = faulty.server, faulty.server.engine_pid
     culprit = faulty.post(pool, name, gradient(8), "/attention/grad")
     problem(culprit.result(), 503, "engine_lost")
     wait_for(lambda: not psutil.pid_exists(engine), lambda: "the engine that lost its device goes on")
     server.wait_ready()
     assert server.engine_pid != engine
-    if not settings:  # with the short timeout, a launch on a busy machine would count as hung
+    if name == "gone":  # with the short timeout, a launch on a busy machine would count as hung
         assert post(server, "/attention", forward(1)).status == 200
 
 
@@ -319,18 +319,14 @@ def test_a_lone_request_is_computed_when_its_delay_is_over(mortal):
 
 
 @pytest.mark.slow
-def test_an_engine_that_finds_too_little_memory_at_its_start_tries_again(mortal, tmp_path):
+def test_an_engine_is_started_again_with_too_little_memory_and_not_with_another_device(mortal, tmp_path):
+    """With another device, `--device auto` would serve from the CPU, and the loss of its GPU would go unnoticed."""
     (tmp_path / "open.short").touch()
     faulty = mortal()
     assert post(faulty.server, "/attention", forward(1)).status == 200
     assert (tmp_path / "open.left").exists()
     assert [line["starts"] for line in faulty.server.lines if line["event"] == "started"] == [1, 2]
 
-
-@pytest.mark.slow
-def test_an_engine_that_finds_another_device_when_it_is_started_again_ends_the_service(mortal, tmp_path):
-    """Else `--device auto` would serve from the CPU, and the loss of its GPU would go unnoticed."""
-    faulty = mortal()
     (tmp_path / "open.moved").touch()
     os.kill(faulty.server.engine_pid, signal.SIGKILL)
     assert faulty.server.wait_exit() == 1

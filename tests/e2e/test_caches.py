@@ -265,10 +265,12 @@ def test_refusals_name_the_field(held):
     posted(held, "/caches/delete", {"caches": [one, wide]})
 
 
-def test_a_server_without_memory_for_caches_has_none(start_server):
+def test_a_server_without_memory_has_no_caches_and_saves_nothing(start_server):
     server = start_server(cache_bytes=0)
-    answer = post(server, "/caches", json.dumps(SHAPE).encode(), JSON)
-    problem(answer, 404, "not_found")
+    problem(post(server, "/caches", json.dumps(SHAPE).encode(), JSON), 404, "not_found")
+    q, (k, v) = normal(1, HQ, 9, D), kv(9)
+    problem(post(server, "/attention", message({"q": q, "k": k, "v": v}, save=True)), 413, "work_too_large")
+    problem(ask(server, "/saved"), 404, "not_found")
 
 
 def test_calls_on_one_cache_keep_their_order_and_the_sdk_its_lengths(held):

@@ -22,7 +22,7 @@ def ran(tmp_path_factory):
     """The process, and the folder with what it wrote."""
     out = tmp_path_factory.mktemp("loadtest")
     command = [
-        sys.executable, LOADTESTS / "run.py", "--only", "saturation", "drain", "--scale", "0.1", "--loads", "0.2",
+        sys.executable, LOADTESTS / "run.py", "--only", "saturation", "drain", "--scale", "0.05", "--loads", "0.2",
         "--out", out, "--most-p99-ms", "1000", "--most-errors", "0.05", "--least-throughput", "1",
     ]  # fmt: skip
     ran = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)

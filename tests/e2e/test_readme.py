@@ -16,15 +16,10 @@ from tests.support.documents import BLOCK, same
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ("README.md", "docs/http.md", "docs/oip.md", "docs/sdk.md", "docs/sharded.md")  # seconds
-LONGER = (  # seconds each: they import torch or jax, compile, or compute for a while
-    "docs/when-remote-attention-pays.md",
-    "docs/kernels.md",
-    "docs/timing.md",
-    "docs/torch.md",
-    "docs/decoding.md",
-    "docs/jax.md",
-)
-PAGES = CLIENT + LONGER
+# Seconds each: they import torch or jax, compile, or compute for a while.
+OF_TORCH = ("docs/kernels.md", "docs/timing.md", "docs/torch.md", "docs/decoding.md")
+OTHERS = ("docs/when-remote-attention-pays.md", "docs/jax.md")
+PAGES = CLIENT + OTHERS + OF_TORCH
 EXAMPLE = re.compile(rf"^```(sh|python)\n{BLOCK}```\n\n```(text|json)\n{BLOCK}```$", re.MULTILINE)
 END = "<end of the example>"
 RUN_EACH = f"import runpy, sys\nfor path in sys.argv[1:]: runpy.run_path(path); print({END!r}, flush=True)"
@@ -39,7 +34,8 @@ def examples(page, language):
 SHELL = [(page, number) for page in PAGES for number in range(len(examples(page, "sh")))]
 PYTHON = [
     pytest.param(CLIENT, id="client"),
-    *(pytest.param((page,), id=page, marks=pytest.mark.slow) for page in LONGER),
+    pytest.param(OF_TORCH, id="torch", marks=pytest.mark.slow),
+    *(pytest.param((page,), id=page, marks=pytest.mark.slow) for page in OTHERS),
 ]
 
 

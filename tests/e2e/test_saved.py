@@ -251,12 +251,6 @@ def forward_and_delete(server):
     return answer.status == 200 and delete(server, saved_of(answer)).status == 204
 
 
-def test_a_server_without_memory_saves_nothing(start_server):
-    server = start_server(cache_bytes=0)
-    problem(post(server, "/attention", message(qkv(), save=True)), 413, "work_too_large")
-    problem(ask(server, "/saved"), 404, "not_found")
-
-
 def test_a_saved_forward_expires(start_server):
     server = start_server(saved_ttl=0.2)
     answer = post(server, "/attention", message(qkv(), save=True))

@@ -52,8 +52,8 @@ def venv(tmp_path_factory):
     """The `bin` of a venv with the wheel of this tree and its dependencies."""
     home = tmp_path_factory.mktemp("clean") / "venv"
     subprocess.run([sys.executable, "-m", "venv", home], check=True)
-    pip = [home / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run([*pip, "install", "-c", ROOT / "constraints.txt", ROOT], capture_output=True, text=True)
+    pip = [home / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-compile"]
+    done = subprocess.run([*pip, "-c", ROOT / "constraints.txt", ROOT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return home / "bin"
 

@@ -134,7 +134,7 @@ def test_neighbours_of_one_launch_change_no_bits(direction: str) -> None:
         for name, t in alone.items():
             assert torch.equal(t, together[name]), name
         if direction == "forward":
-            assert verify(tensors, options).ok
+            assert verify({name: t for name, t in tensors.items() if name != "do"}, options).ok
 
 
 def test_without_blocks_the_variant_is_another() -> None:
@@ -167,9 +167,9 @@ def test_a_sparse_problem_is_cut_into_fewer_parts() -> None:
 
 
 def test_gradients_flow_through_attention() -> None:
-    tensors = qkv(1, 2, 40, 40, 8)
+    tensors = qkv(1, 2, 20, 36, 3)  # gradcheck computes twice for each number
     leaves = [tensors[name].double().requires_grad_() for name in "qkv"]
-    mask, size = drawn(1, 2, 3, 2), (16, 32)
+    mask, size = drawn(1, 2, 2, 2), (16, 32)
 
     def call(*given: torch.Tensor) -> Any:
         return attention(*given, block_mask=mask, block_size=size, backend="reference")

@@ -58,7 +58,7 @@ def test_interpreted_kernels_are_always_compiled() -> None:
     assert triton_backend.compile_ahead([problem]).result() is None
 
 
-@pytest.mark.slow
+@pytest.mark.full  # the next test compiles this, and more, for the path of sm_90
 def test_what_was_compiled_ahead_is_known_to_be_compiled(tmp_path: Path) -> None:
     assert {path.stem for path in compiled(tmp_path, "-c", PROBLEM + FORWARD)} >= {"attention_forward"}
 

@@ -109,6 +109,7 @@ def test_compiled_for_two_generations() -> None:
             assert report["matrix"] == [{80: "mma.sync", 90: "wgmma.mma_async"}[report["arch"]]], report
 
 
+@pytest.mark.slow  # several seconds, under the interpreter
 def test_it_shows_itself_and_its_errors_from_the_command_line() -> None:
     """Without the variable, as a reader runs it."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

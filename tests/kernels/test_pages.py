@@ -1,6 +1,8 @@
 """Keys and values in pages: bit for bit what they are without, whatever the pages, and nothing else is read."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +23,16 @@ BACKENDS = ["torch", "tiled", "reference", "triton"]
 # In the fast tier the property tests run the kernels, which the interpreter takes long for.
 EACH = [*BACKENDS[:3], pytest.param("triton", marks=pytest.mark.slow)]
 CASES = pairs()
+
+
+def each_pair() -> Iterator[Any]:
+    """Backend and case. Of those with Triton a third is slow, and the rest is the wide sweep."""
+    for backend, (n, case) in product(BACKENDS, enumerate(CASES)):
+        if backend != "reference":
+            marks = [] if backend != "triton" else pytest.mark.full if n % 3 else pytest.mark.slow
+            yield pytest.param(backend, case, marks=marks, id=f"{backend}-{name_of(case)}")
+
+
 SIZES = (1, 7, 16, 35)  # of a page: 70 keys are whole pages of each, but of 16
 
 
@@ -40,8 +52,7 @@ def test_bits_are_those_of_the_keys_that_lie_together(backend: str, layout: str,
         same(backend, dense, in_pages(dense, layout, size, strided=strided), layout=layout, causal=True)
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-@pytest.mark.parametrize("backend", EACH[:2] + EACH[3:])
+@pytest.mark.parametrize(("backend", "case"), [*each_pair()])
 def test_with_every_pair_of_options(backend: str, case: dict[str, Any]) -> None:
     """Every other case with 8-bit keys, too: exact by the rule, or refused for what the backend does not claim."""
     number = CASES.index(case)

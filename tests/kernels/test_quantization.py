@@ -1,6 +1,8 @@
 """8-bit keys and values: how they are made, and attention over them, against float64 of what they stand for."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,14 @@ BACKENDS = ["torch", "tiled", "reference", "triton"]
 # In the fast tier the property tests run the kernels, which the interpreter takes long for.
 EACH = [*BACKENDS[:3], pytest.param("triton", marks=pytest.mark.slow)]
 CASES = pairs()
+
+
+def each_pair() -> Iterator[Any]:
+    """Backend and case. Of those with Triton a third is slow, and the rest is the wide sweep."""
+    for backend, (n, case) in product(BACKENDS, enumerate(CASES)):
+        if backend != "reference":
+            marks = [] if backend != "triton" else pytest.mark.full if n % 3 else pytest.mark.slow
+            yield pytest.param(backend, case, marks=marks, id=f"{backend}-{name_of(case)}")
 
 
 def asked(case: dict[str, Any], backend: str) -> tuple[dict[str, torch.Tensor], Options]:
@@ -145,8 +155,7 @@ def test_each_form_of_scales_alone(backend: str, layout: str, dtype: str, form: 
     check(tensors, Options(layout=layout, backend=backend))
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-@pytest.mark.parametrize("backend", EACH[:2] + EACH[3:])
+@pytest.mark.parametrize(("backend", "case"), [*each_pair()])
 def test_with_every_pair_of_options(backend: str, case: dict[str, Any]) -> None:
     check(*asked(case, backend))
 
@@ -172,8 +181,14 @@ def test_it_is_attention_over_what_the_numbers_stand_for(backend: str) -> None:
     torch.testing.assert_close(forward(backend, t)["o"], mean.expand(-1, -1, 5, -1), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", EACH[:2] + EACH[3:])
-@pytest.mark.parametrize("lengths", [(37, 70), (600, 1100)])
+@pytest.mark.parametrize(
+    ("backend", "lengths"),
+    [
+        *product(BACKENDS[:2], [(37, 70), (600, 1100)]),
+        *(pytest.param("triton", lengths, marks=pytest.mark.slow) for lengths in [(37, 70), (100, 270)]),
+        pytest.param("triton", (600, 1100), marks=pytest.mark.full),
+    ],
+)
 def test_bits_are_the_same_alone_and_among_others(backend: str, lengths: tuple[int, int]) -> None:
     one = of_eight_bits(qkv(1, 3, *lengths, 40, seed=100), "bhsd")
     alone = forward(backend, one, causal=True)

@@ -9,7 +9,7 @@ import torch
 
 from flashpoint_kernels.reproduction import bench, claims
 from flashpoint_kernels.reproduction.errors import BOUND, errors
-from flashpoint_kernels.timing import Case
+from flashpoint_kernels.timing import Case, Timing
 from tests.conftest import DEVICE
 
 CPU_ALONE = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
@@ -53,6 +53,7 @@ def test_the_exercises_are_within_their_bounds() -> None:
 def test_lengths_and_traffic_measure_each_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "LENGTHS", (64, 256))
     monkeypatch.setattr(claims, "GROWING", (64, 256))
+    monkeypatch.setattr(bench, "_TIMING", Timing(max_seconds=0.02, min_repeats=2, warmup_ms=1))
     events = list(claims.reproduce(["lengths", "traffic"]))
     rows = [event["row"] for event in events if event["type"] == "row"]
     assert len(rows) == 2 * 2 * 3  # lengths, directions, backends; the traffic's are among them

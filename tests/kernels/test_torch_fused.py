@@ -1,6 +1,8 @@
 """torch's fused operators: what we rely on that torch does not promise, and what the backend adds to them."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,9 +75,18 @@ BANDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), (170, 410), (333, 150)])
-@pytest.mark.parametrize("more", [(), ("alibi_slopes",), ("sinks",), ("alibi_slopes", "sinks"), ("attn_mask",)])
-@pytest.mark.parametrize("band", BANDS, ids=str)
+MORE: list[tuple[str, ...]] = [(), ("alibi_slopes",), ("sinks",), ("alibi_slopes", "sinks"), ("attn_mask",)]
+LENGTHS = [(300, 300), (170, 410), (333, 150)]
+
+
+def blocks_of_queries() -> Iterator[Any]:
+    """Every pair of a band, more tensors and lengths; the other combinations are the wide sweep."""
+    for (b, band), (m, more), (n, lengths) in product(*map(enumerate, (BANDS, MORE, LENGTHS))):
+        name = "-".join((str(band), *more, str(lengths)))
+        yield pytest.param(band, more, *lengths, marks=[] if n == (b + m) % 3 else pytest.mark.full, id=name)
+
+
+@pytest.mark.parametrize(("band", "more", "q_len", "kv_len"), [*blocks_of_queries()])
 def test_blocks_of_queries_see_what_their_window_and_alibi_say(
     band: dict[str, Any], more: tuple[str, ...], q_len: int, kv_len: int
 ) -> None:

@@ -54,7 +54,7 @@ def test_ragged(band: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", pairs(), ids=name_of)
 def test_every_pair_of_options(case: dict[str, Any]) -> None:
-    check(case, 37, 70)
+    check(case, 37, 70, batch=2 if case["lengths"] else 1)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_messages_that_wait_and_messages_that_were_read_hold_no_more_than_the_li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [over_http, over_grpc])
+@pytest.mark.parametrize("way", [pytest.param(over_http, marks=pytest.mark.full), over_grpc])
 def test_ten_clients_with_300_mib_each_leave_a_server_of_2_5_gib_alive(start_server, way):
     server = start_server(
         grpc_port=0, grpc_bytes=1280 * MIB, body_limit=320 * MIB, staging_bytes=384 * MIB, queue_bytes=1024 * MIB
