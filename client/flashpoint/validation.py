@@ -1,4 +1,4 @@
-"""What is wrong with a document, in the contract's words: the fields of a pydantic error."""
+"""Turn a pydantic error into the fields that are wrong, in plain words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashpoint_contract.caches import CACHE_OPTIONS
 from flashpoint_contract.hints import NAMES, each_meant
 from flashpoint_contract.saved import SAVED_OPTIONS
 
-# What is said by the type of pydantic's error, of its context. Its own words speak of Python's types.
+# The message of each type of pydantic's error. Its own messages name Python's types.
 _SAID = {
     "missing": "is missing",
     "bool_type": "must be true or false",
@@ -62,9 +62,14 @@ def _follows(error: Any, found: list[Any]) -> bool:
 
 
 def _say(error: Any, hints: Mapping[str, str]) -> str:
+    if error["type"] == "extra_forbidden":
+        return hints.get(str(error["loc"][0]), "unknown option or tensor")
+    return said(error)
+
+
+def said(error: Any) -> str:
+    """Return the message of one of pydantic's errors in plain words."""
     kind, place = error["type"], error["loc"]
-    if kind == "extra_forbidden":
-        return hints.get(str(place[0]), "unknown option or tensor")
     if kind == "missing" and isinstance(place[-1], int):
         return f"item {place[-1] + 1} is missing"
     if kind in _SAID:
