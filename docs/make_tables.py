@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page has drifted")
     check = parser.parse_args().check
     drifted = []
-    for page in [*sorted(DOCS.glob("*.md")), CHART_SCHEMA]:
+    for page in [*sorted(DOCS.rglob("*.md")), CHART_SCHEMA]:
         before = page.read_text(encoding="utf-8")
         after = with_settings(before) if page == CHART_SCHEMA else filled(before)
         if after != before:

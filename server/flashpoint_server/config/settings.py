@@ -44,7 +44,7 @@ class Settings(BaseSettings):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """port to listen on; 0 takes a free one, which the log names"""
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """port for gRPC, on the same address (docs/grpc.md); 0 takes a free one; needs the extra `grpc`"""
+    """port for gRPC, on the same address (docs/oip.md); 0 takes a free one; needs the extra `grpc`"""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|all)$")] = "auto"
     """auto, cpu, cuda, cuda:N or all; auto is CUDA where there is one, all is one engine for each CUDA device"""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
@@ -55,14 +55,14 @@ class Settings(BaseSettings):
     api_keys_file: Path | None = None
     """TOML file of keys by name, with hash, rights and limits; it is read again when it changes (docs/security.md)"""
     insecure: bool = False
-    """serve everybody on an address that others reach, with neither keys nor --tls-client-ca; else that is refused"""
+    """allow an address that other hosts reach without keys and without --tls-client-ca"""
 
     tls_key: Path | None = None
-    """PEM file of the certificate's key, where --tls-cert does not hold that too"""
+    """PEM file of the certificate's key, if --tls-cert does not contain it"""
     tls_client_ca: Path | None = None
-    """PEM file of authorities: who calls must show a certificate of one of them (mTLS)"""
+    """PEM file of authorities; clients must have a certificate from one of them (mTLS)"""
     tls_cert: Annotated[Path | None, Field(validate_default=True)] = None
-    """PEM file of the certificate, and of those between it and its authority: HTTPS in place of HTTP"""
+    """PEM file of the certificate and its chain; the server then speaks HTTPS"""
     cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
     """comma-separated origins whose pages may call from a browser, such as https://example.org; * is any"""
 
@@ -70,81 +70,81 @@ class Settings(BaseSettings):
     """comma-separated hosts that requests may name, without port, beside loopback names; *.example.org, * is any"""
 
     body_limit: Bytes = 1024 * MIB
-    """bytes of a request's body"""
+    """most bytes of a request's body"""
     json_limit: Bytes = 32 * MIB
-    """bytes of a JSON body, and of the tensors of a JSON answer"""
+    """most bytes of a JSON body, and of the tensors of a JSON answer"""
     head_limit: Annotated[int, Field(ge=64, le=wire.HEAD_LIMIT)] = wire.HEAD_LIMIT
-    """bytes of a safetensors head"""
+    """most bytes of a safetensors head"""
     sequence_limit: Annotated[int, Field(ge=1)] = 65536
-    """sequences of one request (its batch size): each is a row of a table"""
+    """most sequences of one request (its batch size)"""
     body_timeout: Seconds = 10.0
-    """seconds that a body may pause, and that it, or the reading of an answer, may be late by the rate below"""
+    """idle timeout of a body in seconds; also how far a body, or the reading of an answer, may lag --body-rate"""
     body_rate: Annotated[int, Field(ge=1)] = 64 * 1024
-    """bytes a second that a body, and the reading of an answer, must reach in the long run"""
+    """lowest average rate of a body, and of the reading of an answer, in bytes a second"""
     header_timeout: Seconds = 10.0
-    """seconds in which the head of a request must have come, from the connection's beginning or the head's"""
+    """timeout of a request's head in seconds, from the start of the connection or of the head"""
     keep_alive: Annotated[int, Field(ge=0, le=LONGEST)] = 75
-    """seconds that an idle connection is kept"""
+    """idle timeout of a connection in seconds"""
 
     queue_limit: Annotated[int, Field(ge=1)] = 256
-    """requests that are admitted at once: arriving, waiting, running or being answered"""
+    """most requests at once: arriving, queued, running or being answered"""
     queue_bytes: Bytes = 4096 * MIB
-    """bytes of input and answer tensors that are admitted at once; a request alone is always admitted"""
+    """most bytes of input and answer tensors at once; a single request is always admitted"""
     grpc_bytes: Annotated[int, Field(ge=64 * MIB)] = 6144 * MIB
-    """most bytes of memory for messages and answers over gRPC, of which one message has a sixth (docs/grpc.md)"""
+    """most bytes of messages and answers over gRPC; one message may have a sixth or a quarter of it (docs/oip.md)"""
     queue_flops: Annotated[int, Field(ge=1)] = 1 << 50
-    """floating-point operations of the requests admitted at once; a request alone is always admitted"""
+    """most floating-point operations of the requests at once; a single request is always admitted"""
     queue_seconds: Seconds = 600.0
-    """predicted seconds of computing, on one core or the GPU, of the requests admitted at once; one alone always is"""
+    """most predicted seconds of computing of the requests at once, on one core or the GPU; one is always admitted"""
     batch_flops: Annotated[int, Field(ge=1)] = 1 << 42
-    """floating-point operations of one launch; a request over it runs alone"""
+    """most floating-point operations of one launch; a larger request runs alone"""
     batch_bytes: Bytes = 1024 * MIB
-    """bytes of input and answer tensors of one launch; a request over it runs alone"""
+    """most bytes of input and answer tensors of one launch; a larger request runs alone"""
     max_queue_delay: Annotated[float, Field(ge=0, le=60)] = 0.0
-    """seconds that a request may wait for others to share its launch, while the device is idle; 0: it never waits"""
+    """seconds for which a request waits on an idle device for others to share its launch; 0: it never waits"""
     hang_timeout: Seconds = 600.0
-    """seconds after which a launch counts as hung: its engine is ended, and another started"""
+    """timeout of a launch in seconds; the server then replaces the engine"""
     staging_bytes: Annotated[int, Field(ge=64 * MIB)] = 4096 * MIB
-    """most bytes of memory shared with the engines, where bodies arrive and answers leave; it grows as it is needed"""
+    """most bytes of memory shared with the engines for bodies and answers; it grows as needed"""
     shared_memory_bytes: Annotated[int, Field(ge=0)] = 0
     """most bytes of shared memory that callers on this host may register (docs/oip.md); 0: off. Needs one worker"""
     cache_bytes: Annotated[int, Field(ge=0)] = 4096 * MIB
     """most bytes of caches and saved forwards that each engine holds for callers (docs/http.md); 0: none of either"""
     cache_ttl: Seconds = 600.0
-    """seconds for which a cache is kept after its last use, where its owner asks for no other time"""
+    """default time to live of a cache in seconds, from its last use"""
     cache_secret: SecretStr | None = None
-    """secret that replicas behind a balancer share, 32 characters or more: they know each other's caches by it"""
+    """secret that replicas behind a balancer share to recognise each other's caches; at least 32 characters"""
     replica: Annotated[str, Field(max_length=63)] = ""
-    """name of this server among the replicas behind a balancer, which ids of caches show; drawn where it is empty"""
+    """name of this server among its replicas, which ids of caches contain; random if empty"""
     saved_ttl: Seconds = 600.0
-    """seconds for which a saved forward is kept after its last use"""
+    """time to live of a saved forward in seconds, from its last use"""
     verify_flops: Annotated[int, Field(ge=1)] = 1 << 38
-    """floating-point operations of a problem to verify, which runs in float64 and in torch's own math, too"""
+    """most floating-point operations of a problem to verify"""
     benchmark_cases: Annotated[int, Field(ge=1)] = 512
-    """cases of one benchmark"""
+    """most cases of one benchmark"""
     benchmark_seconds: Seconds = 1800.0
-    """most seconds that the repeats of a benchmark's cases may take together"""
+    """most seconds for all repeats of a benchmark"""
     benchmark_call_seconds: Seconds = 2.0
-    """most seconds that one call of a case may take, as far as the device's speed tells: others wait so long at most"""
+    """most predicted seconds of one call of a benchmark, for which other requests wait"""
     benchmark_slice_ms: Annotated[float, Field(gt=0, le=1000)] = 20.0
-    """milliseconds of a benchmark that run at a time; then whatever else waits runs for four times as long"""
+    """milliseconds of a benchmark's slice; between slices, waiting requests run for four times as long"""
     benchmark_jobs: Annotated[int, Field(ge=1)] = 8
-    """benchmarks that may be queued or running; one caller may have half of them"""
+    """most benchmarks that are queued or running; one caller may have half of them"""
     benchmark_keep: Seconds = 3600.0
-    """seconds for which a benchmark can be asked for after its end"""
+    """seconds for which the server keeps a benchmark after its end"""
     default_timeout_ms: Annotated[int, Field(ge=0, le=1000 * LONGEST)] = 0
     """deadline of a request without X-Timeout-Ms, in milliseconds; 0 is none"""
     max_timeout_ms: Annotated[int, Field(ge=1, le=1000 * LONGEST)] = 3_600_000
-    """longest deadline that X-Timeout-Ms may ask for; a longer one is cut to it"""
+    """cap of X-Timeout-Ms in milliseconds"""
     shutdown_timeout: Seconds = 30.0
-    """seconds that admitted work may take after SIGTERM"""
+    """seconds for admitted work to finish after SIGTERM"""
 
     otlp_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
-    """where spans go, by OTLP over HTTP, such as http://localhost:4318/v1/traces; needs the extra `otel`"""
+    """OTLP endpoint for spans over HTTP, such as http://localhost:4318/v1/traces; needs the extra `otel`"""
     log_format: Literal["auto", "json", "console"] = "auto"
-    """one JSON object a line, or columns for a person; auto is console where stderr is a terminal, else json"""
+    """json: an object per line; console: columns; auto: console on a terminal, else json"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """least severity that is logged"""
+    """lowest severity that the log contains"""
 
     @property
     def rereads(self) -> bool:
