@@ -43,7 +43,7 @@ def _answers(description: str, *media_types: str) -> dict[int | str, dict[str, A
 
 
 def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
-    routes = APIRouter(prefix="/benchmark", tags=["proof"])
+    routes = APIRouter(prefix="/benchmark", tags=["verify and benchmark"])
     refused = problems(
         *_STARTED,
         unsupported_media_type="a benchmark is asked for in application/json",

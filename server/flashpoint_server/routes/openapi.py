@@ -25,7 +25,7 @@ from flashpoint_server.routes.problem_schema import ProblemDocument, problems
 TAGS = {
     "attention": "Compute attention and its gradients.",
     "caches": "Hold KV caches and saved forwards on the server.",
-    "proof": "Check answers against float64, and time a grid of problems beside the traffic.",
+    "verify and benchmark": "Check answers against float64, and time a grid of problems beside the traffic.",
     "status": "Ask for health, versions, limits and metrics.",
     "Open Inference Protocol": "Make the same calls with `tritonclient` or KServe's clients.",
 }  # in the order of /docs
@@ -197,7 +197,7 @@ def _verification() -> dict[str, Any]:
     report = {"schema": {"$ref": "#/components/schemas/VerifyReport"}}
     answered = {"description": "The errors of each tensor.", "content": {jsonwire.MEDIA_TYPE: report}}
     return ours | {
-        "tags": ["proof"],
+        "tags": ["verify and benchmark"],
         "summary": "Check a backend, or your own answers, against float64",
         "description": "Send the sizes of a problem, which the server draws from a seed. Or send tensors as to "
         "/attention: any of o, lse and the gradients among them are checked in place of a backend's.",
