@@ -62,9 +62,14 @@ def _follows(error: Any, found: list[Any]) -> bool:
 
 
 def _say(error: Any, hints: Mapping[str, str]) -> str:
+    if error["type"] == "extra_forbidden":
+        return hints.get(str(error["loc"][0]), "unknown option or tensor")
+    return said(error)
+
+
+def said(error: Any) -> str:
+    """Return the message of one of pydantic's errors in plain words."""
     kind, place = error["type"], error["loc"]
-    if kind == "extra_forbidden":
-        return hints.get(str(place[0]), "unknown option or tensor")
     if kind == "missing" and isinstance(place[-1], int):
         return f"item {place[-1] + 1} is missing"
     if kind in _SAID:

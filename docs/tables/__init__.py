@@ -10,6 +10,7 @@ from flashpoint_kernels.triton_backend.configurations import TABLES as TILES
 from .code import (
     algorithms,
     cache_options,
+    commands,
     data_sheets,
     errors,
     extremes,
@@ -50,6 +51,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "each-option": each_option,
     "cache_options": cache_options,
     "cached-decode": cached_decode,
+    "commands": commands,
     "errors": errors,
     "extremes": extremes,
     "fairness": fairness,

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
+from unittest import mock
 
+from flashpoint.commands import help_page
+from flashpoint.commands.app import load
+from flashpoint.commands.registry import COMMANDS
 from flashpoint.options import AttentionOptions
 from flashpoint_contract.caches import CACHE_OPTIONS, CacheOption
 from flashpoint_contract.options import BACKENDS
@@ -91,6 +96,21 @@ def metrics() -> str:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         rows.append((f"`{name}`", family.type, family.documentation))
     return table(["metric", "type", "what"], rows)
+
+
+def commands() -> str:
+    """Return the help of each command; the settings are a table of their own."""
+    parts = []
+    for name in COMMANDS:
+        command = load(name)
+        context = command.make_context(f"flashpoint {name}", [], resilient_parsing=True)
+        if name in ("serve", "config", "health"):
+            text = " ".join((command.help or "").split())
+        else:
+            with mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}):
+                text = f"```\n{help_page.page(command, context)}\n```"
+        parts.append(f"\n## flashpoint {name}\n\n{text}\n")
+    return "".join(parts)
 
 
 def support() -> str:

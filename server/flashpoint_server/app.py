@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from flashpoint.validation import said
 from flashpoint_contract.options import Direction
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
@@ -167,7 +168,9 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = _CODES.get(error.status_code, "internal_error")
     what = f"{request.method} {request.url.path}"
-    detail = {404: f"there is no {request.url.path}", 405: f"{what} is not served"}.get(error.status_code, error.detail)
+    detail = {404: f"there is no {request.url.path}: see /docs", 405: f"{what} is not served"}.get(
+        error.status_code, error.detail
+    )
     headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
     return _response(request, Refusal(code, detail, headers=headers))
 
@@ -185,4 +188,4 @@ def _allowed(request: Request) -> str:
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return _response(request, invalid((".".join(map(str, e["loc"])), str(e["msg"])) for e in error.errors()))
+    return _response(request, invalid((".".join(map(str, e["loc"][1:])), said(e)) for e in error.errors()))

@@ -132,4 +132,4 @@ def invalid(errors: Iterable[tuple[str, str]]) -> Refusal:
 
 
 def out_of_time() -> Refusal:
-    return Refusal("deadline_exceeded", "the deadline passed before the answer was there")
+    return Refusal("deadline_exceeded", "the deadline passed before the answer was ready: X-Timeout-Ms sets it")

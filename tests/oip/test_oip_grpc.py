@@ -73,7 +73,7 @@ def test_tritonclient(server, kind, tmp_path):
 
 
 def test_the_example_of_the_page(server):
-    page = (CLIENTS.parents[2] / "docs" / "grpc.md").read_text()
+    page = (CLIENTS.parents[2] / "docs" / "oip.md").read_text().partition("Over gRPC:")[2]
     code, printed = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL).groups()
     code = code.replace("localhost:8001", f"localhost:{port_of(server)}")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)

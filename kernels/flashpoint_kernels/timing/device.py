@@ -1,7 +1,6 @@
-"""The device that figures belong to: what it is, what it runs, and what it could do at most.
+"""The device of a measurement: its name, its versions, its data sheet, and its measured peaks.
 
-The roofline is drawn through peaks that are measured once: the fastest copy and the fastest square matrix product. The
-data sheet's figures stand beside them where they are known.
+The roofline uses peaks that are measured once a process: the fastest copy and the fastest square matrix product.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Caller(NamedTuple):
     def use(self, right: Right) -> None:
         """One call that needs `right`. Raises Refusal: 403, which does not name it, and 429 over the limits."""
         if right not in self.rights:
-            raise Refusal("forbidden", "the key does not allow this")
+            raise Refusal("forbidden", "the API key lacks the permission for this call")
         if self.quota is not None:
             self.quota.take("requests", 1)
 
@@ -80,7 +80,11 @@ class Keyring:
             if hmac.compare_digest(digest, given):
                 found = caller
         if found is None or scheme.lower() != "bearer":
-            raise Refusal("unauthorized", "a known key is needed", headers={"WWW-Authenticate": "Bearer"})
+            raise Refusal(
+                "unauthorized",
+                "the request has no valid API key: send Authorization: Bearer KEY",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
         return found
 
     def _load(self) -> None:

@@ -44,7 +44,7 @@ class Settings(BaseSettings):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """port to listen on; 0 takes a free port, which the log names"""
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """port for gRPC on the same address (docs/grpc.md); 0 takes a free port. Needs the extra `grpc`"""
+    """port for gRPC on the same address (docs/oip.md); 0 takes a free port. Needs the extra `grpc`"""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|all)$")] = "auto"
     """auto, cpu, cuda, cuda:N or all. auto is CUDA if available; all starts one engine for each CUDA device"""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
@@ -91,7 +91,7 @@ class Settings(BaseSettings):
     queue_bytes: Bytes = 4096 * MIB
     """maximum bytes of input and answer tensors of admitted requests; a single request is always admitted"""
     grpc_bytes: Annotated[int, Field(ge=64 * MIB)] = 6144 * MIB
-    """maximum bytes of memory for gRPC messages and answers; one message may take a sixth (docs/grpc.md)"""
+    """maximum bytes of memory for gRPC messages and answers; one message may take a sixth (docs/oip.md)"""
     queue_flops: Annotated[int, Field(ge=1)] = 1 << 50
     """maximum floating-point operations of admitted requests; a single request is always admitted"""
     queue_seconds: Seconds = 600.0

@@ -1,4 +1,4 @@
-"""The device: runs problems on tensors in shared memory, and tells its errors apart."""
+"""The engine's device: compute jobs over shared memory, copy to and from a GPU, and classify the device's errors."""
 
 from __future__ import annotations
 

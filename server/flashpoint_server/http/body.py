@@ -97,7 +97,11 @@ class RequestBody:
         return due if self.deadline is None else min(due, self.deadline)
 
     def _too_late(self, end: float) -> Refusal:
-        return out_of_time() if end == self.deadline else Refusal("body_timeout", "the body came too slowly")
+        if end == self.deadline:
+            return out_of_time()
+        pause, rate = self._settings.body_timeout, self._settings.body_rate
+        said = f"it may pause for {pause:g} s, and must reach {rate} bytes a second"
+        return Refusal("body_timeout", f"the body arrived too slowly: {said}")
 
     async def into(self, places: Iterable[memoryview], head: bytes) -> None:
         """Read the rest of the body, which begins with `head` (taken already), into `places`, which it must fill.

@@ -17,19 +17,20 @@ from flashpoint_server.oip.schema import TAG, errors
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.service import Service
 
+_OFF = "shared memory is off on this server: see --shared-memory-bytes"
 REQUEST_LIMIT = 4096  # bytes; a key has 255 at most
 
 
 class Registration(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    key: str = Field(description="name of the POSIX shared memory object")
-    offset: int = Field(0, ge=0, description="offset of the region in it, in bytes")
+    key: str = Field(description="Name of the POSIX shared memory object.")
+    offset: int = Field(0, ge=0, description="Where the region begins in it.")
     byte_size: int = Field(gt=0)
 
 
 class RegionStatus(BaseModel):
-    """`key` is always empty: a process that knows it could open the object."""
+    """`key` is always empty: anyone who knows it could open the object."""
 
     name: str
     key: str = ""
@@ -53,24 +54,30 @@ def router(service: Service) -> APIRouter:
     def check_on() -> None:
         """Raises Refusal 404."""
         if not service.regions.limit:
-            raise Refusal("not_found", "shared memory is off on this server: see --shared-memory-bytes")
+            raise Refusal("not_found", _OFF)
 
-    @routes.get("/status", summary="All regions of the key", responses=errors(401, 403))
+    locked = ("unauthorized", "forbidden", "cross_site")
+    unknown = "no region 'mine' is registered"
+
+    @routes.get("/status", summary="List the regions of your key", responses=errors(*locked))
     async def all_status(request: Request) -> list[RegionStatus]:
         return [_status(region) for region in service.regions.all(admit(request))]
 
-    @routes.get("/region/{name}/status", summary="One region", responses=errors(401, 403, 404, 422))
+    @routes.get(
+        "/region/{name}/status", summary="Describe a region", responses=errors(*locked, "not_found", not_found=unknown)
+    )
     async def status(request: Request, name: str) -> list[RegionStatus]:
         owner = admit(request)
         check_on()
         return [_status(service.regions.find(owner, name))]
 
-    @routes.post(
-        "/region/{name}/register",
-        summary="Register one",
-        responses=errors(400, 401, 403, 413, 422),
-        openapi_extra=schema,
+    wrong = errors(
+        *(*locked, "malformed_body", "not_found", "body_too_large", "work_too_large", "invalid_request"),
+        not_found=_OFF,
+        invalid_request="key: no shared memory object that this server may use has it",
     )
+
+    @routes.post("/region/{name}/register", summary="Register a region", responses=wrong, openapi_extra=schema)
     async def register(request: Request, name: str) -> Nothing:
         owner = admit(request)
         check_on()
@@ -79,12 +86,12 @@ def router(service: Service) -> APIRouter:
         service.regions.register(owner, name, asked.key, asked.offset, asked.byte_size)
         return Nothing()
 
-    @routes.post("/region/{name}/unregister", summary="Unregister one", responses=errors(401, 403, 422))
+    @routes.post("/region/{name}/unregister", summary="Unregister a region", responses=errors(*locked))
     async def unregister(request: Request, name: str) -> Nothing:
         service.regions.unregister(admit(request), name)
         return Nothing()
 
-    @routes.post("/unregister", summary="Unregister all of the key", responses=errors(401, 403))
+    @routes.post("/unregister", summary="Unregister all regions of your key", responses=errors(*locked))
     async def unregister_all(request: Request) -> Nothing:
         service.regions.unregister_all(admit(request))
         return Nothing()

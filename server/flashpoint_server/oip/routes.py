@@ -60,26 +60,27 @@ def written(refusal: Refusal, _: str) -> tuple[str, bytes]:
 
 
 def router(service: Service) -> APIRouter:
-    locked, known, not_ready = errors(401, 403), errors(404), errors(503)
+    locked, not_ready = errors("unauthorized", "forbidden", "cross_site"), errors("not_ready", "draining")
+    known = errors("not_found", not_found="there is no model 'attentoin'; there are attention, attention_grad")
     routes = APIRouter(prefix="/v2", tags=[TAG])
 
     extensions = [*EXTENSIONS, *(["system_shared_memory"] if service.regions.limit else [])]
 
-    @routes.get("/health/live", summary="Whether the process answers")
+    @routes.get("/health/live", summary="Check that the process answers")
     async def live() -> Live:
         return Live(live=True)
 
-    @routes.get("/health/ready", summary="Whether new work is taken", responses=not_ready)
+    @routes.get("/health/ready", summary="Check that the server accepts new work", responses=not_ready)
     async def ready() -> Ready:
         service.check_working()
         return Ready(ready=True)
 
-    @routes.get("", summary="The server, and what of the protocol's extensions it has", responses=locked)
+    @routes.get("", summary="Describe the server and its protocol extensions", responses=locked)
     async def server(request: Request) -> ServerMetadata:
         service.admit(Exchange.of(request.scope), "info")
         return ServerMetadata(name="flashpoint", version=version("flashpoint"), extensions=extensions)
 
-    @routes.post("/repository/index", summary="The models", responses=locked)
+    @routes.post("/repository/index", summary="List the models", responses=locked)
     async def index(request: Request) -> list[IndexEntry]:
         service.admit(Exchange.of(request.scope), "info")
         state, reason = "READY", ""
@@ -97,7 +98,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/models/{name}/versions/{version}/ready", include_in_schema=False)
     @routes.get(
         "/models/{name}/ready",
-        summary="Whether a model takes new work",
+        summary="Check that a model accepts new work",
         responses=known | not_ready,
         openapi_extra=_NAMED,
     )
@@ -109,7 +110,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/models/{name}/versions/{version}/config", include_in_schema=False)
     @routes.get(
         "/models/{name}/config",
-        summary="A model's configuration, as Triton has it",
+        summary="Describe a model's configuration, as Triton does",
         responses=locked | known,
         openapi_extra=_NAMED,
     )
@@ -124,7 +125,7 @@ def router(service: Service) -> APIRouter:
         return stats(_model(request))
 
     @routes.get("/models/{name}/versions/{version}", include_in_schema=False)
-    @routes.get("/models/{name}", summary="A model's tensors", responses=locked | known, openapi_extra=_NAMED)
+    @routes.get("/models/{name}", summary="Describe a model's tensors", responses=locked | known, openapi_extra=_NAMED)
     async def metadata(request: Request) -> ModelMetadata:
         service.admit(Exchange.of(request.scope), "info")
         return models.metadata(_model(request))

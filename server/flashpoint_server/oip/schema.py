@@ -1,4 +1,4 @@
-"""Inference in OpenAPI, as JSON alone says it; the binary extension in words, for OpenAPI has no way to say it."""
+"""Inference in OpenAPI: the JSON form as a schema, and the binary extension, which OpenAPI cannot express, in words."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from flashpoint_server.formats.safetensors import OCTETS
 from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.head import PRIORITY_LEVELS, SIDES
 from flashpoint_server.oip.models import MODELS, Model, datatypes
-from flashpoint_server.refusal import STATUS
+from flashpoint_server.refusal import MEDIA_TYPE, STATUS
 from flashpoint_server.routes.problem_schema import problems
 
 TAG = "Open Inference Protocol"
 _ERROR = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
 _UNUSED = ("not_found", "method_not_allowed", "not_acceptable")
+_CODES = [code for code in STATUS if code not in _UNUSED and not code.startswith(("cache_", "saved_"))]
 _DESCRIPTION = """
-With the protocol's binary extension the JSON names a `binary_data_size` among an input's parameters instead of `data`,
-the tensors' bytes follow the JSON in the order of the inputs, and `Inference-Header-Content-Length` says how long the
-JSON is. `binary_data` among an output's parameters, or `binary_data_output` for all, asks for an answer of that kind.
+With the protocol's binary extension, an input has the parameter `binary_data_size` instead of `data`. The bytes of the
+tensors follow the JSON, in the order of the inputs, and `Inference-Header-Content-Length` is the length of the JSON.
+The parameter `binary_data` of an output, or `binary_data_output` for all of them, asks for a binary answer.
 """
 _EXAMPLE: dict[str, Any] = {
     "inputs": [
@@ -33,10 +34,17 @@ _EXAMPLE: dict[str, Any] = {
 _DO = {"name": "do", "shape": [2, 2], "datatype": "FP32", "data": [1, 1, 1, 1]}
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Responses that are errors, as /v2 writes them."""
-    content = {jsonwire.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProtocolError"}}}
-    return {status: {**response, "content": content} for status, response in problems(*statuses).items()}
+def errors(*codes: str, **details: str) -> dict[int | str, dict[str, Any]]:
+    """Return the responses that are errors as /v2 writes them; `details` as in `problems`."""
+    return {
+        status: {**response, "content": {jsonwire.MEDIA_TYPE: _plain(response["content"][MEDIA_TYPE]["examples"])}}
+        for status, response in problems(*codes, **details).items()
+    }
+
+
+def _plain(examples: dict[str, Any]) -> dict[str, Any]:
+    said = {code: one | {"value": {"error": one["value"]["detail"]}} for code, one in examples.items()}
+    return {"schema": {"$ref": "#/components/schemas/ProtocolError"}, "examples": said}
 
 
 def add(document: dict[str, Any]) -> None:
@@ -55,25 +63,23 @@ def _operation(model: Model) -> dict[str, Any]:
         example = {**_EXAMPLE, "inputs": [*_EXAMPLE["inputs"], _DO]}
     asked = {
         "schema": {"$ref": f"#/components/schemas/Infer_{model.name}"},
-        "examples": {"causal": {"summary": "two positions, causal", "value": example}},
+        "examples": {"causal": {"summary": "Two positions, causal", "value": example}},
     }
-    used = (code for code in STATUS if code not in _UNUSED and not code.startswith(("cache_", "saved_")))
-    statuses = sorted({STATUS[code] for code in used})
     return {
         "tags": [TAG],
-        "summary": f"Inference by {model.name}",
+        "summary": f"Infer with {model.name}",
         "description": _DESCRIPTION,
         "operationId": f"infer_{model.name}",
         "requestBody": {"required": True, "content": {jsonwire.MEDIA_TYPE: asked}},
         "responses": {
             "200": {
-                "description": "The outputs",
+                "description": "The outputs.",
                 "content": {
                     jsonwire.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/InferAnswer"}},
                     OCTETS: {"schema": {"type": "string", "format": "binary"}},
                 },
             },
-            **{str(status): response for status, response in errors(*statuses).items()},
+            **{str(status): response for status, response in errors(*_CODES).items()},
         },
     }
 
@@ -114,11 +120,21 @@ def _parameters() -> dict[str, Any]:
         options[name] = given | {"description": options[name]["description"]}
     return {
         **options,
-        "grads": {"type": "string", "description": "names with commas between them", "enum": ["dq,dk,dv", "dv"]},
+        "grads": {"type": "string", "description": "Names, separated by commas.", "enum": ["dq,dk,dv", "dv"]},
         **sides,
         "binary_data_output": {"type": "boolean"},
-        "timeout": {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1, "description": "microseconds; 0: none"},
-        "priority": {"type": "integer", "minimum": 0, "maximum": PRIORITY_LEVELS, "description": "1: first; 0: last"},
+        "timeout": {
+            "type": "integer",
+            "minimum": 0,
+            "maximum": (1 << 63) - 1,
+            "description": "Microseconds; 0 is none.",
+        },
+        "priority": {
+            "type": "integer",
+            "minimum": 0,
+            "maximum": PRIORITY_LEVELS,
+            "description": "1 is first, 10 is last; 0 is 10.",
+        },
     }
 
 
@@ -128,7 +144,10 @@ def _answer() -> dict[str, Any]:
         "datatype": {"enum": list(DATATYPE_OF.values())},
         "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
         "data": {"$ref": "#/components/schemas/TensorRows"},
-        "parameters": {"type": "object", "description": "where it is instead: behind this JSON, or in shared memory"},
+        "parameters": {
+            "type": "object",
+            "description": "Where the tensor is instead of `data`: after this JSON, or in shared memory.",
+        },
     }
     return _object(
         {

@@ -1,4 +1,4 @@
-"""Every error by its code: when it comes, and what to do about it. GET /docs/errors and docs/http.md show them."""
+"""Every error by its code: what it means and what to do. /docs/errors and docs/reference/errors.md show them."""
 
 from __future__ import annotations
 

@@ -31,7 +31,11 @@ _CONTENT = {jsonwire.MEDIA_TYPE: {"schema": _SCHEMA, "examples": openapi_example
 _ASKED = {"requestBody": {"required": True, "content": _CONTENT}}
 # Any other is a 404, as no such address.
 PictureFormat = Annotated[str, Path(json_schema_extra={"enum": [*pictures.MEDIA_TYPES]})]
-_ERRORS = problems(401, 403, 404, 422)
+_READ = ("unauthorized", "forbidden", "cross_site", "not_found", "invalid_request")
+_STARTED = (
+    "malformed_body", "unauthorized", "forbidden", "cross_site", "body_timeout", "body_too_large",
+    "unsupported_media_type", "invalid_request", "queue_full", "key_limit", "not_ready", "draining", "engine_lost",
+)  # fmt: skip
 
 
 def _answers(description: str, *media_types: str) -> dict[int | str, dict[str, Any]]:
@@ -39,8 +43,15 @@ def _answers(description: str, *media_types: str) -> dict[int | str, dict[str, A
 
 
 def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
-    routes = APIRouter(prefix="/benchmark", tags=["proof"])
-    refused = problems(400, 401, 403, 408, 413, 415, 422, 429, 503)
+    routes = APIRouter(prefix="/benchmark", tags=["verify and benchmark"])
+    refused = problems(
+        *_STARTED,
+        unsupported_media_type="a benchmark is asked for in application/json",
+        invalid_request="preset: must be 'papers', 'h100' or 'seeds'",
+        queue_full="8 benchmarks wait or run, 4 of them of this caller",
+        engine_lost="the engine did not take this benchmark; it may be sent again",
+    )
+    known = problems(*_READ[:-1])
 
     async def find(request: Request, id: str) -> KnownBenchmark:
         """The benchmark, if it is the caller's own, or the caller an administrator. Raises Refusal 401, 403, 404."""
@@ -50,9 +61,9 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
             raise no_such_benchmark()
         return benchmark
 
-    @routes.post("", status_code=202, summary="Time a grid", responses=refused, openapi_extra=_ASKED)
+    @routes.post("", status_code=202, summary="Start a benchmark", responses=refused, openapi_extra=_ASKED)
     async def start(request: Request, response: Response) -> BenchmarkJob:
-        """Timing runs alone on the device, in slices between the requests that are served meanwhile."""
+        """The benchmark runs in short slices. Between them the device serves other requests."""
         caller = service.admit(Exchange.of(request.scope), "benchmark")  # before its body is read
         if request_format(request.headers) is not JSON:
             raise Refusal("unsupported_media_type", f"a benchmark is asked for in {jsonwire.MEDIA_TYPE}")
@@ -62,17 +73,16 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
         response.headers["Location"] = f"/benchmark/{opened.job.id}"
         return opened.job
 
-    @routes.get("/{id}", summary="State, progress and rows", responses=_ERRORS)
+    @routes.get("/{id}", summary="Describe a benchmark: state, progress and rows", responses=known)
     async def job(request: Request, id: str) -> BenchmarkJob:
         return (await find(request, id)).job
 
-    told = _answers("one event for each thing that happens", EVENT_STREAM) | _ERRORS
+    wrong = problems(*_READ, invalid_request="last-event-id: must be an integer")
+    told = _answers("The events, as server-sent events.", EVENT_STREAM) | wrong
 
-    @routes.get(
-        "/{id}/events", summary="The same as server-sent events", responses=told, response_class=StreamingResponse
-    )
+    @routes.get("/{id}/events", summary="Follow a benchmark's events", responses=told, response_class=StreamingResponse)
     async def events(request: Request, id: str, last_event_id: Annotated[int, Header(ge=0)] = 0) -> StreamingResponse:
-        """One event for each thing that happens, from the first, or from the one after `Last-Event-ID`, to the end."""
+        """Stream every event from the first, or from the one after `Last-Event-ID`, until the benchmark ends."""
         benchmark = await find(request, id)
 
         async def stream() -> AsyncIterator[bytes]:
@@ -86,24 +96,28 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
 
         return StreamingResponse(stream(), media_type=EVENT_STREAM, headers={"Cache-Control": "no-store"})
 
-    @routes.delete("/{id}", summary="Cancel", responses=_ERRORS)
+    @routes.delete("/{id}", summary="Cancel a benchmark", responses=known)
     async def cancel(request: Request, id: str) -> BenchmarkJob:
-        """Stop it at the end of its slice; a benchmark that has ended stays as it is."""
+        """Stop the benchmark after its current slice. A benchmark that has ended does not change."""
         benchmark = await find(request, id)
         if not benchmark.over:
             benchmarks.stop(benchmark)
             await benchmark.ended(CANCEL_SECONDS)
         return benchmark.job
 
-    drawn = _answers("the picture", *pictures.MEDIA_TYPES.values()) | _ERRORS
+    undrawn = "kind: must be 'time', 'tflops', 'speedup', 'memory' or 'roofline'"
+    drawn = _answers("The picture.", *pictures.MEDIA_TYPES.values()) | problems(*_READ, invalid_request=undrawn)
 
-    @routes.get("/{id}/plot.{format}", summary="A picture of its rows", responses=drawn, response_class=Response)
+    @routes.get("/{id}/plot.{format}", summary="Draw a benchmark's rows", responses=drawn, response_class=Response)
     async def plot(
         request: Request, id: str, format: PictureFormat, kind: PlotKind = "time", theme: PlotTheme = "light"
     ) -> Response:
         benchmark = await find(request, id)
         if format not in pictures.MEDIA_TYPES:
-            raise Refusal("not_found", f"there are {' and '.join(pictures.MEDIA_TYPES)}")
+            raise Refusal(
+                "not_found",
+                f"there is no plot.{format}, but {' and '.join(f'plot.{kind}' for kind in pictures.MEDIA_TYPES)}",
+            )
         try:
             asked = (benchmark.job.model_dump_json(), kind, format, theme)
             picture = await service.codec.run(None, pictures.draw, *asked)

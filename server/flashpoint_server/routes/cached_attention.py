@@ -184,7 +184,7 @@ def found(request: RouteRequest, texts: Sequence[str]) -> list[CacheId]:
     errors = []
     for place, one in enumerate(ids):
         if one is None:
-            errors.append((f"caches.{place}", "cache_not_found: there is no such cache"))
+            errors.append((f"caches.{place}", "cache_not_found: there is no such cache for this key"))
         elif one.replica != service.cache_ids.replica:
             said = f"replica {one.replica!r} holds it: send X-Flashpoint-Replica: {one.replica}"
             errors.append((f"caches.{place}", f"cache_elsewhere: {said}"))

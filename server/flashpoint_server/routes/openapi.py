@@ -22,26 +22,39 @@ from flashpoint_server.routes import openapi_caches
 from flashpoint_server.routes import openapi_examples as examples
 from flashpoint_server.routes.problem_schema import ProblemDocument, problems
 
+TAGS = {
+    "attention": "Compute attention and its gradients.",
+    "caches": "Hold KV caches and saved forwards on the server.",
+    "verify and benchmark": "Check answers against float64, and time a grid of problems beside the traffic.",
+    "status": "Ask for health, versions, limits and metrics.",
+    "Open Inference Protocol": "Make the same calls with `tritonclient` or KServe's clients.",
+}  # in the order of /docs
 _HEADERS = {
-    "X-Request-Id": "echoed, or made",
-    "X-Backend": "the backend that ran",
-    "X-Batch-Size": "requests that ran in the same launch",
-    "Server-Timing": "decode, queue, compute and encode in milliseconds",
+    "X-Request-Id": "The request's id, or one that the server made.",
+    "X-Backend": "The backend that ran.",
+    "X-Batch-Size": "How many requests ran in the same launch.",
+    "Server-Timing": "Milliseconds of decode, queue, compute and encode.",
 }
-_SUMMARY = {"forward": "Attention", "backward": "Gradients of attention"}
-_NO_CALL = ("not_found", "method_not_allowed")
-_OF_HELD = {"forward": "cache_", "backward": "saved_"}  # how codes begin that a call over what is held may have
-_ERRORS = sorted(
-    {
-        status
-        for code, status in STATUS.items()
-        if code not in _NO_CALL and not code.startswith(tuple(_OF_HELD.values()))
-    }
-)
+_SUMMARY = {"forward": "Compute attention", "backward": "Compute gradients of attention"}
+_TEXT = {
+    "forward": "Send q, k and v; the answer has o, and lse with `return_lse`. JSON and safetensors are both accepted.",
+    "backward": "Send the forward's inputs and `do`; the answer has the gradients that `grads` names. "
+    "`o` and `lse` of the forward save the server its recomputation.",
+}
+_HELD = ("cache_", "saved_")  # how codes of what the server holds begin
+_ERRORS = [code for code in STATUS if code not in ("not_found", "method_not_allowed") and not code.startswith(_HELD)]
 _HELD_ERRORS = {
-    direction: sorted({status for code, status in STATUS.items() if code.startswith(word)})
-    for direction, word in _OF_HELD.items()
+    "forward": [code for code in STATUS if code.startswith("cache_")],
+    "backward": [*(code for code in STATUS if code.startswith("saved_")), "cache_elsewhere"],
 }
+_DETAILS = {
+    "forward": {},
+    "backward": {"invalid_request": "dout: unknown option or tensor; did you mean do?"},
+    "verify": {
+        "invalid_request": "shape.head_dim: is missing",
+        "work_too_large": "to verify this takes 2.36e+14 FLOPs, over the 2.75e+11 allowed",
+    },
+}  # of the examples, where the operation has its own
 _KEYS: list[dict[str, list[str]]] = [{}, {"bearer": []}]  # a key where the server has keys
 
 
@@ -55,17 +68,27 @@ def install(app: FastAPI, paths: dict[str, Direction], add: Callable[[dict[str, 
         if "JsonTensor" not in schemas:
             _add_schemas(schemas)
             document["components"].setdefault("securitySchemes", {})["bearer"] = {"type": "http", "scheme": "bearer"}
-            for path, direction in paths.items():
-                document["paths"][path] = {"post": _operation(direction)}
+            calls = {path: {"post": _operation(direction)} for path, direction in paths.items()}
+            document["paths"] = calls | document["paths"]
             document["paths"]["/verify"] = {"post": _verification()}
             openapi_caches.add(document)
             add(document)
+            document["tags"] = [{"name": name, "description": text} for name, text in TAGS.items()]
             for operation in (each for path in document["paths"].values() for each in path.values()):
+                _without_the_frameworks_own(operation["responses"])
                 if "401" in operation["responses"]:
                     operation["security"] = _KEYS
+            for name in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(name, None)
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend it
+
+
+def _without_the_frameworks_own(responses: dict[str, Any]) -> None:
+    """Remove the 422 that FastAPI gives to each operation with a parameter, and that this service never answers."""
+    if "HTTPValidationError" in str(responses.get("422")):
+        del responses["422"]
 
 
 def _add_schemas(schemas: dict[str, Any]) -> None:
@@ -76,7 +99,7 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
         schemas[f"{kind}Rows"] = {"type": "array", "items": {"anyOf": [element, rows]}}
         schemas[f"Json{kind}"] = _json_tensor(element, rows)
     options = AttentionOptions.model_json_schema()["properties"]
-    dtype = {"enum": list(jsonwire.DTYPES), "default": "float32", "description": "of q, k, v, do and o"}
+    dtype = {"enum": list(jsonwire.DTYPES), "default": "float32", "description": "Data type of q, k, v, do and o."}
 
     def request(names: tuple[str, ...], needed: list[str]) -> dict[str, Any]:
         carried = tuple(name for name in names if "json" not in TENSORS[name].refused)
@@ -95,17 +118,20 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
 
     def answer(names: tuple[str, ...], needed: list[str]) -> dict[str, Any]:
         said = {
-            "dtype": {"enum": list(jsonwire.DTYPES), "description": "of the tensors that have their input's"},
-            "backend": {"type": "string", "description": "the backend that ran"},
-            "dropout_seed": {"type": "integer", "description": "where dropout ran"},
+            "dtype": {
+                "enum": list(jsonwire.DTYPES),
+                "description": "Data type of the tensors that have their input's.",
+            },
+            "backend": {"type": "string", "description": "The backend that ran."},
+            "dropout_seed": {"type": "integer", "description": "The seed of the dropout, where dropout ran."},
         }
         properties = {**_tensors(names), **said}
         needed = [*needed, "dtype", "backend"]
         return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
 
     schemas["AttentionAnswer"] = answer(ANSWERS["forward"], ["o"])
-    lengths = {"type": "array", "items": {"type": "integer"}, "description": "of the caches, in that layer"}
-    saved = {"type": "string", "description": "the id of this forward, where it was saved"}
+    lengths = {"type": "array", "items": {"type": "integer"}, "description": "Lengths of the caches, in that layer."}
+    saved = {"type": "string", "description": "The id of this forward, where it was saved."}
     schemas["AttentionAnswer"]["properties"] |= {"lengths": lengths, "saved": saved}
     schemas["AttentionGradAnswer"] = answer(ANSWERS["backward"], [])
 
@@ -141,7 +167,7 @@ def _json_tensor(element: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any
         "data": {"type": "array", "items": element},
     }
     return {
-        "description": "Nested lists, row-major, or the flat form, which empty tensors need.",
+        "description": "Nested lists in row-major order, or a shape with flat data, which an empty tensor needs.",
         "anyOf": [rows, {"type": "object", "properties": flat, "required": [*flat], "additionalProperties": False}],
     }
 
@@ -164,16 +190,19 @@ def _tensors(names: tuple[str, ...]) -> dict[str, Any]:
 def _verification() -> dict[str, Any]:
     """The operation of /verify: two kinds of request, one report."""
     ours = _operation("forward", held=False)
+    errors = problems(*(c for c in _ERRORS if c != "not_acceptable"), **_DETAILS["verify"])  # it answers in JSON alone
     kinds = [{"$ref": f"#/components/schemas/{name}"} for name in ("VerifyRequest", "VerifyTensors")]
     content = ours["requestBody"]["content"]
     content[jsonwire.MEDIA_TYPE] = {"schema": {"oneOf": kinds}, "examples": examples.VERIFY}
     report = {"schema": {"$ref": "#/components/schemas/VerifyReport"}}
-    del ours["responses"]["406"]  # its answer is JSON, whatever Accept says
-    ours["responses"]["200"] = {"description": "The errors of every tensor", "content": {jsonwire.MEDIA_TYPE: report}}
+    answered = {"description": "The errors of each tensor.", "content": {jsonwire.MEDIA_TYPE: report}}
     return ours | {
-        "tags": ["proof"],
-        "summary": "How far a backend, or what the caller computed, is from float64",
+        "tags": ["verify and benchmark"],
+        "summary": "Check a backend, or your own answers, against float64",
+        "description": "Send the sizes of a problem, which the server draws from a seed. Or send tensors as to "
+        "/attention: any of o, lse and the gradients among them are checked in place of a backend's.",
         "operationId": "verify",
+        "responses": {"200": answered, **{str(status): one for status, one in errors.items()}},
     }
 
 
@@ -183,7 +212,7 @@ def _operation(direction: Direction, *, held: bool = True) -> dict[str, Any]:
         "schema": {
             "type": "string",
             "format": "binary",
-            "description": "a safetensors file: the tensors by name, each option in `__metadata__` as JSON",
+            "description": "A safetensors file: tensors by name, and each option in `__metadata__` as JSON.",
         }
     }
     asked = {
@@ -193,18 +222,24 @@ def _operation(direction: Direction, *, held: bool = True) -> dict[str, Any]:
     answered = {"schema": {"$ref": f"#/components/schemas/{name}Answer"}}
     told = {h: {"schema": {"type": "string"}, "description": text} for h, text in _HEADERS.items()}
     cached = held and direction == "forward"
-    statuses = sorted({*_ERRORS, *(_HELD_ERRORS[direction] if held else ())})
+    codes = [*_ERRORS, *(_HELD_ERRORS[direction] if held else ())]
     return {
         "tags": ["attention"],
         "summary": _SUMMARY[direction],
+        "description": _TEXT[direction],
         "operationId": "attention" if direction == "forward" else "attention_grad",
         "parameters": [
-            _header("X-Timeout-Ms", {"type": "integer", "minimum": 1}, "deadline, in milliseconds"),
-            _header("X-Priority", {"type": "integer", "minimum": 0, "maximum": 9, "default": 0}, "higher runs sooner"),
+            _header("X-Timeout-Ms", {"type": "integer", "minimum": 1}, "Deadline in milliseconds."),
+            _header(
+                "X-Priority",
+                {"type": "integer", "minimum": 0, "maximum": 9, "default": 0},
+                "A request with a higher priority runs sooner.",
+            ),
             _header(
                 "X-Request-Id",
                 {"type": "string"},
-                "echoed, and found in the log: up to 128 letters, digits and `._:/+=@~-`; anything else is replaced",
+                "Name of the request in the answer and the log: up to 128 letters, digits and `._:/+=@~-`. "
+                "The server replaces anything else.",
             ),
             *([openapi_caches.REPLICA] if cached else []),
         ],
@@ -214,7 +249,7 @@ def _operation(direction: Direction, *, held: bool = True) -> dict[str, Any]:
         },
         "responses": {
             "200": {
-                "description": "The answer, in the encoding that Accept asks for, else in the request's",
+                "description": "The answer in the format that Accept asks for, by default the request's.",
                 "headers": told | (openapi_caches.TOLD if cached else {}),
                 "content": {
                     jsonwire.MEDIA_TYPE: answered,
@@ -222,7 +257,7 @@ def _operation(direction: Direction, *, held: bool = True) -> dict[str, Any]:
                     "application/octet-stream": binary,
                 },
             },
-            **{str(status): response for status, response in problems(*statuses).items()},
+            **{str(status): response for status, response in problems(*codes, **_DETAILS[direction]).items()},
         },
     }
 

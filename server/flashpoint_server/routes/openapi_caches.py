@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 from pydantic import BaseModel
@@ -25,18 +26,32 @@ _MODELS = (
     CacheRequest, ForkRequest, DeleteRequest, TruncateRequest, CacheDescription, CacheList, CacheLength,
     SavedDescription, SavedList,
 )  # fmt: skip
-_ALWAYS = (400, 401, 403, 404, 408, 413, 421, 422, 429, 503, 504)
+_EACH = (
+    "malformed_head", "unauthorized", "forbidden", "cross_site", "not_found", "host_not_allowed", "invalid_request",
+    "queue_full", "key_limit", "not_ready", "draining", "out_of_memory", "engine_lost", "deadline_exceeded",
+)  # fmt: skip
+_BODY = ("malformed_body", "body_timeout", "body_too_large", "unsupported_media_type")
+_CACHE = ("cache_not_found", "cache_lost", "cache_elsewhere")
+_SAVED = ("saved_not_found", "saved_lost", "cache_elsewhere")
+_NEW = ("cache_memory", "work_too_large")  # of calls that need memory
+_OFF = "this server holds nothing for callers: --cache-bytes is 0"
+_IS_NO_NUMBER = "X-Timeout-Ms: must be a positive integer of milliseconds"
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 _KEY = {
     "name": "Idempotency-Key", "in": "header", "required": False, "schema": {"type": "string", "maxLength": 128},
-    "description": "a name of this write: sent again with it, it is not made again, and is answered alike",
+    "description": "A name of this write. A retry with the same name takes effect once and gets the same answer.",
 }  # fmt: skip
 REPLICA = {
     "name": "X-Flashpoint-Replica", "in": "header", "required": False, "schema": {"type": "string"},
-    "description": "that of an earlier answer about the cache: a balancer routes by it",
+    "description": "The value from an earlier answer about the cache. A balancer routes by it.",
 }  # fmt: skip
-TOLD = {"X-Flashpoint-Replica": {"schema": {"type": "string"}, "description": "what leads to the server of the caches"}}
+TOLD = {
+    "X-Flashpoint-Replica": {
+        "schema": {"type": "string"},
+        "description": "Send it back with the next call, to reach the same server.",
+    }
+}
 _LAYER = {"name": "layer", "in": "query", "schema": {"type": "integer", "minimum": 0, "default": 0}}
 
 
@@ -50,59 +65,79 @@ def add(document: dict[str, Any]) -> None:
     schemas["CacheList"]["properties"]["caches"]["items"] = {"$ref": "#/components/schemas/Cache"}
     schemas["SavedList"]["properties"]["saved"]["items"] = {"$ref": "#/components/schemas/SavedForward"}
     one = "/caches/{id}"
-    read = _operation("k and v of a layer", "cache_tensors", 200, None, None, 409, 410)
+    read = _operation("Read k and v of a layer", "cache_tensors", 200, None, None, *_CACHE, "cache_position")
     read["parameters"] = [_ID, _LAYER, REPLICA]
     read["responses"]["200"]["content"] = {wire.MEDIA_TYPE: _BINARY}
     document["paths"] |= {
         "/caches": {
-            "post": _operation("Make caches", "create_caches", 201, CacheList, CacheRequest, 410),
-            "get": _operation("The caller's caches", "list_caches", 200, CacheList),
+            "post": _operation(
+                "Create caches", "create_caches", 201, CacheList, CacheRequest, *_CACHE, *_NEW,
+                invalid_request="kv_heads: has 2 numbers for 4 layers",
+            ),
+            "get": _operation("List your caches", "list_caches", 200, CacheList),
         },
         "/caches/fork": {
-            "post": _operation("Copy caches; copies share memory", "fork_caches", 201, CacheList, ForkRequest, 409, 410)
+            "post": _operation(
+                "Fork caches; copies share memory", "fork_caches", 201, CacheList, ForkRequest, *_CACHE, *_NEW,
+                "cache_position", "cache_dropped", "cache_stale",
+                invalid_request="lengths: has 1 for 2 caches",
+            )
         },
         "/caches/delete": {
-            "post": _operation("Delete caches, all or none", "delete_caches", 204, None, DeleteRequest, 410)
+            "post": _operation(
+                "Delete several caches, or none of them", "delete_caches", 204, None, DeleteRequest, *_CACHE,
+                invalid_request="caches: is missing",
+            )
         },
         one: {
-            "get": _of_one(_operation("One cache", "cache", 200, CacheDescription, None, 410)),
-            "delete": _of_one(_operation("Delete it, after the calls that run", "delete_cache", 204, None, None, 410)),
+            "get": _of_one(_operation("Describe a cache", "cache", 200, CacheDescription, None, *_CACHE)),
+            "delete": _of_one(
+                _operation("Delete a cache, after its running calls", "delete_cache", 204, None, None, *_CACHE)
+            ),
         },
         f"{one}/append": {"post": _of_one(_appended())},
         f"{one}/truncate": {
             "post": _of_one(
-                _operation("Drop its last tokens", "truncate_cache", 200, CacheDescription, TruncateRequest, 409, 410)
+                _operation(
+                    "Drop the last tokens of a cache", "truncate_cache", 200, CacheDescription, TruncateRequest,
+                    *_CACHE, "cache_position", "cache_dropped", "cache_stale",
+                    invalid_request="length: is missing",
+                )
             )
         },
         f"{one}/renew": {
             "post": _of_one(
-                _operation("Let its time to live begin anew", "renew_cache", 200, CacheDescription, None, 410)
+                _operation("Restart a cache's time to live", "renew_cache", 200, CacheDescription, None, *_CACHE)
             )
         },
         f"{one}/tensors": {"get": read},
-        "/saved": {"get": _operation("The caller's saved forwards", "list_saved", 200, SavedList)},
+        "/saved": {"get": _operation("List your saved forwards", "list_saved", 200, SavedList)},
         "/saved/{id}": {
-            "get": _of_one(_operation("One saved forward", "saved", 200, SavedDescription, None, 410)),
-            "delete": _of_one(_operation("Delete it, after the calls that run", "delete_saved", 204, None, None, 410)),
+            "get": _of_one(_operation("Describe a saved forward", "saved", 200, SavedDescription, None, *_SAVED)),
+            "delete": _of_one(
+                _operation("Delete a saved forward, after its running calls", "delete_saved", 204, None, None, *_SAVED)
+            ),
         },
-    }
+    }  # fmt: skip
 
 
 def _appended() -> dict[str, Any]:
-    """Return the operation of an append, whose tensors come in either encoding."""
-    found = _operation("Write tokens to a layer", "append_to_cache", 200, CacheLength, None, 409, 410)
+    """Return the operation of an append, whose tensors come in either format."""
+    codes = (*_CACHE, *_NEW, *_BODY, "cache_position", "cache_dropped", "cache_full", "cache_stale")
+    found = _operation(
+        "Append tokens to a layer", "append_to_cache", 200, CacheLength, None, *codes, invalid_request="k: is missing"
+    )
     properties = {
         **{name: {"$ref": "#/components/schemas/JsonTensor"} for name in ("k", "v")},
         "dtype": {"enum": list(jsonwire.DTYPES), "default": "float32"},
         "layout": {"enum": list(LAYOUTS), "default": "bhsd"},
         "layer": {"type": "integer", "minimum": 0, "default": 0},
-        "at": {"type": ["integer", "null"], "minimum": 0, "description": "the end of the layer where it is not given"},
+        "at": {"type": ["integer", "null"], "minimum": 0, "description": "Position; by default the layer's end."},
     }
     asked = {"type": "object", "properties": properties, "required": ["k", "v"], "additionalProperties": False}
     content = {jsonwire.MEDIA_TYPE: {"schema": asked}, wire.MEDIA_TYPE: _BINARY, "application/octet-stream": _BINARY}
     found["requestBody"] = {"required": True, "content": content}
     found["parameters"].append(_KEY)
-    found["responses"] |= {str(status): one for status, one in problems(415).items()}
     return found
 
 
@@ -114,18 +149,19 @@ def _of_one(operation: dict[str, Any]) -> dict[str, Any]:
 
 def _operation(
     summary: str, name: str, success: int, answer: type[BaseModel] | None, asked: type[BaseModel] | None = None,
-    *errors: int,
+    *errors: str, **details: str,
 ) -> dict[str, Any]:  # fmt: skip
-    said: dict[str, Any] = {"description": summary, "headers": TOLD}
+    said: dict[str, Any] = {"description": HTTPStatus(success).phrase, "headers": TOLD}
     if answer is not None:
         said["content"] = {jsonwire.MEDIA_TYPE: {"schema": _reference(answer)}}
-    statuses = sorted({*_ALWAYS, *errors, *((415,) if asked is not None else ())})
+    codes = {*_EACH, *errors, *(_BODY if asked is not None else ())}
+    refusals = problems(*codes, **{"not_found": _OFF, "invalid_request": _IS_NO_NUMBER, **details})
     found: dict[str, Any] = {
         "tags": ["caches"],
         "summary": summary,
         "operationId": name,
         "parameters": [REPLICA],
-        "responses": {str(success): said, **{str(status): one for status, one in problems(*statuses).items()}},
+        "responses": {str(success): said, **{str(status): one for status, one in refusals.items()}},
     }
     if asked is not None:
         found["requestBody"] = {"required": True, "content": {jsonwire.MEDIA_TYPE: {"schema": _reference(asked)}}}

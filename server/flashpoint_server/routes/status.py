@@ -18,6 +18,7 @@ from flashpoint_server.refusal import Refusal
 from flashpoint_server.routes.problem_schema import problems
 from flashpoint_server.service import Service
 
+_LOCKED = ("unauthorized", "forbidden", "cross_site")
 PROBES = {"/health", "/health/live", "/health/ready"}
 
 
@@ -26,7 +27,7 @@ class Health(BaseModel):
 
 
 class Overview(Health):
-    """`reason` says why it is not ready."""
+    """The health of the server. `reason` says why it is not ready."""
 
     live: bool
     ready: bool
@@ -34,53 +35,55 @@ class Overview(Health):
 
 
 class Device(BaseModel):
-    name: str = Field(description="as torch names it", examples=["cuda:0"])
+    name: str = Field(description="The device's name in torch.", examples=["cuda:0"])
     title: str = Field(examples=["NVIDIA H200"])
-    memory: int = Field(description="bytes")
+    memory: int = Field(description="Memory in bytes.")
 
 
 class Info(BaseModel):
-    """The server's version, device, features and limits. `device` and `backends` are empty until it is ready."""
+    """The server and its state. `device` and `backends` are empty until it is ready."""
 
     name: str = "flashpoint"
     version: str
-    versions: dict[str, str] = Field(description="versions of Python and the main libraries")
+    versions: dict[str, str] = Field(description="Versions of Python and of the libraries that compute and serve.")
     device: Device | None
-    backends: list[str] = Field(description="backends, in the order in which `auto` prefers them")
-    options: dict[str, list[str]] = Field(description="features of each backend, from the list `features`")
-    load: dict[str, int] = Field(description="admitted requests now, and the bytes of their tensors")
+    backends: list[str] = Field(description="Backends, in the order in which `auto` prefers them.")
+    options: dict[str, list[str]] = Field(description="The features of each backend.")
+    load: dict[str, int] = Field(description="Requests that are admitted now, and the bytes of their tensors.")
     caches: dict[str, int] = Field(
-        description="KV caches and saved forwards now, their bytes, and the byte limit of each engine"
+        description="KV caches and saved forwards that the server holds, their bytes, and the limit of each engine."
     )
-    limits: dict[str, int] = Field(description="limits in bytes, counts, seconds and milliseconds, by their names")
+    limits: dict[str, int] = Field(description="Limits in bytes, counts, seconds and milliseconds, as their names say.")
 
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter(tags=["status"])
 
-    @routes.get("/health", summary="Whether the process answers, and whether new work is taken")
+    @routes.get("/health", summary="Check that the process answers, and that it accepts new work")
     async def health() -> Overview:
-        """200 while the process answers, ready or not: a balancer asks `/health/ready`, which answers 503 then."""
+        """200 while the process answers, ready or not. A load balancer asks `/health/ready`, which is then 503."""
         try:
             service.check_working()
         except Refusal as refusal:
             return Overview(status="ok", live=True, ready=False, reason=refusal.detail)
         return Overview(status="ok", live=True, ready=True)
 
-    @routes.get("/health/live", summary="Whether the process answers")
+    @routes.get("/health/live", summary="Check that the process answers")
     async def live() -> Health:
         return Health(status="ok")
 
-    @routes.get("/health/ready", summary="Whether new work is taken", responses=problems(503))
+    @routes.get(
+        "/health/ready", summary="Check that the server accepts new work", responses=problems("not_ready", "draining")
+    )
     async def ready() -> Health:
-        """Ready once every backend has agreed with the float64 reference on this device; not while shutting down.
+        """Ready once each backend has agreed with the float64 reference on this device.
 
-        Nor while the engine's process is stopped, by a signal or a debugger.
+        Not ready while the server shuts down, or while a signal or a debugger has stopped the engine's process.
         """
         service.check_working()
         return Health(status="ok")
 
-    @routes.get("/info", summary="Versions, device, backends, limits, options", responses=problems(401, 403))
+    @routes.get("/info", summary="Describe versions, device, backends, load and limits", responses=problems(*_LOCKED))
     async def info(request: Request) -> Info:
         service.admit(Exchange.of(request.scope), "info")
         device, settings, held = service.engine.device, service.settings, service.engine.holding
@@ -117,10 +120,15 @@ def router(service: Service) -> APIRouter:
         )
 
     text: dict[int | str, dict[str, Any]] = {
-        200: {"description": "Prometheus' text format", "content": {"text/plain": {}}}
+        200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}}
     }
 
-    @routes.get("/metrics", summary="Prometheus metrics", responses=text | problems(401, 403), response_class=Response)
+    @routes.get(
+        "/metrics",
+        summary="Export metrics for Prometheus",
+        responses=text | problems(*_LOCKED),
+        response_class=Response,
+    )
     async def metrics(request: Request) -> Response:
         service.admit(Exchange.of(request.scope), "metrics")
         service.report()

@@ -245,7 +245,7 @@ def test_with_keys_it_asks_for_one_and_holds_it_back(open_page, start_server):
     expect(door.get_by_role("alert")).to_have_text("The key is not known.")
     enter(page, "secret-2")
     for part in ("#traffic", "#playground"):
-        expect(page.locator(part).get_by_role("alert")).to_contain_text("the key does not allow this")
+        expect(page.locator(part).get_by_role("alert")).to_contain_text("the API key lacks the permission")
     expect(page.locator("#playground .outcome")).to_be_hidden()
     expect(page.locator("#traffic .tiles")).to_be_hidden()
     code = page.locator("#verify-code code")

@@ -10,6 +10,7 @@ from flashpoint_contract.tensors import BACKWARD_TENSORS, FORWARD_TENSORS, TENSO
 from flashpoint_server import Settings, create_app
 from flashpoint_server.app import PATHS
 from flashpoint_server.refusal import STATUS
+from flashpoint_server.routes.problem_schema import ProblemDocument
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +73,31 @@ def test_every_reference_leads_somewhere(document):
             node = node[part]
 
 
-def test_every_error_of_every_route_is_a_problem_or_the_protocols(document):
+def test_every_error_of_every_route_has_an_example_of_each_code(document):
     operations = [(path, operation) for path, item in document["paths"].items() for operation in item.values()]
-    errors = [(p, s, r) for p, operation in operations for s, r in operation["responses"].items() if s >= "400"]
-    assert {int(status) for _, status, _ in errors} == set(STATUS.values()) - {405}  # an operation has its method
+    errors = [(p, int(s), r) for p, operation in operations for s, r in operation["responses"].items() if s >= "400"]
+    shown = set()
     for path, status, response in errors:
-        media = "application/json" if path.startswith("/v2") else "application/problem+json"
-        assert set(response["content"]) == {media}
-        assert all(code in response["description"] for code, s in STATUS.items() if s == int(status))
+        ((media, content),) = response["content"].items()
+        assert media == ("application/json" if path.startswith("/v2") else "application/problem+json")
+        phrase, codes = response["description"].split(": ")
+        assert codes.split(", ") == [*content["examples"]]
+        for code, example in content["examples"].items():
+            assert STATUS[code] == status
+            value = example["value"]
+            if path.startswith("/v2"):
+                assert value.keys() == {"error"}
+            else:
+                ProblemDocument.model_validate(value)
+                assert (value["status"], value["title"], value["code"]) == (status, phrase, code)
+            shown.add(code)
+    assert shown == STATUS.keys() - {"method_not_allowed"}  # an operation has its method
     assert all("security" in operation for _, operation in operations if "401" in operation["responses"])
+
+
+def test_attention_comes_first(document):
+    assert list(document["paths"])[:2] == list(PATHS)
+    named = [tag["name"] for tag in document["tags"]]
+    used = {tag for item in document["paths"].values() for operation in item.values() for tag in operation["tags"]}
+    assert named[0] == "attention"
+    assert used == set(named)
