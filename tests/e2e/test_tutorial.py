@@ -1,8 +1,9 @@
-"""docs/tutorial.md as a reader follows it: block after block, the Python in one session, each with its output."""
+"""The tutorials as a reader follows them: block after block, the Python in one session, each with its output."""
 
 import contextlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,31 +13,41 @@ import pytest
 
 from tests.support.documents import BLOCK, same
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/tutorial.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = ("tutorial", "train-a-layer", "judge-my-kernel")
+FILE = re.compile(rf'^```python title="([\w.]+)"\n{BLOCK}```$', re.MULTILINE)
 STEP = re.compile(rf"^```(sh|python)\n{BLOCK}```\n\n```(text|json)\n{BLOCK}```$", re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def steps():
-    """(language, code, kind of output, output) of each block."""
-    return STEP.findall(PAGE.read_text())
+def steps_of(page):
+    """Return (position, language, code, kind of output, output) of each block, and of each file with its name."""
+    text = (DOCS / f"{page}.md").read_text()
+    files = [(found.start(), "file", found[2], "", found[1]) for found in FILE.finditer(text)]
+    return sorted([*files, *((found.start(), *found.groups()) for found in STEP.finditer(text))])
 
 
-def test_every_block_has_its_output_and_python_is_valid(steps):
-    blocks = re.findall(r"^```(?:sh|python)$", PAGE.read_text(), re.MULTILINE)
-    assert len(steps) == len(blocks) > 5
-    for language, code, kind, output in steps:
-        if language == "python":
-            compile(code, PAGE.name, "exec")
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_has_its_output_and_python_is_valid(page):
+    blocks = re.findall(r"^```(?:sh|python)\b", (DOCS / f"{page}.md").read_text(), re.MULTILINE)
+    assert len(steps_of(page)) == len(blocks) > 4
+    for _, language, code, kind, output in steps_of(page):
+        if language != "sh":
+            compile(code, page, "exec")
         if kind == "json":
             json.loads(output)
 
 
 @pytest.mark.slow
-def test_every_step_prints_what_the_page_says(start_server, steps):
-    server = start_server()  # of its own: the last step shows the counts of the others
+@pytest.mark.parametrize("page", PAGES)
+def test_every_step_prints_what_the_page_says(server, page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     session = {}
-    for language, code, kind, output in steps:
+    for _, language, code, kind, output in steps_of(page):
+        if language == "file":
+            (tmp_path / output).write_text(code)
+            continue
         if language == "python":
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
@@ -56,7 +67,7 @@ def test_every_step_prints_what_the_page_says(start_server, steps):
 MISTAKES = """\
 client.attention(q, k, v, casual=True)
 client.attention(q, k, v, layout="hsbd")
-client.attention_grad(do, q, k, v, return_lse=True)
+client.attention_grad(q, q, k, v, return_lse=True)
 client.attention(q, k, v, timeout="1s")
 report.tensors[0].max_error
 """
@@ -94,12 +105,12 @@ def timed(client: flashpoint.Client) -> BenchmarkJob:
 
 
 @pytest.mark.slow
-def test_strictly_typed_users_see_no_error_but_their_own(steps, tmp_path):
-    """mypy --strict as a user runs it finds the mistakes alone: none in the page's Python, none in a library.
+def test_strictly_typed_users_see_no_error_but_their_own(tmp_path):
+    """mypy --strict as a user runs it finds the mistakes alone: none in the tutorial's Python, none in a library.
 
-    Left out: the block that needs torch, and torch's own types, on which mypy would spend most of its time.
+    Torch's own types are left out: mypy would spend most of its time on them.
     """
-    code = "".join(code for language, code, _, _ in steps if language == "python" and "import torch" not in code)
+    code = "".join(code for _, language, code, _, _ in steps_of("tutorial") if language == "python")
     (tmp_path / "program.py").write_text(code + MISTAKES)
     (tmp_path / "library.py").write_text(LIBRARY)
     (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*]\nfollow_imports = skip\n")
