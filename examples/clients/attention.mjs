@@ -43,7 +43,7 @@ export function decode(buffer) {
   return { tensors, options };
 }
 
-/** What the server refuses, or fails at: RFC 9457. */
+/** An error of the server: RFC 9457. */
 export class Problem extends Error {
   /** @param {number} status @param {{ code?: string, detail?: string, errors?: any[], request_id?: string }} about */
   constructor(status, about) {

@@ -24,7 +24,7 @@ CASES = pairs()
 
 
 def each_pair() -> Iterator[Any]:
-    """Backend and case. Of those with Triton a third is slow, and the rest is the wide sweep."""
+    """Backend and case. A third of those with Triton is slow, and the rest is the wide sweep."""
     for backend, (n, case) in product(BACKENDS, enumerate(CASES)):
         if backend != "reference":
             marks = [] if backend != "triton" else pytest.mark.full if n % 3 else pytest.mark.slow

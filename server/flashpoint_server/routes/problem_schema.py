@@ -61,7 +61,7 @@ _HEADERS = {
 
 class FieldError(BaseModel):
     loc: list[str] = Field(description="The name of the field.", examples=[["causal"]])
-    msg: str = Field(description="What is wrong with it, and what is allowed.")
+    msg: str = Field(description="The fault, and what is allowed.")
 
 
 class ProblemDocument(BaseModel):
@@ -71,7 +71,7 @@ class ProblemDocument(BaseModel):
     type: str = Field(f"{TYPES}invalid_request", description="The page of this server that explains the code.")
     title: str = Field(description="The standard phrase of the status.")
     status: int = Field(description="The HTTP status.")
-    detail: str = Field(description="What is wrong, and what to do.")
+    detail: str = Field(description="The fault, and what to do.")
     code: str = Field(description="The error code.", json_schema_extra={"enum": [*sorted(STATUS)]})
     request_id: str = Field(description="The id of the request, which the server's log has too.")
     errors: list[FieldError] | None = Field(None, description="Each field or cache that is wrong.")

@@ -40,7 +40,7 @@ class Pipes(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """What a launch was given: see `attention_forward_hopper`."""
+    """The arguments of a launch: see `attention_forward_hopper`."""
 
     table: Any
     floats: Any
