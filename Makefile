@@ -72,7 +72,7 @@ lint: $(VENV)/.dev
 # The documentation as a site, in build/site; every link must lead somewhere. docs-serve shows it while pages change.
 export NO_MKDOCS_2_WARNING = 1
 docs: $(VENV)/.dev
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 docs-serve: $(VENV)/.dev
 	$(BIN)/mkdocs serve --strict --dev-addr 127.0.0.1:8100
