@@ -34,7 +34,7 @@ from flashpoint.errors import (
 from flashpoint.meta import Meta
 from flashpoint.options import AttentionOptions
 from flashpoint.shape_schema import Shape
-from flashpoint.verify_schema import VerifyReport, VerifyRequest
+from flashpoint.verify_schema import VerifyProgress, VerifyReport, VerifyRequest
 
 __version__ = version("flashpoint")
 
@@ -65,6 +65,7 @@ __all__ = [
     "ServerError",
     "Shape",
     "TooLargeError",
+    "VerifyProgress",
     "VerifyReport",
     "VerifyRequest",
     "__version__",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,6 +181,16 @@ class Answer:
     meta: Meta
 
 
+class Reader(Protocol):
+    """Reads the bytes of an answer as they arrive: see flashpoint._http.readers."""
+
+    def space(self) -> memoryview: ...
+
+    def filled(self, count: int) -> None: ...
+
+    def finish(self) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Call:
     """One call, as often as it must be sent.
@@ -189,6 +199,7 @@ class Call:
     that is expected is JSON. `success` is the status it comes with. `repeatable`: it has no effect but its answer, so
     it may be sent again even when the connection broke half-way. `affinity` is that of the caches it is about.
     `instead` makes the call that is sent after an error, at once, in place of this one; None for most errors.
+    `reader` makes what reads the answer as it arrives, where it is neither JSON nor a message.
     """
 
     method: str
@@ -202,6 +213,7 @@ class Call:
     repeatable: bool = True
     affinity: Affinity | None = None
     instead: Callable[[FlashpointError], Call | None] = lambda _: None
+    reader: Callable[[], Reader] | None = None
 
     @property
     def size(self) -> int:

@@ -190,7 +190,7 @@ class Client(_Settings[httpx.Client]):
 
         For a problem that the server draws: `shape` ({"q_len": 512, "head_dim": 64}, …), `dtype`, `seed`, `direction`.
         For tensors: q, k and v, with `do` for the gradients too; with any of `o`, `lse`, `dq`, `dk`, `dv`, … these are
-        judged, wherever they were computed. Keywords: `Verify`.
+        judged, wherever they were computed. `progress` is called as the server goes on. Keywords: `Verify`.
         """
         report: VerifyReport = self._call(_proof.verify(q, k, v, keywords))
         return report
@@ -256,7 +256,7 @@ class Client(_Settings[httpx.Client]):
                 try:
                     exchange.begin(response)
                     if read_into := response.extensions.get("read_into"):  # our own transport
-                        while count := read_into(space := exchange.space(), len(space)):
+                        while count := read_into(space := exchange.space(), exchange.least(space)):
                             exchange.filled(count)
                     else:
                         assert isinstance(response.stream, httpx.SyncByteStream)
@@ -419,7 +419,7 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
                 try:
                     exchange.begin(response)
                     if read_into := response.extensions.get("read_into"):
-                        while count := await read_into(space := exchange.space(), len(space)):
+                        while count := await read_into(space := exchange.space(), exchange.least(space)):
                             exchange.filled(count)
                     else:
                         assert isinstance(response.stream, httpx.AsyncByteStream)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -10,11 +12,20 @@ from pydantic import BaseModel, ValidationError
 from flashpoint import jsonwire
 from flashpoint._arrays import Array
 from flashpoint._calls import DEFAULT, Call, Model, Problem, Scales, Sending, call_headers, checked, message
+from flashpoint._http import sse
 from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest
-from flashpoint.errors import ProtocolError, invalid
+from flashpoint.errors import ConnectionFailedError, ProtocolError, from_problem, invalid
 from flashpoint.options import AttentionOptions, Grad
 from flashpoint.shape_schema import Direction, Dtype, Shape
-from flashpoint.verify_schema import Extra, VerifyReport, VerifyRequest
+from flashpoint.verify_schema import (
+    VERIFY_EVENT,
+    Extra,
+    ProblemEvent,
+    ReportEvent,
+    VerifyProgress,
+    VerifyReport,
+    VerifyRequest,
+)
 from flashpoint_contract import wire
 from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS
 
@@ -26,6 +37,9 @@ class Verify(Problem, Scales, total=False):
 
     Beside q, k and v: `do`, and `dlse`, where gradients are to be judged too; which gradients those are (`grads`); and
     any of `o`, `lse`, `dq`, `dk`, `dv`, `dattn_mask` and `dsinks`, which are then judged, and nothing else is.
+
+    `progress` is called with each VerifyProgress that the server sends: some a second, the first when the verification
+    begins. An exception that it raises ends the call, and the verification.
     """
 
     shape: Shape | Mapping[str, int]
@@ -34,6 +48,7 @@ class Verify(Problem, Scales, total=False):
     direction: Direction
     extras: Sequence[Extra]
     grads: Sequence[Grad]
+    progress: Callable[[VerifyProgress], object] | None
     do: Array | None
     dlse: Array | None
     o: Array | None
@@ -62,8 +77,9 @@ class Benchmark(Sending, total=False):
 def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
     """The call for a VerifyReport, of tensors where there is a q. Raises InvalidInputError."""
     rest: dict[str, Any] = dict(keywords)
-    timeout = rest.pop("timeout", DEFAULT)
-    headers = {"Accept": jsonwire.MEDIA_TYPE, **call_headers(rest)}
+    timeout, progress = rest.pop("timeout", DEFAULT), rest.pop("progress", None)
+    expected = jsonwire.MEDIA_TYPE if progress is None else sse.MEDIA_TYPE
+    headers = {"Accept": expected, **call_headers(rest)}
     given = {name: rest.pop(name, None) for name in dict.fromkeys((*INPUT_TENSORS, *ALL_ANSWERS))} | {
         "q": q,
         "k": k,
@@ -78,7 +94,43 @@ def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[
             raise invalid(drawn[0], "is not taken beside tensors")
         media, body = wire.MEDIA_TYPE, message(given, checked(AttentionOptions, rest))
     headers["Content-Type"] = media
-    return Call("POST", "/verify", jsonwire.MEDIA_TYPE, headers, body, timeout, _reads(VerifyReport))
+    call = Call("POST", "/verify", expected, headers, body, timeout, _reads(VerifyReport))
+    if progress is None:
+        return call
+    return replace(call, reader=partial(_Events, progress), read=lambda report: report)
+
+
+class _Events:
+    """Reads a verification's events: tells what is progress, and keeps how it ended."""
+
+    def __init__(self, progress: Callable[[VerifyProgress], object]) -> None:
+        self._space = memoryview(bytearray(16 * 1024))
+        self._frames = sse.Frames()
+        self._progress = progress
+        self._last: ReportEvent | ProblemEvent | None = None
+
+    def space(self) -> memoryview:
+        return self._space
+
+    def filled(self, count: int) -> None:
+        try:
+            events = [VERIFY_EVENT.validate_json(data) for data in self._frames.feed(bytes(self._space[:count]))]
+        except ValueError as error:
+            raise ProtocolError(f"an event that cannot be read: {error}") from error
+        for event in events:
+            if isinstance(event, VerifyProgress):
+                self._progress(event)
+            else:
+                self._last = event
+
+    def finish(self) -> VerifyReport:
+        """Return the report. Raises the error that the verification ended with."""
+        if isinstance(self._last, ReportEvent):
+            return self._last.report
+        if self._last is None:
+            raise ConnectionFailedError("the events ended before the verification did")
+        status = self._last.problem.get("status")
+        raise from_problem(status if isinstance(status, int) else 500, self._last.problem)
 
 
 def submit(keywords: Mapping[str, Any]) -> Call:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from flashpoint._shown import Picture, picture, table
 from flashpoint.options import AttentionOptions
 from flashpoint.shape_schema import Answer, Direction, Dtype, Number, Shape
+from flashpoint_contract.options import Direction as Pass
 from flashpoint_contract.tensors import EXTRAS
 
 if TYPE_CHECKING:
@@ -90,3 +91,35 @@ class VerifyReport(Answer):
             for t in self.tensors
         ]
         return table(f"{verdict} · {self.backend} · {self.dtype} · {self.device}", heads, rows)
+
+
+class VerifyProgress(Answer):
+    """How far a verification is: an event of its stream.
+
+    A block is one call of the backend, or some queries of all heads of a sequence. `rounding` is what an answer beyond
+    its bound needs, so that `total` may grow.
+    """
+
+    kind: Literal["progress"] = "progress"
+    done: int = Field(ge=0, description="blocks that are over")
+    total: int = Field(ge=0, description="blocks in all, as far as is known")
+    stage: Literal["backend", "float64", "torch", "rounding"] = Field(description="what the next block belongs to")
+    direction: Pass
+
+
+class ReportEvent(Answer):
+    """The last event of a verification that was finished."""
+
+    kind: Literal["report"] = "report"
+    report: VerifyReport
+
+
+class ProblemEvent(Answer):
+    """The last event of a verification that failed once it had begun: an RFC 9457 problem document."""
+
+    kind: Literal["problem"] = "problem"
+    problem: dict[str, Any]
+
+
+VerifyEvent = VerifyProgress | ReportEvent | ProblemEvent
+VERIFY_EVENT: TypeAdapter[VerifyEvent] = TypeAdapter(Annotated[VerifyEvent, Field(discriminator="kind")])

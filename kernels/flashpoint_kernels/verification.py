@@ -19,8 +19,9 @@ and o, where values cancel, by the rounding of the terms p·v.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,11 +87,44 @@ class Verification:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a verification is: `done` of `total` blocks, and what the next block belongs to.
+
+    A block is one call of the backend, or some queries of all heads of a sequence. `stage` is backend, float64, torch,
+    or rounding, which only an answer beyond its bound needs: `total` grows with that.
+    """
+
+    done: int
+    total: int
+    stage: str
+    direction: Direction
+
+
+class _Work:
+    """The blocks of a verification."""
+
+    def __init__(self, tell: Callable[[Progress], None] | None) -> None:
+        self.total = 0
+        self._begun = 0
+        self._tell = tell
+
+    def begin(self, stage: str, problem: Problem) -> None:
+        """A block begins: those that began before it are done."""
+        if self._tell is not None:
+            self._tell(Progress(self._begun, self.total, stage, problem.spec.direction))
+        self._begun += 1
+
+    def of(self, stage: str, problem: Problem) -> Callable[[], None]:
+        return partial(self.begin, stage, problem)
+
+
 def verify(
     tensors: Mapping[str, Tensor],
     options: Options | None = None,
     *,
     answers: Mapping[str, Tensor] | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Verification:
     """Run a problem on `options.backend` (or take `answers`) and judge it against float64.
 
@@ -100,6 +134,7 @@ def verify(
         options: as for `attention`; `backend` says which one runs.
         answers: judge these instead of running: any of o, lse, dq, dk, dv, dattn_mask, dsinks, in the shapes that the
             contract gives them. With dropout the seed they were made with is needed.
+        progress: called before each block of work; an exception that it raises ends the verification.
 
     Memory is O(Sq + Sk) in float64 (see `reference_backend`), time O(Sq·Sk). Raises ProblemError as `attention`
     does, and for answers that do not fit.
@@ -114,26 +149,31 @@ def verify(
     problems = [forward]
     if "do" in tensors:
         problems.append(_poisoned(tensors, options, "backward"))
+    work = _Work(progress)
     if answers is None:
         backend = choose_backend(problems[-1].spec, available_backends(str(forward.device)))
+        work.total += len(problems) + sum(2 * formula.blocks(problem) for problem in problems)
+        work.begin("backend", forward)
         run([forward], backend)
         for problem in problems[1:]:
             if not problem.spec.has_forward:
                 problem.tensors |= forward.outputs
+            work.begin("backend", problem)
             run([problem], backend)
         answers = {name: t for problem in problems for name, t in problem.outputs.items()}
     else:
         backend = "given"
         _check_answers(answers, problems)
+        problems = [problem for problem in problems if not answers.keys().isdisjoint(problem.outputs)]
+        work.total += sum(2 * formula.blocks(problem) for problem in problems)
     judged = []
     for problem in problems:
         names = [name for name in problem.outputs if name in answers]
-        if not names:
-            continue
-        exact, plain = _solve(problem, torch.float64), _solve(problem, DTYPES[problem.spec.dtype])
+        exact = _solve(problem, torch.float64, work.of("float64", problem))
+        plain = _solve(problem, DTYPES[problem.spec.dtype], work.of("torch", problem))
         found = [_judge(problem.spec, name, answers[name], exact[name], plain[name]) for name in names]
         if not all(t.ok for t in found):
-            noise = _noise(problem, forward)  # which costs as much again
+            noise = _noise(problem, forward, work)  # which costs as much again
             found = [t if t.ok or t.name not in noise else _forgiven(t, *noise[t.name]) for t in found]
         judged += found
     return Verification(backend, forward.spec.dtype, all(t.ok for t in judged), tuple(judged))
@@ -176,16 +216,16 @@ def _check_answers(answers: Mapping[str, Tensor], problems: list[Problem]) -> No
         raise ProblemError(errors)
 
 
-def _solve(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
+def _solve(problem: Problem, dtype: torch.dtype, block: Callable[[], None]) -> dict[str, Tensor]:
     """The answers by the plain formula, computed in `dtype` and kept in it."""
     problem = replace(problem, outputs={name: torch.empty_like(t, dtype=dtype) for name, t in problem.outputs.items()})
     with torch.no_grad(), torch.autocast(problem.device.type, enabled=False):
         solve = formula.solve_forward if problem.spec.direction == "forward" else formula.solve_backward
-        solve(problem, dtype)
+        solve(problem, dtype, block)
     return problem.outputs
 
 
-def _noise(problem: Problem, forward: Problem) -> dict[str, tuple[float, str]]:
+def _noise(problem: Problem, forward: Problem, work: _Work) -> dict[str, tuple[float, str]]:
     """How far roundings that no float32 arithmetic is free of move each answer, and which roundings.
 
     A sum's are of its terms, which may be far larger than it: o's are of Σ p·|v|, two units each for the sum and for p.
@@ -197,18 +237,21 @@ def _noise(problem: Problem, forward: Problem) -> dict[str, tuple[float, str]]:
     if forward.spec.quantized:  # int8's least number has no other sign
         sizes = {"v": v.float().abs(), "v_scale": forward.tensors["v_scale"].abs()}
     terms = replace(forward, tensors=forward.tensors | sizes)
-    largest = _solve(terms, torch.float64)["o"]
+    more = [forward] if problem is forward else [forward, forward, problem]
+    work.total += sum(map(formula.blocks, more))
+    largest = _solve(terms, torch.float64, work.of("rounding", forward))["o"]
     if problem is forward:
         return {"o": (4 * min(unit, float32) * _largest(largest), "the rounding of rowsum(p*v)")}
     do = problem.canonical("do", problem.tensors["do"]).double()
-    o = problem.canonical("o", _solve(forward, torch.float64)["o"])
+    o = problem.canonical("o", _solve(forward, torch.float64, work.of("rounding", forward))["o"])
     # The roundings of o are independent: two units are beyond three standard deviations of their sum. Those of a
     # running sum are not: one for delta, one for dP, and o's own four, which P brings into dS as well.
     sums = (problem.canonical("o", largest) * do.abs()).sum(-1)
     dlse = 2 * unit * (o * do).norm(dim=-1) + 6 * min(unit, float32) * sums
     dlse = dlse.reshape(problem.spec.lse_shape)
     nothing = torch.zeros_like(problem.tensors["do"])
-    moved = _solve(replace(problem, tensors=problem.tensors | {"do": nothing, "dlse": dlse}), torch.float64)
+    shifted = replace(problem, tensors=problem.tensors | {"do": nothing, "dlse": dlse})
+    moved = _solve(shifted, torch.float64, work.of("rounding", problem))
     return {name: (_largest(t), "the rounding of rowsum(o*do)") for name, t in moved.items()}
 
 

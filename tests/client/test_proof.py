@@ -10,7 +10,7 @@ import flashpoint
 from flashpoint._http import drive, exchange, listening
 from flashpoint.benchmark_schema import EVENT
 from flashpoint_contract.wire import MEDIA_TYPE, decode_options, head_size, parse_head
-from tests.support.proof_answers import EVENTS, JOB, REPORT, ROW, SHAPES, frames, says, streams
+from tests.support.proof_answers import AT, EVENTS, JOB, REPORT, ROW, SHAPES, frames, says, streams
 
 JSON = "application/json"
 Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
@@ -100,6 +100,81 @@ def test_an_answer_of_another_shape_is_no_report(scripted, reach):
     for _ in range(2):
         with pytest.raises(flashpoint.ProtocolError, match="no VerifyReport"):
             client.verify(shape={"q_len": 4, "head_dim": 4})
+
+
+@pytest.mark.parametrize("transport", [None, httpx.HTTPTransport], ids=["own", "httpx"])
+def test_a_verification_tells_its_progress_as_it_comes(scripted, reach, transport):
+    """The server goes on only once the caller has heard of the block before."""
+    settings, seen = {}, threading.Semaphore(0)
+    if transport:
+        is_async = not isinstance(reach(scripted.url), flashpoint.Client)
+        settings = {"transport": httpx.AsyncHTTPTransport() if is_async else httpx.HTTPTransport()}
+    found = []
+
+    def hear(at):
+        found.append((at.done, at.total, at.stage, at.direction))
+        seen.release()
+
+    def step(handler):
+        handler.begin_chunks()
+        for done in range(2):
+            handler.chunk(frames([AT | {"done": done}]))
+            assert seen.acquire(timeout=PATIENCE)
+        handler.chunk(frames([{"kind": "report", "report": REPORT}]))
+        handler.end_chunks()
+
+    scripted.script.append(step)
+    report = reach(scripted.url, **settings).verify(shape={"q_len": 4, "head_dim": 4}, progress=hear)
+    assert (report, found) == (
+        flashpoint.VerifyReport.model_validate(REPORT), [(n, 9, "float64", "forward") for n in range(2)]
+    )  # fmt: skip
+    assert scripted.requests[0][2]["Accept"] == "text/event-stream"
+
+
+def test_a_verification_whose_events_break_is_asked_again(scripted, reach):
+    """It has no effect but its answer; a refusal behind its events is retried as any other."""
+    full = {"status": 503, "code": "out_of_memory", "detail": "d"}
+    scripted.script.extend(
+        [
+            streams([AT | {"done": 1}], end=lambda h: h.vanish()),
+            streams([AT | {"done": 0}]),
+            streams([AT | {"done": 0}, {"kind": "problem", "problem": full}]),
+            streams([AT | {"done": 0}, {"kind": "report", "report": REPORT}]),
+        ]
+    )
+    found = []
+    report = reach(scripted.url, retries=3).verify(
+        shape={"q_len": 4, "head_dim": 4}, progress=lambda at: found.append(at.done)
+    )
+    assert (report.ok, found) == (True, [1, 0, 0, 0])
+
+
+def test_a_verification_that_fails_behind_its_events_raises(scripted, reach):
+    late = {"status": 504, "code": "deadline_exceeded", "detail": "the deadline passed", "request_id": "r7"}
+    scripted.script.extend([streams([{"kind": "problem", "problem": late}]), streams([AT | {"done": -1}])])
+    client = reach(scripted.url)
+    with pytest.raises(flashpoint.DeadlineExceededError, match="the deadline passed") as info:
+        client.verify(shape={"q_len": 4, "head_dim": 4}, progress=print)
+    assert info.value.request_id == "r7"
+    with pytest.raises(flashpoint.ProtocolError, match="cannot be read"):
+        client.verify(shape={"q_len": 4, "head_dim": 4}, progress=print)
+
+
+def test_a_caller_that_stops_within_its_progress_ends_the_connection(scripted):
+    ended = threading.Event()
+
+    def waits_for_the_end(handler):
+        if handler.rfile.read(1) == b"":
+            ended.set()
+
+    def stop(at):
+        raise KeyboardInterrupt
+
+    scripted.script.append(streams([AT | {"done": 0}], end=waits_for_the_end))
+    with flashpoint.Client(scripted.url) as client:
+        with pytest.raises(KeyboardInterrupt):
+            client.verify(shape={"q_len": 4, "head_dim": 4}, progress=stop)
+        assert ended.wait(PATIENCE)
 
 
 def test_a_benchmark_is_submitted_watched_and_done(scripted, reach):

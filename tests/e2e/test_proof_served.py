@@ -1,5 +1,6 @@
 """/verify and /benchmark of a real server. Their keys' rights and limits are in test_http_errors.py."""
 
+import itertools
 import json
 import re
 
@@ -11,6 +12,7 @@ import flashpoint
 from flashpoint.benchmark_schema import BenchmarkJob
 from tests.support.messages import JSON, SAFETENSORS, ask, message, normal, post, problem
 from tests.support.servers import wait_for
+from tests.support.sockets import send
 
 SHAPE = {"q_heads": 4, "kv_heads": 2, "q_len": 33, "kv_len": 40, "head_dim": 16}
 GRID = {"shapes": [{"q_heads": 2, "q_len": 64, "head_dim": 16}], "max_seconds": 0.05, "warmup_ms": 1.0}
@@ -35,6 +37,62 @@ def test_a_drawn_problem_is_judged(client, backend):
     assert [tensor.name for tensor in report.tensors] == ["o", "lse", "dq", "dk", "dv"]
     assert all(tensor.max_abs <= tensor.bound for tensor in report.tensors)
     assert all(sum(decade.count for decade in t.histogram) > 0 for t in report.tensors)
+
+
+def test_a_verification_tells_how_far_it_is(client):
+    found = []
+    report = client.verify(shape=SHAPE, seed=3, progress=found.append)
+    assert report.tensors == client.verify(shape=SHAPE, seed=3).tensors
+    assert (found[0].done, found[0].stage, found[0].direction) == (0, "backend", "forward")
+    assert {at.total for at in found} == {6}  # two calls of the backend; float64 and torch, each forward and backward
+    assert all(a.done < b.done for a, b in itertools.pairwise(found))
+
+
+def test_the_events_of_a_verification_are_asked_for_by_name(server, tensors):
+    """Anything else gets JSON; what is refused before it runs has its own status."""
+    drawn = json.dumps({"shape": SHAPE}).encode()
+    for accept in ("*/*", "text/event-stream;q=0.5, application/json", "text/event-stream;q=0"):
+        assert post(server, "/verify", drawn, JSON, accept=accept).headers["content-type"] == JSON, accept
+    inputs = message({name: tensors[name] for name in "qkv"})
+    for body, media in ((drawn, JSON), (inputs, SAFETENSORS)):
+        answer = post(server, "/verify", body, media, accept="application/json;q=0.5, text/event-stream")
+        assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream")
+        assert answer.headers["cache-control"] == "no-store"
+        kinds = re.findall(rb"^event: (\w+)$", answer.body, re.MULTILINE)
+        assert (set(kinds[:-1]), kinds[-1]) == ({b"progress"}, b"report")
+    refused = json.dumps({"shape": SHAPE, "backend": "torch", "softcap": 2}).encode()
+    problem(post(server, "/verify", refused, JSON, accept="text/event-stream"), 422, "invalid_request")
+
+
+def test_a_verification_that_nobody_waits_for_ends_between_two_blocks(gated):
+    """It is stopped while it runs: its next block does not begin, and another verification runs instead."""
+    name = "step-left"
+    drawn = json.dumps({"shape": SHAPE}).encode()
+    gated.gate("step").unlink(missing_ok=True)
+    tensors = message({name: normal(1, 2, 48, 16, seed=seed) for seed, name in enumerate("qkv")})
+    with send(gated.server, tensors, path="/verify", request_id=name):
+        gated.wait_held(name)
+    gated.wait_stopped(name)
+    gated.gate("step").touch()
+    assert post(gated.server, "/verify", drawn, JSON).json["ok"]
+    assert gated.blocks(name) == [0, 1, 2]
+
+
+def test_a_deadline_that_passes_behind_the_first_event_ends_the_stream_with_a_problem(gated):
+    name = "step-late"
+    drawn = json.dumps({"shape": SHAPE}).encode()
+    gated.gate("step").unlink(missing_ok=True)
+    try:
+        answer = post(
+            gated.server, "/verify", drawn, JSON, accept="text/event-stream", x_request_id=name, x_timeout_ms="2000"
+        )
+    finally:
+        gated.gate("step").touch()
+    events = [json.loads(data) for data in re.findall(rb"^data: (.*)$", answer.body, re.MULTILINE)]
+    assert events[-1]["problem"]["code"] == "deadline_exceeded"
+    assert (answer.status, events[-1]["kind"], {e["kind"] for e in events[:-1]}) == (200, "problem", {"progress"})
+    line = gated.server.wait_for_request(name)
+    assert (line["status"], line["code"]) == (200, "deadline_exceeded")
 
 
 def sdpa(q, k, v, do, **how):

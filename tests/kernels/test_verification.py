@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashpoint_kernels import Options, ProblemError, verify
-from flashpoint_kernels.verification import Verification
+from flashpoint_kernels.reference_backend import formula
+from flashpoint_kernels.verification import Progress, Verification
 from tests.conftest import DEVICE
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
@@ -257,3 +258,41 @@ def test_torchs_figures_are_of_the_same_problem_in_its_dtype() -> None:
         assert 0.999 < e.torch.cosine <= 1
         assert e.torch.worst_index is not None
         assert abs(e.torch.worst_value - e.torch.worst_expected) == e.torch.max_abs  # type: ignore[operator]
+
+
+def told(t: dict[str, torch.Tensor], **how: Any) -> tuple[Verification, list[tuple[int, int, str, str]]]:
+    found: list[Progress] = []
+    report = verify(t, progress=found.append, **how)
+    return report, [(at.done, at.total, at.stage, at.direction) for at in found]
+
+
+def test_progress_counts_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formula, "CHUNK", 2 * 30 * 8)  # scores: 8 of 20 queries at a time, 3 blocks
+    report, found = told(qkv(1, 2, 20, 30, 16))
+    assert report.ok
+    both = [("backend", way) for way in ("forward", "backward")]
+    blocks = [(stage, way) for way in ("forward", "backward") for stage in ("float64", "torch") for _ in range(3)]
+    assert [at[2:] for at in found] == both + blocks
+    assert [at[:2] for at in found] == [(n, 14) for n in range(14)]
+
+
+def test_progress_of_given_answers_counts_what_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formula, "CHUNK", 2 * 30 * 8)
+    t = qkv(1, 2, 20, 30, 16)
+    _, found = told(t, answers=forward("tiled", t))
+    assert [at[0] for at in found] == list(range(6))
+    assert {at[1:] for at in found} == {(6, "float64", "forward"), (6, "torch", "forward")}
+    wrong = {name: x + 1 for name, x in backward("tiled", t | forward("tiled", t)).items()}
+    report, found = told(t, answers=wrong)
+    assert not report.ok
+    assert [at[0] for at in found] == list(range(15))
+    assert {(at[1], at[2]) for at in found} == {(6, "float64"), (6, "torch"), (15, "rounding")}
+
+
+def test_what_progress_raises_ends_the_verification() -> None:
+    def stop(at: Progress) -> None:
+        if at.stage == "torch":
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        verify(qkv(1, 1, 3, 4, 8), progress=stop)

@@ -98,5 +98,18 @@ class GatedServer:
         """Until the engine has taken the request out of its queue."""
         wait_for(lambda: self._said("dropped", name), lambda: f"{name} is not dropped")
 
+    def wait_held(self, name):
+        """Until the request of this id waits within what it computes."""
+        wait_for(lambda: self._said("held", name), lambda: f"{name} is not held")
+
+    def wait_stopped(self, name):
+        """Until the engine knows that nobody waits for this verification, which it has begun."""
+        wait_for(lambda: self._said("stopped", name), lambda: f"{name} is not stopped")
+
+    def blocks(self, name):
+        """The numbers of the blocks of a verification that have begun."""
+        lines = list(self.server.lines)
+        return [line["number"] for line in lines if line["event"] == "block" and line["request_id"] == name]
+
     def inside(self):
         return self.server.get("/info")[1]["load"]["requests"]

@@ -20,6 +20,7 @@ REPORT = {"ok": True, "backend": "tiled", "device": "cpu", "dtype": "float32", "
 SHAPES = [{"q_len": 128, "head_dim": 64}]
 JOB = {"id": "j1", "created": "2026-01-01T00:00:00Z", "request": {"shapes": SHAPES}, "total": 2}
 STATE = {"kind": "state", "at": "2026-01-01T00:00:00Z"}
+AT = {"kind": "progress", "total": 9, "stage": "float64", "direction": "forward"}
 EVENTS = [
     {"id": 1, "state": "running", **STATE},
     {"id": 2, "kind": "progress", "done": 0, "total": 2, "backend": "naive"},
@@ -34,7 +35,11 @@ def says(document, status=200):
 
 
 def frames(events):
-    return "".join(f"id: {e['id']}\nevent: {e['kind']}\ndata: {json.dumps(e)}\n\n" for e in events).encode()
+    """The bytes of events; those of a verification have no id."""
+    ids = [f"id: {e['id']}\n" if "id" in e else "" for e in events]
+    return "".join(
+        f"{n}event: {e['kind']}\ndata: {json.dumps(e)}\n\n" for n, e in zip(ids, events, strict=True)
+    ).encode()
 
 
 def streams(events, end=lambda handler: handler.end_chunks()):

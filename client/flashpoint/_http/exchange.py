@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 
-from flashpoint._calls import Answer, Call
-from flashpoint._http.readers import Document, Message, Reader
+from flashpoint._calls import Answer, Call, Reader
+from flashpoint._http.readers import Document, Message
 from flashpoint.errors import (
     ConnectionFailedError,
     DeadlineExceededError,
@@ -128,12 +128,18 @@ class Exchange:
                 f"an answer of type {media or 'unknown'}", status=self._status, request_id=self._request_id
             )
         self._reader = Document()
-        if self._status == self.call.success and media == wire.MEDIA_TYPE:
+        if self._status == self.call.success and self.call.reader is not None:
+            self._reader = self.call.reader()
+        elif self._status == self.call.success and media == wire.MEDIA_TYPE:
             self._reader = Message(int(length) if length.isdecimal() else None)
 
     def space(self) -> memoryview:
         """Where the answer's next bytes belong; never empty."""
         return self._reader.space()
+
+    def least(self, space: memoryview) -> int:
+        """How many bytes of `space()` to wait for, unless the answer ends: of events, whatever has come is read."""
+        return len(space) if self.call.reader is None else 1
 
     def filled(self, count: int) -> None:
         """`count` bytes are in `space()`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,16 +16,6 @@ from flashpoint.errors import ProtocolError
 from flashpoint_contract import wire
 
 DOCUMENT_LIMIT = 8 << 20  # bytes of a JSON answer that are read: a benchmark's row has 1 KiB
-
-
-class Reader(Protocol):
-    """Reads the bytes of an answer as they arrive."""
-
-    def space(self) -> memoryview: ...
-
-    def filled(self, count: int) -> None: ...
-
-    def finish(self) -> Any: ...
 
 
 class Document:

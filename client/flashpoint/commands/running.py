@@ -13,14 +13,17 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flashpoint import errors
 from flashpoint._client import Client
 from flashpoint.benchmark_schema import PlotTheme
 from flashpoint.commands.app import CommandError
 from flashpoint.commands.registry import how_to_install, missing
+from flashpoint.verify_schema import VerifyProgress
 
 LOCAL = "flashpoint_server.engine.local"  # what runs without a server
+STAGES = {"backend": "the backend", "float64": "float64", "torch": "torch's own math", "rounding": "what rounding does"}
 WIDTH = 140  # of a table where there is no terminal that has one
 
 SERVER, OUTPUT, SHAPE, OPTIONS = "Server", "Output", "Problem", "Attention options"
@@ -121,14 +124,20 @@ def picture_format(json_file: Path | None, plot: Path | None) -> Any:
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """Show on stderr that work goes on, where it is a terminal."""
+def working(what: str) -> Iterator[Callable[[VerifyProgress], None] | None]:
+    """Give what shows how far a verification is, where stderr is a terminal. Until it begins, `what` stands there."""
     stderr = Console(stderr=True)
     if not stderr.is_terminal:
-        yield
+        yield None
         return
-    with stderr.status(what):
-        yield
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=stderr, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def show(at: VerifyProgress) -> None:
+            bar.update(task, completed=at.done, total=at.total, description=f"{STAGES[at.stage]}, {at.direction}")
+
+        yield show
 
 
 def write_json(path: Path | None, document: Any) -> None:

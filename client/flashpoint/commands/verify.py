@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -36,7 +36,7 @@ from flashpoint.errors import invalid
 from flashpoint.options import AttentionOptions
 from flashpoint.shape_schema import Direction, Dtype, Shape
 from flashpoint.verdicts import findings, options_line
-from flashpoint.verify_schema import VerifyReport, VerifyRequest
+from flashpoint.verify_schema import VerifyProgress, VerifyReport, VerifyRequest
 from flashpoint_contract.tensors import EXTRAS
 
 EXAMPLES = """
@@ -108,8 +108,8 @@ def verify(
     if file is not None:
         tensors, of_file = read_case(file)
         keywords = of_file | keywords
-    with working("judging against float64"):
-        report, mistakes = _report(tensors, keywords, url, api_key, timeout)
+    with working("judging against float64") as show_progress:
+        report, mistakes = _report(tensors, keywords, url, api_key, timeout, show_progress)
     write_json(json, report.model_dump(mode="json"))
     show = console(json)
     _show(report, show, of_file=file is not None)
@@ -125,18 +125,23 @@ def verify(
 
 
 def _report(
-    tensors: dict[str, Any], keywords: dict[str, Any], url: str | None, api_key: str | None, timeout: float
+    tensors: dict[str, Any],
+    keywords: dict[str, Any],
+    url: str | None,
+    api_key: str | None,
+    timeout: float,
+    progress: Callable[[VerifyProgress], None] | None,
 ) -> tuple[VerifyReport, dict[str, str]]:
     """Return what was found, here or at a server, and the known mistakes behind what is wrong."""
     if url is not None:
         with client(url, api_key, timeout) as server:
-            return server.verify(**tensors, **keywords), {}
+            return server.verify(**tensors, **keywords, progress=progress), {}
     if not tensors:
-        return local("verify")(checked(VerifyRequest, keywords)), {}
+        return local("verify")(checked(VerifyRequest, keywords), progress=progress), {}
     if drawn := [name for name in DRAWN if name in keywords]:
         raise invalid(drawn[0], "is not taken beside tensors")
     options = checked(AttentionOptions, keywords)
-    report = local("verify_tensors")(tensors, options)
+    report = local("verify_tensors")(tensors, options, progress)
     if report.ok or report.backend != "given":
         return report, {}
     return report, local("mistakes")(tensors, options, report)

@@ -10,7 +10,7 @@ Gradients are recomputed from q, k and v alone: `o` and `lse` that a caller brin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -36,20 +36,24 @@ def backward(problems: Sequence[Problem]) -> None:
         solve_backward(problem, torch.float64)
 
 
-def solve_forward(problem: Problem, dtype: torch.dtype) -> None:
-    """Write `problem.outputs` (`o`, `lse`, whichever are there), computed in `dtype`."""
+def solve_forward(problem: Problem, dtype: torch.dtype, block: Callable[[], None] = lambda: None) -> None:
+    """Write `problem.outputs` (`o`, `lse`, whichever are there), computed in `dtype`.
+
+    `block` is called before each of the problem's `blocks`; an exception that it raises ends the work.
+    """
     problem.clear_outputs()
     for row, x in problem.sequences():
         inputs = _inputs(problem, row, x, dtype)
         for queries in _chunks(problem, row):
+            block()
             o, lse = attend(problem, row, _of_queries(inputs, queries), queries)
             for name, answer in (("o", o), ("lse", lse)):
                 if name in problem.outputs:
                     x[name][:, queries.start : queries.stop] = answer
 
 
-def solve_backward(problem: Problem, dtype: torch.dtype) -> None:
-    """Write `problem.outputs` (any of dq, dk, dv, dattn_mask, dsinks), computed in `dtype`."""
+def solve_backward(problem: Problem, dtype: torch.dtype, block: Callable[[], None] = lambda: None) -> None:
+    """Write `problem.outputs` (any of dq, dk, dv, dattn_mask, dsinks), computed in `dtype`. `block` as above."""
     problem.clear_outputs()
     # Gradients that sequences or chunks share are summed before they are rounded to the output's dtype.
     sum_dtype = torch.promote_types(dtype, torch.float32)
@@ -68,6 +72,7 @@ def solve_backward(problem: Problem, dtype: torch.dtype) -> None:
         if "dattn_mask" in shared:
             sums["dattn_mask"] = problem.mask_part(shared["dattn_mask"], [row])[0]
         for queries in _chunks(problem, row):
+            block()
             rows = slice(queries.start, queries.stop)
             for name, grad in _gradients(problem, row, inputs, x, queries, dtype).items():
                 if name == "dq":
@@ -100,6 +105,11 @@ def _gradients(
     given = [pair for pair in zip(answers, (do, dlse), strict=True) if pair[0].requires_grad]
     grads = torch.autograd.grad([answer for answer, _ in given], leaves, [gradient for _, gradient in given])
     return dict(zip(problem.outputs, grads, strict=True))
+
+
+def blocks(problem: Problem) -> int:
+    """Return how many blocks of queries the problem is computed in."""
+    return sum(1 for row in problem.rows for _ in _chunks(problem, row))
 
 
 def _chunks(problem: Problem, row: Row) -> Iterator[range]:

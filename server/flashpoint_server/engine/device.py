@@ -342,17 +342,20 @@ class TorchDevice:
         stream: torch.cuda.Stream = self._streams.stream
         return stream
 
-    def verify(self, asked: Prove, memory: Mapping[int, mmap.mmap]) -> bytes:
-        """The VerifyReport of what is asked, in JSON. Raises Refusal 422, OutOfMemoryError and DeviceLostError."""
+    def verify(self, asked: Prove, memory: Mapping[int, mmap.mmap], progress: local.Tell) -> bytes:
+        """The VerifyReport of what is asked, in JSON. Raises Refusal 422, OutOfMemoryError and DeviceLostError.
+
+        `progress` is called before each block of work; an exception that it raises ends it.
+        """
         with self._told_apart:
             try:
                 if not asked.inputs:
                     drawn = VerifyRequest.model_validate_json(asked.request)
-                    return local.verify(drawn, self.info.name).model_dump_json().encode()
+                    return local.verify(drawn, self.info.name, progress).model_dump_json().encode()
                 given = {t.name: tensor_in(memory, t) for t in asked.inputs}
                 given = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
                 options = Options(**AttentionOptions.model_validate_json(asked.request).model_dump())
-                return local.judge_given(given, options, self.info.name).model_dump_json().encode()
+                return local.judge_given(given, options, self.info.name, progress).model_dump_json().encode()
             except InvalidInputError as error:
                 raise invalid((problem.field, problem.message) for problem in error.errors) from None
 

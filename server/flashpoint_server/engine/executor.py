@@ -6,11 +6,12 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import structlog
 
+from flashpoint.verify_schema import VerifyProgress
 from flashpoint_kernels import Problem
 from flashpoint_server.engine.caches.asking import asked_of_caches
 from flashpoint_server.engine.caches.attending import HeldCall
@@ -27,12 +28,15 @@ from flashpoint_server.ipc.messages import (
     Failed,
     Prove,
     Proven,
+    Proving,
     Submit,
     Told,
 )
 from flashpoint_server.ipc.parent import Watchdog
 from flashpoint_server.observability.lines import LINES
 from flashpoint_server.refusal import Refusal
+
+TOLD_SECONDS = 0.1  # between two messages that say how far a verification is
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
@@ -159,11 +163,25 @@ class Executor:
     def _prove(self, entry: Entry, asked: Prove) -> None:
         try:
             with self._watchdog.watched():
-                report = self.device.verify(asked, entry.peer.segments)
+                report = self.device.verify(asked, entry.peer.segments, self._telling(entry, asked))
         except Exception as error:
             self._fail([entry], error)
         else:
             entry.peer.send(Proven(asked.id, report, entry.began, time.perf_counter()))
+
+    def _telling(self, entry: Entry, asked: Prove) -> Callable[[VerifyProgress], None]:
+        """Return what ends a verification once nobody waits for it, and tells how far it is where that was asked."""
+        last = -TOLD_SECONDS
+
+        def tell(progress: VerifyProgress) -> None:
+            nonlocal last
+            if entry.failure is not None:  # the scheduler has set it meanwhile
+                raise entry.failure
+            if asked.told and (now := time.monotonic()) >= last + TOLD_SECONDS:
+                last = now
+                entry.peer.send(Proving(asked.id, progress.model_dump_json().encode()))
+
+        return tell
 
     def _solve(self, batch: Sequence[Entry], *, splits: int, tries: int) -> None:
         """Compute a batch and answer it; in halves where memory does not suffice, one by one where something fails."""

@@ -10,8 +10,9 @@ import itertools
 import os
 import subprocess
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from flashpoint.errors import FieldProblem, InvalidInputError, invalid
 from flashpoint.options import AttentionOptions
 from flashpoint.shape_schema import Shape
 from flashpoint.verdicts import KernelCase
-from flashpoint.verify_schema import VerifyReport, VerifyRequest
+from flashpoint.verify_schema import VerifyProgress, VerifyReport, VerifyRequest
 from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.tensors import ALL_ANSWERS
 from flashpoint_kernels import available_backends
@@ -44,7 +45,7 @@ from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.reproduction.claims import reproduce as reproduce
 from flashpoint_kernels.support import SUPPORT
 from flashpoint_kernels.timing import Timing, describe, run_grid
-from flashpoint_kernels.verification import Verification
+from flashpoint_kernels.verification import Progress, Verification
 from flashpoint_kernels.verification import verify as judge
 from flashpoint_server.engine.cases import cases_of
 
@@ -57,6 +58,8 @@ SHAPES = [
     {"q_heads": 2, "q_len": 1, "kv_len": 77, "head_dim": 64},
     {"q_len": 257, "head_dim": 128},
 ]
+Tell = Callable[[VerifyProgress], None]  # called before each block of a verification; what it raises ends that
+
 VARIED: dict[str, Any] = {"causal": True, "scale": 0.3, "window": (16, 0), "softcap": 5.0}
 
 
@@ -109,12 +112,12 @@ def slices(
     yield state("done")
 
 
-def verify(request: VerifyRequest, device: str | None = None) -> VerifyReport:
+def verify(request: VerifyRequest, device: str | None = None, progress: Tell | None = None) -> VerifyReport:
     """Run a drawn problem on a backend, and judge it. Raises InvalidInputError."""
     device, start = device or _device(), time.monotonic()
     options = Options(**{name: getattr(request, name) for name in AttentionOptions.model_fields})
     with _fields():
-        found = judge(draw(request, device), options)
+        found = judge(draw(request, device), options, progress=_telling(progress))
     report = _report(found, device, start, request.seed)
     if request.direction != "backward":
         return report
@@ -122,21 +125,29 @@ def verify(request: VerifyRequest, device: str | None = None) -> VerifyReport:
     return report.model_copy(update={"tensors": judged, "ok": all(t.ok for t in judged)})
 
 
-def verify_tensors(tensors: Mapping[str, NDArray[Any]], options: AttentionOptions) -> VerifyReport:
+def verify_tensors(
+    tensors: Mapping[str, NDArray[Any]], options: AttentionOptions, progress: Tell | None = None
+) -> VerifyReport:
     """Judge a caller's own problem: its answers where there are any, else a backend's. Raises InvalidInputError."""
     device = _device()
     given = {name: _tensor(name, array).to(device) for name, array in tensors.items()}
-    return judge_given(given, Options(**dict(options)), device)
+    return judge_given(given, Options(**dict(options)), device, progress)
 
 
-def judge_given(given: Mapping[str, Tensor], options: Options, device: str) -> VerifyReport:
+def judge_given(
+    given: Mapping[str, Tensor], options: Options, device: str, progress: Tell | None = None
+) -> VerifyReport:
     """`verify_tensors` of tensors that are on `device`."""
     start = time.monotonic()
     problem = {name: t for name, t in given.items() if name not in ALL_ANSWERS}
     answers = {name: t for name, t in given.items() if name in ALL_ANSWERS}
     with _fields():
-        found = judge(problem, options, answers=answers or None)
+        found = judge(problem, options, answers=answers or None, progress=_telling(progress))
     return _report(found, device, start)
+
+
+def _telling(progress: Tell | None) -> Callable[[Progress], None] | None:
+    return None if progress is None else lambda at: progress(VerifyProgress.model_validate(asdict(at)))
 
 
 def mistakes(tensors: Mapping[str, NDArray[Any]], options: AttentionOptions, report: VerifyReport) -> dict[str, str]:

@@ -93,7 +93,7 @@ class Scheduler:
         self._waiting: Waiting[Entry] = Waiting(budget)
         self._compiled: set[Hashable] = set()  # launch keys
         self._held: dict[Hashable, list[Entry]] = {}  # until their launch key is compiled
-        self._cutting: list[Entry] = []  # whose parts are being made
+        self._stoppable: list[Entry] = []  # in tasks that end early: their parts are being made, or they are verified
         self._running = 0  # tasks
         self._launches = 0  # of these
         self._long = 0  # of these
@@ -160,7 +160,7 @@ class Scheduler:
 
         for entry in self._remove(asked):
             self._drop_parts(entry, out_of_time())
-        for entry in filter(asked, self._cutting):
+        for entry in filter(asked, self._stoppable):
             entry.failure = out_of_time()
 
     def forget(self, peer: Peer) -> None:
@@ -168,7 +168,7 @@ class Scheduler:
         for entry in self._remove(lambda entry: entry.peer is peer):
             if entry.caches or entry.kept is not None:  # others wait for it to end, or for its memory
                 self._drop_parts(entry, out_of_time())
-        for entry in self._cutting:
+        for entry in self._stoppable:
             if entry.peer is peer:
                 entry.failure = out_of_time()
 
@@ -260,6 +260,8 @@ class Scheduler:
             self._end_turn(task.entries[0])
         elif isinstance(task, Launch):
             for entry in task.entries:
+                if isinstance(entry.submit, Prove):
+                    self._stoppable.remove(entry)
                 self._end_turn(entry)
             self._launches -= 1
             self._wake()  # it may have to wait for a batch to close now
@@ -288,11 +290,13 @@ class Scheduler:
             return Ask((entry,))
         if entry.key is not None:
             self._launches += 1
+            if isinstance(entry.submit, Prove):
+                self._stoppable.append(entry)
             return Launch(batch)
         if entry.computed:
             return Keep((entry,))
         if not entry.left:
-            self._cutting.append(entry)
+            self._stoppable.append(entry)
             cores = max(1, self._device.cores - self._running - len(self._waiting))
             brief = bool(entry.caches) and entry.submit.seconds <= UNCUT_SECONDS and not self._waiting
             return Cut((entry,), entry.long, brief, cores)
@@ -361,7 +365,7 @@ class Scheduler:
                 self._wake()
 
     def _cut_ended(self, entry: Entry, failure: Exception | None) -> Task | None:
-        self._cutting.remove(entry)
+        self._stoppable.remove(entry)
         if failure is not None:
             self._fail(entry, failure)
         elif entry.failure is not None:  # it was cancelled meanwhile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flashpoint._http.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint_server.formats.json import JSON
 from flashpoint_server.formats.message import Format
 from flashpoint_server.formats.safetensors import OCTETS, SAFETENSORS, SAFETENSORS_AS_OCTETS
@@ -38,6 +39,13 @@ def answer_format(headers: Mapping[str, str], request: Format) -> Format:
     if _quality(best.media_type, ranges) <= 0:
         raise Refusal("not_acceptable", f"answers are {' or '.join(SERVED)}, and Accept takes neither")
     return best
+
+
+def takes_events(headers: Mapping[str, str]) -> bool:
+    """Return whether Accept names an event stream, and likes JSON no better. `*/*` names none."""
+    ranges = dict(_ranges(headers.get("accept", "")))
+    quality = ranges.get(EVENT_STREAM, 0.0)
+    return quality > 0 and quality >= ranges.get(JSON.media_type, 0.0)
 
 
 def _ranges(accept: str) -> list[tuple[str, float]]:

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from flashpoint_server.ipc.job import Job, JobResult
+from flashpoint_server.ipc.job import Job, JobResult, ProofJob
 from flashpoint_server.ipc.messages import (
     Attach,
     Broken,
@@ -44,6 +44,7 @@ from flashpoint_server.ipc.messages import (
     JobOpened,
     KeepOwners,
     Proven,
+    Proving,
     StopJob,
     Time,
     ToEngine,
@@ -242,6 +243,8 @@ class Engine:
                         self.state, self.failure = State.FAILED, message.reason
                     case Done() | Failed() | Proven() | Told():
                         self._settle(message)
+                    case Proving():
+                        self._proceeds(message)
                     case JobOpened() | JobEvent() | JobDropped():
                         for listener in self._listeners:
                             listener.heard(self, message)
@@ -251,6 +254,12 @@ class Engine:
                             listener.held(self, message)
                     case Unmapped():
                         self._attached.discard(message.segment)
+
+    def _proceeds(self, message: Proving) -> None:
+        sent = self._sent[message.id]
+        assert isinstance(sent.job, ProofJob)
+        if sent.job.progress is not None and not sent.future.done():
+            sent.job.progress(message.progress)
 
     def _settle(self, message: Done | Failed | Proven | Told) -> None:
         if isinstance(message, Told):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,9 +130,13 @@ class CacheJob(Job):
 
 @dataclass(eq=False, kw_only=True)
 class ProofJob(Job):
-    """A verification: of the tensors that are staged, with `request` their options, or of what `request` draws."""
+    """A verification: of the tensors that are staged, with `request` their options, or of what `request` draws.
+
+    `progress` is called with each VerifyProgress, in JSON; the first says that it has begun.
+    """
 
     request: bytes
+    progress: Callable[[bytes], None] | None = None
 
     def message(self, number: int, rank: float) -> Prove:
         return Prove(
@@ -145,6 +150,7 @@ class ProofJob(Job):
             seconds=self.price.seconds,
             rank=rank,
             deadline=self.deadline,
+            told=self.progress is not None,
         )
 
 

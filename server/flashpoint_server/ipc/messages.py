@@ -149,7 +149,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 class Prove(msgspec.Struct, frozen=True, tag=True):
     """To the engine: verify, beside what it serves. Where there are `inputs`, `request` is their options, else all of
-    a VerifyRequest, in JSON. All else as in `Submit`."""
+    a VerifyRequest, in JSON. With `told`, the engine says how far it is. All else as in `Submit`."""
 
     id: int
     request_id: str
@@ -161,6 +161,7 @@ class Prove(msgspec.Struct, frozen=True, tag=True):
     seconds: float
     rank: float
     deadline: float | None
+    told: bool = False
 
 
 class AskCaches(msgspec.Struct, frozen=True, tag=True):
@@ -301,6 +302,13 @@ class Unmapped(msgspec.Struct, frozen=True, tag=True):
     segment: int
 
 
+class Proving(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: a verification has begun, or goes on. `progress` is a VerifyProgress, in JSON."""
+
+    id: int
+    progress: bytes
+
+
 class Proven(msgspec.Struct, frozen=True, tag=True):
     """From the engine: a VerifyReport, in JSON. Times as in `Done`."""
 
@@ -374,7 +382,7 @@ class JobDropped(msgspec.Struct, frozen=True, tag=True):
 
 JobNews = JobOpened | JobEvent | JobDropped
 ToEngine = Attach | Detach | Submit | Prove | AskCaches | KeepOwners | Forget | Time | StopJob | Cancel
-FromEngine = Hello | Broken | Done | Failed | Unmapped | Proven | Told | Holding | JobNews
+FromEngine = Hello | Broken | Done | Failed | Unmapped | Proving | Proven | Told | Holding | JobNews
 
 Incoming = TypeVar("Incoming")
 

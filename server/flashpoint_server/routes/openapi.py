@@ -9,9 +9,10 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from flashpoint import jsonwire
+from flashpoint._http.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint.benchmark_schema import BenchmarkRequest
 from flashpoint.options import AttentionOptions
-from flashpoint.verify_schema import VerifyReport, VerifyRequest
+from flashpoint.verify_schema import ProblemEvent, ReportEvent, VerifyProgress, VerifyReport, VerifyRequest
 from flashpoint_contract import wire
 from flashpoint_contract.caches import CACHE_OPTIONS, MOST_CACHES
 from flashpoint_contract.options import Direction
@@ -110,7 +111,8 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
     schemas["AttentionGradRequest"] = _over_saved(request(BACKWARD_TENSORS, [*REQUIRED["backward"]]))
     judged = tuple(name for name in ALL_ANSWERS if name not in BACKWARD_TENSORS)
     schemas["VerifyTensors"] = request((*BACKWARD_TENSORS, *judged), [*REQUIRED["forward"]])
-    models: tuple[type[BaseModel], ...] = (VerifyRequest, VerifyReport, BenchmarkRequest, ProblemDocument)
+    events = (VerifyProgress, ReportEvent, ProblemEvent)
+    models: tuple[type[BaseModel], ...] = (VerifyRequest, VerifyReport, *events, BenchmarkRequest, ProblemDocument)
     for model in models:
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}", mode="validation")
         schemas.update(schema.pop("$defs", {}))
@@ -195,7 +197,10 @@ def _verification() -> dict[str, Any]:
     content = ours["requestBody"]["content"]
     content[jsonwire.MEDIA_TYPE] = {"schema": {"oneOf": kinds}, "examples": examples.VERIFY}
     report = {"schema": {"$ref": "#/components/schemas/VerifyReport"}}
-    answered = {"description": "The errors of each tensor.", "content": {jsonwire.MEDIA_TYPE: report}}
+    told = "If Accept names it: `VerifyProgress` events while it runs, then a `ReportEvent` or a `ProblemEvent`."
+    stream = {"schema": {"type": "string", "description": told}}
+    answers = {jsonwire.MEDIA_TYPE: report, EVENT_STREAM: stream}
+    answered = {"description": "The errors of each tensor.", "content": answers}
     return ours | {
         "tags": ["verify and benchmark"],
         "summary": "Check a backend, or your own answers, against float64",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from functools import partial
 
 from pydantic import ValidationError
 
 from flashpoint import jsonwire
+from flashpoint._http.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint.options import AttentionOptions
 from flashpoint.validation import field_problems
 from flashpoint.verify_schema import VerifyRequest
@@ -19,7 +22,8 @@ from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.json import JSON, JsonMessage
 from flashpoint_server.formats.message import TensorMessage, read_text
-from flashpoint_server.formats.negotiation import request_format
+from flashpoint_server.formats.negotiation import request_format, takes_events
+from flashpoint_server.http.body import ClientGoneError
 from flashpoint_server.ipc.job import ProofJob
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, proof_price
@@ -42,7 +46,7 @@ DRAWN_LIMIT = 1 << 16  # bytes of a request whose tensors the server draws; the 
 
 
 async def verify(request: RouteRequest) -> None:
-    """Answer with a report, in JSON. Raises Refusal and ClientGoneError.
+    """Answer with a report, in JSON, or with events as it is made. Raises Refusal and ClientGoneError.
 
     Tensors travel as to /attention; a problem to be drawn is a JSON object with a `shape`.
     """
@@ -70,8 +74,61 @@ async def verify(request: RouteRequest) -> None:
     staging = stage(request, inputs, {})
     if message is not None:
         await message.receive(body, staging.views(staging.inputs))
-    answer = await submit(request, make_job(request, partial(ProofJob, request=asked), staging, price))
-    await reply(request, [answer.report], {"content-type": jsonwire.MEDIA_TYPE})
+    job = make_job(request, partial(ProofJob, request=asked), staging, price)
+    if takes_events(request.headers):
+        await _stream(request, job)
+    else:
+        await reply(request, [(await submit(request, job)).report], {"content-type": jsonwire.MEDIA_TYPE})
+
+
+async def _stream(request: RouteRequest, job: ProofJob) -> None:
+    """Send each VerifyProgress as an event, then the report. The answer begins with the first event.
+
+    So a verification that is refused before it runs has its own status; one that fails later ends with a problem.
+    Raises Refusal and ClientGoneError.
+    """
+    newest, news = b"", asyncio.Event()
+
+    def proceeds(progress: bytes) -> None:
+        nonlocal newest
+        newest = progress
+        news.set()
+
+    job.progress = proceeds
+    answer = asyncio.ensure_future(submit(request, job))
+    answer.add_done_callback(lambda _: news.set())
+    try:
+        while True:
+            await news.wait()
+            news.clear()
+            if answer.done():
+                break
+            await _send_event(request, "progress", newest)
+        try:
+            report = answer.result().report
+        except Refusal as refusal:
+            if request.exchange.status is None:
+                raise
+            request.exchange.code = refusal.code
+            document = {"kind": "problem", "problem": refusal.document(request.exchange.request_id)}
+            await _send_event(request, "problem", json.dumps(document).encode())
+        except ClientGoneError:
+            if request.exchange.status is not None:  # its log line says 200 all the same
+                request.exchange.code = "client_gone"
+            raise
+        else:
+            await _send_event(request, "report", b'{"kind":"report","report":%s}' % report)
+        await request.send({"type": "http.response.body", "body": b"", "more_body": False})
+    finally:
+        answer.cancel()
+
+
+async def _send_event(request: RouteRequest, kind: str, data: bytes) -> None:
+    if request.exchange.status is None:
+        headers = [(b"content-type", EVENT_STREAM.encode()), (b"cache-control", b"no-store")]
+        await request.send({"type": "http.response.start", "status": 200, "headers": headers})
+    frame = b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
+    await request.send({"type": "http.response.body", "body": frame, "more_body": True})
 
 
 def _check(message: TensorMessage, device: DeviceInfo, settings: Settings) -> tuple[bytes, Price]:

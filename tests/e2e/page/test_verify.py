@@ -65,7 +65,8 @@ def test_a_wrong_element_is_shown_where_it_is(page, server):
     o[0, 1, 17, 5] += 1e-2
     report = post(server, "/verify", message({"q": q, "k": k, "v": v, "o": o}), accept=JSON)
     assert not report.json["ok"]
-    page.route("**/verify", lambda route: route.fulfill(body=report.body, content_type=JSON))
+    event = b'event: report\ndata: {"kind":"report","report":%s}\n\n' % report.body
+    page.route("**/verify", lambda route: route.fulfill(body=event, content_type="text/event-stream"))
     page.locator("#verify form").get_by_role("button", name="Verify").click()
     expect(said(page, "verify")).to_contain_text("Wrong: beyond its bound: o · given on")
     ((name, verdict, error, *_, at, there, truth),) = cells(page, "verify")
@@ -114,3 +115,30 @@ def test_a_verification_is_cancelled_while_it_waits(open_page, gated):
     expect(outcome.locator(".waiting")).to_be_hidden()
     expect(outcome.locator(".result")).to_be_hidden()
     expect(form.get_by_role("button", name="Verify")).to_be_enabled()
+
+
+def test_a_verification_shows_its_blocks_and_is_cancelled_while_it_runs(open_page, gated):
+    """A gate holds it before its third block: the page says so, and no block begins once it is cancelled."""
+    page = open_page(gated.server)
+    expect(page.locator("#playground .outcome")).to_be_visible()
+    name = f"step-{uuid.uuid4().hex}"
+    page.route("**/verify", lambda route: route.continue_(headers={**route.request.headers, "x-request-id": name}))
+    form, outcome = page.locator("#verify form"), page.locator("#verify .outcome")
+    gated.gate("step").unlink(missing_ok=True)
+    try:
+        form.get_by_role("button", name="Verify").click()
+        waiting = outcome.locator(".waiting")
+        expect(waiting).to_contain_text("Block 3 of 10: float64, o and lse")
+        bar = waiting.locator("progress")
+        assert (bar.get_attribute("value"), bar.get_attribute("max")) == ("2", "10")
+        form.get_by_role("button", name="Cancel").click()
+        expect(said(page, "verify")).to_contain_text("Cancelled.")
+        gated.wait_stopped(name)
+    finally:
+        gated.gate("step").touch()
+    page.unroute("**/verify")
+    form.get_by_role("button", name="Verify").click()
+    expect(said(page, "verify")).to_contain_text("Right: every tensor is within its bound")
+    assert gated.blocks(name) == [0, 1, 2]
+    line = gated.server.wait_for_request(name)
+    assert (line["status"], line["code"]) == (200, "client_gone")

@@ -15,7 +15,7 @@ from flashpoint_server.engine.entry import Peer
 from flashpoint_server.engine.scheduler import Scheduler
 from flashpoint_server.engine.tasks import Compute, Cut, Launch, Slice
 from flashpoint_server.engine.waiting import Budget
-from flashpoint_server.ipc.messages import PlacedTensor, Submit, pack_options
+from flashpoint_server.ipc.messages import PlacedTensor, Prove, Submit, pack_options
 from flashpoint_server.ipc.price import PASSED
 
 NUMBERS = itertools.count()
@@ -158,6 +158,25 @@ def test_a_request_that_is_cancelled_ends_between_two_parts(bench):
     assert bench.answered == []  # a part still writes to its memory
     bench.finish(running)
     assert bench.answered == [(number, "deadline_exceeded")]
+
+
+def test_a_verification_that_runs_is_told_that_nobody_waits(bench):
+    """The executor looks at `failure` between blocks."""
+    cancelled, gone = [
+        Prove(next(NUMBERS), "r", b"{}", 0, [], 0, 1, LONG, 0.0, None) for _ in range(2)
+    ]  # fmt: skip
+    bench.scheduler.admit(cancelled, bench.peer)
+    launch = bench.take(Launch)
+    assert launch.entries[0].failure is None
+    bench.scheduler.cancel(bench.peer, cancelled.id)
+    assert launch.entries[0].failure.code == "deadline_exceeded"
+    bench.finish(launch)
+    bench.scheduler.admit(gone, bench.peer)
+    launch = bench.take(Launch)
+    bench.scheduler.forget(bench.peer)
+    assert launch.entries[0].failure.code == "deadline_exceeded"
+    bench.finish(launch)
+    assert bench.peer.running == 0
 
 
 def test_a_part_that_fails_ends_its_request(bench):

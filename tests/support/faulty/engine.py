@@ -6,7 +6,8 @@ hang-…          the launch never ends                       gone-…  the devi
 loud-…          more lines are logged than the queue of the log holds
 unfit-…         an unexpected exception while its kernels are compiled
 late-…          its kernels are compiled only once the gate `compiled` is open
-step-…          its second part waits, and no further one begins, until the gate `step` is open
+step-…          its second part waits, and no further one begins, until the gate `step` is open; a verification waits
+                before its third block
 
 Requests of the `reference` backend are launches, one at a time; those of `torch` and `tiled` are cut into parts.
 
@@ -14,8 +15,9 @@ A gate is a file beside FLASHPOINT_TEST_GATE, with its name for a suffix; it is 
 the engine waits while `.closed` exists, finds too little memory once where `.short` exists, and finds another device
 where `.moved` exists.
 
-It logs `queued` for a request that it has put into its queue, `part` for each part that it begins, `held` for one that
-waits, and `dropped` for a request that it has taken out of the queue. It predicts with fixed rates. On the
+It logs `queued` for a request that it has put into its queue, `part` for each part that it begins, `block` for each
+block of a verification, `held` for one that waits, `dropped` for a request that it has taken out of the queue, and
+`stopped` for a verification that it is to end. It predicts with fixed rates. On the
 CPU it does not check its backends at the start, which takes 3 s under Triton's interpreter: the tests that start the
 service's own engine cover that check.
 
@@ -119,6 +121,16 @@ class FaultyDevice(TorchDevice):
         self.short.append(weakref.ref(held))
         raise OutOfMemoryError
 
+    def verify(self, asked, memory, progress):
+        def block(at):
+            progress(at)
+            log.debug("block", request_id=asked.request_id, number=at.done)
+            if asked.request_id.startswith("step-") and at.done == 2:
+                log.debug("held", request_id=asked.request_id)
+                self.wait("step")
+
+        return super().verify(asked, memory, block)
+
     def run(self, part, backend):
         super().run(part, backend)
         if SWAP.there() and not isinstance(part, CachedPart):
@@ -167,6 +179,12 @@ class TellingScheduler(scheduler.Scheduler):
         super().admit(message, peer)
         log.debug("queued", request_id=message.request_id)
 
+    def cancel(self, peer, number):
+        super().cancel(peer, number)
+        for entry in self._stoppable:
+            if entry.peer is peer and entry.submit.id == number:
+                log.debug("stopped", request_id=entry.submit.request_id)
+
     def take(self):
         return self._counted(super().take())
 
@@ -210,6 +228,7 @@ class LosingChannel(Channel):
 
 if __name__ == "__main__":
     loop.Channel = LosingChannel
+    executor.TOLD_SECONDS = 0.0  # each block is told
     executor.Executor = TellingExecutor
     scheduler.Scheduler = TellingScheduler
     store.CacheStore = FaultyStore

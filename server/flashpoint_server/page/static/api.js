@@ -60,6 +60,17 @@ export async function* events(path, signal) {
   }
 }
 
+// The events of the answer to one call, which is made once.
+export async function* told(path, options) {
+  const response = await call(path, { ...options, headers: { Accept: "text/event-stream" } });
+  try {
+    for await (const { data } of frames(response.body)) yield JSON.parse(data);
+  } catch (error) {
+    if (options.signal?.aborted) throw error;
+    throw new Problem({ detail: "the connection to the server broke" });
+  }
+}
+
 async function* frames(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,12 +1,16 @@
-// A verification: asked for, waited for or cancelled, and judged tensor by tensor.
+// A verification: asked for, followed block by block, cancelled, and judged tensor by tensor.
 
-import { call } from "./api.js";
+import { Problem, told } from "./api.js";
 import { code, curl, keywords, python } from "./code.js";
 import { decades } from "./decades.js";
 import { aging, clear, read, refused, valid } from "./form.js";
 import { duration, number, tableRow } from "./text.js";
 
 const TICK_MS = 500;
+const STAGES = {
+  backend: "the backend", float64: "float64", torch: "torch’s own math", rounding: "what rounding does",
+};
+const ANSWERS = { forward: "o and lse", backward: "gradients" };
 
 const section = document.getElementById("verify");
 const form = section.querySelector("form");
@@ -17,7 +21,6 @@ const result = section.querySelector(".result");
 const button = form.querySelector("button");
 const cancel = form.querySelector("[data-cancel]");
 const begin = aging(form, outcome);
-const rates = {}; // of the last verification of a backend in a data type: products a second
 let asking = null;
 
 export const showCode = code("verify", () => ({
@@ -31,49 +34,60 @@ form.addEventListener("submit", async (event) => {
   event.preventDefault();
   if (!valid(form)) return;
   const body = read(form);
-  const [kind, work] = [`${body.backend} ${body.dtype}`, products(body)]; // undefined: the API's own choice
   begin();
   asking = new AbortController();
   [button.disabled, cancel.hidden, result.hidden, outcome.hidden] = [true, false, true, false];
   say("Verifying: the backend, then float64, then torch’s own math.");
-  const watch = waited(rates[kind] && work / rates[kind]);
+  const progress = followed();
   try {
-    const report = await (await call("verify", { method: "POST", body, signal: asking.signal })).json();
-    rates[kind] = work / report.seconds;
-    show(report);
+    show(await reported(body, asking.signal, progress.at));
     clear(form);
   } catch (problem) {
     if (asking.signal.aborted) {
-      say("Cancelled. A verification that had begun runs to its end on the server, which drops the report.");
+      say("Cancelled. The server ends the block that it had begun, and does no more.");
     } else {
       outcome.hidden = true;
       refused(form, problem);
     }
   } finally {
-    clearInterval(watch);
-    [button.disabled, cancel.hidden, waiting.hidden] = [false, true, true];
+    progress.end();
+    [button.disabled, cancel.hidden] = [false, true];
   }
 });
 
-// Show how long it has taken so far, and of how long where an earlier verification tells; the timer that does.
-function waited(expected) {
-  const [bar, text] = waiting.children;
-  const start = performance.now();
-  waiting.hidden = false;
-  const tick = () => {
-    const seconds = (performance.now() - start) / 1000;
-    bar.removeAttribute("value");
-    if (expected) bar.value = Math.min(seconds / expected, 0.99);
-    text.textContent = `${duration(Math.floor(seconds))}${expected ? ` of about ${duration(Math.ceil(expected))}` : ""}`;
-  };
-  tick();
-  return setInterval(tick, TICK_MS);
+// The report of a verification; `at` is called with its progress. Throws Problem.
+async function reported(body, signal, at) {
+  for await (const event of told("verify", { method: "POST", body, signal })) {
+    if (event.kind === "report") return event.report;
+    if (event.kind === "problem") throw new Problem(event.problem);
+    at(event);
+  }
+  throw new Problem({ detail: "the server ended before the verification did" });
 }
 
-// The number of products, to which the time of a verification is proportional, of one backend in one data type.
-function products({ shape, direction }) {
-  const { batch = 1, q_heads = 1, q_len, kv_len = q_len, head_dim, value_dim = head_dim } = shape;
-  return batch * q_heads * q_len * kv_len * (head_dim + value_dim) * (direction === "forward" ? 1 : 3.5);
+// Show the blocks that are over, and the time: `at` takes the newest progress, `end` hides both.
+function followed() {
+  const [bar, text] = waiting.children;
+  const start = performance.now();
+  let where = "Waiting for its turn";
+  const tick = () => {
+    text.textContent = `${where} · ${duration(Math.floor((performance.now() - start) / 1000))}`;
+  };
+  bar.removeAttribute("value");
+  waiting.hidden = false;
+  tick();
+  const timer = setInterval(tick, TICK_MS);
+  return {
+    at({ done, total, stage, direction }) {
+      [bar.max, bar.value] = [total, done];
+      where = `Block ${done + 1} of ${total}: ${STAGES[stage]}, ${ANSWERS[direction]}`;
+      tick();
+    },
+    end() {
+      clearInterval(timer);
+      waiting.hidden = true;
+    },
+  };
 }
 
 function say(text, verdict = "") {
