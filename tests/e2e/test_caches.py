@@ -268,7 +268,7 @@ def test_refusals_name_the_field(held):
 def test_a_server_without_memory_has_no_caches_and_saves_nothing(start_server):
     server = start_server(cache_bytes=0)
     problem(post(server, "/caches", json.dumps(SHAPE).encode(), JSON), 404, "not_found")
-    q, (k, v) = normal(1, HQ, 9, D), kv(9)
+    q, (k, v) = normal(1, HQ, 9, D), kv(9, 0)
     problem(post(server, "/attention", message({"q": q, "k": k, "v": v}, save=True)), 413, "work_too_large")
     problem(ask(server, "/saved"), 404, "not_found")
 
