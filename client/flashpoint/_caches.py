@@ -6,14 +6,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, Self, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypedDict, Unpack, overload
 
 import numpy as np
 
 from flashpoint import jsonwire
 from flashpoint._arrays import Array, pack, unpack
-from flashpoint._calls import DEFAULT, Affinity, Answer, Call, HeldCache, OfLayer, forward, idempotent
+from flashpoint._attending import A
+from flashpoint._calls import DEFAULT, Affinity, Answer, Call, HeldCache, Layer, OfLayer, forward, idempotent
 from flashpoint.errors import CacheError, ProtocolError, invalid
+from flashpoint.meta import Meta
 from flashpoint_contract import wire
 
 _GONE = ("cache_not_found", "cache_lost")
@@ -94,6 +96,36 @@ class Cache(AnyCache):
         super().__init__(found)
         self._client = client
 
+    @overload
+    def attention(
+        self, q: A, k: A | None = None, v: A | None = None, *, at: int | None = None,
+        return_lse: Literal[False] = False, with_meta: Literal[False] = False, **keywords: Unpack[Layer],
+    ) -> A: ...  # fmt: skip
+
+    @overload
+    def attention(
+        self, q: A, k: A | None = None, v: A | None = None, *, at: int | None = None,
+        return_lse: Literal[True], with_meta: Literal[False] = False, **keywords: Unpack[Layer],
+    ) -> tuple[A, A]: ...  # fmt: skip
+
+    @overload
+    def attention(
+        self, q: A, k: A | None = None, v: A | None = None, *, at: int | None = None,
+        return_lse: Literal[False] = False, with_meta: Literal[True], **keywords: Unpack[Layer],
+    ) -> tuple[A, Meta]: ...  # fmt: skip
+
+    @overload
+    def attention(
+        self, q: A, k: A | None = None, v: A | None = None, *, at: int | None = None,
+        return_lse: Literal[True], with_meta: Literal[True], **keywords: Unpack[Layer],
+    ) -> tuple[tuple[A, A], Meta]: ...  # fmt: skip
+
+    @overload
+    def attention(
+        self, q: Array, k: Array | None = None, v: Array | None = None, *, at: int | None = None,
+        **keywords: Unpack[OfLayer],
+    ) -> Any: ...  # fmt: skip
+
     def attention(
         self, q: Array, k: Array | None = None, v: Array | None = None, *, at: int | None = None,
         **keywords: Unpack[OfLayer],
@@ -152,6 +184,36 @@ class AsyncCache(AnyCache):
     def __init__(self, client: _AsyncClient, found: Described) -> None:
         super().__init__(found)
         self._client = client
+
+    @overload
+    async def attention(
+        self, q: A, k: A | None = None, v: A | None = None, *, at: int | None = None,
+        return_lse: Literal[False] = False, with_meta: Literal[False] = False, **keywords: Unpack[Layer],
+    ) -> A: ...  # fmt: skip
+
+    @overload
+    async def attention(
+        self, q: A, k: A | None = None, v: A | None = None, *, at: int | None = None,
+        return_lse: Literal[True], with_meta: Literal[False] = False, **keywords: Unpack[Layer],
+    ) -> tuple[A, A]: ...  # fmt: skip
+
+    @overload
+    async def attention(
+        self, q: A, k: A | None = None, v: A | None = None, *, at: int | None = None,
+        return_lse: Literal[False] = False, with_meta: Literal[True], **keywords: Unpack[Layer],
+    ) -> tuple[A, Meta]: ...  # fmt: skip
+
+    @overload
+    async def attention(
+        self, q: A, k: A | None = None, v: A | None = None, *, at: int | None = None,
+        return_lse: Literal[True], with_meta: Literal[True], **keywords: Unpack[Layer],
+    ) -> tuple[tuple[A, A], Meta]: ...  # fmt: skip
+
+    @overload
+    async def attention(
+        self, q: Array, k: Array | None = None, v: Array | None = None, *, at: int | None = None,
+        **keywords: Unpack[OfLayer],
+    ) -> Any: ...  # fmt: skip
 
     async def attention(
         self, q: Array, k: Array | None = None, v: Array | None = None, *, at: int | None = None,

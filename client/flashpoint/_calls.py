@@ -117,22 +117,53 @@ class Forward(Common, Scales, total=False):
     return_lse: bool
 
 
-class OfLayer(Forward, total=False):
-    """Keywords of a cache's `attention`: `Forward`, and which of its layers."""
+class Layer(Problem, Scales, total=False):
+    """Keywords of a cache's `attention` that do not change the type of its result: which of its layers."""
 
     layer: int
 
 
-class OverCaches(OfLayer, total=False):
-    """Keywords of `attention`: `OfLayer`, caches, and `save`.
+class Layers(Layer, total=False):
+    """Keywords of `attention` that do not change the type of its result.
 
     `caches`: one for each sequence of q, objects of `Client.cache` or ids; `at` which positions, one for each, k and v
-    are written, in place of their ends. `save`: keep this forward at the server; the result is a `SavedAttention`.
+    are written, in place of their ends.
     """
 
     caches: Sequence[HeldCache | str] | None
     at: Sequence[int] | None
+
+
+class OfLayer(Layer, total=False):
+    """Keywords of a cache's `attention`: `Layer`, whether to answer (o, lse), and whether (result, Meta)."""
+
+    return_lse: bool
+    with_meta: bool
+
+
+class OverCaches(Layers, total=False):
+    """Keywords of `attention`: `Layers`, whether to answer (o, lse), whether (result, Meta), and `save`.
+
+    `save`: keep this forward at the server; the result is a `SavedAttention`.
+    """
+
+    return_lse: bool
+    with_meta: bool
     save: bool
+
+
+class Gradients(Problem, total=False):
+    """Keywords of `attention_grad` that do not change the type of its result.
+
+    The forward's `o` and `lse`, with which it is not run again; `dlse`, the gradient of `lse`, of its shape; which
+    gradients to answer; `saved`: the result of `attention` with `save`, or its id, which takes the place of the inputs.
+    """
+
+    o: Array | None
+    lse: Array | None
+    dlse: Array | None
+    grads: Sequence[Grad]
+    saved: SavedAttention | str | None
 
 
 class Backward(Common, total=False):

@@ -15,8 +15,9 @@ import httpx
 
 from flashpoint import _caches, _calls, _proof, _saved
 from flashpoint._arrays import Array
+from flashpoint._attending import AsyncAttending, Attending
 from flashpoint._caches import AsyncCache, Cache, CacheSizes
-from flashpoint._calls import DEFAULT, Call, OfSaved, OverCaches, SavedAttention
+from flashpoint._calls import DEFAULT, Call, SavedAttention
 from flashpoint._http.exchange import Exchange
 from flashpoint._http.listening import Listening
 from flashpoint._http.transport import ASYNC, AsyncTransport, Transport, is_direct
@@ -95,7 +96,7 @@ def _seconds(timeout: Any) -> float | None:
     return float(timeout)
 
 
-class Client(_Settings[httpx.Client]):
+class Client(Attending, _Settings[httpx.Client]):
     """A client of the service at `url`. Thread-safe; connections are kept and reused.
 
     Without `url` it is FLASHPOINT_URL, or http://localhost:8000. `api_key` is sent as a bearer key; without it,
@@ -127,30 +128,6 @@ class Client(_Settings[httpx.Client]):
         super().__init__(url, api_key, timeout, retries, tls, replica)
         self._own = None if transport else self._direct(Transport)
         self._http = httpx.Client(transport=transport or self._own, **self._http_settings())
-
-    def attention(
-        self, q: Array, k: Array | None = None, v: Array | None = None, **keywords: Unpack[OverCaches]
-    ) -> Any:
-        """softmax(scale·q·kᵀ + …)·v: `o`, or (o, lse) with `return_lse`; (that, Meta) with `with_meta`.
-
-        q (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv) → o (B,Hq,Sq,Dv) in q's dtype, lse (B,Hq,Sq) float32; other layouts
-        and ranks as the contract has them. numpy arrays give numpy arrays, torch tensors give torch tensors on q's
-        device, outside autograd (see `flashpoint.torch`). Keywords: `OverCaches`. With `caches` (see `cache`) k and v
-        are those of new tokens, or left out. With `save` the server keeps the forward: it gives a `SavedAttention`.
-        """
-        return self._call(_calls.forward(q, k, v, keywords))
-
-    def attention_grad(
-        self, do: Array, q: Array | None = None, k: Array | None = None, v: Array | None = None,
-        **keywords: Unpack[OfSaved],
-    ) -> Any:  # fmt: skip
-        """The gradients of `attention`, given do, that of its o: (dq, dk, dv), or what `grads` names, in its order.
-
-        With the forward's `o` and `lse` the server does not run it again. With dropout, `dropout_seed` must be the
-        forward's. With `saved`, a forward that the server has saved, do is sent alone, with `dlse`, `grads`,
-        `deterministic` and `backend` where they are given. Keywords: `OfSaved`.
-        """
-        return self._call(_calls.backward(do, q, k, v, keywords))
 
     def delete_saved(self, saved: SavedAttention | str) -> None:
         """Free a saved forward, given as the result of `attention` or its id. Do nothing where it is gone already."""
@@ -296,7 +273,7 @@ class Client(_Settings[httpx.Client]):
                 time.sleep(listening.failed(error))
 
 
-class AsyncClient(_Settings[httpx.AsyncClient]):
+class AsyncClient(AsyncAttending, _Settings[httpx.AsyncClient]):
     """The asyncio twin of `Client`: the same arguments, methods, answers and errors, awaited. For one event loop."""
 
     def __init__(
@@ -313,19 +290,6 @@ class AsyncClient(_Settings[httpx.AsyncClient]):
         super().__init__(url, api_key, timeout, retries, tls, replica)
         self._own = self._direct(AsyncTransport) if transport is None and ASYNC else None
         self._http = httpx.AsyncClient(transport=transport or self._own, **self._http_settings())
-
-    async def attention(
-        self, q: Array, k: Array | None = None, v: Array | None = None, **keywords: Unpack[OverCaches]
-    ) -> Any:
-        """See `Client.attention`."""
-        return await self._call(_calls.forward(q, k, v, keywords))
-
-    async def attention_grad(
-        self, do: Array, q: Array | None = None, k: Array | None = None, v: Array | None = None,
-        **keywords: Unpack[OfSaved],
-    ) -> Any:  # fmt: skip
-        """See `Client.attention_grad`."""
-        return await self._call(_calls.backward(do, q, k, v, keywords))
 
     async def delete_saved(self, saved: SavedAttention | str) -> None:
         """See `Client.delete_saved`."""

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from flashpoint import sharded
-from flashpoint._calls import SavedAttention, Sending
+from flashpoint._calls import Problem, SavedAttention, Scales, Sending
 from flashpoint._client import Client
 from flashpoint._saved import Lease
 from flashpoint.errors import CacheError, invalid
@@ -33,10 +33,40 @@ _FORWARD_ONLY = [name for name, row in TENSORS.items() if row.forward_only]
 _INPUTS = tuple(name[1:] for name in GRADS)  # those with a gradient, in the order in which autograd is given them
 
 
+class Asked(Problem, Scales, total=False):
+    """Keywords of `attention` that do not change the type of its result.
+
+    `save`: one server keeps the forward. `parts`: with several servers, into how many parts queries and keys are cut.
+    """
+
+    save: bool
+    parts: tuple[int, int] | None
+
+
 class Saving(sharded.ShardedForward, total=False):
     """Keywords of `attention`: those of `flashpoint.sharded`, and whether one server keeps the forward."""
 
     save: bool
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Client],
+    return_lse: Literal[False] = False, with_meta: Literal[False] = False, **keywords: Unpack[Asked],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Client],
+    return_lse: Literal[True], with_meta: Literal[False] = False, **keywords: Unpack[Asked],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Client], **keywords: Unpack[Saving]
+) -> Any: ...
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Client], **keywords: Unpack[Saving]) -> Any:
