@@ -93,7 +93,7 @@ def test_a_full_queue_refuses_a_call_before_its_message_is_read_and_answers_heal
 
 
 def test_a_call_without_a_key_or_its_right_is_refused_before_its_message_is_read(held):
-    for metadata, status, words in (((), "UNAUTHENTICATED", "key is needed"), (LOOKS, "PERMISSION_DENIED", "key")):
+    for metadata, status, words in (((), "UNAUTHENTICATED", "no valid API key"), (LOOKS, "PERMISSION_DENIED", "key")):
         with unsent_message(held, metadata) as call:
             assert call.code() is grpc.StatusCode[status]
             assert words in call.details()
