@@ -88,6 +88,7 @@ def main() -> None:
         expected: list[int] | None = None
         for way, (attention, cache) in ways.items():
             model.set_attn_implementation(attention)
+            model.generate(**inputs, do_sample=False, max_new_tokens=1)  # not timed: the first reads the weights
             before, start = carried(url), time.perf_counter()
             held = cache(config=model.config)
             tokens = model.generate(
@@ -99,11 +100,11 @@ def main() -> None:
                 held.close()
             expected = expected or tokens
             print(
-                f"{way:<20} {arguments.tokens / seconds:5.1f} tokens/s, "
+                f"{way:<20} {arguments.tokens} tokens, {arguments.tokens / seconds:5.1f} tokens/s, "
                 f"{(carried(url) - before) / 1e6:6.1f} MB sent and received, "
-                f"{'the same tokens' if tokens == expected else 'OTHER TOKENS'}"
+                f"{'the same tokens' if tokens == expected else 'OTHER TOKENS'}: "
+                f"{tokenizer.decode(tokens[inputs.input_ids.shape[1] :])!r}"
             )
-    print(tokenizer.decode(expected or [], skip_special_tokens=True))
 
 
 if __name__ == "__main__":

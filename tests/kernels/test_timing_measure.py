@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -84,6 +85,27 @@ def test_a_row_has_every_field_and_they_agree() -> None:
     assert row["roofline_percent"] == pytest.approx(100 * row["tflops"] / reachable)
     assert row["value_dim"] == row["head_dim"] == 16
     assert row["device"]
+
+
+@pytest.mark.parametrize(
+    ("ticks_ms", "ms", "above"),
+    [([1.0], 1.0, False), ([0.001, 1.0], 1.0, False), ([0.002, 0.001], 0.002, True)],
+    ids=["below", "below the second time", "above both times"],
+)
+def test_a_time_above_the_roof_is_measured_again(
+    time: Time, monkeypatch: pytest.MonkeyPatch, ticks_ms: list[float], ms: float, above: bool
+) -> None:
+    """At the peaks of `time` no call is shorter than 0.03 ms; the longer time counts."""
+    tiled, ticks = measurement.IMPLEMENTATIONS["tiled"], iter(ticks_ms)
+
+    def make(*about: Any) -> Any:
+        time.tick_ms = next(ticks)
+        return tiled.make(*about)
+
+    monkeypatch.setitem(measurement.IMPLEMENTATIONS, "tiled", replace(tiled, make=make))
+    row, _ = finish(measure(small("tiled"), timing=QUICK))
+    assert (row["skipped"], row["ms"], row["roofline_percent"] > 100) == (None, pytest.approx(ms), above)
+    assert next(ticks, None) is None  # as often as that
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward", "both"])
@@ -179,7 +201,7 @@ def check_memory() -> None:
 
 def test_a_slice_ends_at_its_bound_and_a_pause_is_not_counted(time: Time) -> None:
     """A bound that every call exceeds: one slice for each call. A bound beyond all calls: one slice for all repeats."""
-    time.tick_ms = 0.125
+    time.tick_ms = 2.0  # below the roof
     stages = 4 + 2  # the four inputs; a first call, and the call whose memory is measured
     for slice_ms, slices_of_repeats in ((1e-6, 30), (1e6, 1)):
         timing = Timing(precision=1e-9, max_seconds=60, warmup_ms=0, slice_ms=slice_ms, min_repeats=30, max_repeats=30)

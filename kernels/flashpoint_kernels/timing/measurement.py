@@ -58,8 +58,10 @@ def measure(
     `bytes`, the algorithm's own by `case`, `flops_standard`, and their rates in TFLOP/s and GB/s (1e9 bytes);
     `arithmetic_intensity` in flops a byte; `roofline_percent`, of what the measured peaks allow at that intensity;
     `peak_bytes` beyond the inputs, what a forward keeps for the backward among them; `speedup_over_naive`, from the
-    `naive_ms` of the same problem; `longest_slice_ms`. Else `skipped` is the reason, and figures are None.
-    Raises DeviceLostError where the device is gone after it, for then nothing else can be measured.
+    `naive_ms` of the same problem; `longest_slice_ms`. A time above the roof is measured again, and the longer of
+    the two counts: its data was still in caches, or the peaks were disturbed. For a problem that cannot run `skipped`
+    is the reason, and figures are None. Raises DeviceLostError where the device is gone after it, for then nothing else
+    can be measured.
     """
     timing = timing or Timing()
     row: Row = dict.fromkeys(ROW_FIELDS)
@@ -70,6 +72,9 @@ def measure(
         row["version"] = IMPLEMENTATIONS[case.backend].version()
         samples, row["peak_bytes"] = yield from _timed(case, device, timing, slices)
         yield from find_peaks(device, case.dtype, slices)
+        if _rates(case, device, median(samples))["roofline_percent"] > 100:
+            again, _ = yield from _timed(case, device, timing, slices)
+            samples = max(samples, again, key=median)
     except Exception as error:  # a peer may raise anything; the next case is another matter
         row["skipped"] = str(error) if isinstance(error, CannotRunError) else _brief(f"{type(error).__name__}: {error}")
         if is_lost(device):

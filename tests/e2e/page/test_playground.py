@@ -46,6 +46,7 @@ def softmax(request, head):
     scores = cap * np.tanh(scores / cap)
     i, j = np.indices(scores.shape)
     ahead = j - i - (scores.shape[1] - scores.shape[0])
+    scores -= np.array(request["alibi_slopes"])[head] * np.abs(ahead)
     left, right = request["window"]
     seen = np.array(request["attn_mask"]) & (ahead <= 0) & (ahead >= -left)
     assert right == -1
@@ -55,7 +56,7 @@ def softmax(request, head):
 
 
 def test_the_weights_follow_from_q_k_and_lse_alone(page, play):
-    fill(play.locator("form"), q_len=8, kv_len=12, kv_heads=2, left=5, sink=0.5, softcap=3)
+    fill(play.locator("form"), q_len=8, kv_len=12, kv_heads=2, left=5, sink=0.5, softcap=3, slope=0.5)
     play.get_by_label("a click on the weights hides a key").check()
     settled(page)
     weights = play.locator("[data-part=weights]")
@@ -69,6 +70,7 @@ def test_the_weights_follow_from_q_k_and_lse_alone(page, play):
     settled(page)
     expect(readout).to_contain_text("The mask hides this key: its weight is 0.")
     request = asked(page)
+    assert request["alibi_slopes"] == [0.5, 0.25, 0.125, 0.0625]
     assert [len(request["q"][0]), len(request["k"][0]), len(request["attn_mask"])] == [4, 2, 8]
     assert np.argwhere(~np.array(request["attn_mask"])).tolist() == [[0, 0]]
 
@@ -85,6 +87,7 @@ def test_the_weights_follow_from_q_k_and_lse_alone(page, play):
     weights.press("ArrowDown")
     weights.press("ArrowRight")
     expect(readout).to_contain_text("Query 1, key 1\n")
+    expect(readout).to_contain_text("score = softcap · tanh(scale · q·k / softcap) − 0.0625 · 4 = ")
     number = float(readout.inner_text().rpartition("= ")[2].replace("−", "-"))
     assert number == pytest.approx(softmax(request, 3)[1, 1], rel=1e-3)
     for _ in range(12):
@@ -115,7 +118,7 @@ def test_the_map_shows_where_the_weights_are(page, play):
 
 @pytest.mark.parametrize("tensors", ["near tokens are alike", "random"])
 def test_curl_and_python_ask_for_the_same(page, play, tensors):
-    fill(play.locator("form"), q_len=3, kv_len=5, q_heads=2, head_dim=3, sink=-1, scale=0.7)
+    fill(play.locator("form"), q_len=3, kv_len=5, q_heads=2, head_dim=3, sink=-1, scale=0.7, slope=0.3)
     play.get_by_label("Tensors").select_option(label=tensors)
     play.get_by_role("button", name="Other numbers").click()
     settled(page)

@@ -53,21 +53,29 @@ export function pythonTensors({ q_heads, kv_heads, q_len, kv_len, head_dim, patt
   ];
 }
 
-// The functions of one head: `score(i, j)`, scaled and capped; `seen(i, j)`; `weight(i, j)` = exp(score − lse); the weight
+// The slopes of ALiBi (Press et al. 2022): the first head's, its square, its cube …
+export function slopes(first, heads) {
+  return range(heads).map((head) => first ** (head + 1));
+}
+
+// The functions of one head: `score(i, j)`, scaled, capped, and less what ALiBi takes off; `distance(i, j)` of a key from
+// the diagonal; `seen(i, j)`; `weight(i, j)` = exp(score − lse); the weight
 // of the sink, which has no value; o as those weights have it.
 export function head({ q, k, v }, lse, options, number) {
   const group = q.length / k.length; // query heads that share a key/value head
   const [Q, K, V] = [q[number], k[Math.floor(number / group)], v[Math.floor(number / group)]];
-  const { scale = 1 / Math.sqrt(Q[0].length), softcap = 0, sinks } = options;
+  const { scale = 1 / Math.sqrt(Q[0].length), softcap = 0, sinks, alibi_slopes } = options;
   const mask = visible(Q.length, K.length, options);
+  const distance = (i, j) => Math.abs(j - i - offsetOf(Q.length, K.length, options));
   const score = (i, j) => {
     const raw = scale * dot(Q[i], K[j]);
-    return softcap ? softcap * Math.tanh(raw / softcap) : raw;
+    const capped = softcap ? softcap * Math.tanh(raw / softcap) : raw;
+    return alibi_slopes ? capped - alibi_slopes[number] * distance(i, j) : capped;
   };
   const share = (s, i) => (lse[i] === -Infinity ? 0 : Math.exp(s - lse[i]));
   const weight = (i, j) => (mask(i, j) ? share(score(i, j), i) : 0);
   return {
-    rows: Q.length, columns: K.length, seen: mask, score, weight,
+    rows: Q.length, columns: K.length, seen: mask, score, distance, weight,
     sink: (i) => (sinks ? share(sinks[number], i) : 0),
     total: (i) => range(K.length).reduce((sum, j) => sum + weight(i, j), 0),
     o: (i) => V[0].map((_, d) => range(K.length).reduce((sum, j) => sum + weight(i, j) * V[j][d], 0)),
@@ -75,8 +83,9 @@ export function head({ q, k, v }, lse, options, number) {
 }
 
 // (i, j) → whether query i may see key j. The diagonal of `bottom_right` ends at the last query and the last key.
-export function visible(q_len, kv_len, { causal, causal_alignment, window = [-1, -1], attn_mask }) {
-  const offset = causal_alignment === "top_left" ? 0 : kv_len - q_len;
+export function visible(q_len, kv_len, options) {
+  const { causal, window = [-1, -1], attn_mask } = options;
+  const offset = offsetOf(q_len, kv_len, options);
   const [left, right] = window;
   return (i, j) => {
     const ahead = j - i - offset; // of the diagonal
@@ -84,6 +93,10 @@ export function visible(q_len, kv_len, { causal, causal_alignment, window = [-1,
     if ((left >= 0 && ahead < -left) || (right >= 0 && ahead > right)) return false;
     return attn_mask ? attn_mask[i][j] : true;
   };
+}
+
+function offsetOf(q_len, kv_len, { causal_alignment }) {
+  return causal_alignment === "top_left" ? 0 : kv_len - q_len;
 }
 
 export function range(length) {

@@ -1,6 +1,6 @@
 // The playground: a small problem that the page makes, the server's answer, and the weights from q, k and lse alone.
 
-import { head, pythonTensors, range, tensors } from "./attention.js";
+import { head, pythonTensors, range, slopes, tensors } from "./attention.js";
 import { call } from "./api.js";
 import { draw } from "./chart.js";
 import { code, curl, keywords, python } from "./code.js";
@@ -31,7 +31,7 @@ let retry = false; // whether the last call may succeed if it is made again
 
 // The form: what the tensors are made from, and the options of the call.
 function asked() {
-  const { pattern, mask, sink, left, right, softcap, scale, ...sizes } = read(form);
+  const { pattern, mask, sink, slope, left, right, softcap, scale, ...sizes } = read(form);
   const made = { kv_heads: sizes.q_heads, kv_len: sizes.q_len, ...sizes, pattern, seed };
   const options = {
     ...(mask && { causal: true }), ...(mask === "top_left" && { causal_alignment: mask }),
@@ -40,23 +40,31 @@ function asked() {
     return_lse: true,
   };
   const removed = [...hidden].map((cell) => cell.split(",").map(Number)).filter(([i, j]) => i < made.q_len && j < made.kv_len);
-  return { made, options, removed, sinks: sink === undefined ? undefined : Array(made.q_heads).fill(sink) };
+  return {
+    made, options, removed, sinks: sink === undefined ? undefined : Array(made.q_heads).fill(sink),
+    slope, alibi_slopes: slope === undefined ? undefined : slopes(slope, made.q_heads),
+  };
 }
 
-function request({ made, options, removed, sinks }) {
+function request({ made, options, removed, sinks, alibi_slopes }) {
   const { q, k, v } = tensors(made);
   const attn_mask = removed.length ? range(made.q_len).map(() => Array(made.kv_len).fill(true)) : undefined;
   for (const [i, j] of removed) attn_mask[i][j] = false;
-  return { q: [q], k: [k], v: [v], ...(sinks && { sinks }), ...(attn_mask && { attn_mask }), ...options };
+  const added = { ...(sinks && { sinks }), ...(alibi_slopes && { alibi_slopes }) };
+  return { q: [q], k: [k], v: [v], ...added, ...(attn_mask && { attn_mask }), ...options };
 }
 
 export const showCode = code("playground", () => {
   if (!form.checkValidity()) return { curl: "", python: "" };
   const now = asked();
-  const { made, options, removed, sinks } = now;
-  const given = ["q", "k", "v", ...(sinks ? ["sinks=sinks"] : []), ...(removed.length ? ["attn_mask=mask"] : [])];
+  const { made, options, removed, sinks, slope } = now;
+  const given = [
+    "q", "k", "v", ...(sinks ? ["sinks=sinks"] : []), ...(slope === undefined ? [] : ["alibi_slopes=slopes"]),
+    ...(removed.length ? ["attn_mask=mask"] : []),
+  ];
   const before = [...pythonTensors(made)];
   if (sinks) before.push(`sinks = np.full(${made.q_heads}, ${sinks[0]}, np.float32)`);
+  if (slope !== undefined) before.push(`slopes = ${slope} ** np.arange(1, ${made.q_heads + 1}, dtype=np.float32)`);
   if (removed.length) {
     const [rows, columns] = [0, 1].map((at) => removed.map((cell) => cell[at]).join(", "));
     before.push(`mask = np.ones((${made.q_len}, ${made.kv_len}), bool)`, `mask[[${rows}], [${columns}]] = False`);
@@ -116,7 +124,7 @@ async function ask(signal) {
     const { o, lse, backend } = await response.json();
     if (signal.aborted) return undefined;
     const [q, k, v] = [body.q[0], body.k[0], body.v[0]];
-    const options = { ...now.options, sinks: now.sinks, attn_mask: body.attn_mask };
+    const options = { ...now.options, sinks: now.sinks, alibi_slopes: now.alibi_slopes, attn_mask: body.attn_mask };
     answered = { problem: { q, k, v }, options, lse: lse[0].map((row) => row.map(value)), o: o[0], backend };
     clear(form);
     showHeads(q.length);
@@ -159,7 +167,8 @@ function showHeads(count) {
 function current() {
   const chosen = Number(heads.querySelector("input:checked").value);
   const lse = answered.lse[chosen];
-  return { one: head(answered.problem, lse, answered.options, chosen), lse, o: answered.o[chosen] };
+  const slope = answered.options.alibi_slopes?.[chosen];
+  return { one: head(answered.problem, lse, answered.options, chosen), lse, o: answered.o[chosen], slope };
 }
 
 function render() {
@@ -212,7 +221,7 @@ function check(one, o) {
 
 // How the weight of a cell follows from its score and its row's lse.
 function tell(i, j) {
-  const { one, lse } = current();
+  const { one, lse, slope } = current();
   const l = number(lse[i], 4);
   let lines;
   if (j >= one.columns) {
@@ -223,7 +232,8 @@ function tell(i, j) {
     lines = [`Query ${i}, key ${j}`, "The mask hides this key: its weight is 0.", `lse = ${l}`];
   } else {
     const how = answered.options.softcap ? "softcap · tanh(scale · q·k / softcap)" : "scale · q·k";
-    lines = [`Query ${i}, key ${j}`, `score = ${how} = ${number(one.score(i, j), 4)}`,
+    const less = slope === undefined ? "" : ` − ${number(slope)} · ${one.distance(i, j)}`; // ALiBi
+    lines = [`Query ${i}, key ${j}`, `score = ${how}${less} = ${number(one.score(i, j), 4)}`,
       `weight = exp(score − lse) = exp(${number(one.score(i, j), 4)} − ${l}) = ${number(one.weight(i, j), 4)}`];
   }
   say(lines);
