@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,52 @@ _OTHERS = (
     "layout", "causal", "causal_alignment", "block_size", "scale", "softcap", "dropout_p", "dropout_seed", "precision",
     "return_lse", "deterministic", "backend",
 )  # fmt: skip
+
+
+class Keywords(TypedDict, total=False):
+    """Keywords of `attention` that do not change the type of its result: see there."""
+
+    attn_mask: Tensor | None
+    block_mask: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    q_lengths: Tensor | None
+    kv_lengths: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    block_table: Tensor | None
+    k_scale: Tensor | float | None
+    v_scale: Tensor | float | None
+    layout: str
+    causal: bool
+    causal_alignment: str
+    window: Sequence[int]
+    block_size: Sequence[int]
+    scale: float | None
+    softcap: float
+    dropout_p: float
+    dropout_seed: int | None
+    precision: str
+    deterministic: bool
+    backend: str
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **keywords: Unpack[Keywords]
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **keywords: Unpack[Keywords]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **keywords: Unpack[Keywords]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(

@@ -10,6 +10,7 @@ from torch import Tensor
 import flashpoint
 import flashpoint.torch
 from flashpoint import Meta
+from flashpoint_kernels import attention
 
 Numbers = NDArray[Any]
 
@@ -44,6 +45,11 @@ async def awaited(client: flashpoint.AsyncClient, cache: flashpoint.AsyncCache, 
     assert_type(await client.attention(torch.ones(1, 1, 2, 4), caches=[cache]), Tensor)
     assert_type(await client.attention_grad(x, x, x, x), tuple[Numbers, ...])
     assert_type(await cache.attention(x, x, x, with_meta=True), tuple[Numbers, Meta])
+
+
+def without_a_server(x: Tensor) -> None:
+    assert_type(attention(x, x, x, causal=True, window=(4, 0)), Tensor)
+    assert_type(attention(x, x, x, backend="tiled", return_lse=True), tuple[Tensor, Tensor])
 
 
 def either(client: flashpoint.Client, x: Tensor | NDArray[np.float32], flag: bool) -> Any:
