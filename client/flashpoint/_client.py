@@ -197,7 +197,8 @@ class Client(Attending, _Settings[httpx.Client]):
         return self._health("/health/live")
 
     def close(self) -> None:
-        """Close the connections. The client cannot be used afterwards."""
+        """Close the connections, once released forwards are freed. The client cannot be used afterwards."""
+        _saved.settle()
         self._http.close()
 
     def __enter__(self) -> Self:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from flashpoint._calls import DEFAULT, Call, SavedAttention, named
 
+SETTLING = 2.0  # seconds that `Client.close` waits for forwards to be freed
 LONGEST = 10.0  # seconds that a lease's end may take; the forward's time to live ends it else
 
 
@@ -44,9 +45,8 @@ class Lease:
         self.release()
 
 
-_ended: queue.SimpleQueue[tuple[_Client, SavedAttention | str]] = (
-    queue.SimpleQueue()
-)  # whose `put` a destructor may call
+# Forwards to be freed, and events to be set when those before them have been. A destructor may call its `put`.
+_ended: queue.SimpleQueue[tuple[_Client, SavedAttention | str] | threading.Event] = queue.SimpleQueue()
 _thread: threading.Thread | None = None
 
 
@@ -60,7 +60,18 @@ def _start() -> None:
 
 def _free() -> None:
     while True:
-        client, saved = _ended.get()
+        ended = _ended.get()
+        if isinstance(ended, threading.Event):
+            ended.set()
+            continue
+        client, saved = ended
         with contextlib.suppress(Exception):  # its time to live frees it
             client._call(delete(saved, LONGEST))
-        del client, saved
+        del client, saved, ended
+
+
+def settle(seconds: float = SETTLING) -> None:
+    """Wait until the forwards that have been released are freed, at most so many seconds."""
+    if _thread is not None and _thread.is_alive() and _thread is not threading.current_thread():
+        _ended.put(done := threading.Event())
+        done.wait(seconds)

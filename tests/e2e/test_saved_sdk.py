@@ -159,6 +159,15 @@ def test_torch_sends_do_alone_and_frees_the_forward(server, client):
     assert all(map(torch.equal, found, gradients(client, dropout_p=0.3, dropout_seed=3)))
 
 
+def test_a_client_that_is_closed_after_the_backward_leaves_no_forward_behind(client, server):
+    """`close` waits for what is being freed: its thread has the client's connections."""
+    with flashpoint.Client(server.url, timeout=240) as other:
+        for _ in range(5):
+            inputs = qkv(grad=True)
+            flashpoint.torch.attention(*inputs, client=other, save=True).sum().backward()
+    assert_freed(server)
+
+
 def test_a_graph_that_is_kept_keeps_its_forward_and_one_that_is_dropped_frees_it(server, client):
     inputs = qkv(grad=True)
     o = flashpoint.torch.attention(*inputs, client=client, save=True)

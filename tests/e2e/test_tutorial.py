@@ -39,7 +39,8 @@ def test_every_block_has_its_output_and_python_is_valid(page):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_every_step_prints_what_the_page_says(server, page, tmp_path, monkeypatch):
+def test_every_step_prints_what_the_page_says(start_server, page, tmp_path, monkeypatch):
+    server = start_server()  # of its own: a page leaves it as it likes
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -119,4 +120,6 @@ def test_strictly_typed_users_see_no_error_but_their_own(tmp_path):
     first = code.count("\n") + 1
     expected = [("program.py", first + number) for number in range(MISTAKES.count("\n"))]
     errors = re.findall(r"^(.+?):(\d+): error", ran.stdout, re.MULTILINE)
-    assert [(file, int(line)) for file, line in errors] == expected, ran.stdout + ran.stderr
+    assert sorted({(file, int(line)) for file, line in errors}) == expected, (
+        ran.stdout + ran.stderr
+    )  # one line may have two
