@@ -1,6 +1,7 @@
 """Both clients over a socket, against a server that follows a script."""
 
 import asyncio
+import inspect
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import flashpoint
+from flashpoint import sharded
 from flashpoint._http import exchange, transport
 from flashpoint_contract.wire import MEDIA_TYPE, decode_options, head_size, parse_head
 from tests.support.scripted_server import message
@@ -433,3 +435,28 @@ def test_a_client_reads_its_server_and_its_key_from_the_environment(kind, monkey
     assert (kind().url, kind()._http.headers["authorization"]) == ("http://there:9000", "Bearer secret")
     assert kind("http://here", api_key="own")._http.headers["authorization"] == "Bearer own"
     assert "authorization" not in kind(api_key="")._http.headers
+
+
+def methods(kind):
+    """The public methods of a class, each with its parameters: names, kinds and defaults."""
+    found = {}
+    for name, function in inspect.getmembers(kind, inspect.isfunction):
+        if not name.startswith("_"):
+            parameters = inspect.signature(function).parameters.values()
+            found[name.removeprefix("a") if name == "aclose" else name] = [
+                (p.name, p.kind, p.default) for p in parameters
+            ]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "twin"),
+    [
+        (flashpoint.Client, flashpoint.AsyncClient),
+        (flashpoint.Cache, flashpoint.AsyncCache),
+        (flashpoint.BenchmarkRun, flashpoint.AsyncBenchmarkRun),
+        (sharded.ShardedCache, sharded.AsyncShardedCache),
+    ],
+)
+def test_the_asyncio_twin_has_the_same_methods_and_parameters(kind, twin):
+    assert methods(kind) == methods(twin)
