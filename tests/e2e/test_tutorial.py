@@ -14,7 +14,7 @@ import pytest
 from tests.support.documents import BLOCK, same
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = ("tutorial", "train-a-layer", "judge-my-kernel")
+PAGES = ("tutorial", "train-a-layer", "judge-my-kernel", "decoding")
 FILE = re.compile(rf'^```python title="([\w.]+)"\n{BLOCK}```$', re.MULTILINE)
 STEP = re.compile(rf"^```(sh|python)\n{BLOCK}```\n\n```(text|json)\n{BLOCK}```$", re.MULTILINE)
 
