@@ -33,7 +33,7 @@ _FORWARD_ONLY = [name for name, row in TENSORS.items() if row.forward_only]
 _INPUTS = tuple(name[1:] for name in GRADS)  # those with a gradient, in the order in which autograd is given them
 
 
-class Asked(Problem, Scales, total=False):
+class TorchKeywords(Problem, Scales, total=False):
     """Keywords of `attention` that do not change the type of its result.
 
     `save`: one server keeps the forward. `parts`: with several servers, into how many parts queries and keys are cut.
@@ -52,14 +52,14 @@ class Saving(sharded.ShardedForward, total=False):
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Client],
-    return_lse: Literal[False] = False, with_meta: Literal[False] = False, **keywords: Unpack[Asked],
+    return_lse: Literal[False] = False, with_meta: Literal[False] = False, **keywords: Unpack[TorchKeywords],
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Client],
-    return_lse: Literal[True], with_meta: Literal[False] = False, **keywords: Unpack[Asked],
+    return_lse: Literal[True], with_meta: Literal[False] = False, **keywords: Unpack[TorchKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
