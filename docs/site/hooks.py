@@ -11,7 +11,7 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
-_UPWARDS = re.compile(r"\[([^\[\]]*)\]\((\.\./[^)#]*)(?:#[^)]*)?\)")
+_UPWARDS = re.compile(r"\[([^\[\]]*)\]\((\.\./[^)#]*)(#[^)]*)?\)")
 _INTO_DOCS = re.compile(r"\]\(docs/")
 _BESIDE = re.compile(r"\]\((?!https?:|docs/|#|mailto:)([^)]*)\)")
 _MATHS = re.compile(r'<(span|div) class="arithmatex">\s*(?:\\\(|\\\[)(.*?)(?:\\\)|\\\])\s*</\1>', re.DOTALL)
@@ -28,11 +28,16 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
 
 def _name(folder: str, link: re.Match[str]) -> str:
-    """Return `link` itself where it leads to a page, and else its text with the file's name."""
+    """Return `link` itself where it leads to a page, and else its text with the file's name.
+
+    A link to a test shows the test's name where the reader points: a page has dozens of them.
+    """
     path = posixpath.normpath(posixpath.join(folder, link[2]))
     if not path.startswith("../"):
         return link[0]
     path, text = path.removeprefix("../"), link[1]
+    if text == "test" and link[3]:
+        return f'<abbr title="{path}::{link[3][1:]}">{text}</abbr>'
     return text if path.endswith(text.strip("`")) else f"{text} (`{path}`)"
 
 
