@@ -35,6 +35,10 @@ def peeking(q, k, v, causal=False):
 def constant(q, k, v):
     raise NotImplementedError("not yet")
 
+def forward_alone(q, k, v, *, is_causal=False):
+    with torch.no_grad():
+        return plain(q, k, v, is_causal=is_causal)
+
 number = 3
 """
 SMALL = ("--q-len", "20", "--head-dim", "16")
@@ -196,6 +200,17 @@ def test_a_function_that_is_not_there_is_named(run, kernels, kernel, said):
     code, out, err = run("verify", "--kernel", kernel)
     assert (code, out) == (2, "")
     assert said in err
+
+
+def test_a_function_without_a_gradient_is_judged_by_its_forward_alone_and_says_so(run, kernels):
+    flags = ("verify", "--kernel", "my_kernels:forward_alone", *SMALL)
+    code, out, _ = run(*flags)
+    assert code == 0
+    assert "hint: call your backward from a torch.autograd.Function" in out
+    assert out.endswith("cases, forward only\n")
+    code, out, _ = run(*flags, "--direction", "backward")
+    assert code == 1
+    assert out.endswith("FAIL: no case could be judged\n")
 
 
 def test_a_function_that_does_nothing_yet_does_not_pass(run, kernels):

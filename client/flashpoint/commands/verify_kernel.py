@@ -58,16 +58,18 @@ def judge(cases: Iterator[KernelCase], total: int, show: Console) -> tuple[list[
             show.print(line, markup=False)
     if len(failed) > MOST:
         show.print(f"\n{len(failed) - MOST} more are wrong; --json FILE has all", style="dim")
-    judged = [case for case in done if not case.skipped]
+    judged = [case for case in done if not case.skipped and (case.report is None or case.report.tensors)]
     wrong = sum(not case.ok for case in judged)
-    if not any(t.name in ("dq", "dk", "dv") for case in judged if case.report for t in case.report.tensors):
-        show.print("\nno gradient was judged: the function's o has none, as autograd sees it")
+    reports = [case.report for case in done if case.report is not None]
+    gradients = any(t.name in ("dq", "dk", "dv") for report in reports for t in report.tensors)
+    if reports and not gradients:
+        show.print("\nno gradient was judged: autograd finds none on the function's o", markup=False)
+        show.print("hint: call your backward from a torch.autograd.Function", markup=False)
     if not judged:
         show.print("[bold red]FAIL[/]: no case could be judged")
         return done, WRONG
-    show.print(
-        f"[bold red]FAIL[/]: {wrong} of {len(judged)} cases" if wrong else f"[green]PASS[/]: {len(judged)} cases"
-    )
+    passed = f"[green]PASS[/]: {len(judged)} cases{'' if gradients else ', forward only'}"
+    show.print(f"[bold red]FAIL[/]: {wrong} of {len(judged)} cases" if wrong else passed)
     return done, WRONG if wrong else RIGHT
 
 
@@ -77,8 +79,8 @@ def _table(cases: list[KernelCase]) -> Table:
         table.add_column(name, overflow="fold")
     for case in cases:
         verdict = "skipped" if case.skipped else "[green]PASS[/]" if case.ok else "[bold red]FAIL[/]"
-        if case.report is None:
-            table.add_row(verdict, case.problem, "", case.note)
+        if case.report is None or not case.report.tensors:
+            table.add_row(verdict if case.report is None else "–", case.problem, "", case.note)
             continue
         worst = max(case.report.tensors, key=lambda t: t.max_abs / t.bound if t.bound else float(t.max_abs > 0))
         names = ", ".join(t.name for t in case.report.tensors)
