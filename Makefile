@@ -25,8 +25,8 @@ serve: $(VENV)/.server
 
 # Three tiers, each in random order (the first line of the output has the seed; ARGS="-p randomly -p no:cacheprovider
 # --randomly-seed=N" repeats it). Files are shared out among processes; a file's tests share its servers.
-#   test       every feature, endpoint, option and error once; 3 minutes
-#   test-all   everything but the wide sweeps; 10 minutes; what CI runs
+#   test       every feature, endpoint, option and error once; the limit is 3 minutes
+#   test-all   everything but the wide sweeps; the limit is 10 minutes; CI runs it
 #   test-full  the wide sweeps, too
 WORKERS ?= 4
 # Tests start many processes: each would compile the sources anew.

@@ -13,7 +13,7 @@ WRONG = [
     "for whoever reads it, such\n    # as would fail",
 ]
 RIGHT = [
-    "## What is held?",
+    "## What does a cache hold?",
     "It says what it holds, of which some is free.",
     "Write `Of these` or `one's` nowhere.",
     'Do not open a sentence with "Of", "What" or "Who".',
