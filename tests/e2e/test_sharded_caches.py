@@ -36,6 +36,14 @@ def clients(server):
         yield clients
 
 
+@pytest.fixture
+def left(server):
+    """A function that returns the ids of the caches made since the test began; other tests may have left some."""
+    ids = lambda: {one["id"] for one in ask(server, "/caches").json["caches"]}  # noqa: E731
+    before = ids()
+    return lambda: ids() - before
+
+
 def normal(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
@@ -127,7 +135,7 @@ def tokens(count, seed=0):
     return normal(1, HK, count, D, seed=seed), normal(1, HK, count, DV, seed=seed + 1)
 
 
-def test_tokens_are_rewritten_cut_and_forked_over_the_servers(clients):
+def test_tokens_are_rewritten_cut_and_forked_over_the_servers(clients, left):
     made = tokens(40)
     with sharded.cache(clients, **SHAPE, layers=2, span=7) as cache:
         assert cache.append(*made) == 40
@@ -156,14 +164,10 @@ def test_tokens_are_rewritten_cut_and_forked_over_the_servers(clients):
             near(o, expected(q, *rewritten, causal=True)[0], 4e-6)
             whole(copy, rewritten)
             short.renew()
-    assert ask_caches(clients) == []
+    assert not left()
 
 
-def ask_caches(clients):
-    return [one for client in clients for one in client._call(flashpoint._calls.lookup("/caches"))["caches"]]
-
-
-def test_the_asyncio_twin_does_the_same(server):
+def test_the_asyncio_twin_does_the_same(server, left):
     async def run():
         async with contextlib.AsyncExitStack() as stack:
             twins = [await stack.enter_async_context(flashpoint.AsyncClient(server.url, timeout=240)) for _ in range(2)]
@@ -181,7 +185,7 @@ def test_the_asyncio_twin_does_the_same(server):
                     await cache.attention(q, dropout_p=0.5)
 
     asyncio.run(run())
-    assert ask(server, "/caches").json == {"caches": []}
+    assert not left()
 
 
 def test_torch_tensors_come_back_as_torch_tensors(clients):
@@ -194,7 +198,7 @@ def test_torch_tensors_come_back_as_torch_tensors(clients):
         assert cache.attention(q[:, :, :1], with_meta=True)[1][0].keys == (0, 2)
 
 
-def test_a_server_that_fails_is_named_and_what_it_left_is_mended(server):
+def test_a_server_that_fails_is_named_and_what_it_left_is_mended(server, left):
     up = {"up": True}
 
     def choose(_):
@@ -215,15 +219,15 @@ def test_a_server_that_fails_is_named_and_what_it_left_is_mended(server):
                 with pytest.raises(flashpoint.ConnectionFailedError, match=failing.url):
                     call()
             assert cache.length == 3  # the tokens before the place of the last write
-            assert len(ask_caches(pair[:1])) == 2  # no fork is left behind
+            assert len(left()) == 2  # no fork is left behind
             up["up"] = True
             whole(cache, [t[:, :, :3] for t in made])
             cache.append(*(t[:, :, 3:] for t in made))
             whole(cache, made)
             with pytest.raises(flashpoint.DeadlineExceededError, match="http://"):
                 cache.attention(normal(1, HQ, 1, D), timeout=1e-6)
-        for one in ask_caches(pair[:1]):
-            ask(server, f"/caches/{one['id']}", "DELETE")
+    for each in left():
+        ask(server, f"/caches/{each}", "DELETE")
 
 
 @pytest.mark.parametrize(
