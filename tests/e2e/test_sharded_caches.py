@@ -207,25 +207,27 @@ def test_a_server_that_fails_is_named_and_what_it_left_is_mended(server, left):
         return server
 
     made = tokens(20)
-    with balancer(choose) as failing, clients_of(server, failing, retries=0) as pair:
-        with sharded.cache(pair, **SHAPE, span=8) as cache:
-            cache.append(*(t[:, :, :6] for t in made))
-            cache.append(*(t[:, :, 6:10] for t in made))  # the second server has a part now
-            up["up"] = False
-            for call in (
-                lambda: cache.attention(normal(1, HQ, 1, D)), lambda: cache.append(*tokens(20)),
-                lambda: cache.append(*tokens(9), at=3), lambda: cache.fork(), lambda: cache.renew(),
-            ):  # fmt: skip
-                with pytest.raises(flashpoint.ConnectionFailedError, match=failing.url):
-                    call()
-            assert cache.length == 3  # the tokens before the place of the last write
-            assert len(left()) == 2  # no fork is left behind
-            up["up"] = True
-            whole(cache, [t[:, :, :3] for t in made])
-            cache.append(*(t[:, :, 3:] for t in made))
-            whole(cache, made)
-            with pytest.raises(flashpoint.DeadlineExceededError, match="http://"):
-                cache.attention(normal(1, HQ, 1, D), timeout=1e-6)
+    with (
+        balancer(choose) as failing, clients_of(server, failing, retries=0) as pair,
+        sharded.cache(pair, **SHAPE, span=8) as cache,
+    ):  # fmt: skip
+        cache.append(*(t[:, :, :6] for t in made))
+        cache.append(*(t[:, :, 6:10] for t in made))  # the second server has a part now
+        up["up"] = False
+        for call in (
+            lambda: cache.attention(normal(1, HQ, 1, D)), lambda: cache.append(*tokens(20)),
+            lambda: cache.append(*tokens(9), at=3), lambda: cache.fork(), lambda: cache.renew(),
+        ):  # fmt: skip
+            with pytest.raises(flashpoint.ConnectionFailedError, match=failing.url):
+                call()
+        assert cache.length == 3  # the tokens before the place of the last write
+        assert len(left()) == 2  # no fork is left behind
+        up["up"] = True
+        whole(cache, [t[:, :, :3] for t in made])
+        cache.append(*(t[:, :, 3:] for t in made))
+        whole(cache, made)
+        with pytest.raises(flashpoint.DeadlineExceededError, match="http://"):
+            cache.attention(normal(1, HQ, 1, D), timeout=1e-6)
     for each in left():
         ask(server, f"/caches/{each}", "DELETE")
 
