@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_day import checkout  # noqa: E402
 
 NO_GPU = 3
-TESTS = ("tests/e2e/test_batching.py", "tests/e2e/test_saved_batches.py", "tests/e2e/test_gpu_served.py")
+NAMES = ("batching", "saved_batches", "caches_in_pages", "gpu_served")
+TESTS = tuple(f"tests/e2e/test_{name}.py" for name in NAMES)
 PARTS = ("tests", "timings")
 WANTED = ("flashpoint[server,otel]", "httptools", "psutil", "safetensors")
 # Every machine with a GPU has these, and what they need: torch, above all, is larger than all else together.

@@ -78,7 +78,7 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     budget = Budget(asked.batch_flops, asked.batch_bytes, asked.max_queue_delay)
     waker = Waker()
     device.ledger = ledger = Ledger(asked.cache_bytes)
-    device.caches = CacheStore(ledger, asked.cache_ttl, device.info.name)
+    device.caches = CacheStore(ledger, asked.cache_ttl, device.info.name, paged="triton" in device.info.backends)
     device.saved = SavedStore(ledger, asked.saved_ttl)
     executor = Executor(device, budget, asked.hang_timeout)
     benchmarks = BenchmarkJobs(device.info.name, asked.benchmark_slice_ms, asked.benchmark_keep)

@@ -1,7 +1,8 @@
 """Attention over caches: new tokens are written, and the problem is made of what the caches then hold.
 
-On the CPU the `torch` backend reads chunks where they lie (parts.py). For every other backend, and for options that the
-operator over chunks lacks, keys are copied into pages: any option and any device, at the price of a copy.
+On the CPU the `torch` backend reads chunks where they lie (parts.py). Where chunks are pages, as on a GPU, kernels read
+these through a block table (pages.py). Else keys are copied into pages: for the other backends of the CPU, for options
+that the operator over chunks lacks, and for 8-bit caches.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from flashpoint_kernels import Problem
 from flashpoint_kernels.reproducible import split
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.chunks import Track
+from flashpoint_server.engine.caches.pages import PagePool
 from flashpoint_server.engine.caches.parts import Attended, CachedPart, cut
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.ipc.messages import Held
@@ -159,24 +161,16 @@ class HeldCall(NamedTuple):
         tracks = [cache.tracks[self.held.layer] for cache in caches]
         from_start = not self.of.tensors.keys().isdisjoint(_MASKS) or spec.options.dropout_p
         whole = from_start or spec.options.causal_alignment != "bottom_right"
-        starts = [
-            0 if whole else self.lowest(row.q_len, track.length)
-            for row, track in zip(self.of.rows, tracks, strict=True)
-        ]
-        lengths = [track.length - start for track, start in zip(tracks, starts, strict=True)]
-        longest = max(lengths)
-        page = min(CHUNK, max(SMALLEST_CHUNK, -(-longest // SMALLEST_CHUNK) * SMALLEST_CHUNK))
-        counts = [-(-length // page) for length in lengths]
-        pool = max(1, sum(counts))
-        k = torch.empty(pool, spec.kv_heads, page, spec.head_dim, dtype=q.dtype, device=q.device)
-        v = torch.empty(pool, spec.kv_heads, page, spec.value_dim, dtype=q.dtype, device=q.device)
-        table = torch.zeros(spec.batch, max(1, *counts), dtype=torch.int32)
-        edges = [0]
-        for count in counts:
-            edges.append(edges[-1] + count)
-        for n, (track, start, (first, last)) in enumerate(zip(tracks, starts, pairwise(edges), strict=True)):
-            table[n, : last - first] = torch.arange(first, last, dtype=torch.int32)
-            _gather(track, start, k[first:last], v[first:last])
+        pool = tracks[0].size.pool
+        if pool is not None and not (whole and any(track.first for track in tracks)):
+            k, v, table, lengths = _paged(tracks, pool)
+        else:
+            starts = [
+                0 if whole else self.lowest(row.q_len, track.length)
+                for row, track in zip(self.of.rows, tracks, strict=True)
+            ]
+            k, v, table, lengths = _copied(tracks, starts, q)
+        page = k.shape[2]
         if spec.options.layout != "bhsd" and (spec.ragged or spec.rank == 4):
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         given = self._four_dimensional() | {
@@ -213,6 +207,32 @@ class HeldCall(NamedTuple):
 def _own(view: Tensor, row: Row) -> Tensor:
     """Return a sequence's valid rows of a canonical view of q, o, lse, or of new k and v."""
     return view[row.batch].narrow(1, row.q_start, row.q_len)
+
+
+def _paged(tracks: Sequence[Track], pool: PagePool) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Return the pages k and v of a pool, and the numbers and keys of each track, from the first that it holds."""
+    lengths = [track.length - track.first for track in tracks]
+    table = torch.zeros(len(tracks), max(1, -(-max(lengths) // SMALLEST_CHUNK)), dtype=torch.int32)
+    for row, track in zip(table, tracks, strict=True):
+        numbers = track.numbers(track.first)
+        row[: len(numbers)] = numbers
+    return pool.k, pool.v, table, lengths
+
+
+def _copied(tracks: Sequence[Track], starts: Sequence[int], q: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """As `_paged`, of copies in q's dtype of each track's tokens from a start on."""
+    size, lengths = tracks[0].size, [track.length - start for track, start in zip(tracks, starts, strict=True)]
+    page = min(CHUNK, max(SMALLEST_CHUNK, -(-max(lengths) // SMALLEST_CHUNK) * SMALLEST_CHUNK))
+    counts = [-(-length // page) for length in lengths]
+    pool = max(1, sum(counts))
+    k = torch.empty(pool, size.heads, page, size.head_dim, dtype=q.dtype, device=q.device)
+    v = torch.empty(pool, size.heads, page, size.value_dim, dtype=q.dtype, device=q.device)
+    table = torch.zeros(len(tracks), max(1, *counts), dtype=torch.int32)
+    edges = [0, *accumulate(counts)]
+    for n, (track, start, (first, last)) in enumerate(zip(tracks, starts, pairwise(edges), strict=True)):
+        table[n, : last - first] = torch.arange(first, last, dtype=torch.int32)
+        _gather(track, start, k[first:last], v[first:last])
+    return k, v, table, lengths
 
 
 def _gather(track: Track, start: int, k: Tensor, v: Tensor) -> None:

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashpoint_contract.caches import CHUNK, chunk_tokens
+from flashpoint_contract.caches import CHUNK, SMALLEST_CHUNK, chunk_tokens
 from flashpoint_kernels.quantization import quantize, restored
+from flashpoint_server.engine.caches.pages import PagePool
 from flashpoint_server.engine.caches.slabs import LEAST_BYTES, MOST_CHUNKS, Slab
 
 
@@ -94,15 +95,59 @@ class Chunk:
         return t.narrow(2, first, last - first) if first or last < self.capacity else t
 
 
+class PagedChunk(Chunk):
+    """A chunk as a run of pages: k (n, Hk, 16, D) and v (n, Hk, 16, Dv), the first of which has the number `place`."""
+
+    __slots__ = ("_pool",)
+
+    def __init__(self, size: TokenSize, pool: PagePool, capacity: int) -> None:
+        count = capacity // SMALLEST_CHUNK
+        self.capacity, self.holders, self.nbytes = capacity, 1, size.nbytes * capacity
+        self.slab = self.k_scale = self.v_scale = None
+        self._pool, self.place = pool, pool.take(count)
+        self.k, self.v = (t[self.place : self.place + count] for t in (pool.k, pool.v))
+
+    def give_back(self) -> None:
+        """Give its memory back: nobody holds it any more."""
+        self._pool.give_back(self.place, len(self.k))
+
+    def write(self, at: int, k: Tensor, v: Tensor) -> None:
+        """Write k (Hk, n, D) and v (Hk, n, Dv) at position `at` of the chunk: whole pages in one copy."""
+        for pages, new in ((self.k, k), (self.v, v)):
+            heads, count, dim = new.shape
+            head = min(-at % SMALLEST_CHUNK, count)
+            whole, rest = divmod(count - head, SMALLEST_CHUNK)
+            page, row = divmod(at, SMALLEST_CHUNK)
+            if head:
+                pages[page, :, row : row + head] = new[:, :head]
+            page = -(-at // SMALLEST_CHUNK)
+            if whole:
+                middle = new[:, head : count - rest].reshape(heads, whole, SMALLEST_CHUNK, dim)
+                pages[page : page + whole].copy_(middle.transpose(0, 1))
+            if rest:
+                pages[page + whole, :, :rest] = new[:, count - rest :]
+
+    def take_over(self, other: Chunk, count: int) -> None:
+        """Copy the first `count` tokens of another chunk, in whole pages."""
+        pages = -(-count // SMALLEST_CHUNK)
+        self.k[:pages].copy_(other.k[:pages])
+        self.v[:pages].copy_(other.v[:pages])
+
+    def _part(self, t: Tensor, first: int, last: int, heads: slice | None) -> Tensor:
+        together = t.transpose(0, 1).flatten(1, 2)[None]
+        return together[:, slice(None) if heads is None else heads, first:last]
+
+
 @dataclass(frozen=True)
 class TokenSize:
-    """The memory of one token of a layer."""
+    """The memory of one token of a layer. Its chunks are pages of `pool`, where there is one."""
 
     heads: int
     head_dim: int
     value_dim: int
     dtype: torch.dtype
     device: str
+    pool: PagePool | None = None
 
     @cached_property
     def quantized(self) -> bool:
@@ -157,6 +202,7 @@ class Track:
     length: int = 0
     first: int = 0
     _whole: dict[tuple[int, int, int, int], list[TokenRun]] = field(default_factory=dict, repr=False)  # as it was read
+    _numbers: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def new_chunk(self, place: int, capacity: int, before: Chunk | None, more: int = 0) -> Chunk:
         """Return a chunk for a place: behind `before`, the chunk before it, where it can be. Raises MemoryError.
@@ -164,6 +210,8 @@ class Track:
         `more` whole chunks are to follow.
         """
         size = self.size
+        if size.pool is not None:
+            return PagedChunk(size, size.pool, capacity)
         if capacity < CHUNK or size.device != "cpu" or size.memory * CHUNK < LEAST_BYTES:
             return Chunk(size, capacity)
         if before is not None and before.slab is not None and before.slab.take(before.place + 1):
@@ -195,7 +243,7 @@ class Track:
         """
         released: list[Chunk] = []
         if made:
-            self._whole.clear()
+            self._changed()
         for (place, _, kept), chunk in made:
             if place == len(self.chunks):
                 self.chunks.append(chunk)
@@ -223,9 +271,14 @@ class Track:
         kept = -(-end // CHUNK)
         if kept == len(self.chunks):
             return []
-        self._whole.clear()
+        self._changed()
         gone, self.chunks[kept:] = self.chunks[kept:], []
         return [chunk for chunk in gone if chunk is not None]
+
+    def _changed(self) -> None:
+        """Forget what was made of the chunks: they are others now."""
+        self._whole.clear()
+        self._numbers.clear()
 
     def drop_before(self, position: int) -> list[Chunk]:
         """Drop the chunks that lie before `position` altogether. Return them."""
@@ -234,7 +287,7 @@ class Track:
             if (chunk := self.chunks[place]) is not None:
                 gone.append(chunk)
                 self.chunks[place] = None
-                self._whole.clear()
+                self._changed()
             self.first = (place + 1) * CHUNK
         return gone
 
@@ -254,7 +307,7 @@ class Track:
     def runs(self, start: int, stop: int, heads: slice | None = None) -> Iterator[TokenRun]:
         """As `pieces`, with whole chunks together that lie behind each other."""
         first, last = -(-start // CHUNK), stop // CHUNK
-        if last - first < 2 or self.size.quantized:
+        if last - first < 2 or self.size.quantized or self.size.pool is not None:
             yield from self.pieces(start, stop, heads)
             return
         if start % CHUNK:
@@ -281,6 +334,14 @@ class Track:
                 )
             yield TokenRun(first * CHUNK, k, v)
             first = stop
+
+    def numbers(self, start: int) -> Tensor:
+        """Return the page numbers (int32) of the tokens from `start` on, the first token of a chunk that it holds."""
+        if (found := self._numbers.get(start)) is None:
+            chunks = (chunk for chunk in self.chunks[start // CHUNK :] if chunk is not None)
+            runs = [torch.arange(c.place, c.place + len(c.k), dtype=torch.int32) for c in chunks]
+            found = self._numbers[start] = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int32)
+        return found[: -(-(self.length - start) // SMALLEST_CHUNK)]
 
     def scales(self, start: int, stop: int) -> Iterator[TokenRun]:
         """As `pieces`, of the scales of 8 bits: k (1, Hk, n) and v (1, Hk, n)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,22 +28,30 @@ from flashpoint_server.engine.caches.cache import (
     write_problem,
 )
 from flashpoint_server.engine.caches.chunks import Chunk, TokenSize, Track
+from flashpoint_server.engine.caches.pages import Block, PagePool
 from flashpoint_server.engine.ledger import Ledger
 from flashpoint_server.engine.remembered import Remembered
 from flashpoint_server.ipc.messages import CacheRecord, CacheShape
 from flashpoint_server.refusal import Refusal
 
+SPARE = 16  # a block of pages has a 16th more than may be held, for room that is left between chunks
 ANSWERS = 1 << 16  # caches, at most, of the first answers to creations and forks that are remembered
 
 
 class CacheStore:
-    """See the module. `ttl` is in seconds of the ledger's clock."""
+    """See the module. `ttl` is in seconds of the ledger's clock.
 
-    def __init__(self, ledger: Ledger, ttl: float, device: str = "cpu") -> None:
+    `paged`: chunks are pages of one block of the device's memory, where Triton's kernels read them (pages.py).
+    """
+
+    def __init__(self, ledger: Ledger, ttl: float, device: str = "cpu", paged: bool = False) -> None:
         self._ledger = ledger
         self._lock = ledger.lock
         self._ttl = ttl
         self._device = device
+        self._paged = paged
+        self._block: Block | None = None  # of all pages, from the first cache on
+        self._pools: dict[TokenSize, PagePool] = {}
         self._answers: Remembered[list[int]] = Remembered(ANSWERS)  # by idempotency key
 
     # Caches that come and go
@@ -61,13 +70,21 @@ class CacheStore:
             base = base_bytes(len(sizes))
             each = base + sum(size.nbytes * CHUNK * n for size, n in zip(sizes, chunks, strict=True))
             self._check(terms, each * count, each * count, each * count)
-            made = []
+            made: list[StoredCache] = []
             for _ in range(count):
                 tracks = [Track(size, reserved=n) for size, n in zip(sizes, chunks, strict=True)]
-                for track, n in zip(tracks, chunks, strict=True):
-                    for place in range(n):
-                        before = track.spares[-1] if track.spares else None
-                        track.spares.append(track.new_chunk(place, CHUNK, before, n - 1 - place))
+                try:
+                    for track, n in zip(tracks, chunks, strict=True):
+                        for place in range(n):
+                            before = track.spares[-1] if track.spares else None
+                            track.spares.append(track.new_chunk(place, CHUNK, before, n - 1 - place))
+                except (MemoryError, RuntimeError, Refusal):
+                    for track in tracks:
+                        track.reserved = 0
+                        released(track, track.spares)
+                    for cache in made:
+                        self._ledger.end(cache)
+                    raise
                 made.append(self._new(terms.owner, shape, ttl or self._ttl, tracks, tuple(keep), max_length))
                 self._ledger.add(made[-1], each, each)
             return self._answer(terms, made)
@@ -267,7 +284,7 @@ class CacheStore:
                         chunk = track.new_chunk(change.place, change.capacity, before, len(changes) - number)
                         self._ledger.count(cache, chunk.nbytes, chunk.nbytes)
                     made.append((change, chunk))
-        except (MemoryError, RuntimeError):
+        except (MemoryError, RuntimeError, Refusal):
             for write in writes:
                 self._let_go(write.cache, write.track, [chunk for _, chunk in write.made])
             raise
@@ -288,7 +305,18 @@ class CacheStore:
     def _sizes(self, shape: CacheShape) -> list[TokenSize]:
         dtype = getattr(torch, shape.dtype)
         dims = zip(shape.kv_heads, shape.head_dim, shape.value_dim, strict=True)
-        return [TokenSize(*each, dtype, self._device) for each in dims]
+        sizes = [TokenSize(*each, dtype, self._device) for each in dims]
+        return [size if size.quantized else replace(size, pool=self._pool(size)) for size in sizes]
+
+    def _pool(self, size: TokenSize) -> PagePool | None:
+        """Return the pages of a size, on a GPU. Raises MemoryError."""
+        if not self._paged:
+            return None
+        if self._block is None:
+            self._block = Block(self._ledger.limit + self._ledger.limit // SPARE, self._device)
+        if size not in self._pools:
+            self._pools[size] = PagePool(self._block, size.heads, size.head_dim, size.value_dim, size.dtype)
+        return self._pools[size]
 
     def _check(self, terms: Terms, new: int, net: int, largest: int) -> None:
         self._ledger.check(terms.owner, terms.quota, new, net, largest, StoredCache.kind)

@@ -45,8 +45,8 @@ class Clock:
         return self.now
 
 
-def store_of(limit=LIMIT, clock=None):
-    return CacheStore(Ledger(limit, clock or Clock()), TTL)
+def store_of(limit=LIMIT, clock=None, paged=False):
+    return CacheStore(Ledger(limit, clock or Clock()), TTL, paged=paged)
 
 
 def create(store, owner="alice", count=1, **how):
@@ -106,10 +106,12 @@ class Model:
 class Stateful(RuleBasedStateMachine):
     """Every operation, on the store and on the model."""
 
+    paged = False
+
     def __init__(self):
         super().__init__()
         self.clock = Clock()
-        self.store = store_of(clock=self.clock)
+        self.store = store_of(clock=self.clock, paged=self.paged)
         self.there, self.lost, self.gone = {}, {}, {}
         self.seed = 0
 
@@ -255,8 +257,26 @@ class Stateful(RuleBasedStateMachine):
             assert self.store._ledger.owned(owner) == sum(c.nbytes for c in held if c.owner == owner)
 
 
-TestStateful = Stateful.TestCase
+class PagedStateful(Stateful):
+    """The same, where chunks are pages: no two chunks share one, and all that nobody holds is free."""
+
+    paged = True
+
+    @invariant()
+    def pages_have_one_chunk(self):
+        if self.store._block is None:
+            return
+        tracks = [track for cache in self.store._ledger.all(StoredCache) for track in cache.tracks]
+        chunks = {chunk for track in tracks for chunk in (*track.chunks, *track.spares) if chunk is not None}
+        pages = [page for chunk in chunks for page in range(chunk.place, chunk.place + len(chunk.k))]
+        assert len(set(pages)) == len(pages)
+        free = sum(end - start for start, end in self.store._block._free)
+        assert free == len(self.store._block.memory) - sum(chunk.nbytes for chunk in chunks)
+
+
+TestStateful, TestPagedStateful = Stateful.TestCase, PagedStateful.TestCase
 TestStateful.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestPagedStateful.settings = TestStateful.settings
 
 
 def test_forks_share_memory_until_one_writes():

@@ -1,0 +1,75 @@
+"""Memory of caches on a GPU: one block, cut into pages, which the kernels read where they are.
+
+A page holds SMALLEST_CHUNK tokens of one layer: k (Hk, 16, D), and v (Hk, 16, Dv) right behind it. A cache's chunks are
+runs of pages, so a call over caches names pages in a `block_table` and copies no keys. Layers of different shapes share
+the block: a page of n bytes begins at a multiple of n.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import torch
+from torch import Tensor
+
+from flashpoint_contract.caches import SMALLEST_CHUNK
+from flashpoint_server.refusal import Refusal
+
+
+class Block:
+    """`nbytes` of a device's memory, given out in pieces, under the ledger's lock. Raises MemoryError."""
+
+    def __init__(self, nbytes: int, device: str) -> None:
+        try:
+            self.memory = torch.empty(nbytes // 16 * 16, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise MemoryError from error
+        self._free = [(0, len(self.memory))]  # pieces [start, end) in order, none of which touch
+
+    def take(self, nbytes: int, unit: int) -> int:
+        """Take `nbytes` that begin at a multiple of `unit`, from the first free piece that has room.
+
+        Return where they begin. Raises Refusal 503.
+        """
+        for n, (start, end) in enumerate(self._free):
+            begin = -(-start // unit) * unit
+            stop = begin + nbytes
+            if stop <= end:
+                self._free[n : n + 1] = [piece for piece in ((start, begin), (stop, end)) if piece[0] < piece[1]]
+                return begin
+        raise Refusal("cache_memory", f"no free piece of the memory of caches has the {nbytes} bytes of a chunk")
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        """Give back what `take` gave."""
+        end = start + nbytes
+        n = bisect_right(self._free, (start, end))
+        if n and self._free[n - 1][1] == start:
+            n -= 1
+            start = self._free.pop(n)[0]
+        if n < len(self._free) and self._free[n][0] == end:
+            end = self._free.pop(n)[1]
+        self._free.insert(n, (start, end))
+
+
+class PagePool:
+    """A block as pages of one shape: k (pages, Hk, 16, D) and v (pages, Hk, 16, Dv)."""
+
+    def __init__(self, block: Block, heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+        numbers = SMALLEST_CHUNK * heads * (head_dim + value_dim)
+        self._block = block
+        self._nbytes = numbers * dtype.itemsize  # of a page
+        memory, count = block.memory.view(dtype), len(block.memory) // self._nbytes
+
+        def pages(dim: int, start: int) -> Tensor:
+            strides = numbers, SMALLEST_CHUNK * dim, dim, 1
+            return memory.as_strided((count, heads, SMALLEST_CHUNK, dim), strides, start)
+
+        self.k, self.v = pages(head_dim, 0), pages(value_dim, SMALLEST_CHUNK * heads * head_dim)
+
+    def take(self, count: int) -> int:
+        """Take `count` pages in a row; return the number of the first. Raises Refusal 503."""
+        return self._block.take(count * self._nbytes, self._nbytes) // self._nbytes
+
+    def give_back(self, first: int, count: int) -> None:
+        """Give back the pages that `take` gave."""
+        self._block.give_back(first * self._nbytes, count * self._nbytes)

@@ -1,0 +1,152 @@
+"""Caches whose chunks are pages of one block: how the block is shared out, and how its pages are read in place."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashpoint_contract.caches import CHUNK, LayerShape, plan_cached
+from flashpoint_contract.options import Options
+from flashpoint_contract.tensors import TensorInfo
+from flashpoint_kernels import attention, run
+from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
+from flashpoint_server.engine.caches.cache import Terms
+from flashpoint_server.engine.caches.pages import Block
+from flashpoint_server.engine.caches.store import CacheStore
+from flashpoint_server.engine.ledger import Ledger
+from flashpoint_server.ipc.messages import CacheShape, Held
+from flashpoint_server.refusal import Refusal
+
+ALICE = Terms("alice")
+HQ, HK, D, DV = 4, 2, 16, 16
+SHAPE = CacheShape((HK,), (D,), (DV,), "float32")
+
+
+@given(st.lists(st.tuples(st.sampled_from([48, 64, 160]), st.integers(1, 9), st.integers(0, 50)), max_size=40))
+def test_pieces_of_a_block_never_overlap_and_all_of_it_comes_back(steps):
+    block, held = Block(4096, "cpu"), []
+    for unit, count, choice in steps:
+        if choice % 3 == 0 and held:
+            block.give_back(*held.pop(choice % len(held)))
+            continue
+        try:
+            start = block.take(unit * count, unit)
+        except Refusal:
+            continue
+        assert start % unit == 0
+        assert 0 <= start <= 4096 - unit * count
+        assert all(start + unit * count <= other or start >= other + size for other, size in held)
+        held.append((start, unit * count))
+    for piece in held:
+        block.give_back(*piece)
+    assert block.take(4096, 1) == 0
+
+
+def normal(*shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+def call_of(store, serials, q, tokens=None, lse=None, **options):
+    """A call over caches, and its o; `tokens` are k and v of new ones."""
+    tensors = {"q": q} | (dict(zip("kv", tokens, strict=True)) if tokens else {})
+    if "attn_mask" in options:
+        tensors["attn_mask"] = options.pop("attn_mask")
+    infos = {name: TensorInfo(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}
+    spec = plan_cached(infos, Options(**options), LayerShape(HK, D, DV, "float32"), len(serials))
+    o = torch.empty(*q.shape[:3], DV)
+    held = Held("alice", serials, SHAPE, 0, None, "", None, -1)
+    return HeldCall(CallTensors.of(spec, tensors, {"o": o}), held), o
+
+
+def create(store, count, keep=None):
+    return [record.serial for record in store.create(ALICE, SHAPE, count, None, [keep], None)]
+
+
+def attended(paged, lengths, q, cut=None, keep=None, in_pages=None, **options):
+    """o of q over caches of those lengths, by the tiled backend; `cut` drops tokens and writes them again."""
+    store = CacheStore(Ledger(1 << 26), 100.0, paged=paged)
+    serials = create(store, len(lengths), keep)
+    for n, (serial, length) in enumerate(zip(serials, lengths, strict=True)):
+        k, v = normal(HK, length, D, seed=n), normal(HK, length, DV, seed=n + 100)
+        store.write(ALICE, [serial], 0, None, [(k, v)])
+        for at in (cut, length - 1) if cut is not None else ():
+            store.truncate(ALICE, serial, at)
+            store.write(ALICE, [serial], 0, None, [(k[:, at:], v[:, at:])])
+    call, o = call_of(store, serials, q, **options)
+    problem = call.problem(call.write(store))
+    in_place = problem.tensors["k"].shape[0] == len(store._block.memory) // (16 * HK * (D + DV) * 4) if paged else False
+    assert in_place == (paged if in_pages is None else in_pages)
+    run([problem], "tiled")
+    return o
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"causal": True}, {"window": (20, -1)}, {"softcap": 3.0, "layout": "bshd"},
+        {"attn_mask": torch.arange(130) % 3 > 0},
+    ],
+    ids=["plain", "causal", "window", "bshd", "mask"],
+)  # fmt: skip
+def test_pages_are_read_in_place_with_the_bits_of_a_copy(options):
+    q = normal(3, HQ, 5, D, seed=7)
+    if options.get("layout") == "bshd":
+        q = q.transpose(1, 2).contiguous()
+    lengths = [130, 17, 64]
+    found, copied = attended(True, lengths, q, cut=9, **options), attended(False, lengths, q, **options)
+    if "window" in options:  # a copy begins at the first key that is seen: its tiles have other edges
+        torch.testing.assert_close(found, copied, rtol=0, atol=1e-6)
+        copied = attended(True, lengths, q, **options)
+    assert torch.equal(found, copied)
+
+
+def test_forks_share_pages_until_one_writes_and_kernels_read_both():
+    store = CacheStore(Ledger(1 << 26), 100.0, paged=True)
+    (serial,) = create(store, 1)
+    k, v = normal(HK, 40, D), normal(HK, 40, DV, seed=1)
+    store.write(ALICE, [serial], 0, None, [(k, v)])
+    (fork,) = [record.serial for record in store.fork(ALICE, [serial], [33], [])]
+    tracks = [cache.tracks[0] for cache in store.find(ALICE, [serial, fork])]
+    assert torch.equal(tracks[0].numbers(0)[:3], tracks[1].numbers(0))
+    new = normal(HK, 1, D, seed=2), normal(HK, 1, DV, seed=3)
+    store.write(ALICE, [fork], 0, None, [new])
+    assert not set(tracks[0].numbers(0).tolist()) & set(tracks[1].numbers(0).tolist())
+    q = normal(2, HQ, 1, D, seed=4)
+    call, o = call_of(store, [serial, fork], q)
+    run([call.problem(call.write(store))], "triton")
+    for n, (keys, values) in enumerate(
+        [(k, v), [torch.cat((t[:, :33], n), 1) for t, n in zip((k, v), new, strict=True)]]
+    ):
+        expected = attention(q[n : n + 1].double(), keys[None].double(), values[None].double(), backend="reference")
+        torch.testing.assert_close(o[n : n + 1].double(), expected, rtol=0, atol=2e-6)
+
+
+def test_tokens_that_a_layer_no_longer_keeps_are_not_read():
+    """Positions of a mask count from the first token, so keys are copied once some of them are gone."""
+    length, q = 2 * CHUNK + 30, normal(1, HQ, 2, D, seed=7)
+    for options, in_pages in (({}, True), ({"attn_mask": torch.arange(length) % 3 > 0}, False)):
+        asked = {"window": (40, 0), **options}
+        found = attended(True, [length], q, keep=50, in_pages=in_pages, cut=length - 5, **asked)
+        assert torch.equal(found, attended(True, [length], q, **asked))
+
+
+def test_a_block_without_a_free_piece_is_said_and_nothing_is_lost():
+    store = CacheStore(Ledger(1 << 20), 100.0, paged=True)  # room for 4 chunks of 1,024 tokens, and a little
+    first, second = create(store, 2)
+    tokens = normal(HK, CHUNK, D), normal(HK, CHUNK, DV)
+    store.write(ALICE, [first], 0, None, [tokens])
+    block = store._block
+    free = list(block._free)
+    held = block.take(sum(end - start for start, end in free) - 4096, 1)  # as if others lay there
+    with pytest.raises(Refusal, match="no free piece"):
+        store.write(ALICE, [second], 0, None, [tokens])
+    assert store.look(ALICE, [second])[0].lengths == [0]
+    with pytest.raises(Refusal, match="no free piece"):
+        store.create(ALICE, SHAPE, 1, CHUNK, [None], None)
+    block.give_back(held, sum(end - start for start, end in free) - 4096)
+    assert block._free == free
+    assert len(store.listed(ALICE)) == 2
