@@ -11,7 +11,7 @@ from .markdown import NOT_MEASURED, made_on, results, table, targets
 LAYERS = 18  # of Gemma 3 270M
 # name, key heads, head dimension, bytes of a number
 SHAPES = (
-    ("Gemma 3 270M: 1 key head, D 256, float32", 1, 256, 4),
+    ("Gemma 3 270M, 1 key head, D 256, float32", 1, 256, 4),
     ("8 key heads, D 128, bfloat16", 8, 128, 2),
     ("32 key heads, D 128, bfloat16", 32, 128, 2),
 )
@@ -54,15 +54,15 @@ def break_even() -> str:
     for _, result in results("gemma"):
         reads = rates.get(result["environment"]["device"]) or next(iter(rates.values()))
         seconds, memory = _more(result) / 1e3, reads["memory"]
-        rows = [
-            (name, f"{2 * heads * dim * size:,}", f"{round(seconds * memory / (2 * heads * dim * size), -2):,.0f}")
-            for name, heads, dim, size in SHAPES
-        ]
+        made = result["environment"]
         text += (
-            f"\n{made_on(result['environment'], 'torch')}; a call costs {seconds * 1e3:.2f} ms more than at home, "
-            f"which reads keys at {number(memory / 1e9)} GB/s:\n\n"
+            f"\nA call costs {seconds * 1e3:.2f} ms more than at home, which reads keys at {number(memory / 1e9)} GB/s "
+            f"({made['device']}, {made['date'][:10]}). Predicted: remote is faster\n\n"
         )
-        text += table(["layer", "bytes a token", "predicted: faster from, tokens"], rows)
+        for name, heads, dim, size in SHAPES:
+            of_token = 2 * heads * dim * size
+            tokens = round(seconds * memory / of_token, -2)
+            text += f"- from {tokens:,.0f} tokens for {name} ({of_token:,} bytes a token)\n"
     return text or NOT_MEASURED
 
 

@@ -163,11 +163,22 @@ def capacity() -> str:
             f"\n{made_on(result['environment'], 'torch')}; {result['rounds']} rounds. Rates: a "
             f"call {result['rates']['call'] * 1e3:.2f} ms, upload {rates['upload']} GB/s, download {rates['download']} "
             f"GB/s, forward {rates['flops']} GFLOP/s, gradient {rates['grad_flops']} GFLOP/s, keys read at "
-            f"{rates['memory']} GB/s.\n\n![Predicted and measured](images/{stem}.svg)\n\n"
+            f"{rates['memory']} GB/s.\n\n![Predicted and measured](../images/{stem}.svg)\n\n"
         )
         head = ("", "predicted, ms", "measured, ms", "ratio", "predicted, requests a second", "measured", "ratio")
         names = ("predicted_ms", "measured_ms", "ratio", "predicted_rps", "measured_rps", "rps_ratio")
         text += table(head, [(row["case"], *(number(row[name]) for name in names)) for row in result["cases"]])
+    return text or NOT_MEASURED
+
+
+def capacity_ratio() -> str:
+    """Return a sentence for each machine: the span of predicted times over measured ones."""
+    text = ""
+    for _, result in results("capacity"):
+        ratios = [row["ratio"] for row in result["cases"]]
+        made = result["environment"]
+        span = f"{number(min(ratios))} to {number(max(ratios))} times the measured ones"
+        text += f"\nThe predicted times of {len(ratios)} calls were {span} ({made['device']}, {made['date'][:10]}).\n"
     return text or NOT_MEASURED
 
 

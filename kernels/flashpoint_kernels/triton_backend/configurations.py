@@ -1,7 +1,7 @@
 """Tile sizes: one table an architecture, by level (`Spec.level`) or float32, then by largest padded head dimension.
 
 None has been timed on a GPU; `make gpu` proposes what a device finds faster. Until then each number has its reason
-in what the compiler makes of it (triton 3.7.1, benchmarks/results/compile-*.json, the tables in docs/kernels.md).
+in what the compiler makes of it (triton 3.7.1, benchmarks/results/compile-*.json, docs/measurements/compiled.md).
 At level 0: of FlashAttention-2's tiles (Dao 2023; its launch templates) and their neighbours of at most 128 queries,
 the one whose inner loop issues the fewest instructions a score, among those that spill nothing and fit. At levels 1
 and 2: that tile, or half of it where the score's options need the registers. Eight warps nearly throughout: so wide
