@@ -54,7 +54,7 @@ class Rehearsal:
 
     def kill(self, process: subprocess.Popen[bytes], events: int) -> None:
         """Kill a call once there are so many rows and notes, if it has not ended before."""
-        wait_for(lambda: self.events >= events or process.poll() is not None, self.log)
+        wait_for(lambda: self.events >= events or process.poll() is not None, self.log, seconds=900)
         process.kill()
         process.wait()
 
