@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+import structlog
 import torch
 from torch import Tensor
 
 from flashpoint_contract.caches import SMALLEST_CHUNK
 from flashpoint_server.refusal import Refusal
+
+LEAST_BYTES = 1 << 26  # of a block
+
+log = structlog.stdlib.get_logger("flashpoint.engine")
 
 
 class Block:
@@ -25,6 +30,25 @@ class Block:
         except RuntimeError as error:
             raise MemoryError from error
         self._free = [(0, len(self.memory))]  # pieces [start, end) in order, none of which touch
+
+    @classmethod
+    def largest(cls, nbytes: int, device: str) -> Block:
+        """Return a block of `nbytes`, or the first of halves, quarters and so on that the device has.
+
+        Raises MemoryError where it has less than LEAST_BYTES.
+        """
+        wanted = nbytes
+        while True:
+            try:
+                block = cls(nbytes, device)
+            except MemoryError:
+                nbytes //= 2
+                if nbytes < LEAST_BYTES:
+                    raise
+            else:
+                if nbytes < wanted:
+                    log.warning("less memory for caches than asked for", device=device, bytes=nbytes, asked=wanted)
+                return block
 
     def take(self, nbytes: int, unit: int) -> int:
         """Take `nbytes` that begin at a multiple of `unit`, from the first free piece that has room.

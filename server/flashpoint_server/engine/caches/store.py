@@ -313,7 +313,7 @@ class CacheStore:
         if not self._paged:
             return None
         if self._block is None:
-            self._block = Block(self._ledger.limit + self._ledger.limit // SPARE, self._device)
+            self._block = Block.largest(self._ledger.limit + self._ledger.limit // SPARE, self._device)
         if size not in self._pools:
             self._pools[size] = PagePool(self._block, size.heads, size.head_dim, size.value_dim, size.dtype)
         return self._pools[size]

@@ -46,6 +46,11 @@ def test_pieces_of_a_block_never_overlap_and_all_of_it_comes_back(steps):
     assert block.take(4096, 1) == 0
 
 
+def test_a_device_with_less_memory_has_a_smaller_block():
+    block = Block.largest(1 << 50, "cpu")
+    assert 1 << 26 <= len(block.memory) < 1 << 50
+
+
 def normal(*shape, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
