@@ -182,7 +182,7 @@ def test_tensors_in_shared_memory_never_move(server, caller):
         assert answer.bits == {"o": b"", "lse": expected["lse"]}
         assert answer.message.outputs[0].parameters["shared_memory_offset"].int64_param == 3 * size
         assert bytes(block.buf[3 * size :]) == expected["o"]
-        with refused("INVALID_ARGUMENT", f"must be {size} bytes, which a tensor of its shape and datatype has, not 8"):
+        with refused("INVALID_ARGUMENT", f"must be {size} for this shape and datatype, not 8"):
             caller.infer(request(SMALL, inputs=inputs | {"q": places[0] | {"shared_memory_byte_size": 8}}))
         del inputs["k"]  # it comes in the message
         alone = caller.infer(request(SMALL, inputs=inputs, outputs=["o"], wanted={"o": places[3]}))
