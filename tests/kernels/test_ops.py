@@ -262,7 +262,7 @@ def test_what_is_wrong_by_its_sizes_is_refused_when_it_is_traced() -> None:
 
 def test_what_depends_on_values_is_refused_when_it_runs() -> None:
     t = inputs() | {"kv_lengths": index(3, 8)}
-    with pytest.raises(ProblemError, match="kv_lengths: must lie between 0 and 7"):
+    with pytest.raises(ProblemError, match="kv_lengths: must be between 0 and 7"):
         torch.compile(lambda: attention(**t), fullgraph=True, backend="aot_eager")()
 
 

@@ -126,7 +126,7 @@ class Regions:
             raise invalid([(tensor, f"region {shared.region!r} is not registered{off}")])
         if shared.size < info.nbytes or (shared.size > info.nbytes and not spare):
             due = f"at least {info.nbytes}" if spare else f"{info.nbytes}"
-            said = f"{due} for this shape and datatype, not {shared.size}"
+            said = f"{due} bytes for this shape and datatype, not {shared.size}"
             raise invalid([(tensor, f"shared_memory_byte_size must be {said}")])
         if shared.offset + shared.size > region.size:
             raise invalid(

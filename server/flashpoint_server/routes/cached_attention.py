@@ -190,7 +190,9 @@ def found(request: RouteRequest, texts: Sequence[str]) -> list[CacheId]:
     errors = []
     for place, one in enumerate(ids):
         if one is None:
-            errors.append((f"caches.{place}", "cache_not_found: this API key has no such cache"))
+            errors.append(
+                (f"caches.{place}", "cache_not_found: this cache does not exist, or belongs to another API key")
+            )
         elif one.replica != service.cache_ids.replica:
             said = f"replica {one.replica!r} holds the cache: send X-Flashpoint-Replica: {one.replica}"
             errors.append((f"caches.{place}", f"cache_elsewhere: {said}"))

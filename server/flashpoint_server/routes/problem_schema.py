@@ -18,8 +18,8 @@ DETAILS = {
     "cross_site": "a browser sent this request for a page of another site (origin 'https://example.org'): start the "
     "server with --cors-origins (FLASHPOINT_CORS_ORIGINS), which lists the allowed origins",
     "not_found": "the benchmark does not exist, or is no longer stored",
-    "cache_not_found": "this API key has no such cache",
-    "saved_not_found": "this API key has no such saved forward",
+    "cache_not_found": "this cache does not exist, or belongs to another API key",
+    "saved_not_found": "this saved forward does not exist, or belongs to another API key",
     "not_acceptable": "answers are application/vnd.safetensors or application/json, but Accept allows neither",
     "body_timeout": "the body arrived too slowly: it may pause for 10 s, and must average 65536 bytes a second",
     "cache_position": "4096 is beyond the end, 1024",
@@ -45,7 +45,7 @@ DETAILS = {
     "Content-Length or chunked",
     "not_ready": "the engine is starting",
     "draining": "the server is shutting down",
-    "out_of_memory": "the device ran out of memory for this request",
+    "out_of_memory": "the device ran out of memory for this request; retry, or send a smaller request",
     "engine_lost": "the engine died while it ran this request; retry",
     "deadline_exceeded": "the deadline passed before the answer was ready: X-Timeout-Ms sets it",
 }

@@ -145,7 +145,7 @@ def found_saved(request: RouteRequest, text: object) -> SavedId:
     service = request.service
     one = service.saved_ids.read(_owner(request), text)
     if one is None:
-        raise Refusal("saved_not_found", "this API key has no such saved forward")
+        raise Refusal("saved_not_found", "this saved forward does not exist, or belongs to another API key")
     lead_here(request)
     if one.replica != service.cache_ids.replica:
         request.exchange.replica = one.replica
