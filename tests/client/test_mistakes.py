@@ -135,7 +135,7 @@ VALUES = [
     ("benchmark --preset seeds --q-len 3", "--preset: has its own shapes"),
     ("benchmark {sizes} --causal maybe", "--causal: 'maybe' is none of no, yes, both"),
     ("benchmark {sizes} --dtype int8", "dtypes: "),
-    ("benchmark {sizes} --backend cudnn", "'cudnn' is none of"),
+    ("benchmark {sizes} --backend cudnn", "'cudnn' is not one of"),
     ("benchmark {sizes} --direction sideways", "directions: "),
     ("benchmark --q-len 8;16 --head-dim 4", "--q-len: must be integers: 512,1024"),
     ("capacity {sizes}", "--tflops, --network-gbit: without --url it needs both"),

@@ -281,5 +281,5 @@ def test_options_are_checked_before_the_dispatcher_coerces_them(wrong: dict[str,
 
 
 def test_a_gradient_with_dropout_and_no_seed_is_refused() -> None:
-    with pytest.raises(ProblemError, match="dropout_seed: a gradient with dropout needs the forward's seed"):
+    with pytest.raises(ProblemError, match="dropout_seed: is required: a gradient with dropout needs the forward's"):
         attention_backward(**qkv(2, 4, 5, 7, 8), dropout_p=0.5)
