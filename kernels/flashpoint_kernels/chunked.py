@@ -127,8 +127,9 @@ def _merged(answers: Sequence[_Answer]) -> _Answer:
 
 
 def _added(answers: Sequence[_Answer], shares: Tensor) -> Tensor:
-    """Return the sum of the answers, weighted by their shares, in place. It reads memory once, with one call for each
-    chunk.
+    """Return the sum of the answers, weighted by their shares, in place.
+
+    It reads memory once, with one call for each chunk.
     """
     every = iter(shares.unbind(0))
     total = shares.new_zeros(*shares.shape[1:-1], answers[0].o.shape[-1])

@@ -180,8 +180,9 @@ def gradients(
     inputs: Sequence[Tensor | None], do: Tensor | None, o: Tensor, lse: Tensor, dlse: Tensor | None, options: str,
     needed: Sequence[str],
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Return the gradients of the inputs in `needed`. `inputs` are the common arguments of both operators, the seed
-    last.
+    """Return the gradients of the inputs in `needed`.
+
+    `inputs` are the common arguments of both operators, the seed last.
     """
     do = torch.zeros_like(o) if do is None else do
     grads = [f"d{name}" for name in needed]

@@ -146,8 +146,9 @@ def _alone(spec: Spec) -> Problem:
 
 
 class _Plain(torch.autograd.Function):
-    """The autograd function of a plain call. The backward is one call if the route allows it, else the operator of
-    ops.py.
+    """The autograd function of a plain call.
+
+    The backward is one call if the route allows it, else the operator of ops.py.
     """
 
     @staticmethod

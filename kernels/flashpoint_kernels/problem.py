@@ -199,8 +199,9 @@ class Problem:
                 _scatter(name, view, rows, answers[name])
 
     def _read(self, name: str, view: Tensor, rows: Sequence[Row], read: _Read) -> Tensor:
-        """Return the part of an input for `rows`, of equal lengths. `read` copies or views tensors that consist of
-        rows.
+        """Return the part of an input for `rows`, of equal lengths.
+
+        `read` copies or views tensors that consist of rows.
         """
         if TENSORS[name].scale_of and not self.spec.per_row(name):
             if view.shape[0] == 1:
@@ -360,8 +361,9 @@ def _one_head(t: Tensor, rank: int) -> Tensor:
 
 
 def _sequences_of(mask: Tensor, rows: Sequence[Row], first: int) -> Tensor:
-    """Return the part of a mask for some sequences; the mask starts at sequence `first`. A shared mask is returned
-    whole.
+    """Return the part of a mask for some sequences; the mask starts at sequence `first`.
+
+    A shared mask is returned whole.
     """
     if mask.shape[0] == 1:
         return mask

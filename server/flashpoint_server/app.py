@@ -176,8 +176,9 @@ async def _framework_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """Return all methods of a path, for Allow. The framework names only those of one route, but routes may share a
-    path.
+    """Return all methods of a path, for Allow.
+
+    The framework names only those of one route, but routes may share a path.
     """
     routes = request.app.router.routes
     # an exact path wins over {id}

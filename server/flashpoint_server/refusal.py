@@ -86,8 +86,9 @@ class Refusal(Exception):  # noqa: N818  # an answer to the caller, not a failur
             self.headers["Connection"] = "close"
 
     def document(self, request_id: str) -> dict[str, Any]:
-        """Return the problem document. `title` is the phrase of the HTTP status; `type` is the page that explains
-        `code`.
+        """Return the problem document.
+
+        `title` is the phrase of the HTTP status; `type` is the page that explains `code`.
         """
         document: dict[str, Any] = {
             "type": f"{TYPES}{self.code}",

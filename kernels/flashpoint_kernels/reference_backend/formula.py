@@ -53,8 +53,9 @@ def solve_forward(problem: Problem, dtype: torch.dtype, block: Callable[[], None
 
 
 def solve_backward(problem: Problem, dtype: torch.dtype, block: Callable[[], None] = lambda: None) -> None:
-    """Write `problem.outputs` (any of dq, dk, dv, dattn_mask, dsinks), computed in `dtype`. `block`: see
-    `solve_forward`.
+    """Write `problem.outputs` (any of dq, dk, dv, dattn_mask, dsinks), computed in `dtype`.
+
+    `block`: see `solve_forward`.
     """
     problem.clear_outputs()
     # Gradients to which several sequences or chunks add are summed before they are rounded to the output's dtype.

@@ -344,8 +344,9 @@ class Tiles:
         return keys - queries[:, None]
 
     def edge(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
-        """Return (bm, bn): −∞ outside the window, else 0. Cached, because most tiles at an edge have the same position
-        to it.
+        """Return (bm, bn): −∞ outside the window, else 0.
+
+        Cached, because most tiles at an edge have the same position to it.
         """
         place = j0 - i0, i1 - i0, j1 - j0
         if place not in self.edges:

@@ -49,8 +49,9 @@ class Call:
         return o, lse
 
     def backward(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv. `lse` must be +∞ for a query that sees no key: its probabilities exp(s − lse) are then
-        0.
+        """Return dq, dk and dv.
+
+        `lse` must be +∞ for a query that sees no key: its probabilities exp(s − lse) are then 0.
         """
         return (self._backward_cuda if self.q.is_cuda else self._backward_cpu)(do, o, lse)
 
@@ -102,8 +103,9 @@ class Call:
 
     @property
     def _flash(self) -> bool:
-        """Whether torch's FlashAttention-2 supports the call. Its diagonal is aligned bottom right, so causal needs
-        squares.
+        """Whether torch's FlashAttention-2 supports the call.
+
+        Its diagonal is aligned bottom right, so causal needs squares.
         """
         square = self.q.shape[2] == self.k.shape[2]
         return self.q.dtype != torch.float32 and self.bias is None and (not self.causal or square)

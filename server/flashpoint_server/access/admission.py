@@ -56,8 +56,9 @@ class Permit:
         self._admission.grow(self, nbytes)
 
     def settle(self, price: Price) -> None:
-        """Replace the predicted price by the true price after the launch. The key pays the difference even over its
-        limits.
+        """Replace the predicted price by the true price after the launch.
+
+        The key pays the difference even over its limits.
         """
         before, self.price = self.price, price
         self._admission.correct(before, price)

@@ -26,8 +26,9 @@ class Caller(NamedTuple):
     quota: Quota | None = None
 
     def use(self, right: Right) -> None:
-        """Count one call that needs `right`. Raises Refusal: 403, which does not name the right, or 429 over the
-        limits.
+        """Count one call that needs `right`.
+
+        Raises Refusal: 403, which does not name the right, or 429 over the limits.
         """
         if right not in self.rights:
             raise Refusal("forbidden", "the API key lacks the permission for this call")

@@ -44,8 +44,9 @@ class Spent:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the buckets. Raises Refusal 429 if a process was stopped with the lock: no request may wait
-        for it.
+        """Hold the lock of the buckets.
+
+        Raises Refusal 429 if a process was stopped with the lock: no request may wait for it.
         """
         end = time.monotonic() + PATIENCE
         while True:

@@ -140,8 +140,9 @@ class Peer:
     deaf: bool = False  # it does not read its answers
 
     def attach(self, number: int, descriptor: int, size: int) -> None:
-        """Map a segment. Raises OSError, MemoryError or RuntimeError if this fails; ValueError if the segment is too
-        short.
+        """Map a segment.
+
+        Raises OSError, MemoryError or RuntimeError if this fails; ValueError if the segment is too short.
         """
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if size <= LARGEST else 0)  # populate: avoids page faults later
         with os.fdopen(descriptor, "rb+") as file:
@@ -196,8 +197,9 @@ class Peer:
             return
 
     def close(self) -> None:
-        """Close the channel. Call this when nothing runs in the peer's memory: the end of the channel tells the peer
-        so.
+        """Close the channel.
+
+        Call this when nothing runs in the peer's memory: the end of the channel tells the peer so.
         """
         self.channel.close()
         for number in list(self.segments):

@@ -129,8 +129,9 @@ def verify(request: VerifyRequest, device: str | None = None, progress: Tell | N
 def verify_tensors(
     tensors: Mapping[str, NDArray[Any]], options: AttentionOptions, progress: Tell | None = None
 ) -> VerifyReport:
-    """Check answers to a caller's own problem: the caller's if there are any, else a backend's. Raises
-    InvalidInputError.
+    """Check answers to a caller's own problem: the caller's if there are any, else a backend's.
+
+    Raises InvalidInputError.
     """
     device = _device()
     given = {name: _tensor(name, array).to(device) for name, array in tensors.items()}

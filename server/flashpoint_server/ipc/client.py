@@ -71,8 +71,9 @@ class State(enum.Enum):
 
 @dataclass(eq=False)
 class Sent:
-    """A job and its future. `since`: the submit time in `time.monotonic` seconds. `number`: its id on an engine's
-    channel.
+    """A job and its future. `since`: the submit time in `time.monotonic` seconds.
+
+    `number`: its id on an engine's channel.
     """
 
     job: Job
@@ -132,8 +133,9 @@ class Engine:
         self._unsent: deque[tuple[ToEngine, tuple[int, ...]]] = deque()
 
     def connect(self) -> None:
-        """Connect to the listening socket, which exists before the engine does. The engine sends Hello when it is
-        ready.
+        """Connect to the listening socket, which exists before the engine does.
+
+        The engine sends Hello when it is ready.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         sock.connect(self._address)

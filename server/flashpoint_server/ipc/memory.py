@@ -177,8 +177,9 @@ class Pool:
         return segment
 
     def _reserve(self, size: int) -> bool:
-        """Count `size` more bytes if the limit allows it. Counting comes first, so two processes never take the same
-        room.
+        """Count `size` more bytes if the limit allows it.
+
+        Counting comes first, so two processes never take the same room.
         """
         self._staged.add(size)
         if self._staged.total <= self.limit:

@@ -308,8 +308,9 @@ class Unmapped(msgspec.Struct, frozen=True, tag=True):
 
 
 class Proving(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: progress of a verification. `progress` is a VerifyProgress in JSON; the first one means
-    "started".
+    """From the engine: progress of a verification.
+
+    `progress` is a VerifyProgress in JSON; the first one means "started".
     """
 
     id: int

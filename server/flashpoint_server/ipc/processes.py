@@ -89,8 +89,9 @@ class Child:
 
     @asynccontextmanager
     async def kept(self, patience: float) -> AsyncIterator[Child]:
-        """Keep the process running inside the context. At its end, stop the process, which has `patience` seconds to
-        end.
+        """Keep the process running inside the context.
+
+        At its end, stop the process, which has `patience` seconds to end.
         """
         keeping = asyncio.ensure_future(self.keep())
         try:

@@ -75,6 +75,7 @@ class Wanted(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class InferHead:
     """The head of a request. `outputs` are the requested ones, or empty. `timeout` is in microseconds, 0 means none.
+
     `priority` is ours, 0 to 9.
     """
 

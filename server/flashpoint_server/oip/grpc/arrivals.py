@@ -102,8 +102,9 @@ class Memory:
     """The memory limit of gRPC in one HTTP process: its share of `--grpc-bytes`. A key may use half of it."""
 
     def __init__(self, settings: Settings, locked: bool, arriving: Count, inside: Callable[[], float]) -> None:
-        """`locked`: callers need keys. `arriving` counts awaited messages; `inside` returns the number of admitted
-        requests.
+        """`locked`: callers need keys.
+
+        `arriving` counts awaited messages; `inside` returns the number of admitted requests.
         """
         part = settings.grpc_bytes // settings.workers
         messages = 4 if locked else 2  # in largest messages: a key then has room for two, one of which can make way

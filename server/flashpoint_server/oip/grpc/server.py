@@ -269,8 +269,9 @@ async def _answered(reply: RpcReply, context: Any) -> bytes:
 
 
 async def _end(context: Any, status: str, detail: str, beside: tuple[tuple[str, str], ...] = ()) -> None:
-    """End a call with an error. Raises CancelledError if the caller has disconnected, so that this is not logged as an
-    error.
+    """End a call with an error.
+
+    Raises CancelledError if the caller has disconnected, so that this is not logged as an error.
     """
     try:
         await context.abort(grpc.StatusCode[status], detail[:MOST_DETAILS], beside)
