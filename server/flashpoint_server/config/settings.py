@@ -67,7 +67,7 @@ class Settings(BaseSettings):
     """comma-separated origins whose pages may call from a browser, such as https://example.org; * is any"""
 
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
-    """comma-separated hosts allowed in requests besides loopback names, without port, such as *.example.org; * is any"""
+    """comma-separated hosts allowed in requests besides loopback names, without port, like *.example.org; * is any"""
 
     body_limit: Bytes = 1024 * MIB
     """maximum bytes of a request's body"""
