@@ -1,8 +1,8 @@
-"""Attention over caches that a service holds: the options that it takes beside `options.Options`, and its checks.
+"""Attention over caches that a server holds: its options beside `options.Options`, and its checks.
 
-A cache has the keys and values of one sequence, for every layer of a model. A call over caches brings q, and k and v of
-new tokens or none; all else is a call like any other. A process that knows a cache's shape, but not its length, checks
-and prices the call as one over k and v of any length.
+A cache has the keys and values of one sequence, for every layer of a model. A call over caches sends q, and k and v of
+new tokens if there are any; otherwise it is like any other call. A process that knows a cache's shape, but not its
+length, checks the call as one over k and v of any length.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import EIGHT_BIT, TensorInfo
 
-MOST_CACHES = 4096  # of one call
-MOST_TOKENS = 1 << 31  # of one cache
-CHUNK = 1024  # tokens of a layer that lie together; measured beside 256 and 512: docs/decisions
-SMALLEST_CHUNK = 16  # tokens: rows of one head are then whole cache lines, so that every head is aligned
-ID_LENGTH = 1024  # characters, at most
-_ANY_LENGTH = 1024  # keys that a plan is made for; the lengths are the engine's
-_ELSEWHERE = "is for POST /attention over caches, in JSON or safetensors, and for the SDK's attention"
+MOST_CACHES = 4096  # maximum caches in one call
+MOST_TOKENS = 1 << 31  # maximum tokens in one cache
+CHUNK = 1024  # consecutive tokens of a layer in one piece of memory; compared with 256 and 512: docs/decisions
+SMALLEST_CHUNK = 16  # tokens: the rows of one head then fill whole cache lines, so every head is aligned
+ID_LENGTH = 1024  # maximum characters
+_ANY_LENGTH = 1024  # number of keys in a plan; only the engine knows the true length
+_ELSEWHERE = "is only for POST /attention over caches, in JSON or safetensors, and for the SDK's attention"
 
 
 def chunk_tokens(filled: int) -> int:
-    """Return the tokens for which a chunk takes memory once `filled` are written: it grows by doubling."""
+    """Return the number of tokens for which a chunk with `filled` tokens has memory: chunks grow by doubling."""
     return max(SMALLEST_CHUNK, 1 << (filled - 1).bit_length())
 
 
 def layer_tokens(length: int) -> int:
-    """Return the tokens for which a layer takes memory: whole chunks, and the last one by doubling."""
+    """Return the number of tokens for which a layer has memory: whole chunks, and a last one that grows by doubling."""
     whole, filled = divmod(length, CHUNK)
     return whole * CHUNK + (chunk_tokens(filled) if filled else 0)
 
 
 class CacheOption(NamedTuple):
-    """A row of the table of options that a call over caches takes."""
+    """One row of the table of options for calls over caches."""
 
     name: str
     default: Any
@@ -46,15 +46,15 @@ class CacheOption(NamedTuple):
 CACHE_OPTIONS: dict[str, CacheOption] = {
     row.name: row
     for row in (
-        CacheOption("caches", None, "ids of caches, one for each sequence of q, which is attended over them"),
-        CacheOption("layer", 0, "the layer of those caches"),
+        CacheOption("caches", None, "ids of caches, one for each sequence of q; they replace k and v"),
+        CacheOption("layer", 0, "the layer of the caches"),
         CacheOption(
-            "at", None, "positions, one for each sequence, where k and v are written; later tokens of the layer go"
+            "at", None, "positions, one for each sequence, where k and v are written; later tokens are removed"
         ),
     )
 }
-DTYPES = ("float16", "bfloat16", "float32")  # of q, of new k and v, and of what a cache holds unless that is in 8 bits
-REFUSED = ("kv_lengths", "cu_seqlens_k", "block_table", "k_scale", "v_scale")  # tensors that caches stand for
+DTYPES = ("float16", "bfloat16", "float32")  # of q and of new k and v, and of caches that are not 8-bit
+REFUSED = ("kv_lengths", "cu_seqlens_k", "block_table", "k_scale", "v_scale")  # tensors that caches replace
 
 
 class LayerShape(NamedTuple):
@@ -67,7 +67,7 @@ class LayerShape(NamedTuple):
 
     @property
     def quantized(self) -> bool:
-        """Whether it holds 8 bits, with a scale for each token and head."""
+        """Whether the cache is 8-bit, with a scale for each token and head."""
         return self.dtype in EIGHT_BIT
 
     @property
@@ -78,7 +78,7 @@ class LayerShape(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """The values of CACHE_OPTIONS of a call, checked. Raises ProblemError."""
+    """The checked values of CACHE_OPTIONS in a call. Raises ProblemError."""
 
     caches: tuple[str, ...]
     layer: int = 0
@@ -86,13 +86,13 @@ class CacheOptions:
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> CacheOptions:
-        """Return what `options`, of JSON, say of caches."""
+        """Return the options about caches from a JSON object."""
         errors = []
         caches, layer, at = (options.get(name, row.default) for name, row in CACHE_OPTIONS.items())
         if not (_listed(caches) and caches and all(isinstance(one, str) for one in caches)):
             errors.append(("caches", "must be a list of ids"))
         elif len(caches) > MOST_CACHES:
-            errors.append(("caches", f"{len(caches)} are over the {MOST_CACHES} of one call"))
+            errors.append(("caches", f"{len(caches)} caches exceed the limit of {MOST_CACHES} for one call"))
         if not _is_size(layer):
             errors.append(("layer", "must be an integer, 0 or more"))
         if at is not None and not (_listed(at) and all(map(_is_size, at))):
@@ -113,28 +113,28 @@ def _is_size(value: object) -> bool:
 
 
 def refused(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (option, reason) for each that a call without caches, or another surface, does not take."""
+    """Return (option, reason) for each option that only calls over caches have."""
     return [(name, _ELSEWHERE) for name in names if name in CACHE_OPTIONS]
 
 
 def plan_cached(tensors: Mapping[str, TensorInfo], options: Options, layer: LayerShape, caches: int) -> Spec:
-    """Check a call over that many caches, and return its problem with k and v of _ANY_LENGTH keys, or its masks'.
+    """Check a call over `caches` caches. Return its problem, with k and v as long as its masks, or _ANY_LENGTH.
 
     Raises ProblemError.
     """
-    errors = [(name, "is not taken beside caches, which know their lengths") for name in REFUSED if name in tensors]
+    errors = [(name, "cannot be combined with caches, which have their lengths") for name in REFUSED if name in tensors]
     if ("k" in tensors) != ("v" in tensors):
-        errors.append(("v" if "k" in tensors else "k", "missing: k and v of new tokens come together"))
+        errors.append(("v" if "k" in tensors else "k", "missing: send k and v of new tokens together"))
     if "q" not in tensors:
         errors.append(("q", "missing"))
     if errors:
         raise ProblemError(errors)
     q = tensors["q"]
     if q.dtype not in layer.taken:
-        raise ProblemError([("q", f"dtype {q.dtype} is not the cache's {' or '.join(layer.taken)}")])
+        raise ProblemError([("q", f"dtype {q.dtype} must be the cache's: {' or '.join(layer.taken)}")])
     count, length, ragged = _sizes(tensors, options.layout)
     if count != caches:
-        raise ProblemError([("caches", f"{caches} for {count} sequences of q")])
+        raise ProblemError([("caches", f"{caches} caches for {count} sequences of q")])
     keys = _keys(tensors, options)
     given = dict(tensors)
     for name, dim in (("k", layer.head_dim), ("v", layer.value_dim)):
@@ -143,10 +143,10 @@ def plan_cached(tensors: Mapping[str, TensorInfo], options: Options, layer: Laye
             shape = _shape(q.shape, options.layout, length, heads, dim)
             if given[name] != TensorInfo(q.dtype, shape):
                 found = f"{given[name].dtype} of {list(given[name].shape)}"
-                errors.append((name, f"{found} must be {q.dtype} of {list(shape)}, as q and the cache are"))
+                errors.append((name, f"is {found}, but q and the cache need {q.dtype} of {list(shape)}"))
         given[name] = TensorInfo(q.dtype, _shape(q.shape, options.layout, keys, heads, dim))
     if len(q.shape) < 4 and not ragged and layer.kv_heads != 1:
-        errors.append(("q", f"has one head where the cache has {layer.kv_heads} key/value heads"))
+        errors.append(("q", f"has one head, but the cache has {layer.kv_heads} key/value heads"))
     if errors:
         raise ProblemError(errors)
     if ragged:
@@ -155,20 +155,20 @@ def plan_cached(tensors: Mapping[str, TensorInfo], options: Options, layer: Laye
 
 
 def _sizes(tensors: Mapping[str, TensorInfo], layout: str) -> tuple[int, int, bool]:
-    """Return how many sequences q has, how many rows, and whether they are packed. Raises ProblemError."""
+    """Return the number of sequences in q, the number of rows, and whether they are packed. Raises ProblemError."""
     q = tensors["q"].shape
     if layout == "thd":
         ends = tensors.get("cu_seqlens_q")
         if len(q) != 3 or ends is None or len(ends.shape) != 1 or not ends.shape[0]:
-            raise ProblemError([("cu_seqlens_q", "is needed in layout thd, with q of (T,H,D)")])
+            raise ProblemError([("cu_seqlens_q", "is required in layout thd, with q of (T,H,D)")])
         return ends.shape[0] - 1, q[0], True
     if len(q) not in (2, 3, 4):
-        raise ProblemError([("q", f"takes 2, 3 or 4 dimensions, not {len(q)}")])
+        raise ProblemError([("q", f"must have 2, 3 or 4 dimensions, not {len(q)}")])
     return (q[0] if len(q) > 2 else 1), q[-3 if layout == "bshd" and len(q) == 4 else -2], False
 
 
 def _keys(tensors: Mapping[str, TensorInfo], options: Options) -> int:
-    """Return the keys that a mask is for, _ANY_LENGTH without one."""
+    """Return the number of keys that a mask has; _ANY_LENGTH without a mask."""
     mask, blocks = tensors.get("attn_mask"), tensors.get("block_mask")
     if mask is not None and mask.shape and mask.shape[-1] > 1:
         return mask.shape[-1]
@@ -178,7 +178,7 @@ def _keys(tensors: Mapping[str, TensorInfo], options: Options) -> int:
 
 
 def _shape(q: Sequence[int], layout: str, length: int, heads: int, dim: int) -> tuple[int, ...]:
-    """Return the shape of keys or values beside q."""
+    """Return the shape of keys or values for this q."""
     if layout == "thd":
         return (length, heads, dim)
     if len(q) == 4:

@@ -1,4 +1,4 @@
-"""Which name was meant by an unknown one: a name that is spelt alike, or what torch, flash-attn and others call it."""
+"""Suggest the intended name for an unknown one: a similar name, or the name in torch, flash-attn and others."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from difflib import get_close_matches
 from flashpoint_contract.options import OPTIONS
 from flashpoint_contract.tensors import TENSORS
 
-_ALIKE = 0.6  # the least likeness of a slip, as difflib counts it
-_LONGEST = 32  # characters of a name that is compared: a caller may send longer ones
-_MOST = 8  # names of one message that are compared: a caller may send thousands
+_ALIKE = 0.6  # minimum similarity, as difflib computes it
+_LONGEST = 32  # maximum characters of a compared name: a caller may send longer ones
+_MOST = 8  # maximum compared names in one message: a caller may send thousands
 
-# Names that others have for ours, in lower case: torch, flash-attn, xformers, FlashInfer, vLLM, transformers, ONNX.
+# Other libraries' names for ours, in lower case: torch, flash-attn, xformers, FlashInfer, vLLM, transformers, ONNX.
 _ELSEWHERE = {
     "is_causal": "causal",
     "causal_mask": "causal",
@@ -78,7 +78,7 @@ NAMES = (*TENSORS, *OPTIONS)
 
 
 def meant(name: str, known: Iterable[str] = NAMES) -> str | None:
-    """Return the one of the `known` names that an unknown one is likely to stand for; None where there is none."""
+    """Return the `known` name that an unknown one probably means; None if there is none."""
     if len(name) > _LONGEST:
         return None
     names, lower = list(known), name.lower().replace("-", "_")
@@ -89,12 +89,12 @@ def meant(name: str, known: Iterable[str] = NAMES) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str] = NAMES) -> str:
-    """Return the end of a message about an unknown name: `; did you mean causal?`, or nothing."""
+    """Return the end of a message about an unknown name: `; did you mean causal?`, or ""."""
     near = meant(name, known)
     return f"; did you mean {near}?" if near else ""
 
 
 def each_meant(names: Iterable[str], known: Iterable[str] = NAMES) -> Iterator[tuple[str, str]]:
-    """Yield each name with `did_you_mean` of it, which is empty for all but the first few."""
+    """Yield each name with its `did_you_mean`, which is "" for all but the first few."""
     for count, name in enumerate(names):
         yield name, did_you_mean(name, known) if count < _MOST else ""

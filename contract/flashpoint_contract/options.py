@@ -1,7 +1,7 @@
-"""The table of options: one field of `Options` each, with its values, its default and its meaning.
+"""The table of options: each is a field of `Options`, with its values, its default and its meaning.
 
-Everything that lists options derives the list from `OPTIONS`: validation, the SDK's model, JSON and safetensors
-metadata, the Open Inference Protocol, the command line, OpenAPI, torch's dispatcher and the documentation.
+All lists of options are derived from `OPTIONS`: validation, the SDK's model, JSON and safetensors metadata, the Open
+Inference Protocol, the command line, OpenAPI, torch's dispatcher and the documentation.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Grad = Literal["dq", "dk", "dv", "dattn_mask", "dsinks"]
 
 LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd", "thd")
 BACKENDS = ("triton", "torch", "tiled", "reference")
-UNBOUNDED = 1 << 30  # stands for "no bound" in a window: beyond any length, and its sums fit an int32
+UNBOUNDED = 1 << 30  # means "no bound" in a window: larger than any length, and its sums fit into int32
 LARGEST_FLOAT32, LEAST_NORMAL_FLOAT32 = 3.4028234663852886e38, 1.1754943508222875e-38
 
 
 class ProblemError(ValueError):
-    """The problem is not valid. `errors` has one (field, message) pair for each thing that is wrong."""
+    """The problem is not valid. `errors` has a (field, message) pair for each error."""
 
     def __init__(self, errors: Iterable[tuple[str, str]]) -> None:
         self.errors = tuple(errors)
@@ -36,7 +36,7 @@ class ProblemError(ValueError):
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of some words."""
+    """One of several words."""
 
     values: tuple[str, ...]
 
@@ -54,9 +54,9 @@ class Flag:
 
 @dataclass(frozen=True)
 class Number:
-    """A number that float32 holds, for kernels compute with it in float32; `optional` admits None.
+    """A number in the range of float32, in which kernels compute; `optional` allows None.
 
-    `normal`: a number other than 0 is normal in float32. `below`: the number is less than that.
+    `normal`: a nonzero number must be normal in float32. `below`: an exclusive upper bound.
     """
 
     least: float = -LARGEST_FLOAT32
@@ -70,14 +70,14 @@ class Number:
             return None
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return self.said
-        number = cast(float, value)  # NaN is in no range, and an int may be of any size
+        number = cast(float, value)  # NaN fails both comparisons; an int may have any size
         right = self.least <= number <= LARGEST_FLOAT32 and (self.below is None or number < self.below)
         return None if right and not (self.normal and 0 != number < LEAST_NORMAL_FLOAT32) else self.said
 
 
 @dataclass(frozen=True)
 class Integer:
-    """An integer from `least` to `most`; `optional` admits None."""
+    """An integer from `least` to `most`; `optional` allows None."""
 
     least: int
     most: int
@@ -92,7 +92,7 @@ class Integer:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two integers from `least` to `most` each, multiples of `step`. `sides` are their names where each has its own."""
+    """Two integers from `least` to `most`, both multiples of `step`. `sides` are their names as separate parameters."""
 
     least: int
     most: int
@@ -110,7 +110,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Names:
-    """Some of these words, each at most once."""
+    """One or more of these words, each at most once."""
 
     values: tuple[str, ...]
 
@@ -118,7 +118,7 @@ class Names:
         if not isinstance(value, tuple) or not value:
             return "must name at least one gradient"
         if unknown := [name for name in value if name not in self.values]:
-            return f"{unknown[0]!r} is none of {', '.join(self.values)}"
+            return f"{unknown[0]!r} is not one of {', '.join(self.values)}"
         return "names a gradient twice" if len(set(value)) < len(value) else None
 
 
@@ -130,9 +130,9 @@ def _is_integer(value: Any) -> bool:
 
 
 class Feature(NamedTuple):
-    """A feature that a problem may need of a backend: its name in `/info`, and its name in an error.
+    """A feature that a problem may need of a backend: its name in `/info`, and its name in errors.
 
-    `level` is the least variant of a kernel that has it (see `Spec.level`). `per_score`: it takes time for each score.
+    `level` is the lowest variant of a kernel that has it (see `Spec.level`). `per_score`: it costs time for each score.
     """
 
     name: str
@@ -142,11 +142,11 @@ class Feature(NamedTuple):
 
 
 class Option(NamedTuple):
-    """A row of the table.
+    """One row of the table.
 
-    `example` is a value other than the default. The option asks for `feature` where its value is `when`, or any other
-    than the default where `when` is None. `direction`: the only call that takes it, None for both. `refused` has the
-    surfaces that do not take it, each with the reason.
+    `example` is a value that is not the default. The option needs `feature` if its value is `when`; if `when` is None,
+    then if its value is not the default. `direction` is the only call that has the option; None means both. `refused`
+    maps the surfaces that refuse the option to the reasons.
     """
 
     kind: Kind
@@ -160,7 +160,7 @@ class Option(NamedTuple):
     default: Any = None
 
     def asks(self, value: Any) -> bool:
-        """Return whether a problem with that value asks for the feature."""
+        """Return whether a problem with this value needs the feature."""
         return bool(value != self.default if self.when is None else value == self.when)
 
 
@@ -173,10 +173,10 @@ GRADS: tuple[Grad, ...] = ("dq", "dk", "dv", "dattn_mask", "dsinks")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of an attention call, checked. Raises ProblemError naming every field that is wrong."""
+    """The checked options of an attention call. Raises ProblemError, which names every invalid field."""
 
     layout: str = _row(
-        "bhsd", OneOf(LAYOUTS), "bhsd (B,H,S,D), bshd (B,S,H,D), or thd: ragged, packed, (T,H,D)",
+        "bhsd", OneOf(LAYOUTS), "bhsd (B,H,S,D), bshd (B,S,H,D), or thd (T,H,D): packed sequences of different lengths",
         "bshd", feature=Feature("thd", "thd"), when="thd",
     )  # fmt: skip
     causal: bool = _row(
@@ -188,15 +188,15 @@ class Options:
     )  # fmt: skip
     window: tuple[int, int] = _row(
         (-1, -1), Pair(-1, UNBOUNDED, "must be two integers [left, right], each -1 (no bound) or 0 to 2^30"),
-        "[left, right] keys visible either side of the diagonal; -1 is no bound",
+        "[left, right]: number of keys visible on each side of the diagonal; -1 is no bound",
         (3, 0), feature=Feature("window", level=1),
     )  # fmt: skip
     block_size: tuple[int, int] = _row(
         (128, 128), Pair(16, UNBOUNDED, "must be two multiples of 16, [Mq, Mk], up to 2^30", 16, ("queries", "keys")),
-        "[Mq, Mk]: queries and keys of a block of block_mask, multiples of 16", (16, 32),
-        refused={"sharded": "belongs to block_mask"},
+        "[Mq, Mk]: numbers of queries and keys in one block of block_mask, multiples of 16", (16, 32),
+        refused={"sharded": "is for block_mask"},
     )  # fmt: skip
-    scale: float | None = _row(None, Number(optional=True), "multiplies q·k; 1/sqrt(D) when not given", 0.25)
+    scale: float | None = _row(None, Number(optional=True), "factor of q·k; by default 1/sqrt(D)", 0.25)
     softcap: float = _row(
         0.0, Number(0.0, normal=True, said="must be 0 (off) or a positive number within float32's normal range"),
         "s = softcap·tanh(s/softcap), before mask and bias; 0 is off",
@@ -204,31 +204,31 @@ class Options:
     )  # fmt: skip
     dropout_p: float = _row(
         0.0, Number(0.0, below=1.0, said="must be a number with 0 <= dropout_p < 1"),
-        "probability with which an attention weight is dropped",
+        "probability of dropping an attention weight",
         0.5, feature=Feature("dropout", "dropout", level=2, per_score=True),
-        refused={"sharded": "counts positions in the whole sequence, which a shard does not know"},
+        refused={"sharded": "needs positions in the whole sequence, which a shard does not know"},
     )  # fmt: skip
     dropout_seed: int | None = _row(
         None, Integer(0, (1 << 64) - 1, "must be an integer from 0 to 2^64 - 1", optional=True),
-        "Philox key; one that the server picks is below 2^53 and is returned", 7,
-        refused={"sharded": "belongs to dropout"},
+        "Philox key; without it, the server draws one below 2^53 and returns it", 7,
+        refused={"sharded": "is for dropout"},
     )  # fmt: skip
     precision: str = _row(
         "ieee", OneOf(("ieee", "tf32")), "float32 matrix products: ieee or tf32",
         "tf32", feature=Feature("tf32", "tf32"),
     )  # fmt: skip
     return_lse: bool = _row(
-        False, Flag(), "also answer lse, the natural log of the softmax's denominator",
+        False, Flag(), "also return lse, the natural logarithm of the softmax's denominator",
         True, feature=Feature("lse", "lse"), direction="forward",
-        refused={"cli": "flashpoint verify always judges lse"},
+        refused={"cli": "flashpoint verify always checks lse"},
     )  # fmt: skip
     grads: tuple[str, ...] = _row(
-        GRADS[:3], Names(GRADS), "which gradients to answer", ("dk",), direction="backward",
-        refused={"torch": "autograd asks for what is needed", "jax": "autodiff asks for what is needed"},
+        GRADS[:3], Names(GRADS), "the gradients to return", ("dk",), direction="backward",
+        refused={"torch": "autograd requests what it needs", "jax": "autodiff requests what it needs"},
     )  # fmt: skip
     deterministic: bool = _row(True, Flag(), "gradients bitwise equal from run to run", False)
     backend: str = _row(
-        "auto", OneOf(("auto", *BACKENDS)), "a backend asked for by name is never substituted", "reference"
+        "auto", OneOf(("auto", *BACKENDS)), "backend to use; one chosen by name is never replaced", "reference"
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -247,7 +247,7 @@ class Options:
         return self._hash
 
     @cached_property
-    def _hash(self) -> int:  # they are looked up with each request, and hashing every field takes a while
+    def _hash(self) -> int:  # cached: each request looks up its options, and hashing every field is slow
         return hash(tuple(getattr(self, name) for name in OPTIONS))
 
 

@@ -1,7 +1,7 @@
-"""Forwards that a service saves for their gradients: options beside `options.Options`, and the checks of both calls.
+"""Forwards that a server saves for their gradients: options beside `options.Options`, and checks of both calls.
 
-A forward with `save` leaves its inputs, options, seed, o and lse at the service, and its answer has an id. A gradient
-call with that id, `saved`, brings do, and dlse where there is one; all else is the forward's.
+A forward with `save` stores its inputs, options, seed, o and lse on the server, and returns an id. A gradient call with
+this id, `saved`, sends do, and dlse if needed; everything else is that of the forward.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from flashpoint_contract.options import OPTIONS, Direction, Options, ProblemErro
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import TENSORS, TensorInfo
 
-SAVED_BYTES = 1024  # that a saved forward counts for beside its tensors
-ID_LENGTH = 2048  # characters, at most
+SAVED_BYTES = 1024  # what a saved forward counts for in addition to its tensors
+ID_LENGTH = 2048  # maximum characters
 
 SAVED_OPTIONS: dict[str, CacheOption] = {
     row.name: row
     for row in (
-        CacheOption("save", False, "keep this forward at the server, whose answer then has its id, `saved`"),
-        CacheOption("saved", None, "id of a saved forward, whose gradients are asked with do and dlse alone"),
+        CacheOption("save", False, "save this forward on the server; the answer contains its id, `saved`"),
+        CacheOption("saved", None, "id of a saved forward; its gradients need only do and dlse"),
     )
 }
 CALLS: dict[str, Direction] = {"save": "forward", "saved": "backward"}
-TAKEN_BESIDE = (("do", "dlse"), ("grads", "deterministic", "backend"))  # tensors and options that come with `saved`
-_WHERE = "is for {path}, in JSON or safetensors, and for the SDK's {call}"
+TAKEN_BESIDE = (("do", "dlse"), ("grads", "deterministic", "backend"))  # tensors and options allowed with `saved`
+_WHERE = "is only for {path}, in JSON or safetensors, and for the SDK's {call}"
 _ELSEWHERE = {
     "save": _WHERE.format(path="POST /attention", call="attention"),
     "saved": _WHERE.format(path="POST /attention/grad", call="attention_grad"),
@@ -35,7 +35,7 @@ _ELSEWHERE = {
 
 
 def refused(options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (option, reason) for each that a call which neither saves nor uses what is saved does not take."""
+    """Return (option, reason) for each option about saving, for a call that does not support it."""
     found = []
     for name in SAVED_OPTIONS.keys() & options.keys():
         if name == "save" and not isinstance(options[name], bool):
@@ -51,34 +51,34 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan_saved(tensors: Mapping[str, TensorInfo], options: Options) -> Spec:
-    """Check a forward that is saved, and return its problem, which answers lse. Raises ProblemError."""
+    """Check a forward to be saved, and return its problem, which returns lse. Raises ProblemError."""
     if alone := [name for name in tensors if name in TENSORS and TENSORS[name].forward_only]:
-        raise ProblemError((name, "has no gradient: leave `save` out") for name in alone)
+        raise ProblemError((name, "has no gradient: omit `save`") for name in alone)
     return plan(tensors, replace(options, return_lse=True), "forward")
 
 
 def saved_tensors(forward: Spec) -> dict[str, TensorInfo]:
-    """Return the tensors that are kept: the inputs, o and lse."""
+    """Return the saved tensors: the inputs, o and lse."""
     return {**forward.tensors, **forward.outputs}
 
 
 def saved_bytes(forward: Spec) -> int:
-    """Return what a saved forward counts for."""
+    """Return the bytes for which a saved forward counts."""
     return SAVED_BYTES + sum(info.nbytes for info in saved_tensors(forward).values())
 
 
 def refused_beside(tensors: Iterable[str], options: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (field, reason) for each tensor and option that a gradient call does not take beside `saved`."""
+    """Return (field, reason) for each tensor and option that a gradient call with `saved` must not send."""
     taken: Sequence[str] = (*TAKEN_BESIDE[0], *TAKEN_BESIDE[1])
-    reason = f"is the saved forward's: beside `saved` the call takes {', '.join(taken)}"
+    reason = f"is part of the saved forward: with `saved`, send only {', '.join(taken)}"
     known = {"saved", *taken}
     return [(name, reason) for name in (*tensors, *options) if name not in known]
 
 
 def plan_recalled(forward: Spec, tensors: Mapping[str, TensorInfo], chosen: Mapping[str, Any]) -> Spec:
-    """Check a gradient call over a saved forward, and return its problem. Raises ProblemError.
+    """Check a gradient call for a saved forward, and return its problem. Raises ProblemError.
 
-    `tensors` are do and dlse, `chosen` the options that the call brings.
+    `tensors` are do and dlse; `chosen` are the options of the call.
     """
     defaults = {"return_lse": OPTIONS["return_lse"].default}
     options = replace(forward.options, **{**defaults, **chosen})

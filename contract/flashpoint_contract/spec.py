@@ -1,4 +1,4 @@
-"""A checked problem: options, shapes and dtypes validated and priced before any tensor is touched.
+"""A checked problem: options, shapes and dtypes are validated and priced before any tensor is read.
 
 A process that reads only the head of a message validates and prices the whole problem here. Notation: see `tensors`.
 """
@@ -37,15 +37,16 @@ from flashpoint_contract.tensors import (
 
 
 class Row(NamedTuple):
-    """One sequence of a request: where its rows lie in the canonical (N, H, S, D) views, and how many are valid.
+    """One sequence of a request: the position of its rows in the canonical (N, H, S, D) views, and its valid lengths.
 
-    `batch` indexes N (0 in `thd`), `index` is the sequence's number within its request (what dropout counts by).
-    Query row i of the sequence is canonical row `q_start + i`; rows `q_len` to `q_rows` are padding, likewise for keys.
-    Where k and v are pages, `kv_start` is 0 and there is no padding (`kv_rows` is `kv_len`): key j of the sequence is
-    key j mod page_size of page `block_table[index, j div page_size]`.
+    `batch` indexes N (0 in `thd`); `index` is the sequence's number in its request, which dropout uses. Query row i of
+    the sequence is canonical row `q_start + i`. Rows from `q_len` to `q_rows` are padding; likewise for keys.
+
+    If k and v are pages, `kv_start` is 0 and there is no padding (`kv_rows` is `kv_len`): key j of the sequence is key
+    j mod page_size of page `block_table[index, j div page_size]`.
     """
 
-    index: int  # type: ignore[assignment]  # a name the field has; tuple's own `index` is never wanted
+    index: int  # type: ignore[assignment]  # the field's usual name; tuple's `index` method is not needed
     batch: int
     q_start: int
     q_len: int
@@ -57,9 +58,9 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """One valid problem: its options, sizes and what it asks of a backend. Made by `plan`.
+    """One valid problem: its options and sizes, and what it needs of a backend. Made by `plan`.
 
-    Where k and v are pages: `pool` pages of `page_size` keys, `kv_len` the most keys that a sequence's pages hold.
+    If k and v are pages: `pool` pages of `page_size` keys; `kv_len` is the maximum number of keys of a sequence.
     """
 
     direction: Direction
@@ -83,16 +84,16 @@ class Spec:
 
     @property
     def paged(self) -> bool:
-        """Whether k and v are pages, which `block_table` names."""
+        """Whether k and v are pages, to which `block_table` refers."""
         return "block_table" in self.tensors
 
     @property
     def quantized(self) -> bool:
-        """Whether k and v are 8-bit numbers, which `k_scale` and `v_scale` multiply."""
+        """Whether k and v are 8-bit numbers with the factors `k_scale` and `v_scale`."""
         return "k_scale" in self.tensors
 
     def per_row(self, scale: str) -> bool:
-        """Whether `k_scale` or `v_scale` has a number for each row, not for each key/value head or for all."""
+        """Return whether `k_scale` or `v_scale` has a number for each row, not one for each head or for all."""
         return self.tensors[scale].shape == self.shape_of(scale)
 
     @property
@@ -102,12 +103,14 @@ class Spec:
 
     @cached_property
     def window(self) -> tuple[int, int]:
-        """(left, right) bounds of j − (i + offset), causality included: a causal problem is one whose right is <= 0."""
+        """(left, right) bounds of j − (i + offset), including causality: a problem is causal if its right bound is <=
+        0.
+        """
         left, right = (UNBOUNDED if w < 0 else w for w in self.options.window)
         return left, min(right, 0) if self.options.causal else right
 
     def offset(self, q_len: int, kv_len: int) -> int:
-        """The diagonal's offset: query i stands at key i + offset."""
+        """Return the offset of the diagonal: query i is at key i + offset."""
         return kv_len - q_len if self.options.causal_alignment == "bottom_right" else 0
 
     def has(self, name: str) -> bool:
@@ -115,7 +118,7 @@ class Spec:
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """The features that the problem needs of a backend: names of `tensors.FEATURES`."""
+        """The features that the problem needs of a backend: keys of `tensors.FEATURES`."""
         used = {self.dtype}
         for name, option in OPTIONS.items():
             if option.feature is not None and option.asks(getattr(self.options, name)):
@@ -136,18 +139,19 @@ class Spec:
 
     @cached_property
     def level(self) -> int:
-        """Which of three variants of a kernel the problem needs: the highest level of its features.
+        """The kernel variant that the problem needs: the highest level of its features.
 
-        0: causal or not, any lengths and heads, a positive scale (which the largest score then survives); 1: also
-        window, any scale, and what touches a score or a row by a number; 2: every option. Three, so that few variants
-        are compiled, and options that are cheap to switch at run time cost no variant of their own.
+        0: causal or not, any lengths and heads, and a positive scale (the largest score stays the largest after
+        scaling). 1: also window, any scale, and features that apply one number to a score or a row. 2: all options.
+        There are only three, so that few variants are compiled; options that are cheap to switch at run time do not
+        get their own variant.
         """
         least = 1 if self.scale < LEAST_NORMAL_FLOAT32 else 0
         return max(least, *(FEATURES[name][1].level for name in self.features))
 
     @cached_property
     def outputs(self) -> dict[str, TensorInfo]:
-        """Name, dtype and shape of every answer tensor, in the layout and rank of the inputs."""
+        """The name, dtype and shape of every answer tensor, in the layout and rank of the inputs."""
         if self.direction == "backward":
             return {name: info for name in self.options.grads if (info := self.tensors.get(name[1:])) is not None}
         o = TensorInfo(self.dtype, self.shape_of("o"))
@@ -155,7 +159,7 @@ class Spec:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis, by its name in `tensors`."""
+        """The size of each axis, by the axis' name in `tensors`."""
         names = ("B", "B+1", "Hq", "Hk", "Sq", "Sk", "D", "Dv")
         heads, lengths = (self.q_heads, self.kv_heads), (self.q_len, self.kv_len)
         sizes = (self.batch, self.batch + 1, *heads, *lengths, self.head_dim, self.value_dim)
@@ -166,7 +170,7 @@ class Spec:
         return found
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the largest shape that a tensor of that name may have in this problem."""
+        """Return the largest shape that a tensor of this name may have in this problem."""
         return TENSORS[name].shape(self.sizes, self.options.layout, self.rank)
 
     @cached_property
@@ -175,29 +179,29 @@ class Spec:
 
     @cached_property
     def forward(self) -> Spec:
-        """For a gradient problem: the forward that returns its `o` and `lse`."""
+        """For a gradient problem, the forward that returns its `o` and `lse`."""
         infos = {name: info for name, info in self.tensors.items() if name in FORWARD_TENSORS}
         return plan(infos, replace(self.options, return_lse=True), "forward")
 
     @property
     def has_forward(self) -> bool:
-        """Whether a gradient request brought `o` and `lse`, so that the forward need not run again."""
+        """Whether a gradient request contains `o` and `lse`, so that the forward need not run again."""
         return "lse" in self.tensors
 
     @property
     def causal_square(self) -> bool:
-        """Whether half of all (query, key) pairs are seen at most.
+        """Whether at most half of all (query, key) pairs are visible.
 
-        Not where queries are packed and keys are pages: each query may see all keys that a sequence may have.
+        False for packed queries with pages of keys: each query may see all keys that a sequence may have.
         """
         return self.options.causal and self.q_len == self.kv_len and not (self.ragged and self.paged)
 
     @cached_property
     def flops(self) -> int:
-        """Floating-point operations of the matrix products, an upper bound where lengths are not known yet.
+        """The floating-point operations of the matrix products; an upper bound as long as lengths are unknown.
 
-        Forward 2·Hq·Sq·Sk·(D + Dv) per sequence (FlashAttention-2, §4.1); our two-pass backward recomputes S and dP
-        once more: 7 products instead of 2, so 3.5 times that; causal squares do half.
+        The forward needs 2·Hq·Sq·Sk·(D + Dv) per sequence (FlashAttention-2, §4.1). Our two-pass backward computes S
+        and dP twice: 7 products instead of 2, so 3.5 times as many. Causal squares need half.
         """
         pairs = self.q_len * self.kv_len * (1 if self.ragged else self.batch)
         forward = 2 * self.q_heads * pairs * (self.head_dim + self.value_dim)
@@ -217,25 +221,26 @@ class Spec:
 
     @cached_property
     def footprint(self) -> int:
-        """The least bytes that it needs: its inputs and answers, for no backend holds more than some tiles beside.
+        """The minimum bytes that the problem needs: inputs and answers. Backends need only a few tiles in addition.
 
-        A dimension of 0 counts as 1, so that an empty tensor cannot hide what the others would cost.
+        A dimension of 0 counts as 1, so that an empty tensor cannot hide the cost of the others.
         """
         tensors = [*self.tensors.values(), *self.outputs.values()]
         return sum(math.prod(max(n, 1) for n in t.shape) * ITEMSIZE[t.dtype] for t in tensors)
 
     def rows(self, index: Mapping[str, Sequence[int]]) -> tuple[Row, ...]:
-        """The table of sequences, from the values of the index tensors (`q_lengths`, `kv_lengths`, `cu_seqlens_*`).
+        """Return the table of sequences from the values of the index tensors (`q_lengths`, `kv_lengths`,
+        `cu_seqlens_*`).
 
-        Raises ProblemError when the values do not fit the shapes.
+        Raises ProblemError if the values do not fit the shapes.
         """
         errors = []
         for name, total in (("cu_seqlens_q", self.q_len), ("cu_seqlens_k", self.kv_len)):
             if name in index and not _covers(index[name], total):
-                errors.append((name, f"must start at 0, never fall, and end at {total}"))
+                errors.append((name, f"must start at 0, never decrease, and end at {total}"))
         for name, longest in (("q_lengths", self.q_len), ("kv_lengths", self.kv_len)):
             if name in index and any(not 0 <= n <= longest for n in index[name]):
-                errors.append((name, f"must lie between 0 and {longest}"))
+                errors.append((name, f"must be between 0 and {longest}"))
         if errors:
             raise ProblemError(errors)
         zero, q_rows, kv_rows = (itertools.repeat(n) for n in (0, self.q_len, self.kv_len))
@@ -256,25 +261,25 @@ def _covers(starts: Sequence[int], total: int) -> bool:
 
 
 def _between(starts: Sequence[int]) -> tuple[Iterable[int], Iterable[int], Iterable[int]]:
-    """Return first row, valid rows and rows of packed sequences, which have no padding."""
+    """Return first row, valid rows and number of rows of packed sequences, which have no padding."""
     lengths = [b - a for a, b in itertools.pairwise(starts)]
     return starts, lengths, lengths
 
 
 def _rows(count: int, *columns: Iterable[int]) -> tuple[Row, ...]:
-    """Make rows from their columns after `index`: quickly, for there may be 65,536."""
+    """Make rows from the columns after `index`. This is fast, because there may be 65,536 rows."""
     return tuple(map(Row._make, zip(range(count), *columns, strict=False)))
 
 
 def plan(tensors: Mapping[str, TensorInfo], options: Options, direction: Direction) -> Spec:
-    """Check names, dtypes and shapes against the contract and say what is asked. Raises ProblemError.
+    """Check names, dtypes and shapes, and return the problem. Raises ProblemError.
 
-    `Spec.rows` checks the values of tensors (lengths, cu_seqlens) once they are there.
+    `Spec.rows` later checks the values of index tensors (lengths, cu_seqlens).
     """
     return _plan(tuple(tensors.items()), options, direction)
 
 
-@lru_cache(1024)  # a model asks for the same few problems again and again
+@lru_cache(1024)  # a model repeats a few problems
 def _plan(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction: Direction) -> Spec:
     tensors = dict(named)
     known = TAKEN[direction]
@@ -291,14 +296,14 @@ def _plan(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction
 
 
 def _why_not(name: str, known: Sequence[str], hint: str) -> str:
-    """Say why a call that takes the `known` tensors does not take another."""
+    """Return why a call does not accept a tensor; `known` are those that it accepts."""
     if name in TENSORS and TENSORS[name].forward_only:
-        return "is for the forward alone: pages and 8-bit keys have no gradient"
+        return "is only for the forward: pages and 8-bit keys have no gradient"
     return f"unknown tensor{hint or '; known are ' + ', '.join(known)}"
 
 
 def needed(layout: str, direction: Direction, paged: bool = False) -> list[str]:
-    """Return the tensors that a call cannot do without."""
+    """Return the required tensors of a call."""
     names = [name for name in TAKEN[direction] if TENSORS[name].required or TENSORS[name].layouts == (layout,)]
     return [*(name for name in names if name != "cu_seqlens_k"), "kv_lengths"] if paged else names
 
@@ -310,7 +315,7 @@ def _check_dtypes(tensors: Mapping[str, TensorInfo], direction: Direction) -> No
         row = TENSORS[name]
         if row.like_q and name != "q":
             if info.dtype != dtype and not (forward and info.dtype in row.quantized):
-                errors.append((name, f"dtype {info.dtype} is not q's {dtype}"))
+                errors.append((name, f"dtype {info.dtype} must be q's, {dtype}"))
         elif info.dtype not in row.dtypes:
             errors.append((name, f"dtype {info.dtype} must be {_or(row)}"))
         if any(n < 0 for n in info.shape):
@@ -320,20 +325,20 @@ def _check_dtypes(tensors: Mapping[str, TensorInfo], direction: Direction) -> No
 
 
 def _check_scales(tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, str]]:
-    """Say where 8-bit k and v, which are of one dtype, and their scales do not come together."""
+    """Yield errors if 8-bit k and v have different dtypes, or if scales are missing or not needed."""
     k, v = tensors["k"].dtype, tensors["v"].dtype
     if v != k and not {k, v}.isdisjoint(EIGHT_BIT):
-        yield "v", f"dtype {v} is not k's {k}"
+        yield "v", f"dtype {v} must be k's, {k}"
     for name in SCALES:
         of, dtype = TENSORS[name].scale_of, tensors[TENSORS[name].scale_of].dtype
         if dtype in EIGHT_BIT and name not in tensors:
-            yield name, f"missing: {of} is {dtype}, which stands for value times scale"
+            yield name, f"missing: {of} is {dtype} and needs a scale"
         elif dtype not in EIGHT_BIT and name in tensors:
-            yield name, f"is taken where {of} is {' or '.join(EIGHT_BIT)}, not {dtype}"
+            yield name, f"is only for {of} in {' or '.join(EIGHT_BIT)}, not in {dtype}"
 
 
 def _or(row: Tensor) -> str:
-    """Name the dtypes of a row as an error does."""
+    """Return the dtypes of a row for an error message."""
     *others, last = row.dtypes
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -342,16 +347,16 @@ def _sizes(tensors: Mapping[str, TensorInfo], options: Options, direction: Direc
     ragged, paged = options.layout == "thd", "block_table" in tensors
     rank = len(tensors["q"].shape)
     if ragged and rank != 3:
-        raise ProblemError([("q", f"layout thd takes (T,H,D), not {rank} dimensions")])
+        raise ProblemError([("q", f"must be (T,H,D) in layout thd, not {rank} dimensions")])
     if rank not in (2, 3, 4):
-        raise ProblemError([("q", f"takes 2, 3 or 4 dimensions, not {rank}")])
+        raise ProblemError([("q", f"must have 2, 3 or 4 dimensions, not {rank}")])
     due = 4 if ragged and paged else rank
     if bad := [name for name in ("k", "v") if len(tensors[name].shape) != due]:
-        where = "pages in layout thd have 4" if due != rank else f"q has {rank}"
-        raise ProblemError((name, f"has {len(tensors[name].shape)} dimensions where {where}") for name in bad)
+        where = "pages in layout thd need 4" if due != rank else f"q has {rank}"
+        raise ProblemError((name, f"has {len(tensors[name].shape)} dimensions, but {where}") for name in bad)
 
     def split(name: str) -> tuple[int, int, int, int]:
-        """(batch, heads, length, dim) of q, k or v."""
+        """Return (batch, heads, length, dim) of q, k or v."""
         shape = tensors[name].shape
         if len(shape) == 4:
             b, x, y, d = shape
@@ -364,13 +369,13 @@ def _sizes(tensors: Mapping[str, TensorInfo], options: Options, direction: Direc
     vb, v_heads, v_len, value_dim = split("v")
     errors = []
     if paged and (vb, v_heads, v_len) != (kb, kv_heads, kv_len):
-        errors.append(("v", f"pages, heads and page size {(vb, v_heads, v_len)} are not k's {(kb, kv_heads, kv_len)}"))
+        errors.append(("v", f"pages, heads and page size {(vb, v_heads, v_len)} must be k's, {(kb, kv_heads, kv_len)}"))
     elif not paged and (kb != batch or vb != batch):
-        errors.append(("k" if kb != batch else "v", f"batch {kb if kb != batch else vb} is not q's {batch}"))
+        errors.append(("k" if kb != batch else "v", f"batch {kb if kb != batch else vb} must be q's, {batch}"))
     elif v_heads != kv_heads or v_len != kv_len:
-        errors.append(("v", f"heads and length {(v_heads, v_len)} are not k's {(kv_heads, kv_len)}"))
+        errors.append(("v", f"heads and length {(v_heads, v_len)} must be k's, {(kv_heads, kv_len)}"))
     if kd != head_dim:
-        errors.append(("k", f"head dimension {kd} is not q's {head_dim}"))
+        errors.append(("k", f"head dimension {kd} must be q's, {head_dim}"))
     if q_heads == 0 or kv_heads == 0 or q_heads % kv_heads:
         errors.append(("q", f"its {q_heads} heads must be a positive multiple of k's {kv_heads}"))
     if head_dim < 1 or value_dim < 1:
@@ -379,7 +384,7 @@ def _sizes(tensors: Mapping[str, TensorInfo], options: Options, direction: Direc
         ends = "cu_seqlens_q" if paged else "cu_seqlens_k"
         shapes = [tensors["cu_seqlens_q"].shape, tensors[ends].shape]
         if len(shapes[0]) != 1 or shapes[0][0] < 1 or shapes[0] != shapes[1]:
-            errors.append((ends, f"both cu_seqlens must have one shape (n+1,), not {shapes}"))
+            errors.append((ends, f"both cu_seqlens must have the same shape (n+1,), not {shapes}"))
         else:
             batch = shapes[0][0] - 1
     of_pages = {}
@@ -403,13 +408,13 @@ def _check_shapes(spec: Spec) -> Iterable[tuple[str, str]]:
     layout = spec.options.layout
     for name, info in spec.tensors.items():
         row = TENSORS[name]
-        if row.has_columns and row.direction == "forward":  # q, k and v, which the sizes come from
+        if row.has_columns and row.direction == "forward":  # the sizes come from q, k and v
             continue
         full = spec.shape_of(name)
         if spec.paged and name == "cu_seqlens_k":
-            yield name, "is not taken beside block_table: kv_lengths has the lengths"
+            yield name, "cannot be combined with block_table: send kv_lengths instead"
         elif layout not in row.layouts and not (spec.paged and name == "kv_lengths"):
-            yield name, f"is not taken in layout {layout}, but in {' and '.join(row.layouts)}"
+            yield name, f"is only for layout {' and '.join(row.layouts)}, not {layout}"
         elif row.broadcast:
             padded = (1,) * (len(full) - len(info.shape)) + info.shape
             least = row.least_shape(spec.sizes, layout, spec.rank)
@@ -420,7 +425,7 @@ def _check_shapes(spec: Spec) -> Iterable[tuple[str, str]]:
 
 
 def _of_blocks(spec: Spec, row: Tensor) -> str:
-    """Say which blocks are meant, of a tensor that has some."""
+    """Return the block sizes for an error about a tensor of blocks; "" for others."""
     return f", of blocks of {' x '.join(map(str, spec.options.block_size))}" if "q_blocks" in row.axes else ""
 
 
@@ -435,10 +440,10 @@ def _check_options(spec: Spec) -> Iterable[tuple[str, str]]:
     o, t = spec.options, spec.tensors
     if ("o" in t) != ("lse" in t):
         missing = "lse" if "o" in t else "o"
-        yield missing, "o and lse come together: with both, the forward is not run again"
+        yield missing, "send o and lse together: with both, the forward is not run again"
     if spec.direction == "backward":
         if o.dropout_p and o.dropout_seed is None:
-            yield "dropout_seed", "a gradient with dropout needs the forward's seed"
+            yield "dropout_seed", "is required: a gradient with dropout needs the forward's seed"
         for name in o.grads:
             row = TENSORS[name[1:]]
             if row.name not in t or t[row.name].dtype == "bool":

@@ -1,4 +1,4 @@
-"""JSON as the standard has it: no duplicate keys, no NaN literals, no text that could not be written back."""
+"""Strict JSON: no duplicate keys, no NaN literals, and no text that cannot be encoded again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key occurs twice in one object")
+        raise ValueError("a key appears twice in one object")
     return found
 
 
@@ -18,15 +18,16 @@ def _constant(name: str) -> Any:
 
 
 def loads(text: bytes | str, *, words: bool = False) -> Any:
-    """The value of `text`. Raises ValueError for anything that is not strict, UTF-8 JSON, however deep or long.
+    """Return the value of `text`. Raises ValueError for everything that is not strict UTF-8 JSON, at any depth and
+    length.
 
-    With `words` the literals NaN, Infinity and -Infinity, which Python's own writers leave, are those words as strings.
+    `words` makes strings of the literals NaN, Infinity and -Infinity, which Python's json module writes.
     """
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_object, parse_constant=str if words else _constant)
-        # An escape may spell half a surrogate pair, which no encoder could send back, in an error's text say.
+        # An escape may contain half a surrogate pair, which no encoder can send back, for example in an error message.
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:

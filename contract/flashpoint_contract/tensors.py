@@ -1,13 +1,14 @@
-"""The table of tensors: one row each, with its axes, dtypes and meaning.
+"""The table of tensors: one row for each, with its axes, dtypes and meaning.
 
-B is the batch, Sq and Sk the query and key lengths, Hq and Hk the query and key/value heads, D and Dv the head
-dimensions of q and of v. In the ragged layout `thd` Sq and Sk are the packed totals Tq and Tk, and B counts sequences.
+B is the batch, Sq and Sk are the query and key lengths, Hq and Hk the query and key/value heads, D and Dv the head
+dimensions of q and of v. In the ragged layout `thd`, Sq and Sk are the packed totals Tq and Tk, and B is the number of
+sequences.
 
-With `block_table` k and v are a pool of pages: "pool" pages of "page_size" keys each, in place of B sequences of Sk. A
-sequence has at most "pages" of them, and Sk is pages·page_size, the most keys that it may have.
+With `block_table`, k and v are "pool" pages of "page_size" keys each, instead of B sequences of Sk. A sequence has at
+most "pages" of them, and Sk is pages·page_size, the maximum number of its keys.
 
-`block_mask` has a boolean for each block of Mq queries and Mk keys, the option `block_size`: "q_blocks" of them along
-Sq, and "k_blocks" along Sk.
+`block_mask` has a boolean for each block of Mq queries and Mk keys (option `block_size`): "q_blocks" of them along Sq,
+and "k_blocks" along Sk.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 EIGHT_BIT = ("float8_e4m3fn", "int8")  # of k and v, with scales
 INTS = ("int32", "int64")
 
-MAX_HEAD_DIM = 256  # of every backend but `reference`
+MAX_HEAD_DIM = 256  # of all backends except `reference`
 MAX_WIDE_HEAD_DIM = 576  # of the forward on `triton` and `tiled`
 
 
@@ -43,15 +44,19 @@ class TensorInfo(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A row of the table.
+    """One row of the table.
 
-    `axes` are the tensor's in layout `bhsd`, for q of four dimensions. `like_q`: it has q's dtype, one of `dtypes`, or
-    one of `quantized`. `direction`: "backward" where the gradient call alone takes it. `forward_only`: that call does
-    not take it. `gradient`: it has one, of its own shape and dtype. `scale_of`: it has the scale of that tensor, as one
-    number, as a number for each key/value head (and sequence), or as a number for each row: `axes` are the latter's.
-    `broadcast`: axes that may be 1, and missing where they lead. `shared`: its first axis may be missing, and the
-    tensor is then shared along it. `features`: what it asks of a backend, by dtype, or "" for any.
-    `refused`: as in `options.Option`.
+    - `axes`: the axes in layout `bhsd`, for q of four dimensions.
+    - `like_q`: the tensor has q's dtype, which is one of `dtypes`, or one of `quantized`.
+    - `direction`: "backward" for tensors of the gradient call only. `forward_only`: the gradient call does not accept
+      it.
+    - `gradient`: it has a gradient, of its own shape and dtype.
+    - `scale_of`: it is the scale of that tensor: one number, a number for each key/value head (and sequence), or a
+      number for each row. `axes` are those of the last form.
+    - `broadcast`: axes that may be 1, and that may be missing at the front.
+    - `shared`: the first axis may be missing; the tensor is then shared along it.
+    - `features`: the feature that it needs of a backend, by dtype; "" means any dtype.
+    - `refused`: as in `options.Option`.
     """
 
     name: str
@@ -73,38 +78,38 @@ class Tensor(NamedTuple):
 
     @property
     def is_index(self) -> bool:
-        """Whether it has lengths or offsets of sequences, whose values a problem's rows follow from."""
+        """Whether it contains lengths or offsets of sequences, whose values define the problem's rows."""
         return self.dtypes == INTS
 
     @property
     def has_columns(self) -> bool:
-        """Whether it has rows of D or Dv numbers."""
+        """Whether its rows have D or Dv numbers."""
         return self.axes[-1] in ("D", "Dv")
 
     @property
     def in_layout(self) -> bool:
-        """Whether the layout says how its axes lie."""
+        """Whether the order of its axes depends on the layout."""
         return self.has_columns or bool(self.scale_of)
 
     @property
     def per_head(self) -> bool:
-        """Whether it has one number per head, or per sequence and head."""
+        """Whether it has one number for each head, or for each sequence and head."""
         return self.axes[-1] == "Hq"
 
     @property
     def of_keys(self) -> bool:
-        """Whether its rows are keys, and its heads key/value heads."""
+        """Whether its rows are keys, and its heads are key/value heads."""
         return "Hk" in self.axes
 
     def head_axis(self, layout: str) -> int | None:
-        """Return which axis has the heads, counted from the end, or None."""
+        """Return the axis of the heads, counted from the end, or None."""
         if self.in_layout:
             return (-2 if layout == "bhsd" else -1) - self.has_columns
         found = [axis - len(self.axes) for axis, name in enumerate(self.axes) if name in ("Hq", "Hk")]
         return found[0] if found else None
 
     def axes_in(self, layout: str, rank: int, *, paged: bool = False) -> tuple[str, ...]:
-        """Return its axes beside q of `rank` dimensions, in order; with `paged`, keys are pages."""
+        """Return its axes in order, for q of `rank` dimensions; with `paged`, keys are in pages."""
         axes = list(self.axes)
         if not _LENGTHWISE.isdisjoint(axes):
             paged = self.of_keys and paged
@@ -121,22 +126,22 @@ class Tensor(NamedTuple):
         return tuple(axes)
 
     def shape(self, sizes: Mapping[str, int], layout: str, rank: int) -> tuple[int, ...]:
-        """Return the largest shape that it may have beside q of `rank` dimensions, from the sizes of axes.
+        """Return its largest shape for q of `rank` dimensions, from the sizes of the axes.
 
-        Among the sizes of a problem with pages is "page_size".
+        The sizes contain "page_size" if the problem has pages.
         """
         return tuple(sizes[axis] for axis in self.axes_in(layout, rank, paged="page_size" in sizes))
 
     def least_shape(self, sizes: Mapping[str, int], layout: str, rank: int) -> tuple[int, ...]:
-        """Return that shape with 1 for each axis that may be 1."""
+        """Return this shape with 1 for each axis that may be 1."""
         return self.shape({axis: 1 if axis in self.broadcast else n for axis, n in sizes.items()}, layout, rank)
 
     def feature(self, dtype: str) -> Feature | None:
-        """Return what it asks of a backend where it has that dtype."""
+        """Return the feature that it needs of a backend if it has this dtype."""
         return next((feature for of, feature in self.features if of in ("", dtype)), None)
 
 
-_LENGTHWISE = frozenset({"Sq", "Sk", "q_blocks", "k_blocks"})  # axes that follow the lengths of sequences
+_LENGTHWISE = frozenset({"Sq", "Sk", "q_blocks", "k_blocks"})  # axes that depend on the lengths of sequences
 _BY_AUTOGRAD = {"torch": "autograd passes it to the backward", "jax": "autodiff passes it to the backward"}
 _DENSE = ("bhsd", "bshd")
 _LENGTHS = (("", Feature("lengths", "q_lengths and kv_lengths")),)
@@ -145,10 +150,10 @@ _FLOAT_MASK = Feature("float_mask", "a float mask", level=2, per_score=True)
 _SERVER = ("json", "safetensors", "oip", "grpc")
 _CLIENTS = ("sdk", "async", "torch", "jax", "sharded", "cli")
 _SCALES_REFUSED = {
-    "json": "belongs to 8-bit k and v, and JSON has one dtype for q, k and v: send safetensors",
-    "jax": "belongs to the forward alone, and a call of JAX's is differentiable",
+    "json": "is for 8-bit k and v, but JSON has one dtype for q, k and v: send safetensors",
+    "jax": "is only for the forward, but calls in JAX are differentiable",
 }
-_OF_PAGES = "belongs to pages in memory of the caller's, and the kernel library alone (flashpoint_kernels) reads them"
+_OF_PAGES = "is for pages in the caller's memory, which only the kernel library (flashpoint_kernels) reads"
 
 _ROWS = (
     Tensor(
@@ -166,7 +171,7 @@ _ROWS = (
     ),
     Tensor(
         "attn_mask", ("B", "Hq", "Sq", "Sk"),
-        "booleans (true: attend) or numbers (added to the scaled scores), broadcastable to (B,Hq,Sq,Sk)",
+        "booleans (true: visible) or numbers (added to the scaled scores), broadcastable to (B,Hq,Sq,Sk)",
         dtypes=("bool", *FLOATS), gradient=True, broadcast=("B", "Hq", "Sq", "Sk"), layouts=_DENSE,
         features=(("bool", _BOOL_MASK), ("", _FLOAT_MASK)),
     ),
@@ -175,14 +180,14 @@ _ROWS = (
         "(B or 1,Hq or 1,ceil(Sq/Mq),ceil(Sk/Mk)) booleans: blocks of block_size that are false are skipped",
         dtypes=("bool",), broadcast=("B", "Hq"), layouts=_DENSE,
         features=(("", Feature("block_mask", "a block mask")),),
-        refused={"sharded": "has blocks of whole sequences, which a shard does not have"},
+        refused={"sharded": "needs whole sequences, which a shard does not have"},
     ),
     Tensor(
         "alibi_slopes", ("B", "Hq"), "(Hq,) or (B,Hq): slope·|i + offset - j| is subtracted from the score",
         shared=True, features=(("", Feature("alibi_slopes", level=2, per_score=True)),),
     ),
     Tensor(
-        "sinks", ("Hq",), "(Hq,): one more logit per head in the softmax's denominator",
+        "sinks", ("Hq",), "(Hq,): an additional logit for each head, only in the softmax's denominator",
         gradient=True, features=(("", Feature("sinks", level=1)),),
     ),
     Tensor(
@@ -200,17 +205,17 @@ _ROWS = (
     ),
     Tensor(
         "block_table", ("B", "pages"),
-        "(B,pages): the numbers of each sequence's pages; k and v are then pages of page_size keys in place of Sk",
+        "(B,pages): page numbers of each sequence; k and v are then pages of page_size keys",
         dtypes=("int32",), forward_only=True, features=(("", Feature("paged", "pages")),),
         refused=dict.fromkeys((*_SERVER, *_CLIENTS), _OF_PAGES),
     ),
     Tensor(
-        "k_scale", ("B", "Hk", "Sk"), "what an 8-bit k is multiplied by: (), (B or 1,Hk), or k's shape without D",
+        "k_scale", ("B", "Hk", "Sk"), "factor of an 8-bit k: (), (B or 1,Hk), or k's shape without D",
         forward_only=True, scale_of="k", features=(("", Feature("quantized", "8-bit keys and values")),),
         refused=_SCALES_REFUSED,
     ),
     Tensor(
-        "v_scale", ("B", "Hk", "Sk"), "what an 8-bit v is multiplied by: (), (B or 1,Hk), or v's shape without Dv",
+        "v_scale", ("B", "Hk", "Sk"), "factor of an 8-bit v: (), (B or 1,Hk), or v's shape without Dv",
         forward_only=True, scale_of="v", refused=_SCALES_REFUSED,
     ),
     Tensor(
@@ -241,7 +246,7 @@ def _gradient(name: str) -> Tensor:
 TENSORS: dict[str, Tensor] = {row.name: row for row in (*_ROWS, *map(_gradient, GRADS))}
 
 INPUT_TENSORS = tuple(row.name for row in _ROWS)
-FORWARD_TENSORS = tuple(row.name for row in _ROWS if row.direction == "forward")  # what each call takes
+FORWARD_TENSORS = tuple(row.name for row in _ROWS if row.direction == "forward")  # accepted by each call
 BACKWARD_TENSORS = tuple(row.name for row in _ROWS if not row.forward_only)
 TAKEN: dict[Direction, tuple[str, ...]] = {"forward": FORWARD_TENSORS, "backward": BACKWARD_TENSORS}
 SCALES = tuple(row.name for row in _ROWS if row.scale_of)
@@ -253,7 +258,7 @@ REQUIRED: dict[Direction, tuple[str, ...]] = {
 ANSWERS: dict[Direction, tuple[str, ...]] = {"forward": ("o", "lse"), "backward": GRADS}
 ALL_ANSWERS = tuple(name for names in ANSWERS.values() for name in names)
 
-# Optional inputs of a problem that is drawn from a seed; a mask is named by its kind.
+# Optional inputs for a problem that is drawn from a seed; a mask is named by its kind.
 EXTRAS = tuple(
     name
     for row in _ROWS
@@ -263,7 +268,7 @@ EXTRAS = tuple(
 
 
 def _features() -> dict[str, tuple[str, Feature]]:
-    """Return each feature by its name, and the field that asks for it."""
+    """Return each feature by name, with the field that needs it."""
     found: dict[str, tuple[str, Feature]] = {}
     for option in OPTIONS.values():
         if option.feature is not None:
@@ -287,6 +292,6 @@ EVERY_FEATURE = frozenset(FEATURES)
 
 
 def refusals(surface: str, names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (tensor, reason) for each of the tensors that a surface refuses. Names that are not known are left out."""
+    """Return (tensor, reason) for each tensor that a surface refuses. Unknown names are ignored."""
     rows = [TENSORS[name] for name in names if name in TENSORS]
     return [(row.name, row.refused[surface]) for row in rows if surface in row.refused]

@@ -1,7 +1,8 @@
 """The head of a safetensors message: a strict parser, a builder, and options as metadata.
 
 A message is an 8-byte little-endian length, that many bytes of JSON, and the tensors' bytes, row-major, in the order of
-their offsets without holes. The head alone says everything but the numbers, so a server can refuse before they arrive.
+their offsets and without gaps. The head contains everything except the numbers, so a server can refuse a message before
+they arrive.
 
     {"__metadata__": {"causal": "true"}, "q": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 """
@@ -23,7 +24,7 @@ TENSOR_LIMIT = 64  # tensors of one message; the contract names 18
 RANK_LIMIT = 16
 _SIZE_LIMIT = (1 << 63) - 1  # a size that any array library can hold
 
-# safetensors' name: ours, bytes of an element. Types that are not served are known, so that they are refused by name.
+# safetensors' name: our name, bytes of an element. Unsupported types are listed, so that errors can name them.
 _DTYPES = {
     "BOOL": ("bool", 1),
     "U8": ("uint8", 1),
@@ -46,7 +47,7 @@ ITEMSIZE = dict(_DTYPES.values())
 
 
 class WireError(ValueError):
-    """The bytes are not a message: they cannot be parsed, whatever they were meant to say."""
+    """The bytes are not a message: they cannot be parsed."""
 
 
 class TensorSpec(NamedTuple):
@@ -61,7 +62,7 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """A parsed head. `tensors` are in file order; `size` counts the head with its length, `data_size` what follows."""
+    """A parsed head. `tensors` are in file order; `size` includes the length field; `data_size` is that of the data."""
 
     tensors: tuple[TensorSpec, ...]
     metadata: dict[str, str]
@@ -70,7 +71,7 @@ class Head:
 
 
 def head_size(first8: bytes | memoryview) -> int:
-    """Bytes of the whole head, from a message's first 8. Raises WireError when it is over `HEAD_LIMIT`."""
+    """Return the size of the whole head from a message's first 8 bytes. Raises WireError if it exceeds `HEAD_LIMIT`."""
     if len(first8) != 8:
         raise WireError(f"a message starts with 8 bytes of length, not {len(first8)}")
     size = 8 + int.from_bytes(first8, "little")
@@ -81,10 +82,10 @@ def head_size(first8: bytes | memoryview) -> int:
 
 
 def parse_head(head: bytes | memoryview) -> Head:
-    """The head of a message from its bytes, length included. Raises WireError for anything that is not exactly one."""
+    """Parse a head, including its length field. Raises WireError for everything that is not exactly one head."""
     size = head_size(head[:8])
     if len(head) != size:
-        raise WireError(f"the head has {len(head)} bytes where its length says {size}")
+        raise WireError(f"the head has {len(head)} bytes, but its length says {size}")
     text = bytes(head[8:])
     if not text.startswith(b"{"):
         raise WireError("the head must be a JSON object")
@@ -103,7 +104,7 @@ def parse_head(head: bytes | memoryview) -> Head:
     end = 0
     for tensor in tensors:
         if tensor.start != end:
-            what = "overlaps the tensor before it" if tensor.start < end else "leaves a hole before it"
+            what = "overlaps the tensor before it" if tensor.start < end else "leaves a gap before it"
             raise WireError(f"{tensor.name!r} {what}: it starts at {tensor.start}, not {end}")
         end = tensor.stop
     return Head(tuple(tensors), metadata, size, end)
@@ -126,30 +127,30 @@ def _tensor(name: str, entry: Any) -> TensorSpec:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise WireError(f"{name!r} has data_offsets that are not two sizes")
     dtype, itemsize = _DTYPES[code]
-    # A 0 among the sizes must not hide a product that array libraries cannot hold.
+    # Sizes of 0 do not count here: the product of the others must still fit array libraries.
     if math.prod(max(n, 1) for n in shape) * itemsize > _SIZE_LIMIT:
         raise WireError(f"{name!r} has a shape that overflows")
     start, stop = offsets
     if stop - start != math.prod(shape) * itemsize:
         raise WireError(
-            f"{name!r} has {stop - start} bytes where {dtype} of its shape has {math.prod(shape) * itemsize}"
+            f"{name!r} has {stop - start} bytes, but {dtype} of its shape needs {math.prod(shape) * itemsize}"
         )
     return TensorSpec(name, dtype, tuple(shape), start, stop)
 
 
 def build_head(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """The head, length included, of a message of `tensors` (name, canonical dtype, shape) in that order.
+    """Return the head, including its length field, for `tensors` (name, canonical dtype, shape) in this order.
 
-    Padded with spaces, so that the data starts at a multiple of 8. Raises ValueError for a dtype that safetensors
-    lacks, a name given twice, or a head over `HEAD_LIMIT`.
+    It is padded with spaces, so that the data starts at a multiple of 8. Raises ValueError for a dtype that safetensors
+    does not have, a repeated name, or a head over `HEAD_LIMIT`.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for name, dtype, shape in tensors:
         if name in entries or name == "__metadata__":
-            raise ValueError(f"the name {name!r} is taken")
+            raise ValueError(f"the name {name!r} is already used")
         if dtype not in _CODES:
-            raise ValueError(f"{name!r} has dtype {dtype}, which safetensors lacks")
+            raise ValueError(f"{name!r} has dtype {dtype}, which safetensors does not have")
         stop = start + math.prod(shape) * ITEMSIZE[dtype]
         entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         start = stop
@@ -161,7 +162,7 @@ def build_head(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapp
 
 
 def encode_options(options: Mapping[str, Any]) -> dict[str, str]:
-    """Options as metadata, each value in JSON. A string stays as it is unless it would be read as something else."""
+    """Return options as metadata, each value in JSON. A string stays unchanged unless it would be parsed as JSON."""
     return {name: _encode(value) for name, value in options.items()}
 
 
@@ -172,9 +173,9 @@ def _encode(value: Any) -> str:
 
 
 def decode_options(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The options that metadata carries: each value read as strict JSON, and as a plain string where it is not.
+    """Return the options in metadata: each value parsed as strict JSON, or else unchanged as a string.
 
-    `format`, which other writers of safetensors put there, is ignored.
+    `format`, which other programs write into safetensors files, is ignored.
     """
     return {name: _decode(value) for name, value in metadata.items() if name != "format"}
 

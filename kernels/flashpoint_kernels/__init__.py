@@ -1,6 +1,6 @@
-"""Exact attention and its gradients, forward and backward, on every backend: see `attention`.
+"""Exact attention and its gradients on every backend: see `attention`.
 
-Names are imported when they are first used, so that `flashpoint_kernels.support` costs no import of torch.
+Names are imported at their first use, so that `flashpoint_kernels.support` does not import torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Block masks: a boolean for each block of a mask, made of that or of a function that says which keys a query sees."""
+"""Make block masks: a boolean for each block of a mask. The mask is a tensor, or a function of the positions."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ def create_block_mask(
 ) -> Tensor:
     """Return the block mask of a mask: a block is true where the mask is true for any query and key in it.
 
-    `attention` skips the other blocks. Inside a block that is true it sees all, so what the mask says there has to be
-    said by something else, too: `causal`, `window`, or `attn_mask`.
+    `attention` skips the other blocks. Inside a block that is true, all pairs are visible. If the mask hides some of
+    them, pass them to `attention` as well: with `causal`, `window` or `attn_mask`.
 
     Args:
-        mask: a function of (b, h, i, j), which says whether query i of head h of sequence b sees key j, as
-            FlexAttention's `mask_mod`. It gets integer tensors that broadcast to (batch, heads, queries, keys), and
-            returns booleans that do: `lambda b, h, i, j: i - j < 256`, `lambda b, h, i, j: document[i] == document[j]`.
-            Or a dense mask, booleans of (…, Sq, Sk).
-        batch, heads: of a function; None or 1 where it is the same for all.
-        q_len, kv_len: of a function, Sq and Sk.
-        device: of a function's block mask, and of the tensors that it gets.
-        block_size: (Mq, Mk), or one number for both, a multiple of 16: as `attention` is given it.
+        mask: a function of (b, h, i, j) that returns whether query i of head h of sequence b sees key j, like
+            FlexAttention's `mask_mod`. Its arguments are integer tensors that broadcast to (batch, heads, queries,
+            keys); it returns such booleans: `lambda b, h, i, j: i - j < 256`,
+            `lambda b, h, i, j: document[i] == document[j]`. Or a dense mask, booleans of (…, Sq, Sk).
+        batch, heads: only with a function; None or 1 if it is the same for all.
+        q_len, kv_len: only with a function: Sq and Sk.
+        device: only with a function: the device of its arguments and of the block mask.
+        block_size: (Mq, Mk), or one number for both, a multiple of 16: the same as for `attention`.
 
     Returns:
-        Booleans (batch or 1, heads or 1, ceil(Sq/Mq), ceil(Sk/Mk)); of a dense mask with the axes that it has before
-        the last two. A function is asked of a row of blocks at a time, so that no whole mask is in memory.
+        Booleans (batch or 1, heads or 1, ceil(Sq/Mq), ceil(Sk/Mk)); for a dense mask, the axes before the last two
+        stay. A function is called for one row of blocks at a time, so the whole mask is never in memory.
 
     Raises:
-        ProblemError: a ValueError that names the argument.
+        ProblemError: a ValueError that names the wrong argument.
     """
     rows, columns = _size(block_size)
     if isinstance(mask, Tensor):
         return _of_dense(mask, rows, columns)
     sizes = {"batch": batch or 1, "heads": heads or 1, "q_len": q_len, "kv_len": kv_len}
     if wrong := [name for name, n in sizes.items() if not isinstance(n, int) or n < 0]:
-        raise ProblemError((name, "must be a number of 0 or more, beside a function") for name in wrong)
+        raise ProblemError((name, "must be an integer of 0 or more if the mask is a function") for name in wrong)
     return _of_rule(mask, sizes, (rows, columns), torch.device(device))
 
 
@@ -80,7 +80,7 @@ def _of_rule(rule: Rule, sizes: dict[str, Any], block: tuple[int, int], device: 
                 yield _of_dense(seen.expand(full), *block)
             except RuntimeError:
                 shapes = f"{list(seen.shape)} do not broadcast to {list(full)}"
-                raise ProblemError([("mask", f"must return booleans, whose shape broadcasts: {shapes}")]) from None
+                raise ProblemError([("mask", f"must return booleans with a shape that broadcasts: {shapes}")]) from None
 
     none = torch.zeros(batch, heads, 0, -(-kv_len // block[1]), dtype=torch.bool, device=device)
     return torch.cat([none, *found()], dim=2)

@@ -1,7 +1,7 @@
-"""Measure how long a backend's work takes one core of this CPU: the `cost.Rates` that predictions are made of.
+"""Measure the `cost.Rates` of a backend on one core of this CPU, for predictions.
 
-Each rate is a difference of two small problems. They take about 0.2 s for all backends together. Time is the thread's
-own processor time, so that other work on the machine does not change the rates. For a GPU they follow from its peak.
+Each rate is a difference of the times of two small problems. All backends together take about 0.2 s. The clock is the
+thread's processor time, so that other programs do not change the rates. The rates of a GPU follow from its peak.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from flashpoint_kernels.problem import DTYPES, Problem
 from flashpoint_kernels.reproducible import split
 from flashpoint_kernels.support import SUPPORT
 
-_REPEATS = 2  # the least of these counts
-_LENGTH = {"torch": 256, "tiled": 256, "reference": 96}  # some milliseconds a problem
+_REPEATS = 2  # the minimum of these counts
+_LENGTH = {"torch": 256, "tiled": 256, "reference": 96}  # sequence lengths that take some milliseconds
 _NARROW, _WIDE = 16, 128  # head dimensions
-_KEYS = 1 << 17  # of two heads, 32 MiB with their values
+_KEYS = 1 << 17  # of two heads: 32 MiB with their values
 _SEQUENCES = {"torch": 2048, "tiled": 2048, "reference": 16}
-_LEAST = 0.1  # of a nominal rate: noise must not make anything free
-_OF_PEAK = 0.3  # that a kernel reaches on a GPU, as assumed: not measured on a GPU
-_INTERPRETED = Rates(2e-2, 1e-2, 1e-9, 1e-7, {})  # Triton's interpreter, measured once; nobody serves with it
+_LEAST = 0.1  # fraction of the nominal rate: noise must not make a rate 0
+_OF_PEAK = 0.3  # assumed fraction of a GPU's peak that a kernel reaches; not measured
+_INTERPRETED = Rates(2e-2, 1e-2, 1e-9, 1e-7, {})  # Triton's interpreter, measured once; nobody uses it for serving
 
 
 def measure(backend: str) -> Rates:
@@ -55,7 +55,7 @@ def measure(backend: str) -> Rates:
 
 
 def _byte(backend: str, call: float, flop: float, score: float) -> float:
-    """Return the seconds that reading a byte of keys and values takes beside one query."""
+    """Return the seconds for reading one byte of keys and values, with one query."""
     q, k, v = (torch.full((1, 2, length, _NARROW), 0.1) for length in (1, _KEYS, _KEYS))
     problem = Problem.create({"q": q, "k": k, "v": v}, Options())
     taken = _seconds(partial(run_part, problem, backend)) - call - problem.flops * flop - k.shape[2] * 2 * score
@@ -63,7 +63,7 @@ def _byte(backend: str, call: float, flop: float, score: float) -> float:
 
 
 def _solve(problem: Problem, backend: str) -> None:
-    """Run a problem of many sequences as an engine does: cut, part after part."""
+    """Run a problem of many sequences like an engine: cut, one part after another."""
     for part in split(problem, backend):
         run_part(part, backend)
 
@@ -80,7 +80,7 @@ def _problem(sequences: int, length: int, dim: int) -> Problem:
 
 
 def _with_feature(problem: Problem, name: str) -> Problem:
-    """Return the same problem with a feature that an option or a tensor asks for."""
+    """Return the same problem with a feature that an option or a tensor needs."""
     spec, tensors, options = problem.spec, dict(problem.tensors), problem.spec.options
     field, feature = FEATURES[name]
     if field in OPTIONS:
@@ -94,7 +94,7 @@ def _with_feature(problem: Problem, name: str) -> Problem:
 
 
 def _seconds(call: Callable[[], None]) -> float:
-    """Return the processor time of this thread for a call that was made once before."""
+    """Return the thread's processor time for a call, after one warm-up call."""
     call()
     taken = []
     for _ in range(_REPEATS):

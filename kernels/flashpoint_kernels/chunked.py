@@ -1,15 +1,16 @@
-"""Attention on the CPU over keys and values in chunks, read where they lie, and merged by log-sum-exp.
+"""Attention on the CPU over keys and values in several chunks of memory, without copying them into one.
 
-For sequences whose keys are in many pieces of memory: torch's fused operator runs on each chunk, on one thread, and
-what it answers is weighted by its share of the softmax's denominator. Chunks that lie at equal distances are a batch of
-one call: 4 of 1,024 keys of 8 heads then take no longer than 4,096 keys in one piece. No mask, window or bias: `causal`
-alone, as a band whose edge the chunks are cut at, so that the operator's own diagonal does. The bits of an answer
-depend on the queries, the number of keys and the chunks' edges alone: not on which chunks share a call, nor on how many
-heads are computed together.
+torch's fused operator runs on each chunk on one thread. The answers are merged by their shares of the softmax's
+denominator (log-sum-exp). Chunks at equal distances in memory form the batch of one call: 4 chunks of 1,024 keys of 8
+heads then take no longer than 4,096 keys in one piece. Masks, windows and biases are not supported, only `causal`:
+chunks are cut at the edge of the diagonal band, so that the operator's own diagonal is sufficient. The bits of an
+answer depend only on the queries, the number of keys and the edges of the chunks. They do not depend on which chunks
+share a call, or on how many heads are computed together.
 
-Where queries see a whole chunk, the query heads that share a key/value head are rows of one matrix: the operator then
-reads each key once, not once for each query head (5 times as fast at 32 query heads on 8, D 128, one query). It reads
-float16 and bfloat16 as they are: to make float32 of them first takes three times as long (8 heads, D 64, one query).
+If all queries see a whole chunk, the query heads that share a key/value head become rows of one matrix. Then the
+operator reads each key once, not once for each query head (5 times as fast at 32 query heads on 8, D 128, one query).
+It reads float16 and bfloat16 directly: converting them to float32 first takes three times as long (8 heads, D 64, one
+query).
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from flashpoint_kernels.reproducible import aligned_heads, exactly
 from flashpoint_kernels.torch_backend.call import Call
 
 INF = float("inf")
-_KEPT = 1 << 18  # numbers of one head's answers that wait to be merged: 4 chunks of 1,024 queries at Dv 64
-_FEW = 1 << 11  # numbers of one head's answer that are summed over all chunks at once
+_KEPT = 1 << 18  # maximum numbers of one head's answers before they are merged: 4 chunks of 1,024 queries at Dv 64
+_FEW = 1 << 11  # up to this many numbers of one head's answer, all chunks are summed at once
 
 Run = tuple[int, Tensor, Tensor]
 
 
 class _Answer(NamedTuple):
-    """The answer of some chunks for the queries from `first` on: o (n, heads…, rows, Dv) and lse (n, heads…, rows).
+    """The answer of some chunks for the queries from `first`: o (n, heads…, rows, Dv) and lse (n, heads…, rows).
 
-    Where all queries see all keys, heads are those of keys, and rows those of their group; else heads are (Hk, group).
-    `call` is theirs, while their answers have yet to be looked at.
+    If all queries see all keys, heads are key/value heads, and rows include the query heads of their group; else heads
+    are (Hk, group). `call` is set until the answers have been checked.
     """
 
     first: int
@@ -46,9 +47,9 @@ class _Answer(NamedTuple):
 def attend(q: Tensor, runs: Iterable[Run], scale: float, edge: int | None) -> tuple[Tensor, Tensor]:
     """Return o (Hq, sq, Dv), in float32 or in q's dtype, and lse (Hq, sq) of q (Hq, sq, D).
 
-    `runs` are consecutive keys, one at least: the position of the first, k (n, Hk, L, D) and v (n, Hk, L, Dv) of n
-    chunks that follow each other. Query i sees the keys up to i + `edge`, all where that is None. A query that sees no
-    key has o = 0 and lse = −∞.
+    `runs` are consecutive keys, at least one run: the position of the first key, and k (n, Hk, L, D) and v (n, Hk, L,
+    Dv) of n successive chunks. Query i sees the keys up to i + `edge`; None means all. A query that sees no key has o =
+    0 and lse = −∞.
     """
     turned, scale = (1.0, scale) if scale > 0 else (-1.0, -scale) if scale else (0.0, 1.0)
     if turned != 1.0:
@@ -58,10 +59,10 @@ def attend(q: Tensor, runs: Iterable[Run], scale: float, edge: int | None) -> tu
     answers: list[_Answer] = []
     with exactly(1):
         for first, k, v, causal in _cut(runs, queries, edge):
-            if rows is None:  # the query heads of each key/value head, for chunks that all queries see
+            if rows is None:  # query heads grouped by key/value head, for chunks that all queries see
                 rows = aligned_heads(q.reshape(1, k.shape[1], -1, dim), dtype)
             asked = aligned_heads(q[None, :, first:], dtype) if causal else rows
-            most = _KEPT // (queries * v.shape[3]) + 1  # chunks whose answers wait, so that memory is bounded
+            most = _KEPT // (queries * v.shape[3]) + 1  # maximum chunks with unmerged answers: bounds the memory
             for k_, v_ in _batches(aligned_heads(k, dtype), aligned_heads(v, dtype), most, most - waiting):
                 count = k_.shape[0]
                 call = Call(asked if count == 1 else asked.expand(count, -1, -1, -1), k_, v_, None, causal, scale)
@@ -79,19 +80,19 @@ def attend(q: Tensor, runs: Iterable[Run], scale: float, edge: int | None) -> tu
 def _cut(runs: Iterable[Run], queries: int, edge: int | None) -> Iterator[tuple[int, Tensor, Tensor, bool]]:
     """Yield the first query that sees some keys, these keys and values, and whether they lie on the diagonal.
 
-    A chunk that some queries do not see comes by itself.
+    A chunk that some queries do not see is cut, and is yielded separately.
     """
     for start, k, v in runs:
         if edge is None:
             yield 0, k, v, False
             continue
         count, length = k.shape[0], k.shape[2]
-        seen = min(max((edge + 1 - start) // length, 0), count)  # chunks that all queries see
+        seen = min(max((edge + 1 - start) // length, 0), count)  # number of chunks that all queries see
         if seen:
             yield 0, k[:seen], v[:seen], False
         for n in range(seen, count):
             own, begin, stop = slice(n, n + 1), start + n * length, start + (n + 1) * length
-            whole = max(edge + 1, begin)  # keys before it are seen by all queries
+            whole = max(edge + 1, begin)  # all queries see the keys before this one
             if whole > begin:
                 yield 0, k[own, :, : whole - begin], v[own, :, : whole - begin], False
             if whole < stop and (first := whole - edge) < queries:
@@ -99,7 +100,7 @@ def _cut(runs: Iterable[Run], queries: int, edge: int | None) -> Iterator[tuple[
 
 
 def _batches(k: Tensor, v: Tensor, most: int, room: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut keys and values between their chunks: `most` together, and no more than `room` of the first of them."""
+    """Split keys and values between chunks into batches of `most`; the first batch has at most `room` chunks."""
     count = k.shape[0]
     if count <= room:
         yield k, v
@@ -110,9 +111,9 @@ def _batches(k: Tensor, v: Tensor, most: int, room: int) -> Iterator[tuple[Tenso
 
 
 def _merged(answers: Sequence[_Answer]) -> _Answer:
-    """Return what all queries get: the answers, each with its share of the softmax's denominator.
+    """Merge answers, each by its share of the softmax's denominator.
 
-    Sums over chunks are taken in the order of the chunks: the bits of torch's own sums depend on the tensor's size.
+    Sums over chunks run in the order of the chunks: the bits of torch's own sums depend on the tensor's size.
     """
     each, dead = _looked_at(answers)
     if each.shape[0] == 1 and not answers[0].first:
@@ -126,7 +127,10 @@ def _merged(answers: Sequence[_Answer]) -> _Answer:
 
 
 def _added(answers: Sequence[_Answer], shares: Tensor) -> Tensor:
-    """Return the sum of the answers, by their shares, in place: memory is read once, at the price of a call a chunk."""
+    """Return the sum of the answers, weighted by their shares, in place.
+
+    It reads memory once, with one call for each chunk.
+    """
     every = iter(shares.unbind(0))
     total = shares.new_zeros(*shares.shape[1:-1], answers[0].o.shape[-1])
     for first, o, _, _ in answers:
@@ -138,10 +142,10 @@ def _added(answers: Sequence[_Answer], shares: Tensor) -> Tensor:
 def _looked_at(answers: Sequence[_Answer]) -> tuple[Tensor, bool]:
     """Return the lse of all chunks (chunks, heads…, rows), and whether any may be −∞.
 
-    They are put right together with their o where they need it. A query that sees none of a chunk has −∞ there.
+    Answers that need it are corrected in place, lse and o. A query that sees no key of a chunk has −∞ there.
     """
     each, padded = _together(answers)
-    if each.all():  # one operation, which takes NaN for true
+    if each.all():  # a single operation, for which NaN is true
         return each, padded or answers[0].call is None
     for _, o, lse, call in answers:
         if call is not None:
@@ -151,7 +155,7 @@ def _looked_at(answers: Sequence[_Answer]) -> tuple[Tensor, bool]:
 
 
 def _together(answers: Sequence[_Answer]) -> tuple[Tensor, bool]:
-    """Return the lse of all chunks, and whether a query sees none of some of them."""
+    """Return the lse of all chunks, and whether some query sees no key of some chunk."""
     if not any(answer.first for answer in answers):
         return answers[0].lse if len(answers) == 1 else torch.cat([answer.lse for answer in answers]), False
     rows = max(answer.first + answer.lse.shape[-1] for answer in answers)

@@ -1,10 +1,10 @@
-"""Predict how long a problem takes on a backend: what ranks requests, cuts them into parts and checks deadlines.
+"""Predict how long a problem takes on a backend. Predictions rank requests, cut them into parts and check deadlines.
 
-A prediction is a sum over a problem's sequences: seconds for each call of the backend's operators, for each sequence,
-for each floating-point operation, for each score with the options that touch it, and for each byte of keys and values.
-Scores hidden by a window or the diagonal are not counted, except in the tiles at its edges, which are computed whole.
-`Rates` has the seconds of each; flashpoint_kernels.calibration measures them on a device. No torch here: HTTP processes
-price requests from their heads.
+A prediction is a sum over a problem's sequences: seconds for each call of the backend's operators, each sequence, each
+floating-point operation, each score with the options that affect it, and each byte of keys and values. Scores that a
+window or the diagonal hides do not count, except in the tiles at its edges, which are computed completely. `Rates`
+contains the seconds; flashpoint_kernels.calibration measures them on a device. This module does not import torch: HTTP
+processes price requests by their heads.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from flashpoint_contract.tensors import FEATURES, ITEMSIZE
 
 # Features that cost time for each score.
 SCORE_FEATURES = tuple(name for name, (_, feature) in FEATURES.items() if feature.per_score)
-BACKWARD = 3.0  # a gradient calls operators, and touches each score, that many times as often as a forward
-TILE = 64  # keys or queries: a window's edge runs through tiles, which are computed whole
+BACKWARD = 3.0  # a gradient makes this many times as many operator calls and score accesses as a forward
+TILE = 64  # keys or queries: tiles at a window's edge are computed completely
 
 
 class Rates(NamedTuple):
-    """Seconds that one thread of a CPU, or a GPU, takes on one backend. `options` are seconds a score, by name."""
+    """Seconds that one CPU thread, or a GPU, needs on one backend. `options` are seconds for each score, by name."""
 
     call: float
     sequence: float
     flop: float
     score: float
     options: Mapping[str, float]
-    byte: float = 0.0  # of keys and values, read from memory
+    byte: float = 0.0  # of keys and values read from memory
 
 
-# Two cores of an AMD EPYC, one thread: what parts are cut by, so that they are the same on every machine.
+# One thread on an AMD EPYC with two cores. Requests are cut by these, so that parts are equal on all machines.
 NOMINAL: dict[str, Rates] = {
     "torch": Rates(1e-4, 1e-6, 2e-11, 4e-10, {"bool_mask": 1e-9, "float_mask": 1e-9, "alibi_slopes": 5e-10},
                    7e-11),
@@ -45,9 +45,9 @@ NOMINAL: dict[str, Rates] = {
 
 
 class Extent(NamedTuple):
-    """How much a problem asks: its sequences, the different pairs of lengths among them, (query, key) pairs, and keys.
+    """The size of a problem: its sequences, the number of different length pairs, its (query, key) pairs, and its keys.
 
-    Half of the pairs of a causal square are computed (`Spec.causal_square`).
+    `Spec.causal_square`: only half of the pairs are computed.
     """
 
     sequences: int
@@ -57,10 +57,10 @@ class Extent(NamedTuple):
 
 
 def extent_of(spec: Spec, index: Mapping[str, Any] | None = None, *, hidden: bool = False) -> Extent:
-    """Return the extent of a problem from the values of its index tensors, an upper bound without them.
+    """Return the extent of a problem from the values of its index tensors; without them, an upper bound.
 
-    `index` has array-likes of integers, by name. `hidden` counts the pairs that a window hides, too: for a backend that
-    computes them.
+    `index` has integer arrays by name. With `hidden`, pairs that a window hides count, too: for a backend that computes
+    them.
     """
     sequences, keys = spec.batch, spec.batch * spec.kv_len
     whole = hidden or not _is_band(spec)
@@ -68,7 +68,7 @@ def extent_of(spec: Spec, index: Mapping[str, Any] | None = None, *, hidden: boo
         pairs = spec.q_len * spec.kv_len if hidden else pairs_of(spec, spec.q_len, spec.kv_len)
         return Extent(sequences, min(sequences, 1), sequences * pairs, keys)
     if index is None:
-        if spec.ragged:  # one sequence may have all queries and all keys
+        if spec.ragged:  # a single sequence may have all queries and all keys
             pairs = spec.q_len * spec.kv_len
             if not whole:
                 most = spec.q_len if spec.paged else min(spec.q_len, spec.kv_len)
@@ -91,23 +91,23 @@ def extent_of(spec: Spec, index: Mapping[str, Any] | None = None, *, hidden: boo
 
 
 def _is_band(spec: Spec) -> bool:
-    """Whether a window or the diagonal may hide pairs, beyond the half of a causal square."""
+    """Return whether a window or the diagonal hides pairs, beyond the half of a causal square."""
     (left, right), farthest = spec.window, spec.q_len + spec.kv_len
     return left < farthest or (right < farthest and not (spec.causal_square and right == 0))
 
 
 def pairs_of(spec: Spec, q: int, k: int) -> int:
-    """Return how many pairs of a sequence's are computed, twice as many where half of them are counted."""
+    """Return the number of computed pairs in a sequence; for causal squares, twice that number (see `Extent`)."""
     return min(_seen(spec, q, k) * _counted(spec), q * k) if _is_band(spec) else q * k
 
 
 def _counted(spec: Spec) -> int:
-    """How often a pair that is seen is counted: twice where half of all are taken to be computed."""
+    """Return how often a visible pair counts: twice if `Extent` assumes that only half of all pairs are computed."""
     return 2 if spec.causal_square else 1
 
 
 def key_bytes(spec: Spec) -> int:
-    """Return the bytes of a key and its value, of all heads."""
+    """Return the bytes of one key and its value, for all heads."""
     return spec.kv_heads * (spec.head_dim + spec.value_dim) * ITEMSIZE[spec.tensors["k"].dtype]
 
 
@@ -116,37 +116,39 @@ def _clip(x: int, least: int, most: int) -> int:
 
 
 def _seen(spec: Spec, q: Any, k: Any, clip: Callable[[Any, Any, Any], Any] = _clip) -> Any:
-    """Return how many pairs the band of a sequence has, with whole tiles at its edges; of numbers, or of arrays.
+    """Return the pairs in a sequence's band, with complete tiles at its edges. Works on numbers and on arrays.
 
-    It never falls when q or k grows. Query i sees keys [i + offset − left, i + offset + right].
+    It does not decrease when q or k increases. Query i sees keys [i + offset − left, i + offset + right].
     """
     left, right = spec.window
     offset = k - q if spec.options.causal_alignment == "bottom_right" else 0 * k
 
     def below(first: Any) -> Any:
-        """The sum over i in [0, q) of `first` + i, each no less than 0 and no more than k."""
-        rising = clip(-first, 0, q)  # the first query that adds anything
-        full = clip(k - first, rising, q)  # the first that adds k
+        """Return the sum over i in [0, q) of `first` + i, with each term limited to 0 … k."""
+        rising = clip(-first, 0, q)  # the first query with a term above 0
+        full = clip(k - first, rising, q)  # the first query with a term of k
         return (full - rising) * (2 * first + rising + full - 1) // 2 + (q - full) * k
 
     return below(offset + right + 1 + TILE) - below(offset - left - TILE)
 
 
 def flops_of(spec: Spec, pairs: int) -> int:
-    """Return the FLOPs of `pairs` (query, key) pairs of a problem, as `Spec.flops` counts them."""
+    """Return the FLOPs for `pairs` (query, key) pairs of a problem, as `Spec.flops` counts them."""
     whole = spec.q_len * spec.kv_len * (1 if spec.ragged else spec.batch)
     return spec.flops * pairs // whole if whole else 0
 
 
 def seconds_of(spec: Spec, rates: Rates, extent: Extent) -> float:
-    """Return the predicted seconds of one thread for a problem of that extent."""
+    """Return the predicted seconds of one thread for a problem of this extent."""
     return extent.lengths * rates.call * _ways(spec) + _seconds(
         spec, rates, extent.sequences, extent.pairs, extent.keys
     )
 
 
 def row_seconds(spec: Spec, rates: Rates, row: Row) -> float:
-    """Return the predicted seconds of one sequence among others of its lengths, without the call that they share."""
+    """Return the predicted seconds of one sequence, without the operator call that it shares with others of its
+    lengths.
+    """
     return _seconds(spec, rates, 1, pairs_of(spec, row.q_len, row.kv_len), row.kv_len)
 
 
@@ -165,5 +167,5 @@ def _options(spec: Spec) -> Iterable[str]:
 
 
 def _ways(spec: Spec) -> float:
-    """How often a direction does what a forward does once."""
+    """Return how often this direction repeats the work of a forward."""
     return BACKWARD if spec.direction == "backward" else 1.0

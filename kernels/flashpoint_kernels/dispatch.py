@@ -1,4 +1,4 @@
-"""Which backends a device has, and one call that runs a group of problems on one of them."""
+"""The backends of a device, and the function that runs a group of problems on one of them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from flashpoint_kernels.problem import Problem, launch_key, with_forwards
 from flashpoint_kernels.reproducible import split, spread, with_all_threads
 from flashpoint_kernels.support import unsupported
 
-# A backend is a module with `forward(problems)` and `backward(problems)`, imported when it is first used.
+# A backend is a module with `forward(problems)` and `backward(problems)`, which is imported at its first use.
 _MODULES = {
     "triton": "triton_backend.launch",
     "torch": "torch_backend.fused",
     "tiled": "tiled_backend.tiles",
     "reference": "reference_backend.formula",
 }
-_OWN_FORWARD = ("torch", "reference")  # whose `backward` makes `o` and `lse` where they are not given
+_OWN_FORWARD = ("torch", "reference")  # their `backward` computes `o` and `lse` if they are missing
 
-# Triton reads it when kernels are defined, so what it was at import is what holds.
+# Triton reads the variable when kernels are defined, so its value at import counts.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def available_backends(device: str) -> tuple[str, ...]:
-    """The backends of `device` ("cpu", "cuda", "cuda:1"), in `auto`'s order of preference.
+    """Return the backends of `device` ("cpu", "cuda", "cuda:1"), in `auto`'s order of preference.
 
-    On the CPU Triton's kernels run under Triton's interpreter alone (TRITON_INTERPRET=1), as the last choice.
+    On the CPU, Triton's kernels need Triton's interpreter (TRITON_INTERPRET=1), and are the last choice.
     """
     if torch.device(device).type == "cuda":
         return ("triton", "torch", "tiled", "reference")
@@ -39,12 +39,12 @@ def available_backends(device: str) -> tuple[str, ...]:
 
 
 def run(problems: Sequence[Problem], backend: str) -> None:
-    """Run `problems`, which share one direction and one `problem.launch_key`, on `backend`, into their outputs.
+    """Run `problems` of the same direction and `problem.launch_key` on `backend`. Writes into their outputs.
 
-    A gradient without `o` and `lse` first runs the same backend's forward. On the CPU `torch` and `tiled` run on all
-    cores: one problem with torch's own threads where its bits keep, else cut as `reproducible.split` says; such a part
-    may also be run by itself. Raises ProblemError for what the backend cannot do, and ValueError for problems that do
-    not belong in one launch.
+    A gradient without `o` and `lse` first runs the backend's forward. On the CPU, `torch` and `tiled` use all cores: a
+    single problem runs with torch's threads if they do not change its bits; otherwise problems are cut into parts by
+    `reproducible.split`, which may also run separately. Raises ProblemError for features that the backend does not
+    support, and ValueError for problems that cannot share a launch.
     """
     if not problems:
         return
@@ -62,7 +62,7 @@ def run(problems: Sequence[Problem], backend: str) -> None:
 
 
 def run_part(part: Problem, backend: str) -> None:
-    """Run what `reproducible.split` has made of a problem that its backend can do, in the calling thread."""
+    """Run a part from `reproducible.split` in the calling thread. The backend must support it."""
     _run([part], backend)
 
 
@@ -71,7 +71,7 @@ def _run(problems: Sequence[Problem], backend: str) -> None:
     if torch.is_grad_enabled():
         with torch.no_grad():
             _run(problems, backend)
-    elif torch.is_autocast_enabled(kind):  # it would turn the float32 products inside a backend into half ones
+    elif torch.is_autocast_enabled(kind):  # autocast would convert float32 products inside a backend to 16 bits
         with torch.autocast(kind, enabled=False):
             _run(problems, backend)
     elif problems[0].spec.direction == "forward":
@@ -79,7 +79,7 @@ def _run(problems: Sequence[Problem], backend: str) -> None:
     else:
         forwards, problems = ([], problems) if backend in _OWN_FORWARD else with_forwards(problems)
         if forwards:
-            if backend == "tiled" and kind == "cpu":  # their heads can be told apart, though the gradients' may not be
+            if backend == "tiled" and kind == "cpu":  # the forward can be cut by heads, even if the gradients cannot
                 forwards = [part for problem in forwards for part in split(problem, backend)]
             _module(backend).forward(forwards)
         _module(backend).backward(problems)

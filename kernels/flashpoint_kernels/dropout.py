@@ -1,8 +1,8 @@
-"""Which probabilities dropout keeps: Philox4x32-10 in torch, the contract's formula word for word.
+"""Dropout masks: Philox4x32-10 in torch, exactly as the contract defines it.
 
 Key (i, j) of query head h of sequence b is kept iff word j mod 4 of Philox4x32-10 (Salmon et al. 2011, "Parallel random
-numbers: as easy as 1, 2, 3") is at least p·2³², with key = the seed's low and high 32 bits and counter =
-(j div 4, i, h, b). The mask of a tile is computed from its indices alone, so any tiling draws the same mask.
+numbers: as easy as 1, 2, 3") is at least p·2³², with key = low and high 32 bits of the seed, and counter = (j div 4, i,
+h, b). The mask of a tile depends only on its indices, so every tiling gives the same mask.
 """
 
 import math
@@ -18,12 +18,15 @@ _ROUNDS = 10
 
 
 def drop_below(p: float) -> int:
-    """ceil(p·2³²): words below it are dropped. Exact, for scaling by a power of two is; 2³² where p rounds up to it."""
+    """Return ceil(p·2³²): smaller words are dropped.
+
+    It is exact, because a factor of 2³² is; 2³² if p rounds up to 1.
+    """
     return math.ceil(p * 2.0**32)
 
 
 def room_for(heads: int, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Memory in which `kept_bits` can make the mask of a tile of at most so many heads, queries and keys."""
+    """Return memory for `kept_bits` of a tile with at most this many heads, queries and keys."""
     return torch.empty(_WORDS * heads * queries * (keys // 4 + 2), dtype=torch.int64, device=device)
 
 
@@ -37,10 +40,10 @@ def kept_bits(
     device: torch.device,
     room: Tensor | None = None,
 ) -> Tensor:
-    """Return (sequences·heads, queries, keys) int32: all bits set where kept, none where dropped.
+    """Return (sequences·heads, queries, keys) int32: all bits are set for kept pairs, none for dropped ones.
 
-    To be and-ed with the bits of a float32. The ranges are of step 1. Memory is O(the tile): the mask is in `room`
-    where that is given, which tiles may use in turn.
+    Combine it with the bits of a float32 by AND. The ranges have step 1. Memory is proportional to the tile. With
+    `room`, the mask lies in it; tiles may reuse the same room.
     """
 
     def indices(r: range) -> Tensor:
@@ -58,26 +61,28 @@ def kept_bits(
         torch.tensor(sequences, device=device).repeat_interleave(_each(sequences, heads))[:, None, None],
         memory,
     )
-    # Two words in each int64, one in each int32: there a comparison is of vectors, where one that gives bool is not.
+    # Put two words into each int64, one into each int32: comparisons of these are vectorised, those that give bool are
+    # not.
     for n in (0, 2):
         torch.bitwise_or(words[n], words[n + 1].bitwise_left_shift_(32), out=memory.pairs[..., n // 2 :: 2])
-    bits = memory.pairs.bitwise_xor_(_SIGNS).view(torch.int32)  # orders them as if they had no sign
+    # flip the sign bits: signed comparison then orders unsigned numbers
+    bits = memory.pairs.bitwise_xor_(_SIGNS).view(torch.int32)
     bits.gt_(drop_below(p) - 2**31 - 1).neg_()
     skipped = keys.start - 4 * first
     return bits[..., skipped : skipped + len(keys)]
 
 
 def _each(sequences: Sequence[int], heads: range) -> int:
-    """How often a sequence's number is repeated: one number serves all heads of one sequence."""
+    """Return how often to repeat a sequence's number: one number serves all heads of a single sequence."""
     return 1 if len(sequences) == 1 else len(heads)
 
 
-_SIGNS = -0x7FFFFFFF80000000  # the highest bit of either half
-_WORDS = 8  # four of a counter, the two products of a round, and the pairs that the mask is made of
+_SIGNS = -0x7FFFFFFF80000000  # the highest bit of each half
+_WORDS = 8  # four of a counter, two products of a round, and two for the mask
 
 
 class _Memory:
-    """Places for words of a tile's shape, lent and given back: new ones take as long as what is computed in them."""
+    """Reusable memory for words of a tile's shape: allocating new memory takes as long as the computation in it."""
 
     def __init__(self, shape: tuple[int, ...], room: Tensor) -> None:
         self._shape = shape
@@ -86,7 +91,7 @@ class _Memory:
         self._free = [room[n * size : (n + 1) * size].view(shape) for n in range(2, _WORDS)]
 
     def lend(self, one: Tensor, other: Tensor) -> Tensor | None:
-        """A place for what is computed from two words, or None, where torch makes one: it is smaller than the tile."""
+        """Return memory for a result of two words; None if it is smaller than the tile (torch then allocates)."""
         return self._free.pop() if tuple(map(max, one.shape, other.shape)) == self._shape else None
 
     def give_back(self, *words: Tensor) -> None:
@@ -94,10 +99,10 @@ class _Memory:
 
 
 def _philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, memory: _Memory) -> tuple[Tensor, ...]:
-    """The four 32-bit words of Philox4x32-10, held in int64, for int64 counters below 2³² that broadcast together.
+    """Return the four words of Philox4x32-10 in int64, for int64 counters below 2³² that broadcast together.
 
-    The second and the fourth word have more bits above their lower 32. The words of the first rounds have fewer
-    dimensions, and cost little.
+    The second and fourth word may have bits above the lower 32. The words of the first rounds have fewer dimensions and
+    cost little.
     """
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
     for _ in range(_ROUNDS):
@@ -106,15 +111,15 @@ def _philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, memory: _
         memory.give_back(c0, c2)
         c0, c2 = _mixed(p1, c1, k0, memory), _mixed(p0, c3, k1, memory)
         memory.give_back(c1, c3)
-        c1, c3 = p1, p0  # of which the low words are meant: what is above them is masked off when it is mixed
+        c1, c3 = p1, p0  # only their low words count: mixing masks off the higher bits
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
     return c0, c1, c2, c3
 
 
 def _mixed(product: Tensor, word: Tensor, key: int, memory: _Memory) -> Tensor:
-    """The high word of a product, with the low one of `word` and `key` mixed in.
+    """Return the high word of a product, XORed with the low word of `word` and with `key`.
 
-    A product below 2⁶⁴ wraps into the sign bit of int64: the shift's sign extension is masked off again.
+    A product below 2⁶⁴ may use the sign bit of int64: the shift's sign extension is masked off.
     """
     mixed = memory.lend(product, word)
     whole = mixed is not None and product.shape == mixed.shape

@@ -1,4 +1,4 @@
-"""`attention`, differentiable, and `attention_backward`: the library's two calls."""
+"""The library's two functions: `attention`, which is differentiable, and `attention_backward`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from flashpoint_contract.options import Options, ProblemError
 from flashpoint_kernels import ops, plain
 
-# Options but `window`, in the order in which `attention` passes them on.
+# all options except `window`, in the order in which `attention` passes them
 _OTHERS = (
     "layout", "causal", "causal_alignment", "block_size", "scale", "softcap", "dropout_p", "dropout_seed", "precision",
     "return_lse", "deterministic", "backend",
@@ -21,7 +21,7 @@ _OTHERS = (
 
 
 class Keywords(TypedDict, total=False):
-    """Keywords of `attention` that do not change the type of its result: see there."""
+    """Keywords of `attention` that do not change the type of its result. See `attention`."""
 
     attn_mask: Tensor | None
     block_mask: Tensor | None
@@ -105,44 +105,44 @@ def attention(
         q: (B, Hq, Sq, D) in layout `bhsd`, (B, Sq, Hq, D) in `bshd`, (Tq, Hq, D) in `thd`; (S, D) and (B, S, D) are one
             head. float16, bfloat16, float32; float64 on `reference`.
         k, v: likewise with Hk heads and Sk rows, of D and Dv; q's dtype, or both float8_e4m3fn or int8, with scales.
-        attn_mask: bool (true = attend) or float (added to the scaled scores), broadcastable to (B, Hq, Sq, Sk).
+        attn_mask: bool (true = visible) or float (added to the scaled scores), broadcastable to (B, Hq, Sq, Sk).
         block_mask: bool (B or 1, Hq or 1, ceil(Sq/Mq), ceil(Sk/Mk)), for blocks of `block_size` that count from each
-            sequence's first row: those that are false are skipped, forward and backward. See `create_block_mask`.
+            sequence's first row: false blocks are skipped, in forward and backward. See `create_block_mask`.
         alibi_slopes: (Hq,) or (B, Hq); adds −slope·|i + offset − j| to the scores. Not differentiable.
-        sinks: (Hq,); one more logit a head in the softmax's denominator, with no value.
-        q_lengths, kv_lengths: (B,) int32 or int64, valid rows of padded sequences; rows beyond are never read, and
-            come back 0 (`lse` −∞).
+        sinks: (Hq,); an additional logit for each head, only in the softmax's denominator.
+        q_lengths, kv_lengths: (B,) int32 or int64, valid rows of padded sequences; later rows are never read, and their
+            answers are 0 (`lse` −∞).
         cu_seqlens_q, cu_seqlens_k: (n+1,) int32 or int64, where each sequence of layout `thd` starts and ends.
         block_table: (B, pages) int32, with `kv_lengths`: k and v are pages, (n, Hk, page_size, D) in layout `bhsd`,
             (n, page_size, Hk, D) in `bshd` and `thd`. Key j of sequence b is key j % page_size of page
             block_table[b, j // page_size]. Any page size; a page may be in several sequences; pages may be strided.
-            Numbers beyond a sequence's ceil(length / page_size) pages are never read; those before must be below n,
-            which is checked where `block_table` is on the CPU. Sk is pages·page_size. In `thd` without `cu_seqlens_k`.
-        k_scale, v_scale: what 8-bit k and v are multiplied by: a number, a tensor (B, Hk) or (1, Hk), or one of k's
-            shape without D (in `thd` that one where shapes are the same). Any float, finite. See `quantize`.
+            Entries after a sequence's ceil(length / page_size) pages are never read; the others must be below n,
+            which is checked if `block_table` is on the CPU. Sk is pages·page_size. In `thd`, omit `cu_seqlens_k`.
+        k_scale, v_scale: factors of 8-bit k and v: a number, a tensor (B, Hk) or (1, Hk), or a tensor of k's shape
+            without D (in `thd`, (B, Hk) wins if the shapes are equal). Any float dtype, finite. See `quantize`.
         layout: `bhsd`, `bshd` or `thd`.
         causal: query i sees key j only if j <= i + offset.
-        causal_alignment: `bottom_right`: offset = Sk − Sq; `top_left`: offset = 0. Each sequence's own lengths count.
-        window: [left, right] keys visible on either side of the diagonal j = i + offset; −1 = no bound.
-        block_size: (Mq, Mk), queries and keys of a block of `block_mask`, multiples of 16.
-        scale: multiplies q·k; None = 1/sqrt(D).
+        causal_alignment: `bottom_right`: offset = Sk − Sq; `top_left`: offset = 0. With each sequence's own lengths.
+        window: [left, right], keys visible on each side of the diagonal j = i + offset; −1 = no bound.
+        block_size: (Mq, Mk), numbers of queries and keys in a block of `block_mask`, multiples of 16.
+        scale: factor of q·k; None = 1/sqrt(D).
         softcap: s = softcap·tanh(s/softcap) before mask and bias; 0 = off.
-        dropout_p, dropout_seed: Philox dropout of the probabilities, 0 <= p < 1; the mask is a function of the seed
-            alone, whatever the backend. With no seed one is drawn from torch's generator.
+        dropout_p, dropout_seed: Philox dropout of the probabilities, 0 <= p < 1; the mask depends only on the
+            seed, not on the backend. Without a seed, one is drawn from torch's generator.
         precision: float32 matrix products, `ieee` or `tf32`.
         return_lse: also return the natural log of the softmax's denominator.
         deterministic: gradients bitwise equal from run to run.
-        backend: `auto`, or one of `triton`, `torch`, `tiled`, `reference`, which is then never substituted.
+        backend: `auto`, or one of `triton`, `torch`, `tiled`, `reference`, which is then never replaced.
 
     Returns:
         o in q's dtype, layout and rank, with Dv columns; with `return_lse` (o, lse), lse float32 of (B, Hq, Sq),
-        (Hq, Tq) in `thd`, (B, S) and (S,) for 3-D and 2-D q. A query that may see no key has o = 0 and lse = −∞ (with a
+        (Hq, Tq) in `thd`, (B, S) and (S,) for 3-D and 2-D q. A query that sees no key has o = 0 and lse = −∞ (with a
         sink, the sink), and zero gradients.
 
         Differentiable once in q, k, v, a float attn_mask and sinks, through o and lse; not with pages or 8-bit keys.
 
     Raises:
-        ProblemError: a ValueError whose `errors` name each field that is wrong or that the backend cannot do.
+        ProblemError: a ValueError whose `errors` name each field that is invalid or not supported by the backend.
     """
     options = _options(
         window, layout, causal, causal_alignment, block_size, scale, softcap, dropout_p, dropout_seed, precision,
@@ -196,18 +196,16 @@ def attention_backward(
     deterministic: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, ...]:
-    """The gradients of `attention` for the gradient `do` of its `o` and, where given, `dlse` of its `lse`.
+    """Return the gradients of `attention` for the gradient `do` of `o`, and optionally `dlse` of `lse`.
 
     Args:
         do: o's shape and dtype.
-        q, k, v: as the forward took them, with the same options; `dropout_seed` is needed with dropout.
-        o, lse: the forward's answers. Both or neither: without them the forward is run again.
+        q, k, v: as for the forward, with the same options; with dropout, `dropout_seed` is required.
+        o, lse: the forward's answers. Both or neither: without them, the forward runs again.
         dlse: lse's shape, float32.
-        grads: which gradients, of dq, dk, dv, dattn_mask (float mask) and dsinks.
-
+        grads: names of the gradients: dq, dk, dv, dattn_mask (float mask) and dsinks.
     Returns:
-        One tensor for each name in `grads`, in that order, of the shape, layout and dtype of its input.
-
+        One tensor for each name in `grads`, in that order, with the shape, layout and dtype of its input.
     Raises:
         ProblemError: as `attention`.
     """
@@ -227,16 +225,16 @@ def attention_backward(
 
 
 def _options(window: Sequence[int], *given: Any) -> Options:
-    """The options of a call, remembered: to check them takes as long as torch's operator on a short sequence."""
+    """Return the cached options of a call: checking them takes as long as torch's operator on a short sequence."""
     if type(window) in (tuple, list) and len(window) == 2 and not torch.compiler.is_compiling():
         try:
             return _remembered(window[0], window[1], *given)
-        except TypeError:  # what cannot be remembered is no option: that is said below
+        except TypeError:  # an unhashable value is not a valid option; `_made` reports it
             pass
     return _made(window, *given)
 
 
-@lru_cache(1024, typed=True)  # True is no 1 here
+@lru_cache(1024, typed=True)  # typed: True must differ from 1
 def _remembered(left: int, right: int, *given: Any) -> Options:
     return _made((left, right), *given)
 
@@ -246,14 +244,14 @@ def _made(window: Sequence[int], *given: Any) -> Options:
 
 
 def _scale(value: Tensor | float | None) -> Tensor | None:
-    """A number as a tensor; anything else as it is."""
+    """Return a number as a tensor, and anything else unchanged."""
     if isinstance(value, Real) and not isinstance(value, bool):
         return torch.tensor(float(value), dtype=torch.float64)
     return value  # type: ignore[return-value]  # the caller checks that it is a tensor
 
 
 def _check_tensors(tensors: Mapping[str, Tensor | None]) -> None:
-    """The dispatcher's own words for what is not a tensor are about its schema."""
+    """Raise ProblemError for values that are not tensors: the dispatcher's message would be about its schema."""
     for name, t in tensors.items():
         if t is not None and not isinstance(t, Tensor):
             raise ProblemError([(name, f"must be a torch tensor, not {type(t).__name__}")])

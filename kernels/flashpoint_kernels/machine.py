@@ -1,4 +1,4 @@
-"""The machine and the software that figures belong to, as far as torch is not needed for it."""
+"""The machine and software behind measured figures, as far as it can be read without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """The CPU's model, such as "AMD EPYC 9654 96-Core Processor"."""
+    """Return the CPU's model, for example "AMD EPYC 9654 96-Core Processor"."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
@@ -18,7 +18,7 @@ def cpu_name() -> str:
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed package; None where it is not installed."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,8 +1,7 @@
-"""Known mistakes of attention kernels: which one explains answers that are wrong.
+"""Find the known mistake of attention kernels that explains wrong answers.
 
-Each mistake is the same problem with one thing changed, solved in float64. It explains an answer that is as near to it
-as the verification asks of an answer to the right problem, four times over, or that it leaves a hundredth of the error
-of. Costs one float64 solution a mistake.
+Each mistake is the same problem with one change, solved in float64. It explains an answer that is within four times the
+bound of a right answer, or if it leaves at most 1% of the error. Each mistake costs one float64 solution.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from flashpoint_contract.tensors import ANSWERS, TAKEN, TENSORS
 from flashpoint_kernels.problem import Problem
 from flashpoint_kernels.reference_backend import formula
 
-_SLACK = 4.0  # times the bound of the right answer
-_LEFT = 0.01  # of the error, at most, that a mistake may leave unexplained: larger scores are rounded more
+_SLACK = 4.0  # times the bound for right answers
+_LEFT = 0.01  # maximum fraction of the error that a mistake may leave: larger scores have larger rounding errors
 _BASE_2 = "lse is in base 2: multiply it by ln 2"
-_LIKE = 1e-3  # of the largest value: how near a multiple of the right answer must be
+_LIKE = 1e-3  # maximum difference from a multiple of the right answer, relative to its largest value
 
 
 class Mistake(NamedTuple):
-    """A likely mistake: the options or tensors that were used instead of the given ones."""
+    """A likely mistake: the options or tensors that the kernel used instead of the given ones."""
 
     text: str
     tensors: Mapping[str, Tensor]
@@ -37,9 +36,9 @@ class Mistake(NamedTuple):
 def explain(
     tensors: Mapping[str, Tensor], options: Options, answers: Mapping[str, Tensor], wrong: Mapping[str, float]
 ) -> dict[str, str]:
-    """Return, for each answer that is wrong, the known mistake that explains it, where there is one.
+    """Return, for each wrong answer, the known mistake that explains it, if there is one.
 
-    Arguments as `verification.verify` takes them with `answers`; `wrong` has the bound of each answer that is.
+    The arguments are those of `verification.verify` with `answers`. `wrong` has the bound of each wrong answer.
     """
     right = _solved(Mistake("", tensors, options), wrong)
     explained = {}
@@ -65,7 +64,7 @@ def explain(
 
 
 def _solved(mistake: Mistake, names: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return those answers to a problem in float64."""
+    """Return the named answers of a problem in float64."""
     solved: dict[str, Tensor] = {}
     solve: dict[Direction, Callable[[Problem, torch.dtype], None]] = {
         "forward": formula.solve_forward,
@@ -99,7 +98,7 @@ def _largest(t: Tensor) -> float:
 
 
 def _of_the_answer(name: str, answer: Tensor, right: Tensor, options: Options) -> str | None:
-    """Return what was done to the right answer to get this one, if it was that."""
+    """Return how this answer follows from the right answer, if it does."""
     largest = _largest(right)
     if not largest:
         return None
@@ -116,7 +115,7 @@ def _of_the_answer(name: str, answer: Tensor, right: Tensor, options: Options) -
     a, r = answer[finite], right[finite]
     factor = float(a @ r / (r @ r))
     if factor and abs(factor - 1) > _LIKE and _near(answer / factor, right, near / min(1.0, abs(factor))):
-        return f"it is {factor:.4g} times what it must be{_whose(factor, options)}"
+        return f"it is {factor:.4g} times the right answer{_whose(factor, options)}"
     return None
 
 
@@ -127,7 +126,7 @@ def _whose(factor: float, options: Options) -> str:
 
 
 def _mistakes(tensors: Mapping[str, Tensor], options: Options) -> Iterator[Mistake]:
-    """Yield the mistakes that this problem allows, the likely ones first."""
+    """Yield the mistakes that are possible in this problem, the likely ones first."""
 
     def other(text: str, **changed: object) -> Mistake:
         return Mistake(text, tensors, replace(options, **changed))  # type: ignore[arg-type]
@@ -145,17 +144,17 @@ def _mistakes(tensors: Mapping[str, Tensor], options: Options) -> Iterator[Mista
         aligned = "top_left" if options.causal_alignment == "bottom_right" else "bottom_right"
         yield other(f"the mask is aligned {aligned.replace('_', ' ')} (`causal_alignment`)", causal_alignment=aligned)
     else:
-        yield other("a causal mask was used, which was not asked for", causal=True)
+        yield other("a causal mask was used, but not requested", causal=True)
     yield other("the scale is missing: scores are not multiplied by it", scale=1.0)
-    yield other("the scale is 1/D in place of 1/sqrt(D)", scale=1 / head_dim)
+    yield other("the scale is 1/D instead of 1/sqrt(D)", scale=1 / head_dim)
     if options.scale is not None:
         yield other("the scale is used twice", scale=options.scale**2)
-        yield other("the scale is 1/sqrt(D), not the one asked for", scale=None)
+        yield other("the scale is 1/sqrt(D), not the requested one", scale=None)
     if left >= 0:
-        yield other("the window is shifted by one: a key too many on the left", window=(left + 1, right))
+        yield other("the window is shifted by one: one key too many on the left", window=(left + 1, right))
         yield other("the window is missing on the left", window=(-1, right))
         if left:
-            yield other("the window is shifted by one: a key too few on the left", window=(left - 1, right))
+            yield other("the window is shifted by one: one key too few on the left", window=(left - 1, right))
     if options.softcap:
         yield other("the softcap is missing", softcap=0.0)
     yield from _heads(tensors, options)
@@ -164,14 +163,14 @@ def _mistakes(tensors: Mapping[str, Tensor], options: Options) -> Iterator[Mista
             yield without(f"{name} is ignored", name)
     if "alibi_slopes" in tensors:
         turned = dict(tensors) | {"alibi_slopes": -tensors["alibi_slopes"]}
-        yield Mistake("alibi_slopes are added, where they are to be subtracted", turned, options)
+        yield Mistake("alibi_slopes are added, but must be subtracted", turned, options)
     if "attn_mask" in tensors and tensors["attn_mask"].dtype == torch.bool:
         turned = dict(tensors) | {"attn_mask": ~tensors["attn_mask"]}
-        yield Mistake("attn_mask is inverted: true means that a key is seen", turned, options)
+        yield Mistake("attn_mask is inverted: true means that a key is visible", turned, options)
 
 
 def _strict(tensors: Mapping[str, Tensor], options: Options) -> Iterator[Mistake]:
-    """A causal mask that hides the diagonal, where no other mask is in its place."""
+    """Yield a causal mask that hides the diagonal, if no other mask is in the way."""
     if options.layout == "thd" or any(name in tensors for name in ("attn_mask", "q_lengths", "kv_lengths")):
         return
     q_len, kv_len = (tensors[n].shape[-2 if options.layout == "bhsd" or tensors[n].ndim < 4 else 1] for n in "qk")
@@ -182,7 +181,7 @@ def _strict(tensors: Mapping[str, Tensor], options: Options) -> Iterator[Mistake
 
 
 def _heads(tensors: Mapping[str, Tensor], options: Options) -> Iterator[Mistake]:
-    """Heads in another order than asked: key heads taken in turn, or heads and rows read the other way round."""
+    """Yield wrong orders of heads: key heads in turn instead of in groups."""
     q, k, v = (tensors[n] for n in "qkv")
     if q.ndim < 4 and options.layout != "thd":
         return

@@ -1,7 +1,7 @@
-"""`FlashAttention` and `Block`: attention as `torch.nn` modules, to build a transformer with.
+"""`FlashAttention` and `Block`: `torch.nn` modules with attention, for building a transformer.
 
-The attention function is an argument, so that one model runs with the kernels here, with torch's own, or with a
-Flashpoint server (`functools.partial(flashpoint.torch.attention, client=client)`). B batch, S length, D head dimension.
+The attention function is an argument, so a model can use the kernels of this library, torch's, or a Flashpoint server
+(`functools.partial(flashpoint.torch.attention, client=client)`). B batch, S length, D head dimension.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from flashpoint_kernels.functional import attention as _attention
 class FlashAttention(nn.Module):
     """Multi-head self-attention with its projections (Vaswani et al. 2017, §3.2.2): (B, S, dim) to (B, S, dim).
 
-    One projection gives q, k and v, whose heads are views of it; with fewer key/value heads than query heads it is
+    One projection gives q, k and v; the heads are views of it. With fewer key/value heads than query heads, it is
     grouped-query attention (Ainslie et al. 2023).
 
     Args:
         dim: the model's width, a multiple of `heads`; the head dimension is dim / heads, at most 256.
         heads: query heads.
-        kv_heads: key/value heads, a divisor of `heads`; None for as many as `heads`.
-        causal: a position sees itself and those before it.
-        window: [left, right] positions visible on either side; −1 = no bound.
-        dropout_p: dropout of the probabilities while training.
-        bias: whether the projections have one.
-        attention: what computes it: called with q (B, S, heads, D), k and v (B, S, kv_heads, D) and the keywords of
-            `flashpoint_kernels.attention`, it returns o (B, S, heads, D).
+        kv_heads: key/value heads, a divisor of `heads`; None means `heads`.
+        causal: a position sees only itself and earlier ones.
+        window: [left, right] positions visible on each side; −1 = no bound.
+        dropout_p: dropout of the probabilities in training.
+        bias: whether the projections have a bias.
+        attention: the function that computes attention. It takes q (B, S, heads, D), k and v (B, S, kv_heads, D) and
+            the keywords of `flashpoint_kernels.attention`, and returns o (B, S, heads, D).
 
-    Parameters are float32 until `.to(dtype)`. Raises ValueError for sizes that do not divide.
+    Parameters are float32 until `.to(dtype)`. Raises ValueError for sizes that are not divisible.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class FlashAttention(nn.Module):
         self.out = nn.Linear(dim, dim, bias=bias)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Map x (B, S, dim) to (B, S, dim), and read only the first lengths[b] positions of sequence b, (B,) of int."""
+        """Map x (B, S, dim) to (B, S, dim). Reads only the first lengths[b] positions of sequence b; (B,) of int."""
         if x.ndim != 3:
             raise ValueError(f"x: must be (B, S, dim), not {list(x.shape)}")
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
@@ -75,8 +75,8 @@ class FlashAttention(nn.Module):
 class Block(nn.Module):
     """A block of a GPT: x + attention(norm(x)), then x + mlp(norm(x)) (pre-norm, Xiong et al. 2020).
 
-    Causal unless told otherwise. The arguments are those of `FlashAttention`, and `hidden`, the width inside the
-    multilayer perceptron (GELU), 4·dim by default. (B, S, dim) to (B, S, dim).
+    Causal by default. The arguments are those of `FlashAttention`, and `hidden`, the width inside the multilayer
+    perceptron (GELU), by default 4·dim. Maps (B, S, dim) to (B, S, dim).
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(dim, hidden, bias=bias), nn.GELU(), nn.Linear(hidden, dim, bias=bias))
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """As `FlashAttention.forward`."""
+        """Like `FlashAttention.forward`."""
         x = x + self.attention(self.attention_norm(x), lengths)
         fed: Tensor = x + self.mlp(self.mlp_norm(x))
         return fed

@@ -1,14 +1,14 @@
-"""The smallest complete forward kernel, in one piece: the place to start. docs/algorithm.md leads up to it.
+"""The smallest complete forward kernel, in one piece: start here. docs/algorithm.md explains it step by step.
 
-Complete: o and the log-sum-exp; float16, bfloat16 and float32; any lengths, any head dimension up to 256; causal from
-the bottom right; a query that sees no key gives o = 0 and lse = −inf. One program takes BLOCK queries of one head and
-walks the keys BLOCK at a time (FlashAttention-2, Dao 2023, Algorithm 1). The real kernels add a table of sequences in
-place of one shape, every option, tiles chosen for each architecture, and the backward.
+It supports: o and the log-sum-exp; float16, bfloat16 and float32; any lengths, any head dimension up to 256;
+bottom-right causal masks; o = 0 and lse = −inf for a query that sees no key. One program computes BLOCK queries of one
+head, and loops over the keys in tiles of BLOCK (FlashAttention-2, Dao 2023, Algorithm 1). The real kernels add: a table
+of sequences instead of one shape, all options, tiles for each architecture, and the backward.
 
-Notation: i queries, j keys, d columns; s scores (BLOCK, BLOCK) and p their exponentials; of a row, m is the running
+Notation: i queries, j keys, d columns; s scores (BLOCK, BLOCK) and p their exponentials; for each row, m is the running
 maximum, l the running denominator and acc the running numerator.
 
-`python -m flashpoint_kernels.nano` prints the kernel and runs it: on the GPU, or here in Triton's interpreter.
+`python -m flashpoint_kernels.nano` prints the kernel and runs it: on the GPU, or without one in Triton's interpreter.
 """
 
 import inspect
@@ -62,30 +62,35 @@ def nano_forward(
 
 
 def tile_rows(shared_kib: int, head_dim: int, itemsize: int) -> int:
-    """Queries and keys of a tile, 16 to 128, for a device with `shared_kib` KiB of shared memory a program.
+    """Return the queries and keys of a tile, 16 to 128, for `shared_kib` KiB of shared memory for each program.
 
-    The largest power of two of which eight tiles BLOCK × D fit: q, and k and v twice, for the next are under way while
-    these are multiplied, are five; three are left for p, and for what more would cost in registers.
+    It is the largest power of two with which eight tiles BLOCK × D fit. Five are q, and k and v twice, because the next
+    ones are loaded while the present ones are multiplied. Three are for p and for values that do not fit into
+    registers.
     """
     fitting = shared_kib * 1024 // (8 * padded(head_dim) * itemsize)
     return min(128, 1 << max(16, fitting).bit_length() - 1)
 
 
 def nano_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """(o, lse) of softmax(q·kᵀ/√D)·v, by the one kernel above; forward alone, as many key/value heads as query heads.
+    """Return (o, lse) of softmax(q·kᵀ/√D)·v, by the kernel above. Forward only, with equal numbers of heads.
 
-    q is (…, Sq, D), k and v (…, Sk, D), of one dtype on one CUDA device (any under TRITON_INTERPRET=1); causal: query i
-    sees key j only if j <= i + Sk − Sq. o has q's shape and dtype, lse is (…, Sq) float32. Raises ValueError.
+    q is (…, Sq, D), k and v are (…, Sk, D), of one dtype on one CUDA device (any device with TRITON_INTERPRET=1).
+    causal: query i sees key j only if j <= i + Sk − Sq. o has q's shape and dtype; lse is (…, Sq) float32. Raises
+    ValueError.
     """
     if k.shape != v.shape or (*q.shape[:-2], q.shape[-1]) != (*k.shape[:-2], k.shape[-1]) or q.shape[-1] > 256:
         raise ValueError(
-            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must be (…, Sq, D) and twice (…, Sk, D)"
+            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must be (…, Sq, D), (…, Sk, D) and (…, Sk, D)"
         )
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or {k.dtype, v.dtype} != {q.dtype}:
-        raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: one of float16, bfloat16, float32")
+        raise ValueError(
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, but must all be float16, bfloat16 or float32"
+        )
     (*heads, q_len, dim), kv_len = q.shape, k.shape[-2]
     o, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(q.shape[:-1], device=q.device)
-    rows = tile_rows(48 if INTERPRETED else chip_of(q.device).shared_kib, dim, q.itemsize)  # 48: what every GPU has
+    # 48: the minimum of all GPUs
+    rows = tile_rows(48 if INTERPRETED else chip_of(q.device).shared_kib, dim, q.itemsize)
     nano_forward[math.prod(heads), triton.cdiv(q_len, rows)](
         q.contiguous(), k.contiguous(), v.contiguous(), o, lse, q_len, kv_len, dim, dim**-0.5, causal, rows,
         padded(dim), num_warps=8, num_stages=2,
@@ -94,7 +99,7 @@ def nano_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tup
 
 
 def tried(device: str) -> list[tuple[str, Verification]]:
-    """Run the kernel on some problems: each in words, and its errors against float64 beside torch's own."""
+    """Run the kernel on some problems. Return a description of each, with its errors and torch's against float64."""
     found = []
     for q_len, kv_len, dim, causal, dtype in _SHOWN:
         generator = torch.Generator().manual_seed(0)
@@ -107,8 +112,8 @@ def tried(device: str) -> list[tuple[str, Verification]]:
 
 
 def main() -> int:
-    """Print the kernel, its tiles and its errors; 1 where one is over its bound."""
-    if not torch.cuda.is_available() and not INTERPRETED:  # which Triton reads when it is imported
+    """Print the kernel, its tiles and its errors. Return 1 if an error exceeds its bound."""
+    if not torch.cuda.is_available() and not INTERPRETED:  # Triton reads the variable at its import
         command = [sys.executable, "-m", "flashpoint_kernels.nano"]
         os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1"})
     source = inspect.getsource(nano_forward.fn).rstrip()

@@ -1,8 +1,8 @@
 """The library's two operators in torch's dispatcher: `flashpoint::attention` and `flashpoint::attention_backward`.
 
-They make attention an operation of torch's own: `torch.compile` and `torch.export` see one node, whose answers have
-shapes that are known without running it (the fake kernels), and autograd knows its gradient, which is the other
-operator. The way in is functional.py: it checks what the dispatcher would coerce.
+`torch.compile` and `torch.export` see one node for each, with output shapes that are known without running it (the fake
+kernels). Autograd knows the gradient of the first, which is the second. Users call functional.py, which checks
+arguments that the dispatcher would coerce.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from flashpoint_kernels.dispatch import available_backends, run
 from flashpoint_kernels.problem import Problem, tensor_info
 from flashpoint_kernels.support import choose_backend
 
-# Options travel as one string, the Python literal of those that are not the default, and not as an argument each: for a
-# call that wants a gradient torch takes time by the square of the number of arguments. A call at (1,1,4,8) on one CPU
-# core, the library's own part of it 115 µs: 330 µs with 22 arguments, 230 with these.
+# Options are passed as one string, the Python literal of those that are not the default: with one argument for each, a
+# call that needs a gradient takes torch time proportional to the square of their number. A call at (1,1,4,8) on one CPU
+# core, of which the library itself takes 115 µs: 330 µs with 22 arguments, 230 with these.
 _PLAIN: dict[type[Kind], Callable[[Any], Any]] = {
     OneOf: str, Flag: bool, Number: float, Pair: lambda pair: (int(pair[0]), int(pair[1])),
 }  # fmt: skip
@@ -40,7 +40,7 @@ _FORWARD_ONLY = frozenset(FORWARD_TENSORS) - frozenset(_BOTH)
 
 
 def _arguments(names: Sequence[str]) -> str:
-    """Return the schema of these tensors and the seed."""
+    """Return the schema of these tensors and of the seed."""
     return ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in (*names, "dropout_seed"))
 
 
@@ -54,7 +54,7 @@ for _schema in (
 
 
 def attention(tensors: Mapping[str, Tensor | None], options: Options) -> tuple[Tensor, Tensor]:
-    """(o, lse) by the operator. The seed of a dropout that has none is drawn from torch's generator, each time anew."""
+    """Return (o, lse) from the operator. Without a seed, each call with dropout draws one from torch's generator."""
     inputs = [tensors[name] for name in FORWARD_TENSORS]
     drawn = options.dropout_p and options.dropout_seed is None
     seed = torch.randint(1 << 53, (), device="cpu") if drawn else _seed(options)
@@ -63,7 +63,7 @@ def attention(tensors: Mapping[str, Tensor | None], options: Options) -> tuple[T
 
 
 def attention_backward(tensors: Mapping[str, Tensor | None], options: Options) -> list[Tensor]:
-    """The gradients that `options.grads` names, by the operator."""
+    """Return the gradients in `options.grads` from the operator."""
     inputs, given = [tensors[name] for name in _BOTH], [tensors[name] for name in _GIVEN]
     answers: list[Tensor] = torch.ops.flashpoint.attention_backward.default(
         *inputs, _seed(options), *given, literal(options), options.grads
@@ -72,7 +72,7 @@ def attention_backward(tensors: Mapping[str, Tensor | None], options: Options) -
 
 
 def literal(options: Options) -> str:
-    """The options that are not the default, but for the seed, which is a tensor: "{'causal': True}"."""
+    """Return the options that are not the default, as a literal: "{'causal': True}". The seed is passed as a tensor."""
     given = [
         f"'{name}': {kind(value)!r}"
         for name, kind in _OPTIONS.items()
@@ -82,7 +82,7 @@ def literal(options: Options) -> str:
 
 
 def _seed(options: Options) -> Tensor | None:
-    """The seed as the operators take it: below 2⁶⁴, in the bits of an int64 on the CPU, so that one may be drawn."""
+    """Return the seed as a tensor for the operators: its 64 bits in an int64 on the CPU, like a drawn seed."""
     seed = options.dropout_seed
     if seed is None:
         return None
@@ -131,10 +131,10 @@ def _attention_backward(*arguments: Any) -> list[Tensor]:
 
 
 def _check_known(tensors: dict[str, Tensor], options: Options, seed: Tensor | None, direction: Direction) -> None:
-    """Refuse at once what is wrong by its sizes, where they are numbers; symbols are checked when it runs."""
+    """Check the sizes now if they are all numbers. Symbolic sizes are checked when the operator runs."""
     if all(isinstance(n, int) for t in tensors.values() for n in t.shape):
         if seed is not None:
-            options = replace(options, dropout_seed=0)  # there is one; its value is not known here
+            options = replace(options, dropout_seed=0)  # the seed exists, but its value is unknown here
         plan({name: tensor_info(name, t) for name, t in tensors.items()}, options, direction)
 
 
@@ -157,10 +157,10 @@ def _fake_attention_backward(*arguments: Any) -> list[Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """A forward keeps its inputs, o and lse: the backward recomputes the probabilities from them."""
+    """Save the inputs, o and lse for the backward, which recomputes the probabilities from them."""
     for name, t, needed in zip(FORWARD_TENSORS, inputs, ctx.needs_input_grad, strict=False):
         if t is not None and TENSORS[name].forward_only:
-            raise ProblemError([(name, "is for the forward alone: pass tensors that do not require a gradient")])
+            raise ProblemError([(name, "is only for the forward: pass tensors that do not require a gradient")])
         if needed and not TENSORS[name].gradient:
             raise ProblemError([(name, "has no gradient: pass a tensor that does not require one")])
     ctx.set_materialize_grads(False)
@@ -180,7 +180,10 @@ def gradients(
     inputs: Sequence[Tensor | None], do: Tensor | None, o: Tensor, lse: Tensor, dlse: Tensor | None, options: str,
     needed: Sequence[str],
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The gradients of the inputs that `needed` names. `inputs` are what both operators take, the seed last."""
+    """Return the gradients of the inputs in `needed`.
+
+    `inputs` are the common arguments of both operators, the seed last.
+    """
     do = torch.zeros_like(o) if do is None else do
     grads = [f"d{name}" for name in needed]
     answers = torch.ops.flashpoint.attention_backward.default(*inputs, do, o, lse, dlse, options, grads)
@@ -188,7 +191,7 @@ def gradients(
 
 
 def plain_inputs(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor | None]:
-    """Return the tensor arguments of both operators for a call with q, k and v alone."""
+    """Return the tensor arguments of both operators for a call with only q, k and v."""
     return [*({"q": q, "k": k, "v": v}.get(name) for name in _BOTH), None]
 
 

@@ -1,7 +1,7 @@
-"""A caller's own attention function, called like `attention` on a problem: its answers by name, gradients included.
+"""Call a caller's own attention function on a problem, and return its answers by name, with gradients.
 
-It is called as kernel(q, k, v, causal=…, …) and returns o, or a tuple that begins with o and lse. Only what differs
-from the default is passed. A parameter may have the name that torch or flash-attn give it: is_causal, softmax_scale, …
+The call is kernel(q, k, v, causal=…, …). The function returns o, or a tuple that starts with o and lse. Only options
+that are not the default are passed. Parameters may have torch's or flash-attn's names: is_causal, softmax_scale, …
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Kernel = Callable[..., Any]
 
 
 class NotTakenError(Exception):
-    """The function has no parameter for an option or tensor of the problem."""
+    """The function has no parameter for an option or a tensor of the problem."""
 
 
 def parameters(kernel: Kernel) -> dict[str, str] | None:
-    """Return its parameters by our names for them; None where it does not say, or takes any keyword."""
+    """Return the function's parameters by our names; None if it accepts any keyword or has no signature."""
     try:
         found = inspect.signature(kernel).parameters.values()
     except (TypeError, ValueError):
@@ -40,9 +40,10 @@ def parameters(kernel: Kernel) -> dict[str, str] | None:
 
 
 def answers_of(kernel: Kernel, tensors: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
-    """Return what the function answers: o, lse where it returns it, and gradients where the problem has `do`.
+    """Return the function's answers: o, lse if it returns it, and gradients if the problem has `do`.
 
-    Gradients come from autograd; where o has none, they are left out. Raises NotTakenError, and what it raises.
+    Gradients come from autograd; without a graph, they are omitted. Raises NotTakenError, and whatever the function
+    raises.
     """
     inputs = {name: tensors[name].detach().clone() for name in "qkv"}
     wants = [name for name in options.grads if name[1:] in inputs] if "do" in tensors else []
@@ -51,7 +52,7 @@ def answers_of(kernel: Kernel, tensors: Mapping[str, Tensor], options: Options) 
     result = kernel(*inputs.values(), **_keywords(kernel, tensors, options))
     parts = list(result) if isinstance(result, (tuple, list)) else [result]
     if not parts or not isinstance(parts[0], Tensor):
-        raise TypeError(f"it returned {type(result).__name__}, not a tensor or a tuple of tensors")
+        raise TypeError(f"it returned {type(result).__name__}, but must return a tensor or a tuple of tensors")
     answers = {"o": parts[0].detach()}
     if len(parts) > 1 and isinstance(parts[1], Tensor) and parts[1].ndim == parts[0].ndim - 1:
         answers["lse"] = parts[1].detach()

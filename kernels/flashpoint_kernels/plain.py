@@ -1,9 +1,10 @@
-"""The short way of a plain call: q, k and v of the CPU alone, which one call of torch's fused operator answers.
+"""The fast path for plain calls: only q, k and v, on the CPU, answered by one call of torch's fused operator.
 
-Short sequences take the operator a few microseconds, and a problem, its views and torch's dispatcher several times as
-many. Here all that follows from shapes, dtypes and options is found once and remembered (`Route`); what is left of a
-call are the operator and a look at its answer. Answers, their bits and their gradients are those of the long way
-(ops.py), which all else takes: tensors that torch traces, maps or counts, and all that `_route` says None to.
+For short sequences, the operator takes a few microseconds; a problem, its views and torch's dispatcher take several
+times as long. So everything that follows from shapes, dtypes and options is computed once and cached (`Route`). A call
+then consists of the operator and a check of its answer. Answers, bits and gradients are equal to those of the general
+path (ops.py), which handles all other calls: tensors that torch traces, maps or counts, and calls for which `_route`
+returns None.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from flashpoint_kernels.torch_backend.call import Call
 from flashpoint_kernels.torch_backend.few import FewQueries, Lying
 
 _CPU = torch.device("cpu")
-_ORDINARY = (Tensor, torch.nn.Parameter)  # no subclass, whose operations may mean something else
+_ORDINARY = (Tensor, torch.nn.Parameter)  # not subclasses, which may redefine operations
 _dispatch_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 
 
 class Route(NamedTuple):
-    """How a plain call of these shapes, dtypes and options is computed."""
+    """How to compute a plain call with given shapes, dtypes and options."""
 
     options: Options
-    turned: bool  # layout bshd: heads and rows change places
-    causal: bool  # the operator's own, from the top left
+    turned: bool  # layout bshd: heads and rows are transposed
+    causal: bool  # the operator's own causal mask, aligned top left
     scale: float
-    few: bool  # queries, over many keys
-    threads: int  # of the forward; 0: all of torch's
-    differentiates: bool  # whether its gradient is one call, too, on one thread
+    few: bool  # few queries over many keys
+    threads: int  # of the forward; 0: all of torch's threads
+    differentiates: bool  # the gradient is also one call, on one thread
 
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Call:
         if self.turned:
@@ -60,7 +61,7 @@ class Route(NamedTuple):
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return o as the caller gets it, and lse (B,Hq,Sq)."""
+        """Return o in the caller's layout and dtype, and lse (B,Hq,Sq)."""
         with exactly(self.threads):
             if self.few:
                 q_, k_, v_ = (t.transpose(1, 2) for t in (q, k, v)) if self.turned else (q, k, v)
@@ -86,7 +87,7 @@ class Route(NamedTuple):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor] | None:
-    """Return o and lse, or None where the long way has to be gone."""
+    """Return o and lse, or None if the call needs the general path."""
     if torch.compiler.is_compiling() or _dispatch_modes() or _transforms() is not None:
         return None
     if not (type(q) in _ORDINARY and type(k) in _ORDINARY and type(v) in _ORDINARY):
@@ -102,9 +103,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
     return route.forward(q, k, v)
 
 
-@lru_cache(1024)  # a model asks for the same few problems again and again
+@lru_cache(1024)  # a model repeats a few problems
 def _route(options: Options, *found: Any) -> Route | None:
-    """Return the route of a call with these shapes and dtypes of q, k and v; None where there is none, or an error."""
+    """Return the route for these shapes and dtypes of q, k and v; None without one, or if there is an error."""
     shapes, dtypes = found[:3], found[3:]
     if len(shapes[0]) != 4 or any(dtype not in DTYPE_NAMES for dtype in dtypes):
         return None
@@ -140,12 +141,15 @@ def _differentiates(spec: Spec) -> bool:
 
 
 def _alone(spec: Spec) -> Problem:
-    """Return a problem without its tensors."""
+    """Return a problem without tensors."""
     return Problem(spec, spec.rows({}), None, _CPU, {})
 
 
 class _Plain(torch.autograd.Function):
-    """The gradient of a plain call: one call, too, where the route says so, else the operator's of ops.py."""
+    """The autograd function of a plain call.
+
+    The backward is one call if the route allows it, else the operator of ops.py.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, route: Route) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""One request, normalised: its spec, its table of sequences, and canonical views of its tensors.
+"""One request in normal form: its spec, its table of sequences, and canonical views of its tensors.
 
-Every backend takes a list of `Problem`s and writes into their outputs. Canonical views have one shape whatever the
-layout and rank of the user's tensors (N is B, or 1 in the ragged layout):
+Every backend takes a list of `Problem`s and writes into their outputs. Canonical views have the same shapes for all
+layouts and ranks of the user's tensors (N is B, or 1 in the ragged layout):
 
     q, o, do, dq     (N, Hq, Sq, D|Dv)
     k, v, dk, dv     (N, Hk, Sk, D|Dv)
@@ -9,15 +9,15 @@ layout and rank of the user's tensors (N is B, or 1 in the ragged layout):
     masks            (B, Hq, Sq, Sk)
     block_mask       (B, Hq, ceil(Sq / Mq), ceil(Sk / Mk))
     numbers per head (Hq,) or (B, Hq), float32
-    k_scale, v_scale (N, Hk, Sk) where each row has a number (`Spec.per_row`), else (1, Hk, 1) or, by `Row.index`,
-                     (B, Hk, 1); in their own dtypes
+    k_scale, v_scale (N, Hk, Sk) if each row has a number (`Spec.per_row`), else (1, Hk, 1), or (B, Hk, 1) indexed
+                     by `Row.index`; in their own dtypes
 
-Views share the user's memory; a broadcast dimension of a mask has stride 0, and so has Hk where a scale is a number.
+Views share the user's memory. A broadcast dimension of a mask has stride 0; so has Hk of a scale that is one number.
 
-Where k and v are pages (`Spec.paged`) their canonical views are the pool, whatever the layout: k and v (pool, Hk,
-page_size, D|Dv), and the scales of each row (pool, Hk, page_size). Key j of the sequence `Row.index` is at [number, :,
-j % page_size] for number = block_table[Row.index, j // page_size]; `tensors["block_table"]` is (B, pages) int32 on the
-problem's device. `batches` brings a sequence's keys together, so a backend that takes its views sees no pages.
+If k and v are pages (`Spec.paged`), their canonical views are the pool in all layouts: k and v (pool, Hk, page_size,
+D|Dv), and scales for each row (pool, Hk, page_size). Key j of the sequence `Row.index` is at [number, :, j % page_size]
+for number = block_table[Row.index, j // page_size]; `tensors["block_table"]` is (B, pages) int32 on the problem's
+device. `batches` gathers a sequence's keys, so a backend that uses its views sees no pages.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def tensor_info(name: str, tensor: Tensor) -> TensorInfo:
     if not isinstance(tensor, Tensor):
         raise ProblemError([(name, f"must be a torch tensor, not {type(tensor).__name__}")])
     if tensor.dtype not in DTYPE_NAMES:
-        raise ProblemError([(name, f"dtype {tensor.dtype} is not served")])
+        raise ProblemError([(name, f"dtype {tensor.dtype} is not supported")])
     return TensorInfo(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
 @dataclass(eq=False)
 class Problem:
-    """See the module. `tensors` are the user's, `outputs` the answers, both by their names in the contract."""
+    """See the module. `tensors` are the user's inputs, `outputs` the answers, both by their names in the contract."""
 
     spec: Spec
     rows: tuple[Row, ...]
@@ -67,11 +67,12 @@ class Problem:
     device: torch.device
     tensors: dict[str, Tensor]
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    cut_of: int = 0  # key/value heads of the request that this is a part of, see `heads`; 0 for a whole one
-    first_head: int = 0  # which query head of that request is its first
-    threads: int = 0  # that it may have beyond `reproducible.thread_count`, for they do not change its bits; 0: none
-    # The calls of a backend that read and write in place. An engine runs a problem again, with other numbers in the
-    # same memory, and need not make the views of a small call anew. Not shared with what `replace` makes of it.
+    cut_of: int = 0  # for a part (see `heads`): the key/value heads of the whole request; else 0
+    first_head: int = 0  # number of the first query head within the whole request
+    # number of threads allowed in addition to `reproducible.thread_count`, because they do not change the bits; 0: none
+    threads: int = 0
+    # Cached calls of a backend that read and write in place. An engine runs a problem again with other numbers in the
+    # same memory, and then need not make the views again. `replace` does not copy them.
     calls: list[Any] = field(default_factory=list, init=False)
 
     @classmethod
@@ -84,10 +85,10 @@ class Problem:
         spec: Spec | None = None,
         outputs: Mapping[str, Tensor] | None = None,
     ) -> Problem:
-        """Check `tensors` against the contract, read the index tensors, and make room for the answers.
+        """Check `tensors` against the contract, read the index tensors, and allocate the answers.
 
-        `spec` is taken as it is when the caller has planned already; `outputs` are buffers to write into (contiguous,
-        of the shapes and dtypes of `Spec.outputs`), else they are allocated. Raises ProblemError.
+        A given `spec` is not checked again. `outputs` are buffers for the answers (contiguous, with the shapes and
+        dtypes of `Spec.outputs`); missing ones are allocated. Raises ProblemError.
         """
         spec = spec or plan({name: tensor_info(name, t) for name, t in tensors.items()}, options, direction)
         device = tensors["q"].device
@@ -108,12 +109,12 @@ class Problem:
         return cls(spec, rows, seed, device, given, made)
 
     def view(self, name: str) -> Tensor:
-        """The canonical view of an input or output tensor (see the module)."""
+        """Return the canonical view of an input or output tensor (see the module)."""
         tensor = self.tensors[name] if name in self.tensors else self.outputs[name]
         return self.canonical(name, tensor)
 
     def canonical(self, name: str, t: Tensor) -> Tensor:
-        """The canonical view of `t`, which has the shape that the contract gives to `name`."""
+        """Return the canonical view of `t`, which has the contract's shape for `name`."""
         spec, row = self.spec, TENSORS[name]
         if row.per_head:
             return t.float().expand(spec.shape_of(name))
@@ -129,9 +130,10 @@ class Problem:
         return t[None] if spec.ragged else _one_head(t, len(row.axes))
 
     def mask_part(self, t: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Return what `rows`, of equal lengths, use of `t`, which has `attn_mask`'s own shape, or `own_part`'s of it.
+        """Return the part of a mask for `rows`, of equal lengths. `t` has the shape of `attn_mask`, or `own_part`'s of
+        it.
 
-        The shape is (n|1,Hq|1,sq|1,sk|1), 1 where the mask is broadcast. A view where the rows are consecutive.
+        The shape is (n|1,Hq|1,sq|1,sk|1), with 1 for broadcast dimensions. It is a view if the rows are consecutive.
         """
         t, first = self._mask_sequences(t)
         row = rows[0]
@@ -139,25 +141,27 @@ class Problem:
         return _sequences_of(own, rows, first)
 
     def block_part(self, rows: Sequence[Row]) -> Tensor:
-        """Return the blocks of `rows`, as `mask_part` does: (n|1,Hq|1,ceil(sq/Mq),ceil(sk/Mk))."""
+        """Return the part of the block mask for `rows`, like `mask_part`: (n|1,Hq|1,ceil(sq/Mq),ceil(sk/Mk))."""
         t, first = self._mask_sequences(self.tensors["block_mask"])
         (queries, keys), row = self.spec.options.block_size, rows[0]
         return _sequences_of(t[:, :, : -(-row.q_len // queries), : -(-row.kv_len // keys)], rows, first)
 
     def put_mask_part(self, t: Tensor, rows: Sequence[Row], part: Tensor) -> None:
-        """Write back what `mask_part` has copied out of `t`; a view needs nothing."""
+        """Write back a part that `mask_part` has copied; a view needs no write."""
         if part.shape[0] > 1 and not consecutive(rows):
             full, first = self._mask_sequences(t)
             own = full[:, :, : part.shape[2], : part.shape[3]]
             own.index_copy_(0, torch.tensor([row.batch - first for row in rows], device=t.device), part)
 
     def _mask_sequences(self, t: Tensor) -> tuple[Tensor, int]:
-        """Return a mask with all four dimensions, and which sequence of the batch is its first."""
+        """Return a mask with all four dimensions, and the batch index of its first sequence."""
         t = _one_head(t.reshape((1,) * (self.spec.rank - t.ndim) + tuple(t.shape)), 4)
         return t, self.rows[0].batch if t.shape[0] == len(self.rows) else 0
 
     def empty_like_output(self, name: str) -> Tensor:
-        """Fresh memory of the shape, layout and dtype of `o` or `lse`, for a forward whose answer is not asked."""
+        """Return new memory with the shape, layout and dtype of `o` or `lse`, for a forward that the caller has not
+        requested.
+        """
         spec = self.spec
         if name == "lse":
             return torch.empty(spec.lse_shape, dtype=torch.float32, device=self.device)
@@ -169,14 +173,14 @@ class Problem:
     ) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
         """Yield sequences of equal lengths with views of their valid rows: q (n,Hq,sq,D), lse (n,Hq,sq)…
 
-        Inputs and outputs alike, by name, without masks and their gradients (see `mask_part`) and without gradients
-        that all sequences add to; numbers per head are (Hq,) or (n,Hq). `most(row)` is how many sequences as long as
-        `row` may come together, 0 to leave them out; by default each comes alone. Padding is not in the views: a
-        backend that writes through them first calls `clear_outputs`. Sequences that do not lie together are copied,
-        and their outputs are copied back when the next ones are taken. Keys and values in pages are copied, too, but
-        for rows where `in_pages` says that the caller reads the pages: then k and v are not among the views.
-
-        8-bit k and v stay as they are; scales are (n,Hk,sk), or (n,Hk,1) where they are not of each row.
+        The views are inputs and outputs by name, without masks and their gradients (see `mask_part`), and without
+        gradients to which all sequences add. Numbers per head are (Hq,) or (n,Hq). `most(row)` is how many sequences
+        with the lengths of `row` are yielded together; 0 omits them; by default, each is yielded alone. Views do not
+        contain padding: a backend that writes through them first calls `clear_outputs`. Sequences that are not adjacent
+        in memory are copied, and their outputs are copied back when the next ones are requested. Keys and values in
+        pages are copied, too, except for rows for which `in_pages` returns True: then the views do not contain k and v,
+        and the caller reads the pages. 8-bit k and v are not converted; scales are (n,Hk,sk), or (n,Hk,1) if rows have
+        no own scale.
         """
         inputs = {name: self.canonical(name, t) for name, t in self.tensors.items() if name not in _NOT_OF_ROWS}
         outputs = {name: self.canonical(name, t) for name, t in self.outputs.items() if name not in _NOT_OF_ROWS}
@@ -195,7 +199,10 @@ class Problem:
                 _scatter(name, view, rows, answers[name])
 
     def _read(self, name: str, view: Tensor, rows: Sequence[Row], read: _Read) -> Tensor:
-        """Return what `rows`, of equal lengths, have of an input. `read` copies or views what lies in rows."""
+        """Return the part of an input for `rows`, of equal lengths.
+
+        `read` copies or views tensors that consist of rows.
+        """
         if TENSORS[name].scale_of and not self.spec.per_row(name):
             if view.shape[0] == 1:
                 return view.expand(len(rows), -1, -1)
@@ -221,25 +228,25 @@ class Problem:
             yield from (tuple(same[start : start + count]) for start in range(0, len(same), count))
 
     def sequences(self) -> Iterator[tuple[Row, dict[str, Tensor]]]:
-        """Yield each sequence as in `batches`, without the dimension of the batch: q (Hq,sq,D), lse (Hq,sq)…"""
+        """Yield each sequence like `batches`, without the batch dimension: q (Hq,sq,D), lse (Hq,sq)…"""
         for (row,), x in self.batches():
             yield row, {name: t[0] if "B" in TENSORS[name].axes else t for name, t in x.items()}
 
     @property
     def query_heads(self) -> range:
-        """Its query heads, as the request that it is, or is a part of, counts them."""
+        """The range of its query heads, numbered as in the whole request."""
         return range(self.first_head, self.first_head + self.spec.q_heads)
 
     @property
     def flops(self) -> int:
-        """As `Spec.flops`, of the sequences' own lengths."""
+        """Like `Spec.flops`, but for the sequences' true lengths."""
         return flops_of(self.spec, sum(row.q_len * row.kv_len for row in self.rows))
 
     def heads(self, start: int, stop: int) -> Problem:
-        """The problem of key/value heads [start, stop) and their query heads alone, over the same memory.
+        """Return the problem of key/value heads [start, stop) and their query heads, in the same memory.
 
-        Heads share nothing but a mask, a seed and what is summed over them: not for the gradient of a mask that they
-        share, nor for tensors of one head without its dimension.
+        Heads share only a mask, a seed and sums over heads. So this is not allowed for the gradient of a mask that
+        heads share, or for tensors of one head without the head dimension.
         """
         spec = self.spec
         group = spec.q_heads // spec.kv_heads
@@ -263,16 +270,16 @@ class Problem:
         return replace(self, spec=own, tensors=tensors, outputs=outputs, cut_of=cut_of, first_head=first_head)
 
     def of_rows(self, start: int, stop: int) -> Problem:
-        """Return the problem of sequences [start, stop) alone, over the same memory.
+        """Return the problem of sequences [start, stop), in the same memory.
 
-        Not for what is summed over sequences: dsinks, and the gradient of a mask that sequences share.
+        This is not allowed for sums over sequences: dsinks, and the gradient of a mask that sequences share.
         """
         return replace(self, rows=self.rows[start:stop])
 
     def clear_outputs(self) -> None:
-        """Write the answer of a row that attends to nothing wherever a sequence's own rows may not cover an output.
+        """Fill output rows that no sequence may write with the answer of a row that sees no key.
 
-        That is 0, and −inf for `lse`.
+        This is 0, and −inf for `lse`.
         """
         if all(0 < row.q_len == row.q_rows and 0 < row.kv_len == row.kv_rows for row in self.rows):
             return
@@ -280,9 +287,10 @@ class Problem:
             self.own_part(name).fill_(float("-inf") if name == "lse" else 0.0)
 
     def own_part(self, name: str) -> Tensor:
-        """Return a view of what this problem's sequences write of an output, in its canonical dimensions.
+        """Return a view of the part of an output that this problem's sequences write, in its canonical dimensions.
 
-        That is all of it but in a part of a larger problem (`of_rows`): other parts may be written at the same time.
+        It is the whole output, except for a part of a larger problem (`of_rows`): other parts may be written at the
+        same time.
         """
         t = self.outputs[name]
         row = TENSORS[name]
@@ -301,9 +309,9 @@ class Problem:
 
 
 def launch_key(spec: Spec, backend: str) -> tuple[Any, ...]:
-    """Return what requests must share to run in one launch.
+    """Return the key that requests must share to run in one launch.
 
-    Lengths, batch sizes, head counts, scalars, page and block sizes and the shapes of scales are free.
+    Lengths, batch sizes, head counts, scalars, page and block sizes and the shapes of scales may differ.
     """
     mask = spec.tensors["attn_mask"].dtype if spec.has("attn_mask") else None
     dtypes = spec.dtype, spec.tensors["k"].dtype, mask
@@ -312,30 +320,30 @@ def launch_key(spec: Spec, backend: str) -> tuple[Any, ...]:
 
 
 def check_scales(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse scales that are not finite, among `tensors` on the CPU: others are not looked at. Raises ProblemError."""
+    """Raise ProblemError for scales on the CPU that are not finite. Scales on other devices are not checked."""
     seen = [name for name in SCALES if name in tensors and tensors[name].device.type == "cpu"]
     if wrong := [name for name in seen if not tensors[name].isfinite().all()]:
-        raise ProblemError((name, "holds a number that is not finite") for name in wrong)
+        raise ProblemError((name, "contains a number that is not finite") for name in wrong)
 
 
 def _placed(name: str, t: Tensor, device: torch.device) -> Tensor:
-    """Return an input on the problem's device, or an index tensor wherever it is. Raises ProblemError."""
+    """Return an input on the problem's device; an index tensor may be anywhere. Raises ProblemError."""
     if t.device == device or name in INDEX_TENSORS:
         return t
     if name == "block_table" or (name in SCALES and t.ndim == 0):
         return t.to(device)
-    raise ProblemError([(name, f"is on {t.device} where q is on {device}")])
+    raise ProblemError([(name, f"is on {t.device}, but q is on {device}")])
 
 
 def with_forwards(problems: Sequence[Problem]) -> tuple[list[Problem], Sequence[Problem]]:
-    """The forwards that gradient problems without `o` and `lse` need, and the problems with the answers' places in."""
+    """Return the forwards for gradient problems without `o` and `lse`, and the problems with these as inputs."""
     forwards = {id(p): forward_of(p) for p in problems if "lse" not in p.tensors}
     whole = [replace(p, tensors=p.tensors | forwards[id(p)].outputs) if id(p) in forwards else p for p in problems]
     return list(forwards.values()), whole
 
 
 def forward_of(problem: Problem) -> Problem:
-    """The forward problem of a gradient problem, with room for its `o` and `lse`."""
+    """Return the forward problem of a gradient problem, with memory for its `o` and `lse`."""
     spec = problem.spec
     return replace(
         problem,
@@ -346,14 +354,17 @@ def forward_of(problem: Problem) -> Problem:
 
 
 def _one_head(t: Tensor, rank: int) -> Tensor:
-    """(S, …) and (B, S, …) as (B, 1, S, …) of `rank` dimensions; a tensor of that rank as it is."""
+    """Return (S, …) or (B, S, …) as (B, 1, S, …) of `rank` dimensions, and a tensor of that rank unchanged."""
     if t.ndim == rank:
         return t
     return t.unsqueeze(1) if t.ndim == rank - 1 else t[None, None]
 
 
 def _sequences_of(mask: Tensor, rows: Sequence[Row], first: int) -> Tensor:
-    """Return the sequences' part of a mask, from sequence `first` of the batch on; all of it if they share it."""
+    """Return the part of a mask for some sequences; the mask starts at sequence `first`.
+
+    A shared mask is returned whole.
+    """
     if mask.shape[0] == 1:
         return mask
     if consecutive(rows):
@@ -362,14 +373,14 @@ def _sequences_of(mask: Tensor, rows: Sequence[Row], first: int) -> Tensor:
 
 
 def shared_by_heads(mask: Sequence[int]) -> bool:
-    """Whether a mask of that shape is the same for all heads."""
+    """Return whether a mask of this shape is the same for all heads."""
     return len(mask) < 3 or mask[-3] == 1
 
 
 _Read = Callable[[str, Tensor, Sequence[Row]], Tensor]
 
-# Not among the views of `batches`: index tensors and pages' numbers, masks (see `mask_part` and `block_part`), and
-# gradients that all sequences add to.
+# Not among the views of `batches`: index tensors and page numbers, masks (see `mask_part` and `block_part`), and
+# gradients to which all sequences add.
 _NOT_OF_ROWS = {
     name
     for name, row in TENSORS.items()
@@ -378,30 +389,30 @@ _NOT_OF_ROWS = {
 
 
 def consecutive(rows: Sequence[Row]) -> bool:
-    """Return whether the memory of sequences of equal lengths lies together, so that a view shows them."""
+    """Return whether sequences of equal lengths are adjacent in memory, so that one view contains them."""
     return rows[-1].index - rows[0].index == len(rows) - 1
 
 
 def _span(name: str, row: Row) -> tuple[int, int]:
-    """The first row and the valid rows of a sequence in the canonical view of a tensor."""
+    """Return first row and number of valid rows of a sequence in the canonical view of a tensor."""
     return (row.kv_start, row.kv_len) if TENSORS[name].of_keys else (row.q_start, row.q_len)
 
 
 def _own(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
-    """A view of consecutive sequences: (n, …)."""
+    """Return a view of consecutive sequences: (n, …)."""
     row, count = rows[0], len(rows)
     if TENSORS[name].per_head:
         return view if view.ndim == 1 else view.narrow(0, row.index, count)
     start, length = _span(name, row)
     if view.shape[0] > 1 or row.batch != rows[-1].batch:
         view = view.narrow(0, row.batch, count)
-    elif count > 1:  # packed: (1, H, n·length, …) is (n, H, length, …)
+    elif count > 1:  # packed: (1, H, n·length, …) becomes (n, H, length, …)
         return parted(view[0].narrow(1, start, count * length), 1, (count, length)).transpose(0, 1)
     return view if length == view.shape[2] else view.narrow(2, start, length)
 
 
 def _gathered(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
-    """A copy of sequences of equal lengths, wherever they lie: (n, …)."""
+    """Return a copy of sequences of equal lengths at any places: (n, …)."""
     if TENSORS[name].per_head:
         index = torch.tensor([row.index for row in rows], device=view.device)
         return view if view.ndim == 1 else view.index_select(0, index)
@@ -413,7 +424,7 @@ def _gathered(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def _scatter(name: str, view: Tensor, rows: Sequence[Row], answer: Tensor) -> None:
-    """Write what `_gathered` has copied back to where it came from."""
+    """Write a result back to the places from which `_gathered` has copied."""
     start, length = _span(name, rows[0])
     if rows[0].batch != rows[-1].batch:
         index = torch.tensor([row.batch for row in rows], device=view.device)
@@ -423,17 +434,17 @@ def _scatter(name: str, view: Tensor, rows: Sequence[Row], answer: Tensor) -> No
 
 
 def _positions(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
-    """The rows of a packed tensor that sequences of equal lengths hold, one sequence after the other."""
+    """Return the rows of sequences of equal lengths in a packed tensor, one sequence after another."""
     starts = torch.tensor([_span(name, row)[0] for row in rows], device=view.device)
     return (starts[:, None] + torch.arange(_span(name, rows[0])[1], device=view.device)).flatten()
 
 
 def parted(t: Tensor, dim: int, sizes: tuple[int, int]) -> Tensor:
-    """A view of `t` with one dimension as two, the first of them slower."""
+    """Return a view of `t` with one dimension split into two, the first of which is slower."""
     return t.view(*t.shape[:dim], *sizes, *t.shape[dim + 1 :])
 
 
 def narrowed(t: Tensor) -> Tensor:
-    """A float64 mask in float32: a number below float32's range becomes its least value, not −inf."""
+    """Return a float64 mask in float32. Numbers below float32's range become its lowest finite number, not −inf."""
     narrow = t.float()
     return torch.where(narrow.isneginf() & ~t.isneginf(), torch.finfo(torch.float32).min, narrow)

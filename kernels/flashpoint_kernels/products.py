@@ -1,8 +1,8 @@
-"""Batched matrix products whose bits are the same for one matrix and for several.
+"""Batched matrix products with the same bits for one matrix and for several.
 
-BLAS computes a single product with a dimension of 1 as one of a matrix and a vector, which sums in another order than
-the same product among others (torch 2.13 with MKL on the CPU). Here such a product is computed as the first of two.
-Products among two and more, and those without a dimension of 1, have the same bits in any number: a test holds both.
+For a single product with a dimension of 1, BLAS uses a matrix-vector product, which sums in another order than the same
+product in a batch (torch 2.13 with MKL on the CPU). Here, such a product is computed in a batch of two. Other products
+have the same bits in a batch of any size: a test checks both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a (n,M,K) times b (n,K,N), in `out` where that is given."""
+    """Return a (n,M,K) times b (n,K,N), in `out` if given."""
     if not _is_thin(a, b):
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
     first = torch.bmm(_twice(a), _twice(b))[:1]

@@ -1,4 +1,4 @@
-"""8-bit keys and values: numbers of 8 bits, and the scales that they stand for a multiple of."""
+"""8-bit keys and values: 8-bit numbers, and the scales by which they are multiplied."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from flashpoint_contract.options import ProblemError
 from flashpoint_contract.tensors import EIGHT_BIT, FLOATS
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-_LEAST_SCALE = torch.finfo(torch.float32).tiny  # a scale below it would be 0 on a device that has no subnormals
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # a smaller scale would be 0 on a device without subnormal numbers
 
 
 def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
     """Return `x` in 8 bits, and a scale for each of its rows: x is about values * scale[..., None].
 
-    The largest number of a row becomes the largest of the dtype: 448 in float8_e4m3fn, 127 in int8. Numbers are rounded
-    to the nearest, so int8 is off by half a scale at most, and float8_e4m3fn by 1/16 of the number or by 2^-10 scales.
+    The largest number of a row is mapped to the largest of the dtype: 448 in float8_e4m3fn, 127 in int8. Numbers are
+    rounded to the nearest. So the error of int8 is at most half a scale, and that of float8_e4m3fn is 1/16 of the
+    number or 2^-10 scales.
 
     Args:
-        x: (..., D), such as k or v in any layout, or pages of them. float16, bfloat16, float32 or float64.
+        x: (..., D), for example k or v in any layout, or pages of them. float16, bfloat16, float32 or float64.
         dtype: torch.float8_e4m3fn or torch.int8.
-
     Returns:
-        (values, scale): values in `dtype` and x's shape; scale in float32 and x's shape without D, which is what
-        `attention` takes as `k_scale` and `v_scale`. A row of zeros has values of 0. A row with NaN or an infinity has
-        a scale that is not finite, which `attention` refuses.
-
+        (values, scale): values in `dtype` and x's shape; scale in float32 and x's shape without D, for the arguments
+        `k_scale` and `v_scale` of `attention`. A row of zeros has values of 0. A row with NaN or an infinity has a
+        scale that is not finite, which `attention` refuses.
     Raises:
         ProblemError: a ValueError that names `x` or `dtype`.
     """
@@ -50,8 +49,7 @@ def dequantize(values: Tensor, scale: Tensor | float, dtype: torch.dtype = torch
     Args:
         values: (..., D), 8-bit numbers.
         scale: a number, or a tensor that broadcasts to the shape of `values` without D.
-        dtype: a float of torch's.
-
+        dtype: a float dtype of torch.
     Raises:
         ProblemError: a ValueError that names `values` or `scale`.
     """
@@ -67,18 +65,19 @@ def dequantize(values: Tensor, scale: Tensor | float, dtype: torch.dtype = torch
 
 
 def restored(values: Tensor, scale: Tensor) -> Tensor:
-    """Return values * scale[..., None] in float32, of what `quantize` has made: NaN only where a scale is not finite.
+    """Return values * scale[..., None] in float32, for values from `quantize`: NaN only if a scale is not finite.
 
-    On the CPU in a tenth of the time that `scaled` takes with float8_e4m3fn, which torch converts number by number.
+    On the CPU with float8_e4m3fn it takes a tenth of the time of `scaled`, because torch converts these one by one.
     """
     if values.dtype == torch.float8_e4m3fn:
-        # A sign, 4 bits of exponent and 3 of mantissa are, in their places of a float16, the number divided by 2^8.
+        # Moved to their places in a float16, the sign, the 4 bits of the exponent and the 3 of the mantissa give the
+        # number divided by 2^8.
         bits = (values.view(torch.int8).to(torch.int16) << 7) & ~(1 << 14)
         values, scale = bits.view(torch.float16), scale * 256.0
     return torch.empty(values.shape, device=values.device).copy_(values).mul_(scale[..., None])
 
 
 def scaled(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return values * scale[..., None] in `dtype`, rounded once, of any dtypes and scales that broadcast."""
+    """Return values * scale[..., None] in `dtype`, rounded once, for any dtypes and any scales that broadcast."""
     wide = torch.promote_types(dtype, torch.float32)
     return (values.to(wide) * scale.to(wide)[..., None]).to(dtype)

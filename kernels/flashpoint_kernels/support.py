@@ -1,4 +1,4 @@
-"""Which backend runs a problem: what each can do, and which one is meant. No torch here."""
+"""Choose the backend for a problem, from the features of each. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,37 +18,36 @@ SUPPORT = {
 
 
 def unsupported(backend: str, spec: Spec) -> list[tuple[str, str]]:
-    """(field, message) for each thing that `spec` asks and `backend` cannot do; empty when it can do all."""
+    """Return (field, message) for each feature that `spec` needs and `backend` does not support."""
     missing = spec.features - SUPPORT[backend]
     return [
-        (field, f"the {backend} backend does not do {what}")
+        (field, f"the {backend} backend does not support {what}")
         for feature in sorted(missing)
         for field, what in [said(feature)]
     ]
 
 
 def said(feature: str) -> tuple[str, str]:
-    """Return the field that asks for a feature, and how an error says it."""
+    """Return the field that needs a feature, and the feature's name in errors."""
     field, row = FEATURES[feature]
     return field, row.said or feature
 
 
 def choose_backend(spec: Spec, available: Sequence[str]) -> str:
-    """The backend that runs `spec`: the one asked for by name, never substituted, or `auto`'s first that can.
+    """Return the backend for `spec`: the one chosen by name, which is never replaced, or else the first that supports
+    it.
 
-    `available` lists the device's backends in order of preference. Raises ProblemError naming `backend`, or the
-    fields that the backend asked for cannot do.
+    `available` lists the device's backends in order of preference. Raises ProblemError, which names `backend`, or the
+    fields that the chosen backend does not support.
     """
     asked = spec.options.backend
     if asked != "auto":
         if asked not in available:
-            raise ProblemError(
-                [("backend", f"{asked} is not available on this device; there are {', '.join(available)}")]
-            )
+            raise ProblemError([("backend", f"{asked} is not available on this device; use {' or '.join(available)}")])
         if errors := unsupported(asked, spec):
             raise ProblemError(errors)
         return asked
     for backend in available:
         if not unsupported(backend, spec):
             return backend
-    raise ProblemError([("backend", "no backend of this device can do this")])
+    raise ProblemError([("backend", "no backend of this device supports this problem")])

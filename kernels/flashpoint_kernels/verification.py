@@ -1,19 +1,19 @@
-"""How exact a backend is on one problem: errors against float64, beside torch's own in the same dtype, and a verdict.
+"""Check the exactness of a backend on one problem: its errors against float64, torch's errors, and a verdict.
 
-The one rule for tests, self-tests and callers. With err = max|answer − float64| and torch = the same error of plain
+Tests, self-tests and callers use the same rule. With err = max|answer − float64| and torch = the same error of plain
 materialised attention in the inputs' dtype:
 
     float16, bfloat16   err <= 2·torch + 1e-5 (gradients 3·torch + 1e-5), and err <= the dtype's absolute bound
-    float32             err <= 2e-6 of the tensor's largest value up to 512 rows and D 32, 5e-6 elsewhere; 2·torch
-                        (gradients 3·torch) elsewhere or where torch itself misses the 2e-6, if that is more: scores in
-                        the hundreds, as of ALiBi far away, are themselves rounded to no better
-    float64             err <= 1e-12 of it
-    lse                 is float32 whatever the inputs: float32's rule, of the largest value or 1
+    float32             err <= 2e-6 of the tensor's largest value up to 512 rows and D 32, 5e-6 elsewhere; or, if more,
+                        2·torch (gradients 3·torch), elsewhere or where torch itself misses the 2e-6: scores in the
+                        hundreds, for example of distant keys with ALiBi, are rounded no better
+    float64             err <= 1e-12 of the largest value
+    lse                 is always float32: float32's rule, relative to the largest value or 1
 
-A relative rule alone goes blind where softmax is sharp, hence the absolute ones. Where gradients cancel (one key:
-dq = dk = 0) it asks for the impossible: they are ds = P∘(dP − delta), and delta = rowsum(o∘do) is known no better than
-o is rounded and float32 sums. So a gradient that misses its bound may be off by what that rounding of delta does to it,
-and o, where values cancel, by the rounding of the terms p·v.
+A relative rule alone misses errors if the softmax is sharp, hence the absolute bounds. If gradients cancel (one key: dq
+= dk = 0), no arithmetic can satisfy it: they are ds = P∘(dP − delta), and delta = rowsum(o∘do) is only as exact as the
+rounding of o and the sums in float32. So a gradient that misses its bound may have the error that this rounding of
+delta causes; likewise o, if values cancel, with the rounding of the terms p·v.
 """
 
 from __future__ import annotations
@@ -36,41 +36,41 @@ from flashpoint_kernels.problem import DTYPES, Problem
 from flashpoint_kernels.reference_backend import formula
 from flashpoint_kernels.support import choose_backend
 
-# Absolute bounds for answers up to 1 in size; larger ones scale them. A few units of the dtype's rounding.
+# Absolute bounds for answers up to 1, scaled for larger ones: a few units of the dtype's rounding.
 _ABSOLUTE = {"float16": {"o": 4 * 2.0**-10, "grad": 8 * 2.0**-10}, "bfloat16": {"o": 4 * 2.0**-7, "grad": 8 * 2.0**-7}}
 
 
 @dataclass(frozen=True)
 class TensorErrors:
-    """How far one tensor is from float64. Where it and float64 are the same infinity, or both NaN, the error is 0."""
+    """The distance of one tensor from float64. If both have the same infinity, or both NaN, the error is 0."""
 
-    max_abs: float  # inf where one is NaN or infinite and the other is not
+    max_abs: float  # inf if exactly one of the two is NaN or infinite
     max_rel: float  # max_abs over the largest float64 value
-    rms: float  # over the values finite in both, as is cosine
+    rms: float  # over values that are finite in both; so is cosine
     cosine: float
-    worst_index: tuple[int, ...] | None  # where max_abs is; None in an empty tensor
+    worst_index: tuple[int, ...] | None  # the position of max_abs; None for an empty tensor
     worst_value: float | None
     worst_expected: float | None
 
 
 @dataclass(frozen=True)
 class Decade:
-    """How many elements are off by at least 10^exponent, and less than ten times that; by 0 where there is none."""
+    """The number of elements with an error from 10^exponent to below 10^(exponent+1); None means an error of 0."""
 
-    exponent: int | None  # 309, beyond float64's largest, where the error is infinite
+    exponent: int | None  # 309, beyond float64's range, for infinite errors
     count: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement(TensorErrors):
-    """One answer: its errors, what they may be, and those of torch's own math in the same dtype."""
+    """One answer: its errors, its bound, and the errors of torch's plain attention in the same dtype."""
 
     name: str
-    bound: float  # what max_abs may be
-    rule: str  # where the bound comes from
+    bound: float  # the maximum for max_abs
+    rule: str  # the reason for the bound
     ok: bool
     torch: TensorErrors
-    histogram: tuple[Decade, ...]  # every element, smallest errors first
+    histogram: tuple[Decade, ...]  # all elements, smallest errors first
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,16 @@ class Verification:
     tensors: tuple[Judgement, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists and numbers; a number may be infinite."""
+        """Return plain dicts, lists and numbers; a number may be infinite."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a verification is: `done` of `total` blocks, and what the next block belongs to.
+    """The progress of a verification: `done` of `total` blocks, and the stage of the next block.
 
-    A block is one call of the backend, or some queries of all heads of a sequence. `stage` is backend, float64, torch,
-    or rounding, which only an answer beyond its bound needs: `total` grows with that.
+    A block is one call of the backend, or some queries of all heads of a sequence. `stage` is backend, float64, torch
+    or rounding. Rounding is only needed for an answer beyond its bound, and then increases `total`.
     """
 
     done: int
@@ -102,7 +102,7 @@ class Progress:
 
 
 class _Work:
-    """The blocks of a verification."""
+    """Counts the blocks of a verification."""
 
     def __init__(self, tell: Callable[[Progress], None] | None) -> None:
         self.total = 0
@@ -110,7 +110,7 @@ class _Work:
         self._tell = tell
 
     def begin(self, stage: str, problem: Problem) -> None:
-        """A block begins: those that began before it are done."""
+        """Report the start of a block; the earlier blocks are done."""
         if self._tell is not None:
             self._tell(Progress(self._begun, self.total, stage, problem.spec.direction))
         self._begun += 1
@@ -141,7 +141,7 @@ def verify(
     """
     options = options or Options()
     if answers is not None and options.dropout_p and options.dropout_seed is None:
-        raise ProblemError([("dropout_seed", "answers made with dropout can be judged with their seed alone")])
+        raise ProblemError([("dropout_seed", "is required: answers with dropout can only be checked with their seed")])
     _check_names(tensors)
     inputs = {name: t for name, t in tensors.items() if name in TAKEN["forward"]}
     forward = _poisoned(inputs, replace(options, return_lse=True), "forward")
@@ -173,20 +173,16 @@ def verify(
         plain = _solve(problem, DTYPES[problem.spec.dtype], work.of("torch", problem))
         found = [_judge(problem.spec, name, answers[name], exact[name], plain[name]) for name in names]
         if not all(t.ok for t in found):
-            noise = _noise(problem, forward, work)  # which costs as much again
+            noise = _noise(problem, forward, work)  # takes as much time again
             found = [t if t.ok or t.name not in noise else _forgiven(t, *noise[t.name]) for t in found]
         judged += found
     return Verification(backend, forward.spec.dtype, all(t.ok for t in judged), tuple(judged))
 
 
 def _check_names(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse what nobody would read: the caller meant another name, or what is to be judged."""
+    """Refuse tensors that would not be read: the caller meant another name."""
     taken = INPUT_TENSORS if "do" in tensors else TAKEN["forward"]
-    errors = [
-        (name, "is taken beside do alone" if name in INPUT_TENSORS else _unknown(name))
-        for name in tensors
-        if name not in taken
-    ]
+    errors = [(name, "needs do" if name in INPUT_TENSORS else _unknown(name)) for name in tensors if name not in taken]
     if errors:
         raise ProblemError(errors)
 
@@ -197,7 +193,7 @@ def _unknown(name: str) -> str:
 
 
 def _poisoned(tensors: Mapping[str, Tensor], options: Options, direction: Direction) -> Problem:
-    """The problem with NaN in its outputs, so that what a backend does not write is seen."""
+    """Return the problem with NaN in its outputs, so that unwritten elements are noticed."""
     problem = Problem.create(tensors, options, direction)
     for t in problem.outputs.values():
         t.fill_(float("nan"))
@@ -209,7 +205,7 @@ def _check_answers(answers: Mapping[str, Tensor], problems: list[Problem]) -> No
     errors = []
     for name, t in answers.items():
         if name not in expected:
-            errors.append((name, f"is no answer of this problem; those are {', '.join(expected)}"))
+            errors.append((name, f"is not an answer of this problem; answers are {', '.join(expected)}"))
         elif t.shape != expected[name].shape:
             errors.append((name, f"shape {list(t.shape)} must be {list(expected[name].shape)}"))
     if errors:
@@ -217,7 +213,7 @@ def _check_answers(answers: Mapping[str, Tensor], problems: list[Problem]) -> No
 
 
 def _solve(problem: Problem, dtype: torch.dtype, block: Callable[[], None]) -> dict[str, Tensor]:
-    """The answers by the plain formula, computed in `dtype` and kept in it."""
+    """Return the answers by the plain formula, computed and stored in `dtype`."""
     problem = replace(problem, outputs={name: torch.empty_like(t, dtype=dtype) for name, t in problem.outputs.items()})
     with torch.no_grad(), torch.autocast(problem.device.type, enabled=False):
         solve = formula.solve_forward if problem.spec.direction == "forward" else formula.solve_backward
@@ -226,15 +222,16 @@ def _solve(problem: Problem, dtype: torch.dtype, block: Callable[[], None]) -> d
 
 
 def _noise(problem: Problem, forward: Problem, work: _Work) -> dict[str, tuple[float, str]]:
-    """How far roundings that no float32 arithmetic is free of move each answer, and which roundings.
+    """Return how far unavoidable float32 rounding errors move each answer, and which rounding it is.
 
-    A sum's are of its terms, which may be far larger than it: o's are of Σ p·|v|, two units each for the sum and for p.
-    The gradients' are those of delta: as delta holds −dlse, they move by the gradient of so much dlse.
+    The errors of a sum are those of its terms, which may be far larger than the sum. For o these are Σ p·|v|, two units
+    each for the sum and for p. For gradients they are those of delta: because delta contains −dlse, they equal the
+    gradient for a dlse of that size.
     """
     unit, float32 = (torch.finfo(dtype).eps / 2 for dtype in (DTYPES[problem.spec.dtype], torch.float32))
     v = forward.tensors["v"]
     sizes = {"v": v.abs()}
-    if forward.spec.quantized:  # int8's least number has no other sign
+    if forward.spec.quantized:  # int8's lowest number has no positive counterpart
         sizes = {"v": v.float().abs(), "v_scale": forward.tensors["v_scale"].abs()}
     terms = replace(forward, tensors=forward.tensors | sizes)
     more = [forward] if problem is forward else [forward, forward, problem]
@@ -244,8 +241,8 @@ def _noise(problem: Problem, forward: Problem, work: _Work) -> dict[str, tuple[f
         return {"o": (4 * min(unit, float32) * _largest(largest), "the rounding of rowsum(p*v)")}
     do = problem.canonical("do", problem.tensors["do"]).double()
     o = problem.canonical("o", _solve(forward, torch.float64, work.of("rounding", forward))["o"])
-    # The roundings of o are independent: two units are beyond three standard deviations of their sum. Those of a
-    # running sum are not: one for delta, one for dP, and o's own four, which P brings into dS as well.
+    # The rounding errors of o are independent: two units are beyond three standard deviations of their sum. Those of a
+    # running sum are not: one for delta, one for dP, and the four of o, which P also brings into dS.
     sums = (problem.canonical("o", largest) * do.abs()).sum(-1)
     dlse = 2 * unit * (o * do).norm(dim=-1) + 6 * min(unit, float32) * sums
     dlse = dlse.reshape(problem.spec.lse_shape)
@@ -256,7 +253,7 @@ def _noise(problem: Problem, forward: Problem, work: _Work) -> dict[str, tuple[f
 
 
 def _forgiven(judged: Judgement, noise: float, rule: str) -> Judgement:
-    """The judgement of an answer that misses its bound, where so much noise is above that."""
+    """Return the verdict on an answer that misses its bound, with `noise` as the bound if that is larger."""
     if noise <= judged.bound:
         return judged
     return replace(judged, bound=noise, rule=rule, ok=judged.max_abs <= noise)
@@ -308,14 +305,14 @@ def _histogram(difference: Tensor) -> tuple[Decade, ...]:
 
 
 def _difference(answer: Tensor, exact: Tensor) -> Tensor:
-    """|answer − exact| in float64: 0 where both are one infinity or NaN, ∞ where just one is not a number."""
+    """Return |answer − exact| in float64: 0 if both are the same infinity or NaN, ∞ if only one is not finite."""
     answer = answer.double()
     same = (answer == exact) | (answer.isnan() & exact.isnan())
     return (answer - exact).abs().nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(same, 0.0)
 
 
 def _bound(spec: Spec, name: str, largest: float, torch_max_abs: float) -> tuple[float, str]:
-    """(what max_abs may be, in words why)."""
+    """Return the maximum for max_abs, and the reason in words."""
     factor = 2 if name in ("o", "lse") else 3
     if spec.dtype == "float64" and name != "lse":
         return 1e-12 * max(largest, 1.0), "1e-12 of the largest value"

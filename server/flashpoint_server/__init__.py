@@ -1,4 +1,4 @@
-"""The service: attention and its gradients over HTTP. `create_app` makes it, `flashpoint serve` runs it."""
+"""The service: attention and its gradients over HTTP. `create_app` makes it; `flashpoint serve` runs it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ _MODULES = {"create_app": "flashpoint_server.app", "Settings": "flashpoint_serve
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when it is asked for: an engine, whose start is waited for, has no need of what HTTP takes."""
+    """Import a public name at its first use: an engine starts faster without the modules for HTTP."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""The application: `create_app` puts the routes, the errors and the engine together."""
+"""The application. `create_app` joins the routes, the error handlers and the engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from flashpoint_server.routes.verify import verify
 from flashpoint_server.service import Service
 
 PATHS: dict[str, Direction] = {"/attention": "forward", "/attention/grad": "backward"}
-_CODES = {status: code for code, status in reversed(STATUS.items())}  # a status's first code
+_CODES = {status: code for code, status in reversed(STATUS.items())}  # the first code of each status
 
 
 def create_app(
@@ -49,11 +49,11 @@ def create_app(
     engine_module: str = ENGINE,
     shared: WorkerGroup = WorkerGroup(),  # noqa: B008  # a tuple
 ) -> FastAPI:
-    """The service as an ASGI application.
+    """Return the service as an ASGI application.
 
-    `settings` default to the FLASHPOINT_* variables. `engines` are the addresses of engine processes; without them the
-    application's lifespan starts one a device, running `engine_module`, and ends it. `shared` is where several
-    processes count what the keys use. `app.state.service` is what the routes share.
+    `settings` default to the FLASHPOINT_* variables. `engines` are the addresses of engine processes. Without them, the
+    lifespan starts one engine for each device from `engine_module`, and ends it. `shared` is where several processes
+    count the usage of API keys. The routes share `app.state.service`.
     """
     settings = settings or Settings()
     service = Service(settings, shared)
@@ -77,7 +77,7 @@ def create_app(
         version=version("flashpoint"),
         lifespan=lifespan,
         redirect_slashes=False,
-        docs_url=None,  # it would ask another host for its scripts; page/ serves it from here
+        docs_url=None,  # FastAPI's page would load scripts from another host; page/ serves them from here
         redoc_url=None,
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
     )
@@ -106,7 +106,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.router.routes += held
-    for path, post in posts.items():  # known to the framework, which answers any other method with 405
+    for path, post in posts.items():  # register them with the framework, so that it answers other methods with 405
         app.router.routes.append(StarletteRoute(path, post, methods=["POST"]))
     for routes in (
         status.router(service),
@@ -120,28 +120,28 @@ def create_app(
 
 
 def _words(route: BaseRoute) -> Iterable[str]:
-    """The parts of its path that are the same in every request."""
+    """Return the parts of a route's path that are the same in every request."""
     assert isinstance(route, StarletteRoute)
     return (part for part in route.path.split("/") if "{" not in part)
 
 
 def _masked(route: StarletteRoute) -> str:
-    """Return the path as metrics name it: * for what differs from request to request."""
+    """Return the path as metrics name it: * replaces each parameter."""
     return re.sub(r"\{\w+\}", "*", route.path)
 
 
-_ENDLESS = "/events"  # of a job, as long as it goes on
+_ENDLESS = "/events"  # a job's stream, which lasts as long as the job
 
 
 class Application(FastAPI):
-    """A POST to a path of `posts` skips the framework's layers, which take a tenth of a small call's time."""
+    """The FastAPI application. A POST to a path in `posts` bypasses its layers: they take 10% of a small call."""
 
     posts: Mapping[str, ASGIApp]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "HEAD" and not scope["path"].endswith(_ENDLESS):
-            Exchange.open(scope)  # which is logged as what it was
-            scope = {**scope, "method": "GET"}  # answered like it; uvicorn leaves the body out (RFC 9110, §9.3.2)
+            Exchange.open(scope)  # logged as HEAD
+            scope = {**scope, "method": "GET"}  # answered like GET; uvicorn omits the body (RFC 9110, §9.3.2)
         post = self.posts.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         await (post or super().__call__)(scope, receive, send)
 
@@ -168,7 +168,7 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = _CODES.get(error.status_code, "internal_error")
     what = f"{request.method} {request.url.path}"
-    detail = {404: f"there is no {request.url.path}: see /docs", 405: f"{what} is not served"}.get(
+    detail = {404: f"{request.url.path} does not exist: see /docs", 405: f"{what} is not allowed"}.get(
         error.status_code, error.detail
     )
     headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
@@ -176,9 +176,13 @@ async def _framework_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """Every method of an address. The framework would name those of one route, where several share the address."""
+    """Return all methods of a path, for Allow.
+
+    The framework names only those of one route, but routes may share a path.
+    """
     routes = request.app.router.routes
-    routes = [r for r in routes if getattr(r, "path", None) == request.url.path] or routes  # not those of an {id}
+    # an exact path wins over {id}
+    routes = [r for r in routes if getattr(r, "path", None) == request.url.path] or routes
     asked = {method: {**request.scope, "method": method} for method in ("GET", "POST", "DELETE")}
     found = [m for m, scope in asked.items() if any(r.matches(scope)[0] is Match.FULL for r in routes)]
     if "GET" in found and not request.url.path.endswith(_ENDLESS):

@@ -1,6 +1,6 @@
-"""How many replicas Ray Serve is to have: by the requests that are inside, and by how long they wait for a device.
+"""The autoscaling policy for Ray Serve (deploy/ray/): replicas by admitted requests and by waiting time.
 
-The policy of deploy/ray/, an instance in Ray's controller. Ray keeps its bounds, its delays and its factors.
+Ray's controller holds one instance. Ray applies its own bounds, delays and factors to the result.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-WAITING = "waiting_seconds"  # what each replica tells Ray: how long what its engine has not begun has waited
-# A wait goes on growing while the replicas that were asked for start, so it asks for no more than this at a time.
+# metric that each replica reports to Ray: how long its oldest job has waited for the engine to start it
+WAITING = "waiting_seconds"
+# The wait grows until the new replicas have started, so one decision asks at most for this factor.
 GROWTH = 2.0
 
 
 class OngoingAndWaiting:
-    """Replicas in proportion to the larger of requests over `target_ongoing_requests`, and wait over `target_seconds`.
+    """Scale replicas by the larger of requests over `target_ongoing_requests` and wait over `target_seconds`.
 
-    Both are means, over the replicas and over Ray's `look_back_period_s`. Requests alone would not tell a thousand
-    small ones, which share a launch, from as many that fill the device.
+    Both are means over the replicas and over Ray's `look_back_period_s`. The number of requests alone is not enough: a
+    thousand small ones may share a launch, while a thousand large ones fill the device.
     """
 
     def __init__(self, target_seconds: float = 1.0) -> None:
@@ -28,7 +29,7 @@ class OngoingAndWaiting:
         self._target_seconds = target_seconds
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """The replicas wanted, before Ray's bounds, and no state."""
+        """Return the wanted number of replicas, before Ray's bounds, and an empty state."""
         replicas = context.current_num_replicas
         if not replicas or context.config is None:
             return context.target_num_replicas, {}

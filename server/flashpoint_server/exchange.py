@@ -1,4 +1,4 @@
-"""One request and its answer, seen from the server: id, clock, counts, and what its log line will say."""
+"""One request and its answer in the server: id, times, counts, and the fields of its log line."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any, NamedTuple, cast
 
 from flashpoint_server.refusal import Writer, problem
 
-PARTS = ("decode", "queue", "compute", "encode")  # of a request's way
+PARTS = ("decode", "queue", "compute", "encode")  # stages of a request
 _KEY = "flashpoint.exchange"
-# Ids that may be echoed into headers and logs; any other is replaced by one of ours.
+# Ids that are safe in headers and logs; any other id is replaced by a random one.
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")
 
 
 @dataclass(eq=False)
 class Timings:
-    """When each part of the way began, in `time.perf_counter` seconds; `decode` includes the body's arrival."""
+    """The start time of each stage, in `time.perf_counter` seconds. `decode` includes the arrival of the body."""
 
     decode: float
     queue: float = 0.0
     compute: float = 0.0
     encode: float = 0.0
     done: float = 0.0
-    copy_in: float = 0.0  # seconds of computing that went to copies to a GPU, and from it
+    copy_in: float = 0.0  # seconds of `compute` for copies to the GPU; `copy_out`: from it
     copy_out: float = 0.0
 
     def stages(self) -> dict[str, float]:
-        """Seconds of each part, copies counted apart from computing."""
+        """Return the seconds of each stage; copies are not part of computing."""
         return {
             "decode": self.queue - self.decode,
             "queue": self.compute - self.queue,
@@ -41,17 +41,17 @@ class Timings:
         }
 
     def spans(self) -> dict[str, tuple[float, float]]:
-        """When each of these parts began and ended, in `time.perf_counter` seconds."""
+        """Return start and end of each of PARTS, in `time.perf_counter` seconds."""
         marks = (self.decode, self.queue, self.compute, self.encode, self.done)
         return {name: (marks[i], marks[i + 1]) for i, name in enumerate(PARTS)}
 
     def durations(self) -> dict[str, float]:
-        """Milliseconds of what a caller is told of: decode, queue, compute with its copies, encode."""
+        """Return the milliseconds that the caller sees: decode, queue, compute with copies, encode."""
         return {name: round((end - began) * 1000, 3) for name, (began, end) in self.spans().items()}
 
 
 class Way(NamedTuple):
-    """How it was computed."""
+    """How a request was computed: backend, launch and times."""
 
     backend: str
     batch_size: int
@@ -61,9 +61,10 @@ class Way(NamedTuple):
 
 @dataclass(eq=False)
 class Exchange:
-    """`arrived` is in `time.perf_counter` seconds. `status` is None until the answer begins. `code` is a problem's.
+    """A request and its answer.
 
-    A client that goes before its answer leaves status 499 and code client_gone.
+    `arrived` is in `time.perf_counter` seconds. `status` is None until the answer begins. `code` is the code of an
+    error. If the client disconnects before its answer, `status` is 499 and `code` is client_gone.
     """
 
     method: str
@@ -75,15 +76,15 @@ class Exchange:
     code: str | None = None
     bytes_in: int = 0
     bytes_out: int = 0
-    key: str = ""  # the name of the key that the request came with
-    replica: str = ""  # what leads to the caches that it is about, for the answer to say
-    way: Way | None = None  # once it is computed
-    write_refusal: Writer = problem  # in the form that clients of this address read
-    facts: dict[str, Any] = field(default_factory=dict)  # what the route adds to the log line
+    key: str = ""  # the name of the request's API key
+    replica: str = ""  # the name of the replica that holds the request's caches, for a header of the answer
+    way: Way | None = None  # set after the launch
+    write_refusal: Writer = problem  # writes errors in the format of this path's clients
+    facts: dict[str, Any] = field(default_factory=dict)  # fields that the route adds to the log line
 
     @classmethod
     def open(cls, scope: MutableMapping[str, Any]) -> Exchange:
-        """The exchange of an ASGI scope, begun where it is not yet, where `Exchange.of` finds it again."""
+        """Return the exchange of an ASGI scope. Create it if needed, so that `Exchange.of` finds it."""
         if _KEY in scope:
             return cls.of(scope)
         headers = combined(scope["headers"])
@@ -98,7 +99,7 @@ class Exchange:
 
 
 def combined(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Header fields by their lower-case names, those of one name as one list (RFC 9110, §5.3)."""
+    """Return the header fields by lower-case name. Values of one name are joined to a list (RFC 9110, §5.3)."""
     fields: dict[str, str] = {}
     for name, value in raw:
         key, text = name.decode("latin-1"), value.decode("latin-1")

@@ -1,7 +1,7 @@
-"""The service on Ray Serve: `serve run flashpoint_server.ray:app device=cuda`, a replica a device.
+"""The service on Ray Serve: `serve run flashpoint_server.ray:app device=cuda`, one replica for each device.
 
-A replica runs the application of `flashpoint serve`, its queue, its batches and its engine included. Ray's proxies hand
-it whole HTTP requests; nothing of Ray's batches, and no deployment handle lies between.
+A replica runs the same application as `flashpoint serve`, with its queue, its batches and its engine. Ray's proxies
+pass whole HTTP requests to it; Ray's batching and deployment handles are not used.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from flashpoint_server.ipc.parent import raise_descriptor_limit
 from flashpoint_server.observability import logs
 from flashpoint_server.refusal import Refusal
 
-_SOCKET = "Ray's proxies have the sockets: see http_options"
+_SOCKET = "Ray's proxies own the sockets: see http_options"
 NOT_HERE = {
     **dict.fromkeys(("host", "port", "insecure", "keep_alive", "header_timeout"), _SOCKET),
     **dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca"), _SOCKET),
-    **dict.fromkeys(("grpc_port", "grpc_bytes"), "Ray's proxies hand on HTTP alone"),
+    **dict.fromkeys(("grpc_port", "grpc_bytes"), "Ray's proxies forward only HTTP"),
     "workers": "a replica is one process: see num_replicas",
-    "replica": "every replica has a name of its own, which it draws",
-    "shared_memory_bytes": "a region is registered with one process, and Ray has several to choose from",
+    "replica": "every replica draws its own name",
+    "shared_memory_bytes": "a region is registered with one process, and Ray may send a call to another",
 }
-THE_IMAGES = {"host", "port", "insecure"}  # that the image has as variables, for `flashpoint serve`
-READY_SECONDS = 0.05  # between two looks at an engine that starts
-END_SECONDS = 5.0  # beyond the shutdown timeout: the engine's end, and Ray's own
+THE_IMAGES = {"host", "port", "insecure"}  # the image sets these as variables for `flashpoint serve`
+READY_SECONDS = 0.05  # between two checks of a starting engine
+END_SECONDS = 5.0  # beyond the shutdown timeout, for the end of the engine and of Ray's process
 
 
 class UnstampedId:
-    """ASGI middleware: the answer's id is left to Ray, which hands it to us and stamps it on every answer."""
+    """ASGI middleware that removes our request id from answers: Ray gives us the id, and adds it to every answer
+    itself.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -53,14 +55,14 @@ class UnstampedId:
 @serve.deployment(name="Flashpoint")
 @serve.ingress()
 class Replica:
-    """One process of Ray's, with the application and, below it, the engine of its device."""
+    """One Ray Serve replica: the application, and the engine of its device below it."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._engines: Engines
 
     def __serve_build_asgi_app__(self) -> Application:
-        """Called by Ray, which then runs the lifespan: that starts the engine, and ends it behind the last answer."""
+        """Return the application. Ray calls this and then runs its lifespan, which starts and ends the engine."""
         logs.configure(self._settings.log_format, self._settings.log_level)
         raise_descriptor_limit()
         app = create_app(self._settings)
@@ -71,40 +73,46 @@ class Replica:
         return app
 
     async def check_health(self) -> None:
-        """Called by Ray before it sends the first request, and every `health_check_period_s`.
+        """Return when the engine is ready. Ray calls this before the first request and every `health_check_period_s`.
 
-        Returns once the engine is ready. Raises RuntimeError where it cannot work here: Ray starts another replica.
+        Raises RuntimeError if the engine cannot work here; Ray then starts another replica.
         """
-        while self._engines.state is State.STARTING:  # noqa: ASYNC110  # nobody says that it has changed
+        while self._engines.state is State.STARTING:  # noqa: ASYNC110  # there is no event for a change of state
             await asyncio.sleep(READY_SECONDS)
         device = self._engines.device
         if device is None:
             raise RuntimeError(f"the engine cannot work here: {self._engines.failure}")
         if device.name != "cpu" and not ray.get_runtime_context().get_accelerator_ids()["GPU"]:
-            raise RuntimeError(f"{device.name} is not this replica's: ask Ray for one each, with device=cuda")
+            raise RuntimeError(
+                f"{device.name} does not belong to this replica: set device=cuda, and Ray gives each replica a GPU"
+            )
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Ray, for the autoscaling policy."""
+        """Return the metrics for the autoscaling policy. Ray calls this."""
         return {WAITING: self._engines.waiting_seconds}
 
 
 def app(arguments: dict[str, Any]) -> serve.Application:
-    """The application for `serve run` and for a configuration's `import_path`; `arguments` are names of `Settings`.
+    """Return the application for `serve run` and for a configuration's `import_path`. `arguments` are settings by name.
 
-    Those that are not there are the FLASHPOINT_* variables, and the defaults. Raises ValidationError and ValueError,
-    naming the setting.
+    Other settings are FLASHPOINT_* variables or defaults. Raises ValidationError and ValueError, which name the
+    setting.
     """
     settings = Settings(**arguments)
     for name in settings.model_fields_set & NOT_HERE.keys() - (THE_IMAGES - arguments.keys()):
-        raise ValueError(f"{name}: not a setting on Ray Serve: {NOT_HERE[name]}")
+        raise ValueError(f"{name}: cannot be set on Ray Serve: {NOT_HERE[name]}")
     if settings.device == "all" or ":" in settings.device:
-        raise ValueError(f"device: {settings.device} is not for Ray Serve, which gives each replica a device: say cuda")
+        raise ValueError(
+            f"device: {settings.device} cannot be used on Ray Serve, which gives each replica its device: set cuda"
+        )
     return Replica.options(  # type: ignore[attr-defined, no-any-return]
-        # We refuse before Ray does: it lets twice as many in as we do, so that those we refuse, and probes, have room.
+        # The service refuses requests before Ray does: Ray admits twice as many, so that refusals and probes get
+        # through.
         max_ongoing_requests=2 * settings.queue_limit,
-        max_queued_requests=8 * settings.queue_limit,  # of a burst all count until Ray has found each its replica
+        # in a burst, all requests count until Ray has found a replica for each
+        max_queued_requests=8 * settings.queue_limit,
         backpressure_config={"retry_after_s": float(Refusal("queue_full", "").headers["Retry-After"])},
         graceful_shutdown_timeout_s=settings.shutdown_timeout + END_SECONDS,
-        logging_config={"enable_access_log": False},  # a request has a line of ours
+        logging_config={"enable_access_log": False},  # the service writes its own line for each request
         ray_actor_options={"num_gpus": int(settings.device == "cuda")},
     ).bind(settings)

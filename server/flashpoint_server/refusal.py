@@ -1,4 +1,4 @@
-"""Every way in which a request is refused, as RFC 9457 problem documents."""
+"""Refusals: each error answer as a problem document of RFC 9457."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 MEDIA_TYPE = "application/problem+json"
-TYPES = "/docs/errors#"  # with a code, the type of a problem: the server has a page there
+TYPES = "/docs/errors#"  # followed by a code: the URL of the server's page about the error
 
 STATUS = {
     "malformed_body": 400,
@@ -48,8 +48,8 @@ STATUS = {
     "engine_lost": 503,
     "deadline_exceeded": 504,
 }
-MOST_ERRORS = 32  # that one answer lists
-LONGEST_NAME = 200  # characters of a name or a value that an error repeats
+MOST_ERRORS = 32  # in one answer
+LONGEST_NAME = 200  # characters of a name or a value in an error
 LONGEST_MESSAGE = 600  # characters of one error
 _LONG_NAME = re.compile(rf"\S{{{LONGEST_NAME + 1},}}")
 _RETRY_AFTER = {
@@ -63,8 +63,8 @@ _RETRY_AFTER = {
 }  # seconds
 
 
-class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours
-    """The request is answered with an error. `code` is a key of `STATUS`; `errors` are (field, message) pairs."""
+class Refusal(Exception):  # noqa: N818  # an answer to the caller, not a failure of the server
+    """Raised to answer a request with an error. `code` is a key of `STATUS`; `errors` are (field, message) pairs."""
 
     def __init__(
         self,
@@ -82,11 +82,14 @@ class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours
         self.headers = dict(headers or {})
         if code in _RETRY_AFTER:
             self.headers.setdefault("Retry-After", str(_RETRY_AFTER[code]))
-        if code == "draining":  # a balancer sends the next connection to a server that stays
+        if code == "draining":  # a balancer then opens the next connection to another server
             self.headers["Connection"] = "close"
 
     def document(self, request_id: str) -> dict[str, Any]:
-        """The problem document: `title` is the status's own phrase, and `type` leads to what explains `code`."""
+        """Return the problem document.
+
+        `title` is the phrase of the HTTP status; `type` is the page that explains `code`.
+        """
         document: dict[str, Any] = {
             "type": f"{TYPES}{self.code}",
             "title": HTTPStatus(self.status).phrase,
@@ -103,16 +106,16 @@ class Refusal(Exception):  # noqa: N818  # an answer, not a failure of ours
         return json.dumps(self.document(request_id), ensure_ascii=False).encode("utf-8", "replace")
 
 
-Writer = Callable[[Refusal, str], tuple[str, bytes]]  # from a request's id to a media type and a body
+Writer = Callable[[Refusal, str], tuple[str, bytes]]  # (refusal, request id) -> (media type, body)
 
 
 def problem(refusal: Refusal, request_id: str) -> tuple[str, bytes]:
-    """Return media type and body of a problem document."""
+    """Return the media type and the body of a problem document."""
     return MEDIA_TYPE, refusal.body(request_id)
 
 
 def shortened(text: str) -> str:
-    """Return an error's text without the middle of each long name or value in it, which a caller may have sent."""
+    """Return an error's text, with the middle of each long name or value cut out: the caller may have sent them."""
     if len(text) <= LONGEST_NAME:
         return text
     return _cut(_LONG_NAME.sub(lambda found: _cut(found[0], LONGEST_NAME), text), LONGEST_MESSAGE)
@@ -124,7 +127,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def invalid(errors: Iterable[tuple[str, str]]) -> Refusal:
-    """422, naming each field that is wrong, as far as a person would read; what has no name is the request's."""
+    """Return a 422 that names each wrong field, at most MOST_ERRORS. A message without a field is about the request."""
     listed = tuple(
         (_cut(field or "request", LONGEST_NAME), shortened(message)) for field, message in islice(errors, MOST_ERRORS)
     )

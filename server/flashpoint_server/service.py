@@ -1,4 +1,4 @@
-"""The state that routes share: settings, keys, the engine, requests inside, and whether new work is accepted."""
+"""The state that routes share: settings, keys, engines, admission, and whether new work is accepted."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from flashpoint_server.refusal import Refusal
 if TYPE_CHECKING:
     from flashpoint_server.observability.traces import Traces
 
-REPORT_SECONDS = 1.0  # between two reports; a process that is scraped makes one then, too
+REPORT_SECONDS = 1.0  # between two reports; a scrape also makes one
 
 
 class Service:
-    """One for each application."""
+    """The shared state of one application."""
 
     def __init__(self, settings: Settings, shared: WorkerGroup) -> None:
         self.settings = settings
@@ -42,7 +42,7 @@ class Service:
         self.engine = engines = Engines([self.metrics])
         self.traces: Traces | None = None
         if settings.otlp_endpoint:
-            from flashpoint_server.observability.traces import Traces  # of an extra
+            from flashpoint_server.observability.traces import Traces  # needs an extra
 
             self.traces = Traces(settings.otlp_endpoint)
             engines.listeners.append(self.traces)
@@ -54,7 +54,7 @@ class Service:
         self.keys = Keyring(settings, shared)
         self.cache_ids = CacheIds(settings, shared)
         self.saved_ids = SavedIds(self.cache_ids)
-        self.cache_lengths: OrderedDict[int, int] = OrderedDict()  # of caches that were used here, by number
+        self.cache_lengths: OrderedDict[int, int] = OrderedDict()  # of caches used in this process, by number
         self.sites = Sites(settings.allowed_hosts, settings.cors_origins)
         self.admission = Admission(settings, self.counts)
         self.draining = False
@@ -63,19 +63,19 @@ class Service:
         self._idle.set()
 
     def admit(self, exchange: Exchange, right: Right) -> Caller:
-        """Return the caller, if their key has `right`. Raises Refusal: 401, 403, and 429 over the key's limits."""
+        """Return the caller, if its key has `right`. Raises Refusal: 401, 403, or 429 over the key's limits."""
         caller = self.keys.find(exchange.headers)
         exchange.key = caller.name
         caller.use(right)
         return caller
 
     def reload_keys(self) -> None:
-        """Read the file of keys again, and free what those held that are gone."""
+        """Read the key file again, and free the caches and saved forwards of removed keys."""
         self.keys.reload()
         self.engine.tell_all(KeepOwners(self.keys.names))
 
     def check_ready(self) -> DeviceInfo:
-        """The device, where new work is taken. Raises Refusal 503."""
+        """Return the device if the server accepts new work. Raises Refusal 503."""
         if self.draining:
             raise Refusal("draining", "the server is shutting down")
         if (device := self.engine.device) is None:
@@ -83,13 +83,13 @@ class Service:
         return device
 
     def check_working(self) -> None:
-        """As `check_ready`, for who wants to know before there is anything to send. Raises Refusal 503."""
+        """Like `check_ready`, but also refuse while the engine's process is stopped by a signal. Raises Refusal 503."""
         self.check_ready()
         if self.engine.stopped:
-            raise Refusal("not_ready", "the engine's process is stopped: what is sent waits until it goes on")
+            raise Refusal("not_ready", "the engine's process is stopped; a request would wait until it continues")
 
     def begin(self) -> DeviceInfo:
-        """A request for compute has come; `end` when the last byte of its answer has left. Raises Refusal 503."""
+        """Count a compute request until `end`, called after the last byte of its answer. Raises Refusal 503."""
         device = self.check_ready()
         self._working += 1
         self._idle.clear()
@@ -102,7 +102,7 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether `check_working` passes."""
+        """Whether `check_working` raises nothing."""
         try:
             self.check_working()
         except Refusal:
@@ -110,14 +110,14 @@ class Service:
         return True
 
     async def keep_reporting(self) -> None:
-        """Keep the metrics of the present state up to date, and make room for other processes, until cancelled."""
+        """Update the metrics of the present state every second, and free unused staging memory, until cancelled."""
         while True:
             self.report()
             self.pool.make_room()
             await asyncio.sleep(REPORT_SECONDS)
 
     def report(self) -> None:
-        """Set the metrics of the present state: what is inside, whether it is ready, and its processes."""
+        """Set the metrics of the present state: admitted requests, readiness and processes."""
         self.metrics.ready(self.ready)
         number = self._shared.process
         self.metrics.process(own := f"http-{number}", os.getpid())
@@ -140,7 +140,7 @@ class Service:
         )
 
     async def drain(self) -> bool:
-        """Take no new work and wait for what is inside, `shutdown_timeout` at most; whether all of it was answered."""
+        """Refuse new work and wait at most `shutdown_timeout`. Return whether all admitted requests were answered."""
         self.draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), self.settings.shutdown_timeout)
@@ -149,7 +149,7 @@ class Service:
         return True
 
     def close(self) -> None:
-        """Refuse what is still inside, and give the memory back."""
+        """Refuse the remaining requests and free the memory."""
         self.engine.close()
         self.codec.close()
         self.pool.close()

@@ -15,7 +15,7 @@ GRID = ("--q-len", "64", "--head-dim", "16")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("benchmark", *GRID, "--backend", "nope"), "'nope' is none of naive"),
+        (("benchmark", *GRID, "--backend", "nope"), "'nope' is not one of naive"),
         (("verify", "--q-len", "8", "--head-dim", "600", "--backend", "tiled"), "head dimension above 576"),
         (("verify", "--q-len", "8", "--head-dim", "4", "--extras", "bool_mask,float_mask"), "one mask"),
         (("verify", "--q-len", "8", "--head-dim", "4", "--window", "1"), "window"),

@@ -44,7 +44,7 @@ def test_a_claim_that_fails_ends_with_1(run, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--only", "equations,best"), "there is no claim 'best': precision, table"),
+        (("--only", "equations,best"), "claim 'best' does not exist; use precision, table"),
         (("--plots", "/no/such/folder"), "/no/such/folder is no folder"),
     ],
 )

@@ -114,15 +114,15 @@ def tensors(q_heads=4, kv_heads=2, q_len=20, kv_len=28, dtype=torch.float32):
     [
         ({"causal": True}, {"window": (-1, 1)}, "shifted by one: a query sees one key too many"),
         ({"causal": True}, {}, "the causal mask is missing"),
-        ({}, {"causal": True}, "a causal mask was used, which was not asked for"),
+        ({}, {"causal": True}, "a causal mask was used, but not requested"),
         ({"causal": True}, {"causal": True, "causal_alignment": "top_left"}, "aligned top left"),
         ({}, {"scale": 1.0}, "the scale is missing"),
-        ({}, {"scale": 1 / 16}, "1/D in place of 1/sqrt(D)"),
+        ({}, {"scale": 1 / 16}, "1/D instead of 1/sqrt(D)"),
         ({"scale": 0.7}, {"scale": 0.49}, "the scale is used twice"),
-        ({"scale": 0.7}, {}, "not the one asked for"),
+        ({"scale": 0.7}, {}, "not the requested one"),
         ({"softcap": 0.5}, {}, "the softcap is missing"),
-        ({"window": (4, 0)}, {"window": (5, 0)}, "a key too many on the left"),
-        ({"window": (4, 0)}, {"window": (3, 0)}, "a key too few on the left"),
+        ({"window": (4, 0)}, {"window": (5, 0)}, "one key too many on the left"),
+        ({"window": (4, 0)}, {"window": (3, 0)}, "one key too few on the left"),
         ({"window": (4, 0)}, {"window": (-1, 0)}, "the window is missing on the left"),
     ],
 )
@@ -165,7 +165,7 @@ def test_a_gradient_without_its_scale_is_recognised_and_noise_is_not():
     (dq,) = torch.autograd.grad(attention(**problem, scale=0.25), q, do)
     problem = {name: t.detach() for name, t in problem.items()} | {"do": do}
     said = wrong_answers(problem, Options(scale=0.25), dq=4 * dq)
-    assert said["dq"] == "it is 4 times what it must be, which is 1/scale: the scale is missing"
+    assert said["dq"] == "it is 4 times the right answer, which is 1/scale: the scale is missing"
     assert wrong_answers(problem, Options(), dq=torch.randn_like(dq)) == {}
 
 

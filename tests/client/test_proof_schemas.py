@@ -60,7 +60,12 @@ ONE_OF = "must be 'dq', 'dk', 'dv', 'dattn_mask' or 'dsinks'"
         (
             VerifyRequest,
             {"caches": ["c"]},
-            [("caches", "is for POST /attention over caches, in JSON or safetensors, and for the SDK's attention")],
+            [
+                (
+                    "caches",
+                    "is only for POST /attention over caches, in JSON or safetensors, and for the SDK's attention",
+                )
+            ],
         ),
         (BenchmarkRequest, {"dtypes": ["float64"]}, [("dtypes", "must be 'float16', 'bfloat16' or 'float32'")]),
         (BenchmarkRequest, {"backends": [3]}, [("backends", "must be a string")]),

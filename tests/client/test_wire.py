@@ -166,9 +166,9 @@ def test_what_is_built_is_read_back(tensors, metadata):
 
 
 def test_what_cannot_be_built_is_refused():
-    with pytest.raises(ValueError, match="taken"):
+    with pytest.raises(ValueError, match="already used"):
         build_head([("q", "float32", (1,)), ("q", "float32", (1,))], {})
-    with pytest.raises(ValueError, match="taken"):
+    with pytest.raises(ValueError, match="already used"):
         build_head([("__metadata__", "float32", (1,))], {})
     with pytest.raises(ValueError, match="complex64"):
         build_head([("q", "complex64", (1,))], {})

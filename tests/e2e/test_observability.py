@@ -204,7 +204,7 @@ def test_the_panels_show_what_was_asked(prometheus):
     wait_for(lambda: [n for n in prometheus.numbers(share) if 0 < n < 1], lambda: prometheus.numbers(share))
     (speed, last) = by_title["Speed by backend"]
     assert all(n > 0 for n in prometheus.numbers(speed) + prometheus.numbers(last))
-    stages = labels(by_title["Where it goes"][0])
+    stages = labels(by_title["Time by stage"][0])
     assert stages == {"decode", "queue", "copy_in", "compute", "copy_out", "encode"}
 
 

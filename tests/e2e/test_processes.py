@@ -201,7 +201,7 @@ def test_a_killed_engine_costs_what_it_had_begun_and_no_more(gated):
     assert server.engine_pid != engine
     assert not psutil.pid_exists(engine)  # not even as a zombie
     job = server.get(benchmark.headers["location"])[1]
-    assert (job["state"], job["errors"]) == ("failed", ["the engine died with it"])
+    assert (job["state"], job["errors"]) == ("failed", ["the engine died"])
     assert post(server, "/attention", SMALL).body == before.body
     nothing_inside(server)
 

@@ -243,7 +243,7 @@ def test_one_head_forms(backend: str, rank: int) -> None:
 
 def test_head_dimensions_above_256_have_a_forward_and_those_above_576_the_reference_alone() -> None:
     t = qkv(1, 1, 2, 2, 257)
-    with pytest.raises(ProblemError, match="torch backend does not do a head dimension above 256, forward"):
+    with pytest.raises(ProblemError, match="torch backend does not support a head dimension above 256, forward"):
         forward("torch", t)
     for backend in ("torch", "tiled"):
         with pytest.raises(ProblemError, match="a head dimension above 576, or 256 in gradients"):

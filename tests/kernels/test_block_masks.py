@@ -192,7 +192,7 @@ def test_a_float_masks_gradient_is_zero_in_blocks_that_are_skipped() -> None:
 def test_auto_takes_a_backend_that_skips() -> None:
     tensors = {n: t for n, t in qkv(1, 1, 16, 16, 8).items() if n != "do"} | {"block_mask": drawn(1, 1, 1, 1)}
     assert verify(tensors, Options()).backend == ("triton" if DEVICE == "cuda" else "tiled")
-    with pytest.raises(ProblemError, match="block_mask: the torch backend does not do a block mask"):
+    with pytest.raises(ProblemError, match="block_mask: the torch backend does not support a block mask"):
         verify(tensors, Options(backend="torch"))
 
 
@@ -216,7 +216,7 @@ def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:
 
 def test_packed_sequences_have_no_blocks() -> None:
     q, ends = normal(30, 2, 8), torch.tensor([0, 30])
-    with pytest.raises(ProblemError, match="block_mask: is not taken in layout thd"):
+    with pytest.raises(ProblemError, match="block_mask: is only for layout bhsd and bshd, not thd"):
         attention(
             q, q, q, layout="thd", cu_seqlens_q=ends, cu_seqlens_k=ends,
             block_mask=torch.ones(1, 2, 1, 1, dtype=torch.bool),

@@ -69,7 +69,7 @@ def test_autocast_of_the_caller_does_not_reach_the_products() -> None:
 
 def test_unsupported_options_are_refused_before_any_work() -> None:
     problem = poisoned(qkv(1, 2, 5, 5, 8), Options(softcap=2.0), "backward")
-    with pytest.raises(ProblemError, match="softcap: the torch backend does not do softcap"):
+    with pytest.raises(ProblemError, match="softcap: the torch backend does not support softcap"):
         run([problem], "torch")
     assert problem.outputs["dq"].isnan().all()
 

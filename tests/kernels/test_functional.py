@@ -161,5 +161,5 @@ def test_backward_without_o_and_lse_runs_the_forward() -> None:
         brought = attention_backward(**t, **forward(backend, t), backend=backend)
         made = attention_backward(**t, backend=backend)
         assert all(torch.equal(a, b) for a, b in zip(brought, made, strict=True))
-    with pytest.raises(ProblemError, match="o and lse come together"):
+    with pytest.raises(ProblemError, match="send o and lse together"):
         attention_backward(**t, o=t["do"])

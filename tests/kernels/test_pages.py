@@ -320,12 +320,12 @@ def test_what_is_wrong_with_packed_queries_is_named(field: str, changed: dict[st
 
 
 def test_a_number_beyond_the_pool_is_said_with_its_place() -> None:
-    with pytest.raises(ProblemError, match=r"block_table: \[1, 2\] is page 9: the 9 pages of k count from 0"):
+    with pytest.raises(ProblemError, match=r"block_table: \[1, 2\] is page 9, but k has 9 pages, from 0"):
         attention(**(PAGED | {"block_table": table(0, 1, 2, 3, 4, 9)}))
 
 
 def test_gradients_are_refused_by_name() -> None:
-    with pytest.raises(ProblemError, match="block_table: is for the forward alone"):
+    with pytest.raises(ProblemError, match="block_table: is only for the forward"):
         spec_of(PAGED | {"do": PAGED["q"]}, Options(), "backward")
     with pytest.raises(ProblemError, match="block_table"):
         verify(PAGED | {"do": PAGED["q"]})

@@ -61,7 +61,7 @@ def test_flex_computes_the_same(causal: bool) -> None:
     ("backend", "direction", "reason"),
     [
         ("triton", "forward", "CUDA"),
-        ("naive_explicit", "forward", "naive's"),
+        ("naive_explicit", "forward", "that of naive"),
         ("flex", "backward", "no backward on the CPU"),
         ("flash_attn", "forward", "CUDA"),
         ("flash_attn_3", "forward", "CUDA"),

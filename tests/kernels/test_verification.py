@@ -174,7 +174,7 @@ def test_a_tensor_of_an_unknown_name_is_refused(gradients: bool, name: str, hint
 @pytest.mark.parametrize("name", ["o", "lse", "dlse"])
 def test_what_a_gradient_alone_takes_is_refused_without_do(name: str) -> None:
     t = {n: x for n, x in qkv(1, 2, 20, 20, 16).items() if n != "do"}
-    with pytest.raises(ProblemError, match=rf"^{name}: is taken beside do alone"):
+    with pytest.raises(ProblemError, match=rf"^{name}: needs do"):
         verify(t | {name: normal(1, 2, 20)})
 
 

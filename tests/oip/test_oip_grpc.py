@@ -182,7 +182,7 @@ def test_tensors_in_shared_memory_never_move(server, caller):
         assert answer.bits == {"o": b"", "lse": expected["lse"]}
         assert answer.message.outputs[0].parameters["shared_memory_offset"].int64_param == 3 * size
         assert bytes(block.buf[3 * size :]) == expected["o"]
-        with refused("INVALID_ARGUMENT", f"must be {size} bytes, which a tensor of its shape and datatype has, not 8"):
+        with refused("INVALID_ARGUMENT", f"must be {size} bytes for this shape and datatype, not 8"):
             caller.infer(request(SMALL, inputs=inputs | {"q": places[0] | {"shared_memory_byte_size": 8}}))
         del inputs["k"]  # it comes in the message
         alone = caller.infer(request(SMALL, inputs=inputs, outputs=["o"], wanted={"o": places[3]}))
@@ -266,20 +266,20 @@ WRONG = {
     "output twice": (lambda: request(SMALL, outputs=["o", "o"]), "INVALID_ARGUMENT", "twice"),
     "unknown datatype": (lambda: numbers_of("FP8", 1), "INVALID_ARGUMENT", "'FP8'"),
     "unknown parameter": (lambda: request(SMALL, inputs={"q": {"binary": 4}}), "INVALID_ARGUMENT", "'binary'"),
-    "another size": (lambda: sized(4), "INVALID_ARGUMENT", f"size of 4 where its raw_input_contents have {SIZE}"),
-    "a size of numbers": (lambda: sized(SIZE, typed=True), "INVALID_ARGUMENT", "does not come as raw_input_contents"),
+    "another size": (lambda: sized(4), "INVALID_ARGUMENT", f"size of 4, but its raw_input_contents have {SIZE}"),
+    "a size of numbers": (lambda: sized(SIZE, typed=True), "INVALID_ARGUMENT", "but is not in raw_input_contents"),
     "bytes and numbers": (
         lambda: request(SMALL, outputs=["o", "lse"], wanted={"lse": {"binary_data": False}}),
         "INVALID_ARGUMENT", "same for all",
     ),
-    "raw missing": (without_raw, "INVALID_ARGUMENT", "'v' has neither raw_input_contents"),
-    "raw of another size": (lambda: short(4), "INVALID_ARGUMENT", "'q' has 4 bytes where FP32"),
-    "raw of another type": (lambda: short(4, "INT8"), "INVALID_ARGUMENT", "'q' has 4 bytes where INT8"),
-    "raw too many": (one_raw_more, "INVALID_ARGUMENT", "1 more than inputs"),
-    "raw and numbers": (twice_there, "INVALID_ARGUMENT", "no input has contents"),
+    "raw missing": (without_raw, "INVALID_ARGUMENT", "'v' has no raw_input_contents"),
+    "raw of another size": (lambda: short(4), "INVALID_ARGUMENT", "'q' has 4 bytes, but FP32"),
+    "raw of another type": (lambda: short(4, "INT8"), "INVALID_ARGUMENT", "'q' has 4 bytes, but INT8"),
+    "raw too many": (one_raw_more, "INVALID_ARGUMENT", "1 more than the inputs"),
+    "raw and numbers": (twice_there, "INVALID_ARGUMENT", "use either raw_input_contents or contents"),
     "fields": (many_fields, "INVALID_ARGUMENT", "fields"),
     "inputs": (many_inputs, "INVALID_ARGUMENT", "65 inputs"),
-    "no numbers of FP16": (lambda: numbers_of("FP16", 1), "INVALID_ARGUMENT", "FP16 is sent as raw_input_contents"),
+    "no numbers of FP16": (lambda: numbers_of("FP16", 1), "INVALID_ARGUMENT", "FP16 must be sent as raw"),
     "numbers too many": (lambda: numbers_of("INT32", 1, 2), "INVALID_ARGUMENT", "2 int_contents"),
     "number too large": (lambda: numbers_of("INT8", 300), "INVALID_ARGUMENT", "INT8"),
     "numbers of another type": (lambda: numbers_of("FP32", 1), "INVALID_ARGUMENT", "0 fp32_contents"),
@@ -287,7 +287,7 @@ WRONG = {
         lambda: request(problem(torch.float16), binary_data_output=False), "INVALID_ARGUMENT", "raw_output_contents",
     ),
     "numbers too long": (
-        lambda: request({name: torch.zeros(100_000, 1) for name in "qkv"}, typed=True), "RESOURCE_EXHAUSTED", "beside",
+        lambda: request({name: torch.zeros(100_000, 1) for name in "qkv"}, typed=True), "RESOURCE_EXHAUSTED", "without",
     ),
     "message too long": (lambda: b"\0" * (5 * MIB), "RESOURCE_EXHAUSTED", "larger than max"),
     "work too large": (
@@ -295,7 +295,7 @@ WRONG = {
                         backend="reference", binary_data_output=False),
         "INVALID_ARGUMENT", "limit",
     ),
-    "not protobuf": (lambda: b"\x0a\xff\xff", "INVALID_ARGUMENT", "the message ends within"),
+    "not protobuf": (lambda: b"\x0a\xff\xff", "INVALID_ARGUMENT", "the message ends inside"),
     "not the message": (lambda: b"\x0a\x01\xff", "INVALID_ARGUMENT", "ModelInferRequest"),
     "a group": (lambda: b"\x0b", "INVALID_ARGUMENT", "kind 3"),
     "nothing": (lambda: b"", "NOT_FOUND", "''"),
@@ -332,7 +332,7 @@ def test_a_message_that_is_cut_or_marred_anywhere_is_read_or_refused():
 
 
 def test_a_call_without_a_message_and_one_that_is_not_served_are_refused(caller):
-    with refused("INVALID_ARGUMENT", "there is no message"):
+    with refused("INVALID_ARGUMENT", "the call has no message"):
         caller.channel.stream_unary(METHOD)(iter(()), timeout=HANG)
     with refused("UNIMPLEMENTED"):
         caller.method("ModelStreamInfer")(b"", timeout=HANG)

@@ -144,19 +144,19 @@ def test_a_region_may_go_while_it_is_used_and_come_again(server, memory):
         assert call(server.url, "POST", "/v2/systemsharedmemory/region/again/unregister", b"").status == 200
         refused = ask(server, inputs, output)
         assert refused.status == 422
-        assert "no region 'again'" in refused.error
+        assert "region 'again' is not registered" in refused.error
     wait_for(lambda: key not in Path(f"/proc/{server.engine_pid}/maps").read_text(), lambda: "still mapped")
 
 
 WRONG = {
     "another region": ({"shared_memory_region": "none"}, "none"),
-    "beyond the region": ({"shared_memory_offset": (1 << 16) - 8}, "not in the region"),
+    "beyond the region": ({"shared_memory_offset": (1 << 16) - 8}, "exceed the region's"),
     "a negative offset": ({"shared_memory_offset": -64}, "shared_memory_offset"),
-    "an offset that overflows": ({"shared_memory_offset": (1 << 63) - 1}, "not in the region"),
-    "too few bytes": ({"shared_memory_byte_size": 8}, f"at least {NBYTES} bytes, which a tensor of its shape"),
+    "an offset that overflows": ({"shared_memory_offset": (1 << 63) - 1}, "exceed the region's"),
+    "too few bytes": ({"shared_memory_byte_size": 8}, f"at least {NBYTES} bytes for this shape"),
     "no size": ({"shared_memory_byte_size": None}, "shared_memory_byte_size"),
     "no region": ({"shared_memory_region": None}, "shared_memory_region"),
-    "over an input": ({"shared_memory_offset": NBYTES}, "lies over"),
+    "over an input": ({"shared_memory_offset": NBYTES}, "overlaps"),
     "not aligned": ({"shared_memory_offset": 4 * NBYTES + 2}, "multiple of 4"),
 }
 
@@ -196,7 +196,7 @@ def test_an_object_that_became_shorter_is_seen(server, memory):
     os.truncate(f"/dev/shm/{key}", 4096)
     reply = ask(server, [lying(n, t, "short", 0) for n, t in problem().items()])
     assert reply.status == 422
-    assert "not as long" in reply.error
+    assert "has become shorter" in reply.error
     assert infer(server.url, "attention", problem()).status == 200
 
 
@@ -244,5 +244,5 @@ def test_what_is_registered_is_bounded(server, memory):
 
 
 def test_it_needs_one_http_process():
-    with pytest.raises(ValidationError, match="one HTTP process"):
+    with pytest.raises(ValidationError, match="needs one worker"):
         Settings(workers=2, shared_memory_bytes=1)

@@ -86,7 +86,7 @@ def test_what_is_no_setting_here_is_named(ray, arguments, named):
 
 def test_a_variable_that_is_no_setting_here_is_named(ray, monkeypatch):
     monkeypatch.setenv("FLASHPOINT_WORKERS", "2")
-    with pytest.raises(ValueError, match="workers: not a setting on Ray Serve"):
+    with pytest.raises(ValueError, match="workers: cannot be set on Ray Serve"):
         ray.app({})
 
 
@@ -96,7 +96,7 @@ def test_the_variables_of_the_image_are_no_obstacle(ray, monkeypatch):
     for name, value in (("HOST", "0.0.0.0"), ("PORT", "8000"), ("INSECURE", "true")):
         monkeypatch.setenv(f"FLASHPOINT_{name}", value)
     assert deployment(ray.app({}))
-    with pytest.raises(ValueError, match="insecure: not a setting on Ray Serve"):
+    with pytest.raises(ValueError, match="insecure: cannot be set on Ray Serve"):
         ray.app({"insecure": True})
 
 

@@ -1,4 +1,4 @@
-"""Materialised attention in float64, the truth that every backend is compared with: formula.py."""
+"""Materialised attention in float64, with which all backends are compared: formula.py."""
 
 from flashpoint_contract.tensors import EVERY_FEATURE
 

@@ -1,11 +1,11 @@
-"""Attention as its formula says it, materialised: the truth that every other backend is judged by.
+"""Attention exactly as its formula says, materialised: the reference for all other backends.
 
-One function, `attend`, in plain torch; gradients are torch's autograd of it. Run in float64 it is the oracle; run in
-the inputs' own dtype it is the yardstick of the test rules ("torch same-dtype math"). It shares no code with `tiled`,
-and takes every option, any head dimension and float64. Rows of the softmax depend on no other row, so a long sequence
-is taken some queries at a time: what is materialised is `CHUNK` scores, not Sq·Sk of every head.
+One function, `attend`, in plain torch; its gradients come from torch's autograd. In float64 it is the reference; in the
+inputs' dtype it is the baseline of the test rules ("torch same-dtype math"). It shares no code with `tiled`, and
+supports every option, any head dimension and float64. Rows of the softmax are independent, so a long sequence is
+computed in blocks of queries: `CHUNK` scores are in memory, not Sq·Sk for every head.
 
-Gradients are recomputed from q, k and v alone: `o` and `lse` that a caller brings do not matter to it.
+Gradients are computed from q, k and v only: `o` and `lse` from the caller are not used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashpoint_kernels.dropout import kept_bits
 from flashpoint_kernels.problem import Problem
 from flashpoint_kernels.quantization import scaled
 
-# Scores at a time, over all heads: 32 MiB of float64, of which a gradient holds seven at once (215 MiB, measured).
+# Scores in memory, over all heads: 32 MiB in float64; a gradient needs seven such tensors (215 MiB, measured).
 CHUNK = 1 << 22
 
 _LEAVES = {"dq": "q", "dk": "k", "dv": "v", "dattn_mask": "attn_mask", "dsinks": "sinks"}
@@ -37,9 +37,9 @@ def backward(problems: Sequence[Problem]) -> None:
 
 
 def solve_forward(problem: Problem, dtype: torch.dtype, block: Callable[[], None] = lambda: None) -> None:
-    """Write `problem.outputs` (`o`, `lse`, whichever are there), computed in `dtype`.
+    """Write `problem.outputs` (`o` and `lse`, if present), computed in `dtype`.
 
-    `block` is called before each of the problem's `blocks`; an exception that it raises ends the work.
+    `block` is called before each of the problem's `blocks`. If it raises, the computation ends.
     """
     problem.clear_outputs()
     for row, x in problem.sequences():
@@ -53,9 +53,12 @@ def solve_forward(problem: Problem, dtype: torch.dtype, block: Callable[[], None
 
 
 def solve_backward(problem: Problem, dtype: torch.dtype, block: Callable[[], None] = lambda: None) -> None:
-    """Write `problem.outputs` (any of dq, dk, dv, dattn_mask, dsinks), computed in `dtype`. `block` as above."""
+    """Write `problem.outputs` (any of dq, dk, dv, dattn_mask, dsinks), computed in `dtype`.
+
+    `block`: see `solve_forward`.
+    """
     problem.clear_outputs()
-    # Gradients that sequences or chunks share are summed before they are rounded to the output's dtype.
+    # Gradients to which several sequences or chunks add are summed before they are rounded to the output's dtype.
     sum_dtype = torch.promote_types(dtype, torch.float32)
     shared: dict[str, Tensor] = {
         name: torch.zeros_like(problem.own_part(name), dtype=sum_dtype)
@@ -95,31 +98,31 @@ def _gradients(
     own = _of_queries(inputs, queries)
     names = [_LEAVES[name] for name in problem.outputs]
     leaves = [own[name].detach().requires_grad_() for name in names]
-    # An operator of torch's runs below autograd (ops.py), which is told apart from no_grad: here it has to record.
+    # A torch operator runs below autograd (ops.py), which enable_grad alone does not change; recording is needed here.
     with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
         answers = attend(problem, row, own | dict(zip(names, leaves, strict=True)), queries)
     rows = slice(queries.start, queries.stop)
     do = x["do"][:, rows].to(dtype)
     dlse = x["dlse"][:, rows].to(dtype) if "dlse" in x else torch.zeros_like(answers[1])
-    # lse does not depend on v: where v alone is a leaf, it has no gradient to give.
+    # lse does not depend on v: if only v is a leaf, lse has no gradient.
     given = [pair for pair in zip(answers, (do, dlse), strict=True) if pair[0].requires_grad]
     grads = torch.autograd.grad([answer for answer, _ in given], leaves, [gradient for _, gradient in given])
     return dict(zip(problem.outputs, grads, strict=True))
 
 
 def blocks(problem: Problem) -> int:
-    """Return how many blocks of queries the problem is computed in."""
+    """Return the number of blocks of queries in which the problem is computed."""
     return sum(1 for row in problem.rows for _ in _chunks(problem, row))
 
 
 def _chunks(problem: Problem, row: Row) -> Iterator[range]:
-    """The queries of a sequence, as many at a time as have CHUNK scores, and one at least."""
+    """Return ranges of a sequence's queries, each with at most CHUNK scores, and at least one query."""
     step = max(1, CHUNK // max(1, problem.spec.q_heads * row.kv_len))
     return (range(start, min(start + step, row.q_len)) for start in range(0, row.q_len, step))
 
 
 def _of_queries(inputs: dict[str, Tensor], queries: range) -> dict[str, Tensor]:
-    """The inputs with q, and a mask that is not the same for all queries, cut to `queries`."""
+    """Return the inputs with q, and a mask that depends on the query, cut to `queries`."""
     rows = slice(queries.start, queries.stop)
     cut = {"q": inputs["q"][:, rows]}
     if "attn_mask" in inputs and inputs["attn_mask"].shape[1] > 1:
@@ -128,9 +131,11 @@ def _of_queries(inputs: dict[str, Tensor], queries: range) -> dict[str, Tensor]:
 
 
 def _inputs(problem: Problem, row: Row, x: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """In `dtype`: q (Hq,sq,D), k and v (Hk,sk,D|Dv), sinks and slopes (Hq,), attn_mask (Hq|1,sq|1,sk|1)."""
+    """Return the inputs in `dtype`: q (Hq,sq,D), k and v (Hk,sk,D|Dv), sinks and slopes (Hq,), attn_mask
+    (Hq|1,sq|1,sk|1).
+    """
     own = {name: x[name] for name in ("q", "k", "v")}
-    # The canonical views of these two are float32; a float64 problem keeps its own precision.
+    # The canonical views of sinks and slopes are float32; a float64 problem keeps its precision.
     if "sinks" in x:
         own["sinks"] = problem.tensors["sinks"]
     if "alibi_slopes" in x:
@@ -145,9 +150,9 @@ def _inputs(problem: Problem, row: Row, x: dict[str, Tensor], dtype: torch.dtype
 
 
 def attend(problem: Problem, row: Row, x: dict[str, Tensor], queries: range) -> tuple[Tensor, Tensor]:
-    """o (Hq,n,Dv) and lse (Hq,n) of n queries of one sequence, in the dtype of the inputs `x`; differentiable.
+    """Return o (Hq,n,Dv) and lse (Hq,n) for n queries of one sequence, in the dtype of `x`. Differentiable.
 
-    s = scale·q·kᵀ;  s = softcap·tanh(s/softcap);  s −= slope·|i + offset − j|;  s += mask;  s = −∞ where unseen
+    s = scale·q·kᵀ;  s = softcap·tanh(s/softcap);  s −= slope·|i + offset − j|;  s += mask;  s = −∞ for hidden keys
     P = softmax([s, sink]) without the sink's column;  o = dropout(P)·v;  lse = log Σ exp [s, sink]
     """
     spec, options = problem.spec, problem.spec.options
@@ -160,7 +165,7 @@ def attend(problem: Problem, row: Row, x: dict[str, Tensor], queries: range) -> 
     j = torch.arange(row.kv_len, device=s.device)
     ahead = j - i - spec.offset(row.q_len, row.kv_len)
     if "alibi_slopes" in x:
-        # In float64 whatever the dtype of s: float16 cannot count beyond 2048.
+        # Always in float64: float16 cannot count beyond 2048.
         s = s - (x["alibi_slopes"].double()[:, None, None] * ahead.abs()).to(s.dtype)
     seen = torch.ones_like(s, dtype=torch.bool)
     if spec.has("block_mask"):
@@ -179,10 +184,11 @@ def attend(problem: Problem, row: Row, x: dict[str, Tensor], queries: range) -> 
     if right >= 0:
         seen = seen & (ahead <= right)
     s = s.masked_fill(~seen, float("-inf"))
-    # The sink, or nothing, is one more column: softmax then never meets an empty row, even with no key at all.
+    # The sink (or −∞) is an additional column, so softmax never gets an empty row, even without any keys.
     sink = x["sinks"] if "sinks" in x else s.new_full((spec.q_heads,), float("-inf"))
     s = torch.cat([s, sink[:, None, None].expand(-1, len(queries), 1)], dim=-1)
-    # A row of −∞ alone would be NaN in softmax and in its gradient: give it zeros, and set its answers afterwards.
+    # A row with only −∞ would give NaN in softmax and in its gradient: compute it with zeros, and set its answers
+    # later.
     dead = (s == float("-inf")).all(-1, keepdim=True)
     s = s.masked_fill(dead, 0.0)
     p = torch.softmax(s, dim=-1).masked_fill(dead, 0.0)[..., :-1]

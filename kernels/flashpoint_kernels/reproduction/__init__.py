@@ -1,12 +1,12 @@
-"""The claims of the papers and projects that this one builds on, measured on the device at hand.
+"""The claims of the papers and projects that this project builds on, measured on this device.
 
-`claims.reproduce(only)` yields what happens as plain dicts, ready for JSON:
+`claims.reproduce(only)` yields events as plain dicts, ready for JSON:
 
-    {"type": "environment", "environment": {…}}                        first, and once more, with the peaks
+    {"type": "environment", "environment": {…}}                        first, and again at the end with the peaks
     {"type": "claim", "name": …, "number": 1, "total": 12}             a claim begins
-    {"type": "progress", "what": "forward · naive · N 512"}            it goes on
+    {"type": "progress", "what": "forward · naive · N 512"}            it continues
     {"type": "row", "row": {…}}                                        something was timed; keys as `timing.ROW_FIELDS`
     {"type": "verdict", "name": …, "source": …, "claim": …, "measured": …, "verdict": …, "how": …, "seconds": …}
 
-A verdict is PASS, FAIL, or says what is missing here, as "needs a GPU" does.
+A verdict is PASS, FAIL, or names what is missing here, for example "needs a GPU".
 """

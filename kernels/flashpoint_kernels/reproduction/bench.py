@@ -1,4 +1,4 @@
-"""Measurements that claims share: timings that are made once, and programs of the project run as child processes."""
+"""Measurements that claims share: timings, each made once, and programs of the project run as child processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from flashpoint_kernels.timing import Case, Timing, measure
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"  # of a clone; an installed package has none
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"  # only in a clone; an installed package has no examples
 Event = dict[str, Any]
 Row = dict[str, Any]
 _TIMING = Timing(max_seconds=0.5, min_repeats=2, warmup_ms=20)
@@ -24,7 +24,7 @@ ROUNDS = 5  # of two cases in turn
 
 @dataclass(frozen=True)
 class Found:
-    """The outcome of a claim."""
+    """The result of a claim."""
 
     verdict: str
     measured: str
@@ -36,12 +36,12 @@ Running = Generator[Event, None, Found]
 
 
 class MissingError(Exception):
-    """Something that a claim needs is not here; its words are the verdict: "needs a GPU"."""
+    """Something that a claim needs is missing here. The message is the verdict: "needs a GPU"."""
 
 
 @dataclass
 class Bench:
-    """A device, and what has been timed on it."""
+    """A device, and the cases already timed on it."""
 
     device: str
     rows: dict[Case, Row] = field(default_factory=dict)
@@ -51,12 +51,12 @@ class Bench:
         return self.device.startswith("cuda")
 
     def needs_gpu(self) -> None:
-        """Raise MissingError without one."""
+        """Raise MissingError if there is no GPU."""
         if not self.on_gpu:
             raise MissingError("needs a GPU")
 
     def timed(self, cases: Iterable[Case]) -> Generator[Event, None, list[Row]]:
-        """Time each case once, naive attention first, for the others' speed-ups."""
+        """Time each case once, naive attention first, because the speed-ups of the others need it."""
         cases = list(cases)
         for case in sorted(cases, key=lambda case: case.backend != "naive"):
             if case in self.rows:
@@ -68,7 +68,7 @@ class Bench:
         return [self.rows[case] for case in cases]
 
     def in_turn(self, one: Case, other: Case) -> Generator[Event, None, float]:
-        """Return how many times as fast `other` is: the median over rounds in which both are timed in turn."""
+        """Return how many times as fast `other` is: the median ratio over rounds that time both in turn."""
         ratios: list[float] = []
         for number in range(ROUNDS):
             yield {"type": "progress", "what": f"{one.backend} and {other.backend} in turn, {number + 1} of {ROUNDS}"}
@@ -88,7 +88,7 @@ def _measured(case: Case, device: str, naive_ms: float | None = None) -> Row:
 
 
 def program(*arguments: str, interpreted: bool = False) -> str:
-    """Run a program of this Python to its end; its stdout. Raises RuntimeError with the last line that it said."""
+    """Run a Python program to its end, and return its stdout. Raises RuntimeError with the last line of its output."""
     env = os.environ | ({"TRITON_INTERPRET": "1"} if interpreted else {})
     run = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True)
     if run.returncode:
@@ -98,13 +98,16 @@ def program(*arguments: str, interpreted: bool = False) -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of this clone; None where there is none."""
+    """Return the commit of this clone; None if it is not a clone."""
     run = subprocess.run(["git", "-C", str(EXAMPLES.parent), "rev-parse", "HEAD"], capture_output=True, text=True)
     return run.stdout.strip() if EXAMPLES.exists() and run.returncode == 0 else None
 
 
 def example(name: str, *arguments: str, needs: Sequence[str] = ()) -> dict[str, Any]:
-    """Run a program of examples/ with --json; what it wrote. Raises MissingError for what is not here."""
+    """Run a program of examples/ with --json, and return its result.
+
+    Raises MissingError if something is missing here.
+    """
     from importlib.util import find_spec
 
     path = EXAMPLES / name

@@ -1,4 +1,4 @@
-"""Each claim: where it comes from, what it says, and how it is measured here."""
+"""The claims: the source of each, its text, and how it is measured here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flashpoint_kernels.timing.device import peak_of
 from flashpoint_kernels.timing.implementations import IMPLEMENTATIONS
 from flashpoint_kernels.verification import verify
 
-FASTER, LESS, CURVES, EXACT = 3.1, 0.48, 1e-4, 1e-12  # what is claimed, and what float64 rounds to
+FASTER, LESS, CURVES, EXACT = 3.1, 0.48, 1e-4, 1e-12  # the claimed values; EXACT is the rounding error of float64
 LENGTHS = tuple(128 << n for n in range(6))
 GROWING = (1024, 4096)
 
@@ -46,15 +46,18 @@ class Claim:
 
 
 def reproduce(only: Collection[str] = (), device: str | None = None) -> Iterator[Event]:
-    """Measure each claim, or those that `only` names; the events are the package's. Raises ValueError for a name."""
+    """Measure all claims, or those in `only`. Yields the events of the package.
+
+    Raises ValueError for an unknown name.
+    """
     if unknown := [name for name in only if name not in {claim.name for claim in CLAIMS}]:
-        raise ValueError(f"there is no claim {unknown[0]!r}: {', '.join(claim.name for claim in CLAIMS)}")
+        raise ValueError(f"claim {unknown[0]!r} does not exist; use {', '.join(claim.name for claim in CLAIMS)}")
     return _reproduced([claim for claim in CLAIMS if not only or claim.name in only], device)
 
 
 def _reproduced(chosen: list[Claim], device: str | None) -> Iterator[Event]:
     bench = Bench(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    load = [round(x, 2) for x in os.getloadavg()]  # of what else ran when this began
+    load = [round(x, 2) for x in os.getloadavg()]  # load of other programs at the start
     yield {"type": "environment", "environment": describe(bench.device) | {"load_average": load, "commit": commit()}}
     for number, claim in enumerate(chosen):
         yield {"type": "claim", "name": claim.name, "number": number + 1, "total": len(chosen)}
@@ -77,7 +80,7 @@ def _passes(right: bool) -> str:
 
 
 def _own(bench: Bench) -> str:
-    """The backend that serves on this device."""
+    """Return the backend that a server uses on this device."""
     return "triton" if bench.on_gpu else "torch"
 
 
@@ -119,12 +122,12 @@ def _ms(value: float | None) -> str:
 
 
 def _short(value: float) -> str:
-    """Return three digits, or more before the point."""
+    """Return three digits, or more if there are more before the point."""
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def _half(bench: Bench) -> tuple[Case, Case]:
-    """Standard attention and ours at B 1, N 2048, H 8, D 64."""
+    """Return the cases of standard attention and of ours at B 1, N 2048, H 8, D 64."""
     shape = {"batch": 1, "q_heads": 8, "q_len": 2048, "head_dim": 64}
     dtype = "float16" if bench.on_gpu else "float32"
     naive, own = grid([shape], backends=("naive", _own(bench)), dtypes=[dtype], causal=[True])

@@ -1,4 +1,4 @@
-"""The FlashAttention tile loop in plain torch, on any device, as a backend: tiles.py."""
+"""FlashAttention's tile loop in plain torch, on any device, as a backend: tiles.py."""
 
 from flashpoint_contract.tensors import EVERY_FEATURE
 

@@ -1,9 +1,9 @@
-"""The tile loop over the cells that a block mask leaves, of one sequence.
+"""The tile loop over the cells that a block mask leaves, for one sequence.
 
-A strip is a row of cells: of queries in the forward, of keys in the backward. Strips go side by side, each through its
-own cells: wave w of a group of strips is the w-th cell of each, in one batched product wherever they are. So a sparse
-mask takes few operators. Otherwise as tiles.py. Strips are numbered from head to head. Shapes, of cells of m queries
-and n keys, and of u cells in a wave:
+A strip is a row of cells: of queries in the forward, of keys in the backward. Several strips are computed in parallel:
+wave w of a group of strips is the w-th cell of each, in one batched product, wherever the cells are. So a sparse mask
+needs few operators. Everything else is as in tiles.py. Strips are numbered through all heads. Shapes, for cells of m
+queries and n keys, and u cells in a wave:
 
     q, dq  (Hq·strips, m, D)     do  (Hq·strips, m, Dv)     k, dk  (Hk·strips, n, D)     v, dv  (Hk·strips, n, Dv)
     scores of a wave  (u, m, n)
@@ -30,13 +30,13 @@ from flashpoint_kernels.reproducible import aligned
 from flashpoint_kernels.tiled_backend.cells import Cells, Flags, Group, Numbers, groups
 
 INF = float("inf")
-_WAVE = 1 << 20  # scores, at most
-_OF_HEAD = 1 << 18  # of these, a head's
-_LEAST = torch.finfo(torch.float32).min  # in place of the −∞ of a row that has seen no key
+_WAVE = 1 << 20  # maximum scores in a wave
+_OF_HEAD = 1 << 18  # of these, for one head
+_LEAST = torch.finfo(torch.float32).min  # replaces the −∞ of a row that has seen no key
 
 
 def forward(problem: Problem, rows: Sequence[Row], x: dict[str, Tensor]) -> None:
-    """Write `o` and `lse` of sequences of equal lengths, whose tensors `x` has: see `Problem.batches`."""
+    """Write `o` and `lse` for sequences of equal lengths. `x` are their tensors, see `Problem.batches`."""
     for t in _sequences(problem, rows, x):
         _forward(t, *(x[name][t.nth] if name in x else None for name in ("o", "lse")))
 
@@ -62,7 +62,7 @@ def _forward(t: Strips, o: Tensor | None, lse: Tensor | None) -> None:
     for strips, waves in t.groups(t.seen):
         own = t.index(strips)
         q, m = t.q.index_select(0, own), of_all.index_select(0, own)[..., None]
-        total = (m > -INF).float()  # a sink is a key of no value that has been seen already
+        total = (m > -INF).float()  # a sink is like a key with value 0 that has been processed already
         acc = q.new_zeros(len(strips), q.shape[1], whole.shape[-1])
         for keys in waves:
             u = len(keys)
@@ -89,7 +89,7 @@ def _backward(t: Strips, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
     delta = (x["o"].float() * do).sum(-1)
     if "dlse" in x:
         delta = delta - x["dlse"].float().masked_fill(lse == -INF, 0.0)
-    # +∞ in place of −∞, and behind the last query, gives probabilities of 0 from exp(s − lse).
+    # +∞ instead of −∞, and after the last query, makes the probabilities exp(s − lse) equal to 0.
     lse = lse.masked_fill(lse == -INF, INF)
     if "dsinks" in out:
         sinks = t.sinks.view(len(lse), -1)[:, :1]
@@ -119,7 +119,7 @@ def _backward(t: Strips, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
             if slope is not None:
                 ds.mul_(slope)
             _add_each(dq, at, product(ds, k[:u]))
-            add_product(own_dk[:u], ds.mT, q)  # q carries the scale
+            add_product(own_dk[:u], ds.mT, q)  # q contains the scale
         dk.index_copy_(0, own, own_dk)
         dv.index_copy_(0, own, own_dv)
     if "dq" in out:
@@ -130,7 +130,7 @@ def _backward(t: Strips, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
 
 
 def _add_each(whole: Tensor, at: Tensor, parts: Tensor) -> None:
-    """Add parts to the strips `at`, of which some may be the same, in their order."""
+    """Add parts to the strips `at`, some of which may be equal, in order."""
     if whole.is_cuda:
         for strip, part in zip(at.tolist(), parts, strict=True):
             whole[strip] += part
@@ -140,10 +140,10 @@ def _add_each(whole: Tensor, at: Tensor, parts: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Strips:
-    """A sequence, the nth of those in one call, in strips; q is scaled already.
+    """A sequence, the nth in a call, in strips. q is already scaled.
 
-    `seen` says which cells are left, (Hk, strips of the query heads of each, strips of keys), and `tested` in which of
-    them some score is not, (Hq·strips, strips of keys).
+    `seen` marks the cells that are left, (Hk, strips of the query heads of each, strips of keys). `tested` marks those
+    with hidden scores, (Hq·strips, strips of keys).
     """
 
     problem: Problem
@@ -158,7 +158,7 @@ class Strips:
     v: Tensor
     k_scale: Tensor | None  # (Hk·strips, n|1)
     v_scale: Tensor | None
-    sinks: Tensor  # (Hq·strips,); −∞ where there are none
+    sinks: Tensor  # (Hq·strips,); −∞ without sinks
     slopes: Tensor | None  # (Hq·strips,)
     mask: Tensor | None  # (Hq|1, sq|1, sk|1), bool or float
     apart: Tensor  # (m, n) int32: column minus row
@@ -194,14 +194,15 @@ class Strips:
         return self.problem.spec.options.dropout_p
 
     def groups(self, seen: Flags) -> Iterator[Group]:
-        """The groups of the strips of queries or of keys."""
+        """Return the groups of strips, of queries or of keys."""
         cell = math.prod(self.cells.size)
         each = max(1, min(_OF_HEAD // cell, seen.shape[1]))
-        several = self.q.is_cuda or torch.get_num_threads() == 1  # else their number could change how BLAS sums
+        # else their number could change the order of BLAS' sums
+        several = self.q.is_cuda or torch.get_num_threads() == 1
         return groups(seen, each, max(1, _WAVE // cell // each) if several else 1)
 
     def memory(self) -> Tensor:
-        """Room for the scores of a wave."""
+        """Return memory for the scores of a wave."""
         cell = math.prod(self.cells.size)
         return self.q.new_empty(min(max(_WAVE // cell, 1), max(len(self.q), len(self.k))) * cell)
 
@@ -209,11 +210,11 @@ class Strips:
         return torch.from_numpy(strips).to(self.q.device)
 
     def keys(self, strips: Numbers) -> Tensor:
-        """(u, n, D) float32."""
+        """Return the keys of strips, (u, n, D) float32."""
         return self._of_strips(self.k, self.k_scale, strips)
 
     def values(self, strips: Numbers) -> Tensor:
-        """(u, n, Dv) float32."""
+        """Return the values of strips, (u, n, Dv) float32."""
         return self._of_strips(self.v, self.v_scale, strips)
 
     def _of_strips(self, t: Tensor, scale: Tensor | None, strips: Numbers) -> Tensor:
@@ -222,19 +223,20 @@ class Strips:
         return own if scale is None else scaled(own, scale.index_select(0, at))
 
     def in_strips(self, t: Tensor, filling: float = 0.0) -> Tensor:
-        """(Hq, sq, X) as (Hq·strips, m, X)."""
+        """Return (Hq, sq, X) as (Hq·strips, m, X)."""
         return _in_cells(t, self.cells.size[0], filling)
 
     def rows_of(self, t: Tensor) -> Tensor:
-        """(Hq·strips, m, X) as (Hq, sq, X)."""
+        """Return (Hq·strips, m, X) as (Hq, sq, X)."""
         return t.view(self.problem.spec.q_heads, -1, t.shape[-1])[:, : self.row.q_len]
 
     def scores(
         self, strips: Numbers, keys: Numbers, q: Tensor, k: Tensor, memory: Tensor, with_slope: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """(u, m, n) scores of strips of queries and of keys, whose rows are q and k, −∞ where unseen, in `memory`.
+        """Return (u, m, n) scores of strips of queries and of keys with the rows q and k, in `memory`; −∞ for hidden
+        ones.
 
-        As `Tiles.scores`; with `with_slope` also softcap's slope ds/d(scale·q·k), None where there is no softcap.
+        Like `Tiles.scores`. With `with_slope`, also return softcap's slope ds/d(scale·q·k), None without softcap.
         """
         softcap = self.problem.spec.options.softcap
         s = product(q, k.mT, _shaped(memory, (len(keys), *self.cells.size)))
@@ -252,20 +254,20 @@ class Strips:
         return s, slope
 
     def _ahead(self, strips: Numbers, keys: Numbers) -> Numbers:
-        """j − (i + offset) of the first score of cells."""
+        """Return j − (i + offset) for the first score of each cell."""
         _, of_queries, of_keys = self.cells.some.shape
         offset = self.problem.spec.offset(self.row.q_len, self.row.kv_len)
         ahead: Numbers = keys % of_keys * self.cells.size[1] - strips % of_queries * self.cells.size[0] - offset
         return ahead
 
     def _place(self, strip: int, key: int) -> tuple[int, slice, slice]:
-        """The query head of a cell, and its queries and keys but for those beyond the last."""
+        """Return a cell's query head, and its queries and keys without those beyond the last."""
         (_, of_queries, of_keys), (m, n), row = self.cells.some.shape, self.cells.size, self.row
         i0, j0 = strip % of_queries * m, key % of_keys * n
         return strip // of_queries, slice(i0, min(i0 + m, row.q_len)), slice(j0, min(j0 + n, row.kv_len))
 
     def _hide(self, s: Tensor, strip: int, key: int) -> None:
-        """Add the mask to a cell's scores (m, n), and remove what may not be seen."""
+        """Add the mask to a cell's scores (m, n), and hide the invisible ones."""
         head, i, j = self._place(strip, key)
         inside = s[: i.stop - i.start, : j.stop - j.start]
         if self.mask is not None:
@@ -287,7 +289,7 @@ class Strips:
             inside.masked_fill_(~own[(at_i // rows)[:, None], at_j // columns], -INF)
 
     def drop(self, strips: Numbers, keys: Numbers, p: Tensor, out: Tensor) -> Tensor:
-        """The probabilities `p` (u, m, n) of cells with 0 for those that dropout drops, in `out`."""
+        """Write to `out` the probabilities `p` (u, m, n) of cells, with 0 for the dropped ones."""
         seed, (m, n) = self.problem.seed, self.cells.size
         assert seed is not None, "a problem with dropout has a seed"
         of = zip(strips.tolist(), keys.tolist(), p.view(torch.int32), out.view(torch.int32), strict=True)
@@ -300,7 +302,7 @@ class Strips:
         return out
 
     def add_to_mask(self, strips: Numbers, keys: Numbers, ds: Tensor, whole: Tensor) -> None:
-        """Add to the gradient (n|1, Hq|1, sq|1, sk|1) of a mask what cells give."""
+        """Add the contributions of cells to a mask's gradient (n|1, Hq|1, sq|1, sk|1)."""
         of_sequence = whole[self.nth if len(whole) > 1 else 0]
         for strip, key, own in zip(strips.tolist(), keys.tolist(), ds, strict=False):
             head, i, j = self._place(strip, key)
@@ -309,14 +311,14 @@ class Strips:
 
 
 def _in_cells(t: Tensor, size: int, filling: float = 0.0) -> Tensor:
-    """(…, S, X) as (…·strips, size, X), with `filling` behind the last row."""
+    """Return (…, S, X) as (…·strips, size, X), with `filling` after the last row."""
     missing = -t.shape[-2] % size
     whole = pad(t, (0, 0, 0, missing), value=filling) if missing else t
     return whole.reshape(-1, size, t.shape[-1])
 
 
 def _scales(scale: Tensor, size: int, strips: int) -> Tensor:
-    """Scales (Hk, sk|1) as (Hk·strips, size|1)."""
+    """Return scales (Hk, sk|1) as (Hk·strips, size|1)."""
     if scale.shape[1] == 1:
         return scale.repeat_interleave(strips, 0)
     return _in_cells(scale[..., None], size)[..., 0]

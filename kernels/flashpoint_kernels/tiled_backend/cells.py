@@ -1,7 +1,7 @@
-"""Which cells of a score matrix a block mask leaves, and in which order they are computed.
+"""Find the cells of a score matrix that a block mask leaves, and the order in which to compute them.
 
-A cell has about 128 × 128 scores, whatever the size of a block: a smaller one takes an operator as long, and a larger
-one could be skipped in parts.
+A cell has about 128 × 128 scores for all block sizes: an operator takes as long for a smaller cell, and parts of a
+larger one could be skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import bounds
 
-_LEAST = 128  # queries, or keys, of a cell; fewer than twice that
+_LEAST = 128  # minimum queries or keys of a cell; the maximum is below twice that
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.int64]
 
@@ -26,8 +26,8 @@ Numbers = NDArray[np.int64]
 class Cells:
     """The cells of a sequence, each of `size` queries and keys: (heads or 1, cells of queries, cells of keys).
 
-    `some`: whether a score of it is left by the block mask and the band. `cut`: whether the block mask removes some.
-    `edge`, of all heads: whether the band does, or a key of it is beyond the last.
+    `some`: whether block mask and band leave any score of the cell. `cut`: whether the block mask hides some. `edge`,
+    for all heads: whether the band hides some, or the cell extends beyond the last key.
     """
 
     size: tuple[int, int]
@@ -37,7 +37,7 @@ class Cells:
 
     @classmethod
     def of(cls, mask: Flags, spec: Spec, row: Row) -> Cells:
-        """`mask` has the blocks of the sequence, (heads or 1, blocks of queries, blocks of keys)."""
+        """Return the cells for `mask`, the sequence's blocks (heads or 1, blocks of queries, blocks of keys)."""
         size = _cell(spec.options.block_size[0]), _cell(spec.options.block_size[1])
         counts = np.cumsum(np.cumsum(np.pad(mask, ((0, 0), (1, 0), (1, 0))), 1, np.int64), 2)
         (r0, r1), (c0, c1) = (
@@ -52,9 +52,10 @@ class Cells:
 
 
 class Group(NamedTuple):
-    """Strips that go side by side, by their numbers, and the waves of their cells, by the numbers of what they meet.
+    """The numbers of strips that are computed in parallel, and the waves of their cells, by the numbers of the other
+    side.
 
-    Wave w has the w-th cell of each strip that has more than w: those are the first, for strips with more come first.
+    Wave w has the w-th cell of each strip with more than w cells: these strips come first, because the group is sorted.
     """
 
     strips: Numbers
@@ -62,10 +63,11 @@ class Group(NamedTuple):
 
 
 def groups(seen: Flags, each: int, together: int) -> Iterator[Group]:
-    """Yield the strips of `seen` (heads, strips, columns) that have a cell: at most so many of each of so many heads.
+    """Yield groups of the strips of `seen` (heads, strips, columns) with a cell: at most `each` of each of `together`
+    heads.
 
-    Strips are numbered from head to head, and so are columns. Where a head's strips go, and in which order they and
-    their cells come, does not depend on other heads.
+    Strips and columns are numbered through all heads. The grouping of a head's strips, and the order of strips and
+    cells, do not depend on other heads.
     """
     heads, strips, columns = seen.shape
     for head, start in product(range(0, heads, together), range(0, strips, each)):
@@ -86,20 +88,20 @@ def groups(seen: Flags, each: int, together: int) -> Iterator[Group]:
 
 
 def _cell(block: int) -> int:
-    """Queries or keys of a cell: several blocks, a part of a block, or else 128, which blocks then cut."""
+    """Return the queries or keys of a cell: several blocks, a part of a block, or else 128, which blocks then cut."""
     if block < _LEAST:
         return block * -(-_LEAST // block)
     return next((n for n in range(_LEAST, 2 * _LEAST, 16) if block % n == 0), _LEAST)
 
 
 def _blocks(length: int, cell: int, block: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The first block of each cell, and the one behind its last."""
+    """Return the first block of each cell, and the block after its last."""
     first = np.arange(0, length, cell)
     return first // block, (np.minimum(first + cell, length) - 1) // block + 1
 
 
 def _band(spec: Spec, row: Row, size: tuple[int, int]) -> tuple[Flags, Flags]:
-    """(cells of queries, cells of keys): whether the band leaves some of a cell, and whether all."""
+    """Return two flags for each (cell of queries, cell of keys): whether the band leaves some of it, and all."""
     offset, (left, right) = spec.offset(row.q_len, row.kv_len), spec.window
     i, j = np.arange(0, row.q_len, size[0]), np.arange(0, row.kv_len, size[1])
     ends = [(i0, min(i0 + size[0], row.q_len) - 1) for i0 in i.tolist()]

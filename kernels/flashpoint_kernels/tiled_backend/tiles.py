@@ -1,17 +1,17 @@
-"""FlashAttention's tile loop in plain torch: every option, any device, O(N) extra memory; the kernels' readable twin.
+"""FlashAttention's tile loop in plain torch: all options, any device, O(N) extra memory; readable like the kernels.
 
-After FlashAttention-2 (Dao 2023), Algorithms 1 and 2. Forward: for a tile of queries, walk the tiles of keys it may
-see, keeping a running maximum m, a running sum l and an unnormalised output. Backward: recompute each tile's
-probabilities from `lse`; with delta = rowsum(o∘do) − dlse, ds = P∘(dP − delta) gives every gradient.
+It follows FlashAttention-2 (Dao 2023), Algorithms 1 and 2. Forward: for a tile of queries, loop over the tiles of keys
+that it may see, and keep a running maximum m, a running sum l and an unnormalised output. Backward: recompute each
+tile's probabilities from `lse`; with delta = rowsum(o∘do) − dlse, ds = P∘(dP − delta) gives all gradients.
 
-Everything is float32 inside. The query heads that share a key/value head are stacked into the rows of one matrix
-product, so grouped heads need no copy of k or v. Short sequences of equal lengths are computed together, as if the
-heads of each were more heads of one. Shapes, for n sequences (G = Hq / Hk):
+All arithmetic is float32. The query heads that share a key/value head are stacked into the rows of one matrix product,
+so grouped heads need no copy of k or v. Short sequences of equal lengths are computed together, like additional heads.
+Shapes, for n sequences (G = Hq / Hk):
 
     q, dq  (n·Hk, G, sq, D)     do  (n·Hk, G, sq, Dv)     a tile's rows  (n·Hk, G·bm, D|Dv)
     k, dk  (n·Hk, sk, D)        v, dv  (n·Hk, sk, Dv)     a tile's scores  (n·Hq, bm, bn)
 
-8-bit keys and values become float32 a tile at a time, each time a tile is read.
+8-bit keys and values are converted to float32 tile by tile, each time a tile is read.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from flashpoint_kernels.tiled_backend import blocks
 
 INF = float("inf")
 
-# Queries × keys of a tile of one head; of several that stay together, as many fewer queries. A tile should fit a core's
-# cache, as 256 × 512 does; but its operators are too small to leave Python's lock to the other core, which takes a
-# quarter longer (2 cores, a part a head, Sq = Sk = 2048, 8 heads, D 64, softcap).
+# Queries × keys of a tile of one head; several heads in one product share this number of queries. 256 × 512 would fit a
+# core's cache, but its operators are so short that threads compete for Python's lock, which takes 25% longer (2 cores,
+# a part for each head, Sq = Sk = 2048, 8 heads, D 64, softcap).
 FORWARD_TILE = (512, 512)
 BACKWARD_TILE = (1024, 256)
-# Dropout's words take some ten times as many operators: the less, the larger the tiles. There the forward took 290 to
-# 310 ms with tiles as above, 215 to 225 with these; the backward 390 to 440 and 315 to 330.
+# Dropout's words need about ten times as many operators, and larger tiles need fewer. At the same sizes, the forward
+# took 290 to 310 ms with the tiles above and 215 to 225 ms with these; the backward 390 to 440 and 315 to 330 ms.
 DROPOUT_FORWARD_TILE = (1024, 1024)
 DROPOUT_BACKWARD_TILE = (2048, 512)
-_EDGES = 4  # masks of tiles on an edge of the window that are kept
-_TILE_SCORES = 1 << 18  # of all sequences that are computed together
-_FEWEST_QUERIES = 16  # on 32 heads their products take a fifth longer than on one, of the same size
+_EDGES = 4  # maximum cached masks of tiles at the edges of the window
+_TILE_SCORES = 1 << 18  # for all sequences that are computed together
+# with fewer queries, the products of 32 heads take 20% longer than a product of the same size for one head
+_FEWEST_QUERIES = 16
 
 
 def forward(problems: Sequence[Problem]) -> None:
@@ -63,8 +64,8 @@ def forward(problems: Sequence[Problem]) -> None:
 def backward(problems: Sequence[Problem]) -> None:
     for problem in problems:
         problem.clear_outputs()
-        # Sums over sequences or heads are in float32: in the output if it has this dtype, else rounded at the end. The
-        # gradient of a mask with a number for each score is written to its place directly.
+        # Sums over sequences or heads are in float32: in the output if it has this dtype, else rounded at the end. A
+        # mask gradient with a number for each score is written directly to its place.
         shared: dict[str, Tensor] = {
             name: problem.own_part(name).float().zero_()
             for name in ("dattn_mask", "dsinks")
@@ -90,14 +91,14 @@ def backward(problems: Sequence[Problem]) -> None:
 
 
 def _own_mask(problem: Problem) -> bool:
-    """Whether no two scores of a problem with a mask have one number of it, and each is computed."""
+    """Return whether each score has its own number of the mask, and every score is computed."""
     if problem.spec.has("block_mask"):
         return False
     return problem.tensors["attn_mask"].numel() == math.prod(problem.spec.shape_of("attn_mask"))
 
 
 def _with_queries(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
-    """The sequences that have work: without a query every answer is what `clear_outputs` has written."""
+    """Return the sequences with queries. For others, `clear_outputs` has already written the answers."""
 
     def most(row: Row) -> int:
         scores = problem.spec.q_heads * row.q_len * max(row.kv_len, 1)
@@ -111,7 +112,7 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
     memory, room = t.memory(block_m, block_n), t.room(block_m, block_n)
     for i0, i1 in _steps(0, t.q_len, block_m):
         q = t.queries(t.q, i0, i1)
-        # A sink is a key of no value that has been seen already.
+        # A sink is like a key with value 0 that has been processed already.
         m = t.sinks.repeat(1, i1 - i0, 1)
         total = (m > -INF).float()
         acc = q.new_zeros(*q.shape[:2], t.v.shape[-1])
@@ -120,7 +121,7 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
             m_new = torch.maximum(m, s.amax(-1, keepdim=True))
             base = _finite(m_new)
             decay = m.sub_(base).exp_()
-            p = s.sub_(base).exp_()  # not exp2_, whose bits depend on the place among the others
+            p = s.sub_(base).exp_()  # not exp2_, whose bits depend on the position in the tensor
             total.mul_(decay).add_(p.sum(-1, keepdim=True))
             if room is not None:
                 t.drop(p, i0, i1, j0, j1, room, p)
@@ -134,14 +135,15 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
 
 
 def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
-    """Write dq, dk, dv and a dattn_mask of each score's own into `out`; add to its dsinks (Hq,) and to a mask's
-    gradient that scores share (n|1, Hq|1, sq|1, sk|1)."""
+    """Write dq, dk, dv and a dattn_mask with a number for each score into `out`. Add to its dsinks (Hq,), and to a
+    dattn_mask that scores share (n|1, Hq|1, sq|1, sk|1).
+    """
     do = t.grouped(x["do"])
     delta = (t.grouped(x["o"]) * do).sum(-1).view(t.heads, -1, 1)
     lse = x["lse"].float().reshape(t.heads, -1, 1)
     if "dlse" in x:
         delta = delta - x["dlse"].float().reshape(lse.shape).masked_fill(lse == -INF, 0.0)
-    # With lse = +∞ in place of −∞ a row that attends to nothing gets probabilities of 0 from exp(s − lse).
+    # With lse = +∞ instead of −∞, a row that sees no key gets probabilities exp(s − lse) of 0.
     lse = torch.where(lse == -INF, INF, lse)
     if "dsinks" in out:
         out["dsinks"] -= (torch.exp(t.sinks - lse) * delta).sum((1, 2)).view(t.each).sum(0)
@@ -149,7 +151,7 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
         return
     dq = torch.zeros_like(t.q) if "dq" in out else None
     if t.dropout_p:
-        do = do / (1.0 - t.dropout_p)  # as the probabilities that are kept are
+        do = do / (1.0 - t.dropout_p)  # like the kept probabilities
     block_m, block_n = t.block(DROPOUT_BACKWARD_TILE if t.dropout_p else BACKWARD_TILE)
     memory, more = t.memory(block_m, block_n), t.memory(block_m, block_n)
     room = t.room(block_m, block_n)
@@ -182,14 +184,14 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
                 out["dattn_mask"][:, :, i0:i1, j0:j1] = parted(ds, 0, t.each)
             elif "dattn_mask" in out:
                 part, own = _part(out["dattn_mask"], i0, i1, j0, j1), parted(ds, 0, t.each)
-                # First of each sequence, as it would be by itself.
+                # Sum each sequence first, as if it were alone.
                 part += own.sum_to_size(own.shape[0], *part.shape[1:]).sum_to_size(part.shape)
             if tanh is not None:
                 torch.ops.aten.tanh_backward.grad_input(ds, tanh, grad_input=ds)
             if dq is not None:
                 dq[:, :, i0:i1] += product(ds.view(tile), k).view(*dq.shape[:2], i1 - i0, -1)
             if "dk" in out:
-                add_product(dk, ds.view(tile).mT, q)  # q carries the scale, over softcap
+                add_product(dk, ds.view(tile).mT, q)  # q contains the scale, divided by softcap
         if t.softcap:
             dk.mul_(t.softcap)
         for name, grad in (("dk", dk), ("dv", dv)):
@@ -203,7 +205,7 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
 class Tiles:
     """Sequences of equal lengths, ready to be cut into tiles: their float32 tensors and masks.
 
-    q is scaled already, and divided by softcap. k and v are 8-bit numbers where there are scales.
+    q is already scaled, and divided by softcap. If there are scales, k and v are 8-bit numbers.
     """
 
     problem: Problem
@@ -211,7 +213,7 @@ class Tiles:
     q: Tensor
     k: Tensor
     v: Tensor
-    sinks: Tensor  # (n·Hq, 1, 1); −∞ where there are none
+    sinks: Tensor  # (n·Hq, 1, 1); −∞ without sinks
     slopes: Tensor | None  # (n·Hq, 1, 1)
     mask: Tensor | None  # (n|1, Hq|1, sq|1, sk|1), bool or float
     offset: int
@@ -241,12 +243,12 @@ class Tiles:
 
     @property
     def each(self) -> tuple[int, int]:
-        """Sequences, and the query heads of each."""
+        """The number of sequences, and the query heads of each."""
         return len(self.rows), self.problem.spec.q_heads
 
     @property
     def heads(self) -> int:
-        """Query heads of all sequences."""
+        """The query heads of all sequences."""
         return len(self.rows) * self.problem.spec.q_heads
 
     @property
@@ -270,51 +272,52 @@ class Tiles:
         return self.problem.spec.options.dropout_p
 
     def block(self, tile: tuple[int, int]) -> tuple[int, int]:
-        """Queries and keys of a tile of the query heads that stay together, which is as large as `tile` is of one.
+        """Return the queries and keys of a tile for the query heads in one product; as large as `tile` for one head.
 
-        Those are a key/value head's, whatever other heads there are, and all of them where heads cannot be told apart.
+        These are the heads of one key/value head, independent of others, or all heads if they cannot be cut apart.
         """
         spec, (queries, keys) = self.problem.spec, tile
         together = spec.q_heads // spec.kv_heads if can_be_cut(self.problem) else spec.q_heads
         return max(min(queries, _FEWEST_QUERIES), queries // together), keys
 
     def keys(self, j0: int, j1: int) -> Tensor:
-        """Keys j0 … j1, (n·Hk, bn, D) float32."""
+        """Return keys j0 … j1, (n·Hk, bn, D) float32."""
         return _rows_of(self.k, self.k_scale, j0, j1)
 
     def values(self, j0: int, j1: int) -> Tensor:
-        """Values j0 … j1, (n·Hk, bn, Dv) float32."""
+        """Return values j0 … j1, (n·Hk, bn, Dv) float32."""
         return _rows_of(self.v, self.v_scale, j0, j1)
 
     def memory(self, queries: int, keys: int) -> Tensor:
-        """Room for a tile of scores, taken once: what each tile takes anew the system has to find and clear anew."""
+        """Return memory for a tile of scores, which all tiles reuse: new memory would cost page faults every time."""
         return self.q.new_empty(self.heads * min(queries, self.q_len) * min(keys, self.kv_len))
 
     def grouped(self, t: Tensor) -> Tensor:
-        """(n, Hq, sq, X) as float32 (n·Hk, G, sq, X)."""
+        """Return (n, Hq, sq, X) as float32 (n·Hk, G, sq, X)."""
         return aligned(t, torch.float32).view(*self.q.shape[:3], t.shape[-1])
 
     def queries(self, t: Tensor, i0: int, i1: int) -> Tensor:
-        """Queries i0 … i1 of a grouped tensor (n·Hk, G, sq, X) as the rows of a product, (n·Hk, G·bm, X)."""
+        """Return queries i0 … i1 of a grouped tensor (n·Hk, G, sq, X) as the rows of a product, (n·Hk, G·bm, X)."""
         return t[:, :, i0:i1].reshape(t.shape[0], -1, t.shape[-1])
 
     def key_range(self, i0: int, i1: int) -> tuple[int, int]:
-        """The keys that any of the queries i0 … i1 may see."""
+        """Return the range of keys that any of the queries i0 … i1 may see."""
         lo, hi = bounds.key_range(i0, i1 - 1, self.offset, *self.problem.spec.window, self.kv_len)
         return lo, hi
 
     def query_range(self, j0: int, j1: int) -> tuple[int, int]:
-        """The queries that may see any of the keys j0 … j1."""
+        """Return the range of queries that may see any of the keys j0 … j1."""
         lo, hi = bounds.query_range(j0, j1 - 1, self.offset, *self.problem.spec.window, self.q_len)
         return lo, hi
 
     def scores(
         self, q: Tensor, i0: int, i1: int, j0: int, j1: int, memory: Tensor, tangents: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """(n·Hq, bm, bn) scores of queries i0 … i1 (the rows `q`) and keys j0 … j1, −∞ where unseen, in `memory`.
+        """Return (n·Hq, bm, bn) scores of queries i0 … i1 (the rows `q`) and keys j0 … j1, in `memory`; −∞ for hidden
+        ones.
 
-        Softcap, then ALiBi and the masks are added. With softcap also the tanh, from which its slope comes, in
-        `tangents`, which may be `memory` where that is not asked.
+        Softcap is applied first, then ALiBi and the masks are added. With softcap, also return its tanh, for the slope,
+        in `tangents`. `tangents` may be `memory` if the tanh is not needed.
         """
         left, right = self.problem.spec.window
         s = product(q, self.keys(j0, j1).mT, _shaped(tangents, (*q.shape[:2], j1 - j0)))
@@ -333,7 +336,7 @@ class Tiles:
         return s, tanh
 
     def ahead(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
-        """(bm, bn) int32: how far each key is ahead of its query."""
+        """Return (bm, bn) int32: how far each key is ahead of its query."""
         queries, keys = (
             torch.arange(*ends, dtype=torch.int32, device=self.q.device)
             for ends in ((i0 + self.offset, i1 + self.offset), (j0, j1))
@@ -341,7 +344,10 @@ class Tiles:
         return keys - queries[:, None]
 
     def edge(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
-        """(bm, bn) −∞ outside the window, else 0: most tiles on an edge lie to it as one before them."""
+        """Return (bm, bn): −∞ outside the window, else 0.
+
+        Cached, because most tiles at an edge have the same position to it.
+        """
         place = j0 - i0, i1 - i0, j1 - j0
         if place not in self.edges:
             if len(self.edges) == _EDGES:
@@ -350,12 +356,12 @@ class Tiles:
         return self.edges[place]
 
     def room(self, queries: int, keys: int) -> Tensor | None:
-        """Room for the words from which `drop` makes its mask, None without dropout."""
+        """Return memory for the words from which `drop` makes its mask; None without dropout."""
         tile = (self.heads, min(queries, self.q_len), min(keys, self.kv_len))
         return room_for(*tile, self.q.device) if self.dropout_p else None
 
     def drop(self, p: Tensor, i0: int, i1: int, j0: int, j1: int, room: Tensor, out: Tensor) -> Tensor:
-        """The probabilities `p` (n·Hq, bm, bn) with 0 for those that dropout drops, in `out`."""
+        """Write to `out` the probabilities `p` (n·Hq, bm, bn), with 0 for the dropped ones."""
         assert self.problem.seed is not None, "a problem with dropout has a seed"
         tile = (self.problem.query_heads, range(i0, i1), range(j0, j1))
         sequences = [row.index for row in self.rows]
@@ -381,12 +387,12 @@ def _shaped(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _finite(m: Tensor) -> Tensor:
-    """A maximum that may be subtracted: float32's least number in place of the −∞ of a row that has seen no key."""
+    """Return maxima that can be subtracted: −∞ of a row that has seen no key becomes float32's lowest number."""
     return m.clamp(min=torch.finfo(torch.float32).min)
 
 
 def _part(t: Tensor, i0: int, i1: int, j0: int, j1: int) -> Tensor:
-    """The tile of `t` (n|1, Hq|1, sq|1, sk|1), dimensions of 1 kept."""
+    """Return the tile of `t` (n|1, Hq|1, sq|1, sk|1); dimensions of 1 stay."""
     queries = slice(i0, i1) if t.shape[2] > 1 else slice(None)
     keys = slice(j0, j1) if t.shape[3] > 1 else slice(None)
     return t[:, :, queries, keys]

@@ -1,22 +1,22 @@
-"""How fast attention runs here, beside whatever else can run it: a grid of cases in, rows of a table out.
+"""Time attention on this device, and everything else that can compute it here: from a grid of cases to rows of a table.
 
     cases = preset("papers", "cpu")                   # or grid(shapes, dtypes=…, causal=…, directions=…, backends=…)
     for event in run_grid(cases, "cpu", Timing()):    # a generator: stop it with .close()
         ...
 
-`run_grid(cases, device, timing)` and `measure(case, device, timing, …)`, which is one case of it, are generators that
-work for about `timing.slice_ms` at a time. At every yield the device is idle, and the caller may run
-something else, for as long as it likes, or close them. The events are plain dicts, ready for JSON:
+`run_grid(cases, device, timing)`, and `measure(case, device, timing, …)` for one case, are generators that work for
+about `timing.slice_ms` at a time. At every yield the device is idle; the caller may run something else for any time, or
+close them. The events are plain dicts, ready for JSON:
 
     {"type": "device", "environment": {…}}       once, first: `describe(device)` with `peaks`, a dict of `Peak` by dtype
     {"type": "progress", "done": 3, "total": 20, "backend": "naive", "slice_ms": 18.2}    after every slice
     {"type": "row", "done": 4, "total": 20, "row": {…}}     after every case; its keys are `ROW_FIELDS`
 
-A case that cannot run is a row whose `skipped` says why, and whose figures are None; one after which nothing works on
-the GPU any more raises `measurement.DeviceLostError`, which has that row. Rows come shape by shape in the order of the
-cases, but `naive` first in each, so that `speedup_over_naive` is known of the others.
+A case that cannot run gives a row with the reason in `skipped`, and None for all figures. If the GPU does not work any
+more after a case, `measurement.DeviceLostError` is raised, which has that row. Rows come problem by problem in the
+order of the cases, with `naive` first, so that `speedup_over_naive` of the others is known.
 
-`case` imports no torch: an HTTP process checks, counts and prices a grid with it.
+`case` does not import torch: an HTTP process checks, counts and prices a grid with it.
 """
 
 from importlib import import_module

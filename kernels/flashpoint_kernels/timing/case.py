@@ -1,15 +1,13 @@
-"""Timing cases and grids, as plain data without torch, and the work that an algorithm does for a case.
+"""Timing cases and grids as plain data, without torch, and the work of an algorithm for a case.
 
-An algorithm's floating-point operations and the bytes it must move are counted from the shapes alone.
+The floating-point operations of an algorithm, and the bytes that it must move, follow from the shapes. P is the number
+of (query, key) pairs over all batch entries and query heads. A matrix product over them is 2·P·D or 2·P·Dv operations.
+As in all papers, only products count (not softmax, masks and scaling). Each tensor of an algorithm is read or written
+once, in addition to its passes over the Sq × Sk matrix. This is the minimum, so the bytes per second are a lower bound
+for the memory's true rate, and the arithmetic intensity is an upper bound.
 
-P is the number of (query, key) pairs over all batch entries and query heads. A matrix product over them is 2·P·D or
-2·P·Dv operations; products are all that is counted, as in every paper (softmax, masks and scaling are left out).
-
-Each tensor that an algorithm names is read or written once, besides its passes over the Sq × Sk matrix: the least there
-is, so that bytes per second are a lower bound of what the memory really did, and the arithmetic intensity an upper one.
-
-The standard count, by which papers compare, is one for all: 4·B·Hq·Sq·Sk·D forward, half of it when causal, 2.5 times
-that backward, whatever was recomputed (with D ≠ Dv, 2·(D + Dv) in place of 4·D).
+The standard count, with which papers compare, is the same for all algorithms: 4·B·Hq·Sq·Sk·D for the forward, half of
+it if causal, and 2.5 times that for the backward, however much is recomputed (for D ≠ Dv, 2·(D + Dv) instead of 4·D).
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ CaseDirection = Literal["forward", "backward", "both"]
 DIRECTIONS = ("forward", "backward", "both")
 DTYPES = ("float16", "bfloat16", "float32")
 
-# Implementations that a case may name: our backends, the formula written out, torch's own, and optional packages.
+# Implementations for cases: our backends, the formula written out, torch's own, and optional packages.
 TIMED = (
     "naive", "naive_explicit", "triton", "torch", "tiled", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math",
     "flex", "flash_attn", "flash_attn_3", "flashinfer", "xformers",
@@ -42,10 +40,10 @@ ROW_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One implementation on one problem, standard normal q, k, v and do in layout bhsd. Raises ProblemError.
+    """One implementation on one problem with standard normal q, k, v and do in layout bhsd. Raises ProblemError.
 
-    `direction`: "forward"; "backward" alone, from what a forward kept; "both", one after the other. The diagonal of a
-    causal problem is aligned bottom right. `kv_heads`, `kv_len` and `value_dim` of 0 are q's.
+    `direction`: "forward"; "backward", without the forward that precedes it; "both", one after the other. A causal
+    diagonal is aligned bottom right. `kv_heads`, `kv_len` and `value_dim` of 0 mean those of q.
     """
 
     backend: str
@@ -65,7 +63,7 @@ class Case:
             object.__setattr__(self, name, getattr(self, name) or same)
         allowed = {"backend": TIMED, "dtype": DTYPES, "direction": DIRECTIONS}
         errors = [
-            (name, f"{getattr(self, name)!r} is none of {', '.join(choices)}")
+            (name, f"{getattr(self, name)!r} is not one of {', '.join(choices)}")
             for name, choices in allowed.items()
             if getattr(self, name) not in choices
         ]
@@ -77,13 +75,13 @@ class Case:
             if getattr(self, name) > MAX_HEAD_DIM
         ]
         if not errors and self.q_heads % self.kv_heads:
-            errors.append(("kv_heads", f"q_heads, {self.q_heads}, must be a multiple of them, not {self.kv_heads}"))
+            errors.append(("kv_heads", f"must divide q_heads, {self.q_heads}, not {self.kv_heads}"))
         if errors:
             raise ProblemError(errors)
 
     @property
     def problem(self) -> tuple[Any, ...]:
-        """Return the key of the problem, which cases share that differ in their implementation alone."""
+        """The key of the problem, which cases share that differ only in their implementation."""
         return (
             self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim, self.value_dim,
             self.dtype, self.causal, self.direction,
@@ -92,18 +90,18 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """How long to look. Raises ProblemError.
+    """How long to measure. Raises ProblemError.
 
-    After a first call and `warmup_ms` of others, calls are repeated until the median is known to `precision`, half the
-    width of its 95% confidence interval over itself, but for no longer than `max_seconds` of work, and `min_repeats`
-    times at least, however long that is.
+    After a first call and `warmup_ms` of further calls, calls are repeated until the median is known to `precision`:
+    half the width of its 95% confidence interval, divided by the median. Measuring ends at the latest after
+    `max_seconds` of work, but never before `min_repeats` calls.
     """
 
     precision: float = 0.01
     max_seconds: float = 3.0
     min_repeats: int = 3
-    max_repeats: int = 1000  # a hundredth is known long before, unless something else runs
-    warmup_ms: float = 50.0  # a CPU's clock and thread pool, a GPU's clock, settle in less
+    max_repeats: int = 1000  # enough for a precision of 1%, unless something else runs
+    warmup_ms: float = 50.0  # enough for the clock and thread pool of a CPU and the clock of a GPU to settle
     slice_ms: float = 20.0
 
     def __post_init__(self) -> None:
@@ -120,7 +118,7 @@ class Timing:
             raise ProblemError(errors)
 
 
-# The backends that a benchmark times on each kind of device. On another kind, most of them cannot run.
+# The backends that a benchmark times on each kind of device; most of them cannot run on the other kind.
 _BACKENDS = {
     "cpu": ("naive", "naive_explicit", "tiled", "torch", "sdpa_flash"),
     "cuda": (
@@ -146,7 +144,7 @@ def grid(
     causal: Iterable[bool] = (False,),
     directions: Iterable[CaseDirection] = ("forward",),
 ) -> list[Case]:
-    """Every combination, backends varying fastest. A shape has `Case`'s names. Raises ProblemError."""
+    """Return all combinations; backends vary fastest. A shape has `Case`'s field names. Raises ProblemError."""
     return [
         Case(**shape, dtype=dtype, causal=masked, direction=direction, backend=backend)
         for shape, dtype, masked, direction, backend in product(
@@ -156,11 +154,12 @@ def grid(
 
 
 def _papers(kind: str) -> list[Case]:
-    """The tables that the sources of this project print.
+    """Return the tables in the sources of this project.
 
-    N 512, D 32 in float32 with one head; B 1, H 8, N 2048, D 64 half and causal, for its memory; B 4, H 8, D 64 in
-    bfloat16 from T 128 to 4096, forward and backward. On the CPU all in float32: where it has no half arithmetic
-    torch's half products run at a twentieth of that, and naive attention is slow for a reason that is not its own.
+    They are: N 512, D 32 in float32 with one head; B 1, H 8, N 2048, D 64, half precision and causal, for memory; B 4,
+    H 8, D 64 in bfloat16 from T 128 to 4096, forward and backward. On the CPU all are float32: without half-precision
+    hardware, torch's half products run at 1/20 of the speed, which would make naive attention slow for a reason that is
+    not its own.
     """
     float16, bfloat16 = ("float32", "float32") if kind == "cpu" else ("float16", "bfloat16")
     small = {"batch": 1, "q_heads": 1, "q_len": 512, "head_dim": 32}
@@ -175,7 +174,7 @@ def _papers(kind: str) -> list[Case]:
 
 
 def _h100(kind: str) -> list[Case]:
-    """The grid that FlashAttention 2 and 3 publish: batch·seq 16k, heads·D 2048, seq 512 to 16k, causal and not."""
+    """Return the grid of FlashAttention 2 and 3: batch·seq 16k, heads·D 2048, seq 512 to 16k, causal or not."""
     tokens, width = 16384, 2048
     shapes = [
         {"batch": tokens // seq, "q_heads": width // dim, "q_len": seq, "head_dim": dim}
@@ -188,29 +187,29 @@ PRESETS: dict[str, Callable[[str], list[Case]]] = {"papers": _papers, "h100": _h
 
 
 def preset(name: str, device: str = "cpu") -> list[Case]:
-    """The cases of a preset, with the implementations worth timing on `device` ("cpu", "cuda", "cuda:1").
+    """Return the cases of a preset, with the useful implementations for `device` ("cpu", "cuda", "cuda:1").
 
-    Raises ProblemError naming `preset`.
+    Raises ProblemError, which names `preset`.
     """
     if name not in PRESETS:
-        raise ProblemError([("preset", f"{name!r} is none of {', '.join(PRESETS)}")])
+        raise ProblemError([("preset", f"{name!r} is not one of {', '.join(PRESETS)}")])
     return PRESETS[name]("cpu" if device.startswith("cpu") else "cuda")
 
 
-_LSE_BYTES = 4  # float32, whatever the inputs
+_LSE_BYTES = 4  # always float32
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One row of the table; `does` says it in words."""
+    """One row of the table. `does` is its description."""
 
     does: str
     d_products: int
     dv_products: int
-    skips_hidden: bool  # does it leave out the pairs that a causal mask hides
-    tensors: tuple[str, ...]  # read or written once each; a name may come twice
-    matrix_passes: int = 0  # times that the Sq × Sk matrix is read or written, in the inputs' dtype
-    causal_passes: int = 0  # how many more a causal mask costs
+    skips_hidden: bool  # whether it omits the pairs that a causal mask hides
+    tensors: tuple[str, ...]  # each is read or written once; a name may appear twice
+    matrix_passes: int = 0  # number of times that the Sq × Sk matrix is read or written, in the inputs' dtype
+    causal_passes: int = 0  # additional times with a causal mask
 
 
 _GRADIENT = ("q", "k", "v", "do", "dq", "dk", "dv")
@@ -243,32 +242,34 @@ ALGORITHMS = {
 
 
 def pairs(case: Case, *, seen: bool = False) -> int:
-    """P: (query, key) pairs of a case over batch and query heads; of a causal one, with `seen`, those not hidden."""
+    """Return P, the (query, key) pairs over batch and query heads; with `seen`, only those that causal masks do not
+    hide.
+    """
     rows, keys = case.q_len, case.kv_len
     count = rows * keys
     if seen and case.causal:
-        # Row i sees keys 0 … i + offset, aligned bottom right: the last min(rows, keys) rows see 1 more each.
+        # Aligned bottom right, row i sees keys 0 … i + offset: each of the last min(rows, keys) rows sees one more.
         seeing = min(rows, keys)
         count = seeing * (2 * keys - seeing + 1) // 2
     return case.batch * case.q_heads * count
 
 
 def flops(algorithm: str, case: Case) -> int:
-    """Operations of one run of `algorithm`, a name in `ALGORITHMS`."""
+    """Return the operations of one run of `algorithm`, a name in `ALGORITHMS`."""
     a = ALGORITHMS[algorithm]
     per_pair = 2 * (a.d_products * case.head_dim + a.dv_products * case.value_dim)
     return per_pair * pairs(case, seen=a.skips_hidden)
 
 
 def moved_bytes(algorithm: str, case: Case) -> int:
-    """Bytes that one run of `algorithm` reads and writes at least."""
+    """Return the minimum of bytes that one run of `algorithm` reads and writes."""
     a = ALGORITHMS[algorithm]
     passes = a.matrix_passes + (a.causal_passes if case.causal else 0)
     return passes * pairs(case) * ITEMSIZE[case.dtype] + sum(_nbytes(name, case) for name in a.tensors)
 
 
 def standard_flops(case: Case) -> int:
-    """The count by which papers compare; a causal square is half, and so is any other causal case."""
+    """Return the count with which papers compare. Every causal case counts half, like a causal square."""
     forward = 2 * pairs(case) * (case.head_dim + case.value_dim) // (2 if case.causal else 1)
     return {"forward": 2 * forward, "backward": 5 * forward, "both": 7 * forward}[case.direction] // 2
 

@@ -1,6 +1,7 @@
 """Measure the time and the memory of calls.
 
-Time is monotonic time around each call on the CPU, and CUDA events around each on a GPU with its L2 flushed.
+On the CPU, time is monotonic time around each call; on a GPU, CUDA events around each call after a flush of its L2
+cache.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 class Clock(Protocol):
     def time(self, call: Callable[[], Any], repeats: int) -> list[float]:
-        """The milliseconds of each of `repeats` calls; none of them is still running when it returns."""
+        """Return the milliseconds of each of `repeats` calls. All calls have ended when it returns."""
 
 
 class CpuClock:
@@ -28,30 +29,30 @@ class CpuClock:
             start = perf_counter_ns()
             answer = call()
             taken.append((perf_counter_ns() - start) / 1e6)
-            del answer  # freed outside the time, as a caller would keep it
+            del answer  # freed outside the measured time, because a caller would keep it
         return taken
 
 
-_CYCLES_PER_MS = 2_000_000  # at 2 GHz, the most of an H100: a slower clock makes a pause longer
-_FIRST_PAUSE_MS = 0.5  # an operator of torch is enqueued in a tenth of it
+_CYCLES_PER_MS = 2_000_000  # at 2 GHz, the maximum of an H100: a slower clock makes the pause longer
+_FIRST_PAUSE_MS = 0.5  # torch enqueues an operator in a tenth of this
 _LONGEST_PAUSE_MS = 32.0
 
 
 class CudaClock:
-    """The GPU's time of calls queued one behind the other, each after a write to all of L2 and a pause on the GPU.
+    """Times calls on a GPU, queued one after another, each after a write to the whole L2 cache and a pause on the GPU.
 
-    Events tell when the GPU reaches them. In the pause the host enqueues the whole call, so that the GPU never waits
-    for Python within it. A call that the GPU began before the host was done is made again, after a pause twice as long
-    as the host took. A call that no pause of `_LONGEST_PAUSE_MS` covers waits for the device itself, or makes more
-    launches than the device queues: it is timed without one, and its host with it.
+    Events record when the GPU reaches them. During the pause, the host enqueues the whole call, so the GPU never waits
+    for Python inside it. If the GPU starts a call before the host has enqueued it, the call is repeated after a pause
+    of twice the host's time. If a pause of `_LONGEST_PAUSE_MS` is not enough, the call itself waits for the device, or
+    makes more launches than the device can queue: then it is timed without a pause, and includes the host's time.
     """
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        # Twice the cache, as one that is written to may keep a part of what was there. 50 MiB on H100.
+        # Twice the size, because a cache may keep a part of its content during a write. 50 MiB on H100.
         size = 2 * torch.cuda.get_device_properties(self.device).L2_cache_size
         self.flush = torch.empty(size, dtype=torch.int8, device=self.device)
-        self.pause_ms = _FIRST_PAUSE_MS  # 0: none would do
+        self.pause_ms = _FIRST_PAUSE_MS  # 0: no pause is long enough
 
     def time(self, call: Callable[[], Any], repeats: int) -> list[float]:
         taken: list[float] = []
@@ -61,7 +62,7 @@ class CudaClock:
         return taken
 
     def _queued(self, call: Callable[[], Any], repeats: int) -> list[float]:
-        """The milliseconds of those of `repeats` calls that the GPU did not wait in; a longer pause for the others."""
+        """Return the milliseconds of calls in which the GPU did not wait; make the pause longer for the others."""
         event: Callable[..., Any] = torch.cuda.Event
         sleep: Callable[[int], None] = torch.cuda._sleep
         timed: list[tuple[Any, Any]] = []
@@ -93,7 +94,7 @@ def clock_of(device: str) -> Clock:
 
 
 class Slices:
-    """The wall time between one yield of a generator and the next, which is how long others wait for the device."""
+    """Measures the wall time between two yields of a generator: this is how long others wait for the device."""
 
     def __init__(self, slice_ms: float) -> None:
         self.slice_ms = slice_ms
@@ -103,31 +104,31 @@ class Slices:
 
     @property
     def spent_ms(self) -> float:
-        """Return the time of the open slice."""
+        """The time of the open slice."""
         return (perf_counter() - self._since) * 1e3
 
     @property
     def total_ms(self) -> float:
-        """Return the time of all slices, without the pauses between them."""
+        """The time of all slices, without the pauses between them."""
         return self._before + self.spent_ms
 
     def end(self) -> float:
-        """Close the slice, just before a yield; its milliseconds."""
+        """Close the slice just before a yield, and return its milliseconds."""
         spent = self.spent_ms
         self.longest_ms = max(self.longest_ms, spent)
         self._before += spent
         return spent
 
     def begin(self) -> None:
-        """Open the next one, just after the yield."""
+        """Open the next slice just after the yield."""
         self._since = perf_counter()
 
 
 def uncertainty(samples: Sequence[float]) -> float:
-    """Half the width of the median's 95% confidence interval, over the median.
+    """Return half the width of the median's 95% confidence interval, divided by the median.
 
-    By order statistics, which suppose nothing of how times are distributed: the interval reaches 0.98·sqrt(n) ranks
-    to either side of the middle (Conover, Practical Nonparametric Statistics, §3.2), and is all there is up to n = 5.
+    It uses order statistics, which do not depend on the distribution of times: the interval extends 0.98·sqrt(n) ranks
+    to both sides of the middle (Conover, Practical Nonparametric Statistics, §3.2). Up to n = 5 it is the whole range.
     """
     ordered, n = sorted(samples), len(samples)
     reach = 0.98 * math.sqrt(n)
@@ -139,10 +140,11 @@ _RESIDENT = Path("/proc/self/clear_refs")  # writing 5 resets the peak of reside
 
 
 def peak_bytes(call: Callable[[], Any], device: str) -> int | None:
-    """Run `call`, which has run before, and see what its peak adds; what it returns counts, its inputs do not.
+    """Run `call` again, and return how much its peak adds, including its results but not its inputs.
 
-    On CUDA the allocator's own statistics, exact. On the CPU what the kernel saw resident in this process at most, on
-    all threads and of all libraries, to some hundred KiB; None where the system does not tell (all but Linux).
+    On CUDA the value comes from the allocator's statistics and is exact. On the CPU it is the maximum resident memory
+    that the kernel saw in this process, on all threads and for all libraries, with an error of some hundred KiB. None
+    if the system does not report it (all except Linux).
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -153,7 +155,7 @@ def peak_bytes(call: Callable[[], Any], device: str) -> int | None:
         return torch.cuda.max_memory_allocated(device) - before
     if not _RESIDENT.exists():
         return None
-    ctypes.CDLL(None).malloc_trim(0)  # else the call would be served from memory that is free, yet resident
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise the call could use memory that is free but still resident
     _RESIDENT.write_text("5")
     before = _kib("/proc/self/status", "VmHWM")
     call()

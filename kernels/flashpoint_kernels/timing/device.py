@@ -1,6 +1,6 @@
-"""The device of a measurement: its name, its versions, its data sheet, and its measured peaks.
+"""The device of a measurement: name, versions, data sheet and measured peaks.
 
-The roofline uses peaks that are measured once a process: the fastest copy and the fastest square matrix product.
+The roofline uses peaks that are measured once in each process: the fastest copy and the fastest square matrix product.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from flashpoint_kernels.timing.clock import Slices, clock_of
 
 
 def device_name(device: str) -> str:
-    """Return the hardware's name, such as "NVIDIA H100 80GB HBM3" or the CPU's model."""
+    """Return the hardware's name, for example "NVIDIA H100 80GB HBM3", or the CPU's model."""
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name()
 
 
 def is_lost(device: str) -> bool:
-    """Whether nothing works on a GPU any more in this process, as after an illegal access."""
+    """Return whether a GPU does not work any more in this process, for example after an illegal access."""
     if torch.device(device).type != "cuda":
         return False
     try:
@@ -35,7 +35,7 @@ def is_lost(device: str) -> bool:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Device, cores or multiprocessors, and versions, as plain data."""
+    """Return device, cores or multiprocessors, and versions as plain data."""
     found: dict[str, Any] = {"device": device_name(device), "kind": torch.device(device).type}
     if found["kind"] == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -66,7 +66,7 @@ class Sheet(NamedTuple):
     source: str
 
 
-# By the name that CUDA gives them.
+# By the names that CUDA reports.
 SHEETS = {
     "NVIDIA A100-SXM4-80GB": Sheet(312, 19.5, 2039, "NVIDIA A100 data sheet"),
     "NVIDIA A100 80GB PCIe": Sheet(312, 19.5, 1935, "NVIDIA A100 data sheet"),
@@ -89,18 +89,18 @@ SHEETS = {
 }
 
 
-# Beyond the last-level caches, yet on a CPU short enough for a slice or two: a copy reads it and writes another.
+# Larger than the last-level caches, but short enough on a CPU for one or two slices: a copy reads and writes this.
 COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
-# A product is large enough when it takes this long: launches and its n² numbers no longer show beside its n³ work.
+# A product is large enough if it takes this long: then launches and its n² numbers are negligible beside its n³ work.
 PRODUCT_MS = 10.0
-REPEATS = 15  # the best of them counts: a peak is what nothing disturbs
+REPEATS = 15  # the fastest of them counts, because a peak is undisturbed
 
 
 class Peak(NamedTuple):
-    """The most that a device does in one dtype; the `sheet_` figures are None where it is in no table of ours."""
+    """The maximum speed of a device in one dtype. The `sheet_` figures are None without a data sheet in SHEETS."""
 
-    tflops: float  # of float32 where that is faster: a half type may be computed in either
-    gb_per_s: float  # 1e9 bytes, those read and those written
+    tflops: float  # that of float32 if it is faster: 16-bit types may be computed in either
+    gb_per_s: float  # 1e9 bytes, read and written
     sheet_tflops: float | None
     sheet_gb_per_s: float | None
     sheet: str | None
@@ -111,7 +111,7 @@ _products: dict[tuple[str, str], float] = {}  # (device, dtype): TFLOP/s
 
 
 def find_peaks(device: str, dtype: str, slices: Slices) -> Iterator[float]:
-    """Measure what `peak_of(device, dtype)` needs, with a yield after each call; nothing where it is known already."""
+    """Measure the values for `peak_of(device, dtype)`, with a yield after each call. Does nothing if they are known."""
     clock, kind = clock_of(device), torch.device(device).type
     if device not in _copies:
         source = torch.zeros(COPY_BYTES[kind], dtype=torch.int8, device=device)
@@ -128,7 +128,7 @@ def find_peaks(device: str, dtype: str, slices: Slices) -> Iterator[float]:
         while taken[0] < PRODUCT_MS:
             n *= 2
             matrix = torch.randn(n, n, device=device).to(DTYPES[name])
-            # Not timed: the first product of a process starts the library, the first of a size loads its code.
+            # Not timed: the first product of a process initialises the library, and the first of a size loads its code.
             torch.mm(matrix, matrix)
             yield slices.end()
             slices.begin()

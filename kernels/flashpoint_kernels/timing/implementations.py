@@ -1,7 +1,7 @@
 """The implementations that can be timed, ours and others', in one form: a differentiable function of q, k and v.
 
-Each names its algorithm of `case`, in both directions, and its version. If it cannot run a case, it raises
-`CannotRunError` with the reason if that is known beforehand; else its own error, at its first call, is the reason.
+Each names its algorithms in `case` for both directions, and its version. If it cannot run a case, it raises
+`CannotRunError` with the reason, if that is known before; else the error of its first call is the reason.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class CannotRunError(RuntimeError):
-    """Why something cannot run a case here."""
+    """The reason why an implementation cannot run a case here."""
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One thing that computes attention. `make(case, device)` raises CannotRunError; so does `version()`."""
+    """One implementation of attention. `make(case, device)` and `version()` raise CannotRunError."""
 
     make: Callable[[Case, str], Attend]
     version: Callable[[], str]
     forward: str  # names in `case.ALGORITHMS`
     backward: str
-    layout: str = "bhsd"  # "bhsd" or "bshd": how it wants its tensors
+    layout: str = "bhsd"  # "bhsd" or "bshd": the layout of its tensors
 
 
 def algorithms(case: Case) -> tuple[str, ...]:
-    """The names in `case.ALGORITHMS` of what one call of `case` runs."""
+    """Return the names in `case.ALGORITHMS` that one call of `case` runs."""
     found = IMPLEMENTATIONS[case.backend]
     return {"forward": (found.forward,), "backward": (found.backward,), "both": (found.forward, found.backward)}[
         case.direction
@@ -56,13 +56,13 @@ def _ours(case: Case, device: str) -> Attend:
 
 def _explicit(case: Case, device: str) -> Attend:
     if case.direction == "forward":
-        raise CannotRunError("its forward is naive's")
+        raise CannotRunError("its forward is that of naive")
     return NaiveExplicit(case, device)
 
 
 def _sdpa(backend: SDPBackend, case: Case, device: str) -> Attend:
     if case.causal and case.q_len != case.kv_len:
-        raise CannotRunError("its causal mask is aligned top left, and the lengths differ")
+        raise CannotRunError("its causal mask is aligned top left, but the lengths differ")
     grouped = case.q_heads != case.kv_heads
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def _flex(case: Case, device: str) -> Attend:
     mask = None
     if case.causal:
         mask = flex.create_block_mask(seen, None, None, case.q_len, case.kv_len, device=device)
-    # Compiled for this case alone: what is left of others counts towards a limit beyond which it would run eagerly.
+    # Compiled only for this case: earlier compilations count towards a limit, beyond which it would run eagerly.
     torch.compiler.reset()
     compiled = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
     grouped = case.q_heads != case.kv_heads
@@ -93,7 +93,7 @@ def _flex(case: Case, device: str) -> Attend:
 
 
 def _flash_attn(module: str, case: Case, device: str) -> Attend:
-    """FlashAttention 2 and 3, from their own packages: causal is bottom right, GQA is theirs."""
+    """Return FlashAttention 2 or 3 from its package. Causal masks are aligned bottom right; it supports GQA."""
     _needs_cuda(device)
     call = _imported(module).flash_attn_func
 
@@ -112,11 +112,11 @@ def _xformers(case: Case, device: str) -> Attend:
 
 
 def _flashinfer(case: Case, device: str) -> Attend:
-    """Its ragged prefill, planned once for the case: causal is bottom right, and there is no backward."""
+    """Return FlashInfer's ragged prefill, planned for the case. Causal masks are aligned bottom right; no backward."""
     if case.direction != "forward":
         raise CannotRunError("has no backward")
     _needs_cuda(device)
-    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)  # what its documentation asks for
+    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)  # the size that its documentation recommends
     call = _imported("flashinfer").BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
     starts = torch.arange(case.batch + 1, dtype=torch.int32, device=device)
     call.plan(
@@ -160,25 +160,25 @@ def _package(make: Callable[[Case, str], Attend], package: str) -> Implementatio
 
 
 class Naive:
-    """softmax(scale·q·kᵀ)·v in plain torch operations: the Sq × Sk matrix in memory, everything in the inputs' dtype.
+    """softmax(scale·q·kᵀ)·v in plain torch operations, with the Sq × Sk matrix in memory, all in the inputs' dtype.
 
-    Speed-ups are over it. Its gradient is autograd's.
+    It is the baseline for speed-ups. Its gradient comes from autograd.
     """
 
     def __init__(self, case: Case, device: str) -> None:
         self.group = case.q_heads // case.kv_heads
         self.scale = case.head_dim**-0.5
         self.hidden = None
-        if case.causal:  # made once, as a model does
+        if case.causal:  # made once, like in a model
             ones = torch.ones(case.q_len, case.kv_len, dtype=torch.bool, device=device)
             self.hidden = ones.triu_(case.kv_len - case.q_len + 1)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv) to o (B,Hq,Sq,Dv)."""
+        """Map q (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv) to o (B,Hq,Sq,Dv)."""
         return self.probabilities(q, self.expanded(k)) @ self.expanded(v)
 
     def expanded(self, t: Tensor) -> Tensor:
-        """One key/value head for each query head."""
+        """Return a key/value head for each query head."""
         return t if self.group == 1 else t.repeat_interleave(self.group, 1)
 
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class Naive:
 
 
 class NaiveExplicit(Naive):
-    """The same with its gradient written out too, from P: dV = Pᵀ·dO, dS = P∘(dO·Vᵀ − delta), dQ = dS·K, dK = dSᵀ·Q."""
+    """The same with a written-out gradient, from P: dV = Pᵀ·dO, dS = P∘(dO·Vᵀ − delta), dQ = dS·K, dK = dSᵀ·Q."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o: Tensor = _Explicit.apply(self, q, k, v)  # type: ignore[no-untyped-call]
@@ -210,7 +210,7 @@ class _Explicit(torch.autograd.Function):
         q, k, v, p, o = ctx.saved_tensors
         naive: Naive = ctx.naive
         dv = p.mT @ do
-        # A row that sees no key has NaN for P, as autograd's has: naive attention knows no better.
+        # For a row that sees no key, P is NaN, as in autograd: naive attention does not handle it.
         ds = (do @ naive.expanded(v).mT).sub_((o * do).sum(-1, keepdim=True)).mul_(p)
         dq = (ds @ naive.expanded(k)).mul_(naive.scale)
         dk = (ds.mT @ q).mul_(naive.scale)
@@ -218,7 +218,7 @@ class _Explicit(torch.autograd.Function):
 
 
 def _summed(grad: Tensor, group: int) -> Tensor:
-    """The gradient of a key/value head from those of the `group` query heads that share it."""
+    """Return the gradient of a key/value head: the sum over the `group` query heads that share it."""
     return grad if group == 1 else grad.view(len(grad), -1, group, *grad.shape[2:]).sum(2)
 
 
@@ -237,7 +237,7 @@ IMPLEMENTATIONS = {
     "sdpa_cudnn": Implementation(_sdpa_of["cudnn"], _cudnn_version, "flash_forward", "fused_backward"),
     "sdpa_efficient": Implementation(_sdpa_of["efficient"], _torch, "flash_forward", "fused_backward"),
     "sdpa_math": Implementation(_sdpa_of["math"], _torch, "naive_forward", "naive_backward"),
-    # Its backward template has programs for dQ and others for dK and dV (torch/_inductor, flex_backwards).
+    # Its backward template has separate programs for dQ and for dK and dV (torch/_inductor, flex_backwards).
     "flex": Implementation(_flex, _torch, "flash_forward", "two_pass_backward"),
     "flash_attn": _package(partial(_flash_attn, "flash_attn"), "flash_attn"),
     "flash_attn_3": _package(partial(_flash_attn, "flash_attn_interface"), "flash_attn_3"),

@@ -1,7 +1,7 @@
-"""One case timed, and a whole grid: generators that give the device back after every slice.
+"""Time one case, or a whole grid: generators that release the device after every slice.
 
-A slice ends when `slice_ms` have passed, between two calls: a single call cannot be split, and the longest slice is in
-the row. Other work in a pause leaves the caches cold, so a short call is made once unseen before it is timed again.
+A slice ends after `slice_ms`, between two calls: a single call cannot be split, and the row contains the longest slice.
+Other work during a pause leaves cold caches, so a short call runs once unmeasured before timing continues.
 """
 
 from __future__ import annotations
@@ -34,15 +34,19 @@ from flashpoint_kernels.timing.clock import Slices, available_bytes, clock_of, p
 from flashpoint_kernels.timing.device import describe, device_name, find_peaks, is_lost, peak_of
 from flashpoint_kernels.timing.implementations import IMPLEMENTATIONS, CannotRunError, algorithms
 
-# A call this many times shorter than a slice is repeated unseen after a pause, which costs so much of it at most.
+# A call this many times shorter than a slice is repeated unmeasured after a pause; that costs at most this fraction of
+# the slice.
 _SHORT = 4
-_LOOK_SECONDS = 0.005  # between two looks at a call that is made aside
+_LOOK_SECONDS = 0.005  # between two checks of a call in another thread
 
 Row = dict[str, Any]
 
 
 class DeviceLostError(RuntimeError):
-    """Nothing works on the GPU any more in this process; `row` is of the case that it was lost in, without figures."""
+    """The GPU does not work any more in this process.
+
+    `row` is that of the case in which it was lost, without figures.
+    """
 
     def __init__(self, row: Row) -> None:
         super().__init__(f"the CUDA device is lost: {row['skipped']}")
@@ -54,14 +58,14 @@ def measure(
 ) -> Generator[float, None, Row]:
     """Time `case` on `device` ("cpu", "cuda", "cuda:1"): yields each slice's milliseconds, and returns the row.
 
-    The row's keys are `ROW_FIELDS`: the case; `ms`, the median, `ms_p20` and `ms_p80` of `repeats` calls; `flops` and
-    `bytes`, the algorithm's own by `case`, `flops_standard`, and their rates in TFLOP/s and GB/s (1e9 bytes);
-    `arithmetic_intensity` in flops a byte; `roofline_percent`, of what the measured peaks allow at that intensity;
-    `peak_bytes` beyond the inputs, what a forward keeps for the backward among them; `speedup_over_naive`, from the
-    `naive_ms` of the same problem; `longest_slice_ms`. A time above the roof is measured again, and the longer of
-    the two counts: its data was still in caches, or the peaks were disturbed. For a problem that cannot run `skipped`
-    is the reason, and figures are None. Raises DeviceLostError where the device is gone after it, for then nothing else
-    can be measured.
+    The row's keys are `ROW_FIELDS`: the case; `ms`, the median, and `ms_p20` and `ms_p80` of `repeats` calls; `flops`
+    and `bytes` of the algorithm (see `case`), `flops_standard`, and their rates in TFLOP/s and GB/s (1e9 bytes);
+    `arithmetic_intensity` in flops a byte; `roofline_percent` of the speed that the measured peaks allow at this
+    intensity; `peak_bytes` beyond the inputs, including what a forward keeps for the backward; `speedup_over_naive`,
+    from `naive_ms` of the same problem; `longest_slice_ms`. A time above the roofline is measured again, and the longer
+    of the two counts: data was still in caches, or the peaks were disturbed. If a problem cannot run, `skipped` is the
+    reason, and figures are None. Raises DeviceLostError if the device is lost, because nothing else can be measured
+    then.
     """
     timing = timing or Timing()
     row: Row = dict.fromkeys(ROW_FIELDS)
@@ -75,7 +79,7 @@ def measure(
         if _rates(case, device, median(samples))["roofline_percent"] > 100:
             again, _ = yield from _timed(case, device, timing, slices)
             samples = max(samples, again, key=median)
-    except Exception as error:  # a peer may raise anything; the next case is another matter
+    except Exception as error:  # other libraries may raise anything, and the next case can still run
         row["skipped"] = str(error) if isinstance(error, CannotRunError) else _brief(f"{type(error).__name__}: {error}")
         if is_lost(device):
             raise DeviceLostError(row) from error
@@ -83,7 +87,7 @@ def measure(
     finally:
         if torch.device(device).type == "cuda":
             with suppress(RuntimeError):  # the device may be lost
-                torch.cuda.empty_cache()  # the case's memory is free for other requests
+                torch.cuda.empty_cache()  # free the case's memory for other requests
     slices.end()
     row |= {"longest_slice_ms": slices.longest_ms, "repeats": len(samples), "ms": median(samples)}
     row["ms_p20"], *_, row["ms_p80"] = quantiles(samples, n=5, method="inclusive") if len(samples) > 1 else samples * 2
@@ -93,7 +97,7 @@ def measure(
 def _timed(
     case: Case, device: str, timing: Timing, slices: Slices
 ) -> Generator[float, None, tuple[list[float], int | None]]:
-    """(milliseconds of each call, peak bytes); a backward's peak is that of its forward and itself."""
+    """Return (milliseconds of each call, peak bytes). A backward's peak includes its forward."""
     implementation = IMPLEMENTATIONS[case.backend]
     attend = implementation.make(case, device)
     _check_memory(case, device)
@@ -122,7 +126,7 @@ def _timed(
 
     def repeated(enough: Callable[[list[float]], bool]) -> Generator[float, None, list[float]]:
         samples: list[float] = []
-        cost_ms = math.inf  # what a call costs of a slice, the clock's own work included
+        cost_ms = math.inf  # time of a call in a slice, including the clock's own work
         while not enough(samples):
             if slices.spent_ms + cost_ms > slices.slice_ms:
                 yield slices.end()
@@ -147,7 +151,7 @@ def _timed(
 
 
 def _inputs(case: Case, device: str, layout: str, slices: Slices) -> Generator[float, None, list[Tensor]]:
-    """q, k, v, do: the same numbers whatever the implementation; a yield after each."""
+    """Return q, k, v, do with the same numbers for all implementations; yields after each."""
     generator = torch.Generator(device).manual_seed(0)
     made = []
     for heads, rows, dim in (
@@ -165,20 +169,22 @@ def _inputs(case: Case, device: str, layout: str, slices: Slices) -> Generator[f
 
 
 def _check_memory(case: Case, device: str) -> None:
-    """Refuse what a CPU's memory cannot hold: where a GPU raises, the system would end a process."""
+    """Raise CannotRunError for a case that exceeds a CPU's memory: a GPU would raise, but the system would kill a
+    process.
+    """
     if not device.startswith("cpu") or not any(ALGORITHMS[name].matrix_passes for name in algorithms(case)):
         return
-    # S and P, backward also dP and dS, each perhaps in float32 on the way.
+    # S and P, in the backward also dP and dS, each possibly in float32 at some point.
     needed = pairs(case) * 4 * (2 if case.direction == "forward" else 4)
     available = available_bytes()
     if needed > available:
-        raise CannotRunError(f"needs about {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are available")
+        raise CannotRunError(f"needs about {needed / 2**30:.1f} GiB, but {available / 2**30:.1f} GiB are available")
 
 
 def aside(call: Callable[[], Any], slices: Slices) -> Generator[float, None, None]:
-    """Make a call in a thread of its own, and give the device back meanwhile: compilers take seconds, or a minute.
+    """Run a call in another thread, and yield meanwhile: compilers take seconds, or a minute.
 
-    Raises what it raises. Nobody waits for its end where this is closed before.
+    Raises the call's error. If the generator is closed before, nothing waits for the call.
     """
     ended: Future[None] = Future()
 
@@ -198,24 +204,24 @@ def aside(call: Callable[[], Any], slices: Slices) -> Generator[float, None, Non
 
 
 def _first(call: Callable[[], Any], device: str) -> None:
-    """The first call, in which kernels are compiled, and which fails where there are none."""
+    """Make the first call. It compiles kernels, and fails if there are none."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             if device.startswith("cuda"):
-                with torch.cuda.device(device):  # each thread begins with the first
+                with torch.cuda.device(device):  # each thread starts with device 0
                     call()
                     torch.cuda.synchronize()
             else:
                 call()
         except RuntimeError as error:
-            # torch says in warnings why none of its kernels would do.
+            # torch explains in warnings why it cannot use its kernels.
             reasons = [str(w.message) for w in said if w.category is UserWarning]
             raise CannotRunError(" ".join(dict.fromkeys(_brief(text) for text in [str(error), *reasons]))) from error
 
 
 def _brief(text: str) -> str:
-    """Two lines: compilers say where they failed in the first, and how in the second."""
+    """Return the first two lines: compilers say where they failed in the first, and how in the second."""
     return " ".join(line.strip() for line in text.strip().splitlines()[:2])
 
 
@@ -236,9 +242,9 @@ def _rates(case: Case, device: str, ms: float) -> Row:
 def run_grid(
     cases: Sequence[Case], device: str = "cpu", timing: Timing | None = None
 ) -> Generator[dict[str, Any], None, None]:
-    """Time `cases` on `device`, with a yield after every slice of `timing.slice_ms`; the events are the package's.
+    """Time `cases` on `device`, with a yield after every slice of `timing.slice_ms`. Yields the events of the package.
 
-    Rows come in the order of the cases, but problem by problem, and `naive` first in each.
+    Rows come in the order of the cases, but problem by problem, with `naive` first.
     """
     timing = timing or Timing()
     total = len(cases)

@@ -1,6 +1,6 @@
-"""torch's own fused attention as a backend: fused.py, and blocks.py for what its operators lack."""
+"""torch's own fused attention as a backend: fused.py, and blocks.py for features that its operators do not have."""
 
-# The operators have one head dimension, and no gradient through lse.
+# The operators support only one head dimension, and no gradient through lse.
 SUPPORT = frozenset({
     "float16", "bfloat16", "float32", "causal", "gqa", "thd", "tf32", "lengths", "bool_mask", "float_mask", "lse",
     "backward", "paged", "quantized", "window", "alibi_slopes", "sinks", "dsinks",

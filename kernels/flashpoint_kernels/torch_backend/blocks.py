@@ -1,15 +1,15 @@
-"""Windows, ALiBi and diagonals, which torch's fused operators lack: blocks of queries over the keys that they see.
+"""Windows, ALiBi and diagonals, which torch's fused operators do not have: blocks of queries over their visible keys.
 
-A block's keys are at most three runs. Their answers are merged by log-sum-exp (as in FlashAttention-2, Dao 2023):
+A block's keys are at most three runs, whose answers are merged by log-sum-exp (as in FlashAttention-2, Dao 2023):
 
-    behind   keys before all queries of the block, where no window ends. ALiBi, −slope·(i + offset − j), is a sum of a
-             number for each key, which is a mask of one row, and a number for each query, which is added to lse
-    near     keys beside its queries, or all within a window, with a mask for the window, the diagonal and ALiBi. The
-             mask is the same for all blocks inside a sequence: one call takes them all, as if each were a sequence
-    ahead    keys after all its queries, as those behind
+    behind   keys before all queries of the block, away from the window's ends. There, ALiBi, −slope·(i + offset − j),
+             is the sum of a number for each key (a mask of one row) and one for each query (added to lse)
+    near     keys beside its queries, or all keys of a window, with a mask for the window, the diagonal and ALiBi. All
+             blocks inside a sequence have the same mask: one call computes them, as if each were a sequence
+    ahead    keys after all its queries, like those behind
 
-With a mask of the caller's all keys are near. Memory beside the tensors is O(N). The numbers of ALiBi count from the
-nearest key, so that those which decide an answer are small, and are rounded no worse than scores.
+With a mask of the caller, all keys are near. Memory in addition to the tensors is O(N). The numbers of ALiBi count from
+the nearest key, so that the important ones are small and are rounded no worse than scores.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from flashpoint_kernels import bounds
 from flashpoint_kernels.torch_backend.call import Call
 
 INF = float("inf")
-# Queries of a block. The narrower a block, the fewer keys beside a window are computed and masked; the wider, the fewer
-# calls. Measured at (1,2,2048,64) on one core over 32 to 512: a window of 256 takes 6.8 ms with 64 queries and 8.7 with
-# 256; windows of 2,049 take 35 and 28, ALiBi 30 and 20.
+# Queries of a block. Narrow blocks compute and mask fewer keys outside a window; wide blocks need fewer calls. Measured
+# at (1,2,2048,64) on one core with 32 to 512 queries: a window of 256 takes 6.8 ms with 64 queries and 8.7 ms with 256;
+# windows of 2,049 take 35 and 28 ms, ALiBi 30 and 20 ms.
 QUERIES = 256
 _NARROW_QUERIES = 64
 _NARROW = 512  # keys of a window
-_TOGETHER = 16  # blocks of one call backward, which makes gradients of keys for each
-_FEWEST_QUERIES = 16  # of the last block: fewer are added to the one before, see reproducible.with_all_threads
-_EDGE = 16  # keys: runs begin at multiples, so that float32 rows of any length are whole cache lines
+_TOGETHER = 16  # maximum blocks in one call backward, which makes gradients of keys for each of them
+_FEWEST_QUERIES = 16  # of the last block: fewer are added to the block before, see reproducible.with_all_threads
+_EDGE = 16  # keys: runs start at multiples, so that float32 rows of any length are whole cache lines
 
 
 class Span(NamedTuple):
-    """`blocks` blocks of `size` queries, from query `first` on. Keys [start, stop) are near the first block.
+    """`blocks` blocks of `size` queries each, from query `first`. Keys [start, stop) are near the first block.
 
-    Keys [behind, start) are behind it, and [stop, ahead) ahead, if there are any: all of the sequence's on that side.
+    Keys [behind, start) are behind it, and keys [stop, ahead) ahead of it. Either range may be empty.
     """
 
     first: int
@@ -51,7 +51,7 @@ class Span(NamedTuple):
     ahead: int
 
     def each(self) -> Iterator[Span]:
-        """Yield each block."""
+        """Yield each block as a span."""
         for n in range(self.blocks):
             step = n * self.size
             yield self._replace(first=self.first + step, blocks=1, start=self.start + step, stop=self.stop + step)
@@ -66,7 +66,7 @@ class Span(NamedTuple):
 class Blocks:
     """Sequences of equal lengths: q (n,Hq,sq,D), k and v (n,Hk,sk,D), in the operators' dtype. Answers are float32.
 
-    Query i sees key j where −left <= j − (i + offset) <= right.
+    Query i sees key j iff −left <= j − (i + offset) <= right.
     """
 
     q: Tensor
@@ -77,11 +77,11 @@ class Blocks:
     window: tuple[int, int]
     offset: int
     scale: float  # above 0
-    # The mask of a block for the keys around it, of which blocks use parts, and the place of its first key.
+    # The mask of a block for the keys around it, of which other blocks use parts, and the position of its first key.
     _shared: tuple[int, Tensor] | None = field(default=None, init=False)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return o (n,Hq,sq,D) and lse (n,Hq,sq), 0 and −∞ for a query that may see no key."""
+        """Return o (n,Hq,sq,D) and lse (n,Hq,sq); 0 and −∞ for a query that sees no key."""
         o = self.q.new_zeros(self.q.shape, dtype=torch.float32)
         lse = o.new_full(o.shape[:-1], -INF)
         for span in self._spans(_NARROW_QUERIES if sum(self.window) <= _NARROW else QUERIES):
@@ -98,7 +98,7 @@ class Blocks:
         return o, lse
 
     def backward(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv; `lse` is +∞ for a query that sees no key."""
+        """Return dq, dk and dv. `lse` must be +∞ for a query that sees no key."""
         dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (self.q, self.k, self.v))
         for span in self._spans(QUERIES, _TOGETHER):  # each call adds to the gradients of its keys
             if span.stop > span.start:
@@ -119,7 +119,7 @@ class Blocks:
         return dq, dk, dv
 
     def _spans(self, queries: int, most: int = 1 << 30) -> Iterator[Span]:
-        """Yield the blocks, those together whose near keys lie alike, at most so many."""
+        """Yield spans of blocks whose near keys have the same position to them, with at most `most` blocks each."""
         (count, sk), (left, right) = (self.q.shape[2], self.k.shape[2]), self.window
         behind, ahead = (self.mask is None and self._endless(side) for side in (left, right))
         span: Span | None = None
@@ -129,7 +129,7 @@ class Blocks:
             if lo >= hi:
                 continue
             start, stop, most_behind, most_ahead = lo - lo % _EDGE, hi, sk, 0
-            if lo <= last + self.offset and first + self.offset < hi:  # else all keys lie on one side, far away
+            if lo <= last + self.offset and first + self.offset < hi:  # else all keys are far away on one side
                 if behind and lo < first + self.offset:
                     start, most_behind = first + self.offset, lo
                     start -= start % _EDGE
@@ -147,21 +147,21 @@ class Blocks:
             yield span
 
     def _endless(self, side: int) -> bool:
-        """Whether a side of the window ends nowhere in the sequence."""
+        """Return whether this side of the window never ends inside the sequence."""
         return side >= self.q.shape[2] + self.k.shape[2]
 
     def _alike(self, span: Span, block: Span) -> bool:
-        """Whether a block continues a span: its keys lie to its queries as those of the others do."""
+        """Return whether a block continues a span: its keys have the same position to its queries."""
         step = span.blocks * span.size
         due = span._replace(first=span.first + step, blocks=1, start=span.start + step, stop=span.stop + step)
         return self.mask is None and block == due
 
     def _near(self, span: Span) -> Iterator[_Near]:
-        """Yield what one call takes: a block of all sequences, or all blocks of one sequence."""
+        """Yield the parts for one call each: a block of all sequences, or all blocks of one sequence."""
         return (_Near(span, None if span.blocks == 1 else n) for n in range(1 if span.blocks == 1 else len(self.q)))
 
     def _bias(self, span: Span) -> Tensor | None:
-        """Return the mask (n|1, Hq|1, size, keys) of each block of a span and its near keys; None where all is 0."""
+        """Return the mask (n|1, Hq|1, size, keys) of each block of a span for its near keys; None if it is all 0."""
         last = span.first + span.size - 1
         lo, hi = bounds.full_key_range(span.first, last, self.offset, *self.window, self.k.shape[2])
         if self.mask is None and self.slopes is None and lo <= span.start and span.stop <= hi:
@@ -181,7 +181,7 @@ class Blocks:
         return shared[:, :, : span.size, low - first : high - first]
 
     def _band(self, low: int, high: int, size: int) -> Tensor:
-        """Return the mask of `size` queries for the keys [low, high), which count from the first query's place."""
+        """Return the mask of `size` queries for the keys [low, high), counted from the first query's position."""
         device, (left, right) = self.q.device, self.window
         ahead = torch.arange(low, high, device=device) - torch.arange(size, device=device)[:, None]
         hidden = ((ahead < -left) | (ahead > right))[None, None]
@@ -189,7 +189,7 @@ class Blocks:
         return bias.masked_fill(hidden, -INF)
 
     def _far(self, block: Span) -> Iterator[_Far]:
-        """Yield the calls over keys before and after all queries of a block that its near keys leave out."""
+        """Yield the calls over the far keys, before and after all queries of a block."""
         device = self.q.device
         places = torch.arange(block.first, block.first + block.size, device=device) + self.offset
         for keys, sign in ((slice(block.behind, block.start), 1), (slice(block.stop, block.ahead), -1)):
@@ -205,8 +205,9 @@ class Blocks:
 
 
 class _Far(NamedTuple):
-    """A call over keys on one side of a block. `shift` (n|1, Hq, queries) is ALiBi's number for each query, in float64:
-    lse is rounded once."""
+    """A call over keys on one side of a block. `shift` (n|1, Hq, queries) is ALiBi's number for each query, in float64,
+    so that lse is rounded only once.
+    """
 
     call: Call
     shift: Tensor
@@ -220,7 +221,7 @@ class _Near(NamedTuple):
     sequence: int | None
 
     def of(self, t: Tensor, first: int, length: int | None = None) -> Tensor:
-        """Return a view (blocks or sequences, H, length, …) of t (n, H, S, …), from `first` on, a block a step."""
+        """Return a view (blocks or sequences, H, length, …) of t (n, H, S, …), from `first`, block after block."""
         length = self.span.size if length is None else length
         if self.sequence is None:
             return t[:, :, first : first + length]
@@ -235,7 +236,7 @@ class _Near(NamedTuple):
         if bias is not None and self.sequence is not None and bias.shape[0] > 1:
             bias = bias[self.sequence : self.sequence + 1]
         q, k, v = self.of(own.q, self.span.first), self.keys(own.k), self.keys(own.v)
-        if q.is_cuda:  # blocks share keys; the operators of CUDA were not seen to take that
+        if q.is_cuda:  # blocks overlap in their keys; the CUDA operators were not tested with overlapping memory
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         return Call(q, k, v, bias, False, own.scale)
 
@@ -250,12 +251,12 @@ class _Near(NamedTuple):
 
 
 def merge(o: Tensor, lse: Tensor, more: Tensor | None, own: Tensor) -> None:
-    """Add what other keys answered, `more` (n,H,m,D) with log-sum-exp `own` (n,H,m), to o and lse, in place.
+    """Merge the answer of other keys, `more` (n,H,m,D) with log-sum-exp `own` (n,H,m), into o and lse, in place.
 
-    None stands for keys whose values are 0.
+    None means keys with values of 0.
     """
     most = torch.maximum(lse, own)
-    base = most.clamp(min=torch.finfo(torch.float32).min)  # in place of the −∞ of a query that has seen no key
+    base = most.clamp(min=torch.finfo(torch.float32).min)  # instead of −∞ for a query that has seen no key
     held, added = (lse - base).exp_(), (own - base).exp_()
     total = held + added
     whole = total.masked_fill(total == 0, 1.0)

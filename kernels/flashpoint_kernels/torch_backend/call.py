@@ -1,7 +1,7 @@
-"""torch's fused operators: one call of them, on the CPU and on CUDA, and what they leave out put right.
+"""One call of torch's fused operators, on the CPU and on CUDA, with corrections.
 
-They are private to torch: a test guards their signatures. They know the diagonal from the top left alone, have no
-answer (or crash) without keys, and give `lse` 0 for a row whose largest score is −∞ or NaN.
+The operators are private to torch: a test checks their signatures. They support only top-left diagonals, have no answer
+(or crash) without keys, and return an `lse` of 0 for a row whose largest score is −∞ or NaN.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.nn.functional import pad
 from flashpoint_kernels.reproducible import aligned
 
 INF = float("inf")
-_LOOKED_AT = 1 << 20  # scores at a time
+_LOOKED_AT = 1 << 20  # maximum scores in one check
 _aten = torch.ops.aten
-_forward_cpu = _aten._scaled_dot_product_flash_attention_for_cpu.default  # the packet takes 7 µs more
+_forward_cpu = _aten._scaled_dot_product_flash_attention_for_cpu.default  # the overload packet takes 7 µs more
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """Sequences of equal lengths as the operators take them: q (n,Hq,sq,D), k and v (n,Hk,sk,D), a mask to add or none.
+    """Sequences of equal lengths for the operators: q (n,Hq,sq,D), k and v (n,Hk,sk,D), and a mask to add, or None.
 
-    `causal` is the operators' own, from the top left. Blocks of one sequence may stand for sequences (blocks.py).
+    `causal` is the operators' own mask, aligned top left. The sequences may be blocks of one sequence (blocks.py).
     """
 
     q: Tensor
@@ -33,15 +33,15 @@ class Call:
     v: Tensor
     bias: Tensor | None  # (n|1, Hq|1, sq|1, sk|1) float32
     causal: bool
-    scale: float  # above 0, which the operators take for granted
+    scale: float  # above 0, which the operators require
 
     def reads(self, x: Mapping[str, Tensor]) -> bool:
-        """Return whether the operators read the tensors `x` themselves, not copies, and no mask."""
+        """Return whether the operators read the tensors in `x` without copies, and no mask."""
         given = ((self.q, x["q"]), (self.k, x["k"]), (self.v, x["v"]))
         return self.bias is None and all(t.data_ptr() == own.data_ptr() for t, own in given)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return o (n,Hq,sq,D) and lse (n,Hq,sq), 0 and −∞ for a query that may see no key."""
+        """Return o (n,Hq,sq,D) and lse (n,Hq,sq); 0 and −∞ for a query that sees no key."""
         o, lse = self._forward_cuda() if self.q.is_cuda else self._forward_cpu()
         if self.bias is not None:
             dead = self.bias.amax(-1) == -INF
@@ -49,27 +49,30 @@ class Call:
         return o, lse
 
     def backward(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv. `lse` is +∞ for a query that sees no key: its probabilities exp(s − lse) are then 0."""
+        """Return dq, dk and dv.
+
+        `lse` must be +∞ for a query that sees no key: its probabilities exp(s − lse) are then 0.
+        """
         return (self._backward_cuda if self.q.is_cuda else self._backward_cpu)(do, o, lse)
 
     def _forward_cpu(self) -> tuple[Tensor, Tensor]:
         o, lse = self.unchecked_cpu()
-        if not lse.all():  # one operation, which takes NaN for true
+        if not lse.all():  # a single operation, for which NaN is true
             self.put_right(o, lse)
         return o, lse
 
     def unchecked_cpu(self) -> tuple[Tensor, Tensor]:
-        """Return o and lse of the CPU's operator. `put_right` has to look at rows whose lse is 0."""
+        """Return o and lse from the CPU's operator. Rows with an lse of 0 need `put_right`."""
         found: tuple[Tensor, Tensor] = _forward_cpu(
             self.q, self.k, self.v, 0.0, self.causal, attn_mask=self.bias, scale=self.scale
         )
         return found
 
     def put_right(self, o: Tensor, lse: Tensor) -> None:
-        """Put right the rows whose largest score is NaN or −∞: the operator says o = 0 and lse = 0.
+        """Correct rows whose largest score is NaN or −∞, for which the operator returns o = 0 and lse = 0.
 
-        It drops a NaN where the keys are fewer than a vector of floats has. All rows of a head are looked at together,
-        and several heads, because one key of score 0 makes lse = 0 in every row.
+        The operator loses a NaN if there are fewer keys than a vector has floats. All rows of a head, and several
+        heads, are checked together, because one key with score 0 makes lse = 0 in every row.
         """
         rows = lse == 0
         (n, heads, sq, _), sk = self.q.shape, self.k.shape[2]
@@ -100,17 +103,20 @@ class Call:
 
     @property
     def _flash(self) -> bool:
-        """Whether torch's FlashAttention-2 covers the call: its diagonal is the bottom right one, so only squares."""
+        """Whether torch's FlashAttention-2 supports the call.
+
+        Its diagonal is aligned bottom right, so causal needs squares.
+        """
         square = self.q.shape[2] == self.k.shape[2]
         return self.q.dtype != torch.float32 and self.bias is None and (not self.causal or square)
 
     def _cuda_inputs(self) -> tuple[list[Tensor], Tensor | None]:
-        """q, k, v with one key/value head a query head and D padded to what the kernels take; the mask likewise."""
+        """Return q, k, v with a key/value head for each query head, and D padded for the kernels; the mask likewise."""
         heads, sk = self.q.shape[1], self.k.shape[2]
         qkv = [_pad8(t) for t in (self.q, _repeat(self.k, heads), _repeat(self.v, heads))]
         if self.bias is None:
             return qkv, None
-        # Rows of the mask must lie together, 16 bytes apart; the columns added are cut off again, their memory stays.
+        # The kernel needs mask rows at multiples of 16 bytes. The added columns are cut off again; their memory stays.
         full = _pad8(self.bias.to(self.q.dtype).expand(self.q.shape[0], heads, self.q.shape[2], sk))
         return qkv, aligned(full, full.dtype)[..., :sk]
 
@@ -134,7 +140,7 @@ class Call:
                 scale=self.scale,
             )  # fmt: skip
         else:
-            # Its own lse is padded to 32 queries; the padding is never read back.
+            # The kernel's own lse is padded to 32 queries; the padding is never read.
             lse = pad(lse, (0, -lse.shape[-1] % 32), value=INF)
             dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
                 do, q, k, v, bias, o, lse, unused, unused, 0.0, [True, True, True, False], self.causal,
@@ -145,16 +151,16 @@ class Call:
 
 
 def _pad8(t: Tensor) -> Tensor:
-    """The last dimension padded with zeros to a multiple of 8, which keeps every row 16 bytes aligned."""
+    """Pad the last dimension with zeros to a multiple of 8, so that every row is aligned to 16 bytes."""
     missing = -t.shape[-1] % 8
     return pad(t, (0, missing)) if missing else t
 
 
 def _repeat(t: Tensor, heads: int) -> Tensor:
-    """One key/value head for each of `heads` query heads."""
+    """Return a key/value head for each of `heads` query heads."""
     return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1)
 
 
 def _sum_group(grad: Tensor, heads: int) -> Tensor:
-    """The gradient (n, Hq, sk, D) of repeated heads as that of the `heads` they repeat, summed in float32."""
+    """Return the gradient of `heads` heads from that of their repetitions (n, Hq, sk, D), summed in float32."""
     return grad.view(grad.shape[0], heads, -1, *grad.shape[2:]).sum(2, dtype=torch.float32)

@@ -1,13 +1,13 @@
-"""Few queries over many keys, as in decoding: the CPU's operator over the keys where they lie, at the memory's speed.
+"""Attention of few queries over many keys, as in decoding: the CPU's operator reads the keys in place, at memory speed.
 
-The query heads that share a key/value head are rows of one matrix, so that each key is read once, not once for each
-query head. Keys are read in chunks of CHUNK, as if each chunk were a sequence, and the answers are merged by
-log-sum-exp. The edges of chunks are fixed places of a sequence: keys in pages are read where they lie wherever a chunk
-of them is a view, and else a chunk is brought together, in the cache of the core. float16 and bfloat16 are read as
-they are: to make float32 of them takes longer than all else.
+The query heads that share a key/value head become rows of one matrix, so each key is read once, not once per query
+head. Keys are read in chunks of CHUNK, as if each chunk were a sequence, and the answers are merged by log-sum-exp. The
+edges of chunks are fixed positions of a sequence. Keys in pages are read in place if a chunk of them is a view;
+otherwise the chunk is copied together in the core's cache. float16 and bfloat16 are not converted: a conversion to
+float32 takes longer than everything else.
 
-Bits depend neither on the place of keys nor on what is computed together. Whole chunks have the same bits on any number
-of threads; the last chunk, of any length, had others in 4 of 1,401 cases drawn at random, and has one thread.
+The bits depend neither on the place of keys nor on what is computed together. Whole chunks give the same bits with any
+number of threads. The last chunk, of any length, gave other bits in 4 of 1,401 random cases, so it uses one thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashpoint_contract.spec import Row
 from flashpoint_kernels.reproducible import CHUNK, aligned, aligned_heads, exactly
 from flashpoint_kernels.torch_backend.call import Call
 
-_FEW_PAGES = 8  # of a chunk: each is copied by itself
+_FEW_PAGES = 8  # of a chunk: each is copied separately
 _ALIGNMENT = 64  # bytes, see `reproducible.aligned`
 
 Run = tuple[Tensor, Tensor]  # k (m, H, c, D) and v (m, H, c, Dv): m chunks of c keys, of one sequence or of several
@@ -70,19 +70,18 @@ class FewQueries:
         return o.reshape(*self.q.shape[:3], -1), lse.reshape(self.q.shape[:3])
 
     def _solve(self, rows: Tensor, runs: Iterable[Run]) -> tuple[Tensor, Tensor, bool]:
-        """Return o (n, H, m, Dv) and lse (n, H, m) of rows (n, H, m, D), each over a chunk of its own.
-
-        And whether each of them has a largest score.
+        """Return o (n, H, m, Dv) and lse (n, H, m) of rows (n, H, m, D), each over its own chunk; and if all have a
+        largest score.
         """
         calls, answers, first = [], [], 0
         for k, v in runs:
             call = Call(rows[first : first + len(k)], k, v, None, False, self.scale)
             first += len(k)
-            with exactly(1 if len(k) * k.shape[1] == 1 else 0):  # threads of BLAS inside the one task change bits
+            with exactly(1 if len(k) * k.shape[1] == 1 else 0):  # inside a single task, BLAS's threads change bits
                 answers.append(call.unchecked_cpu())
             calls.append(call)
         o, lse = answers[0] if len(answers) == 1 else (torch.cat(each) for each in zip(*answers, strict=True))
-        if lse.all():  # one operation, which takes NaN for true
+        if lse.all():  # one operation; NaN counts as true
             return o, lse, True
         for call, answer in zip(calls, answers, strict=True):
             call.put_right(*answer)
@@ -91,14 +90,14 @@ class FewQueries:
 
 
 class Lying(NamedTuple):
-    """Keys and values that lie together: k (n, Hk, S, D) and v (n, Hk, S, Dv)."""
+    """Keys and values in contiguous tensors: k (n, Hk, S, D) and v (n, Hk, S, Dv)."""
 
     k: Tensor
     v: Tensor
 
     @property
     def sequences(self) -> int:
-        """n, or 1 where all their heads lie as those of one sequence do."""
+        """Return n, or 1 if the memory of all sequences' heads looks like that of one sequence."""
         k, v = self.k, self.v
         one = k.stride(0) == k.shape[1] * k.stride(1) and v.stride(0) == v.shape[1] * v.stride(1)
         return 1 if one else k.shape[0]
@@ -128,7 +127,7 @@ class Lying(NamedTuple):
 
 
 class Paged(NamedTuple):
-    """Keys and values in pages k (pool, Hk, page_size, D) and v, of which `numbers` names those of each sequence."""
+    """Keys and values in pages k (pool, Hk, page_size, D) and v; `numbers` holds the page numbers of each sequence."""
 
     k: Tensor
     v: Tensor
@@ -145,9 +144,10 @@ class Paged(NamedTuple):
         return len(self.numbers)
 
     def whole(self) -> tuple[list[int] | None, Iterator[Run]]:
-        """Return the runs of whole chunks, and which chunk each is; None for the order of the sequences.
+        """Return the runs of whole chunks, and the index of each chunk; None means the order of the sequences.
 
-        Chunks of any sequences that are views come in the order of their pages, so that one run has as many as can be.
+        Chunks that are views come in the order of their pages, from any sequence, so that a run has as many as
+        possible.
         """
         places = self._places(range(0, self.length - CHUNK + 1, CHUNK), CHUNK)
         if not all(place.lies for place in places):
@@ -161,10 +161,10 @@ class Paged(NamedTuple):
         return self._runs(self._places([self.length - rest], rest))
 
     def _places(self, starts: Sequence[int], count: int) -> list[_Place]:
-        """Return where `count` keys of each sequence from each of `starts` on are."""
+        """Return the places of `count` keys of each sequence, from each of `starts` on."""
         size = self.k.shape[2]
         in_place = _in_place(self.k) and _in_place(self.v)
-        as_one = all(t.stride(0) == size * t.stride(2) for t in (self.k, self.v))  # pages in a row
+        as_one = all(t.stride(0) == size * t.stride(2) for t in (self.k, self.v))  # consecutive pages are contiguous
         places = []
         for numbers in self.numbers:
             for start in starts:
@@ -175,7 +175,7 @@ class Paged(NamedTuple):
         return places
 
     def _runs(self, places: Iterable[_Place]) -> Iterator[Run]:
-        """Yield the chunks of keys at these places; those that are views, at equal steps, together."""
+        """Yield the chunks of keys at these places; views at equal steps come together."""
         rooms: tuple[_Room, _Room] | None = None
         views: _Views | None = None
         for place in places:
@@ -191,7 +191,7 @@ class Paged(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """`length` keys from `inside` of `page` on, the first of `numbers`; `lies`: they are a view."""
+    """`length` keys from `inside` of `page` on, the first of `numbers`; `lies` is true if they are a view."""
 
     page: int
     inside: int
@@ -210,7 +210,7 @@ class _Views(NamedTuple):
     step: tuple[int, int] = (0, 0)
 
     def longer(self, next: _Place) -> _Views | None:
-        """Return these and one more, or None where it does not lie as far from the last as each from the one before."""
+        """Return these views and one more, or None if it is not at the same step as the others."""
         done = self.chunks - 1
         step = next.page - self.page - done * self.step[0], next.inside - self.place - done * self.step[1]
         if min(step) < 0 or (done and step != self.step):
@@ -225,16 +225,16 @@ class _Views(NamedTuple):
 
 
 class _Room:
-    """Memory for a chunk that is brought together: the next is written over it, so that it stays in the cache."""
+    """Memory into which a chunk is copied; the next chunk overwrites it, so the memory stays in the core's cache."""
 
     def __init__(self, t: Tensor) -> None:
-        """For chunks of pages t (pool, H, page_size, D)."""
+        """Create the memory for chunks of pages t (pool, H, page_size, D)."""
         self._pages = t
         self._rows = _Rows.of(t)
         self._held: dict[int, Tensor] = {}
 
     def together(self, place: _Place) -> Tensor:
-        """Return a copy (1, H, count, D) of the keys there."""
+        """Return a copy (1, H, count, D) of the keys at `place`."""
         t, (_, inside, count, _, numbers) = self._pages, place
         _, heads, size, dim = t.shape
         if (held := self._held.get(len(numbers))) is None:
@@ -250,15 +250,15 @@ class _Room:
 
 
 class _Rows(NamedTuple):
-    """Pages as a matrix whose rows are a page of one head, or one key of one head: to select rows is to copy memory."""
+    """Pages as a matrix: a row is a page of one head, or one key of one head. Selecting rows copies memory."""
 
     matrix: Tensor
     places: Tensor  # of the rows of page 0: (H, 1) or (H, 1, page_size)
-    page: int  # rows from a page to the next
+    page: int  # the number of rows from a page to the next
 
     @classmethod
     def of(cls, t: Tensor) -> _Rows | None:
-        """None where pages (pool, H, page_size, D) are no such matrix."""
+        """Return the matrix; None if the strides of the pages (pool, H, page_size, D) do not allow it."""
         pool, heads, size, dim = t.shape
         page, head, row, column = t.stride()
         together = row == dim
@@ -272,21 +272,21 @@ class _Rows(NamedTuple):
         return cls(t.as_strided((count, width), (head, 1), t.storage_offset()), index, page // head)
 
     def select(self, numbers: Sequence[int], out: Tensor) -> None:
-        """Copy the pages that `numbers` name into `out` (H, n, page_size, D)."""
+        """Copy the pages with these `numbers` into `out` (H, n, page_size, D)."""
         first = torch.tensor(numbers) * self.page
         index = self.places + (first if self.places.ndim == 2 else first[:, None])
         torch.index_select(self.matrix, 0, index.flatten(), out=out.view(-1, self.matrix.shape[1]))
 
 
 def _chunks(t: Tensor, first: int, sequences: int, start: int, chunks: int, count: int) -> Tensor:
-    """Return a view (chunks, H, count, D) of t (n, Hk, S, D): some sequences' keys from `start` on, all their heads."""
+    """Return a view (chunks, H, count, D) of t (n, Hk, S, D): all heads of some sequences, keys from `start` on."""
     sequence, head, row, column = t.stride()
     shape = chunks, sequences * t.shape[1], count, t.shape[3]
     return t.as_strided(shape, (count * row, head, row, column), t.storage_offset() + first * sequence + start * row)
 
 
 def _in_place(t: Tensor) -> bool:
-    """Whether the operator may read t (…, c, D) as it is: rows need not lie together, but each is aligned."""
+    """Return whether the operator may read t (…, c, D) in place: rows may have gaps, but each must be aligned."""
     *outer, column = t.stride()
     return column == 1 and not t.data_ptr() % _ALIGNMENT and not any(n * t.itemsize % _ALIGNMENT for n in outer)
 
@@ -296,11 +296,13 @@ def _is_row(numbers: Sequence[int]) -> bool:
 
 
 def _merged(o: Tensor, lse: Tensor, clean: bool) -> tuple[Tensor, Tensor]:
-    """Return o (n, H, m, D) and lse (n, H, m) of answers o (n, chunks, H, m, D), each by its share of the softmax."""
+    """Return o (n, H, m, D) and lse (n, H, m) of answers o (n, chunks, H, m, D), each weighted by its share of the
+    softmax.
+    """
     base = lse.amax(1, keepdim=True)
     if not clean:
-        base = base.clamp(min=torch.finfo(torch.float32).min)  # in place of the −∞ of a query without a score
-    shares = (lse - base).exp_()  # torch's softmax over this dimension has other bits for other numbers of heads
+        base = base.clamp(min=torch.finfo(torch.float32).min)  # instead of the −∞ of a query without a score
+    shares = (lse - base).exp_()  # torch's softmax over this dimension gives other bits for other numbers of heads
     total = _sum(shares)
     o = _sum(o * shares[..., None])
     o /= (total if clean else total.masked_fill(total == 0, 1.0))[..., None]
@@ -308,7 +310,7 @@ def _merged(o: Tensor, lse: Tensor, clean: bool) -> tuple[Tensor, Tensor]:
 
 
 def _sum(t: Tensor) -> Tensor:
-    """Return the sum over dimension 1, in an order that depends on its size alone: torch's may depend on the others."""
+    """Return the sum over dimension 1, in an order that depends only on its size; torch's may depend on other sizes."""
     while (count := t.shape[1]) > 1:
         half = t[:, : count // 2] + t[:, count // 2 : count // 2 * 2]
         t = torch.cat([half, t[:, -1:]], 1) if count % 2 else half

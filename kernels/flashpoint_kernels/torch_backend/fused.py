@@ -1,11 +1,11 @@
-"""torch's own fused attention as a backend, where it covers the options (`support.SUPPORT["torch"]`).
+"""torch's own fused attention as a backend, for the options that it supports (`support.SUPPORT["torch"]`).
 
-On the CPU `_scaled_dot_product_flash_attention_for_cpu`, on CUDA torch's FlashAttention-2 for half dtypes with no mask
-and its memory-efficient kernel for the rest; each with its own backward from the saved `o` and `lse`. call.py is a call
-of them; blocks.py has the windows, ALiBi and diagonals that they lack. A sink is merged into the answer: it is a key
-whose value is 0.
+On the CPU it uses `_scaled_dot_product_flash_attention_for_cpu`. On CUDA it uses torch's FlashAttention-2 for 16-bit
+dtypes without a mask, and the memory-efficient kernel for the rest. Each has its own backward from the saved `o` and
+`lse`. call.py makes one call of them; blocks.py adds the windows, ALiBi and diagonals that they do not have. A sink is
+merged into the answer as a key with value 0.
 
-Sequences share a call where its bits do not change with the batch (`reproducible.sharing`), else each has its own.
+Sequences share a call if this does not change their bits (`reproducible.sharing`); otherwise each has its own.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from flashpoint_kernels.torch_backend.call import Call
 from flashpoint_kernels.torch_backend.few import FewQueries, Lying, Paged
 
 INF = float("inf")
-_TOGETHER = 64  # sequences of few queries, of equal lengths, whose keys are read where they lie
-_memory: Any = torch.utils.deterministic  # whose property mypy does not see
+_TOGETHER = 64  # maximum sequences of few queries and equal lengths in one call, whose keys are read in place
+_memory: Any = torch.utils.deterministic  # mypy does not know its property
 
 
 def forward(problems: Sequence[Problem]) -> None:
@@ -65,7 +65,7 @@ def forward(problems: Sequence[Problem]) -> None:
 
 
 def backward(problems: Sequence[Problem]) -> None:
-    """Runs the forward itself where `o` and `lse` are not given."""
+    """Compute gradients. Runs the forward itself if `o` and `lse` are missing."""
     for problem in problems:
         problem.clear_outputs()
         asked = problem.outputs.get("dsinks")
@@ -82,21 +82,21 @@ def backward(problems: Sequence[Problem]) -> None:
 
 @dataclass(eq=False, slots=True)
 class Prepared:
-    """Sequences of equal lengths, ready for the operators. `x` are their tensors, `Problem.batches` says how."""
+    """Sequences of equal lengths, ready for the operators. `x` are their tensors from `Problem.batches`."""
 
     x: dict[str, Tensor]
     own: Call | Blocks | FewQueries
-    turned: float  # what q was multiplied by, so that the scale is above 0
+    turned: float  # the factor of q that makes the scale positive
 
     @classmethod
     def of(
         cls, problem: Problem, rows: Sequence[Row], x: dict[str, Tensor], direction: Direction | None = None
     ) -> Prepared:
-        """`direction` is the problem's own, or that of a gradient's forward."""
+        """Prepare the problem in its own direction, or in `direction`, for the forward of a gradient."""
         spec, row = problem.spec, rows[0]
         forward = (direction or spec.direction) == "forward"
-        # The CPU operators' half arithmetic was seen to miss the test rule (float16 dv at 512 × 512): float32 keeps it.
-        # CUDA's take a mask in q's dtype alone, where another's numbers would be rounded, and −1e6 be −∞ in float16.
+        # The CPU operators' 16-bit arithmetic missed the test rule (float16 dv at 512 × 512), float32 does not. CUDA's
+        # accept a mask only in q's dtype, which would round other numbers, and make −∞ of −1e6 in float16.
         mask = problem.tensors.get("attn_mask")
         exact = (mask is None or mask.dtype in (torch.bool, x["q"].dtype)) and "alibi_slopes" not in x
         half = problem.device.type == "cuda" and exact and not spec.quantized
@@ -107,7 +107,7 @@ class Prepared:
         if few and "k" not in x:
             keys = Paged.of(problem.view("k"), problem.view("v"), problem.tensors["block_table"], rows)
             return cls(x, FewQueries(x["q"] * turned, keys, scale), turned)
-        if spec.quantized:  # in float32, which rounds no product of a number and its scale to a half type
+        if spec.quantized:  # in float32: products of a number and its scale must not be rounded to 16 bits
             k, v = (scaled(x[name], x[f"{name}_scale"]) for name in ("k", "v"))
         else:
             k, v = x["k"], x["v"]
@@ -119,7 +119,7 @@ class Prepared:
             q = q * turned
         bias = None if mask is None else added(problem.mask_part(mask, rows))
         offset = spec.offset(row.q_len, row.kv_len)
-        diagonal = spec.window[1] < row.kv_len - 1 - offset  # else the first query sees every key already
+        diagonal = spec.window[1] < row.kv_len - 1 - offset  # else the first query sees all keys
         if not (in_blocks(spec, row) or (diagonal and bias is not None)):
             return cls(x, Call(q, k, v, bias, diagonal, scale), turned)
         slopes = x["alibi_slopes"].reshape(-1, spec.q_heads, 1, 1) if "alibi_slopes" in x else None
@@ -127,14 +127,14 @@ class Prepared:
 
     @property
     def in_place(self) -> bool:
-        """Whether the operators read the tensors themselves, no copies of them, and nothing that is made of others."""
+        """Whether the operators read the tensors themselves, without copies and derived tensors."""
         own, x = self.own, self.x
         if not isinstance(own, Call) or own.bias is not None or "sinks" in x:
             return False
         return all(t.data_ptr() == x[name].data_ptr() for name, t in (("q", own.q), ("k", own.k), ("v", own.v)))
 
     def answer(self) -> None:
-        """Write o, and lse where it is asked, of a forward."""
+        """Write o of a forward, and lse if requested."""
         o, lse = self.solve()
         self.x["o"].copy_(o)
         if "lse" in self.x:
@@ -150,13 +150,13 @@ class Prepared:
         return o, lse
 
     def differentiate(self, dsinks: Tensor | None) -> None:
-        """Write dq, dk and dv where they are asked, and add to `dsinks` (Hq,). `x` has the forward's answers."""
+        """Write dq, dk and dv if requested, and add to `dsinks` (Hq,). `x` has the forward's answers."""
         x, own = self.x, self.own
         assert not isinstance(own, FewQueries)
         o, lse = x["o"], x["lse"]
-        # As the forward's answer is rounded, so that a caller who brings it gets the same bits.
+        # Rounded like the forward's answer, so that callers who send it get the same bits.
         o = aligned_heads(o.to(x["q"].dtype), own.q.dtype)
-        # +∞ in place of the −∞ of a masked row makes its probabilities exp(s − lse) = 0.
+        # +∞ instead of −∞ makes the probabilities exp(s − lse) of a masked row 0.
         lse = aligned(lse, torch.float32)
         lse = lse.masked_fill(lse == -INF, INF)
         do = aligned_heads(x["do"], own.q.dtype)
@@ -179,7 +179,10 @@ def _only_sinks(problem: Problem) -> None:
 
 
 def _with_work(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
-    """The sequences with a query and a key: the operators divide by zero without, and the answer is written already."""
+    """Return the sequences with queries and keys.
+
+    The operators divide by zero without, and other answers are written.
+    """
     on_cpu = problem.device.type == "cpu"
 
     def most(row: Row) -> int:
@@ -215,9 +218,9 @@ def _deterministic_on_cuda(problem: Problem) -> Iterator[None]:
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """torch's CUDA backwards add with atomics unless the process asks for determinism; its CPU one never does.
+    """Make torch's CUDA backwards deterministic: they use atomics by default. The CPU's never do.
 
-    One thread at a time, for what is asked holds for all of them: what is inside is enqueued, and not waited for.
+    The setting is global, so one thread at a time may use it. The work inside is enqueued, but not waited for.
     """
     with _asking, _asked(wanted):
         yield
@@ -225,7 +228,7 @@ def _deterministic(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def _asked(wanted: bool) -> Iterator[None]:
-    """Without the NaNs that torch would then write into all new memory: what is made here is written whole."""
+    """Set determinism without torch's filling of new memory with NaN: everything here is written completely."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = _memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(wanted or before[0], warn_only=before[1] and not wanted)

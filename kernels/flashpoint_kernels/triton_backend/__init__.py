@@ -1,6 +1,6 @@
-"""The Triton kernels as a backend: every option, forward and backward, any mix of problems in one grouped launch.
+"""The Triton kernels as a backend: all options, forward and backward, any mix of problems in one grouped launch.
 
-The calls come from launch.py when they are first used: what the backend can do is known without torch and Triton.
+The functions are imported from launch.py at their first use, so SUPPORT can be read without torch and Triton.
 """
 
 from importlib import import_module

@@ -1,9 +1,10 @@
-"""Fill Triton's cache for GPUs that are not there: `python -m flashpoint_kernels.triton_backend.ahead --arch 90`.
+"""Fill Triton's cache for GPUs that this machine does not have: `python -m flashpoint_kernels.triton_backend.ahead`.
 
-A container image includes these, so that its first request compiles nothing: 16-bit and float32 attention and its
-gradients at D 64 and 128, plain, with a window, and with a mask. Kernels are compiled by the path that runs them, up to
-the launch, so that what is looked up later has the very key of what was stored. Triton's driver is what there is no GPU
-for; one that says what it is asked stands in for it. Goes to TRITON_CACHE_DIR; needs no TRITON_INTERPRET about it.
+A container image contains this cache, so its first request compiles nothing. It has attention and its gradients in 16
+bits and float32, at D 64 and 128: plain, with a window, and with a mask. The kernels are compiled by the same code that
+runs them, up to the launch, so a later look-up has the same key. `_Driver` replaces Triton's driver, which needs a GPU.
+
+The cache is in TRITON_CACHE_DIR. TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 class Wanted(NamedTuple):
-    """A launch to be ready for on sm_`arch`; `level` as in `Spec.level`."""
+    """A launch to compile for sm_`arch`; `level` as in `Spec.level`."""
 
     arch: int
     dtype: str
@@ -40,7 +41,7 @@ class Wanted(NamedTuple):
     direction: Direction
 
     def problem(self) -> Problem:
-        """One whose keys are many enough to be split, which takes one kernel more."""
+        """Return a problem with enough keys to be split, because a split needs one more kernel."""
         shapes = {"q": (1, 1, 16, self.head_dim), "k": (1, 1, 4096, self.head_dim)}
         shapes |= {"v": shapes["k"]} | ({"do": shapes["q"]} if self.direction == "backward" else {})
         tensors = {name: torch.zeros(shape, dtype=DTYPES[self.dtype]) for name, shape in shapes.items()}
@@ -50,7 +51,7 @@ class Wanted(NamedTuple):
 
 
 class _Driver:
-    """Says what Triton asks of a driver up to the launch."""
+    """Answers Triton's calls to a driver up to the launch."""
 
     def __init__(self, arch: int) -> None:
         self._target = GPUTarget("cuda", arch, 32)
@@ -66,13 +67,13 @@ class _Driver:
 
 
 def pretend(arch: int) -> None:
-    """From now on there is an sm_`arch` in this process, as far as compiling for it goes. It cannot be taken back."""
+    """Make this process compile for sm_`arch`, as if the GPU were present. This cannot be undone."""
     config.stand_in = config.Chip(arch, SHARED_KIB[arch])
     triton.runtime.driver.set_active(_Driver(arch))
 
 
 def fill(one: Wanted) -> Wanted:
-    """In a process of its own. Raises what Triton raises."""
+    """Compile one launch; it runs in its own process. Raises what Triton raises."""
     pretend(one.arch)
     compile_ahead([one.problem()]).result()
     return one

@@ -1,8 +1,8 @@
-"""Compile the kernels for a GPU that is not there, and read what the compiler made of them.
+"""Compile the kernels for a GPU that this machine does not have, and measure what the compiler produced.
 
-`python -m flashpoint_kernels.triton_backend.aot` compiles what CI does and prints a JSON line a variant; `--arch 90`
-all that sm_90 can run. It needs a process without TRITON_INTERPRET, and no GPU: ptxas, cuobjdump and nvdisasm come
-inside triton. It exits with 1 where `faults` finds something.
+`python -m flashpoint_kernels.triton_backend.aot` compiles the variants of CI and prints a JSON line for each variant;
+`--arch 90` compiles all variants of sm_90. It needs no GPU: ptxas, cuobjdump and nvdisasm are part of Triton.
+TRITON_INTERPRET must not be set. The exit code is 1 if `faults` finds a fault.
 """
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ _PRODUCTS = ("forward", "backward_kv", "backward_q")
 class Report:
     """The compiler's result for one variant.
 
-    `spill_bytes` is local memory a thread, 0 where nothing spills; `loop` the instructions of the shortest inner loop
-    with a matrix product in it, 0 where there is none; `loop_spills` how many of any such loop's load or store spilled
-    registers, the most; `copies` the copy engine's; `beside` how many exponentials of a
-    thread come between a wait that leaves a product under way and the wait for that product, the least of all loops.
+    `spill_bytes` is the local memory of a thread, 0 without spills. `loop` is the number of instructions in the
+    shortest inner loop with a matrix product, 0 without one. `loop_spills` is the largest number of loads and stores of
+    spilled registers in one of these loops. `copies` counts instructions of the copy engine. `beside` counts the
+    exponentials of a thread between a wait that leaves a product running and the wait for that product: the minimum of
+    all loops.
     """
 
     kernel: str
@@ -101,7 +102,7 @@ class Report:
 
 
 def tile_of(variant: Variant) -> Tile:
-    """The tile that `variant` ships with."""
+    """Return the tile that `variant` ships with."""
     kernel, rows = kernel_of(variant)
     arch, dim = variant.arch, variant.head_dim
     paged, quantized = variant.paged, variant.keys is not None
@@ -120,13 +121,13 @@ def tile_of(variant: Variant) -> Tile:
 
 
 def kernel_of(variant: Variant) -> tuple[str, int]:
-    """The key of KERNELS, and the rows of packed blocks: ("forward", 16) of "forward_packed16_blocks"."""
+    """Return the key of KERNELS and the rows of packed blocks: ("forward", 16) for "forward_packed16_blocks"."""
     kernel, _, rows = variant.kernel.removesuffix("_blocks").partition("_packed")
     return kernel, int(rows or 0)
 
 
 def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
-    """Compile `variant` with the tile it ships with, or another."""
+    """Compile `variant` with `tile`, or with the tile it ships with."""
     tile = tile or tile_of(variant)
     compiled = build(variant, tile)
     registers, spill_bytes = resources(compiled.asm["cubin"])
@@ -195,14 +196,14 @@ def faults(report: Report) -> list[str]:
 
 
 def compile_all(variants: Sequence[Variant], processes: int) -> Iterator[Report]:
-    """Reports in the order of `variants`, from a pool of processes of their own."""
+    """Yield reports in the order of `variants`, compiled in a pool of child processes."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         yield from pool.map(compile_variant, variants)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_KIB, help="all that these can run")
+    parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_KIB, help="compile all their variants")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
     variants = [v for arch in asked.arch for v in all_of(arch)] if asked.arch else representative()

@@ -1,13 +1,13 @@
 """The backward kernels: three launches, no atomics, P recomputed from lse (FlashAttention-2, Dao 2023, Algorithm 2).
 
-    delta = rowsum(o∘do) − dlse          one program a block of queries
-    dV = Pᵀ dO,  dK = scale·dSᵀ Q        one program a block of keys of one key/value head
-    dQ = scale·dS K                      one program a block of queries of one head
+    delta = rowsum(o∘do) − dlse          one program per block of queries
+    dV = Pᵀ dO,  dK = scale·dSᵀ Q        one program per block of keys of one key/value head
+    dQ = scale·dS K                      one program per block of queries of one head
     with P = exp(S − lse), dP = dO Vᵀ, dS = P∘(dP − delta)
     and dropout Z = keep/(1 − p): dV = (P∘Z)ᵀ dO, dP = (dO Vᵀ)∘Z
 
-Notation as in forward.py. The transposed scores are computed as such (k·qᵀ): a transposed accumulator as the operand of
-a dot is wrong on Hopper in triton 3.4–3.7.0.
+Notation as in forward.py. The transposed scores are computed directly (k·qᵀ): Triton 3.4–3.7.0 gives wrong results on
+Hopper if a transposed accumulator is the operand of a dot.
 """
 
 import triton
@@ -31,26 +31,27 @@ from flashpoint_kernels.triton_backend.tiles import (
     store,
 )
 
-# Columns of a work item: table row, first row of the block of queries or of keys; with a block mask also the place of
-# its lists.
+# Columns of a work item: table row, first row of the block of queries or keys; with a block mask also the place of its
+# lists.
 ITEM = tl.constexpr(2)
 
 
 @triton.jit
 def load_stats(p_stats, half, o_m):
-    """(lse in base 2, delta) of a whole block of queries, as `attention_delta` left them (see Launch.place_stats).
+    """Return (lse in base 2, delta) of a whole block of queries, as stored by `attention_delta` (see
+    Launch.place_stats).
 
-    +inf and 0 where there is no query, so that no mask is needed: it costs most in a loop.
+    Rows without a query have +inf and 0, so no mask is needed: a mask is expensive in a loop.
     """
     return tl.load(p_stats + o_m), tl.load(p_stats + half + o_m)
 
 
 @triton.jit(do_not_specialize=["heads", "value_dim"])
 def attention_delta(table, items, heads, value_dim, C: tl.constexpr):
-    """Store two float32 values of each query for the other kernels: lse in base 2, and delta = rowsum(o∘do) − dlse.
+    """Store two float32 values per query for the other kernels: lse in base 2, and delta = rowsum(o∘do) − dlse.
 
-    A query that attends to nothing has lse −inf; +inf in its place makes its P zero, and so it does for rows of a block
-    that are no queries. Grid: items × heads.
+    A query that attends to no key has lse −inf; it is stored as +inf, which makes its P zero. Rows of a block beyond
+    the last query get the same value. Grid: items × heads.
     """
     item = items + (tl.program_id(0) // heads) * ITEM
     head = tl.program_id(0) % heads
@@ -76,7 +77,7 @@ def attention_delta(table, items, heads, value_dim, C: tl.constexpr):
 
 @triton.jit
 def softmax_gradient(p, dp, delta, slope, C: tl.constexpr):
-    """dS of the raw scaled scores from P, dP and delta: through the softmax and the scores' transform (`slope`)."""
+    """Return dS of the raw scaled scores from P, dP and delta; `slope` is the derivative of the scores' softcap."""
     ds = p * (dp - delta)
     if C.LEVEL >= 1:
         ds = ds * slope
@@ -85,7 +86,7 @@ def softmax_gradient(p, dp, delta, slope, C: tl.constexpr):
 
 @triton.jit
 def dropout_factor(queries, j0, seq, C: tl.constexpr):
-    """Z of the tile, (M, N): 1/(1 − p) where kept, 0 where dropped, 1 without dropout."""
+    """Return Z of the tile, (M, N): 1/(1 − p) for kept keys, 0 for dropped keys, 1 without dropout."""
     z = tl.full([C.BLOCK_M, C.BLOCK_N], 1.0, tl.float32)
     if tl.load(seq.row + col.DROP_BELOW) > 0:
         z = tl.where(keep(queries, j0, seq, C), tl.load(seq.scalars + col.KEEP_SCALE), 0.0)
@@ -94,7 +95,7 @@ def dropout_factor(queries, j0, seq, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "head_dim", "value_dim"])
 def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_dim, C: tl.constexpr):
-    """dk and dv of a block of keys, summed over its queries and its group of query heads in a fixed order.
+    """Store dk and dv of a block of keys, summed over its queries and its group of query heads in a fixed order.
 
     Grid: items × `heads`, the largest number of key/value heads of the launch.
     """
@@ -135,8 +136,8 @@ def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_di
     do_rows = rows_of(t, col.DO, kv_head * group, band.q_len, value_dim, C)
     p_stats, stats_head = locate_vector(t, col.STATS)
     p_stats += kv_head * group * stats_head
-    # One flat loop over the group's heads and their blocks of queries: a nest of loops, or a second body for tiles that
-    # need no visibility test, costs more registers than there are.
+    # One flat loop over the group's heads and their blocks of queries. Nested loops, or a second loop body for tiles
+    # without a visibility test, need more registers than a thread has.
     time, at = 0, lo
     for _ in range(0, times * blocks):
         nth, i0, cut = query_tile(time, at, tiles, together, C)
@@ -145,10 +146,11 @@ def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_di
         b_q = load(next_head(q_rows, nth), o_m, C.BLOCK_D, False, C.EVEN)  # (M, D)
         s = dot(b_k, tl.trans(b_q), tl.full([C.BLOCK_N, C.BLOCK_M], 0.0, tl.float32), C.TF32)  # (N, M)
         s, slope = modify(s, o_m[None, :], o_n[:, None], seq, C)
-        # Aligned to 16 bytes: otherwise triton 3.6 copies each thread's columns four bytes at a time.
+        # Declare an alignment of 16 bytes: otherwise Triton 3.6 copies each thread's columns four bytes at a time.
         p_block = tl.multiple_of(p_stats + nth * stats_head + i0, 16)
         lse, delta = load_stats(p_block, tl.multiple_of(stats_head // 2, 4), within)
-        # Not tested: keys beyond the last, whose rows of dk and dv are dropped, and queries, whose lse makes P zero.
+        # No test for keys beyond the last (their rows of dk and dv are set to 0 below) or for queries (their lse makes
+        # P zero).
         seen = visible_to(o_n[:, None], i0, within[None, :], band, C)
         seen = unskipped(seen, o_m[None, :], o_n[:, None], cut, seq, C)
         p = tl.where(seen, probabilities(s, lse[None, :]), 0.0)
@@ -178,7 +180,9 @@ def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_di
 
 @triton.jit
 def gather_keys(dq, block, lo, hi, tiles, seq, k_rows, v_rows, FULL: tl.constexpr, C: tl.constexpr):
-    """Add to dq (M, D) of a QueryBlock what keys [lo, hi) give, a tile of BLOCK_N at a time; see attend_keys."""
+    """Add the contribution of keys [lo, hi) to dq (M, D) of a QueryBlock, one tile of BLOCK_N at a time; see
+    attend_keys.
+    """
     o_m = block.queries
     within = tl.arange(0, C.BLOCK_N)
     for at in range(lo, hi, C.BLOCK_N):
@@ -202,8 +206,9 @@ def gather_keys(dq, block, lo, hi, tiles, seq, k_rows, v_rows, FULL: tl.constexp
 
 @triton.jit(do_not_specialize=["heads", "head_dim", "value_dim"])
 def attention_backward_q(table, floats, items, lists, heads, head_dim, value_dim, C: tl.constexpr):
-    """dq of a block of queries. Grid: items × `heads`, the largest count of the launch: of query heads, or packed, of
-    key/value heads.
+    """Store dq of a block of queries.
+
+    Grid: items × `heads`, the largest count of the launch: of query heads, or if packed, of key/value heads.
     """
     item = items + (tl.program_id(0) // heads) * (ITEM + 1 if C.BLOCKS else ITEM)
     nth = tl.program_id(0) % heads
@@ -226,7 +231,7 @@ def attention_backward_q(table, floats, items, lists, heads, head_dim, value_dim
     b_do = load(do_rows, o_m, C.BLOCK_DV, False, C.EVEN)  # (M, Dv)
     p_stats, stats_head = locate_vector(t, col.STATS)
     p_stats += at.heads * stats_head
-    if C.PACKED:  # a packed block may be longer than the whole blocks that `attention_delta` wrote
+    if C.PACKED:  # A packed block may reach beyond the whole blocks that `attention_delta` wrote.
         lse = tl.load(p_stats + o_m, mask=o_m < q_len, other=float("inf"))
         delta = tl.load(p_stats + stats_head // 2 + o_m, mask=o_m < q_len, other=0.0)
     else:

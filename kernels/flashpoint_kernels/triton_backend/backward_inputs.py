@@ -1,7 +1,7 @@
-"""Gradients of what all rows share: the additive mask and the sinks. No atomics; notation as in backward.py.
+"""Gradients of inputs that all rows share: the additive mask and the sinks. No atomics; notation as in backward.py.
 
-dmask = Σ dS over the mask's broadcast dimensions          one program a tile of the mask itself
-dsink = −Σ exp(sink − lse)·delta over queries and batch    one program a head
+dmask = Σ dS over the mask's broadcast dimensions          one program per tile of the mask
+dsink = −Σ exp(sink − lse)·delta over queries and batch    one program per head
 """
 
 import triton
@@ -15,14 +15,16 @@ from flashpoint_kernels.triton_backend.interpret import cast, dot
 from flashpoint_kernels.triton_backend.scores import LOG2E, modify, probabilities, visible
 from flashpoint_kernels.triton_backend.tiles import load, load_sequence, locate_vector, rows_of
 
-# Columns of a work item: first table row and how many of them (the batch) to sum over, first head and how many heads,
+# Columns of a work item: first table row and number of rows (the batch) to sum over, first head and number of heads,
 # queries [m_lo, m_hi) and keys [n_lo, n_hi): one tile of the mask, or all tiles of a dimension that is summed over.
 MASK_ITEM = tl.constexpr(8)
 
 
 @triton.jit
 def score_gradient(block, j0, seq, k_rows, v_rows, C: tl.constexpr):
-    """dS (M, N) of a QueryBlock and the tile of keys at j0, before softcap's slope: the mask is added behind it."""
+    """Return dS (M, N) of a QueryBlock and the tile of keys at j0, without softcap's slope: the mask is added after
+    softcap.
+    """
     zeros = tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
     o_m, within = block.queries, tl.arange(0, C.BLOCK_N)
     o_n = j0 + within
@@ -40,7 +42,7 @@ def score_gradient(block, j0, seq, k_rows, v_rows, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["head_dim", "value_dim"])
 def attention_backward_mask(table, floats, items, head_dim, value_dim, C: tl.constexpr):
-    """One tile of dmask, summed over batch, heads, queries and keys as far as the mask is broadcast over them."""
+    """Store one tile of dmask, summed over the dimensions (batch, heads, queries, keys) that the mask broadcasts."""
     item = items + tl.program_id(0) * MASK_ITEM
     first, batch = tl.load(item).to(tl.int64), tl.load(item + 1)
     first_head, heads = tl.load(item + 2), tl.load(item + 3)
@@ -67,7 +69,7 @@ def attention_backward_mask(table, floats, items, head_dim, value_dim, C: tl.con
                 lse, delta = load_stats(p_stats + head * stats_head, stats_head // 2, o_m)
                 block = QueryBlock(queries=o_m, q=b_q, do=b_do, lse=lse, delta=delta)
                 for j0 in range(n_lo, tl.minimum(n_hi, kv_len), C.BLOCK_N):
-                    if not C.BLOCKS:  # noqa: SIM114  # Triton compiles one branch alone
+                    if not C.BLOCKS:  # noqa: SIM114  # Triton compiles only one branch
                         total += score_gradient(block, j0, seq, k_rows, v_rows, C)
                     elif tile_is_seen(i0, j0, seq, C):
                         total += score_gradient(block, j0, seq, k_rows, v_rows, C)
@@ -77,7 +79,7 @@ def attention_backward_mask(table, floats, items, head_dim, value_dim, C: tl.con
     o_m = m_lo + tl.arange(0, C.BLOCK_M)
     o_n = n_lo + tl.arange(0, C.BLOCK_N)
     m_end, n_end = tl.load(t + col.Q_ROWS).to(tl.int32), tl.load(t + col.KV_ROWS).to(tl.int32)
-    # A stride of 0 marks a dimension that was summed over: its sum stands in the tile's first row or column alone.
+    # A stride of 0 marks a dimension that is summed over: only the tile's first row or column holds the sum.
     if row_stride == 0:
         total = tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32) + tl.sum(total, 0)[None, :]
         m_end = m_lo + 1
@@ -88,13 +90,13 @@ def attention_backward_mask(table, floats, items, head_dim, value_dim, C: tl.con
     tl.store(at, cast(total, C.DMASK_DTYPE), mask=(o_m[:, None] < m_end) & (o_n[None, :] < n_end))
 
 
-# Columns of a work item: first table row of a problem and how many rows it has.
+# Columns of a work item: first table row of a problem and its number of rows.
 SINK_ITEM = tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=["heads"])
 def attention_backward_sinks(table, items, heads, C: tl.constexpr):
-    """dsinks of one head of one problem, float32. Grid: items × heads."""
+    """Store dsinks of one head of one problem, float32. Grid: items × heads."""
     item = items + (tl.program_id(0) // heads) * SINK_ITEM
     head = tl.program_id(0) % heads
     first, batch = tl.load(item).to(tl.int64), tl.load(item + 1)

@@ -1,9 +1,9 @@
-"""Block masks: for each work item and head a list of the tiles that are left, and the test of a tile that is cut.
+"""Block masks: for each work item and head a list of the tiles to compute, and the test of a tile that the mask cuts.
 
-A kernel of its own makes the lists before the kernels that go through them: on the device, so that the mask is not
-waited for, and may change under a CUDA graph. A list is int32: how many of its tiles need no test of any score, how
-many there are, and their words, those first. A word is twice the tile's number, and 1 more where the mask cuts it.
-Where heads share a block mask they share the lists, too.
+A separate kernel makes the lists on the device, before the kernels that read them. So the host does not wait for the
+mask, and the mask may change under a CUDA graph. A list is int32: the number of tiles that need no test of any score,
+the number of all tiles, and one word per tile, untested tiles first. A word is twice the tile's number, plus 1 if the
+mask cuts the tile. Heads that share a block mask share the lists.
 """
 
 import triton
@@ -13,31 +13,31 @@ from flashpoint_kernels.triton_backend import table as col
 from flashpoint_kernels.triton_backend.bounds import query_range
 from flashpoint_kernels.triton_backend.tiles import block_at, key_stretches, load_sequence
 
-# Columns of a work item: table row, first row of the block, first and last key of its part (of a block of keys: 0 and
+# Columns of a work item: table row, first row of the block, first and last key of its part (for a block of keys: 0 and
 # the last query), and the place of its lists in units of UNIT.
 ITEM = tl.constexpr(5)
 HEADER = tl.constexpr(2)
 UNIT = tl.constexpr(16)
-_CHUNK = tl.constexpr(64)  # tiles that are looked at together
+_CHUNK = tl.constexpr(64)  # tiles that one step examines
 
 
 @triton.jit
 def list_at(lists, place, count, nth, t):
-    """The pointer to a list of at most `count` tiles, of the nth head of a grid of heads."""
+    """Return the pointer to a list of at most `count` tiles, of the nth head of a grid of heads."""
     nth = tl.where(tl.load(t + col.BLOCKS + 1) == 0, 0, nth)
     return lists + (place + nth * tl.cdiv(count + HEADER, UNIT)).to(tl.int64) * UNIT
 
 
 @triton.jit
 def listed_stretches(tiles, C: tl.constexpr):
-    """`tiles.key_stretches` of a list: places in it, times BLOCK_N."""
+    """Return the bounds of `tiles.key_stretches` for a list: places in the list, times BLOCK_N."""
     full_hi, hi = tl.load(tiles) * C.BLOCK_N, tl.load(tiles + 1) * C.BLOCK_N
     return 0, 0, full_hi, hi
 
 
 @triton.jit
 def key_tile(at, tiles, C: tl.constexpr):
-    """(first key, whether the block mask cuts it) of the tile that a loop over stretches is at."""
+    """Return (first key, 1 if the block mask cuts the tile) of the tile at position `at` of a loop over stretches."""
     j0, cut = at, 0
     if C.BLOCKS:
         word = tl.load(tiles + HEADER + at // C.BLOCK_N)
@@ -47,9 +47,11 @@ def key_tile(at, tiles, C: tl.constexpr):
 
 @triton.jit
 def query_tile(nth, at, tiles, heads, C: tl.constexpr):
-    """(which head of the group, first query, whether it is cut) of the tile that a loop over heads and queries is at.
+    """Return (head in the group, first query, 1 if the mask cuts it) of the current tile of a loop over heads and
+    queries.
 
-    `heads`: of the group, whose tiles are in one list, 1 where all heads have the same tiles.
+    `heads` is the number of heads whose tiles are in one list: those of the group, or 1 if all heads have the same
+    tiles.
     """
     i0, cut = at, 0
     if C.BLOCKS:
@@ -61,7 +63,7 @@ def query_tile(nth, at, tiles, heads, C: tl.constexpr):
 
 @triton.jit
 def unskipped(seen, i, j, cut, seq, C: tl.constexpr):
-    """Return `seen` without the scores that the block mask skips, in a tile of queries i and keys j that it may cut."""
+    """Return `seen` without the scores that the block mask removes; `cut` is 0 if the mask does not cut this tile."""
     if C.BLOCKS:
         if cut != 0:
             t, band = seq.row, seq.band
@@ -75,8 +77,11 @@ def unskipped(seen, i, j, cut, seq, C: tl.constexpr):
 
 @triton.jit
 def _seen_of(t, head, heads, r0, r1, c0, c1, steps_r, steps_c, wanted):
-    """(some, every) as 0 or 1: whether of blocks r0 … r1 × c0 … c1, of so many heads from `head` on, some or all are
-    true. The four are scalars or (_CHUNK,); `steps_*` are how many there are at most, `wanted` where there is a tile.
+    """Return (some, every), each 0 or 1: whether any or all of the blocks r0…r1 × c0…c1 are true, in `heads` heads from
+    `head`.
+
+    `r0`, `r1`, `c0` and `c1` are scalars or (_CHUNK,). `steps_r` and `steps_c` are the largest numbers of rows and
+    columns of blocks. `wanted` is true where there is a tile.
     """
     p = tl.load(t + col.BLOCKS).to(tl.pointer_type(tl.int8))
     stride, row, column = tl.load(t + col.BLOCKS + 1), tl.load(t + col.BLOCKS + 2), tl.load(t + col.BLOCKS + 3)
@@ -94,7 +99,7 @@ def _seen_of(t, head, heads, r0, r1, c0, c1, steps_r, steps_c, wanted):
 
 @triton.jit
 def tile_is_seen(i0, j0, seq, C: tl.constexpr):
-    """Whether the block mask leaves a score of the tile at query i0 and key j0."""
+    """Return whether the block mask leaves a score in the tile at query i0 and key j0."""
     t, band = seq.row, seq.band
     rows, columns = tl.load(t + col.BLOCK_SIZE).to(tl.int32), tl.load(t + col.BLOCK_SIZE + 1).to(tl.int32)
     r0, r1 = i0 // rows, (tl.minimum(i0 + C.BLOCK_M, band.q_len) - 1) // rows
@@ -106,7 +111,7 @@ def tile_is_seen(i0, j0, seq, C: tl.constexpr):
 
 @triton.jit
 def list_key_tiles(table, items, lists, heads, C: tl.constexpr):
-    """The lists of blocks of queries. Grid: items × `heads`, the largest number of lists of an item."""
+    """Write the lists for blocks of queries. Grid: items × `heads`, the largest number of lists of an item."""
     item = items + (tl.program_id(0) // heads) * ITEM
     nth = tl.program_id(0) % heads
     t = table + tl.load(item).to(tl.int64) * col.WIDTH
@@ -144,8 +149,9 @@ def list_key_tiles(table, items, lists, heads, C: tl.constexpr):
 
 @triton.jit
 def list_query_tiles(table, items, lists, heads, C: tl.constexpr):
-    """The lists of blocks of keys: the tiles of all query heads of a key/value head, one head after the other, whose
-    numbers count heads first. Grid: items × `heads`, the largest number of lists of an item.
+    """Write the lists for blocks of keys: the tiles of all query heads of a key/value head, one head after the other.
+
+    A tile's number is (tile of queries) × heads + head. Grid: items × `heads`, the largest number of lists of an item.
     """
     item = items + (tl.program_id(0) // heads) * ITEM
     nth = tl.program_id(0) % heads

@@ -1,11 +1,11 @@
-"""The tile bounds of `flashpoint_kernels.bounds`, for kernels to call."""
+"""The tile bounds of `flashpoint_kernels.bounds`, as functions that kernels can call."""
 
 import triton
 import triton.language as tl
 
 from flashpoint_kernels import bounds
 
-vars(bounds)["tl"] = tl  # Triton's interpreter wants it visible from every compiled function
+vars(bounds)["tl"] = tl  # Triton's interpreter needs `tl` to be visible from every compiled function
 
 key_range = triton.jit(bounds.key_range)
 full_key_range = triton.jit(bounds.full_key_range)

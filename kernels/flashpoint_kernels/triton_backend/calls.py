@@ -1,7 +1,7 @@
-"""One call of a kernel, as a value: made, then run, or compiled before it is needed.
+"""One call of a kernel as a value: it is made, and then run, or compiled before it is needed.
 
-A call that is not compiled yet takes Triton seconds. `start_compiling` has that done aside, in threads: the compiler's
-passes and ptxas run outside Python's lock.
+Triton takes seconds to compile a call. `start_compiling` does that in threads: the compiler's passes and ptxas run
+without Python's lock.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ _ready: set[Hashable] = set()  # variants that this process has compiled, or has
 
 
 def compile_options(tile: Tile) -> dict[str, Any]:
-    """Return Triton's compile options. They request fused multiply-adds, since releases differ in their default."""
+    """Return Triton's compile options.
+
+    They request fused multiply-adds, because the default differs between releases.
+    """
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
 
 
 @dataclass(eq=False)
 class Call:
-    """A kernel, its grid, its tile, its constants, and what makes its arguments once they are needed."""
+    """A kernel, its grid, its tile, its constants, and a function that makes its arguments when they are needed."""
 
     kernel: Any
     programs: int
@@ -44,19 +47,22 @@ class Call:
 
     @property
     def variant(self) -> Hashable:
-        """Return the key for which Triton compiles once."""
+        """Return the key of this call's compiled code: Triton compiles once per key."""
         return self.kernel.__name__, self.device, self.constants, self.tile.num_warps, self.tile.num_stages
 
     @property
     def compiled(self) -> bool:
-        """Also where it has no program: others of the same launch key have some."""
+        """Return whether the kernel is compiled.
+
+        It must be compiled even if this call has no programs: another call has some.
+        """
         return INTERPRETED or self.variant in _ready
 
     def run(self) -> None:
-        """Launch it; nothing where there is no program."""
+        """Launch the kernel, unless the call has no programs."""
         if self.programs == 0:
             return
-        # NumPy warns of what a GPU does silently (−inf arithmetic, overflow of garbage that is masked after).
+        # NumPy warns about arithmetic that a GPU does silently: −inf, and overflow of values that are masked later.
         with np.errstate(all="ignore") if INTERPRETED else contextlib.nullcontext():
             self._with(lambda args, options: self.kernel[(self.programs,)](*args, **options))
 
@@ -67,7 +73,7 @@ class Call:
 
     def _with(self, act: Callable[[tuple[Any, ...], dict[str, Any]], object]) -> None:
         def scratch(size: int, _alignment: int, _stream: int | None) -> torch.Tensor:
-            """Memory for the descriptors that a kernel makes."""
+            """Return memory for the descriptors that a kernel makes."""
             return torch.empty(size, dtype=torch.int8, device=self.device)
 
         def inside() -> None:
@@ -76,12 +82,12 @@ class Call:
                 act(self.args(), options)
 
         options = {"C": self.constants, **compile_options(self.tile)}
-        contextvars.copy_context().run(inside)  # the caller's own allocator stays what it was
+        contextvars.copy_context().run(inside)  # leave the caller's own allocator unchanged
         _ready.add(self.variant)
 
 
 def start_compiling(calls: Callable[[], Iterable[Call]]) -> Future[None]:
-    """Compile what `calls` yields, in a thread. Raises there what Triton raises."""
+    """Compile the calls from `calls` in a thread. The future raises what Triton raises."""
 
     def work() -> None:
         with torch.no_grad():
@@ -93,5 +99,5 @@ def start_compiling(calls: Callable[[], Iterable[Call]]) -> Future[None]:
 
 @lru_cache(maxsize=1)
 def _pool() -> ThreadPoolExecutor:
-    """Half the cores: the other half serve what is compiled."""
+    """Return a pool with half of the cores; the other half serve requests that need no compilation."""
     return ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1), thread_name_prefix="flashpoint-compile")

@@ -1,7 +1,7 @@
-"""Which tiles run: a function of the device, and of the dtype, head dimensions, level and path of a problem alone.
+"""Choice of tiles: it depends only on the device, and on the dtype, head dimensions, level and path of a problem.
 
-The sizes themselves are in configurations.py, one table an architecture. No tile is made to fit at run time: a table is
-taken whole, by a device that has the instructions and the shared memory that its tiles were compiled for.
+The sizes are in configurations.py, one table per architecture. Tiles are never changed at run time: a device uses a
+table as it is, if it has the instructions and the shared memory that the tiles were compiled for.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from flashpoint_kernels.triton_backend.configurations import HOPPER, SHARED_KIB,
 from flashpoint_kernels.triton_backend.groups import FLOAT8, FLOAT8_BITS, INT8
 from flashpoint_kernels.triton_backend.interpret import INTERPRETED
 
-# The interpreter runs tile by tile in Python: few tiles, but M ≠ N, and enough of them to be cut, skipped and split.
-INTERPRETED_AS = 90  # whose way to widen 8-bit keys the interpreter takes
-# Few queries are fewer than on a device, so that both kinds of blocks are run by small problems.
+# The interpreter runs tile by tile in Python: use few tiles, but M ≠ N, and enough tiles to be cut, skipped and split.
+INTERPRETED_AS = 90  # the interpreter widens 8-bit keys as this architecture does
+# `few_queries` is smaller than on a device, so that small problems run both kinds of blocks.
 _INTERPRETER = Config(Tile(64, 32), Tile(32, 64), Tile(64, 32), Tile(32, 32), split_keys=64, few_queries=8)
 
 
 @dataclass(frozen=True)
 class Chip:
-    """The figures of a device that decide its tiles: compute capability (90 for sm_90), KiB of shared memory a program.
+    """The properties of a device that decide its tiles: compute capability (90 for sm_90), KiB of shared memory per
+    program.
 
-    A launch of a persistent kernel has one program for each of its multiprocessors.
+    A launch of a persistent kernel has one program per multiprocessor.
     """
 
     arch: int
@@ -39,13 +40,15 @@ class Chip:
 
 
 def padded(dim: int) -> int:
-    """The power of two, at least 16, that a head dimension is padded to inside a tile."""
+    """Return the power of two, at least 16, to which a tile pads a head dimension."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def parts_of(dim: int) -> tuple[int, int]:
-    """(BLOCK_D, BLOCK_REST) of the forward: a power of two and what is left, padded, where that is less than the power
-    of two above has. So 192 is 128 and 64, and 576 is 512 and 64.
+    """Return (BLOCK_D, BLOCK_REST) of the forward: one padded part, or two parts if together they are smaller.
+
+    192 becomes 128 and 64; 576 becomes 512 and 64. Each part is a power of two, and BLOCK_REST is 0 if there is one
+    part.
     """
     whole, first = padded(dim), padded(dim) // 2
     rest = padded(dim - first)
@@ -53,14 +56,15 @@ def parts_of(dim: int) -> tuple[int, int]:
 
 
 def exact(head_dim: int, value_dim: int) -> bool:
-    """Constants.EVEN of the forward."""
+    """Return Constants.EVEN of the forward: whether the head dimensions need no padding."""
     return sum(parts_of(head_dim)) == head_dim and padded(value_dim) == value_dim
 
 
 def table_of(chip: Chip) -> int:
-    """The architecture whose table `chip` takes: its own, else the one of its generation that uses most of its memory.
+    """Return the architecture whose table `chip` uses: its own, or the one of its generation that uses most of its
+    memory.
 
-    Raises ValueError where no table's tiles are known to fit.
+    Raises ValueError if no table is known to fit.
     """
     if SHARED_KIB.get(chip.arch, chip.shared_kib + 1) <= chip.shared_kib:
         return chip.arch
@@ -79,12 +83,12 @@ def tiles(
     arch: int, dtype: str, head_dim: int, value_dim: int, level: int,
     hopper: bool = False, paged: bool = False, quantized: bool = False, blocks: bool = False,
 ) -> Config:  # fmt: skip
-    """The tiles of a problem in the table of sm_`arch`; `hopper`: with those of the path for Hopper.
+    """Return the tiles of a problem in the table of sm_`arch`; `hopper` adds the tiles of the path for Hopper.
 
-    A head dimension that is no power of two tests the columns of what comes through pointers, and pages need an address
-    for each key: that takes the registers that level 1 has left. A block mask is looked up in tiles that it cuts, and
-    8-bit keys are widened, which takes those that level 2 has. 8-bit keys in pages come in tiles of half the size, and
-    so do all 8-bit keys in packed blocks.
+    Some options need more registers and use the tiles of a higher level. A head dimension that is not a power of two
+    tests the columns of loads through pointers, and pages need an address for each key: both use level 1. A block mask
+    is read in the tiles that it cuts, and 8-bit keys are widened: both use level 2. 8-bit keys in pages have tiles with
+    half the keys, and so do 8-bit keys in packed blocks.
     """
     widest = max(padded(head_dim), padded(value_dim))
     even = padded(head_dim) == head_dim and padded(value_dim) == value_dim
@@ -101,12 +105,12 @@ def tiles(
     if quantized and paged:
         forward = changes.get("forward", config.forward)
         changes["forward"] = replace(forward, block_n=max(forward.block_n // 2, 16))
-        packed = replace(packed, num_stages=2 if arch >= 100 else packed.num_stages)  # one more spills on sm_100
+        packed = replace(packed, num_stages=2 if arch >= 100 else packed.num_stages)  # a third stage spills on sm_100
     return replace(config, packed=packed, **changes)
 
 
 def wide_tile(arch: int, dtype: str, head_dim: int, value_dim: int, level: int) -> Tile | None:
-    """The forward's tile of head dimensions that have their own: above 256, and 192 with 128 at level 0."""
+    """Return the forward's tile for head dimensions above 256, and for 192 with 128 at level 0; None for others."""
     by_dim = WIDE["float32" if dtype == "float32" else "99 KiB" if SHARED_KIB[arch] <= 99 else "16 bits"]
     if max(head_dim, value_dim) > MAX_HEAD_DIM:
         return by_dim[512 if padded(value_dim) <= 512 else 1024]
@@ -114,18 +118,19 @@ def wide_tile(arch: int, dtype: str, head_dim: int, value_dim: int, level: int) 
 
 
 def keys_kind(arch: int, dtype: str) -> int:
-    """Constants.KEYS for 8-bit keys of that dtype on sm_`arch`: chips before sm_89 do not convert float8 themselves."""
+    """Return Constants.KEYS for 8-bit keys of this dtype on sm_`arch`; GPUs before sm_89 cannot convert float8."""
     kind = INT8 if dtype == "int8" else FLOAT8 if arch >= 89 else FLOAT8_BITS
     return int(kind.value)
 
 
 def hopper_tiles(head_dim: int, value_dim: int) -> dict[str, Tile]:
-    """The tiles of the kernels, by their names in `Config`, that the path for Hopper has."""
+    """Return the tiles of the kernels that exist for Hopper, by their names in `Config`."""
     widest = max(padded(head_dim), padded(value_dim))
     return HOPPER[next(dim for dim in HOPPER if widest <= dim)]
 
 
-stand_in: Chip | None = None  # for every device, in a process that compiles for one that is not there (ahead.py)
+# replaces every device in a process that compiles for a GPU that is not present (ahead.py)
+stand_in: Chip | None = None
 
 
 def chip_of(device: torch.device) -> Chip:
@@ -142,22 +147,23 @@ def _chip_of(device: torch.device) -> Chip:
 
 
 def config_for(device: torch.device, *problem: Any) -> Config:
-    """The tiles of a problem on `device`: `tiles` of all that follows. Raises ValueError where no table is for it."""
+    """Return the tiles of a problem on `device`; see `tiles`. Raises ValueError if no table fits the device."""
     return _INTERPRETER if INTERPRETED else tiles(table_of(chip_of(device)), *problem)
 
 
 def keys_of_device(spec: Spec, device: torch.device) -> int | None:
-    """Constants.KEYS for a problem on `device`."""
+    """Return Constants.KEYS for a problem on `device`; None if its keys are not 8-bit numbers."""
     if not spec.quantized:
         return None
     return keys_kind(INTERPRETED_AS if INTERPRETED else chip_of(device).arch, spec.tensors["k"].dtype)
 
 
 def takes_hopper(device: torch.device) -> bool:
-    """Whether problems may take the path for Hopper: asked for by FLASHPOINT_HOPPER=1, and a device that can.
+    """Return whether problems may use the path for Hopper: FLASHPOINT_HOPPER=1 is set, and the device is an sm_90.
 
-    Off unless asked for: it has not run on a GPU yet. Never where Triton interprets, unless a Chip stands in for the
-    device: the interpreter does not run Gluon. Raises ValueError for a value that is neither 0 nor 1.
+    It is off by default, because it has not run on a GPU yet. It is off when Triton interprets, because the interpreter
+    does not run Gluon, unless `stand_in` replaces the device. Raises ValueError if FLASHPOINT_HOPPER is neither 0 nor
+    1.
     """
     asked = os.environ.get("FLASHPOINT_HOPPER") or "0"
     if asked not in ("0", "1"):

@@ -1,11 +1,12 @@
-"""Tile sizes: one table an architecture, by level (`Spec.level`) or float32, then by largest padded head dimension.
+"""Tile sizes: one table per architecture, by level (`Spec.level`) or float32, then by largest padded head dimension.
 
-None has been timed on a GPU; `make gpu` proposes what a device finds faster. Until then each number has its reason
-in what the compiler makes of it (triton 3.7.1, benchmarks/results/compile-*.json, docs/measurements/compiled.md).
-At level 0: of FlashAttention-2's tiles (Dao 2023; its launch templates) and their neighbours of at most 128 queries,
-the one whose inner loop issues the fewest instructions a score, among those that spill nothing and fit. At levels 1
-and 2: that tile, or half of it where the score's options need the registers. Eight warps nearly throughout: so wide
-heads' accumulators stay in registers.
+None has been timed on a GPU; `make gpu` proposes faster tiles for a device. Until then the numbers come from the
+compiler's output (Triton 3.7.1, benchmarks/results/compile-*.json, docs/measurements/compiled.md).
+
+The candidates at level 0 are FlashAttention-2's tiles (Dao 2023; its launch templates) and similar ones of at most 128
+queries. The chosen tile does not spill, fits into shared memory, and has the fewest instructions per score in its inner
+loop. Levels 1 and 2 use that tile, or half of it if the score's options need the registers. Most tiles use eight warps,
+because then the accumulators of wide heads stay in registers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Tile:
-    """BLOCK_M queries by BLOCK_N keys, and how the compiler spreads and pipelines them."""
+    """BLOCK_M queries by BLOCK_N keys; the number of warps, and of pipeline stages."""
 
     block_m: int
     block_n: int
@@ -25,10 +26,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of each kernel, and how many keys a part of a split problem has (a multiple of a tile's keys).
+    """The tiles of each kernel, and the number of keys in a part of a split problem (a multiple of a tile's keys).
 
-    1024 is sixteen tiles: as much as hides the cost of starting a program and of merging its part. A sequence of at
-    most `few_queries` takes packed blocks (see tiles.block_at) of 16, 32 or at most `packed.block_m` rows.
+    1024 keys are sixteen tiles: enough to hide the cost of starting a program and of merging its part. A sequence of at
+    most `few_queries` uses packed blocks (see tiles.block_at) of 16, 32 or at most `packed.block_m` rows.
     """
 
     forward: Tile
@@ -40,13 +41,13 @@ class Config:
 
     @property
     def packed_rows(self) -> tuple[int, ...]:
-        """The sizes of packed blocks."""
+        """Return the sizes of packed blocks."""
         return tuple(rows for rows in PACKED_ROWS if rows <= self.packed.block_m)
 
     def forward_of(self, rows: int) -> Tile:
-        """The forward's tile for packed blocks of so many rows, 0 for a block of one head's queries.
+        """Return the forward's tile for packed blocks of `rows` rows, or with 0, for a block of one head's queries.
 
-        Blocks of 64 rows hold so many scores that they have registers for half of the keys.
+        Blocks of 64 rows hold more scores, so their registers hold only half of the keys.
         """
         if not rows:
             return self.forward
@@ -54,64 +55,73 @@ class Config:
         return replace(self.packed, block_m=rows, block_n=max(keys, 16))
 
     def backward_q_of(self, rows: int) -> Tile:
-        """The tile of dQ, likewise. It holds twice as many products of a tile as the forward: half the keys."""
+        """Return the tile of dQ for packed blocks of `rows` rows, or with 0, for a block of one head's queries.
+
+        dQ holds twice as many products of a tile as the forward, so it has half the keys.
+        """
         if not rows:
             return self.backward_q
         tile = self.forward_of(rows)
         return replace(tile, block_n=max(tile.block_n // 2, 16))
 
     def merge_of(self, rows: int) -> Tile:
-        """A part of a split block of queries and the sum of those before it are two accumulators: twice the warps."""
+        """Return the tile of `merge_parts`.
+
+        It holds two accumulators (a part and the sum before it), so it has twice the warps.
+        """
         tile = self.forward_of(rows)
         return replace(tile, num_warps=2 * tile.num_warps)
 
     @property
     def delta(self) -> Tile:
-        """Its blocks are whole for every kernel that reads what it writes: all sizes are powers of two."""
+        """Return the tile of `attention_delta`, a multiple of the block of every kernel that reads its output (powers
+        of two).
+        """
         return replace(self.backward_q, block_m=max(self.backward_q.block_m, self.backward_kv.block_m))
 
 
 PACKED_ROWS = (16, 32, 64)  # mma.sync takes 16 rows, wgmma 64
 Table = dict[str, dict[int, Config]]
 
-# KiB of shared memory that a program may have, by architecture (CUDA C++ programming guide, compute capabilities).
+# KiB of shared memory that a program can use, by architecture (CUDA C++ programming guide, compute capabilities).
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
-# Packed blocks of few queries read keys at the speed of memory: as many bytes of keys and values in flight as two
-# programs of an SM have room for (three stages of 16 KiB each of K and V), and four warps. 99 KiB hold less.
+# Packed blocks of few queries read keys at the speed of memory. They have four warps, and keep as many bytes of keys
+# and values in flight as two programs fit on an SM (three stages of 16 KiB each for K and V). 99 KiB hold less.
 _PACKED = {64: Tile(64, 64, 4, 4), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 3), 1024: Tile(16, 32, 8, 1)}
 _PACKED_99 = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 3), 256: Tile(64, 32, 4, 2), 1024: Tile(16, 16, 8, 1)}
 _PACKED_FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 2), 1024: Tile(16, 16, 8, 1)}
 
 
 def packed_tile(arch: int, dtype: str, widest: int) -> Tile:
-    """The tile of packed blocks, by the larger padded head dimension; its rows are the most that a block has."""
+    """Return the tile of packed blocks, by the larger padded head dimension; its rows are the maximum of a block."""
     by_dim = _PACKED_FLOAT32 if dtype == "float32" else _PACKED_99 if SHARED_KIB[arch] <= 99 else _PACKED
     return by_dim[next(dim for dim in by_dim if widest <= dim)]
 
 
-# The forward of head dimensions in two parts, on every chip: 192 with values of 128 or fewer (level 0), and by the
-# padded value dimension, those above 256. There, 64 queries would spill in the loop.
+# The forward's tiles for head dimensions in two parts, on every GPU: 192 with values of at most 128 (level 0), and
+# dimensions above 256 by the padded value dimension. For those, 64 queries would spill in the loop.
 WIDE = {
     "16 bits": {192: Tile(128, 64), 512: Tile(32, 32), 1024: Tile(16, 16, 8, 1)},
     "99 KiB": {192: Tile(64, 32), 512: Tile(32, 16), 1024: Tile(16, 16, 8, 1)},
     "float32": {512: Tile(16, 16, 8, 1), 1024: Tile(16, 16, 8, 1)},
 }
 
-# IEEE float32 uses no matrix instruction, so the architecture hardly matters: operands in registers, small tiles.
+# IEEE float32 uses no matrix instruction, so the architecture hardly matters: operands are in registers, tiles are
+# small.
 _FLOAT32 = {
     64: Config(Tile(64, 32), Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
     128: Config(Tile(32, 32, 8, 1), Tile(32, 32), Tile(32, 32)),
     256: Config(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
-# Every option holds more of each score: half the tile, on every chip.
+# With every option a score needs more registers: half the tile, on every GPU.
 _LEVEL_2 = {
     64: Config(Tile(64, 64, 4), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
     128: Config(Tile(64, 64), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
     256: Config(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
 }
 
-# mma.sync takes its operands from registers: a 16-bit accumulator of 64 keys by 128 is the most that spills nothing.
+# mma.sync takes its operands from registers: a 16-bit accumulator of 64 keys by 128 is the largest that does not spill.
 _SM80: Table = {
     "level 0": {
         64: Config(Tile(128, 128), Tile(32, 128), Tile(128, 64)),
@@ -126,7 +136,7 @@ _SM80: Table = {
     "level 2": _LEVEL_2,
     "float32": _FLOAT32,
 }
-# The same instructions with 99 KiB: the widest heads keep one block less in flight.
+# The same instructions with 99 KiB: the widest heads keep one tile less in flight.
 _SM86: Table = {
     "level 0": {
         **_SM80["level 0"],
@@ -140,11 +150,11 @@ _SM86: Table = {
     "float32": _FLOAT32,
 }
 # At D 64 from sm_90 on: two programs of four warps on a multiprocessor, so that the softmax of one runs beside the
-# products of the other. 8.1 instructions a score on sm_90 where one program of 128×128 has 7.1, and 7.4 for 7.2 on
-# sm_100; Triton's tutorial, timed on such chips, takes the same.
+# products of the other. It has 8.1 instructions per score on sm_90 (one program of 128×128: 7.1), and 7.4 (7.2) on
+# sm_100. Triton's tutorial, timed on such GPUs, uses the same tile.
 _TWO_PROGRAMS = Tile(128, 64, 4, 3)
-# wgmma multiplies from shared memory: larger tiles, and a block more in flight. At D 128 its forward and dQ, 128×128,
-# are at the limit of registers: 8.2 and 8.3 instructions a score.
+# wgmma multiplies from shared memory: larger tiles, and one more tile in flight. At D 128 its forward and dQ, 128×128,
+# are at the limit of registers: 8.2 and 8.3 instructions per score.
 _SM90: Table = {
     "level 0": {
         64: Config(_TWO_PROGRAMS, Tile(64, 128), Tile(128, 128)),
@@ -159,7 +169,7 @@ _SM90: Table = {
     "level 2": _LEVEL_2,
     "float32": _FLOAT32,
 }
-# tcgen05 keeps accumulators in a memory of their own, and P and dS on their way there in shared memory.
+# tcgen05 keeps accumulators in their own memory; P and dS pass through shared memory on their way there.
 _SM100: Table = {
     "level 0": {
         64: Config(_TWO_PROGRAMS, Tile(64, 128), Tile(128, 128)),
@@ -174,14 +184,14 @@ _SM100: Table = {
     "float32": _FLOAT32,
 }
 
-# By architecture. sm_120 has sm_86's instructions and memory, not sm_100's.
+# By architecture. sm_120 has the instructions and the memory of sm_86, not of sm_100.
 TABLES: dict[int, Table] = {80: _SM80, 86: _SM86, 89: _SM86, 90: _SM90, 100: _SM100, 120: _SM86}
 
-# The kernels of the folder hopper/, for level 0 on sm_90: four warps a group, and tiles that are held in
-# shared memory as stages. The forward's at D 128 is FlashAttention-3's of causal problems (its hopper/tile_size.h); at
-# 64 two of the three groups that it takes, and at 256 the power of two below its 80 keys. The backward's are the
-# largest that spill nothing (at D 128, twice as large spills 136 bytes in dQ and 112 in dK with dV); two accumulators
-# of D 256 are more than a group has registers for.
+# The kernels of hopper/, for level 0 on sm_90: four warps per group, and as many tiles in shared memory as stages. The
+# forward's tile at D 128 is FlashAttention-3's for causal problems (its hopper/tile_size.h). At D 64 it has two of
+# FlashAttention-3's three groups, and at D 256 the power of two below its 80 keys. The backward's tiles are the largest
+# that do not spill (at D 128, twice the size spills 136 bytes in dQ and 112 in dK with dV). At D 256 two accumulators
+# need more registers than a group has.
 HOPPER = {
     64: {"forward": Tile(128, 128, 4), "backward_kv": Tile(64, 128, 4), "backward_q": Tile(128, 128, 4)},
     128: {"forward": Tile(128, 128, 4), "backward_kv": Tile(32, 128, 4, 3), "backward_q": Tile(128, 64, 4)},

@@ -1,8 +1,8 @@
 """The forward kernel: one program per block of queries (FlashAttention-2, Dao 2023, Algorithm 1).
 
 Notation: p_ pointers, o_ offsets, m_ masks, b_ blocks; M queries and N keys of a tile; s scores and p probabilities; m
-running maximum and denom running denominator of a row (see groups.Softmax), in base 2 with the scale folded into the
-exponent in float32; t the sequence's row of the table, and C the constants.
+and denom the running maximum and denominator of a row (see groups.Softmax). The softmax is in base 2, and the scale is
+part of the exponent in float32. t is the sequence's row of the table, C the constants.
 """
 
 import triton
@@ -37,16 +37,16 @@ ITEM = tl.constexpr(5)
 
 @triton.jit
 def finite(m):
-    """A row's maximum, or 0 for a row that has seen no key yet: what may be subtracted without making NaN of −inf."""
+    """Return a row's maximum, or 0 for a row without keys so far: subtracting it from −inf does not give NaN."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
 def online_softmax(s, unit, m, denom):
-    """One step of the online softmax (Milakov and Gimelshein 2018): (p, m, denom, the factor of what acc has so far).
+    """Return (p, m, denom, factor for acc) after a step of the online softmax (Milakov and Gimelshein 2018).
 
-    The scores in base 2 are s·unit, with unit > 0: inside the exponent the product costs nothing, and the largest score
-    is that of the largest s.
+    The scores in base 2 are s·unit, with unit > 0: inside the exponent the product costs nothing, and the largest s
+    gives the largest score.
     """
     m_new = tl.maximum(m, tl.max(s, 1) * unit)
     shift = finite(m_new)
@@ -57,9 +57,9 @@ def online_softmax(s, unit, m, denom):
 
 @triton.jit
 def attend_keys(softmax, b_q, b_rest, o_m, lo, hi, tiles, seq, keys, values, FULL: tl.constexpr, C: tl.constexpr):
-    """The Softmax after keys [lo, hi), a tile of BLOCK_N at a time; lo is a multiple of BLOCK_N.
+    """Return the Softmax after keys [lo, hi), one tile of BLOCK_N at a time; lo is a multiple of BLOCK_N.
 
-    b_q (M, D) and b_rest, their last columns where BLOCK_REST is not 0, are the queries o_m (M,). FULL: every query may
+    b_q (M, D) holds the queries o_m (M,); b_rest holds their last columns if BLOCK_REST is not 0. FULL: every query may
     see every key. With a block mask, lo and hi are places in the list `tiles`.
     """
     m, denom, acc = softmax.m, softmax.denom, softmax.acc
@@ -104,12 +104,12 @@ def attend_keys(softmax, b_q, b_rest, o_m, lo, hi, tiles, seq, keys, values, FUL
 
 @triton.jit(do_not_specialize=["heads", "head_dim", "value_dim"])
 def attention_forward(table, floats, items, lists, part_o, part_lse, heads, head_dim, value_dim, C: tl.constexpr):
-    """o and lse of one work item and head. Grid: work items × `heads`, the largest count of the launch: of query heads,
-    or packed, of key/value heads.
+    """Store o and lse of one work item and head.
 
-    table (rows, WIDTH) int64, floats (rows, SCALARS) float32, items (n, ITEM) int32; lists: see blocks.py; part_o
-    (slots, heads, BLOCK_M, BLOCK_DV) and part_lse (slots, heads, BLOCK_M) float32 take the parts of problems that are
-    split over keys.
+    Grid: work items × `heads`, the largest count of the launch: of query heads, or if packed, of key/value heads. table
+    (rows, WIDTH) int64, floats (rows, SCALARS) float32, items (n, ITEM) int32; lists: see blocks.py. Parts of problems
+    that are split over keys are stored in part_o (slots, heads, BLOCK_M, BLOCK_DV) and part_lse (slots, heads,
+    BLOCK_M), float32.
     """
     item = items + (tl.program_id(0) // heads) * (ITEM + 1 if C.BLOCKS else ITEM)
     nth = tl.program_id(0) % heads
@@ -133,7 +133,7 @@ def attention_forward(table, floats, items, lists, part_o, part_lse, heads, head
     if C.BLOCK_REST:
         b_rest = load(columns_from(q_rows, C.BLOCK_D), o_m, C.BLOCK_REST, False, C.EVEN)
 
-    # A sink is a key without a value: it starts the denominator, in the first part of a split problem alone.
+    # A sink is a key without a value: it starts the denominator, but only in the first part of a split problem.
     m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
     denom = tl.full([C.BLOCK_M], 0.0, tl.float32)
     if C.LEVEL >= 1:
@@ -170,14 +170,14 @@ def attention_forward(table, floats, items, lists, part_o, part_lse, heads, head
 
 @triton.jit
 def normalised(softmax):
-    """o (M, Dv) and lse (M,) in base 2. Without a key and a sink m is −inf, so o = 0 and lse = −inf."""
+    """Return o (M, Dv) and lse (M,) in base 2. Without a key and a sink m is −inf, so o = 0 and lse = −inf."""
     denom = tl.where(softmax.denom == 0.0, 1.0, softmax.denom)
     return softmax.acc / denom[:, None], softmax.m + tl.log2(denom)
 
 
 @triton.jit
 def store_answer(o, lse, t, block, q_len, value_dim, C: tl.constexpr):
-    """Write o (M, Dv) and lse (M,) in base 2 for a block of queries; rows of padding get 0 and −inf."""
+    """Store o (M, Dv) and lse (M,) of a block of queries; lse comes in base 2. Rows of padding get 0 and −inf."""
     o_m = block.queries
     q_rows = tl.load(t + col.Q_ROWS)
     o = tl.where(o_m[:, None] < q_len, o, 0.0)

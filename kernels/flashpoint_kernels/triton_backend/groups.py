@@ -1,10 +1,10 @@
-"""The named groups in which constants and values travel through the kernels.
+"""Named groups of constants and values that are passed through the kernels.
 
-Triton takes a NamedTuple as a tuple with named fields, from 3.6 on. Make one by keyword: Triton's cache on disk goes by
-the source of a kernel, which then says what each field is, whatever the order of the fields. `type` and `values` cannot
-be fields, because Triton's tuples have attributes of these names.
+Triton handles a NamedTuple as a tuple with named fields, from 3.6 on. Create one by keyword: then the kernel's source,
+which is part of the key in Triton's disk cache, names each field, whatever their order. Fields cannot be named `type`
+or `values`, because Triton's tuples have attributes with these names.
 
-Constants are the attributes of one constant. Triton 3.6 takes numbers, booleans and dtypes from there as arguments of
+All constants are attributes of one constant. Triton 3.6 accepts numbers, booleans and dtypes of it as arguments of
 other functions, but no strings.
 """
 
@@ -15,22 +15,27 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-# How 8-bit keys and values are widened: float8_e4m3fn by the chip, or by moving its bits.
+# How 8-bit keys and values are widened: float8_e4m3fn by the GPU's instruction, or by moving its bits.
 INT8, FLOAT8, FLOAT8_BITS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of a compiled kernel. Those it does not use are None: it is compiled once for all their values.
+    """The constants of a compiled kernel. Unused constants are None, so it is compiled once for all their values.
 
-    LEVEL is `Spec.level`; the dtypes are Triton's, of the tensors, the mask (None: no mask) and the mask's gradient.
-    TF32 is for float32 operands alone. ALIGNED: every row of every head starts at a multiple of 16 bytes. A tile
-    has BLOCK_M queries and BLOCK_N keys; head dimensions are padded to BLOCK_D, and those of values to BLOCK_DV. In the
-    forward a head dimension may be the sum of two powers of two, BLOCK_D and BLOCK_REST, which else is 0 (see
-    config.parts_of). EVEN: they need no padding. STAGES: tiles of a tensor that are in shared memory at a time. PACKED:
-    the rows of a block are the queries of all heads that share a key/value head (see Block). PAGED: keys and values are
-    pages. KEYS: how keys and values that are 8-bit numbers are widened (see tiles.widened), None where they have DTYPE.
-    BLOCKS: there is a block mask, and the tiles are those of a list (see blocks.py).
+    - LEVEL is `Spec.level`.
+    - DTYPE, MASK_DTYPE and DMASK_DTYPE are Triton's dtypes of the tensors, the mask (None: no mask) and its gradient.
+    - TF32 is only for float32 operands.
+    - ALIGNED: every row of every head starts at a multiple of 16 bytes.
+    - BLOCK_M and BLOCK_N are the queries and keys of a tile.
+    - BLOCK_D and BLOCK_DV are the padded head dimensions of keys and of values. In the forward a head dimension may be
+      the sum of two powers of two, BLOCK_D and BLOCK_REST; otherwise BLOCK_REST is 0 (see config.parts_of).
+    - EVEN: the head dimensions need no padding.
+    - STAGES is the number of tiles of a tensor in shared memory at a time.
+    - PACKED: the rows of a block are the queries of all heads that share a key/value head (see Block).
+    - PAGED: keys and values are pages.
+    - KEYS says how 8-bit keys and values are widened (see tiles.widened); None if they have DTYPE.
+    - BLOCKS: there is a block mask, and the tiles come from a list (see blocks.py).
     """
 
     LEVEL: int | None = None
@@ -53,7 +58,7 @@ class Constants:
 
 
 class Band(NamedTuple):
-    """Lengths of a sequence, and which keys its queries may see (see bounds.py). int32."""
+    """The lengths of a sequence, and the keys that its queries may see (see bounds.py). int32."""
 
     q_len: Any
     kv_len: Any
@@ -63,7 +68,7 @@ class Band(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """A sequence and one of its heads: its rows of the two tables (pointers), its scale, its band.
+    """A sequence and one of its heads: pointers to its rows of the two tables, its scale, its band.
 
     In a packed block `head` is (M, 1).
     """
@@ -76,10 +81,11 @@ class Sequence(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of queries. `queries` and `heads` are those of each row: (M,) int32, `heads` a number where all have one.
+    """A block of queries. `queries` (M,) int32 and `heads` are those of each row; `heads` is a number if all rows have
+    one.
 
-    `first` and `last` are its first and last query, `kv_head` the head of its keys. In a packed block row r is query
-    r // group of head r % group: all heads that share a key head read its keys once (FlashAttention's `pack_gqa`).
+    `first` and `last` are its first and last query, `kv_head` the head of its keys. In a packed block row r is query r
+    // group of head r % group: all heads that share a key head read its keys once (FlashAttention's `pack_gqa`).
     """
 
     queries: Any
@@ -90,7 +96,7 @@ class Block(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a head of a tensor: `length` rows of `dim` numbers; row 0 is at `base`. Strides in elements.
+    """The rows of one head of a tensor: `length` rows of `dim` numbers; row 0 is at `base`. Strides in elements.
 
     In a packed block `base` is (M, 1): each row has its own head.
     """
@@ -103,9 +109,10 @@ class Rows(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys, or values, of a key head: their Rows, the stride of a page, and where their scales are, float32.
+    """The keys or values of a key head: their Rows, the stride of a page, and the address and strides of their float32
+    scales.
 
-    Without pages `page` is 0, and without scales the last three.
+    Without pages `page` is 0; without scales the last three fields are 0.
     """
 
     rows: Rows
@@ -116,9 +123,10 @@ class Keys(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a tile of keys (N,) is: its page, the row there, and whether it may be read; the tile's first key.
+    """The location of a tile of keys (N,): its first key, and for each key its page, its row there, and whether to read
+    it.
 
-    Without pages, `first` and `row` alone.
+    Without pages only `first` and `row` are used.
     """
 
     first: Any

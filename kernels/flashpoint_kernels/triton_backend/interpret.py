@@ -1,7 +1,8 @@
 """Correct the errors of Triton's interpreter with bfloat16, in one place.
 
-The interpreter (3.6 to 3.9) multiplies the raw 16-bit patterns in `tl.dot` and truncates float32 to bfloat16. These
-helpers upcast before a dot and round to nearest even when interpreting; compiled, they are `tl.dot` and `.to`.
+The interpreter (3.6 to 3.9) multiplies the raw 16-bit patterns in `tl.dot` and truncates float32 to bfloat16. When
+interpreting, these helpers convert to float32 before a dot and round to nearest even; compiled, they are `tl.dot` and
+`.to`.
 """
 
 import triton
@@ -13,7 +14,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def dot(a, b, acc, TF32: tl.constexpr):
-    """acc + a @ b in float32. TF32 is for float32 operands alone: they are rounded to tf32."""
+    """Return acc + a @ b in float32. TF32 is only for float32 operands: they are rounded to tf32."""
     if _INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -22,7 +23,7 @@ def dot(a, b, acc, TF32: tl.constexpr):
 
 @triton.jit
 def cast(x, DTYPE: tl.constexpr):
-    """float32 `x` as DTYPE, rounded to nearest even."""
+    """Return float32 `x` as DTYPE, rounded to nearest even."""
     if _INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         bits = bits + 0x7FFF + ((bits >> 16) & 1)

@@ -1,4 +1,4 @@
-"""Launches: any mix of problems that share a launch key, in one grouped launch a kernel."""
+"""Launches: any mix of problems with the same launch key, in one grouped launch per kernel."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _TYPES = {
     "float64": tl.float64,
 }
 
-# A program keeps its descriptors at 512 bytes times its number, which triton computes in int32 before 3.9.
+# A program keeps its descriptors at an offset of 512 bytes times its number; Triton before 3.9 computes it in int32.
 PROGRAMS_OF_HOPPER = 2**31 // 512
 
 _SHAPE = [
@@ -69,7 +69,7 @@ _SHAPE = [
 
 @dataclass(eq=False)
 class Launch:
-    """Problems that run together: their joint table, the constants that they share, and the tiles."""
+    """Problems that run together: their joint table, their common constants, and the tiles."""
 
     problems: list[Problem]
     tables: list[Table]
@@ -85,7 +85,7 @@ class Launch:
 
     @cached_property
     def shared(self) -> Constants:
-        """Constants of all kernels but for their tiles."""
+        """Return the constants of all kernels, except those of their tiles."""
         spec = self.problems[0].spec
         mask = spec.tensors["attn_mask"].dtype if spec.has("attn_mask") else None
         block_d, block_dv = padded(spec.head_dim), padded(spec.value_dim)
@@ -105,14 +105,14 @@ class Launch:
 
     @cached_property
     def _tables(self) -> tuple[int, int]:
-        """The joint table's numbers in the upload: integers and floats."""
+        """Return the numbers in the upload of the joint table's integers and floats."""
         ints = np.concatenate([t.ints for t in self.tables])
         if self.problems[0].spec.direction == "backward":
             self.stats = self.place_stats(ints)
         return self.upload.add(ints), self.upload.add(np.concatenate([t.floats for t in self.tables]))
 
     def column(self, column: Any, after: int = 0) -> np.ndarray:
-        """Return a column of the joint table, or one so many after it."""
+        """Return a column of the joint table, or the column at `after` places behind it."""
         return np.concatenate([t.ints[:, column.value + after] for t in self.tables])
 
     @property
@@ -124,7 +124,7 @@ class Launch:
         return self.upload.view(self._tables[1])
 
     def items(self, number: int) -> Tensor:
-        """Return a work list on the device, which the table goes to with it."""
+        """Return a work list on the device. The table is added to the upload first, so one copy transfers both."""
         _ = self._tables
         return self.upload.view(number)
 
@@ -137,9 +137,10 @@ class Launch:
         return self.problems[0].spec.head_dim, self.problems[0].spec.value_dim
 
     def place_stats(self, ints: np.ndarray) -> Tensor:
-        """Memory for what `attention_delta` writes, two rows a head, and its addresses into the table.
+        """Allocate memory for the output of `attention_delta`, two rows per head, and write its addresses into the
+        table.
 
-        A sequence has whole blocks of queries of its own, in every layout: a block is loaded and stored without a mask.
+        In every layout a sequence has its own whole blocks of queries, so a block is loaded and stored without a mask.
         """
         block = self.config.delta.block_m
         rows = -(-ints[:, columns.Q_ROWS.value] // block) * block
@@ -157,9 +158,10 @@ class Launch:
         self, kernel: Any, items: np.ndarray, heads: int, tile: Tile, args: Callable[[Tensor], tuple[Any, ...]],
         *names: str, most: int | None = None, **constants: Any,
     ) -> Call:  # fmt: skip
-        """One program an item and head, or `most`; `args` are made from the items on the device.
+        """Return a call with one program per item and head, at most `most`. `args` makes the arguments from the
+        device's items.
 
-        `names` are of `shared`.
+        `names` are the names of constants in `shared`.
         """
         chosen = Constants(**{name: getattr(self.shared, name) for name in names}, **constants)
         number = self.upload.add(items)
@@ -174,22 +176,23 @@ _VALUES = ("DTYPE", "ALIGNED", "BLOCK_DV", "EVEN")
 
 
 def forward(problems: Sequence[Problem]) -> None:
-    """Write `o` and, where asked, `lse` of every problem. All share one launch key."""
+    """Write `o` and, if requested, `lse` of every problem. All problems have the same launch key."""
     prepare(problems)()
 
 
 def backward(problems: Sequence[Problem]) -> None:
-    """Write the gradients asked of every problem, from its `o` and `lse`. All share one launch key."""
+    """Write the requested gradients of every problem, from its `o` and `lse`. All problems have the same launch key."""
     prepare(problems)()
 
 
 def prepare(problems: Sequence[Problem]) -> Callable[[], None]:
-    """Return a function that runs the problems, which share a direction and a launch key, into their outputs.
+    """Return a function that runs the problems and writes their outputs. The problems have one direction and launch
+    key.
 
-    It may be called again, with other numbers in the same memory: tensors, outputs, page numbers and scales (not
-    lengths, which are read here, and not copies: masks in float64, tensors whose rows do not lie together, and numbers
-    per head, lse and scales that are not float32). From its second call on it copies nothing from the host, so it can
-    be captured in a CUDA graph. A gradient needs `o` and `lse`.
+    The function can be called again with other numbers in the same memory: tensors, outputs, page numbers and scales.
+    It does not see new lengths, which are read here, nor new values of tensors that are copied here: masks in float64,
+    tensors whose rows are not contiguous, and per-head numbers, lse and scales that are not float32. From the second
+    call on it copies nothing from the host, so a CUDA graph can capture it. A gradient needs `o` and `lse`.
     """
     if problems and problems[0].spec.direction == "forward":
         calls = list(forward_calls(problems))
@@ -200,7 +203,7 @@ def prepare(problems: Sequence[Problem]) -> Callable[[], None]:
 
     def run() -> None:
         for gradient in empty:
-            gradient.zero_()  # where there is no query or no key there is no program
+            gradient.zero_()  # without queries or keys there is no program that writes it
         _run(calls)
         for problem, extra in zip(problems, scratch, strict=True):
             if "dsinks" in extra:
@@ -215,18 +218,18 @@ def _run(calls: Iterable[Call]) -> None:
 
 
 def compiled(problems: Sequence[Problem]) -> bool:
-    """Whether `run(problems, "triton")` would find every kernel compiled by this process. True when interpreting.
+    """Return whether this process has compiled every kernel of `run(problems, "triton")`. True when interpreting.
 
-    The problems share a direction and a launch key. Nothing is sent to the device.
+    The problems have one direction and one launch key. Nothing is sent to the device.
     """
     return all(call.compiled for call in _calls(problems))
 
 
 def compile_ahead(problems: Sequence[Problem]) -> Future[None]:
-    """Compile in a thread what `run(problems, "triton")` needs; done when `compiled(problems)` is true.
+    """Compile in a thread what `run(problems, "triton")` needs; when it is done, `compiled(problems)` is true.
 
-    Nothing is launched, and no output is written. The future raises Triton's errors. Triton's cache on disk
-    (TRITON_CACHE_DIR) is shared: a kernel that another process has compiled is loaded from it.
+    Nothing is launched, and no output is written. The future raises Triton's errors. Triton's disk cache
+    (TRITON_CACHE_DIR) is shared: kernels that another process has compiled are loaded from it.
     """
     return start_compiling(lambda: _calls(problems))
 
@@ -241,7 +244,7 @@ def _calls(problems: Sequence[Problem]) -> Iterator[Call]:
 
 
 def forward_calls(problems: Sequence[Problem], tiles: Config | None = None) -> Iterator[Call]:
-    """Yield the calls of `forward`, in order. benchmarks/gpu.py tries `tiles` that are not in the device's table."""
+    """Yield the calls of `forward`, in order. benchmarks/gpu.py passes `tiles` that are not in the device's table."""
     for launch in _launches(problems, [{} for _ in problems], tiles):
         if launch.hopper:
             yield _forward_hopper(launch)
@@ -252,7 +255,7 @@ def forward_calls(problems: Sequence[Problem], tiles: Config | None = None) -> I
 
 
 def _forward_blocks(launch: Launch, rows: int) -> Iterator[Call]:
-    """The forward of sequences with packed blocks of so many rows, or with 0, of those with blocks of one head."""
+    """Yield the forward's calls for sequences with packed blocks of `rows` rows, or with 0, with blocks of one head."""
     tile = launch.config.forward_of(rows)
     block_d, block_rest = parts_of(launch.dims[0])
     items, merges, slots = forward_list(launch.shapes, Cut(launch.config, rows))
@@ -281,7 +284,10 @@ def _forward_blocks(launch: Launch, rows: int) -> Iterator[Call]:
 def _listed(
     launch: Launch, items: np.ndarray, make: Callable[[], lists.Lists]
 ) -> Generator[Call, None, tuple[np.ndarray, Callable[[], Tensor | None]]]:
-    """Yield the call that makes the lists of a launch with block masks; return the items, and where the lists are."""
+    """Yield the call that makes the lists of a launch with block masks.
+
+    Return the items and a function for the lists.
+    """
     if not launch.shared.BLOCKS:
         return items, lambda: None
     made = make()
@@ -290,8 +296,10 @@ def _listed(
 
 
 def _forward_hopper(launch: Launch) -> Call:
-    """The forward of the folder hopper/: its programs, one for each multiprocessor, share out the blocks of queries."""
-    # Not before it is asked for: see hopper/.
+    """Return the forward's call for Hopper: one program per multiprocessor; they divide the blocks of queries among
+    them.
+    """
+    # Import it only when the path is requested: see hopper/.
     from flashpoint_kernels.triton_backend.hopper.forward import attention_forward_hopper
 
     tile = launch.config.forward
@@ -306,7 +314,7 @@ def _forward_hopper(launch: Launch) -> Call:
 
 
 def _gradient_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -> Iterator[Call]:
-    """A gradient of the folder hopper/, by its name in `Config`: PROGRAMS_OF_HOPPER a launch at most."""
+    """Yield a gradient's calls for Hopper, by its name in `Config`, with at most PROGRAMS_OF_HOPPER programs each."""
     from flashpoint_kernels.triton_backend.hopper import backward
 
     kernels = {
@@ -324,7 +332,7 @@ def _gradient_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -
 
 
 def scratch_of(problem: Problem) -> dict[str, Tensor]:
-    """Float32 for dsinks to be summed in, where they are asked."""
+    """Return float32 memory in which dsinks is summed, if the problem asks for it."""
     if "dsinks" not in problem.outputs:
         return {}
     return {"dsinks": torch.zeros(problem.spec.q_heads, dtype=torch.float32, device=problem.device)}
@@ -333,7 +341,7 @@ def scratch_of(problem: Problem) -> dict[str, Tensor]:
 def backward_calls(
     problems: Sequence[Problem], scratch: Iterable[dict[str, Tensor]], tiles: Config | None = None
 ) -> Iterator[Call]:
-    """Yield the calls of `backward`, in order; `scratch` has each problem's `scratch_of`."""
+    """Yield the calls of `backward`, in order; `scratch` holds each problem's `scratch_of`."""
     for launch in _launches(problems, scratch, tiles):
         yield from _backward_of(launch)
         yield from _backward_masks(launch)
@@ -377,7 +385,7 @@ def _backward_of(launch: Launch) -> Iterator[Call]:
 
 
 def _backward_masks(launch: Launch) -> Iterator[Call]:
-    """dattn_mask of the problems that ask it, a launch for each dtype of theirs (one, but for float64 masks)."""
+    """Yield the calls for dattn_mask: one for each dtype of the masks (one in all, unless some masks are float64)."""
     tile = launch.config.backward_q
     items: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     for problem, first in zip(launch.problems, launch.first_row, strict=False):
@@ -412,7 +420,7 @@ def _backward_sinks(launch: Launch) -> Iterator[Call]:
 
 
 def _asked(launch: Launch, items: np.ndarray, *names: str) -> np.ndarray:
-    """The work items of the problems that ask any of these gradients."""
+    """Return the work items of the problems that ask for any of these gradients."""
     asking = [any(name in problem.outputs for name in names) for problem in launch.problems]
     if all(asking):
         return items
@@ -424,10 +432,10 @@ def _asked(launch: Launch, items: np.ndarray, *names: str) -> np.ndarray:
 def _launches(
     problems: Sequence[Problem], extras: Iterable[dict[str, Tensor]], tiles: Config | None
 ) -> Iterator[Launch]:
-    """Problems grouped by the compiled variant that each needs by itself, so that neighbours never change a variant."""
+    """Group problems by the compiled variant that each needs alone, so that other problems never change a variant."""
     groups: dict[Any, tuple[list[Problem], list[Table]]] = {}
     for problem, extra in zip(problems, extras, strict=True):
-        if not problem.rows:  # an empty batch: no program, and sums over nothing
+        if not problem.rows:  # an empty batch has no program, and its sums are 0
             problem.clear_outputs()
             continue
         made = Table.of(problem, extra)
@@ -440,7 +448,10 @@ def _launches(
 
 
 def _goes_hopper(problem: Problem, table: Table) -> bool:
-    """Whether a problem takes the path for Hopper: what it is by itself decides, never what it is launched with."""
+    """Return whether a problem uses the path for Hopper.
+
+    Only the problem itself decides, not what is launched with it.
+    """
     spec = problem.spec
     in_parts = exact(spec.head_dim, spec.value_dim) and parts_of(spec.head_dim)[1] > 0
     if spec.level > 0 or spec.dtype == "float32" or "wide_head_dim" in spec.features or spec.has("block_mask"):

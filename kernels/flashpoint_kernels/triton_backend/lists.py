@@ -1,4 +1,4 @@
-"""The lists of tiles of a launch with block masks: where each is, and the call that makes them (see blocks.py)."""
+"""The lists of tiles of a launch with block masks: their places, and the call that makes them (see blocks.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class Launch(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """`items` are a kernel's, with the place of their lists as one more column; `call` makes the lists in `memory`."""
+    """`items` are a kernel's work items with the place of their lists as one more column; `call` writes lists to
+    `memory`.
+    """
 
     items: np.ndarray
     call: Call
@@ -41,7 +43,7 @@ class Lists:
 
 
 def of_queries(launch: Launch, items: np.ndarray, tile: Tile, packed: bool, parts: np.ndarray | None = None) -> Lists:
-    """The lists of blocks of queries: the tiles that each goes through, of its part (first and last key) or of all."""
+    """Return the lists of blocks of queries: the tiles of keys of its part (first and last key), or of all keys."""
     if parts is None:
         keys = launch.column(columns.KV_LEN)[items[:, 0]]
         parts = np.column_stack([np.zeros_like(keys), keys])
@@ -52,7 +54,7 @@ def of_queries(launch: Launch, items: np.ndarray, tile: Tile, packed: bool, part
 
 
 def of_keys(launch: Launch, items: np.ndarray, tile: Tile) -> Lists:
-    """The lists of blocks of keys: the tiles of queries, of each head, that go through it."""
+    """Return the lists of blocks of keys: the tiles of queries of each head that use the block."""
     heads, group = launch.column(columns.HEADS), launch.column(columns.GROUP)
     queries = launch.column(columns.Q_LEN)[items[:, 0]]
     together = np.where(_own_blocks(launch), group, 1)[items[:, 0]]
@@ -62,7 +64,7 @@ def of_keys(launch: Launch, items: np.ndarray, tile: Tile) -> Lists:
 
 
 def _own_blocks(launch: Launch) -> np.ndarray:
-    """Return for each row of the table whether its heads have blocks of their own."""
+    """Return for each row of the table whether each head has its own block mask."""
     own: np.ndarray = launch.column(columns.BLOCKS, 1) != 0
     return own
 

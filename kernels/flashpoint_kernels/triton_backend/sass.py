@@ -1,4 +1,4 @@
-"""The instructions of a compiled kernel (SASS, as nvdisasm writes them): its loops, and what is in them."""
+"""The instructions of a compiled kernel (SASS, as printed by nvdisasm): its loops and their kinds of instructions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class Code:
                 self.instructions.append(found[1])
 
     def loops(self) -> list[list[str]]:
-        """The innermost loops that hold a matrix product, in order: from the target of a backward branch to it."""
+        """Return the innermost loops with a matrix product, in order: from the target of a backward branch to the
+        branch.
+        """
         spans = []
         for at, instruction in enumerate(self.instructions):
             jump = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction)
@@ -49,11 +51,13 @@ class Code:
         return [self.instructions[a:b] for a, b in sorted(inner)]
 
     def shortest_loop(self) -> list[str]:
-        """The shortest of `loops`: the one that tests least. Empty where there is none."""
+        """Return the shortest of `loops`, which has the fewest tests; empty if there is no loop."""
         return min(self.loops(), key=len, default=[])
 
     def beside(self) -> int:
-        """Exponentials between a wait that leaves a product under way and that for all, the least; 0 without such."""
+        """Return the minimum of exponentials between a wait that leaves a product running and the wait for all; 0 if
+        none.
+        """
         counts = []
         stretch: list[str] | None = None
         for instruction in self.instructions:
@@ -69,7 +73,7 @@ class Code:
 
 
 def kinds(instructions: list[str]) -> dict[str, int]:
-    """How many instructions there are of each of KINDS."""
+    """Return the number of instructions of each kind in KINDS."""
     counts: Counter[str] = Counter()
     for instruction in instructions:
         name = re.sub(r"^@!?U?P\w+\s+", "", instruction)
@@ -78,7 +82,7 @@ def kinds(instructions: list[str]) -> dict[str, int]:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, local bytes) a thread, as cuobjdump reads them off the binary."""
+    """Return (registers, local bytes) of a thread, as cuobjdump reads them from the binary."""
     text = tool("cuobjdump", "-res-usage", cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     if found is None:

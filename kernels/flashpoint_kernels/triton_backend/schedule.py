@@ -1,7 +1,7 @@
 """Work lists: the tiles of a launch, heaviest first.
 
-How a sequence is cut into tiles, and whether its keys are split over programs, is a pure function of its own shape: its
-neighbours change where a tile stands in the list, never the tile.
+A sequence's shape alone decides how it is cut into tiles and whether its keys are split over programs. Other sequences
+of the launch change a tile's place in the list, never the tile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashpoint_kernels.triton_backend.configurations import Config, Tile
 
 
 class Shape(NamedTuple):
-    """The values that decide how a sequence is cut: valid and padded lengths, the band of visible keys (bounds.py)."""
+    """The values that decide how a sequence is cut: valid and padded lengths, and the visible band (bounds.py)."""
 
     q_len: int
     q_rows: int
@@ -31,21 +31,21 @@ class Shape(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Which blocks of queries are meant: packed ones of so many rows, or with 0, those of one head."""
+    """The kind of blocks of queries: packed blocks of `rows` rows, or with 0, blocks of one head."""
 
     config: Config
     rows: int
 
 
 class Parts(NamedTuple):
-    """A sequence's programs: one row each of `items`, and how many keys or queries it goes through."""
+    """A sequence's programs: `items` has one row per program, `cost` is the number of keys or queries that it uses."""
 
     items: np.ndarray
     cost: np.ndarray
 
 
 def block_rows(shape: Shape, config: Config) -> int:
-    """The rows of a sequence's packed blocks, 0 where its blocks are of one head: by its own shape alone."""
+    """Return the rows of a sequence's packed blocks, 0 if its blocks are of one head; only its shape decides."""
     if not 0 < shape.q_rows <= config.few_queries:
         return 0
     sizes = config.packed_rows
@@ -54,7 +54,7 @@ def block_rows(shape: Shape, config: Config) -> int:
 
 @lru_cache(maxsize=8192)
 def forward_parts(shape: Shape, cut: Cut) -> Parts:
-    """(first row, part's first and last key, part number or -1) of each program of a sequence."""
+    """Return (first row, part's first and last key, part number or -1) of each program of a sequence."""
     config, rows = cut
     tile = config.forward_of(rows)
     items, cost = [], []
@@ -72,7 +72,7 @@ def forward_parts(shape: Shape, cut: Cut) -> Parts:
 
 
 def _starts(shape: Shape, cut: Cut, tile: Tile) -> range:
-    """The first rows of a sequence's blocks, none where it has the other kind of blocks."""
+    """Return the first rows of a sequence's blocks; none if it has the other kind of blocks."""
     if block_rows(shape, cut.config) != cut.rows:
         return range(0)
     return range(0, shape.q_rows * (shape.group if cut.rows else 1), tile.block_m)
@@ -80,7 +80,7 @@ def _starts(shape: Shape, cut: Cut, tile: Tile) -> range:
 
 @lru_cache(maxsize=8192)
 def gradient_parts(shape: Shape, cut: Cut) -> Parts:
-    """First row of each program of dQ."""
+    """Return the first row of each program of dQ."""
     tile = cut.config.backward_q_of(cut.rows)
     starts = _starts(shape, cut, tile)
     spans = (_visible_keys(i0, shape, tile, packed=cut.rows > 0) for i0 in starts)
@@ -90,7 +90,7 @@ def gradient_parts(shape: Shape, cut: Cut) -> Parts:
 
 @lru_cache(maxsize=8192)
 def query_parts(shape: Shape, tile: Tile) -> Parts:
-    """First query of each program that takes a block of one head's queries."""
+    """Return the first query of each program, for blocks of one head's queries."""
     starts = range(0, shape.q_rows, tile.block_m)
     cost = [max(hi - lo, 0) for lo, hi in (_visible_keys(i0, shape, tile) for i0 in starts)]
     return Parts(np.array(starts, np.int32).reshape(-1, 1), np.array(cost, np.int64))
@@ -98,7 +98,7 @@ def query_parts(shape: Shape, tile: Tile) -> Parts:
 
 @lru_cache(maxsize=8192)
 def key_parts(shape: Shape, tile: Tile) -> Parts:
-    """First key of each program that takes a block of keys."""
+    """Return the first key of each program, for blocks of keys."""
     starts, cost = range(0, shape.kv_rows, tile.block_n), []
     for j0 in starts:
         j_last = min(j0 + tile.block_n, shape.kv_len) - 1
@@ -108,7 +108,7 @@ def key_parts(shape: Shape, tile: Tile) -> Parts:
 
 
 def _visible_keys(start: int, shape: Shape, tile: Tile, *, packed: bool = False) -> tuple[int, int]:
-    """The keys that a block sees, whose first row is `start`."""
+    """Return the keys [lo, hi) that are visible to the block with first row `start`."""
     share = shape.group if packed else 1
     i0, i_last = start // share, (start + tile.block_m - 1) // share
     if i0 >= shape.q_len:
@@ -118,13 +118,14 @@ def _visible_keys(start: int, shape: Shape, tile: Tile, *, packed: bool = False)
     return lo, hi
 
 
-_KEPT, _FEW = 64, 64  # launches whose lists are kept, of so many sequences at most
+# the number of launches whose lists are cached, and the largest number of sequences of a cached launch
+_KEPT, _FEW = 64, 64
 
 
 def work_list(shapes: tuple[Shape, ...], parts_of: Callable[[Shape, Any], Parts], tiles: Cut | Tile) -> np.ndarray:
-    """(n, 1 + columns) int32: table row and item of every program of a launch, heaviest first, ties in table order.
+    """Return (n, 1 + columns) int32: table row and item of every program, heaviest first, ties in table order.
 
-    For few sequences the list is cached for later launches of the same shapes: do not write to it.
+    If there are few sequences, the list is cached for later launches with the same shapes: do not write to it.
     """
     return (_kept_list if len(shapes) <= _FEW else _work_list)(shapes, parts_of, tiles)
 
@@ -141,10 +142,11 @@ _kept_list = lru_cache(_KEPT)(_work_list)
 
 
 def forward_list(shapes: tuple[Shape, ...], cut: Cut) -> tuple[np.ndarray, np.ndarray, int]:
-    """The work list of `forward_parts`; the merge list; and the scratch slots of all parts. Not to be written to.
+    """Return the work list of `forward_parts`, the merge list, and the number of scratch slots. Do not write to the
+    lists.
 
-    Each part of a split block has a slot in place of its part number, parts of a block side by side. The merge list is
-    (n, 4) int32: table row, first row of the block, first slot, number of parts.
+    Each part of a split block has a slot in place of its part number; the parts of a block have consecutive slots. The
+    merge list is (n, 4) int32: table row, first row of the block, first slot, number of parts.
     """
     return (_kept_forward_list if len(shapes) <= _FEW else _forward_list)(shapes, cut)
 
@@ -168,9 +170,10 @@ _kept_forward_list = lru_cache(_KEPT)(_forward_list)
 def mask_parts(
     mask: Sequence[int], q_len: int, kv_len: int, batch: int, heads: int, tile: Tile
 ) -> list[tuple[int, int, int, int, int, int, int, int]]:
-    """Programs of a mask's gradient: (first row, rows, first head, heads, m_lo, m_hi, n_lo, n_hi), see MASK_ITEM.
+    """Return the programs of a mask's gradient: (first row, rows, first head, heads, m_lo, m_hi, n_lo, n_hi), see
+    MASK_ITEM.
 
-    `mask` is the mask's own (B, H, Sq, Sk), each 1 where it is broadcast.
+    `mask` is the shape (B, H, Sq, Sk) of the mask itself: 1 in each dimension that it broadcasts.
     """
 
     def spans(own: int, full: int, block: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Every variant of a kernel that dispatch can choose on an architecture, and the few that stand for all in CI."""
+"""Every variant of a kernel that dispatch can choose on an architecture, and the few variants that CI compiles."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from flashpoint_kernels.triton_backend.configurations import PACKED_ROWS, TABLES
 
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (64, 128, 256)  # the columns of every table
-# Another head dimension is compiled as the next power of two, with a flag whether it is one. Without a score's options,
-# a head dimension that is no power of two has tiles of its own, and 32 has those of 64.
+# Another head dimension is compiled as the next power of two, with a flag if it is not one. At level 0 such a head
+# dimension has its own tiles, and 32 has those of 64.
 OTHER_HEAD_DIMS = (32, 96)
-OTHER_KEYS = ((True, None), (False, "int8"), (False, "float8_e4m3fn"), (True, "float8_e4m3fn"))  # paged, and 8-bit
+# (paged, dtype of 8-bit keys)
+OTHER_KEYS = ((True, None), (False, "int8"), (False, "float8_e4m3fn"), (True, "float8_e4m3fn"))
 _PRODUCTS = ("forward", "backward_kv", "backward_q")
 
 
 class Variant(NamedTuple):
-    """A kernel as it is compiled: aligned tensors. `mask`: the dtype of `attn_mask`; level 2 alone has one.
+    """A kernel as it is compiled for aligned tensors. `mask` is the dtype of `attn_mask`; only level 2 has one.
 
-    `keys`: the dtype of 8-bit keys and values. `value_dim`: Dv, where it is not D. A kernel whose name
-    ends in "_blocks" has a block mask.
+    `keys` is the dtype of 8-bit keys and values. `value_dim` is Dv, if it is not D. A kernel whose name ends in
+    "_blocks" has a block mask.
     """
 
     kernel: str
@@ -40,9 +41,9 @@ class Variant(NamedTuple):
 def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
     """Return the variants that can run on sm_`arch`: every tile of its table, in every dtype that has it.
 
-    Level 2 has a float32 mask, which stands for four dtypes of them: a tile of it is loaded and added. Aligned tensors
-    stand for all: others come in the same tiles, loaded in narrower pieces. The smallest and the largest block
-    stand for all packed ones, and D 128 at level 0 for pages and 8-bit keys.
+    Some variants represent others. A float32 mask at level 2 represents four mask dtypes: a tile of the mask is loaded
+    and added. Aligned tensors represent unaligned ones, which have the same tiles and narrower loads. The smallest and
+    the largest packed block represent all packed blocks, and D 128 at level 0 represents pages and 8-bit keys.
     """
     found = []
     for dtype in dtypes:
@@ -69,7 +70,9 @@ def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
 
 
 def _packed(arch: int, dtype: str, dim: int) -> list[Variant]:
-    """The smallest packed blocks at levels 0 and 2, and the largest at level 0; float32 has the smallest at level 0."""
+    """Return the smallest packed blocks at levels 0 and 2, and the largest at level 0; for float32 the smallest at
+    level 0.
+    """
     smallest, largest = PACKED_ROWS[0], packed_tile(arch, dtype, dim).block_m
     kernels = ("forward", "backward_q")
     found = [Variant(f"{kernel}_packed{smallest}", arch, dtype, dim) for kernel in (*kernels, "merge")]
@@ -80,7 +83,7 @@ def _packed(arch: int, dtype: str, dim: int) -> list[Variant]:
 
 
 def representative() -> list[Variant]:
-    """Return the variants that CI compiles: the fast ones of most requests everywhere, the heaviest somewhere."""
+    """Return the variants that CI compiles: the fast ones of most requests on all GPUs, the heaviest ones on some."""
     found = []
     found += [Variant("forward", arch, "bfloat16", dim, value_dim=dv)
               for arch, (dim, dv) in product((80, 90, 100), ((192, 128), (576, 512)))]  # fmt: skip

@@ -1,10 +1,9 @@
-"""The table of sequences that a launch reads: one row a sequence, absolute addresses, strides, lengths and scalars.
+"""The table of sequences that a launch reads: one row per sequence, with addresses, strides, lengths and scalars.
 
-Requests of any lengths, batch sizes and head counts meet in one launch through this table alone: nothing is padded and
-nothing is packed. Addresses and strides are int64, so no offset overflows, and a row says nothing of its neighbours.
-
-A tensor takes three columns: the address of (row 0, head 0), then the strides of a head and of a row, in elements. The
-last dimension has stride 1 (a tensor that has not is copied once, by `Table.of`).
+Through this table, requests of any lengths, batch sizes and head counts run in one launch: nothing is padded or packed.
+Addresses and strides are int64, so no offset overflows. A row does not depend on other rows. A tensor takes three
+columns: the address of (row 0, head 0), then the strides of a head and of a row, in elements. The last dimension has
+stride 1; `Table.of` copies a tensor that does not.
 """
 
 from __future__ import annotations
@@ -25,9 +24,11 @@ DO, DQ, DK, DV, DLSE, STATS = (tl.constexpr(3 * n) for n in range(5, 11))
 MASK, DMASK = tl.constexpr(33), tl.constexpr(37)  # address; strides of a head, a row, a column
 ALIBI, SINKS, DSINKS = tl.constexpr(41), tl.constexpr(42), tl.constexpr(43)  # address of head 0, stride 1; 0: none
 Q_LEN, Q_ROWS, KV_LEN, KV_ROWS = (tl.constexpr(n) for n in range(44, 48))  # valid rows, rows with padding
-OFFSET, LEFT, RIGHT = (tl.constexpr(n) for n in range(48, 51))  # key j is seen iff -LEFT <= j - i - OFFSET <= RIGHT
+# query i sees key j iff -LEFT <= j - i - OFFSET <= RIGHT
+OFFSET, LEFT, RIGHT = (tl.constexpr(n) for n in range(48, 51))
 HEADS, GROUP = tl.constexpr(51), tl.constexpr(52)  # query heads, and how many of them share a key/value head
-INDEX, SEED, DROP_BELOW = (tl.constexpr(n) for n in range(53, 56))  # dropout: sequence, key, words below are dropped
+# dropout: sequence, key; words below this are dropped
+INDEX, SEED, DROP_BELOW = (tl.constexpr(n) for n in range(53, 56))
 PAGES, PAGE_SIZE, POOL = (tl.constexpr(n) for n in range(56, 59))  # address of the sequence's page numbers, int32
 K_PAGE, V_PAGE = tl.constexpr(59), tl.constexpr(60)  # strides of a page
 K_SCALE, V_SCALE = tl.constexpr(61), tl.constexpr(65)  # float32: address; strides of a head, a row, a page
@@ -52,10 +53,11 @@ FARTHEST = 2**23  # elements between two keys, in the forward: offsets within a 
 
 @dataclass(eq=False)
 class Table:
-    """One request's rows. `alive` holds the tensors whose addresses they carry.
+    """One request's rows. `alive` holds the tensors whose addresses are in the rows.
 
-    `aligned`: every row of every head starts at a multiple of the widest load. `describable`: and the copy engine takes
-    each tensor: no two rows of a head are the same memory, nor two heads of what is described a group at a time.
+    `aligned`: every row of every head starts at a multiple of the widest load. `describable`: the copy engine can also
+    load each tensor. That requires that no two rows of a head share memory, and no two heads of a tensor that is
+    described by group.
     """
 
     ints: np.ndarray
@@ -66,7 +68,9 @@ class Table:
 
     @classmethod
     def of(cls, problem: Problem, extra: dict[str, Tensor]) -> Table:
-        """Rows for `problem`; `extra` are canonical tensors beside its own (scratch such as `dsinks`)."""
+        """Return the rows for `problem`; `extra` holds further canonical tensors (scratch memory, for example
+        `dsinks`).
+        """
         spec = problem.spec
         n = len(problem.rows)
         table = cls(np.zeros((n, WIDTH.value), np.int64), np.zeros((n, SCALARS.value), np.float32))
@@ -101,7 +105,7 @@ class Table:
         return table
 
     def _place_pages(self, problem: Problem) -> None:
-        """Write where each sequence's page numbers are."""
+        """Write the address of each sequence's page numbers."""
         numbers = problem.tensors["block_table"]
         numbers = numbers if numbers.shape[1] == 1 or numbers.stride(1) == 1 else numbers.contiguous()
         address = [numbers.data_ptr() + 4 * numbers.stride(0) * row.index for row in problem.rows]
@@ -111,7 +115,7 @@ class Table:
         self.alive.append(numbers)
 
     def _place_scale(self, name: str, t: Tensor, problem: Problem) -> None:
-        """Write where the scales of 8-bit keys or values are: of each row, or of each head."""
+        """Write the address and strides of the scales of 8-bit keys or values: per row, or per head."""
         t = t.float()
         column, rows = _SCALES[name].value, problem.rows
         if not problem.spec.per_row(name):
@@ -146,7 +150,7 @@ class Table:
             self._write(_ROW_VECTORS[name].value, address, t.stride(1), 1)
         else:
             far = name in ("k", "v") and problem.spec.direction == "forward" and t.stride(2) >= FARTHEST
-            far &= not problem.spec.paged  # whose addresses have 64 bits throughout
+            far &= not problem.spec.paged  # paged addresses have 64 bits in all steps
             t = t if (t.shape[-1] == 1 or t.stride(-1) == 1) and not far else t.contiguous()
             size = t.element_size()
             if problem.spec.paged and name in _PAGE_STRIDES:
@@ -158,7 +162,7 @@ class Table:
                     t.data_ptr() + size * (t.stride(0) * row.batch + t.stride(2) * at)
                     for row, at in zip(rows, start, strict=True)
                 ]
-            # The stride of a dimension of one is never taken a step of: any that all loads and the copy engine allow.
+            # The stride of a dimension of size 1 is never used: write one that all loads and the copy engine accept.
             batch, head, row = (s if n > 1 else _VECTOR_BYTES for s, n in zip(t.stride()[:3], t.shape[:3], strict=True))
             self._write(_TENSORS[name].value, address, head, row)
             self.aligned &= all(n % _VECTOR_BYTES == 0 for n in (t.data_ptr(), size * batch, size * head, size * row))

@@ -1,4 +1,4 @@
-"""Where tiles lie: the rows of a head of a tensor, and the keys that a block sees. Loads and stores of rows."""
+"""Locations of tiles: the rows of a head of a tensor, and the keys that a block sees. Loads and stores of rows."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,10 @@ from flashpoint_kernels.triton_backend.groups import FLOAT8, INT8, Band, Block, 
 
 @triton.jit
 def locate(t, TENSOR: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr):
-    """(pointer to row 0 of head 0, stride of a head, stride of a row). `t` is the sequence's row of the table."""
+    """Return (pointer to row 0 of head 0, stride of a head, stride of a row).
+
+    `t` is the sequence's row of the table.
+    """
     base = tl.load(t + TENSOR).to(tl.pointer_type(DTYPE))
     head_stride = tl.load(t + TENSOR + 1)
     row_stride = tl.load(t + TENSOR + 2)
@@ -23,14 +26,14 @@ def locate(t, TENSOR: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def rows_of(t, TENSOR: tl.constexpr, head, length, dim, C: tl.constexpr):
-    """The Rows of a head of a tensor."""
+    """Return the Rows of a head of a tensor."""
     base, head_stride, stride = locate(t, TENSOR, C.DTYPE, C)
     return Rows(base=base + head * head_stride, head_stride=head_stride, stride=stride, length=length, dim=dim)
 
 
 @triton.jit
 def keys_of(t, TENSOR: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, head, length, dim, C: tl.constexpr):
-    """The Keys of a key/value head: its keys (TENSOR is K) or its values."""
+    """Return the Keys of a key/value head: its keys if TENSOR is K, or its values."""
     DTYPE: tl.constexpr = C.DTYPE if C.KEYS is None else tl.int8
     base, head_stride, stride = locate(t, TENSOR, DTYPE, C)
     rows = Rows(base=base + head * head_stride, head_stride=head_stride, stride=stride, length=length, dim=dim)
@@ -47,7 +50,7 @@ def keys_of(t, TENSOR: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, he
 
 @triton.jit
 def places_of(j0, seq, C: tl.constexpr):
-    """The Places of the tile of keys from j0 on. A page number beyond the pool is not read."""
+    """Return the Places of the tile of keys from j0 on. A page with a number outside the pool is not read."""
     o_n = j0 + tl.arange(0, C.BLOCK_N)
     page, row, valid = 0, o_n, 0
     if C.PAGED:
@@ -62,7 +65,7 @@ def places_of(j0, seq, C: tl.constexpr):
 
 @triton.jit
 def load_keys(keys, places, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.constexpr):
-    """(N, BLOCK_D) in DTYPE: keys or values at their places; 8-bit numbers without their scale. FULL as in `load`."""
+    """Return keys or values at `places`, (N, BLOCK_D) in DTYPE; 8-bit numbers come unscaled. FULL as in `load`."""
     if C.PAGED:
         o_d = tl.arange(0, BLOCK_D)
         o_k = places.page.to(tl.int64) * keys.page + places.row * keys.rows.stride
@@ -71,7 +74,7 @@ def load_keys(keys, places, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.con
             m_k = m_k & (o_d[None, :] < keys.rows.dim)
         block = tl.load(keys.rows.base + o_k[:, None] + o_d[None, :], mask=m_k, other=0)
     else:
-        # Offsets in 32 bits stay in registers, which the test of columns has taken where they need one.
+        # Offsets in 32 bits stay in registers. The test of columns, if there is one, needs these registers.
         if C.EVEN:
             block = load_tile(keys.rows, places.first, places.row, BLOCK_D, FULL, C)
         else:
@@ -81,7 +84,7 @@ def load_keys(keys, places, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.con
 
 @triton.jit
 def load_scales(keys, places, FULL: tl.constexpr, C: tl.constexpr):
-    """(N,) float32: the scales of keys or values; 0 where there is no key."""
+    """Return the scales of keys or values, (N,) float32; 0 where there is no key."""
     if C.PAGED:
         p = keys.p_scale + (places.page.to(tl.int64) * keys.scale_page + places.row * keys.scale_row)
         scales = tl.load(p, mask=places.valid, other=0.0)
@@ -93,10 +96,10 @@ def load_scales(keys, places, FULL: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def widened(block, C: tl.constexpr):
-    """8-bit numbers in float32, exactly.
+    """Return 8-bit numbers converted to float32, exactly.
 
-    A chip from sm_89 on converts float8_e4m3fn by itself. For others (FLOAT8_BITS) the bits are moved to
-    where a float16 has its sign, its exponent, which counts from 8 more, and its mantissa.
+    A GPU from sm_89 on converts float8_e4m3fn itself. For others (FLOAT8_BITS) the bits are moved to the sign, exponent
+    and mantissa of a float16, whose exponent has a bias larger by 8.
     """
     if C.KEYS == INT8:
         wide = block.to(tl.float32)
@@ -112,7 +115,7 @@ def widened(block, C: tl.constexpr):
 
 @triton.jit
 def next_head(rows, nth):
-    """The Rows of the nth head after."""
+    """Return the Rows of the nth head after this one."""
     return Rows(
         base=rows.base + nth * rows.head_stride, head_stride=rows.head_stride, stride=rows.stride,
         length=rows.length, dim=rows.dim,
@@ -121,7 +124,7 @@ def next_head(rows, nth):
 
 @triton.jit
 def columns_from(rows, first: tl.constexpr):
-    """The Rows without their first columns."""
+    """Return the Rows without their first columns."""
     return Rows(
         base=rows.base + first, head_stride=rows.head_stride, stride=rows.stride, length=rows.length,
         dim=rows.dim - first,
@@ -130,7 +133,7 @@ def columns_from(rows, first: tl.constexpr):
 
 @triton.jit
 def block_at(start, nth, group, C: tl.constexpr):
-    """The Block whose first row is `start`: of query head `nth`, or packed, of all query heads of key head `nth`."""
+    """Return the Block from row `start` on: of query head `nth`, or if packed, of the query heads of key head `nth`."""
     o_r = start + tl.arange(0, C.BLOCK_M)
     if C.PACKED:
         block = Block(
@@ -144,7 +147,7 @@ def block_at(start, nth, group, C: tl.constexpr):
 
 @triton.jit
 def heads_column(block, C: tl.constexpr):
-    """The heads of a block as they meet its rows of columns: (M, 1), or the one head."""
+    """Return the heads of a block, in a shape that broadcasts to its rows: (M, 1), or one number."""
     if C.PACKED:
         heads = block.heads[:, None]
     else:
@@ -154,13 +157,13 @@ def heads_column(block, C: tl.constexpr):
 
 @triton.jit
 def locate_vector(t, VECTOR: tl.constexpr):
-    """(pointer to row 0 of head 0, stride of a head) of `lse`, `dlse` or the stats, float32."""
+    """Return (pointer to row 0 of head 0, stride of a head) of `lse`, `dlse` or the stats, float32."""
     return tl.load(t + VECTOR).to(tl.pointer_type(tl.float32)), tl.load(t + VECTOR + 1)
 
 
 @triton.jit
 def load_sequence(t, scalars, head):
-    """The Sequence of a head. `t` and `scalars` are the sequence's rows of the two tables."""
+    """Return the Sequence of a head. `t` and `scalars` are the sequence's rows of the two tables."""
     q_len = tl.load(t + col.Q_LEN).to(tl.int32)
     kv_len = tl.load(t + col.KV_LEN).to(tl.int32)
     offset = tl.load(t + col.OFFSET).to(tl.int32)
@@ -172,10 +175,10 @@ def load_sequence(t, scalars, head):
 
 @triton.jit
 def key_stretches(first, last, band, part_lo, part_hi, C: tl.constexpr):
-    """(lo, full_lo, full_hi, hi): the keys in [part_lo, part_hi) that queries `first` to `last` go through.
+    """Return (lo, full_lo, full_hi, hi): the keys in [part_lo, part_hi) that queries `first` to `last` need.
 
-    Three stretches of whole tiles: [lo, full_lo) is cut by the left bound, [full_lo, full_hi) needs no visibility test,
-    [full_hi, hi) is cut by the right bound or the end. At level 0 there is no left bound, and the first is empty.
+    There are three stretches of whole tiles. The left bound cuts [lo, full_lo); [full_lo, full_hi) needs no visibility
+    test; the right bound or the end cuts [full_hi, hi). Level 0 has no left bound, so its first stretch is empty.
     """
     last = tl.minimum(last, band.q_len - 1)
     lo, hi = key_range(first, last, band.offset, band.left, band.right, band.kv_len)
@@ -191,7 +194,7 @@ def key_stretches(first, last, band, part_lo, part_hi, C: tl.constexpr):
 
 @triton.jit
 def load(rows, o, BLOCK_D: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr):
-    """(len(o), BLOCK_D): the rows `o`; beyond the last row and the last column it is 0.
+    """Return the rows `o` as (len(o), BLOCK_D), with 0 beyond the last row and the last column.
 
     FULL: all rows are below `rows.length`. EVEN: `rows.dim` = BLOCK_D.
     """
@@ -210,9 +213,9 @@ def load(rows, o, BLOCK_D: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr)
 
 @triton.jit
 def load_tile(rows, first, o, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.constexpr):
-    """`load` of a tile of keys, o = first + (0, 1, …), which are less than `table.FARTHEST` apart; EVEN.
+    """Return `load` of a tile of keys, o = first + (0, 1, …), for keys less than `table.FARTHEST` apart; EVEN.
 
-    Their offsets from one address have 32 bits, and stay the same from tile to tile.
+    Offsets from one address have 32 bits, and are the same for all tiles.
     """
     o_d = tl.arange(0, BLOCK_D)
     step = rows.stride.to(tl.uint32)
@@ -229,7 +232,7 @@ def load_tile(rows, first, o, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.c
 
 @triton.jit
 def store(rows, o, block, BLOCK_D: tl.constexpr, EVEN: tl.constexpr):
-    """Write `block` (len(o), BLOCK_D) to the rows `o`, none beyond the last row and the last column."""
+    """Store `block` (len(o), BLOCK_D) to the rows `o`, without those beyond the last row or the last column."""
     o_d = tl.arange(0, BLOCK_D)
     m_rows = o[:, None] < rows.length
     if not EVEN:

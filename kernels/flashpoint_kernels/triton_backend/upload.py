@@ -1,4 +1,4 @@
-"""The arrays that a launch reads, brought to its device in one copy from pinned memory."""
+"""The arrays that a launch reads, sent to its device in one copy from pinned memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 16  # bytes: what kernels are compiled for
+_ALIGNMENT = 16  # bytes: the alignment that kernels are compiled for
 
 
 @dataclass(eq=False)
 class Upload:
-    """Arrays are added, and are all copied when the first of them is asked for; what is added later is copied then.
+    """A set of arrays that are copied together when the first is requested; arrays that are added later are copied
+    later.
 
-    It keeps both copies. Kernels that run again read the same addresses and copy nothing, so a launch that has run once
-    can be captured in a CUDA graph.
+    It keeps both copies. Kernels that run again read the same addresses and copy nothing, so a CUDA graph can capture a
+    launch that has run once.
     """
 
     device: torch.device
@@ -26,7 +27,7 @@ class Upload:
     count: int = 0
 
     def add(self, array: np.ndarray) -> int:
-        """Return the number by which `view` has the array."""
+        """Add an array, and return its number for `view`."""
         self.waiting.append((self.count, np.ascontiguousarray(array)))
         self.count += 1
         return self.count - 1

@@ -1,1 +1,1 @@
-"""Access: keys, their limits, and the limits of the whole service."""
+"""Access control: API keys, their limits, and the limits of the whole service."""

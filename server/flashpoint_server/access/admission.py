@@ -1,4 +1,4 @@
-"""Admission: the cost of a request, and the limits on the cost of all requests inside."""
+"""Admission: the cost of a request, and the limits on the cost of all admitted requests."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from flashpoint_server.ipc.counts import Counts
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.refusal import Refusal
 
-PATIENCE = 0.5  # part of its time that a request may wait for others: their speed is an estimate, its own work is left
+# A request may wait at most this fraction of the time to its deadline: the engine's speed is an estimate, and the
+# request's own work takes time, too.
+PATIENCE = 0.5
 FREE = Price(0, 0.0)
 WaitingSince = Callable[[], float | None]
-FEW = 4  # requests that are let in beside each other whatever the speed was: an engine that idles shows none
+FEW = 4  # this many requests are admitted whatever the speed was, because an idle engine shows no speed
 
 
 class Permit:
-    """One request inside, as a context: the bytes of its tensors, and its price.
+    """One admitted request: the bytes of its tensors, and its price. Leaving the context ends it.
 
-    `quota` is of the key that it came with, where that has limits. `waiting_since` says since when the request has
-    waited for the service alone, in `time.monotonic` seconds: None while its body comes, and once its answer leaves.
+    `quota` is that of the request's key, if the key has limits. `waiting_since` returns the `time.monotonic` seconds
+    since when the request has waited only for the service. It returns None while the body arrives and after the answer
+    has left.
     """
 
     def __init__(self, admission: Admission, nbytes: int, quota: Quota | None, waiting_since: WaitingSince) -> None:
@@ -39,9 +42,9 @@ class Permit:
         self._admission.leave(self)
 
     def charge(self, price: Price, deadline: float | None = None, pace: float = 0.0) -> None:
-        """Count the price, once it is known what the request asks. Raises Refusal 429.
+        """Count the price, when it is known. Raises Refusal 429.
 
-        `pace` is how many predicted seconds are answered a second, 0 where it is not known.
+        `pace` is the number of predicted seconds that are answered in one second; 0 means unknown.
         """
         if deadline is not None and pace:
             self._admission.check_wait(price.seconds, deadline - time.monotonic(), pace)
@@ -49,11 +52,14 @@ class Permit:
         self.price = price
 
     def grow(self, nbytes: int) -> None:
-        """Count so many bytes more. Raises Refusal 429."""
+        """Count `nbytes` more. Raises Refusal 429."""
         self._admission.grow(self, nbytes)
 
     def settle(self, price: Price) -> None:
-        """Count the price that a computed request has turned out to have; its key pays it, whatever its limits."""
+        """Replace the predicted price by the true price after the launch.
+
+        The key pays the difference even over its limits.
+        """
         before, self.price = self.price, price
         self._admission.correct(before, price)
         if self.quota is not None:
@@ -61,7 +67,7 @@ class Permit:
             self.quota.owe("seconds", price.seconds - before.seconds)
 
     def correct(self, price: Price) -> None:
-        """Count a lower price than was charged, once the lengths of the sequences are known."""
+        """Replace the charged price by a lower one, when the lengths of the sequences are known."""
         before, self.price = self.price, price
         self._admission.correct(before, price)
         if self.quota is not None:
@@ -70,10 +76,10 @@ class Permit:
 
 
 class Admission:
-    """Counts requests, from their head to the last byte of their answer, and the bytes and FLOPs that they bring.
+    """Counts requests from their head to the last byte of their answer, with their bytes and FLOPs.
 
-    The limits hold over all HTTP processes. A request is counted before the sums are compared with the limits: two
-    processes that admit at the same moment may both refuse, but never exceed a limit together.
+    The limits apply to all HTTP processes together. A request is counted before the sums are compared with the limits.
+    Two processes that admit at the same moment may both refuse, but together they never exceed a limit.
     """
 
     def __init__(self, settings: Settings, counts: Counts | None = None) -> None:
@@ -84,11 +90,11 @@ class Admission:
         counts = counts or Counts()
         self._requests, self._bytes = counts.requests, counts.bytes
         self._flops, self._seconds = counts.flops, counts.seconds
-        self._inside: dict[Permit, None] = {}  # of this process, in the order in which they came
+        self._inside: dict[Permit, None] = {}  # the requests of this process, in the order of arrival
 
     @property
     def requests(self) -> int:
-        """Requests inside this process, as are the amounts below."""
+        """The number of requests in this process. The amounts below are also those of this process."""
         return len(self._inside)
 
     @property
@@ -101,23 +107,23 @@ class Admission:
 
     @property
     def seconds(self) -> float:
-        """Predicted."""
+        """The predicted seconds of the requests."""
         return self._seconds.own
 
     @property
     def oldest_seconds(self) -> float:
-        """For how long the request has waited for the service that has waited for the longest; 0 where none waits."""
+        """The longest time in seconds that a request has waited only for the service; 0 if none waits."""
         since = (permit.waiting_since() for permit in self._inside)
         oldest = min((began for began in since if began is not None), default=None)
         return 0.0 if oldest is None else time.monotonic() - oldest
 
     def permit(self, nbytes: int, quota: Quota | None = None, waiting_since: WaitingSince = lambda: None) -> Permit:
-        """Room for a request with so many bytes of tensors. Raises Refusal 429."""
+        """Admit a request with `nbytes` of tensors. Raises Refusal 429."""
         permit = Permit(self, nbytes, quota, waiting_since)
         self._enter(permit)
         try:
             self._check(nbytes)
-            if quota is not None:  # last: what is refused for other reasons costs the key nothing
+            if quota is not None:  # last, so that a request refused for another reason costs the key nothing
                 quota.enter(nbytes)
         except Refusal:
             self._exit(permit)
@@ -125,16 +131,18 @@ class Admission:
         return permit
 
     def _check(self, nbytes: int) -> None:
-        """Raises Refusal 429 where a request that is counted is one too many."""
+        """Raise Refusal 429 if there is no room for a request that is already counted."""
         if (others := int(self._requests.total) - 1) >= self._requests_limit:
-            raise Refusal("queue_full", f"{others} requests are being served, as many as the server admits")
+            raise Refusal("queue_full", f"the queue is full: it has {others} requests, its limit")
         self._check_bytes(others, nbytes)
 
     def _check_bytes(self, others: int, nbytes: int) -> None:
-        # Alone, a request of any size that passed the limits on a body is let in.
+        # A request that is alone is admitted, whatever its size: it passed the limits on a body.
         if others and (held := int(self._bytes.total)) > self._bytes_limit:
             held -= nbytes
-            raise Refusal("queue_full", f"the requests being served hold {held} bytes, and this one needs {nbytes}")
+            raise Refusal(
+                "queue_full", f"the queue is full: its requests hold {held} bytes, and this one needs {nbytes}"
+            )
 
     def _enter(self, permit: Permit) -> None:
         self._inside[permit] = None
@@ -147,7 +155,7 @@ class Admission:
         self._bytes.add(-permit.nbytes)
 
     def grow(self, permit: Permit, nbytes: int) -> None:
-        """Count so many bytes more of a request that is inside. Raises Refusal 429."""
+        """Count `nbytes` more for an admitted request. Raises Refusal 429."""
         permit.nbytes += nbytes
         self._bytes.add(nbytes)
         self._check_bytes(int(self._requests.total) - 1, nbytes)
@@ -156,28 +164,28 @@ class Admission:
         self._exit(permit)
         self.correct(permit.price, FREE)
         if not self._inside:
-            self._flops.set(0.0)  # what sums of floats have left over
+            self._flops.set(0.0)  # remove rounding errors of the sums
             self._seconds.set(0.0)
         if permit.quota is not None:
             permit.quota.leave()
 
     def check_wait(self, predicted: float, seconds: float, pace: float) -> None:
-        """Whether work of so many predicted seconds may join the queue with `seconds` left. Raises Refusal 429.
+        """Raise Refusal 429 if a request of `predicted` seconds cannot reach its deadline, which is `seconds` away.
 
-        Otherwise, with more asked than is served, each request would get its turn just after its deadline, and all
-        computing would be too late. Larger requests count for as much as this one, because it passes the rest of them.
-        Queue and pace are this process's own: processes share the engine's pace as they share its queue.
+        Without this check, under overload each request would start just before its deadline, and all answers would be
+        late. A larger request ahead counts only as much as this one, because this one overtakes the rest of it. Queue
+        and pace are those of this process: the processes share the pace of the engine like its queue.
         """
         if self.seconds <= (patience := seconds * PATIENCE) * pace or patience <= 0 or self.requests <= FEW:
             return
         if (wait := sum(min(permit.price.seconds, predicted) for permit in self._inside) / pace) > patience:
             raise Refusal(
                 "queue_full",
-                f"the requests before this one take {wait:.2g} s, and it has {seconds:.2g} s until its deadline",
+                f"the requests ahead take {wait:.2g} s, and the deadline of this one is in {seconds:.2g} s",
             )
 
     def add(self, price: Price, quota: Quota | None) -> None:
-        """Count a request's price. Raises Refusal 429 where the queue, or its key, has no room for it."""
+        """Count a request's price. Raises Refusal 429 if the queue or the request's key has no room for it."""
         before = self._flops.own, self._seconds.own
         self.correct(FREE, price)
         try:
@@ -191,7 +199,7 @@ class Admission:
 
     @staticmethod
     def _take(price: Price, quota: Quota) -> None:
-        """Charge a key. Raises Refusal 429, and then takes nothing."""
+        """Charge the key. Raises Refusal 429 and then charges nothing."""
         quota.take("flops", price.flops)
         try:
             quota.take("seconds", price.seconds)
@@ -200,30 +208,32 @@ class Admission:
             raise
 
     def _check_price(self, price: Price) -> None:
-        """Raises Refusal 429 where a price that is counted is too much."""
+        """Raise Refusal 429 if a price that is already counted exceeds a limit."""
         if self._requests.total <= 1:
             return
         if (flops := self._flops.total) > self._flops_limit:
             flops -= price.flops
             raise Refusal(
-                "queue_full", f"the requests being served need {flops:.3g} FLOPs, and this one {price.flops:.3g}"
+                "queue_full", f"the queue is full: its requests need {flops:.3g} FLOPs, and this one {price.flops:.3g}"
             )
         if (seconds := self._seconds.total) > self._seconds_limit:
             seconds -= price.seconds
             raise Refusal(
                 "queue_full",
-                f"the requests being served take {seconds:.3g} s of a core, and this one {price.seconds:.3g} s",
+                f"the queue is full: its requests take {seconds:.3g} compute seconds, and this one {price.seconds:.3g}",
             )
 
     def correct(self, before: Price, after: Price) -> None:
-        """Count one price in place of another."""
+        """Count the price `after` instead of `before`."""
         self._flops.add(after.flops - before.flops)
         self._seconds.add(after.seconds - before.seconds)
 
 
 def check_size(spec: Spec, memory: int, sequence_limit: int) -> None:
-    """Refuse (413) what could never run on a device with `memory` bytes, as far as the head tells."""
+    """Raise Refusal 413 if a request could never run on a device with `memory` bytes, as far as its head shows."""
     if spec.batch > sequence_limit:
-        raise Refusal("work_too_large", f"{spec.batch} sequences are over the limit of {sequence_limit}")
+        raise Refusal("work_too_large", f"{spec.batch} sequences exceed the limit of {sequence_limit}")
     if spec.footprint > memory:
-        raise Refusal("work_too_large", f"this needs at least {spec.footprint} bytes where the device has {memory}")
+        raise Refusal(
+            "work_too_large", f"the request needs at least {spec.footprint} bytes, and the device has {memory}"
+        )

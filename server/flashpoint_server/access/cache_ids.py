@@ -1,10 +1,11 @@
-"""Ids of caches: which engine holds a cache, in which shape, for whom. Authenticated, so that no engine need be asked.
+"""Ids of caches. An id says which engine holds the cache, its shape and its owner; the server need not ask the engine.
 
     "c" and base64url of: HMAC-SHA-256 of owner and payload (16 bytes), payload
 
-The payload, in MessagePack: the replica's name, the engine's incarnation, the cache's number there, its dtype, and its
-layers as distinct sizes and the place of each layer's among them. All HTTP processes of the service have the secret. It
-is drawn when the service starts, or made of `--cache-secret`: replicas that have the same one read each other's ids.
+The payload is MessagePack: the replica's name, the engine's incarnation, the cache's number in it, its dtype, and its
+layers as a list of distinct sizes and an index into it for each layer. All HTTP processes of the service have the
+secret for the HMAC. It is drawn when the service starts, or derived from `--cache-secret`: replicas with the same cache
+secret can read each other's ids.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.ipc.messages import CacheShape
 
 MOST_LAYERS = 512
-READ_AGAIN = 1024  # ids that are remembered, of ID_LENGTH characters at most
-MOST_SIZES = 16  # different ones among the layers of a cache
+READ_AGAIN = 1024  # number of decoded ids in the LRU cache, each at most ID_LENGTH characters
+MOST_SIZES = 16  # maximum number of distinct layer sizes in one cache
 _MAC = 16  # bytes
 _SECRET = 32
-_FILE = "caches.secret"  # beside the counts of keys, whose names have no dot
+_FILE = "caches.secret"  # lies beside the counts of keys, whose names contain no dot
 
 
 class CacheId(NamedTuple):
@@ -59,7 +60,7 @@ class _Payload(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheIds:
-    """Makes ids, and reads them. `replica` is the name of this service among those behind a balancer."""
+    """Makes and reads ids. `replica` is the name of this service among those behind a balancer."""
 
     def __init__(self, settings: Settings, shared: WorkerGroup) -> None:
         drawn = shared_secret(shared.directory)
@@ -67,10 +68,10 @@ class CacheIds:
         if settings.cache_secret is not None:
             self.secret = hashlib.sha256(settings.cache_secret.get_secret_value().encode()).digest()
         self.replica = settings.replica or hashlib.sha256(drawn + b"replica").hexdigest()[:16]
-        self.read = lru_cache(READ_AGAIN)(self._read)  # most calls are with caches that were used just now
+        self.read = lru_cache(READ_AGAIN)(self._read)  # most calls use recently used caches
 
     def make(self, owner: str, incarnation: int, serial: int, shape: CacheShape) -> str:
-        """Return the id of a cache, the same each time."""
+        """Return the id of a cache. It is the same each time."""
         layers = list(zip(shape.kv_heads, shape.head_dim, shape.value_dim, strict=True))
         sizes = list(dict.fromkeys(layers))
         places = bytes(sizes.index(one) for one in layers)
@@ -78,7 +79,7 @@ class CacheIds:
         return "c" + sealed(self.secret, owner, payload)
 
     def _read(self, owner: str, text: str) -> CacheId | None:
-        """Return what an id of the owner's says; None for what is none."""
+        """Return the content of an id of this owner; None if it is not valid."""
         if not text.startswith("c") or len(text) > ID_LENGTH:
             return None
         if (payload := opened(self.secret, owner, text[1:])) is None:
@@ -90,12 +91,12 @@ class CacheIds:
 
 
 def sealed(secret: bytes, owner: str, payload: bytes) -> str:
-    """Return the payload of an id with what shows that the service made it for that owner, in base64url."""
+    """Return an id: base64url of the payload, with an HMAC that proves that the service made it for this owner."""
     return base64.urlsafe_b64encode(_mac(secret, owner, payload) + payload).rstrip(b"=").decode()
 
 
 def opened(secret: bytes, owner: str, text: str) -> bytes | None:
-    """Return the payload of what `sealed` made for the owner; None for all else."""
+    """Return the payload of an id that `sealed` made for this owner; None for other texts."""
     try:
         raw = base64.b64decode(text + "=" * (-len(text) % 4), b"-_", validate=True)
     except (binascii.Error, ValueError):
@@ -111,7 +112,7 @@ def _mac(secret: bytes, owner: str, payload: bytes) -> bytes:
 
 
 def shared_secret(directory: Path | None) -> bytes:
-    """Return the secret that all HTTP processes with this directory have, drawn by the first of them."""
+    """Return the secret that all HTTP processes with this directory share. The first process draws it."""
     drawn = secrets.token_bytes(_SECRET)
     if directory is None:
         return drawn
@@ -119,6 +120,6 @@ def shared_secret(directory: Path | None) -> bytes:
     own.touch(0o600)
     own.write_bytes(drawn)
     with suppress(FileExistsError):
-        os.link(own, path)  # whole or not at all
+        os.link(own, path)  # atomic: the file appears with its content, or not at all
     own.unlink()
     return path.read_bytes()

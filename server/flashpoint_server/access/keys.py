@@ -1,4 +1,4 @@
-"""Bearer keys: who is calling, and what they may do."""
+"""Bearer keys: identify the caller and check permissions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ log = structlog.stdlib.get_logger("flashpoint.keys")
 
 
 class Caller(NamedTuple):
-    """The owner of a key, by the key's name, which may be shown; '' if the server has no keys."""
+    """The owner of an API key. `name` is the name of the key and not secret; it is '' if the server has no keys."""
 
     name: str
     rights: frozenset[Right]
     quota: Quota | None = None
 
     def use(self, right: Right) -> None:
-        """One call that needs `right`. Raises Refusal: 403, which does not name it, and 429 over the limits."""
+        """Count one call that needs `right`.
+
+        Raises Refusal: 403, which does not name the right, or 429 over the limits.
+        """
         if right not in self.rights:
             raise Refusal("forbidden", "the API key lacks the permission for this call")
         if self.quota is not None:
@@ -39,7 +42,8 @@ ANYONE = Caller("", frozenset(RIGHTS))
 class Keyring:
     """The keys of `Settings.api_keys`, named key-1, key-2, …, and those of `Settings.api_keys_file`.
 
-    Without either, anyone may do all. No key is kept, only its hash. Raises ValueError where two are the same.
+    Without either, every caller may do everything. Only the hash of a key is stored. Raises ValueError if two keys are
+    the same.
     """
 
     def __init__(self, settings: Settings, shared: WorkerGroup = WorkerGroup()) -> None:  # noqa: B008  # a tuple
@@ -52,31 +56,32 @@ class Keyring:
 
     @property
     def locked(self) -> bool:
-        """Whether a key is needed."""
+        """Whether a caller needs a key."""
         return bool(self._callers)
 
     @property
     def names(self) -> list[str]:
-        """The names of all keys; '' where none is needed."""
+        """The names of all keys; '' if no key is needed."""
         return [caller.name for _, caller in self._callers] or [ANYONE.name]
 
     def reload(self) -> None:
-        """Read the file again. Where it is not right all stays as it was, and the log says so."""
+        """Read the file again. If it is not valid, keep the present keys and log the error."""
         try:
             self._load()
-        except (OSError, ValueError) as error:  # there may be no descriptor left for a new key's count
+        # OSError: perhaps no file descriptor is left for the counts of a new key
+        except (OSError, ValueError) as error:
             log.error("keys kept", error=str(error))
         else:
             log.info("keys loaded", keys=len(self._callers))
 
     def find(self, headers: Mapping[str, str]) -> Caller:
-        """Whose key the request has. Raises Refusal 401, the same whatever is wrong with it."""
+        """Return the owner of the request's key. Raises Refusal 401, with the same text for all reasons."""
         if not self._callers:
             return ANYONE
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key.strip())
         found: Caller | None = None
-        for digest, caller in self._callers:  # all of them, so that the time tells nothing
+        for digest, caller in self._callers:  # compare all of them, so that the time reveals nothing
             if hmac.compare_digest(digest, given):
                 found = caller
         if found is None or scheme.lower() != "bearer":
@@ -92,22 +97,22 @@ class Keyring:
         if self._path is not None:
             for name, entry in read(self._path).items():
                 if name in entries:
-                    raise ValueError(f"{self._path}: {name} is the name of a key outside the file, too")
+                    raise ValueError(f"{self._path}: the key name {name} is already in use outside this file")
                 entries[name] = entry
         if len({entry.sha256 for entry in entries.values()}) != len(entries):
-            raise ValueError("one key has two names: its rights would be either's")
+            raise ValueError("two entries have the same key; remove one of them")
         self._callers = [(bytes.fromhex(entry.sha256), self._caller(name, entry)) for name, entry in entries.items()]
 
     def _caller(self, name: str, entry: KeyEntry) -> Caller:
         if not entry.model_dump(exclude={"sha256", "rights"}, exclude_none=True):
             return Caller(name, entry.rights)
-        if name not in self._spent:  # what it has spent outlasts a change of its limits
+        if name not in self._spent:  # a change of the limits keeps what the key has spent
             self._spent[name] = Spent(name, self._shared)
         return Caller(name, entry.rights, Quota(entry, self._spent[name]))
 
 
 def _listed(entries: list[str]) -> list[tuple[str, KeyEntry]]:
-    """Parse `KEY` (every right) and `KEY:right+right`."""
+    """Parse `KEY` (all rights) and `KEY:right+right`."""
     parted = [entry.partition(":") for entry in entries]
     return [
         (f"key-{n}", KeyEntry(sha256=_digest(key).hex(), rights=frozenset(rights.split("+") if rights else RIGHTS)))  # type: ignore[arg-type]

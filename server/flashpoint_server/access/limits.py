@@ -1,8 +1,8 @@
-"""The limits of keys: token buckets, and a count of requests inside, in memory that all HTTP processes share.
+"""The limits of API keys: token buckets and a count of admitted requests, in memory that all HTTP processes share.
 
-A bucket is one number: the time at which it will be full again. A request moves this time on, by its cost over the
-key's rate. The key is refused while the time is further off than the bucket is deep. So a request is admitted while
-anything is left, however much it costs, and the next one waits for it: tensors have no usual size.
+A bucket is one number: the time at which it will be full again. A request adds its cost divided by the key's rate to
+this time. The key is refused while this time is further in the future than BURST. So a request is admitted while
+anything is left, however much it costs, and the next request waits: sizes of tensors differ too much for another rule.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from flashpoint_server.config.key_file import KeyEntry
 from flashpoint_server.ipc.counts import Table, WorkerGroup
 from flashpoint_server.refusal import Refusal
 
-BURST = 1.0  # seconds: a bucket holds what its rate gives in that time
-PATIENCE = 0.01  # seconds for the lock, which others hold for microseconds, unless they were stopped while they did
+BURST = 1.0  # seconds: a bucket holds what its rate gives in this time
+PATIENCE = 0.01  # seconds to wait for the lock; others hold it for microseconds, unless they are stopped meanwhile
 
 What = Literal["requests", "bytes", "flops", "seconds"]
 _PLACES: dict[What, int] = {"requests": 0, "bytes": 1, "flops": 2, "seconds": 3}
@@ -33,7 +33,7 @@ _WORDS: dict[What, str] = {
 
 
 class Spent:
-    """The numbers of one key: its buckets, which have one writer at a time, and a count for each process."""
+    """The usage of one key: its buckets, which one process writes at a time, and a request count for each process."""
 
     def __init__(self, name: str, shared: WorkerGroup) -> None:
         self._table = Table(name, shared, 1)
@@ -44,7 +44,10 @@ class Spent:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Raises Refusal 429 where another process was stopped while it held the lock, for which nobody may wait."""
+        """Hold the lock of the buckets.
+
+        Raises Refusal 429 if a process was stopped with the lock: no request may wait for it.
+        """
         end = time.monotonic() + PATIENCE
         while True:
             try:
@@ -52,7 +55,7 @@ class Spent:
                 break
             except BlockingIOError:
                 if time.monotonic() > end:
-                    raise _refused("what the key has used cannot be looked up at the moment", 1) from None
+                    raise _refused("the usage of the API key cannot be read at the moment: retry", 1) from None
                 os.sched_yield()
         try:
             yield
@@ -61,7 +64,7 @@ class Spent:
 
 
 class Quota:
-    """The limits of one key, `entry`, held against what it has `spent`."""
+    """The limits of one key, `entry`, compared with its usage, `spent`."""
 
     def __init__(self, entry: KeyEntry, spent: Spent) -> None:
         rates: dict[What, float | None] = {
@@ -76,30 +79,30 @@ class Quota:
         self._spent = spent
 
     def take(self, what: What, cost: float) -> None:
-        """Raises Refusal 429 where nothing of it is left."""
+        """Take `cost` from the bucket. Raises Refusal 429 if the bucket is empty."""
         if what in self._rates:
             with self._spent.locked():
                 self._take(what, cost)
 
     def give_back(self, what: What, amount: float) -> None:
-        """Return what was taken beyond the true cost."""
+        """Return what was charged in excess of the true cost."""
         if (rate := self._rates.get(what)) is not None and amount > 0:
             with self._spent.locked():
                 self._spent.numbers[_PLACES[what]] -= amount / rate
 
     def owe(self, what: What, amount: float) -> None:
-        """Take what a request cost beyond its price, which the next one waits for."""
+        """Charge what a request cost in excess of its predicted price; the next request waits for it."""
         if (rate := self._rates.get(what)) is not None and amount:
             with self._spent.locked():
                 place = _PLACES[what]
                 self._spent.numbers[place] = max(self._spent.numbers[place], time.monotonic()) + amount / rate
 
     def enter(self, nbytes: int) -> None:
-        """A request for compute comes inside with `nbytes` of tensors, until `leave`. Raises Refusal 429."""
+        """Count a compute request with `nbytes` of tensors, until `leave`. Raises Refusal 429."""
         spent = self._spent
         with spent.locked():
             if self._concurrent is not None and sum(spent.inside) >= self._concurrent:
-                raise _refused(f"the key's limit is {self._concurrent} requests at once", 1)
+                raise _refused(f"the API key may have {self._concurrent} requests at the same time", 1)
             self._take("bytes", nbytes)
             spent.inside[spent.own] += 1
 
@@ -112,7 +115,7 @@ class Quota:
         numbers, place, now = self._spent.numbers, _PLACES[what], time.monotonic()
         full = max(numbers[place], now)
         if (wait := full - now - BURST) >= 0:
-            raise _refused(f"the key's limit is {rate:g} {_WORDS[what]} a second", wait)
+            raise _refused(f"the API key is over its limit of {rate:g} {_WORDS[what]} a second", wait)
         numbers[place] = full + cost / rate
 
 

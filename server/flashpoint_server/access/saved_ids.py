@@ -1,12 +1,11 @@
-"""Ids of saved forwards: which engine has one, what it is, for whom. Made like those of caches (cache_ids.py).
+"""Ids of saved forwards. An id says which engine holds the forward, its problem and its owner (compare cache_ids.py).
 
     "s" and base64url of: HMAC-SHA-256 of owner and payload (16 bytes), payload
 
-The payload: the engine's incarnation and the forward's number there, 8 bytes each, the replica's name, with its length
-in a byte before it, and the forward's head. The head, in
-MessagePack, has the options that are not defaults, the inputs' names, dtypes and shapes, and how many sequences,
-lengths, (query, key) pairs and keys there are where index tensors say so. So a gradient call is checked and priced
-before its body is read, and no engine need be asked.
+The payload: the engine's incarnation and the forward's number in it, 8 bytes each; the length of the replica's name in
+one byte; the name; and the forward's head. The head is MessagePack: the options that are not defaults; names, dtypes
+and shapes of the inputs; and, if index tensors give them, the numbers of sequences, lengths, (query, key) pairs and
+keys. So the server checks and prices a gradient call before it reads the body, and need not ask an engine.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _NUMBERS = struct.Struct(">QQB")
 
 
 class SavedId(NamedTuple):
-    """The parts of an id: `forward` is the problem whose o and lse are kept, `extent` its extent, if known."""
+    """The parts of an id. `forward` is the problem whose o and lse are saved; `extent` is its extent, if known."""
 
     replica: str
     incarnation: int
@@ -44,7 +43,7 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SavedIds:
-    """Makes and reads ids, of the replica that makes those of caches, with what shows that it did."""
+    """Makes and reads ids of saved forwards, for the replica that `caches` names."""
 
     def __init__(self, caches: CacheIds) -> None:
         self._replica = caches.replica.encode()
@@ -52,7 +51,7 @@ class SavedIds:
 
     @staticmethod
     def head(forward: Spec, extent: Extent | None) -> bytes:
-        """Return the head of a forward that `plan_saved` made."""
+        """Return the head for a forward that `plan_saved` made."""
         options = {name: getattr(forward.options, name) for name in OPTIONS if name != "return_lse"}
         chosen = {name: value for name, value in options.items() if value != OPTIONS[name].default}
         tensors = [(name, info.dtype, info.shape) for name, info in forward.tensors.items()]
@@ -60,19 +59,19 @@ class SavedIds:
 
     @staticmethod
     def read_head(head: bytes) -> tuple[Spec, Extent | None]:
-        """Return the forward that a head says, and its extent."""
+        """Return the forward in a head, and its extent."""
         said = msgspec.msgpack.decode(head, type=_Head)
         infos = {name: TensorInfo(dtype, shape) for name, dtype, shape in said.tensors}
         extent = None if said.extent is None else Extent(*said.extent)
         return plan_saved(infos, Options(**said.options)), extent
 
     def make(self, owner: str, incarnation: int, serial: int, head: bytes) -> str:
-        """Return the id of a saved forward, the same each time."""
+        """Return the id of a saved forward. It is the same each time."""
         numbers = _NUMBERS.pack(incarnation, serial, len(self._replica))
         return "s" + sealed(self._secret, owner, numbers + self._replica + head)
 
     def read(self, owner: str, text: str) -> SavedId | None:
-        """Return what an id of the owner's says; None for what is none."""
+        """Return the content of an id of this owner; None if it is not valid."""
         if not text.startswith("s") or len(text) > ID_LENGTH:
             return None
         if (payload := opened(self._secret, owner, text[1:])) is None:

@@ -1,1 +1,1 @@
-"""`flashpoint serve`, `key` and `health`, and the processes around the application."""
+"""The commands `flashpoint serve`, `config`, `key` and `health`, and the processes around the application."""

@@ -1,4 +1,4 @@
-"""`flashpoint config`: the settings that a server started in the same way would have, and where each comes from."""
+"""`flashpoint config`: print the settings that `flashpoint serve` would use with the same flags, and their sources."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ EXAMPLES = """
 @examples(EXAMPLES)
 @takes_settings
 def config(
-    changed: Annotated[bool, typer.Option("--changed", help="Only what is not the default.")] = False,
+    changed: Annotated[bool, typer.Option("--changed", help="Only settings that differ from the defaults.")] = False,
     json: Json = None,
     *,
     sourced: Sourced,
 ) -> int:
-    """Print the settings in force, and where each comes from: flag, variable, file or default.
+    """Print the settings in use, and the source of each: flag, variable, file or default.
 
-    It takes the flags of `flashpoint serve`, and starts nothing. Its output is a file for --config. Secrets are not
-    shown.
+    It takes the flags of `flashpoint serve`, and starts nothing. The output is a valid file for --config. It does not
+    contain secrets.
     """
     check_file("--json", json)
     names = [name for name in Settings.model_fields if name in sourced.sources or not changed]
@@ -46,13 +46,13 @@ def config(
     for name, line in lines.items():
         print(f"{line.ljust(column)}  # {found[name]['source']}")
     for variable, perhaps in sourced.misspelt:
-        print(f"# {variable} is no setting: did you mean {perhaps}?")
+        print(f"# {variable} is not a setting: did you mean {perhaps}?")
     return RIGHT
 
 
 def _line(name: str, value: object) -> str:
-    """Return a line of TOML, a comment where it cannot say the value."""
+    """Return a line of TOML; a comment if TOML cannot express the value."""
     if value is None:
         return f"# {name} is not set"
-    text = json_module.dumps(value, ensure_ascii=False)  # which is TOML, too, for these
+    text = json_module.dumps(value, ensure_ascii=False)  # for these types, JSON is also TOML
     return f"# {name} = {text}" if "**********" in text else f"{name} = {text}"

@@ -1,4 +1,4 @@
-"""Flags for the settings of the service, made from `Settings`; and the files that settings come from."""
+"""Flags for the settings of the service, derived from `Settings`, and for the files of settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashpoint.commands.app import CommandError
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.config.sources import FILES, PREFIX, SettingError, load
 
-# The group of a setting is that of the last one before it that is named here.
+# A setting that is not named here belongs to the group of the setting before it.
 GROUPS = {
     "host": "Network and processes",
     "api_keys": "Access: keys, TLS, browsers",
@@ -31,14 +31,14 @@ _CONFIG, _ENV_FILE = (
     typer.Option(help=text, metavar="FILE", envvar=PREFIX + name, rich_help_panel=_FILES)
     for name, text in zip(
         FILES,
-        ("TOML file of settings, such as: port = 9000.", "File of FLASHPOINT_* variables, a line each."),
+        ("TOML file of settings, with lines like: port = 9000.", "File of FLASHPOINT_* variables, one a line."),
         strict=True,
     )
 )
 
 
 def takes_settings(command: Callable[..., int]) -> Callable[..., int]:
-    """Add --config, --env-file and a flag for each setting to `command`, which gets a `Sourced` as `sourced`."""
+    """Add --config, --env-file and a flag for each setting to `command`. It receives a `Sourced` as `sourced`."""
     hints = typing.get_type_hints(command, include_extras=True)
     own = [
         each.replace(annotation=hints[each.name])
@@ -66,7 +66,7 @@ def takes_settings(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def _command_error(error: SettingError) -> CommandError:
-    """Return one error of several wrong settings; a hint where there is but one."""
+    """Return one error for all wrong settings. It has a hint if only one setting is wrong."""
     text = "\n  ".join(f"{where}: {message}" for where, message, _ in error.problems)
     return CommandError(text, error.problems[0][2] if len(error.problems) == 1 else None)
 

@@ -1,6 +1,6 @@
 """SIGHUP: read keys and certificate again.
 
-Without a handler it ends the process, so it has one from the start of the process to its end.
+Without a handler, SIGHUP ends the process. So the handler is set for the whole life of the process.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 
-NOTHING_TO_REREAD = "nothing to read again"  # logged without --api-keys-file and --tls-cert
+NOTHING_TO_REREAD = "nothing to read again"  # logged if neither --api-keys-file nor --tls-cert is set
 
 
 class Hangup:
-    """The handler of this process. It keeps a signal that comes before anybody listens."""
+    """The SIGHUP handler of this process. It remembers a signal that arrives before there is a listener."""
 
     def __init__(self) -> None:
         self._came = False
@@ -24,7 +24,7 @@ class Hangup:
         signal.signal(signal.SIGHUP, self._hear)
 
     def listen(self, listener: Callable[[], object] | None) -> None:
-        """Call `listener` at each SIGHUP, between two bytecodes of whatever runs; at once if one has come."""
+        """Call `listener` at each SIGHUP, between any two bytecodes; call it now if a signal has already arrived."""
         self.catch()
         self._listener = listener
         if self._came and listener is not None:

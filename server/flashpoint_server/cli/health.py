@@ -1,4 +1,6 @@
-"""`flashpoint health`: ask the server on this host whether it lives. The image's health check (docs/docker.md)."""
+"""`flashpoint health`: ask the server on this host whether it is alive. It is the image's health check
+(docs/docker.md).
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ _THIS_HOST = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 def health(*, sourced: Sourced) -> int:
     """Ask the server that was started with these settings whether it is alive.
 
-    Exit code 0: it answers. 1: it does not.
+    Exit code 0: the server answers. 1: it does not.
     """
     settings = sourced.settings
     if settings.port == 0:
-        raise CommandError("--port: 0 takes a free port", "say which port the server has")
+        raise CommandError("--port: 0 means any free port", "give the port that the server listens on")
     try:
         said = ask(settings)
     except (OSError, http.client.HTTPException) as error:
@@ -40,16 +42,17 @@ def health(*, sourced: Sourced) -> int:
 
 
 def ask(settings: Settings) -> str:
-    """Return the server's answer. Raises OSError and HTTPException if there is none.
+    """Return the server's answer. Raises OSError or HTTPException if there is none.
 
-    Where the server wants a certificate of its callers (mTLS), which this command has none of, an answer to the
-    handshake is enough: the process that serves requests makes it.
+    With mTLS the server requires a client certificate, which this command does not have. Then an alert in the handshake
+    is enough: the process that serves requests sends it.
     """
     host = _THIS_HOST.get(settings.host, settings.host)
     if settings.tls_cert is None:
         return _get(http.client.HTTPConnection(host, settings.port, timeout=PATIENCE))
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    trusting.check_hostname = False  # it is this host, whatever name its certificate has, and is sent nothing secret
+    # the connection stays on this host and sends no secrets, so the name need not match
+    trusting.check_hostname = False
     trusting.verify_mode = ssl.CERT_NONE
     if settings.tls_client_ca is None:
         return _get(http.client.HTTPSConnection(host, settings.port, timeout=PATIENCE, context=trusting))

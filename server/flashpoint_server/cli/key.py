@@ -1,4 +1,4 @@
-"""`flashpoint key NAME`: draws a key. Its entry for the file of keys goes to stdout, the key itself to stderr, once."""
+"""`flashpoint key NAME`: draw an API key. Its entry for the key file goes to stdout; the key goes once to stderr."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def _limit(text: str) -> Any:
 
 @examples(EXAMPLES)
 def key(
-    name: Annotated[str, typer.Argument(help="Its name in logs and metrics: letters, digits, - and _.")],
-    rights: Annotated[str, typer.Option(help=f"Its permissions: {', '.join(RIGHTS)}, with + between them.")] = (
+    name: Annotated[str, typer.Argument(help="Name of the key in logs and metrics: letters, digits, - and _.")],
+    rights: Annotated[str, typer.Option(help=f"Permissions of the key: {', '.join(RIGHTS)}; join several with +.")] = (
         "attention+info"
     ),
-    requests_per_second: Annotated[float | None, _limit("Requests a second.")] = None,
-    bytes_per_second: Annotated[float | None, _limit("Bytes of tensors a second.")] = None,
-    flops_per_second: Annotated[float | None, _limit("Floating-point operations a second.")] = None,
-    compute_seconds_per_second: Annotated[float | None, _limit("Seconds of computing in a second.")] = None,
-    concurrent: Annotated[int | None, _limit("Requests at once.")] = None,
-    cache_bytes: Annotated[int | None, _limit("Bytes of KV caches and saved forwards.")] = None,
+    requests_per_second: Annotated[float | None, _limit("Maximum requests a second.")] = None,
+    bytes_per_second: Annotated[float | None, _limit("Maximum bytes of tensors a second.")] = None,
+    flops_per_second: Annotated[float | None, _limit("Maximum floating-point operations a second.")] = None,
+    compute_seconds_per_second: Annotated[float | None, _limit("Maximum compute seconds a second.")] = None,
+    concurrent: Annotated[int | None, _limit("Maximum requests at the same time.")] = None,
+    cache_bytes: Annotated[int | None, _limit("Maximum bytes of KV caches and saved forwards.")] = None,
 ) -> int:
-    """Make an API key. Its entry for the file of keys goes to stdout, the key itself to stderr: it is shown once."""
+    """Make an API key. Its entry for the key file goes to stdout. The key goes to stderr; it is shown only once."""
     asked = rights.split("+")
     if unknown := [right for right in asked if right not in RIGHTS]:
         near = meant(unknown[0], RIGHTS)
         raise CommandError(
-            f"--rights: {unknown[0]!r} is none of {', '.join(RIGHTS)}", f"did you mean {near}?" if near else None
+            f"--rights: {unknown[0]!r} is not one of {', '.join(RIGHTS)}", f"did you mean {near}?" if near else None
         )
     try:
         check_name(name)
@@ -59,11 +59,11 @@ def key(
     limits = {limit: value for limit, value in given.items() if value is not None}
     for limit, value in limits.items():
         if not 0 < value < float("inf"):
-            raise CommandError(f"--{limit.replace('_', '-')}: must be above 0")
+            raise CommandError(f"--{limit.replace('_', '-')}: must be above 0, not {value}")
 
     drawn = f"fp_{secrets.token_urlsafe(32)}"
     digest = hashlib.sha256(drawn.encode()).hexdigest()
     entry = {"sha256": digest, "rights": asked, **limits}
     print(f"[{name}]", *(f"{field} = {json.dumps(value)}" for field, value in entry.items()), "", sep="\n")
-    print(f"the key of {name}, which is kept nowhere: {drawn}", file=sys.stderr)
+    print(f"the key of {name}, which is not stored: {drawn}", file=sys.stderr)
     return RIGHT

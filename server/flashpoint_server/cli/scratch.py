@@ -1,7 +1,7 @@
-"""A directory in the temporary one that lasts as long as its process, and the removal of those of processes that died.
+"""Temporary directories that exist as long as their process, and removal of those that killed processes left.
 
-Its process holds a lock on the directory (flock), which the kernel releases when the process ends, however that
-happens. A directory whose lock is free belongs to nobody.
+A process holds a lock (flock) on its directory. The kernel releases the lock whenever the process ends. A directory
+without a lock can be removed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextmanager
 def directory() -> Iterator[Path]:
-    """A new directory that this user alone can read, until the end of the context. Raises OSError."""
+    """Create a directory that only this user can read, and remove it at the end of the context. Raises OSError."""
     path, lock = _new()
     try:
         yield path
@@ -35,10 +35,10 @@ def directory() -> Iterator[Path]:
 
 
 def _new() -> tuple[Path, int]:
-    """Its path, and the descriptor that holds its lock."""
+    """Return the path of a new directory, and the descriptor that holds its lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # Between its creation and its lock another start may have taken it for one that was left, and removed it.
+        # Another start may remove the directory between its creation and its lock.
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(path, _OPEN)
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -48,13 +48,13 @@ def _new() -> tuple[Path, int]:
 
 
 def remove_left() -> None:
-    """Remove the directories of this user's processes that were killed before they could do it."""
+    """Remove the directories that killed processes of this user left."""
     try:
         folder = Path(tempfile.gettempdir())
-    except FileNotFoundError:  # none that can be written to
+    except FileNotFoundError:  # no temporary directory is writable
         return
     for path in folder.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # a link, no directory, or removed meanwhile
+        with contextlib.suppress(OSError):  # a link, not a directory, or already removed
             lock = os.open(path, _OPEN)
             try:
                 if os.fstat(lock).st_uid == os.getuid():
@@ -64,7 +64,7 @@ def remove_left() -> None:
 
 
 def _remove(path: Path, lock: int) -> None:
-    """Remove a directory unless the process that it belongs to lives. Raises OSError."""
+    """Remove a directory unless its process is alive. Raises OSError."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""`flashpoint serve`."""
+"""The command `flashpoint serve`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def serve(*, sourced: Sourced) -> int:
     """Serve flash attention over HTTP until a signal ends it.
 
     A setting is a flag, a variable (--queue-limit is FLASHPOINT_QUEUE_LIMIT), a line of --env-file, or a line of
-    --config (queue_limit = 64). The first of these that has it wins. `flashpoint config` prints what is in force.
+    --config (queue_limit = 64). The first source in this order that has the setting wins. `flashpoint config` prints
+    the settings in use.
     """
     HANGUP.catch()
     settings = sourced.settings
     if not settings.insecure and (address := open_to_all(settings)) is not None:
         raise CommandError(
-            f"--host: other machines can reach {address}, and the server has no keys",
+            f"--host: other machines can reach {address}, and the server has no API keys",
             "set keys (--api-keys-file; see `flashpoint key --help`) or --tls-client-ca. To serve everybody, set "
             "--insecure (FLASHPOINT_INSECURE=true). To serve this machine alone, set --host 127.0.0.1",
         )
@@ -49,7 +50,7 @@ def serve(*, sourced: Sourced) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `flashpoint serve` with `argv`, the flags (those of the process by default); the exit code."""
+    """Run `flashpoint serve` with the flags `argv` (by default those of the process). Return the exit code."""
     return run_command(["serve", *(sys.argv[1:] if argv is None else argv)])
 
 

@@ -1,7 +1,8 @@
-"""The process around the application: the socket, the signals, and an orderly end.
+"""The process around the application: the socket, the signals, and graceful shutdown.
 
-SIGTERM or SIGINT: readiness goes false, new work is refused, what was admitted is answered within `shutdown_timeout`,
-and the exit code is 0. A second signal ends it at once, with 1. SIGHUP: keys and certificate are read again.
+After SIGTERM or SIGINT the server is not ready and refuses new requests. It answers the admitted ones within
+`shutdown_timeout` and exits with 0. A second signal ends it at once, with 1. After SIGHUP it reads keys and certificate
+again.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from flashpoint_server.service import Service
 if TYPE_CHECKING:
     from flashpoint_server.oip.grpc.server import RpcServer
 
-WARNING_SECONDS = 60  # between two lines that say the same
-LAST_BYTES = 1  # seconds, when it stops: what was admitted has been waited for, and this is for errors
+WARNING_SECONDS = 60  # between two equal warnings
+LAST_BYTES = 1  # seconds at the end for the last bytes of errors; admitted requests have already been answered
 
 log = structlog.stdlib.get_logger("flashpoint.serving")
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which drains before it stops, and stops when its engine cannot start."""
+    """uvicorn's server. It drains before it stops, and stops if its engine cannot start."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
@@ -50,8 +51,8 @@ class _Server(uvicorn.Server):
         self._statistics = app.state.statistics
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grpc: RpcServer | None = None
-        self.failed = False  # to listen for gRPC
-        self.forced = False  # by a second signal
+        self.failed = False  # it cannot listen for gRPC
+        self.forced = False  # a second signal came
         self._draining: asyncio.Task[None] | None = None
         self._next_warning = 0.0
         settings = service.settings
@@ -81,7 +82,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _listen_for_grpc(self) -> bool:
-        from flashpoint_server.oip.grpc.server import RpcServer  # of an extra
+        from flashpoint_server.oip.grpc.server import RpcServer  # needs an extra
 
         settings = self._service.settings
         try:
@@ -94,7 +95,7 @@ class _Server(uvicorn.Server):
         return True
 
     def _reload(self) -> None:
-        """SIGHUP: read keys and certificate again. If one is wrong, keep the one before and say so in the log."""
+        """Handle SIGHUP: read keys and certificate again. If one is not valid, keep the present one and log it."""
         settings = self._service.settings
         if not settings.rereads:
             log.info(NOTHING_TO_REREAD)
@@ -117,7 +118,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None:
             self.should_exit = True
-        else:  # this is called between two bytecodes of whatever runs: the loop does the rest
+        else:  # this runs between any two bytecodes, so the event loop does the work
             self._loop.call_soon_threadsafe(self._begin_drain, sig)
 
     def _begin_drain(self, sig: int) -> None:
@@ -139,7 +140,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     def _look_for_descriptors(self, now: float) -> None:
-        """Say that connections are dropped: the loop drops them without a word when there is no descriptor left."""
+        """Log that connections are dropped. Without a free descriptor, the event loop drops them silently."""
         try:
             os.close(os.eventfd(0))
         except OSError as error:
@@ -154,7 +155,7 @@ class _Server(uvicorn.Server):
 
 
 def run(settings: Settings) -> int:
-    """Serve until a signal; the exit code, 1 where an engine cannot work."""
+    """Serve until a signal arrives. Return the exit code: 1 if an engine cannot work."""
     scratch.remove_left()
     try:
         listener = listen(settings)
@@ -179,7 +180,7 @@ def run(settings: Settings) -> int:
 
 
 def open_to_all(settings: Settings) -> str | None:
-    """An address of `settings.host` that others than this host reach, where nothing asks who they are; else None."""
+    """Return an address of `settings.host` that other hosts reach without authentication; None if there is none."""
     if settings.api_keys or settings.api_keys_file or settings.tls_client_ca:
         return None
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
@@ -187,7 +188,7 @@ def open_to_all(settings: Settings) -> str | None:
         found = socket.getaddrinfo(
             settings.host or None, settings.port, family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-    except OSError:  # nobody can listen there, which `listen` says
+    except OSError:  # `listen` reports this error
         return None
     return next((str(where[0]) for *_, where in found if not _loopback(str(where[0]))), None)
 
@@ -198,13 +199,13 @@ def _loopback(address: str) -> bool:
 
 
 def listen(settings: Settings) -> socket.socket:
-    """The socket on `host` and `port`. Raises OSError."""
+    """Return a socket that listens on `host` and `port`. Raises OSError."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
 
 
 def _reserve(host: str, port: int) -> socket.socket:
-    """A port that the workers' sockets for gRPC share, none of which can be handed to gRPC. Raises OSError."""
+    """Reserve a port that the workers' gRPC sockets share: gRPC cannot take over a socket. Raises OSError."""
     shared = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
@@ -216,7 +217,7 @@ def _reserve(host: str, port: int) -> socket.socket:
 
 
 def serve_on(listener: socket.socket, app: FastAPI) -> int:
-    """Serve an application of `create_app` on a listening socket, in this process; as `run`."""
+    """Serve an application of `create_app` on a listening socket, in this process. Return the exit code, like `run`."""
     raise_descriptor_limit()
     service: Service = app.state.service
     settings = service.settings
@@ -231,12 +232,12 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # nothing here asks for the client's address
+        proxy_headers=False,  # the client's address is not used
         timeout_keep_alive=settings.keep_alive,
         timeout_graceful_shutdown=LAST_BYTES,
     )
     config.header_timeout = settings.header_timeout
-    config.answer_timeout = 2 * settings.body_timeout  # later than a route's own, which says what happened
+    config.answer_timeout = 2 * settings.body_timeout  # later than a route's own timeout, which gives the reason
     config.metrics, config.half_closed = service.metrics, HalfClosed()
     config.load()
     if settings.tls_cert is not None:

@@ -1,7 +1,7 @@
-"""`flashpoint serve --workers N`: N HTTP processes on one port and one engine process a device, kept running.
+"""`flashpoint serve --workers N`: run N HTTP processes on one port and one engine process for each device.
 
-The supervisor holds the listening sockets and no requests. SIGTERM or SIGINT: the workers drain, then the engines stop.
-SIGHUP: the workers read keys and certificate again.
+The supervisor restarts processes that die. It holds the listening sockets, but no requests. After SIGTERM or SIGINT the
+workers drain, then the engines stop. After SIGHUP the workers read keys and certificate again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from flashpoint_server.observability.metrics import DIRECTORY as METRICS_DIRECTO
 
 log = structlog.stdlib.get_logger("flashpoint.supervisor")
 
-_WORKER_MARGIN = 15.0  # seconds beyond the shutdown timeout that a worker may take to end
+_WORKER_MARGIN = 15.0  # seconds beyond the shutdown timeout in which a worker must end
 
 
 def run(settings: Settings, listener: socket.socket) -> int:
-    """Until a signal; the exit code, 1 where an engine cannot work."""
+    """Run until a signal arrives. Return the exit code: 1 if an engine cannot work."""
     return asyncio.run(_run(settings, listener))
 
 
@@ -50,7 +50,7 @@ async def _run(settings: Settings, listener: socket.socket) -> int:
             folder.mkdir()
 
         def forget(number: int, pid: int) -> None:
-            """Nothing of a worker that has ended counts any more: neither its gauges nor what it had inside."""
+            """Remove the gauges and the admitted requests of a worker that has ended."""
             mark_process_dead(pid, str(metrics))  # type: ignore[no-untyped-call]
             clear(limits, number)
 
@@ -68,7 +68,7 @@ async def _run(settings: Settings, listener: socket.socket) -> int:
         ]
         keeping = [asyncio.ensure_future(worker.keep()) for worker in workers]
         waiting = asyncio.ensure_future(ended.wait())
-        # A worker that is not kept any more has said that it cannot work: its engine is broken.
+        # `keep` returns only if the worker has reported that it cannot work: its engine is broken.
         await asyncio.wait([waiting, *keeping], return_when=asyncio.FIRST_COMPLETED)
         broken = not waiting.done()
         waiting.cancel()
@@ -82,7 +82,7 @@ async def _run(settings: Settings, listener: socket.socket) -> int:
 
 
 def _reload(settings: Settings, workers: Sequence[Child]) -> None:
-    """SIGHUP: pass it on, so that each worker reads keys and certificate again."""
+    """Handle SIGHUP: send it to the workers, which read keys and certificate again."""
     if not settings.rereads:
         log.info(NOTHING_TO_REREAD)
         return

@@ -1,6 +1,6 @@
-"""One HTTP process of several: `python -m flashpoint_server.cli.worker --listener FD --engines HEX,… …`.
+"""One of several HTTP processes: `python -m flashpoint_server.cli.worker --listener FD --engines HEX,… …`.
 
-Its settings are FLASHPOINT_* variables, which the supervisor has set from its own.
+Its settings are FLASHPOINT_* variables, which the supervisor sets from its own settings.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--listener", type=int, required=True)
     parser.add_argument("--engines", required=True, help="addresses of the engines, in hexadecimal")
-    parser.add_argument("--number", type=int, required=True, help="which of the HTTP processes this is")
-    parser.add_argument("--limits", type=Path, required=True, help="the directory where they count what keys use")
-    parser.add_argument("--parent", type=int, required=True, help="the pid of the supervisor")
+    parser.add_argument("--number", type=int, required=True, help="number of this HTTP process")
+    parser.add_argument(
+        "--limits", type=Path, required=True, help="directory in which the processes count the usage of keys"
+    )
+    parser.add_argument("--parent", type=int, required=True, help="process id of the supervisor")
     asked = parser.parse_args()
     die_with_parent(asked.parent)
     HANGUP.catch()

@@ -1,4 +1,4 @@
-"""Host names and addresses, as a Host field and `--allowed-hosts` give them."""
+"""Parse host names and addresses of the Host header and of `--allowed-hosts`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import re
 from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
 
-LONGEST_HOST = 300  # characters of a Host field: a name has 253 at most
+LONGEST_HOST = 300  # maximum characters of a Host header; a DNS name has 253 at most
 
-# RFC 3986, §3.2.2 and §3.2.3, without a user: an IPv6 address in brackets, or an IPv4 address or a name; and a port.
+# RFC 3986, §3.2.2 and §3.2.3, without user information: an IPv6 address in brackets, an IPv4 address or a name, and an
+# optional port.
 _AUTHORITY = re.compile(
     r"(\[[0-9A-Fa-f:.]{2,45}\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+)(?::([0-9]{0,5}))?", re.ASCII
 )
@@ -29,12 +30,12 @@ def _parsed(host: str) -> str | None:
 
 
 def host_name(host: str) -> str | None:
-    """Return the name or address of a Host field, in lower case and without its port; None where it is not valid."""
+    """Return the name or address in a Host header, in lower case and without the port; None if it is not valid."""
     return _parsed(host) if len(host) <= LONGEST_HOST else None
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name of `host_name` is this machine's own, whatever a resolver says."""
+    """Return whether a name from `host_name` means this machine by definition, without asking a resolver."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:

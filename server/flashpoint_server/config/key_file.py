@@ -1,11 +1,11 @@
-"""Keys in a file: TOML, a table for each key under its name, with its hash, its rights and its limits.
+"""The file of API keys: TOML with one table for each key. A table has the key's hash, rights and limits.
 
     [alice]
     sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
     rights = ["attention", "info"]
     requests_per_second = 50
 
-SHA-256 without salt or rounds is enough for keys that nobody chose: `flashpoint key` draws 256 bits.
+SHA-256 without salt or rounds is enough, because the keys are random: `flashpoint key` draws 256 bits.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ Right = Literal["attention", "verify", "benchmark", "info", "metrics", "admin"]
 RIGHTS: tuple[Right, ...] = get_args(Right)
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # goes into logs, labels of metrics and file names as it is
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # used unchanged in logs, metric labels and file names
 
 
 class KeyEntry(BaseModel):
-    """One key. A limit that is not there is none."""
+    """One key. A missing limit means that there is no limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    """of the key, in hexadecimal"""
+    """SHA-256 of the key, in hexadecimal"""
     rights: Annotated[frozenset[Right], Field(min_length=1)]
-    """what it may do"""
+    """calls that the key may make"""
     requests_per_second: Rate | None = None
-    """calls of any kind"""
+    """maximum requests of any kind a second"""
     bytes_per_second: Rate | None = None
-    """bytes of tensors in and out; of a JSON body, of its text"""
+    """maximum bytes of input and answer tensors a second; for JSON, bytes of text"""
     flops_per_second: Rate | None = None
-    """floating-point operations of attention, gradients and verifications"""
+    """maximum floating-point operations of attention, gradients and verifications a second"""
     compute_seconds_per_second: Rate | None = None
-    """predicted seconds of one core, or of the GPU, that attention, gradients and verifications take"""
+    """maximum predicted compute seconds a second for attention, gradients and verifications, on one core or the GPU"""
     concurrent: Annotated[int, Field(ge=1, strict=True)] | None = None
-    """requests for compute inside at once"""
+    """maximum number of compute requests at the same time"""
     cache_bytes: Annotated[int, Field(ge=0, strict=True)] | None = None
-    """bytes of caches and saved forwards that it may hold at each engine; memory that forks share counts for each"""
+    """maximum bytes of caches and saved forwards in each engine; memory shared by forks counts for each fork"""
 
 
 def check_name(name: str) -> str:
-    """Raises ValueError for what cannot be a key's name."""
+    """Return `name` if it is a valid key name. Raises ValueError if it is not."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"a key's name is letters, digits, - and _, 64 at most, and not {name[:80]!r}")
+        raise ValueError(f"{name[:80]!r} is not a valid key name: use 1 to 64 letters, digits, - and _")
     return name
 
 
 def read(path: Path) -> dict[str, KeyEntry]:
-    """The keys of a file, by name. Raises ValueError, which says what is wrong with it and repeats no value of it."""
+    """Return the keys of a file, by name. Raises ValueError; its message has no value from the file."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # TOML's, or UTF-8's, which would show the bytes
+    except ValueError as error:  # a TOML error, or a UTF-8 error, whose text would show the bytes
         where = error if isinstance(error, tomllib.TOMLDecodeError) else "not UTF-8"
         raise ValueError(f"{path} is not TOML: {where}") from None
     entries = {}
@@ -72,5 +72,5 @@ def read(path: Path) -> dict[str, KeyEntry]:
             field = ".".join(map(str, (name, *first["loc"])))
             raise ValueError(f"{path}: {field}: {first['msg']}") from None
     if not entries:
-        raise ValueError(f"{path} names no key, and a server without keys is open to all")
+        raise ValueError(f"{path} contains no keys; add one: without keys, the server would accept every caller")
     return entries

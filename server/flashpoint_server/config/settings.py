@@ -1,4 +1,4 @@
-"""Every setting of the service: a flag of `flashpoint serve`, a variable FLASHPOINT_<NAME>, a line of a file."""
+"""All settings of the service: a flag of `flashpoint serve`, a variable FLASHPOINT_<NAME> or a line of a file."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from flashpoint_server.config.key_file import RIGHTS, read
 MIB = 1 << 20
 
 _RIGHT = "|".join(RIGHTS)
-_KEY = re.compile(rf"[A-Za-z0-9._~+/-]+=*(:({_RIGHT})(\+({_RIGHT}))*)?")  # a token of RFC 6750, and its rights
-REPLICA = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")  # a replica's name, or a balancer's for it
+_KEY = re.compile(rf"[A-Za-z0-9._~+/-]+=*(:({_RIGHT})(\+({_RIGHT}))*)?")  # a token of RFC 6750, optionally with rights
+REPLICA = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")  # the replica's name, set here or by a balancer
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
-LONGEST = 1_000_000  # seconds, eleven days: twice as many milliseconds are as much as a timer of the kernel holds
+LONGEST = 1_000_000  # maximum seconds (eleven days): twice as many milliseconds still fit a kernel timer
 
 Seconds = Annotated[float, Field(gt=0, le=LONGEST)]
 Bytes = Annotated[int, Field(ge=1)]
 
 
 class Settings(BaseSettings):
-    """The settings of the service. `Settings()` reads variables alone; config.sources reads flags and files, too"""
+    """The settings of the service. `Settings()` reads only variables; config.sources also reads flags and files."""
 
     model_config = SettingsConfigDict(
         env_prefix="FLASHPOINT_",
         frozen=True,
         use_attribute_docstrings=True,
-        hide_input_in_errors=True,  # keys are among it
+        hide_input_in_errors=True,  # API keys are among the input
     )
 
     host: str = "127.0.0.1"
@@ -67,7 +67,7 @@ class Settings(BaseSettings):
     """comma-separated origins whose pages may call from a browser, such as https://example.org; * is any"""
 
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
-    """comma-separated hosts allowed in requests, without port, beside loopback names; *.example.org, * is any"""
+    """comma-separated hosts allowed in requests besides loopback names, without port, like *.example.org; * is any"""
 
     body_limit: Bytes = 1024 * MIB
     """maximum bytes of a request's body"""
@@ -78,11 +78,11 @@ class Settings(BaseSettings):
     sequence_limit: Annotated[int, Field(ge=1)] = 65536
     """maximum number of sequences in one request (its batch size)"""
     body_timeout: Seconds = 10.0
-    """body idle timeout in seconds; also the allowed delay of a body, or of an answer's reader, by the rate below"""
+    """body idle timeout in seconds; also how far a body, or an answer's reader, may fall behind --body-rate"""
     body_rate: Annotated[int, Field(ge=1)] = 64 * 1024
-    """minimum average rate of a body, and of an answer's reader, in bytes a second"""
+    """minimum average rate, in bytes a second, at which a body arrives and an answer is read"""
     header_timeout: Seconds = 10.0
-    """timeout of a request's head in seconds, from the start of the connection or of the head"""
+    """timeout in seconds for a request's head, from the start of the connection or of the head"""
     keep_alive: Annotated[int, Field(ge=0, le=LONGEST)] = 75
     """idle timeout of a connection in seconds"""
 
@@ -119,15 +119,15 @@ class Settings(BaseSettings):
     saved_ttl: Seconds = 600.0
     """time to live of a saved forward in seconds, from its last use"""
     verify_flops: Annotated[int, Field(ge=1)] = 1 << 38
-    """maximum floating-point operations of a problem to verify, which also runs in float64 and in torch's own math"""
+    """maximum floating-point operations of a verification; each problem also runs in float64 and in unfused PyTorch"""
     benchmark_cases: Annotated[int, Field(ge=1)] = 512
     """maximum number of cases of one benchmark"""
     benchmark_seconds: Seconds = 1800.0
-    """maximum seconds of the repeats of a benchmark's cases together"""
+    """maximum total seconds of the timed repeats of one benchmark"""
     benchmark_call_seconds: Seconds = 2.0
-    """maximum predicted seconds of one call of a case; other requests wait for it at most so long"""
+    """maximum predicted seconds of one call of a benchmark; it is the longest time that other requests wait for it"""
     benchmark_slice_ms: Annotated[float, Field(gt=0, le=1000)] = 20.0
-    """milliseconds of a benchmark's time slice; then waiting requests run for four times as long"""
+    """milliseconds of a benchmark's time slice; after a slice, waiting requests run for four times as long"""
     benchmark_jobs: Annotated[int, Field(ge=1)] = 8
     """maximum number of queued or running benchmarks; one caller may have half of them"""
     benchmark_keep: Seconds = 3600.0
@@ -137,7 +137,7 @@ class Settings(BaseSettings):
     max_timeout_ms: Annotated[int, Field(ge=1, le=1000 * LONGEST)] = 3_600_000
     """longest deadline that X-Timeout-Ms may set, in milliseconds; a longer one is reduced to it"""
     shutdown_timeout: Seconds = 30.0
-    """shutdown timeout in seconds: the time for admitted work after SIGTERM"""
+    """shutdown timeout in seconds: admitted requests have this time to finish after SIGTERM"""
 
     otlp_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
     """URL for spans, by OTLP over HTTP, such as http://localhost:4318/v1/traces. Needs the extra `otel`"""
@@ -148,7 +148,7 @@ class Settings(BaseSettings):
 
     @property
     def rereads(self) -> bool:
-        """Whether there is something that SIGHUP has read again."""
+        """Return whether there are files that SIGHUP makes the server read again."""
         return self.api_keys_file is not None or self.tls_cert is not None
 
     @field_validator("api_keys", "cors_origins", "allowed_hosts", mode="before")
@@ -172,7 +172,7 @@ class Settings(BaseSettings):
         if cert is not None:
             tls.context(cert, key, client_ca)
         elif key is not None or client_ca is not None:
-            raise ValueError("--tls-key and --tls-client-ca need it")
+            raise ValueError("is missing: --tls-key and --tls-client-ca need it")
         return cert
 
     @field_validator("cors_origins")
@@ -180,7 +180,7 @@ class Settings(BaseSettings):
     def _origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
         for origin in origins:
             if not _ORIGIN.fullmatch(origin):
-                raise ValueError(f"{origin!r} is no origin, such as https://example.org, and not *")
+                raise ValueError(f"{origin!r} is not an origin: give an origin like https://example.org, or *")
         return origins
 
     @field_validator("allowed_hosts")
@@ -198,21 +198,21 @@ class Settings(BaseSettings):
     @classmethod
     def _long_enough(cls, secret: SecretStr | None) -> SecretStr | None:
         if secret is not None and len(secret.get_secret_value()) < 32:
-            raise ValueError("needs 32 characters or more, drawn at random: openssl rand -hex 32")
+            raise ValueError("needs 32 or more random characters; make them with: openssl rand -hex 32")
         return secret
 
     @field_validator("replica")
     @classmethod
     def _a_name(cls, name: str) -> str:
         if name and not REPLICA.fullmatch(name):
-            raise ValueError("takes letters, digits and ._:/+=@~-")
+            raise ValueError("may contain only letters, digits and ._:/+=@~-")
         return name
 
     @field_validator("shared_memory_bytes")
     @classmethod
     def _one_process_knows_the_regions(cls, limit: int, info: ValidationInfo) -> int:
         if limit and info.data.get("workers", 1) > 1:
-            raise ValueError("needs one worker: a region is registered with one HTTP process")
+            raise ValueError("needs one worker: only the HTTP process that registered a region knows it")
         return limit
 
     @field_validator("grpc_port")
@@ -233,7 +233,7 @@ class Settings(BaseSettings):
     @classmethod
     def _known_rights(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
         for number, key in enumerate(keys, 1):
-            # Said by number: an error is printed and logged, and a key must not be.
+            # The message gives the key's number: errors are printed and logged, and keys must not be.
             if not _KEY.fullmatch(key.get_secret_value()):
                 raise ValueError(f"key {number} must be KEY or KEY:right+right; rights are {', '.join(RIGHTS)}")
         return keys

@@ -1,7 +1,7 @@
-"""The settings of a start, by where each comes from: a flag, a variable, a file of variables, a TOML file, the default.
+"""Read the settings from flags, variables, a file of variables, a TOML file and the defaults.
 
-The first of these that has a setting wins. Values of every source are text and are read in the same way. A file is read
-where it is named alone: no `.env` that lies about has an effect.
+The first source in this order that has a setting wins. Values of all sources are text and are parsed in the same way. A
+file is read only if it is named; a `.env` file in the current folder has no effect.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from flashpoint_server.config.settings import Settings
 PREFIX = "FLASHPOINT_"
 DEFAULT = "default"
 FILES = ("CONFIG", "ENV_FILE")  # variables that name the files
-_ALIKE = 0.95  # a slip of one letter; FLASHPOINT_PORT_8000_TCP, which Kubernetes sets, is nothing like a setting
+_ALIKE = 0.95  # differs in one letter; FLASHPOINT_PORT_8000_TCP, which Kubernetes sets, is not similar to any setting
 _OF_CLIENTS = ("API_KEY", "URL")
 _SECRET = ("api_keys", "cache_secret")
 
 
 class SettingError(Exception):
-    """Settings that are not valid: (where, what is wrong, what is meant) of each."""
+    """Settings that are not valid: for each, where it is, what is wrong, and what the setting means."""
 
     def __init__(self, problems: Iterable[tuple[str, str, str | None]]) -> None:
         self.problems = tuple(problems)
@@ -37,15 +37,15 @@ class SettingError(Exception):
 
 
 class Sourced(NamedTuple):
-    """Settings, and where each comes from, as an error or `flashpoint config` names it."""
+    """Settings, and the source of each, as errors and `flashpoint config` name it."""
 
     settings: Settings
     sources: Mapping[str, str]
-    misspelt: tuple[tuple[str, str], ...]  # variables that are like a setting's, each with that
+    misspelt: tuple[tuple[str, str], ...]  # variables that resemble a setting's, each with that setting's variable
 
 
 def flag(name: str) -> str:
-    """Return a setting's flag: `--queue-limit`."""
+    """Return the flag of a setting: `--queue-limit`."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -55,7 +55,7 @@ def load(
     env_file: Path | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Sourced:
-    """Return the settings of these sources. Raises SettingError, which blames the source of each wrong value."""
+    """Return the settings from all sources. Raises SettingError, which names the source of each wrong value."""
     values: dict[str, str] = {}
     sources: dict[str, str] = {}
     looked_at = list(environment)
@@ -69,7 +69,7 @@ def load(
     values |= flags
     sources |= {name: flag(name) for name in flags}
     try:
-        settings = Settings(**values)  # type: ignore[arg-type]  # read as text, as variables are
+        settings = Settings(**values)  # type: ignore[arg-type]  # all values are text, like variables
     except ValidationError as error:
         raise SettingError(_problems(error, values, sources)) from None
     return Sourced(settings, sources, tuple(misspelt(looked_at)))
@@ -78,7 +78,7 @@ def load(
 def _take(variables: Mapping[str, str], source: str, values: dict[str, str], sources: dict[str, str]) -> None:
     names = {PREFIX + name.upper(): name for name in Settings.model_fields}
     for variable, value in variables.items():
-        if (name := names.get(variable.upper())) is not None:  # whatever their case
+        if (name := names.get(variable.upper())) is not None:  # in any case
             values[name], sources[name] = value, source.format(variable)
 
 
@@ -90,9 +90,7 @@ def _config(path: Path | None) -> dict[str, tuple[str, str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError([("--config", f"{path} cannot be read: {_reason(error)}", None)]) from None
     except tomllib.TOMLDecodeError as error:
-        raise SettingError(
-            [("--config", f"{path} is no TOML file: {error}", "write a setting as: port = 8000")]
-        ) from None
+        raise SettingError([("--config", f"{path} is not TOML: {error}", "write a setting as: port = 8000")]) from None
     found: dict[str, tuple[str, str]] = {}
     wrong: list[tuple[str, str, str | None]] = []
     for name, value in document.items():
@@ -109,7 +107,7 @@ def _config(path: Path | None) -> dict[str, tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """Return a value of TOML as a variable would have it."""
+    """Return a TOML value as the text that a variable would have."""
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(_text, value)) if isinstance(value, list) else str(value)
@@ -125,7 +123,7 @@ def _env_file(path: Path) -> dict[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or "it is no text in UTF-8").lower()
+    return str(getattr(error, "strerror", None) or "it is not UTF-8 text").lower()
 
 
 def _problems(
@@ -147,17 +145,17 @@ def _about(name: str) -> str | None:
 
 
 def misspelt(variables: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield each variable that is no setting but looks like one, with that one."""
+    """Yield each unknown variable that resembles a setting's variable, with the latter."""
     known = {PREFIX + name.upper() for name in Settings.model_fields} | {PREFIX + name for name in FILES}
     for name in variables:
-        upper = name.upper()  # as the settings are read, whatever their case
+        upper = name.upper()  # settings are read in any case
         others = {PREFIX + other for other in _OF_CLIENTS}
         if upper not in known | others and (near := get_close_matches(upper, known, 1, _ALIKE)):
             yield name, near[0]
 
 
 def as_environment(settings: Settings, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return an environment in which `Settings()` gives these settings: for a child process, secrets included."""
+    """Return an environment in which `Settings()` has these values, for a child process. It contains the secrets."""
     ours = {PREFIX + name.upper() for name in Settings.model_fields}
     kept = {name: value for name, value in environment.items() if name.upper() not in ours}
     given = {PREFIX + name.upper(): _plain(value) for name, value in settings if value is not None}
@@ -173,7 +171,7 @@ def _plain(value: Any) -> str:
 
 
 def shown(value: Any) -> Any:
-    """Return a setting's value as JSON has it, without its secrets."""
+    """Return a setting's value as JSON shows it, without secrets."""
     if isinstance(value, tuple):
         return [shown(each) for each in value]
     return value if value is None or isinstance(value, (bool, int, float)) else str(value)

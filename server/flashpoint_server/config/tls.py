@@ -1,16 +1,16 @@
-"""HTTPS: the server's certificate, and those that its callers must show where it asks for them (mTLS)."""
+"""Make the TLS context: the server's certificate, and the check of client certificates (mTLS)."""
 
 from __future__ import annotations
 
 import ssl
 from pathlib import Path
 
-# The ciphers of TLS 1.2 that have the two properties of all in TLS 1.3: forward secrecy, and authenticated encryption.
+# These ciphers of TLS 1.2 have two properties that all of TLS 1.3 have: forward secrecy and authenticated encryption.
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
 
 def context(cert: Path, key: Path | None, client_ca: Path | None) -> ssl.SSLContext:
-    """TLS 1.2 and later, by PEM files. Raises ValueError, which names the file that is wrong."""
+    """Return a context for TLS 1.2 and later from PEM files. Raises ValueError, which names the file that is wrong."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
     made.set_ciphers(CIPHERS)
@@ -21,20 +21,21 @@ def context(cert: Path, key: Path | None, client_ca: Path | None) -> ssl.SSLCont
         try:
             made.load_verify_locations(client_ca)
         except (OSError, ssl.SSLError) as error:
-            raise ValueError(f"no certificates in {client_ca}: {error.strerror or error}") from None
+            raise ValueError(f"{client_ca} contains no valid certificates: {error.strerror or error}") from None
     return made
 
 
 def load(into: ssl.SSLContext, cert: Path, key: Path | None) -> None:
-    """Show this certificate from the next connection on. Raises ValueError, and then all is as it was."""
+    """Use this certificate for new connections. Raises ValueError and then changes nothing."""
 
     def no_password() -> str:
-        raise ValueError(f"the key in {key or cert} has a password, and there is nobody to ask for it")
+        raise ValueError(f"the key in {key or cert} has a password; give a key without a password")
 
     try:
-        # A pair that does not fit would leave `into` with half of it, and no connection could be made any more.
+        # Load into a temporary context first: a pair that does not match would leave `into` with half of it, and every
+        # later connection would fail.
         for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), into):
             context.load_cert_chain(cert, key, no_password)
     except (OSError, ssl.SSLError) as error:
         files = f"{cert} and {key}" if key else f"{cert}"
-        raise ValueError(f"no certificate and its key in {files}: {error.strerror or error}") from None
+        raise ValueError(f"{files} must contain a certificate and its key: {error.strerror or error}") from None

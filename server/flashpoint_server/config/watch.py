@@ -1,4 +1,4 @@
-"""Files that are read again when they change: keys and certificates, so that their rotation needs no signal."""
+"""Watch the files of keys and certificates, so that their rotation needs no signal."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-SECONDS = 2.0  # between two looks
+SECONDS = 2.0  # between two checks
 
-_Stamp = tuple[int, int, int, int] | None  # None: there is no such file
+_Stamp = tuple[int, int, int, int] | None  # None: the file does not exist
 
 
 class Watch:
-    """`files` as they were when this was made; `run` calls `changed` whenever one is another.
+    """Calls `changed` when one of `files` changes after this object was made.
 
-    A look follows symbolic links, since Kubernetes changes a Secret by swapping one. A file's state is kept before the
-    file is read, so a file that is still being written is read once more.
+    A check follows symbolic links, because Kubernetes changes a Secret by replacing a link. The state of a file is
+    stored before the file is read: a file that is still being written is read again.
     """
 
     def __init__(self, files: Iterable[Path | None], changed: Callable[[], None]) -> None:
@@ -27,13 +27,13 @@ class Watch:
         return [_stamp(path) for path in self._files]
 
     def look(self) -> None:
-        """Call `changed` where a file is another than at the last look."""
+        """Call `changed` if a file has changed since the last check."""
         if (found := self._look()) != self._found:
             self._found = found
             self._changed()
 
     async def run(self) -> None:
-        """Look every two seconds, until cancelled."""
+        """Check every two seconds until cancelled."""
         while self._files:
             await asyncio.sleep(SECONDS)
             self.look()

@@ -1,1 +1,1 @@
-"""The engine's process: a loop, a scheduler and an executor on one device, and benchmarks beside the traffic."""
+"""The engine process: loop, scheduler and executor for one device, and benchmarks that run beside the requests."""

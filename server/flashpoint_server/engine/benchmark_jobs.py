@@ -1,9 +1,9 @@
-"""Benchmarks beside what an engine serves: one at a time, alone on the device, a slice of some milliseconds at a time.
+"""Benchmarks beside the requests of an engine. They run one at a time, alone on the device, in slices of milliseconds.
 
     queued → running (a slice, others' turn, a slice …) → done, failed, cancelled → dropped
 
-While others wait a slice comes after four times as long for them, so that a benchmark takes a fifth of the device at
-most, and nobody waits for it longer than a slice. Whose benchmarks have run the least goes first.
+While requests wait, they run four times as long as a slice before the next slice. So a benchmark takes at most a fifth
+of the device, and a request waits at most one slice for it. The owner whose benchmarks have run least goes first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from flashpoint_server.engine import local
 from flashpoint_server.engine.cases import cases_of
 from flashpoint_server.ipc.messages import JobDropped, JobEvent, JobNews, JobOpened, StopJob, Time
 
-OTHERS_SHARE = 4  # times as long as a slice
-MOST_KEPT = 64  # jobs that have ended, for those that ask for them later
+OTHERS_SHARE = 4  # requests run this many times as long as a slice
+MOST_KEPT = 64  # maximum number of ended jobs that are kept for later queries
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class _TimedJob:
 
 
 class BenchmarkJobs:
-    """The jobs of one device, a plugin of its scheduler. A job that has ended is kept for `keep` seconds."""
+    """The jobs of one device; a plugin of its scheduler. An ended job is kept for `keep` seconds."""
 
     name = "a benchmark"
 
@@ -54,7 +54,7 @@ class BenchmarkJobs:
         self.suspect = False
 
     def wants(self, now: float, *, others: bool) -> bool:
-        """Whether a slice is to run now; `others` says whether requests wait."""
+        """Return whether a slice is to run now. `others`: whether requests wait."""
         if not self._jobs:
             return False
         if self._running is None and not any(job.ended is None for job in self._jobs.values()):
@@ -62,16 +62,16 @@ class BenchmarkJobs:
         return not others or now >= self._others_until
 
     def history(self) -> Iterator[JobNews]:
-        """Yield all that has been said of the jobs that are kept."""
+        """Yield all messages about the jobs that are kept."""
         for job in self._jobs.values():
             yield from job.said
 
     def hear(self, message: Time | StopJob) -> list[JobNews]:
-        """Take in what an HTTP process asks."""
+        """Handle a message of an HTTP process."""
         return self._open(message) if isinstance(message, Time) else self._stop(message.job)
 
     def _open(self, asked: Time) -> list[JobNews]:
-        """Queue a job, whose request has been checked."""
+        """Queue a job. Its request has been checked."""
         request = BenchmarkRequest.model_validate_json(asked.request)
         job = _TimedJob(asked, local.slices(request, self._device, self._slice_ms))
         total = len(cases_of(request, self._device))
@@ -80,7 +80,7 @@ class BenchmarkJobs:
         return [*job.said, *self._drop_old()]
 
     def _stop(self, name: str) -> list[JobNews]:
-        """Cancel a job, at the end of its slice where one runs; nothing, where it has ended."""
+        """Cancel a job; a running slice ends first. Ignore a job that has ended."""
         job = self._jobs.get(name)
         if job is None or job.ended is not None:
             return []
@@ -88,16 +88,16 @@ class BenchmarkJobs:
         return [] if job is self._in_slice else self._end(job, "cancelled")
 
     def postpone(self, now: float) -> None:
-        """The device could not be had alone: others first."""
+        """Let the requests run first, because the device did not become idle."""
         self._others_until = now + OTHERS_SHARE * self._slice_ms / 1000
 
     def begin(self) -> None:
-        """Choose whose slice comes next; `wants` has said that there is one."""
+        """Choose the job for the next slice; `wants` has returned True."""
         self._in_slice = self._running = self._running or self._next()
         self._outcome = None
 
     def step(self) -> None:
-        """Run the slice. The one call that needs no lock, and that takes time."""
+        """Run the slice. This is the only call that takes time; it needs no lock."""
         job = self._in_slice
         assert job is not None
         began, before = time.monotonic(), torch.get_num_threads()
@@ -113,7 +113,7 @@ class BenchmarkJobs:
             self._others_until = time.monotonic() + OTHERS_SHARE * took
 
     def conclude(self) -> list[JobNews]:
-        """Return what is to be said after a slice. A CUDA error makes the device suspect."""
+        """Return the messages after a slice. After a CUDA error, the device is suspect."""
         said = self._concluded()
         self.suspect = any(isinstance(one, JobEvent) and b"CUDA" in one.event for one in said)
         return said

@@ -1,4 +1,4 @@
-"""The cases that a benchmark's request names; no torch, so that a request is checked and priced before it runs."""
+"""The cases of a benchmark request. It does not need torch, so a request is checked and priced before it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashpoint_kernels.timing import Case, grid, preset
 def cases_of(request: BenchmarkRequest, device: str) -> list[Case]:
     """Return the cases that a request times on `device`. Raises ProblemError."""
     if request.preset is None:
-        # Those that the smaller preset times are those worth timing there.
+        # the backends of the smaller preset are the useful ones on this device
         backends = request.backends or dict.fromkeys(case.backend for case in preset("papers", device))
         return grid(
             [shape.model_dump() for shape in request.shapes],

@@ -1,4 +1,4 @@
-"""The engine's device: compute jobs over shared memory, copy to and from a GPU, and classify the device's errors."""
+"""The engine's device: computes jobs in shared memory, copies to and from a GPU, and classifies the device's errors."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from flashpoint_server.refusal import invalid
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
-MEMORY_SECONDS = 0.1  # between two looks at how much of it is held
+MEMORY_SECONDS = 0.1  # between two reads of the used memory
 
 
 class DeviceLostError(Exception):
-    """Nothing works on the device any more, in this process."""
+    """The device does not work any more in this process."""
 
 
 class Stages(NamedTuple):
@@ -61,7 +61,7 @@ NO_COPIES = Stages(0.0, 0.0)
 
 
 class _ToldApart(AbstractContextManager[None]):
-    """Hands the errors of memory and of the device that are raised inside to `tell`; twice as fast as a generator."""
+    """Passes memory and device errors from inside to `tell`. It is twice as fast as a generator."""
 
     def __init__(self, tell: Callable[[MemoryError | RuntimeError], None]) -> None:
         self._tell = tell
@@ -72,20 +72,20 @@ class _ToldApart(AbstractContextManager[None]):
 
 
 class TorchDevice:
-    """One device and the backends that it has.
+    """One device and its backends.
 
-    `lanes` threads serve it. They make at most `launches` launches and run at most `cores` parts at a time, and one
-    more part that is short while all others are long (see scheduler.py).
+    `lanes` threads serve it. They run at most `launches` launches and `cores` parts at the same time. If all of these
+    parts are long, they also run one short part (see scheduler.py).
     """
 
-    ledger: Ledger  # set before it serves, as is what it counts
+    ledger: Ledger  # set before the device serves, as are the stores that it counts
     caches: CacheStore
     saved: SavedStore
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
         self.is_cpu = info.name == "cpu"
-        # On a GPU two streams: one copies while the other computes. The third thread listens.
+        # A GPU has two streams: one copies while the other computes. The third thread listens.
         self.cores = info.cores
         self.lanes, self.launches = (self.cores + 1, 1) if self.is_cpu else (3, 2)
         self._streams = threading.local()
@@ -95,14 +95,15 @@ class TorchDevice:
 
     @classmethod
     def open(cls, asked: str) -> TorchDevice:
-        """`asked` is auto, cpu, cuda or cuda:N. Raises RuntimeError where there is none such."""
-        torch.set_num_threads(1)  # what takes more says so itself: see flashpoint_kernels.reproducible
+        """Open the device `asked`: auto, cpu, cuda or cuda:N. Raises RuntimeError if it does not exist."""
+        # code that uses more threads sets their number itself: see flashpoint_kernels.reproducible
+        torch.set_num_threads(1)
         name = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
         if not name.startswith("cuda"):
             speed = _speed("cpu") * CORES
             return cls(DeviceInfo("cpu", device_name("cpu"), _ram(), available_backends("cpu"), speed, cores=CORES))
         if not torch.cuda.is_available():
-            raise RuntimeError(f"device {asked} is asked for, and torch finds no CUDA device")
+            raise RuntimeError(f"device {asked} is not available: torch finds no CUDA device")
         properties = torch.cuda.get_device_properties(name)
         device = torch.device(name)
         name = f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
@@ -110,9 +111,9 @@ class TorchDevice:
         return cls(DeviceInfo(name, properties.name, properties.total_memory, backends, _speed(name)))
 
     def pin(self, memory: mmap.mmap) -> None:
-        """Lock shared memory for a GPU's copy engine; `unpin` before it is unmapped. Nothing to do on the CPU.
+        """Lock shared memory for a GPU's copy engine; `unpin` it before it is unmapped. Does nothing on the CPU.
 
-        Memory that the system refuses to lock is copied all the same, but not beside other work.
+        If the system refuses to lock the memory, it is copied more slowly: not in parallel with other work.
         """
         if self.is_cpu:
             return
@@ -121,7 +122,8 @@ class TorchDevice:
                 torch.cuda.check_error(int(_cudart().cudaHostRegister(_address(memory), len(memory), 0)))
         except RuntimeError as error:
             log.warning("memory not pinned", size=len(memory), error=str(error))
-            with suppress(RuntimeError):  # the next launch of this thread is told of it, and what is told is forgotten
+            # clears CUDA's error state: otherwise this thread's next launch would report the error
+            with suppress(RuntimeError):
                 torch.zeros(1, device=self.info.name)
         else:
             self._pinned.add(_address(memory))
@@ -133,20 +135,20 @@ class TorchDevice:
                 torch.cuda.check_error(int(_cudart().cudaHostUnregister(address)))
 
     def _current(self) -> AbstractContextManager[object]:
-        """torch's CUDA calls that name no device are about this one, in this thread."""
+        """Return a context in which torch's CUDA calls of this thread use this device."""
         return nullcontext() if self.is_cpu else torch.cuda.device(self.info.name)
 
     def lost(self) -> bool:
-        """Whether nothing works on a GPU any more in this process, as after an illegal access."""
+        """Return whether a GPU does not work any more in this process, for example after an illegal access."""
         return is_lost(self.info.name)
 
     def _tell_apart(self, error: MemoryError | RuntimeError) -> None:
-        """Raise an error of ours where memory has run out, or the device is gone.
+        """Raise OutOfMemoryError or DeviceLostError if `error` means that; otherwise return.
 
-        A CUDA error may concern one call alone: the device is tested whether it still works.
+        A CUDA error may concern only one call, so the device is tested.
         """
         said = str(error)
-        # Triton, cuBLAS and torch on the CPU ("DefaultCPUAllocator: can't allocate memory") say it in words alone.
+        # Triton, cuBLAS and torch on the CPU ("DefaultCPUAllocator: can't allocate memory") say it only in their text.
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said:
             short = True
         elif any(name in said for name in ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")):
@@ -156,20 +158,20 @@ class TorchDevice:
         else:
             short = False
         if short:
-            error.__traceback__ = None  # it holds the very tensors that did not fit
+            error.__traceback__ = None  # the traceback holds the tensors that did not fit
             raise OutOfMemoryError from None
 
     def cuts(self, backend: str) -> bool:
-        """Whether a request of `backend` is cut into `parts`, which run on several lanes; else it is a launch."""
+        """Return whether a request on `backend` is cut into `parts` for several lanes; otherwise it is one launch."""
         return self.is_cpu and backend != "triton"
 
     def compile(self, job: Placed) -> Future[None] | None:
-        """None where the kernels of a Triton job are compiled; else the end of compiling them, aside.
+        """Compile a Triton job's kernels in the background, and return the future; None if they are compiled.
 
-        The shapes of its tensors are read, not the values; `rows` has checked those of index tensors.
+        This reads the shapes of the tensors, not their values. `rows` has checked the values of index tensors.
         """
         if self.is_cpu:
-            return None  # interpreted
+            return None  # Triton kernels are interpreted on the CPU
         with self._told_apart:
             meta = partial(torch.empty, device="meta")
             problem = self._problem(
@@ -181,7 +183,7 @@ class TorchDevice:
             return None if triton_backend.compiled([problem]) else triton_backend.compile_ahead([problem])
 
     def rows(self, job: Placed) -> tuple[Row, ...]:
-        """Return the sequences of a job. Raises Refusal 422 where values of its tensors do not fit."""
+        """Return the sequences of a job. Raises Refusal 422 if values of its tensors are not valid."""
         index = {t.name: tensor_in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
         index |= {name: t.tolist() for name, t in self._recalled(job).items() if name in INDEX_TENSORS}
         try:
@@ -191,11 +193,14 @@ class TorchDevice:
             raise invalid(error.errors) from None
 
     def parts(self, job: Placed) -> list[Problem]:
-        """A job that this device cuts, in parts, which compute in its shared memory. Raises Refusal 422."""
+        """Cut a job into parts that compute in its shared memory. Raises Refusal 422."""
         return split(self._in_place(job), job.submit.backend)
 
     def call_tensors(self, job: Placed) -> CallTensors:
-        """The tensors of a job over caches: on the CPU in its shared memory, else copies. Raises Refusal 422."""
+        """Return the tensors of a job over caches: on the CPU in shared memory, on a GPU as copies.
+
+        Raises Refusal 422.
+        """
         given = {t.name: tensor_in(job.memory, t) for t in job.submit.inputs}
         if self.is_cpu:
             return CallTensors.of(job.spec, given, {t.name: tensor_in(job.memory, t) for t in job.submit.outputs})
@@ -203,12 +208,12 @@ class TorchDevice:
         return CallTensors.of(job.spec, there, {})
 
     def write(self, call: HeldCall) -> None:
-        """Write the new tokens of a call over caches, once all that can be refused has been. Raises Refusal."""
+        """Write the new tokens of a call over caches, after all checks. Raises Refusal."""
         with self._told_apart, self.in_order():
             call.write(self.caches)
 
     def attend(self, call: HeldCall, backend: str, cores: int) -> Sequence[Problem | CachedPart]:
-        """Write as `write` does, and return what so many cores compute side by side. Raises Refusal."""
+        """Write like `write`, and return parts for `cores` cores to compute in parallel. Raises Refusal."""
         with self._told_apart:
             return call.parts(call.write(self.caches), backend, cores)
 
@@ -221,10 +226,10 @@ class TorchDevice:
                 run_part(part, backend)
 
     def launch(self, jobs: Sequence[Placed]) -> tuple[list[int | None], Stages]:
-        """Compute jobs of one launch key from and into their memory; the seed of each, and what the copies took.
+        """Compute jobs of one launch key in their memory. Return the seed of each, and the times of the copies.
 
-        On a GPU the copies and the kernels go to the lane's own stream, with one wait at the end, so that one lane
-        copies while another computes. Raises OutOfMemoryError and DeviceLostError.
+        On a GPU, copies and kernels run on the lane's own stream, with one wait at the end. So one lane copies while
+        another computes. Raises OutOfMemoryError and DeviceLostError.
         """
         backend = jobs[0].submit.backend
         if self.is_cpu:
@@ -253,11 +258,11 @@ class TorchDevice:
             return [problem.seed for problem in problems], stages
 
     def _held_problem(self, call: HeldCall) -> Problem:
-        """The problem of a call over caches that has been written. Raises Refusal 422."""
+        """Return the problem of a call over caches whose tokens have been written. Raises Refusal 422."""
         return call.problem(self.caches.find(call.terms, call.held.caches))
 
     def _copied(self, job: Placed) -> Problem:
-        """The job's problem, its tensors on their way to the GPU."""
+        """Return the job's problem with its tensors on the GPU; the copies may still run."""
 
         def there(t: PlacedTensor) -> Tensor:
             copy = bytes_in(job.memory, t).to(self.info.name, non_blocking=True)
@@ -269,9 +274,9 @@ class TorchDevice:
         self, job: Placed, there: Callable[[PlacedTensor], Tensor],
         recalled: Callable[[str, Tensor], Tensor] = lambda _, t: t,
     ) -> Problem:  # fmt: skip
-        """The job's problem, of its index tensors, whose values are read here, and of what `there` makes of others.
+        """Return the job's problem. Index tensors are read here; `there` makes the other tensors.
 
-        `recalled` makes them of those of the saved forward that it uses.
+        `recalled` makes the tensors of a saved forward that the job uses.
         """
         tensors = {t.name: tensor_in(job.memory, t) if t.name in INDEX_TENSORS else there(t) for t in job.submit.inputs}
         tensors |= {name: recalled(name, t) for name, t in self._recalled(job).items()}
@@ -279,7 +284,7 @@ class TorchDevice:
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        """Wait at the block's end for its changes of caches: the next call on them may use another lane's stream."""
+        """Wait at the end of the block for its changes of caches: the next call may use another lane's stream."""
         if self.is_cpu:
             yield
             return
@@ -291,23 +296,23 @@ class TorchDevice:
     # Saved forwards
 
     def reserve(self, asked: Save) -> SavedForward:
-        """Take memory for a forward that is to be saved. Raises Refusal 413 and 429."""
+        """Reserve memory for a forward that will be saved. Raises Refusal 413 and 429."""
         return self.saved.reserve(asked)
 
     def drop(self, kept: SavedForward) -> None:
-        """Give back the memory of a forward that has failed."""
+        """Free the memory of a forward that has failed."""
         self.saved.drop(kept.serial)
 
     def keep(self, job: Placed) -> None:
-        """Save a forward of the CPU whose parts have all run. Raises OutOfMemoryError."""
+        """Save a forward on the CPU after all its parts have run. Raises OutOfMemoryError."""
         with self._told_apart:
             self._keep(job, None)
 
     def _keep(self, job: Placed, problem: Problem | None) -> None:
-        """Save a forward that is to be saved. On a GPU its tensors stay where they are.
+        """Save a forward, if the job asks for it. On a GPU its tensors stay where they are.
 
-        On the CPU they are copied out of staging memory, whose slots belong to an HTTP process and are used again: a
-        thirtieth of the forward's time at 1,024 tokens, less at more.
+        On the CPU they are copied out of staging memory, which an HTTP process reuses. The copy takes 1/30 of the
+        forward's time at 1,024 tokens, and less at more tokens.
         """
         if job.kept is None:
             return
@@ -317,16 +322,17 @@ class TorchDevice:
         else:
             here = {**problem.tensors, **problem.outputs}
             tensors = {t.name: here[t.name].view(t.shape) for t in places}
-            tensors |= {name: t.clone() for name, t in tensors.items() if name in INDEX_TENSORS}  # of staging memory
+            # these are views of staging memory
+            tensors |= {name: t.clone() for name, t in tensors.items() if name in INDEX_TENSORS}
         self.saved.keep(job.kept, tensors)
 
     def _recalled(self, job: Placed) -> Mapping[str, Tensor]:
-        """The tensors of the saved forward whose gradients a job asks. Raises Refusal 404 and 410."""
+        """Return the tensors of the saved forward that a job uses. Raises Refusal 404 and 410."""
         recall = job.submit.saved
         return self.saved.tensors(recall.owner, recall.serial) if isinstance(recall, Recall) else {}
 
     def _in_place(self, job: Placed) -> Problem:
-        """The job's problem in its own memory. Raises Refusal 422, as `rows` does, and 404 and 410."""
+        """Return the job's problem in its own memory. Raises Refusal 422 like `rows`, and 404 and 410."""
         spec, memory = job.spec, job.memory
         given = {t.name: tensor_in(memory, t) for t in job.submit.inputs} | dict(self._recalled(job))
         wanted = {t.name: tensor_in(memory, t) for t in job.submit.outputs}
@@ -336,16 +342,16 @@ class TorchDevice:
             raise invalid(error.errors) from None
 
     def _stream(self) -> torch.cuda.Stream:
-        """The lane's own."""
+        """Return the CUDA stream of this lane."""
         if not hasattr(self._streams, "stream"):
             self._streams.stream = torch.cuda.Stream(self.info.name)  # type: ignore[no-untyped-call]
         stream: torch.cuda.Stream = self._streams.stream
         return stream
 
     def verify(self, asked: Prove, memory: Mapping[int, mmap.mmap], progress: local.Tell) -> bytes:
-        """The VerifyReport of what is asked, in JSON. Raises Refusal 422, OutOfMemoryError and DeviceLostError.
+        """Return the VerifyReport of a verification, in JSON. Raises Refusal 422, OutOfMemoryError and DeviceLostError.
 
-        `progress` is called before each block of work; an exception that it raises ends it.
+        `progress` is called before each block of work. If it raises, the verification ends.
         """
         with self._told_apart:
             try:
@@ -360,14 +366,14 @@ class TorchDevice:
                 raise invalid((problem.field, problem.message) for problem in error.errors) from None
 
     def empty_cache(self) -> None:
-        """Give back what nobody uses, before a second try."""
+        """Free unused memory before a retry."""
         gc.collect()
         if not self.is_cpu:
             with self._current():
                 torch.cuda.empty_cache()
 
     def memory(self) -> int:
-        """Bytes of the device's memory that this process holds: what is resident of it, on the CPU. A moment ago."""
+        """Return the bytes of device memory that this process uses (on the CPU, resident memory), at most 0.1 s old."""
         now = time.monotonic()
         if now >= self._looked + MEMORY_SECONDS:
             self._looked = now
@@ -390,7 +396,7 @@ def _cudart() -> Any:
 
 
 def _speed(device: str) -> float:
-    """FLOP/s of a matrix product by one thread, or by a GPU."""
+    """Return the FLOP/s of a matrix product on one thread, or on a GPU."""
     n, dtype = (512, torch.float32) if device == "cpu" else (8192, torch.bfloat16)
     t = torch.ones(n, n, dtype=dtype, device=device)
     seconds = []
@@ -402,7 +408,7 @@ def _speed(device: str) -> float:
 
 
 def _ram() -> int:
-    """Bytes of memory that this process may use: the machine's, or its container's where that is less."""
+    """Return the bytes of memory for this process: the machine's, or its container's if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdecimal():

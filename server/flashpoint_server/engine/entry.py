@@ -1,4 +1,4 @@
-"""An engine's records of an HTTP process, and of a request from its arrival to its answer. No torch, no device."""
+"""An engine's records of HTTP processes, and of requests from arrival to answer. Needs no torch and no device."""
 
 from __future__ import annotations
 
@@ -45,29 +45,31 @@ if TYPE_CHECKING:
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
-PATIENCE = 5.0  # seconds that all others wait for an HTTP process that does not read its answers
-KEPT = 256  # of a peer; some KiB each
-FEW_SEQUENCES = 64  # of a request whose problem is kept, and made while others wait for the queue: under a millisecond
-LONG_SECONDS = 0.01  # a part that is predicted to take longer leaves a lane to short ones
-_MOST = 1e18  # FLOPs that a message can say, far beyond any device
+PATIENCE = 5.0  # seconds that everything waits for an HTTP process that does not read its answers
+KEPT = 256  # maximum plans for one peer; each takes some KiB
+# requests with at most this many sequences are planned under the queue's lock and cached: it takes less than a
+# millisecond
+FEW_SEQUENCES = 64
+LONG_SECONDS = 0.01  # a part with a longer prediction leaves a lane to short ones
+_MOST = 1e18  # maximum FLOPs in a message, far beyond any device
 
 
 class OutOfMemoryError(Exception):
-    """The device has no memory for this, at the moment at least."""
+    """The device has not enough memory for this request now."""
 
 
 class Placed(NamedTuple):
-    """A job, what it asks for, the segments of shared memory that its tensors lie in, and where they are kept."""
+    """A job: its message, its problem, the shared memory of its tensors, and the forward to save."""
 
     submit: Submit
     spec: Spec
     memory: Mapping[int, mmap.mmap]
-    call: HeldCall | None = None  # of a job over caches that has been written
+    call: HeldCall | None = None  # for a job over caches, after its tokens have been written
     kept: SavedForward | None = None
 
 
 def spec_of(submit: Submit) -> Spec:
-    """Return the problem of a message. Raises ProblemError for what is no problem."""
+    """Return the problem of a message. Raises ProblemError if it is not valid."""
     infos = {t.name: TensorInfo(t.dtype, t.shape) for t in submit.inputs}
     options = read_options(submit.options)
     if (held := submit.held) is not None:
@@ -78,7 +80,7 @@ def spec_of(submit: Submit) -> Spec:
 
 
 class Lengths(NamedTuple):
-    """The extent of a request's sequences: their number, their (query, key) pairs, and the longest of either."""
+    """The extent of a request's sequences: their number, their (query, key) pairs, and the largest lengths."""
 
     sequences: int
     pairs: int
@@ -87,7 +89,7 @@ class Lengths(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Lengths:
-        q, k = [row[3] for row in rows], [row[6] for row in rows]  # q_len and kv_len, of up to 65,536
+        q, k = [row[3] for row in rows], [row[6] for row in rows]  # q_len and kv_len of up to 65,536 rows
         return cls(len(rows), sum(map(mul, q, k)), max(q, default=0), max(k, default=0))
 
 
@@ -96,22 +98,22 @@ NO_LENGTHS = Lengths(0, 0, 0, 0)
 
 @dataclass(eq=False)
 class PlannedProblem:
-    """The problem that a Submit asks for, and its parts, in the places that it names, once they are made.
+    """The problem of a Submit, and its parts with views of its memory once they are made.
 
-    Kept, for a model asks for the same few shapes, and slots are used again: to plan a small forward anew and to make
-    views of its places takes 0.05 ms (2 cores).
+    Plans are cached, because a model repeats a few shapes and slots are reused: to plan a small forward again and to
+    make its views takes 0.05 ms (2 cores).
     """
 
     spec: Spec
     parts: list[Problem] = field(default_factory=list)
-    lengths: Lengths = NO_LENGTHS  # of those
-    tensors: CallTensors | None = None  # of a call over caches, in place of parts
-    alone: Batch | None = None  # what it amounts to by itself
-    recalls: bool = False  # tensors of a saved forward
+    lengths: Lengths = NO_LENGTHS  # of `parts`
+    tensors: CallTensors | None = None  # of a call over caches, instead of parts
+    alone: Batch | None = None  # the account of a launch with only this request
+    recalls: bool = False  # it uses tensors of a saved forward
 
     @cached_property
     def by_value(self) -> bool:
-        """Whether its problem depends on more than the places: on what is read there as it is made, or on a seed."""
+        """Whether the parts depend not only on places, but on values read while they are made, or on a seed."""
         if self.recalls:
             return True
         spec = self.spec
@@ -120,7 +122,7 @@ class PlannedProblem:
 
 
 class Pinning(Protocol):
-    """Locks mapped memory for the copy engine of a device, and lets go of it before it is unmapped."""
+    """Locks mapped memory for a device's copy engine, and unlocks it before it is unmapped."""
 
     def pin(self, memory: mmap.mmap) -> None: ...
     def unpin(self, memory: mmap.mmap) -> None: ...
@@ -128,21 +130,24 @@ class Pinning(Protocol):
 
 @dataclass(eq=False)
 class Peer:
-    """An HTTP process: its channel, and the segments of its memory that are mapped here."""
+    """One HTTP process: its channel, and the segments of its memory that are mapped here."""
 
     channel: Channel[ToEngine]
     pinning: Pinning
     segments: dict[int, mmap.mmap] = field(default_factory=dict)
-    running: int = 0  # requests in tasks that run: they compute in its memory
-    planned: dict[Hashable, PlannedProblem] = field(default_factory=dict)  # asked for before
+    running: int = 0  # requests in running tasks, which compute in the peer's memory
+    planned: dict[Hashable, PlannedProblem] = field(default_factory=dict)  # cached plans
     deaf: bool = False  # it does not read its answers
 
     def attach(self, number: int, descriptor: int, size: int) -> None:
-        """Map a segment. Raises OSError, MemoryError or RuntimeError where it cannot; ValueError for one too short."""
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if size <= LARGEST else 0)  # its pages are there: no faults later
+        """Map a segment.
+
+        Raises OSError, MemoryError or RuntimeError if this fails; ValueError if the segment is too short.
+        """
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if size <= LARGEST else 0)  # populate: avoids page faults later
         with os.fdopen(descriptor, "rb+") as file:
             if os.fstat(descriptor).st_size < size:
-                raise ValueError(f"a segment of {os.fstat(descriptor).st_size} bytes is not one of {size}")
+                raise ValueError(f"the segment has {os.fstat(descriptor).st_size} bytes, not {size}")
             memory = mmap.mmap(file.fileno(), size, flags=flags)
         self.pinning.pin(memory)
         self.segments[number] = memory
@@ -151,11 +156,11 @@ class Peer:
         memory = self.segments.pop(number)
         self.planned.clear()
         self.pinning.unpin(memory)
-        with contextlib.suppress(BufferError):  # a tensor that is still held keeps the mapping until it is dropped
+        with contextlib.suppress(BufferError):  # a tensor that is still in use keeps the mapping alive
             memory.close()
 
     def plan(self, submit: Submit) -> PlannedProblem:
-        """Return the problem of a message, planned now or before. Raises ProblemError for what is no problem."""
+        """Return the plan of a message, from the cache or new. Raises ProblemError if the problem is not valid."""
         key: Hashable = (submit.direction, bytes(submit.options), tuple(submit.inputs), tuple(submit.outputs))
         if (held := submit.held) is not None:
             key = key, held.shape, len(held.caches)
@@ -168,9 +173,9 @@ class Peer:
         return planned
 
     def send(self, reply: FromEngine) -> None:
-        """Send a message. A peer that reads nothing for PATIENCE seconds is deaf from then on.
+        """Send a message. A peer that reads nothing for PATIENCE seconds is marked as deaf.
 
-        Nothing more is read from a deaf peer, so the loop forgets it, as it forgets one that is gone.
+        Nothing more is read from a deaf peer, so the loop then removes it like a peer that has disconnected.
         """
         if self.deaf:
             return
@@ -186,20 +191,23 @@ class Peer:
             self.deaf = True
             log.error("peer dropped", reason="it does not read its answers")
             with contextlib.suppress(OSError):
-                # It hears of the end only when its channel is closed, once nothing runs in its memory.
+                # The peer sees the end only when its channel is closed, after all work in its memory.
                 self.channel.sock.shutdown(socket.SHUT_RD)
-        except (OSError, ValueError):  # it is gone, or its channel was closed by then
+        except (OSError, ValueError):  # the peer has disconnected, or its channel is closed
             return
 
     def close(self) -> None:
-        """Leave it: once nothing runs in its memory, for that is what the end of the channel tells it."""
+        """Close the channel.
+
+        Call this when nothing runs in the peer's memory: the end of the channel tells the peer so.
+        """
         self.channel.close()
         for number in list(self.segments):
             self.detach(number)
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
-    """Accept a connection; None where another user asks, who may know the socket's name. Raises OSError."""
+    """Accept a connection; None if another user has connected, who may know the socket's name. Raises OSError."""
     sock, _ = listener.accept()
     _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if user != os.getuid():
@@ -210,29 +218,29 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 @dataclass(eq=False)
 class Entry:
-    """A request. `key` says with which it may share a launch; None: it is cut into parts."""
+    """A request. Requests with equal `key` may share a launch; None means that it is cut into parts."""
 
     submit: Submit | Prove | AskCaches
     peer: Peer
-    planned: PlannedProblem | None  # of a Submit
+    planned: PlannedProblem | None  # only for a Submit
     key: Hashable | None
     arrived: float
-    began: float = 0.0  # in `time.perf_counter` seconds; 0 until it has begun
+    began: float = 0.0  # in `time.perf_counter` seconds; 0 until it starts
     lengths: Lengths = NO_LENGTHS
     seed: int | None = None
-    call: HeldCall | None = None  # over caches, that is written
-    parts: deque[Problem] = field(default_factory=deque)  # that nobody has taken
-    part_seconds: float = 0.0  # that a part of it is predicted to take
-    left: int = 0  # parts that have not ended
-    kept: SavedForward | None = None  # where its tensors are kept once it has run
-    computed: bool = False  # all parts have ended, and its tensors are to be kept
+    call: HeldCall | None = None  # a call over caches whose tokens have been written
+    parts: deque[Problem] = field(default_factory=deque)  # parts that no lane has taken
+    part_seconds: float = 0.0  # predicted seconds of one part
+    left: int = 0  # number of parts that have not ended
+    kept: SavedForward | None = None  # where its tensors will be saved
+    computed: bool = False  # all parts have ended; its tensors must still be saved
     failure: Exception | None = None
 
     @classmethod
     def of(cls, submit: Submit | Prove | AskCaches, peer: Peer, cuts: Callable[[str], bool]) -> Entry:
-        """Return the entry of a message that has just come. Raises ProblemError for what is no problem.
+        """Return the entry of a message that has just arrived. Raises ProblemError if the problem is not valid.
 
-        `cuts` says whether requests of a backend are cut into parts.
+        `cuts` says whether requests on a backend are cut into parts.
         """
         if isinstance(submit, Prove):
             return cls(submit, peer, None, object(), time.monotonic())
@@ -242,24 +250,24 @@ class Entry:
         key: Hashable | None = None
         if submit.backend == "triton":
             key = launch_key(planned.spec, "triton")
-            if submit.held is not None:  # its keys are pages
+            if submit.held is not None:  # keys are in pages
                 key = (*key[:-1], True)
         elif not cuts(submit.backend):
-            key = object()  # one request after the other: such a backend gains nothing from a common launch
+            key = object()  # a unique key: no common launch, which would not help these backends
         return cls(submit, peer, planned, key, time.monotonic())
 
     @property
     def spec(self) -> Spec:
-        """The plan of a Submit."""
+        """The problem of a Submit."""
         assert self.planned is not None
         return self.planned.spec
 
     @property
     def rank(self) -> float:
-        """`Submit.rank`, which counts all its predicted seconds, less those of the parts that have been taken.
+        """`Submit.rank`, which counts all predicted seconds, minus those of the parts already taken.
 
-        So the last parts of a request are not passed by one that is longer than they are. It changes only while the
-        request is not in the queue.
+        So a longer request does not overtake the last parts of this one. The rank changes only while the request is not
+        in the queue.
         """
         taken = self.submit.seconds - self.part_seconds * len(self.parts) if self.part_seconds else 0.0
         return self.submit.rank - PASSED * taken
@@ -279,14 +287,14 @@ class Entry:
 
     @property
     def mapped(self) -> bool:
-        """Whether all of its memory is."""
+        """Whether all memory of the request is mapped."""
         submit, segments = self.submit, self.peer.segments
         tensors = submit.inputs if isinstance(submit, Prove) else [*submit.inputs, *submit.outputs]
         return submit.segment in segments and all(t.segment in segments for t in tensors)
 
     @cached_property
     def caches(self) -> tuple[int, ...]:
-        """The caches, or the saved forward, that it uses, each once."""
+        """The serials of the caches, or of the saved forward, that the request uses, each once."""
         submit = self.submit
         if isinstance(submit, AskCaches):
             return tuple(dict.fromkeys(submit.caches))
@@ -298,23 +306,23 @@ class Entry:
 
     @property
     def over_caches(self) -> bool:
-        """Whether it is attention over caches."""
+        """Whether the request is attention over caches."""
         return isinstance(self.submit, Submit) and self.submit.held is not None
 
     @property
     def saves(self) -> Save | None:
-        """Return what it asks to be kept of it."""
+        """The forward that the request saves, if it does."""
         saved = self.submit.saved if isinstance(self.submit, Submit) else None
         return saved if isinstance(saved, Save) else None
 
     @property
     def uses(self) -> bool:
-        """Whether the time to live of its caches begins anew with its end."""
+        """Whether the end of the request restarts the time to live of its caches."""
         submit = self.submit
         return not isinstance(submit, AskCaches) or submit.what not in ("look", "export", "look_saved")
 
     def cut_held(self, parts: Sequence[Any], *, computed: bool) -> None:
-        """Take the parts of a call over caches, none of which is to run where they have been `computed`."""
+        """Store the parts of a call over caches. If they have been `computed`, none is left to run."""
         self.lengths = Lengths.of([row for part in parts if not part.first_head for row in part.rows])
         self.seed = parts[0].seed
         if not computed:
@@ -323,7 +331,7 @@ class Entry:
             self.part_seconds = self.submit.seconds / len(parts)
 
     def cut(self, parts_of: Callable[[Placed], list[Problem]]) -> None:
-        """Make its parts, or take those that were made before. Raises Refusal 422."""
+        """Make the request's parts, or take them from the cached plan. Raises Refusal 422."""
         planned = self.planned
         assert planned is not None
         if not (parts := planned.parts):
@@ -339,18 +347,18 @@ class Entry:
 
     @property
     def long(self) -> bool:
-        """Whether a part of it, or all of it where it is not cut yet, takes longer than others may have to wait."""
+        """Whether a part (or the uncut request) takes longer than other requests may have to wait."""
         return (self.part_seconds if self.left else self.submit.seconds) > LONG_SECONDS
 
     @property
     def many(self) -> bool:
-        """Whether its sequences are so many that to make its parts takes a while, or tokens are written with that."""
+        """Whether cutting the request takes a while: it has many sequences, or tokens must be written."""
         if self.planned is None:
             return False
         return self.planned.spec.batch > FEW_SEQUENCES or self.over_caches
 
     def tensors(self, of: Callable[[Placed], CallTensors]) -> CallTensors:
-        """Return the tensors of a call over caches, made now or before, in place. Raises Refusal 422."""
+        """Return the tensors of a call over caches in place, from the cached plan or new. Raises Refusal 422."""
         planned = self.planned
         assert planned is not None
         if (tensors := planned.tensors) is None:
@@ -360,7 +368,7 @@ class Entry:
         return tensors
 
     def alone(self, budget: Budget) -> Batch:
-        """Return what it amounts to by itself."""
+        """Return the account of a launch with only this request."""
         assert self.planned is not None
         if self.planned.by_value or self.many:
             return account([self], budget, 0)
@@ -369,19 +377,19 @@ class Entry:
         return self.planned.alone
 
     def begin(self) -> None:
-        """Say so where the HTTP process sees it, whatever happens to this one."""
+        """Mark the request as started, where the HTTP process sees it even after the engine has died."""
         self.peer.segments[self.submit.segment][self.submit.mark] = 1
         self.began = time.perf_counter()
 
     def pairs(self) -> tuple[int, float]:
-        """(query, key) pairs of its sequences, and the FLOPs of each."""
+        """Return the (query, key) pairs of the request's sequences, and the FLOPs of each pair."""
         spec = self.spec
-        priced = spec.q_len * spec.kv_len * (1 if spec.ragged else spec.batch)  # those that its FLOPs count
+        priced = spec.q_len * spec.kv_len * (1 if spec.ragged else spec.batch)  # the pairs that its FLOPs count
         return self.lengths.pairs, spec.flops / max(priced, 1)
 
 
 def account(batch: Sequence[Entry], budget: Budget, splits: int) -> Batch:
-    """Return what a launch of these amounts to, and what padding all sequences to the longest would have added."""
+    """Return the FLOPs and the fill of a launch, and the FLOPs that padding to the longest sequence would add."""
     longest_q = max(entry.lengths.longest_q for entry in batch)
     longest_k = max(entry.lengths.longest_k for entry in batch)
     flops = padding = 0.0

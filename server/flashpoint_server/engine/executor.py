@@ -1,4 +1,4 @@
-"""Runs tasks on the device, and sends the answers."""
+"""Run tasks on the device, and send the answers."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ from flashpoint_server.ipc.parent import Watchdog
 from flashpoint_server.observability.lines import LINES
 from flashpoint_server.refusal import Refusal
 
-TOLD_SECONDS = 0.1  # between two messages that say how far a verification is
+TOLD_SECONDS = 0.1  # between two progress messages of a verification
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 
 class Executor:
-    """See the module. The process ends when a task runs for longer than `hang_timeout` seconds."""
+    """Runs tasks; see the module. The process is killed when a task runs longer than `hang_timeout` seconds."""
 
     def __init__(self, device: TorchDevice, budget: Budget, hang_timeout: float) -> None:
         self.device = device
         self._budget = budget
         self._watchdog = Watchdog(hang_timeout)
-        self._numbers = itertools.count(1 + secrets.randbits(62))  # of launches; traces take them for unique
+        self._numbers = itertools.count(1 + secrets.randbits(62))  # of launches; they must be unique, for traces
 
     def run(self, task: Task) -> Exception | None:
-        """Run a task. Return the failure of a part or of a cutting; the requests of a launch are answered."""
+        """Run a task. Return the error of a part or of cutting; the requests of a launch are answered here."""
         if isinstance(task, Compute):
             return self._compute(task.entries[0], task.problem)
         if isinstance(task, Cut):
@@ -75,7 +75,7 @@ class Executor:
             entry.peer.send(_failed(entry))
 
     def end_if_lost(self, by: str) -> None:
-        """End the process if nothing works on the device any more; `by` says what may have broken it."""
+        """End the process if the device does not work any more. `by` says what may have broken it."""
         if self.device.lost():
             _lost(by=by)
 
@@ -112,7 +112,7 @@ class Executor:
         return None
 
     def _call(self, entry: Entry) -> HeldCall:
-        """Return what an entry asks of caches. Raises Refusal 422."""
+        """Return the call over caches of an entry. Raises Refusal 422."""
         device, held = self.device, entry.placed.submit.held
         assert held is not None
         of = device.call_tensors
@@ -127,7 +127,7 @@ class Executor:
         return None
 
     def _ask(self, entry: Entry) -> None:
-        """Do what is asked of caches or of saved forwards. It is answered here, as a launch is."""
+        """Execute a call about caches or saved forwards, and answer it."""
         submit = entry.submit
         assert isinstance(submit, AskCaches)
         caches, saved = [], []
@@ -150,7 +150,10 @@ class Executor:
             self._solve(written, splits=0, tries=2)
 
     def _writes(self, entry: Entry) -> bool:
-        """Write the new tokens of a call over caches, once, however often it is tried. False: it is answered."""
+        """Write the new tokens of a call over caches, once for all tries.
+
+        Return False if it failed and was answered.
+        """
         if entry.over_caches:
             try:
                 entry.call = self._call(entry)
@@ -170,12 +173,12 @@ class Executor:
             entry.peer.send(Proven(asked.id, report, entry.began, time.perf_counter()))
 
     def _telling(self, entry: Entry, asked: Prove) -> Callable[[VerifyProgress], None]:
-        """Return what ends a verification once nobody waits for it, and tells how far it is where that was asked."""
+        """Return a function that ends a verification when nobody waits for it, and sends its progress if asked."""
         last = -TOLD_SECONDS
 
         def tell(progress: VerifyProgress) -> None:
             nonlocal last
-            if entry.failure is not None:  # the scheduler has set it meanwhile
+            if entry.failure is not None:  # set by the scheduler
                 raise entry.failure
             if asked.told and (now := time.monotonic()) >= last + TOLD_SECONDS:
                 last = now
@@ -184,7 +187,7 @@ class Executor:
         return tell
 
     def _solve(self, batch: Sequence[Entry], *, splits: int, tries: int) -> None:
-        """Compute a batch and answer it; in halves where memory does not suffice, one by one where something fails."""
+        """Compute a batch and answer it. If memory runs out, retry in halves; if something else fails, one by one."""
         failure: Exception | None = None
         try:
             with self._watchdog.watched():
@@ -199,7 +202,7 @@ class Executor:
                 self._done(entry, len(batch), stages, about, number)
                 about = None
         elif isinstance(failure, OutOfMemoryError) and (len(batch) > 1 or tries > 1):
-            failure.__traceback__ = None  # its frames hold what is to be given back
+            failure.__traceback__ = None  # its frames hold memory that must be freed
             self.device.empty_cache()
             if len(batch) == 1:
                 self._solve(batch, splits=splits, tries=tries - 1)
@@ -220,9 +223,9 @@ class Executor:
             self.answer(entry)
 
     def _done(self, entry: Entry, size: int, stages: Stages, about: Batch | None, number: int) -> None:
-        """Answer that a request is computed.
+        """Answer a computed request.
 
-        It ran in launch `number` with `size` requests, about which `about` tells in the answer of one of them.
+        It ran in launch `number` with `size` requests. `about` describes the launch in the answer of one of them.
         """
         submit, spec = entry.placed.submit, entry.spec
         metadata: dict[str, Any] = {"backend": submit.backend}
@@ -238,7 +241,7 @@ class Executor:
 
 
 def _failed(entry: Entry) -> Failed:
-    """Return the message that says why a request failed. Ends the process where its device is lost."""
+    """Return the error message for a failed request. Ends the process if its device is lost."""
     submit, error = entry.submit, entry.failure
     assert error is not None
     if isinstance(error, DeviceLostError):
@@ -246,16 +249,21 @@ def _failed(entry: Entry) -> Failed:
     if isinstance(error, Refusal):
         reply = Failed(submit.id, error.code, error.detail, list(error.errors[:MOST_ERRORS]))
     elif isinstance(error, OutOfMemoryError):
-        reply = Failed(submit.id, "out_of_memory", "the device ran out of memory for this request", [])
+        reply = Failed(
+            submit.id,
+            "out_of_memory",
+            "the device ran out of memory for this request; retry, or send a smaller request",
+            [],
+        )
     else:
         log.error("failed", request_id=submit.request_id, error=type(error).__name__, exc_info=error)
-        reply = Failed(submit.id, "internal_error", "an error of the server, logged by its engine", [])
-    error.__traceback__ = None  # the entry may be kept a while longer, and must keep no tensors
+        reply = Failed(submit.id, "internal_error", "the server failed: a bug, logged by its engine", [])
+    error.__traceback__ = None  # the entry may live longer, and must not keep tensors alive
     return reply
 
 
 def _lost(**about: str) -> NoReturn:
-    """End the process: what runs is lost with the device; what has not begun is another engine's."""
+    """End the process. Running requests are lost with the device; another engine gets those that had not started."""
     log.critical("device lost", **about)
     LINES.flush()
     os._exit(1)

@@ -1,9 +1,9 @@
-"""The tensors that an engine holds for callers: their owners, their memory in total, and when they expire.
+"""The ledger of tensors that an engine holds for callers: owners, total memory, and expiry.
 
     held → expired, or its owner's key removed: 410 for an hour → forgotten: 404      held → deleted: 404
 
-KV caches (caches/store.py) and saved forwards (saved.py) share one budget, one quota of a key, and one row of serials.
-No sockets and no torch here.
+KV caches (caches/store.py) and saved forwards (saved.py) share one memory limit, one quota for each key, and one
+sequence of serial numbers. This module uses no sockets and no torch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from flashpoint_server.engine.remembered import Remembered
 from flashpoint_server.refusal import Refusal
 
 TOMBSTONE_SECONDS = 3600.0
-TOMBSTONES = 1 << 17  # at most
-SWEEP_SECONDS = 1.0  # between two looks for what has expired
+TOMBSTONES = 1 << 17  # maximum number
+SWEEP_SECONDS = 1.0  # between two checks for expired items
 
 
 @dataclass(eq=False, kw_only=True)
 class Owned(ABC):
-    """A thing that is held. `users` are calls that wait or run; `ttl` and `expires` are in the ledger's seconds.
+    """An item that is held. `users` counts waiting and running calls. `ttl` and `expires` use the ledger's clock.
 
-    `kind` is what errors call it, and `word` what the codes of these errors begin with.
+    `kind` is its name in error messages; `word` is the prefix of its error codes.
     """
 
     kind: ClassVar[str]
@@ -45,14 +45,14 @@ class Owned(ABC):
 
     @abstractmethod
     def free(self) -> int:
-        """Let go of its memory; return how many bytes of it nobody else shares."""
+        """Free the item's memory. Return the number of bytes that no other item shares."""
 
 
 T = TypeVar("T", bound=Owned)
 
 
 class Ledger:
-    """See the module. `limit` is in bytes. All calls may come at the same time; `lock` makes several calls one."""
+    """See the module. `limit` is in bytes. The methods are thread-safe; hold `lock` to combine several calls."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
@@ -61,46 +61,52 @@ class Ledger:
         self._items: dict[int, Owned] = {}
         self._serials = itertools.count(1)
         self._used = 0
-        self.changes = 0  # of how many things there are, and of their bytes
-        self._counts: defaultdict[str, int] = defaultdict(int)  # of things, by their word
-        self._bytes: defaultdict[str, int] = defaultdict(int)  # of these, shared memory counted once
+        self.changes = 0  # counts changes of the number of items or of their bytes
+        self._counts: defaultdict[str, int] = defaultdict(int)  # number of items, by `word`
+        self._bytes: defaultdict[str, int] = defaultdict(int)  # their bytes, by `word`; shared memory counts once
         self._owned: defaultdict[str, int] = defaultdict(int)
-        self._lost: Remembered[float] = Remembered(TOMBSTONES)  # until when that is said, by serial
+        # end of the time in which their loss is reported, by serial
+        self._lost: Remembered[float] = Remembered(TOMBSTONES)
         self._swept = clock()
 
     @property
     def used(self) -> int:
-        """Bytes of all that is held, shared memory counted once."""
+        """The bytes of all items; shared memory counts once."""
         return self._used
 
     def held(self, of: type[Owned]) -> tuple[int, int]:
-        """Return how many things of a class are held, and their bytes, shared memory counted once."""
+        """Return the number of items of a class, and their bytes; shared memory counts once."""
         return self._counts[of.word], self._bytes[of.word]
 
     def owned(self, owner: str) -> int:
-        """Return the bytes of all that an owner holds, shared memory counted in full for each."""
+        """Return the bytes of an owner's items; shared memory counts for each item."""
         return self._owned.get(owner, 0)
 
     def serial(self) -> int:
-        """Return the number of the next thing."""
+        """Return the next serial number."""
         return next(self._serials)
 
     # Memory
 
     def check(self, owner: str, quota: int | None, new: int, net: int, largest: int, kind: str) -> None:
-        """Raise Refusal where `new` bytes are too many; `net` of them are the owner's, `largest` is one thing's."""
+        """Raise Refusal if `new` bytes are too many.
+
+        `net` of them count for the owner; `largest` is the largest item.
+        """
         if largest > self.limit:
-            raise Refusal("work_too_large", f"a {kind} of {largest} bytes never fits the {self.limit} for callers")
+            raise Refusal("work_too_large", f"a {kind} of {largest} bytes exceeds the server's limit of {self.limit}")
         if quota is not None and net > 0 and (owned := self.owned(owner)) + net > quota:
-            raise Refusal("key_limit", f"the key holds {owned} bytes, and {net} more are over its {quota}")
+            raise Refusal("key_limit", f"the API key holds {owned} bytes; {net} more exceed its limit of {quota}")
         if self._used + new > self.limit:
-            self._swept = -math.inf  # what has expired need not wait for the next look
+            self._swept = -math.inf  # free expired items now, not at the next check
             self.sweep()
         if self._used + new > self.limit:
-            raise Refusal("cache_memory", f"{self._used} of {self.limit} bytes are held, and this needs {new} more")
+            raise Refusal(
+                "cache_memory", f"{self._used} of {self.limit} bytes are in use, and this call needs {new} more"
+            )
 
     def count(self, item: Owned, nbytes: int, new: int) -> None:
-        """Count `nbytes` of a thing, of which `new` are shared with nothing else."""
+        """Count `nbytes` more for an item; `new` of them are not shared with another item."""
         item.nbytes += nbytes
         self._owned[item.owner] += nbytes
         self._used += new
@@ -108,7 +114,7 @@ class Ledger:
         self._bytes[item.word] += new
 
     def uncount(self, item: Owned, nbytes: int, gone: int) -> None:
-        """A thing has let go of `nbytes`, of which `gone` were shared with nothing else."""
+        """Count `nbytes` less for an item; `gone` of them were not shared with another item."""
         item.nbytes -= nbytes
         self._used -= gone
         self.changes += 1
@@ -116,30 +122,30 @@ class Ledger:
         if item.owner in self._owned:
             self._owned[item.owner] -= nbytes
 
-    # Things that come and go
+    # Items
 
     def all(self, of: type[T]) -> list[T]:
-        """Return the things of a class."""
+        """Return the items of a class."""
         return [item for item in self._items.values() if isinstance(item, of)]
 
     def get(self, of: type[T], serial: int) -> T | None:
-        """Return the item with this number, of any owner."""
+        """Return the item with this serial, of any owner; None if it does not exist."""
         item = self._items.get(serial)
         return item if isinstance(item, of) else None
 
     def listed(self, of: type[T], owner: str) -> list[T]:
-        """Return an owner's things of a class that have not expired."""
+        """Return an owner's items of a class that have not expired."""
         now = self.clock()
         return [item for item in self.all(of) if item.owner == owner and (item.users or now < item.expires)]
 
     def add(self, item: Owned, nbytes: int, new: int) -> None:
-        """Hold a thing, which takes `nbytes`, of which `new` are shared with nothing else."""
+        """Add an item of `nbytes`; `new` of them are not shared with another item."""
         self._items[item.serial] = item
         self._counts[item.word] += 1
         self.count(item, nbytes, new)
 
     def find(self, of: type[T], owner: str, serial: int) -> T | tuple[str, str]:
-        """Return the owner's thing of that number, or the code and the text that say why there is none."""
+        """Return the owner's item with this serial, or the code and the text of the error."""
         now = self.clock()
         item = self._items.get(serial)
         if item is not None and item.owner == owner and not item.users and now >= item.expires:
@@ -149,11 +155,11 @@ class Ledger:
             return item
         until = self._lost.get(owner, serial)
         if until is not None and now < until:
-            return f"{of.word}_lost", "it expired, or its engine restarted"
-        return f"{of.word}_not_found", f"there is no such {of.kind}"
+            return f"{of.word}_lost", "the {of.kind} expired, or its engine restarted"
+        return f"{of.word}_not_found", f"this {of.kind} does not exist, or belongs to another API key"
 
     def end(self, item: Owned) -> None:
-        """Take a thing's memory back."""
+        """Remove an item and free its memory."""
         del self._items[item.serial]
         gone = item.free()
         self._used -= gone
@@ -165,7 +171,7 @@ class Ledger:
             del self._owned[item.owner]
 
     def keep_owners(self, names: Iterable[str]) -> None:
-        """Free what all other owners hold, when no call uses it any more: their keys have been removed."""
+        """Free the items of all other owners, whose keys were removed. Items in use are freed after their last call."""
         with self.lock:
             kept = set(names)
             for item in [item for item in self._items.values() if item.owner not in kept]:
@@ -180,7 +186,7 @@ class Ledger:
     # Time
 
     def enter(self, serials: Iterable[int]) -> None:
-        """A call waits for these things, which do not expire before `leave`."""
+        """Register a call that uses these items. They do not expire before `leave`."""
         with self.lock:
             now = self.clock()
             for serial in serials:
@@ -188,7 +194,7 @@ class Ledger:
                     item.users += 1
 
     def leave(self, serials: Iterable[int], *, used: bool) -> None:
-        """The call has ended; the time to live of what it has `used` begins anew."""
+        """Unregister a call. With `used`, the time to live of its items restarts."""
         with self.lock:
             now = self.clock()
             for serial in serials:
@@ -201,11 +207,11 @@ class Ledger:
                     self._lose(item)
 
     def next_look(self) -> float | None:
-        """Return when `sweep` has something to do, in the clock's seconds; None where nothing is held."""
+        """Return when to call `sweep` next, on the ledger's clock; None if there are no items."""
         return self._swept + SWEEP_SECONDS if self._items else None
 
     def sweep(self) -> None:
-        """Free what has expired, where the last look is long ago."""
+        """Free expired items, unless the last check was less than SWEEP_SECONDS ago."""
         with self.lock:
             now = self.clock()
             if now < self._swept + SWEEP_SECONDS:

@@ -1,6 +1,7 @@
-"""Verify, time and describe in this process, with no server: what the command line runs where it has no `--url`.
+"""Verify, benchmark and describe in this process, without a server: the command line uses it without `--url`.
 
-They take the requests that a server takes, and give what it answers. The command line finds them by name. Needs torch.
+The functions take the same requests and return the same answers as a server. The command line finds them by name. Needs
+torch.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from flashpoint_kernels.verification import Progress, Verification
 from flashpoint_kernels.verification import verify as judge
 from flashpoint_server.engine.cases import cases_of
 
-# Shapes to test a caller's function: tiles that end early, fewer key heads, one query, more keys than queries.
+# Shapes for testing a caller's kernel: partial tiles, fewer key heads, one query, more keys than queries.
 SHAPES = [
     {"q_len": 64, "head_dim": 64},
     {"batch": 2, "q_heads": 4, "q_len": 128, "head_dim": 64},
@@ -58,22 +59,22 @@ SHAPES = [
     {"q_heads": 2, "q_len": 1, "kv_len": 77, "head_dim": 64},
     {"q_len": 257, "head_dim": 128},
 ]
-Tell = Callable[[VerifyProgress], None]  # called before each block of a verification; what it raises ends that
+Tell = Callable[[VerifyProgress], None]  # called before each block of a verification; an exception ends it
 
 VARIED: dict[str, Any] = {"causal": True, "scale": 0.3, "window": (16, 0), "softcap": 5.0}
 
 
 def benchmark(request: BenchmarkRequest) -> Iterator[BenchmarkEvent]:
-    """Time a grid; the events of a job, as a server streams them. Raises InvalidInputError at the first."""
+    """Run a benchmark, and yield its events as a server streams them. Raises InvalidInputError at the first."""
     return (event for event in slices(request, _device()) if event is not None)
 
 
 def slices(
     request: BenchmarkRequest, device: str, slice_ms: float = 20.0
 ) -> Generator[BenchmarkEvent | None, None, None]:
-    """`benchmark` for a device that has others to serve: at every yield it is idle, after about `slice_ms` of work.
+    """Run a benchmark on a device that also serves requests: at each yield it is idle, after about `slice_ms` of work.
 
-    A single call that takes longer is not split. Closed, it stops. Raises as `benchmark` does.
+    A single call that takes longer is not split. Closing the generator stops the benchmark. Raises like `benchmark`.
     """
     with _fields():
         cases = cases_of(request, device)
@@ -84,7 +85,7 @@ def slices(
             slice_ms=slice_ms,
         )
     ids = itertools.count(1)
-    load = [round(x, 2) for x in os.getloadavg()]  # of what else ran when this began
+    load = [round(x, 2) for x in os.getloadavg()]  # load of other programs at the start
 
     def state(name: State, error: str | None = None) -> StateEvent:
         return StateEvent(id=next(ids), state=name, at=datetime.datetime.now(datetime.UTC), error=error)
@@ -113,7 +114,7 @@ def slices(
 
 
 def verify(request: VerifyRequest, device: str | None = None, progress: Tell | None = None) -> VerifyReport:
-    """Run a drawn problem on a backend, and judge it. Raises InvalidInputError."""
+    """Run a drawn problem on a backend, and check the answers. Raises InvalidInputError."""
     device, start = device or _device(), time.monotonic()
     options = Options(**{name: getattr(request, name) for name in AttentionOptions.model_fields})
     with _fields():
@@ -128,7 +129,10 @@ def verify(request: VerifyRequest, device: str | None = None, progress: Tell | N
 def verify_tensors(
     tensors: Mapping[str, NDArray[Any]], options: AttentionOptions, progress: Tell | None = None
 ) -> VerifyReport:
-    """Judge a caller's own problem: its answers where there are any, else a backend's. Raises InvalidInputError."""
+    """Check answers to a caller's own problem: the caller's if there are any, else a backend's.
+
+    Raises InvalidInputError.
+    """
     device = _device()
     given = {name: _tensor(name, array).to(device) for name, array in tensors.items()}
     return judge_given(given, Options(**dict(options)), device, progress)
@@ -137,7 +141,7 @@ def verify_tensors(
 def judge_given(
     given: Mapping[str, Tensor], options: Options, device: str, progress: Tell | None = None
 ) -> VerifyReport:
-    """`verify_tensors` of tensors that are on `device`."""
+    """Like `verify_tensors`, for tensors on `device`."""
     start = time.monotonic()
     problem = {name: t for name, t in given.items() if name not in ALL_ANSWERS}
     answers = {name: t for name, t in given.items() if name in ALL_ANSWERS}
@@ -151,7 +155,7 @@ def _telling(progress: Tell | None) -> Callable[[Progress], None] | None:
 
 
 def mistakes(tensors: Mapping[str, NDArray[Any]], options: AttentionOptions, report: VerifyReport) -> dict[str, str]:
-    """Return the known mistakes that explain what `report` found wrong in a caller's own problem."""
+    """Return the known mistakes that explain the wrong tensors in `report`, for a caller's own problem."""
     device = _device()
     given = {name: _tensor(name, array).to(device) for name, array in tensors.items()}
     return _explained(given, Options(**dict(options)), report)
@@ -164,7 +168,7 @@ def _explained(given: Mapping[str, Tensor], options: Options, report: VerifyRepo
 
 
 def verify_kernel(kernel: Kernel, requests: Iterable[VerifyRequest]) -> Iterator[KernelCase]:
-    """Judge the caller's own function on drawn problems, one at a time."""
+    """Check a caller's function on drawn problems, one at a time."""
     device = _device()
     for request in requests:
         options = Options(**{name: getattr(request, name) for name in AttentionOptions.model_fields})
@@ -173,7 +177,7 @@ def verify_kernel(kernel: Kernel, requests: Iterable[VerifyRequest]) -> Iterator
             answers = answers_of(kernel, tensors, options)
         except (NotTakenError, NotImplementedError) as error:
             yield KernelCase(request, note=str(error) or type(error).__name__, skipped=True)
-        except Exception as error:  # whatever the caller's code raises is its answer
+        except Exception as error:  # every exception of the caller's code is its result
             yield KernelCase(request, note=f"raised {type(error).__name__}: {error}")
         else:
             yield _judged_case(request, tensors | answers, options, device)
@@ -191,9 +195,9 @@ def _judged_case(request: VerifyRequest, given: Mapping[str, Tensor], options: O
 
 
 def kernel_grid(kernel: Kernel, **asked: Any) -> list[VerifyRequest]:
-    """Return the problems for `verify_kernel`: shapes that kernels get wrong, with each option that the function takes.
+    """Return problems for `verify_kernel`: shapes that kernels get wrong, with each option that the function takes.
 
-    `asked` are fields of VerifyRequest, which every problem has.
+    `asked` are fields of VerifyRequest for all problems.
     """
     takes = parameters(kernel)
     names = tuple(VARIED) if takes is None else tuple(name for name in VARIED if name in takes)
@@ -202,7 +206,7 @@ def kernel_grid(kernel: Kernel, **asked: Any) -> list[VerifyRequest]:
         variants += [{"causal": True, name: VARIED[name]} for name in names if name != "causal"]
     shapes = [asked.pop("shape")] if "shape" in asked else SHAPES
     problems = [{"shape": shape, **variant, **asked} for shape in shapes for variant in variants]
-    if takes is not None and takes.get("causal") == "is_causal":  # torch's name, and its alignment
+    if takes is not None and takes.get("causal") == "is_causal":  # torch's name, which implies torch's alignment
         problems = [{"causal_alignment": "top_left", **each} if each.get("causal") else each for each in problems]
     unique = {repr(sorted(problem.items(), key=str)): problem for problem in problems}
     return [VerifyRequest(**problem) for problem in unique.values()]
@@ -221,7 +225,7 @@ def _tensor(name: str, array: NDArray[Any]) -> Tensor:
 
 
 def info() -> dict[str, Any]:
-    """This machine as `/info` describes a server: versions, device, backends and the options that each has."""
+    """Describe this machine like `/info`: versions, device, backends and the options of each."""
     name = _device()
     found, backends = describe(name), available_backends(name)
     return {
@@ -239,7 +243,7 @@ def _device() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of this checkout; None where this file is no part of one, but installed."""
+    """Return the commit of this checkout; None if the file is installed and not in a checkout."""
 
     def git(*arguments: str) -> str:
         command, here = ["git", *arguments], Path(__file__).parent
@@ -254,7 +258,7 @@ def _commit() -> str | None:
 
 @contextmanager
 def _fields() -> Iterator[None]:
-    """Turn the kernels' errors into the client's."""
+    """Convert the kernels' errors to the client's."""
     try:
         yield
     except ProblemError as error:
@@ -262,15 +266,15 @@ def _fields() -> Iterator[None]:
 
 
 def draw(request: VerifyRequest, device: str) -> dict[str, Tensor]:
-    """The tensors of a request by their names, `do` among them where gradients are judged; the same on every device.
+    """Return the tensors of a request by name, with `do` if gradients are checked. They are equal on all devices.
 
-    q, k, v, do, a float mask and sinks are standard normal; slopes are ALiBi's own (Press et al. 2022), a boolean mask
-    lets three keys in four be seen and a block mask half of the blocks, lengths are any from 1 to the whole. Raises
+    q, k, v, do, a float mask and sinks are standard normal. Slopes are those of ALiBi (Press et al. 2022). A boolean
+    mask shows 3/4 of the keys, a block mask 1/2 of the blocks. Lengths are uniform from 1 to the full length. Raises
     InvalidInputError for two masks.
     """
     shape, extras = request.shape, request.extras
     if {"bool_mask", "float_mask"} <= set(extras):
-        raise invalid("extras", "a problem has one mask")
+        raise invalid("extras", "a problem can have only one mask: choose bool_mask or float_mask")
     generator = torch.Generator().manual_seed(request.seed)
 
     def normal(*size: int) -> Tensor:

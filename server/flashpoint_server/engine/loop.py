@@ -1,11 +1,11 @@
-"""The engine's loop: hear the HTTP processes, take a task from the scheduler, have the executor run it, and again.
+"""The engine's loop: receive messages, take a task from the scheduler, let the executor run it, and repeat.
 
-Several threads, the lanes, take turns to listen, and the one that has found a task runs it:
+Several threads, the lanes, take turns to listen. The lane that finds a task runs it:
 
     waiting for its turn → listening → running → (another task) → running …  → waiting for its turn
 
-Nothing is handed from one thread to another: the thread that read a request runs it, which spares the small ones a
-wake-up. A thread that has found a task that takes a while first passes the turn on.
+No work is passed between threads: the thread that reads a request runs it, which saves a wake-up for small requests. A
+lane that has found a long task passes on its turn first.
 """
 
 from __future__ import annotations
@@ -51,39 +51,40 @@ from flashpoint_server.observability.lines import LINES
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
-_FREED = 64 << 20  # bytes that caches and saved forwards give back before heaps are trimmed
+_FREED = 64 << 20  # bytes of freed caches and saved forwards after which heaps are trimmed
 
-# A thread that wants Python back after its op waits that long for one that computes in Python; 5 ms is the default.
+# A thread that needs Python's lock after its op waits at most this long for a thread that runs Python code; the default
+# is 5 ms.
 SWITCH_INTERVAL = 0.0005  # seconds
 
 
 class Waker:
-    """A socket that wakes the listening thread: when another thread calls `wake`, or the process gets a SIGTERM."""
+    """A socket that wakes the listening thread: after a call of `wake` by another thread, or after SIGTERM."""
 
     def __init__(self) -> None:
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
-        self.asleep = False  # set under the scheduler's lock by the thread that listens, once it has found no task
+        self.asleep = False  # set under the scheduler's lock by the listening thread when it has found no task
         signal.set_wakeup_fd(self._waker.fileno())
-        signal.signal(signal.SIGTERM, lambda *_: None)  # its number comes by the socket, to the thread that listens
+        signal.signal(signal.SIGTERM, lambda *_: None)  # the signal number arrives through the socket
 
     def fileno(self) -> int:
         return self._woken.fileno()
 
     def wake(self) -> None:
-        """Have the thread that listens look for a task, if it sleeps. Call it under the scheduler's lock."""
+        """Wake the listening thread, if it sleeps, to look for a task. Call this under the scheduler's lock."""
         if self.asleep:
             self.asleep = False
             self._waker.send(b"\0")
 
     def ends(self) -> bool:
-        """Return whether a SIGTERM has come since the last call, once the socket is readable."""
+        """Return whether SIGTERM has arrived since the last call. Call this when the socket is readable."""
         return signal.SIGTERM in self._woken.recv(4096)
 
 
 class EngineLoop:
-    """See the module. One thread at a time has `_turn`; the scheduler's lock guards the peers, too."""
+    """See the module. One thread at a time holds `_turn`. The scheduler's lock also protects the peers."""
 
     def __init__(self, listener: socket.socket, waker: Waker, scheduler: Scheduler, executor: Executor) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL)
@@ -95,9 +96,9 @@ class EngineLoop:
         self._peers: list[Peer] = []
         self._stopping = False
         self._incarnation = secrets.randbits(63)
-        self._held = 0, 0, 0, 0  # as it was told
-        self._changes = 0  # of the ledger, when it was looked at
-        self._most_held = 0  # bytes, since heaps were trimmed
+        self._held = 0, 0, 0, 0  # as last sent to the peers
+        self._changes = 0  # the ledger's counter at the last check
+        self._most_held = 0  # maximum bytes since heaps were trimmed
         self._turn = threading.Lock()
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -105,7 +106,7 @@ class EngineLoop:
             self._selector.register(source, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Run until SIGTERM; the tasks that run then are finished, and their requests answered."""
+        """Run until SIGTERM. Then running tasks are finished and answered."""
         lanes = range(1, self._executor.device.lanes)
         others = [threading.Thread(target=self._lane, name=f"lane {n}", daemon=True) for n in lanes]
         for other in others:
@@ -122,20 +123,23 @@ class EngineLoop:
                 self._run(task)
                 while (another := self._next_at_once()) is not None:
                     self._run(another)
-        except BaseException:  # a bug of ours: a process with one thread less would not be noticed, one that ends is
+        except BaseException:  # a bug: a process with one thread less would go unnoticed; one that ends is restarted
             log.critical("lane failed", exc_info=True)
             LINES.flush()
             os._exit(1)
 
     def _next(self) -> Task | None:
-        """Wait for the turn and for a task, and pass the turn on with it; None at the end."""
+        """Wait for the turn and then for a task; pass the turn on. Returns None at the end."""
         with self._turn:
             while (task := self._listen()) is not None and task.brief:
                 self._run(task)
             return task
 
     def _next_at_once(self) -> Task | None:
-        """Another task, chosen among all that has come: where every lane is at work, nobody else listens."""
+        """Return another task at once, if any.
+
+        This also receives messages: if all lanes work, no other thread listens.
+        """
         if self._turn.acquire(blocking=False):
             try:
                 self._hear_all(0)
@@ -145,7 +149,7 @@ class EngineLoop:
             return self._take()
 
     def _listen(self) -> Task | None:
-        """Hear what there is to hear, until there is a task; None at the end."""
+        """Receive messages until there is a task. Returns None at the end."""
         timeout: float | None = 0
         while not self._stopping:
             self._hear_all(timeout)
@@ -153,16 +157,16 @@ class EngineLoop:
             with self._lock:
                 if (task := self._take()) is not None:
                     return task
-                if self._unseen:  # a task has changed it since we looked, and woke nobody
+                if self._unseen:  # a task has changed the ledger since the check, and has woken nobody
                     timeout = 0
                     continue
-                self._waker.asleep = True  # in this very step: from now on the scheduler wakes us
+                self._waker.asleep = True  # under the same lock: from now on the scheduler wakes this thread
                 until = self._scheduler.next_look()
             timeout = None if until is None else max(until - time.monotonic(), 0)
         return None
 
     def _look_at_held(self) -> None:
-        """Free what has expired, and tell the HTTP processes what is held, where that has changed."""
+        """Free expired items, and send the HTTP processes the new counts of held items."""
         self._executor.device.ledger.sweep()
         if not self._unseen:
             return
@@ -174,7 +178,7 @@ class EngineLoop:
             self._trim(Holding(*held).total)
 
     def _trim(self, held: int) -> None:
-        """Give back what heaps keep of caches and saved forwards, where much of these has been freed."""
+        """Trim the C library's heaps after many held bytes have been freed."""
         self._most_held = max(self._most_held, held)
         if self._most_held - held >= _FREED or (self._most_held and not held):
             self._most_held = held
@@ -182,12 +186,12 @@ class EngineLoop:
 
     @property
     def _unseen(self) -> bool:
-        """Whether what is held has changed since it was looked at."""
+        """Whether held items have changed since the last check."""
         return self._executor.device.ledger.changes != self._changes
 
     @property
     def _held_now(self) -> tuple[int, int, int, int]:
-        """How many caches are held, and their bytes; how many saved forwards, and theirs."""
+        """The number of caches and their bytes, and the number of saved forwards and their bytes."""
         ledger = self._executor.device.ledger
         return *ledger.held(StoredCache), *ledger.held(SavedForward)
 
@@ -200,13 +204,13 @@ class EngineLoop:
             following = self._run_one(following)
 
     def _run_one(self, task: Task) -> Task | None:
-        """Run a task; return the one that is to follow at once."""
+        """Run a task. Return the task that must follow at once, if any."""
         failure = self._executor.run(task)
         with self._lock:
             following = self._scheduler.finish(task, failure)
             for entry in task.entries:
                 self._let_go(entry.peer)
-            if self._unseen:  # who listens tells it, and when the first of them expires
+            if self._unseen:  # the listening thread sends the counts, and plans the next expiry
                 self._waker.wake()
             if isinstance(task, Slice):
                 self._tell_all(task.plugin.conclude())
@@ -252,7 +256,7 @@ class EngineLoop:
             return
         except EOFError:
             self._forget(peer)
-        except Exception:  # whatever one peer sends or cannot have is no reason to fail the others
+        except Exception:  # a bad message or missing resource of one peer must not affect the others
             log.exception("peer dropped")
             self._forget(peer)
 
@@ -281,7 +285,7 @@ class EngineLoop:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             peer.attach(message.segment, descriptors[0], message.size)
         except (OSError, MemoryError, RuntimeError, ValueError) as error:
-            # No address space, or none that can be pinned; a caller's own segment that has become shorter.
+            # No address space, or none that can be pinned; or a caller's own segment has become shorter.
             log.error("segment not mapped", size=message.size, error=str(error))
             peer.send(Unmapped(message.segment))
 
@@ -291,7 +295,7 @@ class EngineLoop:
                 peer.send(one)
 
     def _forget(self, peer: Peer) -> None:
-        """The HTTP process is gone: so is all that it asked for."""
+        """Remove an HTTP process that has disconnected, with its requests."""
         with self._lock:
             self._scheduler.forget(peer)
             self._peers.remove(peer)
@@ -299,6 +303,6 @@ class EngineLoop:
             self._let_go(peer)
 
     def _let_go(self, peer: Peer) -> None:
-        """Close a forgotten peer's channel once nothing runs in its memory: that tells the peer so."""
+        """Close the channel of a removed peer when nothing runs in its memory: this tells the peer so."""
         if peer not in self._peers and not peer.running:
             peer.close()

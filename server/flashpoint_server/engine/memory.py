@@ -14,13 +14,13 @@ from flashpoint_server.ipc.messages import PlacedTensor
 
 
 def tensor_in(segments: Mapping[int, mmap.mmap], t: PlacedTensor) -> Tensor:
-    """Return the tensor, in shared memory."""
+    """Return a tensor as a view of shared memory; a bool tensor is a copy."""
     found = bytes_in(segments, t)
     return found.ne(0) if t.dtype == "bool" else found
 
 
 def bytes_in(segments: Mapping[int, mmap.mmap], t: PlacedTensor) -> Tensor:
-    """As `tensor_in`, but a bool as uint8: any byte is sent for one, and one that is neither 0 nor 1 is undefined."""
+    """Like `tensor_in`, but bool as uint8: a caller may send any byte, and only 0 and 1 are defined for bool."""
     dtype = torch.uint8 if t.dtype == "bool" else DTYPES[t.dtype]
     if not (count := math.prod(t.shape)):
         return torch.empty(t.shape, dtype=dtype)

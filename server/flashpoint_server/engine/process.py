@@ -1,10 +1,10 @@
-"""The process of an engine: `python -m flashpoint_server.engine.process --listener FD --device NAME`.
+"""The engine process: `python -m flashpoint_server.engine.process --listener FD --device NAME`.
 
-It inherits a listening socket, opens the device, proves its backends against the float64 reference, and then serves
-the HTTP processes that connect (loop.py) until SIGTERM.
+It inherits a listening socket, opens the device, checks the backends against the float64 reference, and serves the HTTP
+processes that connect (loop.py) until SIGTERM.
 
-    opening → serving → stopped      opening → broken: says why to the first that connects, and ends with CANNOT_WORK
-                                     opening → ended, to be started again: what is in the way may pass
+    opening → serving → stopped      opening → broken: sends the reason to the first peer, exits with CANNOT_WORK
+                                     opening → ended, to be restarted: the problem may be temporary
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ log = structlog.stdlib.get_logger("flashpoint.engine")
 
 
 def main(start: Callable[[str], TorchDevice] | None = None) -> int:
-    """Serve until SIGTERM; the exit code. `start` opens the device: another one than the service's, in tests."""
+    """Serve until SIGTERM. Return the exit code. `start` opens the device; tests pass their own."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parent", type=int, required=True, help="the pid of the process that starts it")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     parser.add_argument("--listener", type=int, required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--batch-flops", type=int, required=True)
@@ -86,7 +86,7 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     loop = EngineLoop(listener, waker, scheduler, executor)
     keep_what_is_there()
     if device.is_cpu:
-        let_others_first()  # to the cores that HTTP needs
+        let_others_first()  # leave the cores to the HTTP processes when they need them
     log.info("ready", device=device.info.name, title=device.info.title, backends=device.info.backends)
     loop.run()
     return 0

@@ -1,4 +1,4 @@
-"""The start of a device: its backends are proven against the float64 reference, and their rates are measured."""
+"""The start of a device: check its backends against the float64 reference, and measure their rates."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from flashpoint_server.engine.device import TorchDevice
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
-# Bounds that only a wrong result passes: rounding reaches a twentieth of them.
+# Only a wrong result exceeds these bounds: rounding errors reach 1/20 of them.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 _PASSING = ("out of memory", "ALLOC_FAILED", "busy or unavailable", "uncorrectable ECC error")
 
 
 def start(asked: str) -> TorchDevice:
-    """Return the device `asked` (auto, cpu, cuda or cuda:N), proven and calibrated. Raises RuntimeError."""
+    """Return the device `asked` (auto, cpu, cuda or cuda:N), checked and calibrated. Raises RuntimeError."""
     device = TorchDevice.open(asked)
     prove(device)
     calibrate(device)
@@ -30,14 +30,14 @@ def start(asked: str) -> TorchDevice:
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether another start may succeed: others hold the device's memory, or there is an error in it."""
+    """Return whether a restart may succeed: others use the device's memory, or it has a memory error."""
     return isinstance(error, MemoryError) or any(words in str(error) for words in _PASSING)
 
 
 def prove(device: TorchDevice) -> None:
-    """Check every backend's forward and gradients against the float64 reference, on this device.
+    """Check the forward and the gradients of every backend against the float64 reference on this device.
 
-    Compilers do miscompile. Raises RuntimeError naming the backend that disagrees.
+    The reason: compilers can miscompile. Raises RuntimeError, which names the backend that is wrong.
     """
     name = device.info.name
     for backend in device.info.backends:
@@ -54,7 +54,7 @@ def prove(device: TorchDevice) -> None:
 
 
 def calibrate(device: TorchDevice) -> None:
-    """Measure how long the work of each backend takes here; requests are priced by it from then on."""
+    """Measure how long the work of each backend takes on this machine. Requests are priced with these rates."""
     info = device.info
     rates = {
         backend: calibration.measure(backend) if device.is_cpu else calibration.of_gpu(backend, info.speed)
@@ -65,7 +65,7 @@ def calibrate(device: TorchDevice) -> None:
 
 
 def _errors(device: str, backend: str, dtype: torch.dtype) -> dict[str, float]:
-    """Return the largest error of each answer, relative to its largest value, on a small causal problem with GQA."""
+    """Return the error of each answer, relative to its largest value, on a small causal problem with GQA."""
     generator = torch.Generator().manual_seed(7)
     shapes = {"q": (2, 4, 37, 16), "k": (2, 2, 53, 16), "v": (2, 2, 53, 16), "do": (2, 4, 37, 16)}
     tensors = {n: torch.randn(s, generator=generator).to(device, dtype) for n, s in shapes.items()}
@@ -86,11 +86,11 @@ def _errors(device: str, backend: str, dtype: torch.dtype) -> dict[str, float]:
 
 
 def _warm(device: str) -> None:
-    """Compile, all at a time, what most requests will need: 16-bit attention and its gradients without options."""
+    """Compile, in parallel, the kernels that most requests need: 16-bit attention and gradients without options."""
     compiling = []
     for dtype, dim in product((torch.float16, torch.bfloat16), (64, 128)):
         t = torch.zeros(1, 1, 16, dim, dtype=dtype, device=device)
         problem = Problem.create(dict.fromkeys(("q", "k", "v", "do"), t), Options(), "backward")
-        compiling.append(triton_backend.compile_ahead([problem]))  # its forward with it
+        compiling.append(triton_backend.compile_ahead([problem]))  # compiles the forward, too
     for done in compiling:
         done.result()

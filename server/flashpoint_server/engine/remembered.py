@@ -1,4 +1,4 @@
-"""A bounded memory of each owner's items for a while: no owner can displace another's."""
+"""A bounded store of recent values by owner. An owner cannot displace another owner's values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class Remembered(Generic[V]):
-    """Values by owner and key. Where they weigh more than `limit`, the owner with the most loses the oldest."""
+    """Values by owner and key. If their weight exceeds `limit`, the owner with the most loses the oldest ones."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -19,19 +19,19 @@ class Remembered(Generic[V]):
         self._total = 0
 
     def get(self, owner: str, key: Hashable) -> V | None:
-        """Return the value; None where there is none."""
+        """Return the value; None if there is none."""
         values = self._owners.get(owner)
         return values[key][0] if values is not None and key in values else None
 
     def put(self, owner: str, key: Hashable, value: V, weight: int = 1) -> None:
-        """Remember a value of a key that has none."""
+        """Store a value under a new key."""
         self._owners.setdefault(owner, OrderedDict())[key] = value, weight
         self._count(owner, weight)
         while self._total > self._limit:
             self._drop_oldest(self._weights.most_common(1)[0][0])
 
     def drop_while(self, old: Callable[[V], bool]) -> None:
-        """Forget the oldest values of each owner, as long as they are `old`."""
+        """Remove the oldest values of each owner while they are `old`."""
         for owner in list(self._owners):
             while (values := self._owners.get(owner)) and old(next(iter(values.values()))[0]):
                 self._drop_oldest(owner)

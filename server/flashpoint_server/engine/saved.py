@@ -1,7 +1,7 @@
-"""The forwards that an engine saves: their inputs, o and lse, from which gradients are computed. Owners: ledger.py.
+"""The forwards that an engine saves: inputs, o and lse, from which gradients are computed. Owners: see ledger.py.
 
-reserved: its memory is counted, before anything runs → kept: its tensors are there → deleted or expired
-reserved → dropped: the call failed
+reserved (its memory is counted before it runs) → kept (it has its tensors) → deleted or expired reserved → dropped (the
+call failed)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashpoint_server.refusal import Refusal
 
 @dataclass(eq=False, kw_only=True)
 class SavedForward(Owned):
-    """A forward. `head` says what it is to HTTP processes; it has no tensors until the forward has run."""
+    """A saved forward. `head` describes it for HTTP processes. It has no tensors until it has run."""
 
     kind: ClassVar[str] = "saved forward"
     word: ClassVar[str] = "saved"
@@ -27,20 +27,20 @@ class SavedForward(Owned):
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def free(self) -> int:
-        """Let go of the tensors; a gradient that runs has its own hold of them."""
+        """Drop the tensors. A gradient that runs keeps its own references."""
         self.tensors = {}
         return self.nbytes
 
 
 class SavedStore:
-    """See the module. `ttl` is in seconds of the ledger's clock."""
+    """The saved forwards; see the module. `ttl` is in seconds of the ledger's clock."""
 
     def __init__(self, ledger: Ledger, ttl: float) -> None:
         self._ledger = ledger
         self._ttl = ttl
 
     def reserve(self, asked: Save) -> SavedForward:
-        """Take memory for a forward that is to run. Raises Refusal 413 and 429."""
+        """Reserve memory for a forward before it runs. Raises Refusal 413 and 429."""
         ledger = self._ledger
         with ledger.lock:
             ledger.sweep()
@@ -54,12 +54,12 @@ class SavedStore:
             return saved
 
     def keep(self, saved: SavedForward, tensors: Mapping[str, Tensor]) -> None:
-        """Give a forward that has run its tensors; its time to live begins."""
+        """Store the tensors of a forward that has run; its time to live starts."""
         saved.tensors = tensors
         self._ledger.leave([saved.serial], used=True)
 
     def drop(self, serial: int) -> None:
-        """Free a forward that has failed, or that nobody has heard of, if it is still there."""
+        """Free a forward that has failed, or whose id no caller has, if it still exists."""
         with self._ledger.lock:
             if (saved := self._ledger.get(SavedForward, serial)) is not None:
                 self._ledger.end(saved)

@@ -1,17 +1,17 @@
-"""Decides what an engine does next: which requests run, in which parts, and how much at a time.
+"""The scheduler decides what an engine does next: which requests run, in which parts, and how many at a time.
 
-On a CPU a request is cut into parts, between its sequences and between its heads. Tasks take them one by one in the
-queue's order (waiting.py): the cores are shared by all requests that wait, and between two parts a request that is
-cancelled or late ends. A part runs on one core; where all cores run long parts, one lane more takes short ones. On a
-GPU, and under Triton's interpreter, a task is a launch of as many requests as may share it.
+On a CPU a request is cut into parts, between its sequences and its heads. Tasks take the parts one by one in the
+queue's order (waiting.py). So all waiting requests share the cores, and a request that is cancelled or late ends
+between two parts. A part runs on one core. If all cores run long parts, one additional lane runs short ones. On a GPU,
+and under Triton's interpreter, a task is a launch of all requests that may share it.
 
-    admitted → waiting → begun → answered      waiting → cancelled, late: answered without having begun
+    admitted → waiting → started → answered      waiting → cancelled or late: answered without a start
 
-A call that uses caches, or a saved forward, waits first until those before it that use one of them have ended
-(turns.py). Memory for a forward that is to be saved is reserved when it begins.
+A call that uses caches or a saved forward first waits until the earlier calls on them have ended (turns.py). Memory for
+a forward to be saved is reserved when the call starts.
 
-The scheduler knows neither sockets nor torch. The device tells it what it can do (`Resources`); tasks are run, and
-requests answered, by others.
+The scheduler uses neither sockets nor torch. The device describes its abilities (`Resources`); other objects run the
+tasks and answer the requests.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from flashpoint_server.refusal import out_of_time
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
-# One part of some milliseconds, where nothing else waits: nobody need listen, and to wake another thread costs a tenth.
+# A part of a few milliseconds while nothing else waits: no thread needs to listen meanwhile, and a wake-up costs 10%.
 BRIEF_SECONDS = 0.004  # predicted
 BRIEF_BYTES = 1 << 24
-UNCUT_SECONDS = 0.0005  # predicted: a call over caches that is no longer is one part
-HOLD_SECONDS = 0.05  # that requests are held back for a slice, while something still runs
+UNCUT_SECONDS = 0.0005  # predicted: a shorter call over caches is one part
+HOLD_SECONDS = 0.05  # maximum time for which no task starts because a slice waits for running ones
 
 
 class Resources(Protocol):
-    """A device, as far as the scheduler needs it: how much runs at a time, and how requests are prepared."""
+    """The device as the scheduler sees it: how much runs in parallel, and how requests are prepared."""
 
     is_cpu: bool
     cores: int
@@ -59,7 +59,7 @@ class Resources(Protocol):
 
 
 class Holder(Protocol):
-    """The scheduler's view of held tensors: a call keeps the ones it uses from `enter` to `leave`."""
+    """The ledger as the scheduler sees it: items do not expire between `enter` and `leave` of a call."""
 
     def enter(self, serials: Sequence[int]) -> None: ...
     def leave(self, serials: Sequence[int], *, used: bool) -> None: ...
@@ -67,10 +67,10 @@ class Holder(Protocol):
 
 
 class Scheduler:
-    """See the module. All calls are made under `lock`, which guards the queue, the entries and the peers' segments.
+    """See the module. Hold `lock` for all calls; it protects the queue, the entries and the peers' segments.
 
-    `answer` is called with each request that has failed, and with each whose parts have all ended. `wake` is called
-    when there may be a task that nobody has asked for.
+    `answer` is called with each request that has failed, or whose parts have all ended. `wake` is called when there may
+    be a task that no thread has asked for.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Scheduler:
     ) -> None:
         self.lock = threading.RLock()
         self.plugins = plugins
-        self._log = log.bind()  # as it is configured by now: what `log` itself is asked for is looked up each time
+        self._log = log.bind()  # bound now: an unbound logger looks up its configuration at each call
         self._device = device
         self._send_answer = answer
         self._wake = wake
@@ -92,20 +92,20 @@ class Scheduler:
         self._turns: Turns[Entry] = Turns()
         self._waiting: Waiting[Entry] = Waiting(budget)
         self._compiled: set[Hashable] = set()  # launch keys
-        self._held: dict[Hashable, list[Entry]] = {}  # until their launch key is compiled
-        self._stoppable: list[Entry] = []  # in tasks that end early: their parts are being made, or they are verified
+        self._held: dict[Hashable, list[Entry]] = {}  # requests that wait for the compilation of their launch key
+        self._stoppable: list[Entry] = []  # requests in tasks that can end early: cuts and verifications
         self._running = 0  # tasks
-        self._launches = 0  # of these
-        self._long = 0  # of these
-        self._alone = False  # a slice runs, and nothing beside it
-        self._holding: float | None = None  # since when nothing begins, so that a slice may
+        self._launches = 0  # of the running tasks
+        self._long = 0  # of the running tasks
+        self._alone = False  # a slice runs, and nothing else
+        self._holding: float | None = None  # time since which nothing starts, so that a slice can run
 
     # Requests
 
     def admit(self, message: Submit | Prove | AskCaches, peer: Peer) -> None:
-        """Put a request into the queue. Raises ProblemError for what is no problem.
+        """Put a request into the queue. Raises ProblemError if its problem is not valid.
 
-        A request that needs a kernel that is not compiled yet waits for it aside, and holds up no other.
+        A request whose kernel must be compiled waits outside the queue, and does not delay other requests.
         """
         entry = Entry.of(message, peer, self._device.cuts)
         if entry.caches:
@@ -116,7 +116,7 @@ class Scheduler:
         self._queue(entry)
 
     def _queue(self, entry: Entry) -> None:
-        """Put a request whose turn has come into the queue, or beside it, until its kernel is compiled."""
+        """Put a request into the queue, or hold it until its kernel is compiled."""
         key, submit = entry.key, entry.submit
         compiled = not isinstance(submit, Submit) or submit.backend != "triton" or entry.over_caches
         if compiled or key is None or key in self._compiled:
@@ -133,8 +133,8 @@ class Scheduler:
             self._device.rows(entry.placed)
             compiling = self._device.compile(entry.placed)
         except OutOfMemoryError:
-            self._waiting.put(entry)  # to be compiled for when there is memory to run it, too
-        except Exception as error:  # one request is no reason to fail its peer
+            self._waiting.put(entry)  # compiled when there is memory to run it
+        except Exception as error:  # an error of one request must not affect its peer
             self._fail(entry, error)
         else:
             if compiling is None:
@@ -145,7 +145,7 @@ class Scheduler:
                 compiling.add_done_callback(lambda _: self._has_compiled(key))
 
     def _has_compiled(self, key: Hashable) -> None:
-        """The kernels are compiled, or cannot be: then the launch says why."""
+        """Release the requests whose kernels are compiled. If compilation failed, their launch reports the error."""
         with self.lock:
             self._compiled.add(key)
             for entry in self._held.pop(key):
@@ -153,7 +153,7 @@ class Scheduler:
             self._wake()
 
     def cancel(self, peer: Peer, number: int) -> None:
-        """Drop a request that nobody waits for any more. It is answered all the same."""
+        """Drop a request that nobody waits for any more. It is still answered."""
 
         def asked(entry: Entry) -> bool:
             return entry.peer is peer and entry.submit.id == number
@@ -164,16 +164,16 @@ class Scheduler:
             entry.failure = out_of_time()
 
     def forget(self, peer: Peer) -> None:
-        """Drop all requests of an HTTP process that is gone."""
+        """Drop all requests of an HTTP process that has disconnected."""
         for entry in self._remove(lambda entry: entry.peer is peer):
-            if entry.caches or entry.kept is not None:  # others wait for it to end, or for its memory
+            if entry.caches or entry.kept is not None:  # others wait for its end, or for its memory
                 self._drop_parts(entry, out_of_time())
         for entry in self._stoppable:
             if entry.peer is peer:
                 entry.failure = out_of_time()
 
     def _remove(self, unwanted: Callable[[Entry], bool]) -> list[Entry]:
-        """Take out of the queue, and from beside it, what is `unwanted`."""
+        """Remove the requests that are `unwanted` from the queue and from the waiting lists."""
         found = [*self._waiting.remove(unwanted), *self._turns.waiting(unwanted)]
         for key, held in self._held.items():
             found += [entry for entry in held if unwanted(entry)]
@@ -181,7 +181,7 @@ class Scheduler:
         return found
 
     def _drop_parts(self, entry: Entry, error: Exception) -> None:
-        """Nobody takes the rest of it; it is answered when the parts that run have ended, at once where none does."""
+        """Drop the parts of a request that have not started. It is answered when its running parts have ended."""
         entry.failure = entry.failure or error
         entry.left -= len(entry.parts)
         entry.parts.clear()
@@ -197,7 +197,7 @@ class Scheduler:
         self._end_turn(entry)
 
     def _end_turn(self, entry: Entry) -> None:
-        """A call is answered: those behind it that use its caches may run, and what it failed to save is given back."""
+        """Let the next calls on the same caches run, and free the memory of a forward that failed."""
         if entry.kept is not None and entry.failure is not None:
             self._device.drop(entry.kept)
         if entry.caches:
@@ -210,7 +210,7 @@ class Scheduler:
     # Tasks
 
     def take(self) -> Task | None:
-        """Return a task that is to run now; `finish` says that it has ended. None where none may begin."""
+        """Return a task to run now, or None if none may start. Call `finish` when it has ended."""
         while not self._alone:
             now = time.monotonic()
             for plugin in self.plugins:
@@ -219,8 +219,8 @@ class Scheduler:
                         return self._begin(self._slice(plugin))
                     self._holding = now if self._holding is None else self._holding
                     if now < self._holding + HOLD_SECONDS:
-                        return None  # it is alone as soon as these have ended, for nothing else begins
-                    plugin.postpone(now)  # what runs takes long: nobody waits for that to end
+                        return None  # nothing else starts, so the slice runs alone soon
+                    plugin.postpone(now)  # the running tasks take too long to wait for
             self._holding = None
             found = self._waiting.take(now, groups=self._may_launch, may=self._has_lane)
             if not found:
@@ -230,7 +230,7 @@ class Scheduler:
         return None
 
     def next_look(self) -> float | None:
-        """Return when there may be a task though nobody says so, in `time.monotonic` seconds."""
+        """Return the time at which `take` may return a task without an event, in `time.monotonic` seconds."""
         if self._alone:
             return None
         if self._holding is not None:
@@ -240,9 +240,9 @@ class Scheduler:
         return min((at for at in (expires, closes) if at is not None), default=None)
 
     def finish(self, task: Task, failure: Exception | None) -> Task | None:
-        """A task has ended, with a `failure` of its part or of its cutting.
+        """Record the end of a task, with the error of its part or of its cutting.
 
-        Return the task that the same thread is to run now, where there is one: the first part of what it has cut.
+        Return the task that the same thread must run now, if any: the first part of a request that it has cut.
         """
         self._running -= 1
         self._long -= task.long
@@ -264,7 +264,7 @@ class Scheduler:
                     self._stoppable.remove(entry)
                 self._end_turn(entry)
             self._launches -= 1
-            self._wake()  # it may have to wait for a batch to close now
+            self._wake()  # the next one may have to wait until a batch closes
         else:
             self._alone = False
             self._wake()
@@ -284,7 +284,7 @@ class Scheduler:
         return Slice(plugin)
 
     def _task(self, batch: list[Entry]) -> Task:
-        """Return the task of requests that may run together: one, unless they share a launch."""
+        """Return the task for requests that run together: one request, unless they share a launch."""
         entry = batch[0]
         if isinstance(entry.submit, AskCaches):
             return Ask((entry,))
@@ -313,18 +313,20 @@ class Scheduler:
 
     @property
     def _may_launch(self) -> bool:
-        """Whether a launch may begin: on a CPU it takes a core."""
+        """Whether a launch may start. On a CPU it needs a core."""
         free = self._running < self._device.cores or not self._device.is_cpu
         return free and self._launches < self._device.launches
 
     def _has_lane(self, entry: Entry) -> bool:
-        """Whether a part of it may begin: while a core is free, and, where all run long parts, if it is short."""
+        """Return whether a part of the request may start: if a core is free, or if it is short and all cores run long
+        parts.
+        """
         if self._running < self._device.cores:
             return True
         return not entry.long and self._long >= self._device.cores and self._running == self._long
 
     def _begins(self, entry: Entry) -> bool:
-        """Whether it is to run now; if not, it is answered. A request that has not begun begins here."""
+        """Start a request that has not started. Return False if it failed or is late, and was answered."""
         late = entry.submit.deadline is not None and time.monotonic() >= entry.submit.deadline
         if entry.began:
             if late:
@@ -368,7 +370,7 @@ class Scheduler:
         self._stoppable.remove(entry)
         if failure is not None:
             self._fail(entry, failure)
-        elif entry.failure is not None:  # it was cancelled meanwhile
+        elif entry.failure is not None:  # cancelled while it was cut
             self._drop_parts(entry, entry.failure)
         elif not entry.left:
             self._answer(entry)

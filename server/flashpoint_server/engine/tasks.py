@@ -1,7 +1,7 @@
-"""The tasks that an engine runs: what the scheduler chooses, and the executor runs.
+"""The tasks of an engine: the scheduler chooses them, and the executor runs them.
 
-`entries` are the requests of a task. `long`: other requests may not have to wait for it. `brief`: it takes so little
-time that nobody need listen meanwhile.
+`entries` are the requests of a task. `long`: other requests should not have to wait for it. `brief`: it is so short
+that no thread needs to listen meanwhile.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from flashpoint_server.ipc.messages import FromEngine, StopJob, Time
 
 
 class Plugin(Protocol):
-    """Work beside the requests: it runs in slices, one at a time, while nothing else runs on the device.
+    """Work beside the requests. It runs in slices, one at a time, while nothing else runs on the device.
 
-    A slice is `begin`, `step` and `conclude`. All calls but `step` are made under the scheduler's lock. The messages
-    that `hear`, `history` and `conclude` return are for every HTTP process.
+    A slice is `begin`, `step` and `conclude`. All calls except `step` are made under the scheduler's lock. The messages
+    that `hear`, `history` and `conclude` return go to every HTTP process.
     """
 
-    name: str  # in the log
+    name: str  # its name in the log
     suspect: bool  # the last slice may have broken the device
 
     def hear(self, message: Time | StopJob) -> Sequence[FromEngine]: ...
@@ -43,11 +43,9 @@ class Compute(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Cut a request into parts, where that takes a while, or writes tokens. The first part runs behind it at once.
+    """Cut a request into parts, if this takes a while or writes tokens. The first part runs directly afterwards.
 
-    A call over caches that is one part is computed with that.
-
-    `cores` are free for those parts.
+    A call over caches with only one part is computed here, too. `cores` is the number of free cores for the parts.
     """
 
     entries: tuple[Entry]
@@ -57,7 +55,7 @@ class Cut(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Keep the tensors of a request whose parts have all ended, and answer it."""
+    """Save the tensors of a request whose parts have all ended, and answer it."""
 
     entries: tuple[Entry]
     long: bool = False
@@ -65,7 +63,7 @@ class Keep(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """Do what is asked of caches or of saved forwards, and answer it."""
+    """Execute a call about caches or saved forwards, and answer it."""
 
     entries: tuple[Entry]
     long: bool = False
@@ -81,7 +79,7 @@ class Launch(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Run a slice of a plugin, alone."""
+    """Run a slice of a plugin while nothing else runs."""
 
     plugin: Plugin
     entries: Sequence[Entry] = ()

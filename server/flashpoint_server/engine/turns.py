@@ -1,4 +1,4 @@
-"""The order of calls on caches: on one cache one at a time, in the order in which the engine received them."""
+"""The order of calls on caches: one at a time for each cache, in the order of arrival at the engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Uses(Protocol):
-    """A call; `caches` are the serials of those that it uses, each once."""
+    """A call. `caches` are the serials of the caches that it uses, each once."""
 
     @property
     def caches(self) -> tuple[int, ...]: ...
@@ -18,9 +18,9 @@ U = TypeVar("U", bound=Uses)
 
 
 class Turns(Generic[U]):
-    """A line for each cache. A call's turn has come when it is the first in all lines that it stands in.
+    """A waiting line for each cache. A call may run when it is the first in all of its lines.
 
-    A call joins all its lines at once, so that no two calls wait for each other.
+    A call joins all its lines at once, so two calls never wait for each other.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Turns(Generic[U]):
         self._waiting: dict[U, None] = {}
 
     def join(self, call: U) -> bool:
-        """Return whether its turn has come at once."""
+        """Add a call to its lines. Return whether it may run now."""
         for serial in call.caches:
             self._lines.setdefault(serial, deque()).append(call)
         if first := self._first(call):
@@ -37,7 +37,7 @@ class Turns(Generic[U]):
         return False
 
     def leave(self, call: U) -> list[U]:
-        """The call has ended, or is not wanted any more. Return those whose turn has come."""
+        """Remove a call that has ended or is not wanted. Return the calls that may run now."""
         self._waiting.pop(call, None)
         behind: dict[U, None] = {}
         for serial in call.caches:
@@ -55,7 +55,7 @@ class Turns(Generic[U]):
         return ready
 
     def waiting(self, unwanted: Callable[[U], bool]) -> list[U]:
-        """Return the calls whose turn has not come, of those that are `unwanted`."""
+        """Return the waiting calls that are `unwanted`."""
         return [call for call in self._waiting if unwanted(call)]
 
     def _first(self, call: U) -> bool:

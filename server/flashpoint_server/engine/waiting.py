@@ -1,11 +1,12 @@
-"""The engine's queue: what runs next, and which requests run in one launch.
+"""The engine's queue: which requests run next, and which of them share a launch.
 
-Requests run in the order of their rank, which is a time: that of the request, later by thirty times the predicted
-seconds that are left of it, earlier by its priority. So short work passes long work, what is almost done is not passed
-by what has just come, and no request is passed for ever. Requests that share a launch key run in one launch, up to a
-budget of FLOPs and bytes; lengths, batch sizes and head counts are free.
+Requests run in the order of their rank. A rank is a time: the arrival, plus thirty times the predicted seconds that
+remain, minus a bonus for priority. So short requests overtake long ones, an almost finished request is not overtaken by
+a new one, and every request runs eventually. Requests with the same launch key share a launch, up to a budget of FLOPs
+and bytes; their lengths, batch sizes and head counts may differ.
 
-A batch closes when its budget is full, or when its oldest request has waited for `delay`; with a delay of 0 at once.
+A batch closes when its budget is used up, or when its oldest request has waited for `delay`; with a delay of 0, at
+once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Waits(Protocol):
-    """A waiting request. `key` is None if it runs by itself; `nbytes` are those of inputs and outputs."""
+    """A waiting request. `key` is None if it runs alone; `nbytes` is the size of its inputs and outputs."""
 
     @property
     def rank(self) -> float: ...
@@ -36,20 +37,20 @@ W = TypeVar("W", bound=Waits)
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of one launch; a request over them runs alone. `delay` in seconds."""
+    """The limits of one launch; a request over them runs alone. `delay` is in seconds."""
 
     flops: int
     nbytes: int
     delay: float
 
     def fill(self, batch: Sequence[Waits]) -> float:
-        """How much of it `batch` uses, at most 1."""
+        """Return the fraction of the budget that `batch` uses, at most 1."""
         flops, nbytes = sum(item.flops for item in batch), sum(item.nbytes for item in batch)
         return min(max(flops / self.flops, nbytes / self.nbytes), 1.0)
 
 
 class Waiting(Generic[W]):
-    """See the module. Times are in `time.monotonic` seconds."""
+    """The queue; see the module. Times are in `time.monotonic` seconds."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
@@ -59,19 +60,19 @@ class Waiting(Generic[W]):
         return len(self._queue)
 
     def put(self, item: W) -> None:
-        bisect.insort(self._queue, item, key=lambda waits: waits.rank)  # behind its equals
+        bisect.insort(self._queue, item, key=lambda waits: waits.rank)  # behind items of equal rank
 
     def remove(self, unwanted: Callable[[W], bool]) -> list[W]:
-        """Take out what is `unwanted`."""
+        """Remove and return the items that are `unwanted`."""
         found = [item for item in self._queue if unwanted(item)]
         if found:
             self._queue = [item for item in self._queue if item not in found]
         return found
 
     def take(self, now: float, *, groups: bool, may: Callable[[W], bool] = lambda _: True) -> list[W]:
-        """The next to run, together; empty where nothing may begin.
+        """Remove and return the items to run next, together; empty if none may start.
 
-        `groups` says whether a launch may begin, `may` which of the items that run by themselves.
+        `groups`: whether a launch may start. `may`: whether an item that runs alone may start.
         """
         passed: set[Hashable] = set()
         for item in self._queue:
@@ -89,7 +90,7 @@ class Waiting(Generic[W]):
         return []
 
     def closes(self) -> float | None:
-        """When the next batch that still waits for others will; None where none does."""
+        """Return when the next waiting batch closes; None if there is none."""
         keys = {item.key for item in self._queue if item.key is not None}
         return min((self._closes(self._batch(key)[0]) for key in keys), default=None)
 
@@ -97,7 +98,7 @@ class Waiting(Generic[W]):
         return min(item.arrived for item in batch) + self.budget.delay
 
     def _batch(self, key: Hashable) -> tuple[list[W], bool]:
-        """The first of this key that fit a launch, and whether another one did not."""
+        """Return the first items of this key that fit into a launch, and whether the launch is full."""
         batch: list[W] = []
         flops = nbytes = 0
         for item in self._queue:

@@ -1,4 +1,6 @@
-"""JSON bodies, read and written in a process of their own: seconds of Python for a large one, not the event loop's."""
+"""Read and write JSON bodies in a separate process: a large one takes seconds of Python, which would block the event
+loop.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,11 @@ HANG_SECONDS = 60.0
 
 
 class Codec:
-    """One process, started with the first JSON body, and again when it was lost. It makes one call at a time.
+    """One process, started for the first JSON body and again after a loss. It makes one call at a time.
 
-    `deadline` is in `time.monotonic` seconds: behind it nobody waits, for a turn or for the end. A call that is given
-    up is made to its end all the same: another process costs more than most calls, and the next caller its deadline.
-    Every call raises Refusal 503 and 504.
+    `deadline` is in `time.monotonic` seconds; a caller waits no longer, neither for its turn nor for the result. A call
+    that was given up still runs to its end: a new process costs more than most calls, and the next caller would wait
+    for it. Every call raises Refusal 503 and 504.
     """
 
     def __init__(self) -> None:
@@ -39,34 +41,34 @@ class Codec:
         self._call: asyncio.Task[tuple[bool, Any]] | None = None
 
     async def decode(self, text: bytes, deadline: float | None) -> tuple[Arrays, dict[str, Any]]:
-        """As `jsonwire.decode`. Raises WireError and FieldError."""
+        """Like `jsonwire.decode`. Raises WireError and FieldError."""
         return await self.run(deadline, jsonwire.decode, text)
 
     async def encode(
         self, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any], deadline: float | None
     ) -> bytes:
-        """As `jsonwire.encode`."""
+        """Like `jsonwire.encode`."""
         return await self.run(deadline, jsonwire.encode, arrays, metadata)
 
     async def run(self, deadline: float | None, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function of a module there. Raises what it raises."""
+        """Call a module's function in the process. Raises what the function raises."""
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
-            raise out_of_time()  # before it is begun, and made to its end for nobody
+            raise out_of_time()  # do not start a call that would run to its end for nothing
         try:
             async with asyncio.timeout(left):
                 await self._turn.acquire()
                 call = self._call = asyncio.create_task(self._ask((function, arguments)))
                 call.add_done_callback(self._pass_on)
-                await asyncio.wait([call])  # which goes on where this is given up
+                await asyncio.wait([call])  # the call continues if the caller gives up
             if call.cancelled():
-                raise Refusal("draining", "the server stopped before this request was done")
+                raise Refusal("draining", "the server stopped before it answered this request; retry")
             returned, value = call.result()
         except TimeoutError:
             raise out_of_time() from None
         except (EOFError, ConnectionError):
-            raise Refusal("engine_lost", "the process that reads JSON was lost with this request") from None
-        except OSError as error:  # no descriptor or process to be had
+            raise Refusal("engine_lost", "the process that reads JSON died with this request; retry") from None
+        except OSError as error:  # no descriptor or process is left
             raise Refusal("out_of_memory", f"the process that reads JSON cannot be started: {error}") from None
         if returned:
             found: T = value
@@ -76,13 +78,13 @@ class Codec:
         raise value
 
     async def _ask(self, message: Any) -> tuple[bool, Any]:
-        """Whether the call returned, and what it returned or raised."""
+        """Return whether the call returned, and the value that it returned or raised."""
         try:
             if self._process is None:
                 self._process = _Process()
             async with asyncio.timeout(HANG_SECONDS):
                 return await self._process.ask(message)
-        except BaseException as error:  # nobody may take the rest of this for the next answer
+        except BaseException as error:  # the next call must not read the rest of this answer
             self._end()
             if isinstance(error, TimeoutError):
                 raise EOFError from None
@@ -91,15 +93,15 @@ class Codec:
     def _pass_on(self, call: asyncio.Task[tuple[bool, Any]]) -> None:
         self._turn.release()
         if not call.cancelled():
-            call.exception()  # retrieved here, for the caller has given up
+            call.exception()  # mark the exception as retrieved: the caller has given up
 
     @property
     def pid(self) -> int:
-        """The process's id, 0 where there is none."""
+        """The process's id; 0 if it does not run."""
         return 0 if self._process is None else self._process.pid
 
     def close(self) -> None:
-        """End the process, whatever it does; the next call starts another."""
+        """Stop the process at once. The next call starts another."""
         if self._call is not None:
             self._call.cancel()
         self._end()
@@ -111,7 +113,7 @@ class Codec:
 
 
 class _Process:
-    """A process that makes calls. Raises OSError where there is none to be had."""
+    """The process. Raises OSError if it cannot be started."""
 
     def __init__(self) -> None:
         self._sock, theirs = socket.socketpair()
@@ -130,7 +132,7 @@ class _Process:
         return self._process.pid
 
     async def ask(self, message: Any) -> tuple[bool, Any]:
-        """As `Codec._ask`. Raises EOFError, OSError and MemoryError: then it is of no use any more."""
+        """Like `Codec._ask`. Raises EOFError, OSError and MemoryError; after an error the process must be ended."""
         loop = asyncio.get_running_loop()
         for piece in pack(message):
             await loop.sock_sendall(self._sock, piece)

@@ -1,9 +1,9 @@
 """The process that reads and writes JSON: `python -m flashpoint_server.formats.codec_process --socket FD --parent PID`.
 
-It makes the calls that come over a stream socket (codec.py), one after the other, until that ends.
+It executes the calls that arrive on a stream socket (codec.py), one after another, until the socket is closed.
 
-A message is a pickle and the buffers beside it (PEP 574): their number, then each behind its size. A call's message is
-(function, arguments), an answer's is (whether it returned, the value or the error).
+A message is a pickle with out-of-band buffers (PEP 574): the number of pieces, then each piece after its size. A call
+is (function, arguments); an answer is (whether it returned, the value or the exception).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 from flashpoint_server.ipc.parent import die_with_parent
 from flashpoint_server.observability.lines import take_stderr
 
-NUMBER = struct.Struct("<Q")  # of pieces, or of the bytes of one
+NUMBER = struct.Struct("<Q")  # the number of pieces, or the size of one in bytes
 
 
 def pack(message: Any) -> Iterator[bytes | memoryview]:
-    """Yield the bytes to send, in order; the memory of arrays is sent from its place."""
+    """Yield the bytes to send, in order. Memory of arrays is not copied."""
     buffers: list[pickle.PickleBuffer] = []
     text = pickle.dumps(message, 5, buffer_callback=buffers.append)
     yield NUMBER.pack(1 + len(buffers))
@@ -39,7 +39,7 @@ def unpack(pieces: Sequence[memoryview]) -> Any:
 
 
 def room(size: int) -> memoryview:
-    """Memory for a piece."""
+    """Return memory for a piece of `size` bytes."""
     return np.empty(size, np.uint8).data
 
 
@@ -59,7 +59,7 @@ def _number(sock: socket.socket) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--socket", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True, help="the pid of the process that starts it")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     asked = parser.parse_args()
     die_with_parent(asked.parent)
     take_stderr()

@@ -1,4 +1,4 @@
-"""JSON: options and tensors in one object, the tensors as nested or flat lists of numbers."""
+"""The JSON format: options and tensors in one object; a tensor is a nested or flat list of numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flashpoint_server.refusal import Refusal, invalid
 
 
 class JsonMessage(TensorMessage):
-    """A message that has been read whole."""
+    """A message whose whole body has been read."""
 
     surface = "json"
 
@@ -32,7 +32,7 @@ class JsonMessage(TensorMessage):
 
     @classmethod
     async def parse(cls, text: bytes, codec: Codec, deadline: float | None) -> JsonMessage:
-        """Raises Refusal 400, 422, 503 and 504. `deadline` is in `time.monotonic` seconds."""
+        """Parse a body. Raises Refusal 400, 422, 503 and 504. `deadline` is in `time.monotonic` seconds."""
         try:
             return cls(*await codec.decode(text, deadline))
         except wire.WireError as error:
@@ -41,27 +41,27 @@ class JsonMessage(TensorMessage):
             raise invalid([(error.field, error.message)]) from None
 
     def options(self) -> Mapping[str, Any]:
-        """Return what the object has beside tensors."""
+        """Return the entries of the object that are not tensors."""
         return self._options
 
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
-        """Copy the tensors to their places; then the message has them no more."""
+        """Copy the tensors to their places, and drop them from the message."""
         for name, place in places.items():
             place[:] = bytes_of(self._arrays.pop(name))
 
 
 def bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
-    """Return the bytes of an array, row by row."""
+    """Return the bytes of an array in row-major order."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 class Json(Format):
-    """See the module. JSON is read and written in a process of its own (codec.py)."""
+    """See the module. A separate process reads and writes the JSON (codec.py)."""
 
     whole = True
 
     async def read(self, body: RequestBody, settings: Settings, codec: Codec) -> TensorMessage:
-        """Read all of the body. Raises Refusal."""
+        """Read the whole body. Raises Refusal."""
         return await JsonMessage.parse(await read_text(body), codec, body.deadline)
 
     def numbers(self, spec: Spec) -> list[TensorInfo]:
@@ -69,7 +69,7 @@ class Json(Format):
         return list(spec.outputs.values())
 
     async def write(self, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
-        """Return the text, as one part. Raises Refusal 503 and 504."""
+        """Return the JSON text as one part. Raises Refusal 503 and 504."""
         places = job.staging.outputs
         arrays = {
             name: np.frombuffer(view, jsonwire.DTYPES.get(places[name].dtype, np.dtype(np.float32))).reshape(

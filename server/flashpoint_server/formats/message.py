@@ -28,11 +28,11 @@ from flashpoint_server.refusal import Refusal, invalid
 
 M = TypeVar("M", bound=BaseModel)
 
-_NUMBER = 25  # most bytes of a float and its comma, such as -1.2345678806304932e-05
+_NUMBER = 25  # maximum bytes of a float and its comma, for example -1.2345678806304932e-05
 
 
 class RequestPlan(NamedTuple):
-    """How a problem will be computed: on which backend of `device`, at which price."""
+    """A planned problem: its backend, device and price."""
 
     spec: Spec
     backend: str
@@ -40,14 +40,14 @@ class RequestPlan(NamedTuple):
     device: DeviceInfo
 
 
-Choose = Callable[[Spec, DeviceInfo], str]  # a backend. Raises Refusal 413 and 422.
+Choose = Callable[[Spec, DeviceInfo], str]  # (problem, device) -> backend. Raises Refusal 413 and 422.
 
 
 class TensorMessage(ABC):
-    """A request whose options and shapes are known, and whose tensors may still be to come.
+    """A request whose options and shapes are known; its tensors may not have arrived yet.
 
-    `inputs` are name, dtype and shape of each tensor, in the order of their bytes. `surface` is the contract's name of
-    the format, by which its tables name what the format does not carry.
+    `inputs` are name, dtype and shape of each tensor, in the order of their bytes. `surface` is the format's name in
+    the tables of the contract, which list what each format cannot carry.
     """
 
     inputs: list[tuple[str, TensorInfo]]
@@ -55,25 +55,25 @@ class TensorMessage(ABC):
 
     @abstractmethod
     def options(self) -> Mapping[str, Any]:
-        """Return the options, which are not checked yet."""
+        """Return the options, not yet checked."""
 
     @property
     def names_caches(self) -> bool:
-        """Whether it asks for attention over caches."""
+        """Whether the request is attention over caches."""
         return "caches" in self.options()
 
     @property
     def saves(self) -> bool:
-        """Whether it asks that its forward be saved."""
+        """Whether the request saves its forward."""
         return self.options().get("save") is True
 
     @property
     def recalls(self) -> bool:
-        """Whether it asks for the gradients of a saved forward."""
+        """Whether the request needs the gradients of a saved forward."""
         return self.options().get("saved") is not None
 
     def spec(self, direction: Direction) -> Spec:
-        """Return the problem that is asked. Raises Refusal 422."""
+        """Return the problem. Raises Refusal 422."""
         return make_spec(dict(self.inputs), self.options(), direction, self.surface)
 
     def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> RequestPlan:
@@ -83,16 +83,16 @@ class TensorMessage(ABC):
         return RequestPlan(spec, backend, price_of(spec, backend, device), device)
 
     def elsewhere(self, spec: Spec) -> Mapping[str, tuple[Region, int]]:
-        """Return the tensors in callers' own shared memory, each with its region and offset. Raises Refusal 422."""
+        """Return the tensors in shared memory of the caller, each with its region and offset. Raises Refusal 422."""
         return NOWHERE
 
     @abstractmethod
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
-        """Bring the tensors to their places, and read the body to its end. Raises Refusal."""
+        """Read the tensors into `places`, to the end of the body. Raises Refusal."""
 
 
 class Format(ABC):
-    """A way to write requests and answers. With `whole`, all of a body is read before its shapes are known."""
+    """A format of requests and answers. `whole`: the whole body must be read before its shapes are known."""
 
     whole: bool
 
@@ -101,11 +101,11 @@ class Format(ABC):
 
     @abstractmethod
     async def read(self, body: RequestBody, settings: Settings, codec: Codec) -> TensorMessage:
-        """Read as much of a body as its message takes. Raises Refusal."""
+        """Read the body as far as the format needs to know options and shapes. Raises Refusal."""
 
     @abstractmethod
     def numbers(self, spec: Spec) -> list[TensorInfo]:
-        """Return the outputs that an answer has as text."""
+        """Return the outputs that the answer carries as text."""
 
     @abstractmethod
     async def write(self, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
@@ -113,12 +113,12 @@ class Format(ABC):
 
 
 def text_bytes(tensors: Iterable[TensorInfo]) -> int:
-    """Return the most bytes of tensors as text, which an HTTP process holds until they are sent."""
+    """Return the maximum bytes of tensors as text, which an HTTP process holds until they are sent."""
     return _NUMBER * sum(math.prod(info.shape) for info in tensors)
 
 
 def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direction: Direction, surface: str) -> Spec:
-    """Return the problem that names, shapes, dtypes and options make, as `surface` carries them. Raises Refusal 422."""
+    """Return the problem from names, shapes, dtypes and options in the format `surface`. Raises Refusal 422."""
     if refused := refusals(surface, infos):
         raise invalid(refused)
     try:
@@ -132,12 +132,12 @@ def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direc
 
 
 def read_options(options: Mapping[str, Any]) -> Options:
-    """Return the options of a call. Raises ValidationError."""
+    """Return the checked options of a call. Raises ValidationError."""
     return Options(**AttentionOptions.model_validate(options).model_dump())
 
 
 async def read_text(body: RequestBody) -> bytes:
-    """Read all of a body. Raises Refusal as `RequestBody.next` does."""
+    """Read a whole body. Raises Refusal like `RequestBody.next`."""
     text = bytearray()
     while chunk := await body.next():
         text += chunk
@@ -145,7 +145,7 @@ async def read_text(body: RequestBody) -> bytes:
 
 
 async def read_model(body: RequestBody, model: type[M], limit: int) -> M:
-    """Read a body of JSON of at most `limit` bytes. Raises Refusal 400, 422, and as `RequestBody.next` does."""
+    """Read a JSON body of at most `limit` bytes. Raises Refusal 400 and 422, and like `RequestBody.next`."""
     body.limit = limit
     body.check_length(body.length)
     text = await read_text(body)

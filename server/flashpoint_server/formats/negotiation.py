@@ -1,4 +1,4 @@
-"""Which format a request is in, and which the answer must have."""
+"""Choose the formats of request and answer."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ def request_format(headers: Mapping[str, str]) -> Format:
     if given not in _TAKEN:
         raise Refusal(
             "unsupported_media_type",
-            f"a body of type {given or 'unknown'} is not taken; send {' or '.join(SERVED)}",
+            f"a body of type {given or 'unknown'} is not supported; send {' or '.join(SERVED)}",
             headers={"Accept-Post": ", ".join(SERVED)},
         )
     if (coding := headers.get("content-encoding", "identity").strip().lower()) != "identity":
-        raise Refusal("unsupported_media_type", f"a body in content coding {coding} is not taken")
+        raise Refusal("unsupported_media_type", f"content coding {coding} is not supported; send the body uncompressed")
     return _TAKEN[given]
 
 
 def answer_format(headers: Mapping[str, str], request: Format) -> Format:
-    """Return the format that Accept asks for (RFC 9110, §12.5.1), else the request's own. Raises Refusal 406."""
+    """Return the format that Accept prefers (RFC 9110, §12.5.1), or else the request's format. Raises Refusal 406."""
     ranges = _ranges(headers.get("accept", ""))
     if not ranges:
         return request
     other = JSON if request is SAFETENSORS else SAFETENSORS
-    # The first of equals.
+    # If several have the best quality, `max` takes the first.
     best = max((request, other, SAFETENSORS_AS_OCTETS), key=lambda one: _quality(one.media_type, ranges))
     if _quality(best.media_type, ranges) <= 0:
-        raise Refusal("not_acceptable", f"answers are {' or '.join(SERVED)}, and Accept takes neither")
+        raise Refusal("not_acceptable", f"answers are {' or '.join(SERVED)}, but Accept allows neither")
     return best
 
 
 def takes_events(headers: Mapping[str, str]) -> bool:
-    """Return whether Accept names an event stream, and likes JSON no better. `*/*` names none."""
+    """Return whether Accept names an event stream, with at least the quality of JSON. `*/*` does not name one."""
     ranges = dict(_ranges(headers.get("accept", "")))
     quality = ranges.get(EVENT_STREAM, 0.0)
     return quality > 0 and quality >= ranges.get(JSON.media_type, 0.0)
@@ -67,7 +67,7 @@ def _ranges(accept: str) -> list[tuple[str, float]]:
 
 
 def _quality(media: str, ranges: list[tuple[str, float]]) -> float:
-    """That of the most specific range that matches; 0 where none does."""
+    """Return the quality of the most specific range that matches; 0 if none matches."""
     for pattern in (media, media.partition("/")[0] + "/*", "*/*"):
         matching = [quality for given, quality in ranges if given == pattern]
         if matching:

@@ -1,4 +1,4 @@
-"""Safetensors: a JSON head with options, names and shapes, and behind it the bytes of the tensors."""
+"""The safetensors format: a JSON head with options, names and shapes, followed by the bytes of the tensors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.refusal import Refusal
 
-OCTETS = "application/octet-stream"  # what callers that do not know safetensors' own media type send
+OCTETS = "application/octet-stream"  # media type of callers that do not know safetensors' own
 
 
 @dataclass(frozen=True)
 class _HeadReading:
-    """A head, and the problems it was found to ask for. Shared between requests: nothing in it changes."""
+    """A parsed head, and the problems and plans made from it. Requests share it, so only cached results are added."""
 
     head: wire.Head
     inputs: list[tuple[str, TensorInfo]]
@@ -34,7 +34,7 @@ class _HeadReading:
 
     @cached_property
     def options(self) -> Mapping[str, Any]:
-        """Return the options in `__metadata__`, each as JSON."""
+        """The options in `__metadata__`, each parsed as JSON."""
         return wire.decode_options(self.head.metadata)
 
 
@@ -43,35 +43,35 @@ def _read(text: bytes) -> _HeadReading:
     return _HeadReading(head, [(t.name, TensorInfo(t.dtype, t.shape)) for t in head.tensors])
 
 
-# A model sends the same few heads again and again. A long one is read anew: that bounds what is remembered.
+# A model repeats the same few heads. A long head is not cached, which bounds the memory of the cache.
 _SHORT = 4096  # bytes
 _read_again = lru_cache(256)(_read)
 
 
 class SafetensorsMessage(TensorMessage):
-    """A message whose head has been read, and whose tensors are still to come."""
+    """A message whose head has been read, and whose tensors have not."""
 
     def __init__(self, reading: _HeadReading, rest: bytes) -> None:
-        """`rest` is what arrived together with the head."""
+        """`rest` are the bytes that arrived together with the head."""
         self._reading = reading
         self._rest = rest
         self.inputs = reading.inputs
 
     @classmethod
     async def begin(cls, body: RequestBody, head_limit: int) -> SafetensorsMessage:
-        """Read the head. Raises Refusal 400, and 413 where the head promises more than the body's limit."""
+        """Read the head. Raises Refusal 400, and 413 if the head announces more than the body's limit."""
         start = bytearray()
         size = 8
         try:
             while len(start) < size:
                 chunk = await body.next()
                 if not chunk:
-                    raise wire.WireError(f"the body ends after {len(start)} bytes, within the head")
+                    raise wire.WireError(f"the body ends after {len(start)} bytes, inside its head")
                 start += chunk
                 if size == 8 and len(start) >= 8:
                     size = wire.head_size(bytes(start[:8]))
                     if size > head_limit:
-                        raise wire.WireError(f"a head of {size} bytes is over the limit of {head_limit}")
+                        raise wire.WireError(f"a head of {size} bytes exceeds the limit of {head_limit}")
             text = bytes(start[:size])
             reading = _read_again(text) if size <= _SHORT else _read(text)
         except wire.WireError as error:
@@ -79,49 +79,49 @@ class SafetensorsMessage(TensorMessage):
         total = reading.head.size + reading.head.data_size
         body.check_length(total)
         if body.length not in (None, total):
-            raise Refusal("malformed_body", f"the body has {body.length} bytes where its head says {total}")
+            raise Refusal("malformed_body", f"the body has {body.length} bytes, but its head says {total}")
         return cls(reading, bytes(memoryview(start)[size:]))
 
     def options(self) -> Mapping[str, Any]:
-        """Return what the head's `__metadata__` says, each option as JSON."""
+        """Return the options in the head's `__metadata__`, each parsed as JSON."""
         return self._reading.options
 
     @property
     def names_caches(self) -> bool:
-        """Whether the head asks for attention over caches."""
+        """Whether the request is attention over caches."""
         return "caches" in self._reading.head.metadata
 
     @property
     def saves(self) -> bool:
-        """Whether the head asks that its forward be saved."""
+        """Whether the request saves its forward."""
         return "save" in self._reading.head.metadata and super().saves
 
     @property
     def recalls(self) -> bool:
-        """Whether the head asks for the gradients of a saved forward."""
+        """Whether the request needs the gradients of a saved forward."""
         return "saved" in self._reading.head.metadata and super().recalls
 
     def spec(self, direction: Direction) -> Spec:
-        """Return the problem: the one found before for this head, else a new one. Raises Refusal 422."""
+        """Return the problem, which is cached with its head. Raises Refusal 422."""
         specs = self._reading.specs
         if direction not in specs:
             specs[direction] = super().spec(direction)
         return specs[direction]
 
     def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> RequestPlan:
-        """Return the plan: the one made before for this head and `device`, else a new one. Raises Refusal 413, 422."""
+        """Return the plan, which is cached with its head for one `device`. Raises Refusal 413 and 422."""
         plans = self._reading.plans
         if (plan := plans.get(direction)) is None or plan.device is not device:
             plan = plans[direction] = super().plan(direction, device, choose)
         return plan
 
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
-        """Read the tensors into their places, to the end of the body. Raises Refusal."""
+        """Read the tensors into `places`, to the end of the body. Raises Refusal."""
         await body.into(places.values(), self._rest)
 
 
 class Safetensors(Format):
-    """See the module. The tensors of an answer are sent from the memory that they were computed into."""
+    """See the module. An answer is sent from the memory into which the engine wrote it."""
 
     whole = False
 
@@ -130,20 +130,20 @@ class Safetensors(Format):
         return await SafetensorsMessage.begin(body, settings.head_limit)
 
     def numbers(self, spec: Spec) -> list[TensorInfo]:
-        """Return nothing: the tensors are bytes."""
+        """Return nothing: tensors are sent as bytes."""
         return []
 
     async def write(self, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
-        """Return the head and the memory of the tensors."""
+        """Return the head, and the memory of the tensors."""
         places = job.staging.outputs
         tensors = tuple((name, place.dtype, place.shape) for name, place in places.items())
         views = job.staging.views(places).values()
         said = tuple((name, tuple(one) if isinstance(one, list) else one) for name, one in answer.metadata.items())
-        make = _head if job.saved is None else _head.__wrapped__  # ids differ each time
+        make = _head if job.saved is None else _head.__wrapped__  # each saved forward has a new id
         return [make(tensors, said), *(view for view in views if len(view))]
 
 
-@lru_cache(256)  # a model's answers are of few shapes; those over caches have one length in all layers
+@lru_cache(256)  # a model's answers have few shapes, and its caches have the same length in all layers
 def _head(tensors: tuple[tuple[str, str, tuple[int, ...]], ...], metadata: tuple[tuple[str, Any], ...]) -> bytes:
     """Return the head of an answer."""
     return wire.build_head(tensors, wire.encode_options(dict(metadata)))

@@ -1,1 +1,1 @@
-"""HTTP: from the socket's bytes to a request's body in its place, and the rules for a request's head."""
+"""HTTP: checks of the head, and the way of the body from the socket into staging memory."""

@@ -1,4 +1,4 @@
-"""A request's body as it arrives: limited in size and in time, and drained when the request is refused early."""
+"""The body of a request: limits of size and time, and draining when the request is refused early."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from flashpoint_server.http.places import Places
 from flashpoint_server.http.protocol import EXTENSION, GRACE, Direct
 from flashpoint_server.refusal import Refusal, out_of_time
 
-# Limit of a refused body's rest, up to which the connection is kept. Most clients send all of it before they read, and
-# to discard it costs less than another connection.
+# If no more than this remains of a refused body, the connection is kept. Most clients send the whole body before they
+# read, and to discard it costs less than another connection.
 NEARLY = 1 << 20  # bytes
 
-# How long a refused client may go on sending before the connection is closed on it.
+# How long a refused client may continue to send before the connection is closed.
 DRAIN_SECONDS = 20.0
 
 
 class ClientGoneError(Exception):
-    """The client disconnected: there is nobody to answer."""
+    """The client has disconnected; nobody reads an answer."""
 
 
 class RequestBody:
-    """The chunks of one body, in order.
+    """The body of one request, read in chunks or directly into memory.
 
-    `length` is what Content-Length says, `limit` the most bytes that are read. `deadline` is the request's own, and
-    `ended` when all of the body had arrived, in `time.monotonic` seconds; `complete` says that it has. `direct` is
-    there on a server of ours (protocol.py).
+    `length` is the Content-Length, `limit` the maximum number of bytes. `deadline` is that of the request, and `ended`
+    the time when the whole body had arrived, both in `time.monotonic` seconds. `complete` says whether it has arrived.
+    `direct` is set only on our own server (protocol.py).
     """
 
     def __init__(self, scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings) -> None:
@@ -42,7 +42,7 @@ class RequestBody:
         self._began = time.monotonic()
         self._received = 0
         length = headers.get("content-length", "")
-        self.length = int(length) if length.isdecimal() else None  # None where the body comes in chunks
+        self.length = int(length) if length.isdecimal() else None  # None: a chunked body
         self.limit = settings.body_limit
         self.deadline: float | None = None
         self.complete = False
@@ -50,23 +50,23 @@ class RequestBody:
 
     @property
     def received(self) -> int:
-        """Bytes that have come, as far as they were wanted."""
+        """The number of bytes read."""
         return self._received
 
     @property
     def nearly_there(self) -> bool:
-        """Whether so little is sure to come that the server throws it away behind the answer."""
+        """Whether the rest of the body is so small that the server keeps the connection and discards the rest."""
         if self.direct is None or self._draining is not None or self.length is None:
             return False
         return self.direct.invited and self.length - self._received <= NEARLY
 
     def check_length(self, length: int | None) -> None:
-        """Raises Refusal 413 where `length`, which somebody promises, is over the limit."""
+        """Raise Refusal 413 if `length` exceeds the limit."""
         if length is not None and length > self.limit:
-            raise Refusal("body_too_large", f"a body of {length} bytes is over the limit of {self.limit}")
+            raise Refusal("body_too_large", f"the body of {length} bytes exceeds the limit of {self.limit}")
 
     async def next(self) -> bytes:
-        """The next chunk; empty when the body is at its end. Raises Refusal (408, 413, 504) and ClientGoneError."""
+        """Return the next chunk; b"" at the end of the body. Raises Refusal (408, 413, 504) and ClientGoneError."""
         if self.complete:
             return b""
         if self.direct is not None and (chunk := self.direct.early()):
@@ -89,9 +89,9 @@ class RequestBody:
         return chunk
 
     def _patience(self, last: float) -> float:
-        """Until when the next bytes must have come, where the `last` came then; both in `time.monotonic` seconds.
+        """Return when the next bytes are due, if the last ones arrived at `last`. Both are `time.monotonic` seconds.
 
-        A body may pause for `body_timeout`, and be late by as much against its least rate.
+        A body may pause for `body_timeout`, and may be behind `body_rate` by the same time.
         """
         due = min(last, self._began + self._received / self._settings.body_rate) + self._settings.body_timeout
         return due if self.deadline is None else min(due, self.deadline)
@@ -100,14 +100,14 @@ class RequestBody:
         if end == self.deadline:
             return out_of_time()
         pause, rate = self._settings.body_timeout, self._settings.body_rate
-        said = f"it may pause for {pause:g} s, and must reach {rate} bytes a second"
+        said = f"it may pause for {pause:g} s, and must average {rate} bytes a second"
         return Refusal("body_timeout", f"the body arrived too slowly: {said}")
 
     async def into(self, places: Iterable[memoryview], head: bytes) -> None:
-        """Read the rest of the body, which begins with `head` (taken already), into `places`, which it must fill.
+        """Read the rest of the body into `places`, which it must fill exactly. `head` is its beginning, already read.
 
-        Straight from the socket where the server can do that, else chunk by chunk. Raises as `next` does, and 400 where
-        the sizes differ.
+        On our own server the data goes directly from the socket into `places`; on others, chunk by chunk. Raises like
+        `next`, and Refusal 400 if the sizes differ.
         """
         waiting = Places(places)
         if len(head) > waiting.left:
@@ -121,14 +121,14 @@ class RequestBody:
                 raise _too_long()
             waiting.copy(memoryview(chunk))
         if waiting.left:
-            raise Refusal("malformed_body", "the body ends before its last tensor does")
+            raise Refusal("malformed_body", "the body ends before the end of its last tensor")
 
     async def _receive_directly(self, direct: Direct, places: Places) -> None:
         before = self._received - places.filled_bytes
         received = direct.receive(places)
         self._draining, began = direct, time.monotonic()
         loop = asyncio.get_running_loop()
-        over: asyncio.Future[None] = loop.create_future()  # received, or given up
+        over: asyncio.Future[None] = loop.create_future()  # received or given up
         timer: asyncio.TimerHandle | None = None
 
         def look(grace: float = GRACE) -> None:
@@ -143,7 +143,7 @@ class RequestBody:
                 over.set_exception(self._too_late(due))
 
         def end(_: object) -> None:
-            received.exception()  # retrieved here, for the caller has given up
+            received.exception()  # mark the exception as retrieved: the caller has given up
             if not over.done():
                 over.set_result(None)
 
@@ -160,7 +160,7 @@ class RequestBody:
             if timer is not None:
                 timer.cancel()
             if not received.done():
-                places.discard()  # at once: the memory is another request's when this returns
+                places.discard()  # at once, because the memory may belong to another request after this returns
 
     async def _chunk(self) -> bytes:
         while not self.complete:
@@ -173,9 +173,9 @@ class RequestBody:
         return b""
 
     async def drain(self) -> None:
-        """Throw away what is still to come, within a bound.
+        """Discard the rest of the body, for at most DRAIN_SECONDS.
 
-        Closing a connection with bytes unread resets it, and the client loses the answer it was sent.
+        If a connection is closed with unread bytes, TCP resets it, and the client loses the answer.
         """
         with contextlib.suppress(ClientGoneError, TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
@@ -186,4 +186,4 @@ class RequestBody:
 
 
 def _too_long() -> Refusal:
-    return Refusal("malformed_body", "the body goes on where its head says that it ends")
+    return Refusal("malformed_body", "the body is longer than its head says")

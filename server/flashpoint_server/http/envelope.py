@@ -1,4 +1,4 @@
-"""The envelope of every request: an id, a log line, and a problem document if our code fails."""
+"""The outermost middleware: gives each request an id, a log line, and an error answer if our code fails."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 log = structlog.stdlib.get_logger("flashpoint.http")
 
-_PARTS = 8  # of a path; /v2's longest has 7
-CLIENT_GONE = 499  # no status of HTTP: what nginx and others log for a client that went before its answer
+_PARTS = 8  # maximum parts of a path; the longest path of /v2 has 7
+CLIENT_GONE = 499  # not an HTTP status: nginx logs it for a client that disconnects before its answer
 REPLICA_FIELD = b"x-flashpoint-replica"
-_NO_GUESSING = (b"x-content-type-options", b"nosniff")  # a browser takes an answer for what it says it is
+_NO_GUESSING = (b"x-content-type-options", b"nosniff")  # browsers must not guess the media type
 
 
 class Envelope:
     """ASGI middleware, the outermost of ours.
 
-    Requests to `paths` are counted by their path, and traced; * stands for any part that is not one of `words`, as in
-    `/caches/*/append`. Requests to `probes` are logged at level debug. No part of a path is logged but `words`: another
-    may be a key. `check` raises Refusal for a request that no route may see. `writers` write refusals, by the first
-    part of the path; without a writer they are problem documents.
+    Metrics and traces name requests to `paths` by their path. * replaces each part that is not in `words`, as in
+    `/caches/*/append`. Logs contain only these `words` of a path, because another part may be an API key. Requests to
+    `probes` are logged at level debug. `check` raises Refusal for a request that no route may receive. `writers` write
+    errors, by the first part of the path; the default is a problem document.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Envelope:
 
     @cached_property
     def _log(self) -> Any:
-        """`log`, as it is configured when the first request comes: it looks that up each time."""
+        """`log`, bound at the first request: an unbound logger looks up its configuration at each call."""
         return log.bind()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,17 +95,17 @@ class Envelope:
             else:
                 await self.app(scope, counted_receive, stamped_send)
         except ClientGoneError:
-            if exchange.status is None:  # else it was cut off, and told why
+            if exchange.status is None:  # otherwise the answer was cut off for another reason, already stored
                 exchange.status, exchange.code = CLIENT_GONE, "client_gone"
         except asyncio.CancelledError:
-            if exchange.status is None:  # the server stops, and waits no longer
+            if exchange.status is None:  # the server stops without waiting
                 exchange.status, exchange.code = STATUS["draining"], "draining"
             raise
         except Exception as error:
             log.exception("failed", request_id=exchange.request_id, error=type(error).__name__)
             if exchange.status is not None:
-                raise  # half an answer cannot be taken back: the connection is closed under it
-            said = Refusal("internal_error", "an error of the server, logged with this request's id")
+                raise  # an answer that has started cannot be replaced: the connection is closed
+            said = Refusal("internal_error", "the server failed: a bug, logged with this request's id")
             await send_refusal(stamped_send, exchange, said)
         finally:
             seconds = time.perf_counter() - exchange.arrived
@@ -119,7 +119,7 @@ class Envelope:
 
 
 async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more: bool = False) -> None:
-    """Answer with the refusal; with `more`, the caller still has to send a last, empty message."""
+    """Send a refusal as the answer. With `more`, the caller must send a last, empty message."""
     exchange.code = refusal.code
     media_type, body = exchange.write_refusal(refusal, exchange.request_id)
     headers = {"content-type": media_type, "content-length": str(len(body)), **refusal.headers}
@@ -133,13 +133,13 @@ async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more
 
 
 def _masked(path: str, words: Collection[str]) -> str:
-    """Return the path with * for each part that is not one of `words`, and for all beyond `_PARTS` parts."""
+    """Return the path with * for each part that is not in `words`, and for everything after `_PARTS` parts."""
     first, *parts = path.split("/", _PARTS)
     return "/".join((first and "*", *(part if part in words else "*" for part in parts)))
 
 
 def _said(exchange: Exchange, route: str, seconds: float) -> Mapping[str, Any]:
-    """Its log line."""
+    """Return the fields of the log line."""
     fields: dict[str, Any] = {
         "request_id": exchange.request_id,
         "method": exchange.method,

@@ -1,8 +1,8 @@
-"""Connections whose clients have sent all that they will send, and may still read.
+"""Detect that a client has closed its connection after it had ended its sending.
 
-A client that ends its sending alone (`shutdown(SHUT_WR)`) looks like one that has closed its connection: the end of
-input is all that comes of either. Only a client that has closed answers what it is sent with a reset. The transport,
-which reads no more, would see that at its next write; here epoll tells of it when it comes.
+A client that only ends its sending (`shutdown(SHUT_WR)`) looks like one that has closed its connection: both send FIN,
+and nothing else. Only a client that has closed answers further data with a reset. The transport does not read any more,
+so it would notice the reset at its next write; epoll reports it at once.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-# A client that leaves later sends nothing at all: its kernel forgets the connection after a minute (tcp_fin_timeout),
-# and answers the next of these probes with a reset.
+# A client that closes later sends nothing: its kernel forgets the connection after a minute (tcp_fin_timeout), and
+# answers the next of these probes with a reset.
 _PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 
 class HalfClosed:
-    """Those of one event loop."""
+    """The half-closed connections of one event loop."""
 
     def __init__(self) -> None:
         self._epoll: select.epoll | None = None
@@ -33,11 +33,11 @@ class HalfClosed:
         for option, value in _PROBES.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._epoll.register(connection.fileno(), 0)  # of errors and of resets it tells unasked
+        self._epoll.register(connection.fileno(), 0)  # 0: epoll always reports errors and resets
         self._gone[connection.fileno()] = gone
 
     def forget(self, connection: socket.socket) -> None:
-        """The connection is about to be closed."""
+        """Stop watching a connection that is about to be closed."""
         assert self._epoll is not None
         if self._gone.pop(connection.fileno(), None) is not None:
             with suppress(OSError):

@@ -7,28 +7,32 @@ import re
 from flashpoint_server.config.hosts import host_name
 from flashpoint_server.refusal import Refusal
 
-# Bounds of a request's head; nginx and h11 have the same of bytes, more fields than a browser, a proxy and we send.
+# Limits of a request's head. The bytes are those of nginx and h11; the fields are more than a browser, a proxy and our
+# SDK send together.
 HEAD_BYTES = 1 << 16
 HEAD_FIELDS = 128
 
-Field = tuple[bytes, bytes]  # its name is in lower case
+Field = tuple[bytes, bytes]  # (name in lower case, value)
 
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)", re.IGNORECASE)
 
 
 def too_large() -> Refusal:
-    return Refusal("head_too_large", f"the request's head is over {HEAD_BYTES} bytes, or over {HEAD_FIELDS} fields")
+    return Refusal(
+        "head_too_large",
+        f"the request's head exceeds {HEAD_BYTES} bytes or {HEAD_FIELDS} fields: send less in the header",
+    )
 
 
 def with_host_of(url: bytes, fields: list[Field]) -> list[Field]:
-    """Return `fields` with the host that `url` names, where that is a whole URL: it counts (RFC 9112, §3.2.2)."""
+    """Return `fields` with the host of `url` if that is absolute: it overrides the Host field (RFC 9112, §3.2.2)."""
     if (found := _ABSOLUTE.match(url)) is None:
         return fields
     return [*(field for field in fields if field[0] != b"host"), (b"host", found[1])]
 
 
 def wrong(version: str, url: bytes, fields: list[Field]) -> Refusal | None:
-    """Return the refusal of a head that is not what it must be, else None. `version` is "1.0" or "1.1"."""
+    """Return the refusal of a head that is not valid, or None. `version` is "1.0" or "1.1"."""
     size = len(url)
     hosts: list[bytes] = []
     codings: list[bytes] = []
@@ -41,8 +45,10 @@ def wrong(version: str, url: bytes, fields: list[Field]) -> Refusal | None:
     if size > HEAD_BYTES or len(fields) > HEAD_FIELDS:
         return too_large()
     if len(hosts) > 1 or not (hosts or version == "1.0"):
-        due = "at most one" if version == "1.0" else "one"
-        return Refusal("malformed_head", f"an HTTP/{version} request has {due} Host field, and this has {len(hosts)}")
+        due = "at most one" if version == "1.0" else "exactly one"
+        return Refusal(
+            "malformed_head", f"an HTTP/{version} request needs {due} Host field, and this one has {len(hosts)}"
+        )
     if hosts and host_name(host := hosts[0].decode("latin-1").strip()) is None:
         said = "a host name, an IPv4 address or an [IPv6] address, with or without a :port"
         return Refusal("malformed_head", f"the Host field must be {said}, not {host!r}")
@@ -52,8 +58,8 @@ def wrong(version: str, url: bytes, fields: list[Field]) -> Refusal | None:
 def _wrong_coding(version: str, codings: list[bytes]) -> Refusal | None:
     coding = b", ".join(codings).decode("latin-1").strip()
     if coding.lower() != "chunked":
-        due = "send the body as it is, with its Content-Length or in chunks"
-        return Refusal("transfer_encoding", f"Transfer-Encoding {coding!r} is not read, only 'chunked': {due}")
+        due = "send the body unencoded, with Content-Length or chunked"
+        return Refusal("transfer_encoding", f"Transfer-Encoding {coding!r} is not supported, only 'chunked': {due}")
     if version == "1.0":
-        return Refusal("malformed_head", "HTTP/1.0 has no Transfer-Encoding: send the body with its Content-Length")
+        return Refusal("malformed_head", "HTTP/1.0 has no Transfer-Encoding: send Content-Length")
     return None

@@ -1,18 +1,18 @@
-"""Memory to be filled in order: where a body's tensors go, one after the other."""
+"""Memory that a body fills in order: the places of its tensors."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
 
-Part = bytes | memoryview  # of an answer's body
+Part = bytes | memoryview  # a part of an answer's body
 
-MOST_AT_ONCE = 1 << 20  # bytes of one read: other connections get their turn
-_SCRATCH = memoryview(bytearray(MOST_AT_ONCE))  # where unwanted bytes go; nobody reads it
+MOST_AT_ONCE = 1 << 20  # maximum bytes of one read, so that other connections get their turn
+_SCRATCH = memoryview(bytearray(MOST_AT_ONCE))  # target of unwanted bytes; nothing reads it
 
 
 class Places:
-    """See the module. `filled_bytes` counts, and `filled_last` says when the last came (`time.monotonic`)."""
+    """See the module. `filled_bytes` counts bytes; `filled_last` is when the last ones arrived (`time.monotonic`)."""
 
     def __init__(self, places: Iterable[memoryview]) -> None:
         self._places = [place for place in places if len(place)]
@@ -26,14 +26,14 @@ class Places:
 
     @property
     def left(self) -> int:
-        """Bytes that are still to come."""
+        """The number of bytes that are missing."""
         return sum(map(len, self._places))
 
     def next(self) -> memoryview:
         return self._places[-1][:MOST_AT_ONCE]
 
     def filled(self, n: int) -> None:
-        """`n` bytes of `next` have been written."""
+        """Record that `n` bytes of `next` have been written."""
         self.filled_bytes += n
         self.filled_last = time.monotonic()
         rest = self._places.pop()[n:]
@@ -49,6 +49,6 @@ class Places:
             data = data[n:]
 
     def discard(self) -> None:
-        """Let go of the memory: what is still to come goes nowhere."""
+        """Release the memory. The missing bytes are then discarded on arrival."""
         pieces, last = divmod(self.left, len(_SCRATCH))
         self._places = [_SCRATCH] * pieces + ([_SCRATCH[:last]] if last else [])

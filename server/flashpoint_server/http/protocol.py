@@ -1,10 +1,10 @@
-"""uvicorn's HTTP protocol with a way for a body to go from the socket straight to where it is wanted.
+"""uvicorn's HTTP protocol, extended by zero-copy bodies and answers.
 
-ASGI hands a body over in pieces that were copied twice by then. Here a route that has read the head of its message asks
-for the rest to be received into memory of its own (`Direct.receive`): until that many bytes have come, the transport
-reads into that memory and HTTP's parser sees none of them. Its answer leaves from the memory it was computed into, in
-one write (`Direct.answer`). Routes reach it by the scope's extension `EXTENSION`; on any other server the extension is
-missing, and they read ASGI messages and send copies.
+ASGI passes a body in chunks that have been copied twice. With this protocol, a route that has read the head of its
+message receives the rest into its own memory (`Direct.receive`): until that many bytes have arrived, the transport
+reads into this memory, and the HTTP parser sees none of them. An answer is sent in one write from the memory into which
+it was computed (`Direct.answer`). Routes find this in the scope's extension `EXTENSION`. Other servers do not have the
+extension; there, routes read ASGI messages and send copies.
 
 States of a connection: parsing (`_Parsing`) → receiving (`_Receiver`) → parsing.
 """
@@ -34,20 +34,20 @@ from flashpoint_server.refusal import MEDIA_TYPE, Refusal
 
 EXTENSION = "flashpoint.direct"
 
-# Bytes of one read for the parser. It copies its part of a body several times, so this part is kept small.
+# Maximum bytes of one read for the parser. The parser copies its part of a body several times, so this is small.
 PARSED_AT_ONCE = 1 << 15
-_SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # of all connections: what is read is copied before the next read
-# An event loop that had to wait for a core runs its timers before it looks at its sockets: what is late may be there.
-GRACE = 0.02  # seconds to look
-ENCRYPTED_AT_ONCE = 1 << 20  # bytes: half a millisecond, for which all others wait
+_SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # shared by all connections: data is copied before the next read
+# An event loop that had to wait for a core runs its timers before it reads its sockets: late data may already be there.
+GRACE = 0.02  # seconds to check for that data
+ENCRYPTED_AT_ONCE = 1 << 20  # bytes that take half a millisecond, in which all other connections wait
 
-MALFORMED = "malformed"  # the route, in metrics, of what is no request
+MALFORMED = "malformed"  # the route in metrics of input that is not an HTTP request
 
 log = structlog.stdlib.get_logger("flashpoint.http")
 
 
 class Config(uvicorn.Config):
-    """uvicorn's, and the seconds in which a head must come, and some of an answer must be taken."""
+    """uvicorn's configuration, with timeouts in seconds for a request's head and for a reader that takes nothing."""
 
     header_timeout = 10.0
     answer_timeout = 20.0
@@ -58,21 +58,20 @@ class Config(uvicorn.Config):
 class HttpProtocol(HttpToolsProtocol):
     """uvicorn's protocol; `set_write_buffer_limits(high=0)` pauses the writer while the transport holds any byte.
 
-    That is what lets memory be reused under an answer: uvloop keeps views, not copies, of what it has not sent yet.
-
-    `barren` counts the bytes that the parser has seen since it last found a head's end or some of a body: of a head, of
-    what chunks and trailers may carry, of blank lines. Their number is bounded, and so is the time that a head takes.
+    So the memory of an answer can be reused when the writer resumes: uvloop keeps views, not copies, of unsent data.
+    `barren` counts the bytes that the parser has read since it last found the end of a head, or bytes of a body: parts
+    of a head, chunk extensions, trailers and blank lines. Their number is limited, and so is the time for a head.
     """
 
     config: Config
-    wrong: Refusal | None = None  # of a head that the parser would take
+    wrong: Refusal | None = None  # of a head that is not valid, but that the parser accepts
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # The kernel cuts off a client that takes nothing of any answer for so long (man 7 tcp).
+        # The kernel closes the connection if the client acknowledges nothing for this time (man 7 tcp).
         patience = int(1000 * self.config.answer_timeout)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
-        transport.set_write_buffer_limits(high=int(self.secure))  # TLS pauses at `high`, and what is not TLS above it
+        transport.set_write_buffer_limits(high=int(self.secure))  # TLS pauses at `high`, plain TCP above it
         self.barren = 0
         self._late: asyncio.TimerHandle | None = None
         self._await_head()
@@ -87,7 +86,7 @@ class HttpProtocol(HttpToolsProtocol):
         return self.scheme == "https"
 
     def looked_at(self) -> None:
-        """After a read that ended otherwise than with a head or with some of a body."""
+        """Check the limits after a read that gave neither the end of a head nor bytes of a body."""
         if self.transport.is_closing():
             return
         if self.barren > HEAD_BYTES:
@@ -110,7 +109,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._late = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what cannot be parsed, as a problem, unless it came while another request was to be answered first.
+        """Answer input that cannot be parsed with a problem document, unless an earlier request must be answered first.
 
         `msg` is the parser's reason.
         """
@@ -123,16 +122,17 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _refuse_body(self, cycle: RequestResponseCycle) -> None:
         if cycle is self.running and not cycle.response_started:
-            exchange = Exchange.open(cycle.scope)  # type: ignore[arg-type]  # which types it more closely
-            refusal = Refusal("malformed_body", "the chunks of the body are not HTTP/1.1's")
+            exchange = Exchange.open(cycle.scope)  # type: ignore[arg-type]  # the library's types are narrower
+            refusal = Refusal("malformed_body", "the chunks of the body are not valid HTTP/1.1")
             exchange.status, exchange.code = refusal.status, refusal.code
             exchange.bytes_out = self._send_problem(refusal, exchange.request_id)
-            cycle.disconnected = True  # the body's reader learns that there is no more, and nobody to answer
+            # the body's reader learns that no more data comes, and that no answer can be sent
+            cycle.disconnected = True
             cycle.message_event.set()
 
     def _refuse_head(self, reason: str, *, answered: bool) -> None:
-        """No route sees it, so it is counted and logged here: once for a connection, which ends."""
-        refusal = self.wrong or Refusal("malformed_head", "this is not HTTP/1.1")
+        """Refuse a head before any route, so count and log it here: once for each connection, which then ends."""
+        refusal = self.wrong or Refusal("malformed_head", "the request is not valid HTTP/1.1")
         exchange = Exchange("", "", {}, secrets.token_hex(16), status=refusal.status, code=refusal.code)
         if answered:
             exchange.bytes_out = self._send_problem(refusal, exchange.request_id)
@@ -147,7 +147,7 @@ class HttpProtocol(HttpToolsProtocol):
         )
 
     def _send_problem(self, refusal: Refusal, request_id: str) -> int:
-        """The bytes of its body."""
+        """Write a problem document, and return the size of its body in bytes."""
         body = refusal.body(request_id)
         fields = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n"
         self.transport.write(b"%s%sconnection: close\r\n\r\n" % (STATUS_LINE[refusal.status], fields.encode()) + body)
@@ -162,15 +162,16 @@ class HttpProtocol(HttpToolsProtocol):
             self.send_400_response(str(error))
 
     def _parse(self, data: bytes) -> bytes:
-        """Return the bytes to parse next: a head with an Upgrade field (RFC 9110, §7.8) again, without the field.
+        """Parse data, and return the bytes to parse next: a head with an Upgrade field, without the field (RFC 9110,
+        §7.8).
 
-        The parser would take the bytes behind such a head for the other protocol, and lose a body.
+        The parser would treat the bytes after this head as another protocol, and would lose a body.
         """
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             if (method := self.parser.get_method()) == b"CONNECT":
-                raise httptools.HttpParserError("nothing is tunnelled here") from None
+                raise httptools.HttpParserError("CONNECT is not supported") from None
             line = b"%s %s HTTP/%s\r\n" % (method, self.url, self.parser.get_http_version().encode())
             fields = [b"%s: %s\r\n" % field for field in self.headers if field[0] != b"upgrade"]
             self.parser = _parser(self)
@@ -179,18 +180,18 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # it comes again: see `_parse`
+            return  # the head is parsed again: see `_parse`
         self._head_is_there()
         version = self.parser.get_http_version()
         if not self.url.startswith(b"/"):
             self.headers[:] = with_host_of(self.url, self.headers)
         if refusal := wrong(version, self.url, self.headers):
             self.wrong = refusal
-            raise ValueError(refusal.code)  # which the parser makes an error of its own
+            raise ValueError(refusal.code)  # the parser turns it into its own error
         super().on_headers_complete()
         if version == "1.0":
             self.cycle.keep_alive = self.parser.should_keep_alive()
-            self.cycle.waiting_for_100_continue = False  # which that version has not (RFC 9110, §10.1.1)
+            self.cycle.waiting_for_100_continue = False  # HTTP/1.0 does not have it (RFC 9110, §10.1.1)
         self.scope["extensions"] = {EXTENSION: {"direct": Direct(self)}}
 
     def on_message_complete(self) -> None:
@@ -200,30 +201,30 @@ class HttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.pipeline:
-            self.flow.pause_reading()  # what has come is answered before more is read, else it would heap up here
+            self.flow.pause_reading()  # answer pipelined requests before more is read; otherwise they accumulate here
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self.barren = 0
         if self.cycle.response_complete:
-            self._await_head()  # nobody will ask for more of it
+            self._await_head()  # no route reads the rest
             return
-        self.flow.pause_reading()  # one piece at a time: what a route receives directly must come unparsed
+        self.flow.pause_reading()  # one chunk at a time: a body that a route receives directly must not be parsed
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self.running = cycle
         if cycle.scope["http_version"] == "1.0":
-            app = _answering(app, cycle)  # type: ignore[arg-type, assignment]  # which types them more closely
+            app = _answering(app, cycle)  # type: ignore[arg-type, assignment]  # the library's types are narrower
         super()._start_asgi_task(cycle, app)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether to keep the connection, now that the client sends no more: for the answers it waits for."""
+        """Return whether to keep the connection open for pending answers, after the client has ended its sending."""
         running = self.running
         if self.secure or running is None or running.response_complete or running.more_body:
-            return False  # nor is there half a connection of TLS
+            return False  # TLS has no half-closed connections
         try:
             self.config.half_closed.watch(self.transport.get_extra_info("socket"), self.transport.abort)
-        except OSError:  # no descriptor is left to wait with
+        except OSError:  # no descriptor is left to watch the connection
             return False
         self.half_closed = True
         if self.cycle is not running and self.cycle.more_body:
@@ -234,9 +235,9 @@ class HttpProtocol(HttpToolsProtocol):
         return True
 
     def _ask_whether_there(self) -> None:
-        """Write to a client that has ended its sending: one that has gone answers with a reset.
+        """Write to a client that has ended its sending. One that has closed its connection answers with a reset.
 
-        This is an interim answer, which every client of HTTP/1.1 skips (RFC 9110, §15.2).
+        The written interim answer is skipped by every HTTP/1.1 client (RFC 9110, §15.2).
         """
         running = self.running
         if running is not None and not running.response_started and running.scope["http_version"] != "1.0":
@@ -246,7 +247,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.half_closed:
             self.config.half_closed.forget(self.transport.get_extra_info("socket"))
         if self.running is not None:
-            self.running.disconnected = True  # uvicorn tells the last that came, which may wait behind this one
+            self.running.disconnected = True  # uvicorn marks only the last request, which may wait behind this one
         super().connection_lost(exc)
         self._head_is_there()
         if self.watcher is not None:
@@ -254,7 +255,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class Direct:
-    """One request, from its head on, beside ASGI's `receive` and `send`."""
+    """One request after its head: direct reads and writes beside ASGI's `receive` and `send`."""
 
     def __init__(self, http: HttpProtocol) -> None:
         self._http = http
@@ -262,14 +263,14 @@ class Direct:
         self._received: asyncio.Future[None] | None = None
 
     def receive(self, places: Places) -> asyncio.Future[None]:
-        """Receive the rest of the body, all that ASGI's `receive` has not handed over, into `places` of that size.
+        """Receive the rest of the body, which ASGI's `receive` has not delivered, into `places` of that size.
 
-        Done when it is there; ConnectionError when the client goes first. A reader that gives up calls
-        `places.discard()`: the rest is then thrown away, see `drain`.
+        The future is done when all has arrived; it raises ConnectionError if the client disconnects first. A reader
+        that gives up calls `places.discard()`: the rest is then discarded (see `drain`).
         """
         http, cycle = self._http, self._cycle
         self._received = received = http.loop.create_future()
-        places.copy(memoryview(self.early()))  # came behind the head, and is parsed already
+        places.copy(memoryview(self.early()))  # arrived with the head and is already parsed
         if places.full:
             received.set_result(None)
         elif self.gone:
@@ -282,51 +283,51 @@ class Direct:
         return received
 
     async def drain(self) -> None:
-        """After a `receive` that was given up: wait until the rest of the body has come and been thrown away."""
+        """After an abandoned `receive`, wait until the rest of the body has arrived and has been discarded."""
         if self._received is not None:
             await asyncio.wait({self._received})
 
     def early(self) -> bytes:
-        """Return the part of the body that has arrived and was not received yet."""
+        """Return the part of the body that has arrived but was not delivered yet."""
         early, self._cycle.body = self._cycle.body, bytearray()
         return bytes(early)
 
     @property
     def ended(self) -> bool:
-        """Whether the body has come to its end."""
+        """Whether the whole body has arrived."""
         return not self._cycle.more_body
 
     @property
     def invited(self) -> bool:
-        """Whether the client need not be told to go on before it sends the body (RFC 9110, §10.1.1)."""
+        """Whether the client sends the body without waiting for 100 Continue (RFC 9110, §10.1.1)."""
         return not self._cycle.waiting_for_100_continue
 
     @property
     def gone(self) -> bool:
-        """Whether there is nobody to answer. uvicorn, which hears of it later, is told: it would answer 500."""
+        """Whether the client has disconnected. This also tells uvicorn, which would answer 500 otherwise."""
         if self._http.transport.is_closing():
             self._cycle.disconnected = True
         return self._cycle.disconnected
 
     def watch(self, gone: Callable[[], None]) -> None:
-        """Once the body has come, call `gone` when the client disconnects, at once where it has; until `unwatch`.
+        """Call `gone` when the client disconnects, at once if it already has, until `unwatch`. The body has arrived.
 
-        A client that has sent the next request already is not seen to go.
+        If the client has already sent its next request, its disconnection is not noticed.
         """
         http = self._http
         if self.gone:
             gone()
         http.watcher = gone
         if not (http.half_closed or http.pipeline):
-            http.flow.resume_reading()  # else nobody would see it go
+            http.flow.resume_reading()  # without reading, the disconnection would not be noticed
 
     def unwatch(self) -> None:
         self._http.watcher = None
 
     async def answer(self, status: int, headers: list[tuple[bytes, bytes]], parts: list[Part], seconds: float) -> bool:
-        """Send the whole answer in one write; whether the client took it within `seconds`.
+        """Send the whole answer in one write. Return whether the client received it within `seconds`.
 
-        When this returns the transport holds none of the memory of `parts`. `headers` are valid, and say the length.
+        When this returns, the transport holds no memory of `parts`. `headers` must be valid and contain the length.
         """
         http, cycle = self._http, self._cycle
         if self.gone:
@@ -350,20 +351,20 @@ class Direct:
         return True
 
     async def _left(self, end: float) -> bool:
-        """Wait until the transport has sent all it holds; at `end` drop the connection, and say False."""
+        """Wait until the transport has sent everything. At `end`, drop the connection and return False."""
         http = self._http
         for seconds in (end - http.loop.time(), GRACE):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await http.flow.drain()
                     return True
-        http.transport.abort()  # which the transport does in a later turn of the loop: until then it may still send
+        http.transport.abort()  # takes effect in a later turn of the loop; until then the transport may still send
         await http.flow.drain()
         return False
 
 
 def _pieces(parts: list[Part]) -> Iterator[list[Part]]:
-    """`parts` in pieces: TLS encrypts, at once and into memory of its own, whatever it is given."""
+    """Yield `parts` in pieces, because TLS encrypts everything that it is given at once, into new memory."""
     if sum(map(len, parts)) <= ENCRYPTED_AT_ONCE:
         yield parts
         return
@@ -373,13 +374,13 @@ def _pieces(parts: list[Part]) -> Iterator[list[Part]]:
 
 
 class _State(asyncio.BufferedProtocol):
-    """The transport's protocol in one of the states: how it reads; all else is uvicorn's."""
+    """The transport's protocol in one of the states. It defines how to read; everything else is uvicorn's."""
 
     def __init__(self, http: HttpProtocol) -> None:
         self._http = http
 
     def eof_received(self) -> bool | None:
-        return None  # closes the transport: half a body is no request
+        return None  # closes the transport: half a body is not a request
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._http.connection_lost(exc)
@@ -392,7 +393,7 @@ class _State(asyncio.BufferedProtocol):
 
 
 class _Parsing(_State):
-    """Every read goes through HTTP's parser."""
+    """The state in which every read goes through the HTTP parser."""
 
     def eof_received(self) -> bool | None:
         return self._http.eof_received()
@@ -409,7 +410,7 @@ class _Parsing(_State):
 
 
 class _Receiver(_State):
-    """Every read lands in its place."""
+    """The state in which every read goes directly into `places`."""
 
     def __init__(self, http: HttpProtocol, places: Places, received: asyncio.Future[None]) -> None:
         super().__init__(http)
@@ -424,7 +425,7 @@ class _Receiver(_State):
         if not self._places.full:
             return
         http = self._http
-        # The parser still waits for this body: a fresh one takes the next request of the connection.
+        # The parser still waits for this body, so a new one parses the next request.
         http.parser = _parser(http)
         http.cycle.more_body = False
         _switch(http, http.parsing)
@@ -439,12 +440,12 @@ class _Receiver(_State):
 
 def _parser(http: HttpProtocol) -> httptools.HttpRequestParser:
     parser = httptools.HttpRequestParser(http)
-    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own: see its __init__
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # like uvicorn's own parser: see its __init__
     return parser
 
 
 def _switch(http: HttpProtocol, protocol: _State) -> None:
-    """Give the transport another protocol. It takes up how to read when it starts to: so pause, then resume."""
+    """Give the transport another protocol. Pausing and resuming makes the transport use the new read method."""
     http.flow.resume_reading()
     http.transport.pause_reading()
     http.transport.set_protocol(protocol)
@@ -452,16 +453,16 @@ def _switch(http: HttpProtocol, protocol: _State) -> None:
 
 
 def _persistence(cycle: RequestResponseCycle) -> list[tuple[bytes, bytes]]:
-    """Return the field that says whether the connection is kept; none where the version says it."""
+    """Return the Connection field; nothing if the HTTP version implies it."""
     if not cycle.keep_alive:
         return [(b"connection", b"close")]
     return [(b"connection", b"keep-alive")] if cycle.scope["http_version"] == "1.0" else []
 
 
 def _answering(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """Return `app` for the HTTP/1.0 request of `cycle`: an answer without a length ends with its connection.
+    """Return `app` for an HTTP/1.0 request: an answer without a length ends with its connection.
 
-    HTTP/1.0 has no chunks, and keeps a connection only if the client asks for that; uvicorn has neither.
+    HTTP/1.0 has no chunks, and keeps a connection only if the client asks for it. uvicorn implements neither.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -476,7 +477,7 @@ def _answering(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
                 elif cycle.keep_alive and b"connection" not in names:
                     message["headers"] = [*message["headers"], *_persistence(cycle)]
             elif endless:
-                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares the two
+                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares the two lengths
             await send(message)
 
         await app(scope, receive, send_sized)

@@ -1,8 +1,8 @@
-"""Check a browser's requests: the Host by which it calls this server, and the site whose page calls.
+"""Check a browser's requests: the Host by which it calls this server, and the site whose page sends the request.
 
-A page of any site can send requests to this machine, and a site can let its own name lead to 127.0.0.1 (DNS rebinding):
-then the browser takes this server for that site, and only the Host field tells them apart. Both are refused before
-anything of the request is read or computed.
+A page of any site can send requests to this machine. A site can also let its own name resolve to 127.0.0.1 (DNS
+rebinding): then the browser takes this server for that site, and only the Host field shows the difference. Both are
+refused before anything is read or computed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.protocol import EXTENSION
 from flashpoint_server.refusal import Refusal
 
-_MOST_KNOWN = 256  # Host fields that are remembered as allowed
-_PAGES = ("/", "/docs", "/docs/errors")  # what a link of another site may lead to
+_MOST_KNOWN = 256  # Host values that are cached as allowed
+_PAGES = ("/", "/docs", "/docs/errors")  # pages to which other sites may link
 _BOTH = ("X-Request-Id", "Inference-Header-Content-Length")
 _SENT = (*_BOTH, "Authorization", "X-Timeout-Ms", "X-Priority", "Idempotency-Key", "X-Flashpoint-Replica")
 _SHOWN = (*_BOTH, "X-Backend", "X-Batch-Size", "Server-Timing", "Retry-After", "X-Flashpoint-Replica")
 
 
 class Sites:
-    """The names that the server answers to, and the origins whose pages may call it.
+    """The host names that the server accepts, and the origins whose pages may call it.
 
-    `names` are those of `--allowed-hosts`; empty allows every name until `only_loopback` is called. `origins` are
-    those of `--cors-origins`.
+    `names` are those of `--allowed-hosts`; without any, all names are allowed until `only_loopback` is called.
+    `origins` are those of `--cors-origins`.
     """
 
     def __init__(self, names: Collection[str], origins: Collection[str]) -> None:
@@ -43,12 +43,12 @@ class Sites:
         self._known: set[str] = set()
 
     def only_loopback(self) -> None:
-        """Allow loopback names and `names` alone: the server listens on loopback, and nothing asks who calls."""
+        """Allow only loopback names and `names`: the server listens on loopback and does not authenticate callers."""
         self._every_name = self._every_name and self._named
         self._known.clear()
 
     def check(self, exchange: Exchange, here: str | None) -> None:
-        """Raises Refusal 421 and 403. `here` is the address of the server that the connection has reached."""
+        """Raise Refusal 421 or 403. `here` is the server's address of this connection."""
         headers = exchange.headers
         host = headers.get("host")
         if host is not None and host not in self._known:
@@ -58,7 +58,7 @@ class Sites:
             raise _cross_site(origin)
 
     def _check_host(self, host: str, here: str | None) -> None:
-        """An address that the connection itself has reached is allowed: no name was made to lead to it."""
+        """Raise Refusal 421 if the host is not allowed. The connection's own address is allowed: it needs no name."""
         name = host_name(host) or ""
         allowed = self._every_name or name in self._names or name.endswith(self._endings) or is_loopback(name)
         if not allowed and (here is None or name.strip("[]") != here):
@@ -67,10 +67,11 @@ class Sites:
             self._known.add(host)
 
     def _welcome(self, exchange: Exchange, site: str | None, origin: str | None, host: str | None) -> bool:
-        """Whether the request is of this server's own page, of nobody's, or of one that CORS allows.
+        """Return whether the request comes from the server's own page, from no page, or from an origin that CORS
+        allows.
 
-        A browser that sends no Sec-Fetch-Site, as to http:// and another host than localhost, still sends the origin
-        of whatever could do harm.
+        A browser that sends no Sec-Fetch-Site (plain HTTP to a host that is not localhost) still sends Origin with
+        every request that could do harm.
         """
         if site in ("same-origin", "none"):
             return True
@@ -85,21 +86,21 @@ class Sites:
 def _not_allowed(name: str) -> Refusal:
     return Refusal(
         "host_not_allowed",
-        f"this server does not answer to the host {name!r}: call it by a loopback name, such as localhost, or start it "
-        "with --allowed-hosts (FLASHPOINT_ALLOWED_HOSTS), which names the hosts that it answers to",
+        f"the server does not accept the host {name!r}: use a loopback name, for example localhost, or start the "
+        "server with --allowed-hosts (FLASHPOINT_ALLOWED_HOSTS), which lists the accepted hosts",
     )
 
 
 def _cross_site(origin: str | None) -> Refusal:
     return Refusal(
         "cross_site",
-        f"a browser sent this for a page of another site (origin {origin!r}): start the server with --cors-origins "
-        "(FLASHPOINT_CORS_ORIGINS), which names the origins whose pages may call it",
+        f"a browser sent this request for a page of another site (origin {origin!r}): start the server with "
+        "--cors-origins (FLASHPOINT_CORS_ORIGINS), which lists the allowed origins",
     )
 
 
 class Cors(CORSMiddleware):
-    """Starlette's middleware, which lets pages of other origins call. They send no cookies: nothing here has any."""
+    """Starlette's middleware, which allows calls from pages of other origins. Cookies are not used."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         super().__init__(
@@ -111,5 +112,5 @@ class Cors(CORSMiddleware):
         )
 
     async def simple_response(self, scope: Scope, receive: Receive, send: Send, request_headers: Headers) -> None:
-        scope.get("extensions", {}).pop(EXTENSION, None)  # an answer that way leaves without the headers of this one
+        scope.get("extensions", {}).pop(EXTENSION, None)  # a direct answer would not contain the CORS headers
         await super().simple_response(scope, receive, send, request_headers)

@@ -1,1 +1,1 @@
-"""Between the processes: shared memory, messages, and the engines as an HTTP process sees them."""
+"""Communication between processes: shared memory, messages, and the HTTP process's view of the engines."""

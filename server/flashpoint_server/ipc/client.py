@@ -1,10 +1,10 @@
-"""The engines as the HTTP process sees them: who is there, who is asked, and what comes back.
+"""The engines as an HTTP process sees them: their states, which engine gets a job, and their answers.
 
-    STARTING → READY → STARTING (the engine died; another is on its way) → READY …      any → FAILED, STOPPED
+    STARTING → READY → STARTING (the engine died; a new one is starting) → READY …      any → FAILED, STOPPED
 
-A job is sent when it is submitted and waits in the engine's own queue. Its memory is held until the engine has
-answered, also when nobody waits for the answer any more: only then can nobody write there. When an engine dies its
-mappings are gone with it; what it had begun is refused with 503, and what it had not is sent to the next that is ready.
+A job is sent when it is submitted, and waits in the engine's own queue. Its memory is held until the engine has
+answered, even if nobody waits for the answer any more: only then can nothing write there. When an engine dies, its
+mappings are gone. Jobs that it had started are refused with 503; the others are sent to the next ready engine.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from flashpoint_server.refusal import Refusal
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
-# One step of priority is worth this much waiting, so that no job starves: one of priority 0 that is 9 s older than one
-# of priority 9 goes first.
+# One step of priority equals this many seconds of waiting, so no job starves: a job of priority 0 that is 9 s older
+# than a job of priority 9 runs first.
 PRIORITY_SECONDS = 1.0
 
 
@@ -71,35 +71,38 @@ class State(enum.Enum):
 
 @dataclass(eq=False)
 class Sent:
-    """A job on its way: `since` when, in `time.monotonic` seconds; `number` is its name on an engine's channel."""
+    """A job and its future. `since`: the submit time in `time.monotonic` seconds.
+
+    `number`: its id on an engine's channel.
+    """
 
     job: Job
     future: asyncio.Future[JobResult]
     since: float
     number: int = -1
-    told: list[CacheRecord] = field(default_factory=list)  # by the parts of an answer that have come
+    told: list[CacheRecord] = field(default_factory=list)  # from the parts of the answer that have arrived
 
 
 class Listener:
-    """Hears what engines say beside answers, on the event loop; by default, does nothing."""
+    """Receives engine messages that are not answers, on the event loop. The methods do nothing by default."""
 
     def computed(self, engine: Engine, done: Done) -> None:
-        """An attention request was computed; `done.batch` describes its launch, once for each launch."""
+        """Called when an attention request was computed. `done.batch` describes its launch, once for each launch."""
 
     def heard(self, engine: Engine, said: JobNews) -> None:
-        """Something happened to a benchmark."""
+        """Called for each event of a benchmark."""
 
     def held(self, engine: Engine, said: Holding) -> None:
-        """The caches and saved forwards that an engine holds have changed."""
+        """Called when the caches and saved forwards of an engine have changed."""
 
     def lost(self, engine: Engine) -> None:
-        """The engine died; another is started at its address."""
+        """Called when the engine has died. A new one will start at its address."""
 
 
 class Engine:
-    """One engine process, reached at `address` (of an abstract Unix socket).
+    """One engine process, connected through the abstract Unix socket `address`.
 
-    `ready` is called when it has greeted; `kept` when it died, with the jobs that had not started.
+    `ready` is called when the engine is ready. `kept` is called when it dies, with the jobs that had not started.
     """
 
     def __init__(
@@ -116,20 +119,24 @@ class Engine:
         self.device: DeviceInfo | None = None
         self.failure: str | None = None
         self._pid = 0
-        self.incarnation = 0  # while it is ready
-        self.before: set[int] = set()  # incarnations that died
+        self.incarnation = 0  # of the ready engine
+        self.before: set[int] = set()  # incarnations of engines that died
         self.holding = Holding(0, 0)
         self.pace = Pace()
-        self.load = 0.0  # predicted seconds of what it has been sent and has not answered
+        self.load = 0.0  # predicted seconds of all unanswered jobs
         self._address = address
         self._channel: Channel[FromEngine] | None = None
         self._sent: dict[int, Sent] = {}
         self._numbers = itertools.count()
         self._attached: set[int] = set()
-        self._unsent: deque[tuple[ToEngine, tuple[int, ...]]] = deque()  # while the socket's buffer is full
+        # messages to send when the socket's buffer has room
+        self._unsent: deque[tuple[ToEngine, tuple[int, ...]]] = deque()
 
     def connect(self) -> None:
-        """Join the queue of its listener, which is there before the engine is; it greets when it is ready."""
+        """Connect to the listening socket, which exists before the engine does.
+
+        The engine sends Hello when it is ready.
+        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         sock.connect(self._address)
         self._channel = Channel(sock, FromEngine)
@@ -137,10 +144,10 @@ class Engine:
 
     def close(self) -> None:
         self.state = State.STOPPED
-        self._lose("draining", "the server stopped before this request was done")
+        self._lose("draining", "the server stopped before it answered this request; retry")
 
     def submit(self, sent: Sent) -> None:
-        """Send a job to an engine that is ready."""
+        """Send a job to this engine, which must be ready."""
         assert self.device is not None
         job = sent.job
         for segment in job.staging.segments:
@@ -159,35 +166,35 @@ class Engine:
 
     @property
     def unbegun(self) -> Iterator[Sent]:
-        """Yield the jobs that were sent and that the engine has not started."""
+        """Yield the jobs that the engine has not started."""
         return (sent for sent in self._sent.values() if not sent.job.staging.slot.mark)
 
     @property
     def process(self) -> tuple[str, int]:
-        """Its name, once its device is known, and its id, 0 while none is ready."""
+        """The engine's name, once its device is known, and its process id; 0 while it is not ready."""
         name = f"engine-{self.device.name}" if self.device else ""
         return name, self._pid if self.state is State.READY else 0
 
     @property
     def stopped(self) -> bool:
-        """Whether somebody has stopped its process (SIGSTOP, a debugger): it does nothing with what it is sent."""
+        """Whether a signal or a debugger has stopped the engine's process (SIGSTOP): it does not handle messages."""
         try:
             _, _, behind_name = Path(f"/proc/{self._pid}/stat").read_text().rpartition(") ")
-        except OSError:  # it is gone: the channel says so
+        except OSError:  # the process is gone: the channel reports it
             return False
         return behind_name[0] in "Tt"
 
     def cancel(self, sent: Sent) -> None:
-        """Nobody waits for it any more: the engine is told, where it has not answered."""
+        """Tell the engine that nobody waits for a job, unless the engine has answered."""
         if self._sent.get(sent.number) is sent:
             self._send(Cancel(sent.number))
 
     def tell(self, message: Time | StopJob | KeepOwners | Forget) -> None:
-        """Send a message about benchmarks, about owners of held tensors, or about a saved forward to forget."""
+        """Send a message about benchmarks, about owners of caches, or about a saved forward to free."""
         self._send(message)
 
     def forget_segment(self, number: int) -> None:
-        """This process has given the segment back."""
+        """Tell the engine to unmap a segment that this process has freed."""
         if number in self._attached:
             self._attached.remove(number)
             self._send(Detach(number))
@@ -207,10 +214,10 @@ class Engine:
         except BlockingIOError:
             asyncio.get_running_loop().add_writer(self._channel, self._writable)
         except (BrokenPipeError, ConnectionError):
-            pass  # it is gone: the end of file says so, and `_hear` sees to it
-        except OSError as error:  # too many descriptors on their way, or no memory: begin anew
+            pass  # the engine is gone: `_hear` gets the end of file and handles it
+        except OSError as error:  # too many descriptors in flight, or no memory: connect again
             log.error("channel failed", error=str(error))
-            # The engine closes its end, too, once nothing computes in our memory any more: `_hear` goes on from there.
+            # The engine closes its end when nothing computes in our memory any more. Then `_hear` connects again.
             self._channel.sock.shutdown(socket.SHUT_WR)
 
     def _writable(self) -> None:
@@ -229,9 +236,9 @@ class Engine:
                     return
                 match message:
                     case Hello() if self.device is not None and message.device.name != self.device.name:
-                        # Waiting jobs were planned for the other device, and a CPU must not replace a GPU silently.
+                        # Waiting jobs were planned for the first device, and a CPU must not replace a GPU silently.
                         found = (
-                            f"there was {self.device.name}, and its engine, started again, found {message.device.name}"
+                            f"the engine's restart changed its device from {self.device.name} to {message.device.name}"
                         )
                         self.state, self.failure = State.FAILED, found
                     case Hello():
@@ -270,10 +277,10 @@ class Engine:
         self._let_go(sent)
         if isinstance(message, Done):
             self.pace.did(sent.job.price.seconds, time.monotonic())
-            asyncio.get_running_loop().call_soon(self._computed, message)  # behind who waits for the answer
+            asyncio.get_running_loop().call_soon(self._computed, message)  # after the callbacks of the waiting caller
         if sent.future.done():
             if isinstance(message, Done) and (saved := message.metadata.get("saved")) is not None:
-                self.tell(Forget(saved))  # its caller has gone
+                self.tell(Forget(saved))  # the caller has disconnected
             return
         if isinstance(message, Failed):
             sent.future.set_exception(Refusal(message.code, message.detail, errors=message.errors))
@@ -300,7 +307,7 @@ class Engine:
 
     def _died(self) -> None:
         if self.state is State.FAILED:
-            self._lose("engine_lost", "the engine cannot work here")
+            self._lose("engine_lost", "the engine cannot work on this machine: see the log")
             self._kept([])
             return
         log.error("engine lost", jobs=len(self._sent))
@@ -311,17 +318,17 @@ class Engine:
         for sent in kept:
             del self._sent[sent.number]
             self._let_go(sent)
-        self._lose("engine_lost", "the engine died with this request; it may be sent again")
+        self._lose("engine_lost", "the engine died while it ran this request; retry")
         try:
             self.connect()
-        except OSError as error:  # its listener ended with the process that kept it
-            self.state, self.failure = State.FAILED, f"the engine's listener is gone: {error}"
+        except OSError as error:  # the socket's owner, the parent process, is gone
+            self.state, self.failure = State.FAILED, f"the engine's socket is gone: {error}"
         for listener in self._listeners:
             listener.lost(self)
         self._kept(kept)
 
     def _lose(self, code: str, detail: str) -> None:
-        """Forget the connection, and refuse what was sent over it."""
+        """Close the connection, and refuse the jobs sent over it."""
         if self._channel is not None:
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._channel)
@@ -338,24 +345,24 @@ class Engine:
 
 
 class Engines:
-    """All engines of the service. A job goes to the one with the least work before it. `listeners` may grow."""
+    """All engines of the service. A job goes to the engine with the least predicted work. `listeners` may grow."""
 
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self.listeners = list(listeners)
         self._engines: list[Engine] = []
-        self._kept: deque[Sent] = deque()  # what no engine has: it waits for one to be ready again
+        self._kept: deque[Sent] = deque()  # jobs that wait until an engine is ready
 
     def connect(self, addresses: Sequence[bytes]) -> None:
-        """Reach for the engines at these addresses; `state` says when one is there."""
+        """Connect to the engines at these addresses; `state` shows when one is ready."""
         self._engines = [Engine(address, self._resume, self._keep, self.listeners) for address in addresses]
         for engine in self._engines:
             engine.connect()
 
     def close(self) -> None:
-        """Refuse what waits for an answer, and leave."""
+        """Refuse the jobs that wait for an answer, and close the connections."""
         for engine in self._engines:
             engine.close()
-        self._refuse_kept("draining", "the server stopped before this request was done")
+        self._refuse_kept("draining", "the server stopped before it answered this request; retry")
 
     def forget_segment(self, number: int) -> None:
         for engine in self._engines:
@@ -363,7 +370,7 @@ class Engines:
 
     @property
     def state(self) -> State:
-        """READY when any is; what all are where they agree; else STARTING, for one may come yet."""
+        """READY if any engine is ready; the common state if all agree; else STARTING."""
         states = {engine.state for engine in self._engines}
         if State.READY in states:
             return State.READY
@@ -371,37 +378,37 @@ class Engines:
 
     @property
     def failure(self) -> str | None:
-        """Why there is no engine and will be none."""
+        """The reason why no engine works or will work; None while one may."""
         reasons = [engine.failure for engine in self._engines]
         return reasons[0] if reasons and all(reasons) else None
 
     @property
     def device(self) -> DeviceInfo | None:
-        """Return the device that any engine gives a job: all are of one kind."""
+        """The device of the ready engines, which are all of one kind; None if no engine is ready."""
         return next((engine.device for engine in self._ready()), None)
 
     @property
     def waiting_seconds(self) -> float:
-        """For how long that has waited which no engine has begun with, the job that has waited longest; else 0."""
+        """The longest time in seconds that a job has waited and no engine has started it; 0 if none waits."""
         unbegun = itertools.chain(self._kept, *(engine.unbegun for engine in self._engines))
         return max((time.monotonic() - sent.since for sent in unbegun), default=0.0)
 
     @property
     def pace(self) -> float:
-        """Predicted seconds that they answer a second while they have work, as far as that was seen; else 0."""
+        """Predicted seconds that the engines answer in one second under load; 0 as long as it is unknown."""
         return sum(engine.pace.rate for engine in self._ready())
 
     def processes(self) -> Iterator[tuple[str, int]]:
-        """Name and id of each whose device is known; 0 for one that has died."""
+        """Return name and process id of each engine whose device is known; the id is 0 if the engine has died."""
         return (engine.process for engine in self._engines if engine.device)
 
     def _ready(self) -> Iterator[Engine]:
         return (engine for engine in self._engines if engine.state is State.READY)
 
     def submit(self, job: Job) -> asyncio.Future[JobResult]:
-        """The answer to come, its tensors in the job's staging memory, or a Refusal.
+        """Submit a job, and return the future of its answer; the tensors will be in the job's staging memory.
 
-        The job is dropped when the future is cancelled, or set to something else by its caller. Raises Refusal.
+        If the caller cancels the future or sets it, the job is dropped. The future or this call raises Refusal.
         """
         self._check_ready()
         job.timings.queue = time.perf_counter()
@@ -410,42 +417,42 @@ class Engines:
         return sent.future
 
     def least(self, load: Callable[[Engine], int]) -> Engine:
-        """Return the ready engine with the least `load`. Raises Refusal."""
+        """Return the ready engine with the smallest `load`. Raises Refusal."""
         self._check_ready()
         return min(self._ready(), key=load)
 
     @property
     def stopped(self) -> bool:
-        """Whether all that are ready are stopped."""
+        """Whether the processes of all ready engines are stopped."""
         return all(engine.stopped for engine in self._ready())
 
     def holder(self, incarnation: int) -> bool:
-        """Return whether that engine is there; False where it is gone. Raises Refusal 503 where that is not known."""
+        """Return whether the engine is ready; False if it died. Raises Refusal 503 if this is not known yet."""
         if any(engine.incarnation == incarnation for engine in self._ready()):
             return True
         known_dead = any(incarnation in engine.before for engine in self._engines)
         if not known_dead and any(engine.state is State.STARTING for engine in self._engines):
-            raise Refusal("not_ready", "an engine that may hold it is starting")
+            raise Refusal("not_ready", "an engine that may hold it is starting; retry")
         return False
 
     def incarnations(self) -> list[int]:
-        """Return the engines that are ready."""
+        """Return the incarnations of the ready engines."""
         return [engine.incarnation for engine in self._ready()]
 
     def tell_all(self, message: KeepOwners) -> None:
-        """Tell every engine that is ready."""
+        """Send a message to every ready engine."""
         for engine in self._ready():
             engine.tell(message)
 
     def forget_saved(self, incarnation: int, serial: int) -> None:
-        """Have a saved forward freed whose id nobody got."""
+        """Free a saved forward whose id the caller has not received."""
         for engine in self._ready():
             if engine.incarnation == incarnation:
                 engine.tell(Forget(serial))
 
     @property
     def holding(self) -> Holding:
-        """Return the sums of the tensors that all engines hold."""
+        """The sums of caches, saved forwards and their bytes over all engines."""
         found = [Holding(0, 0), *(engine.holding for engine in self._engines)]
         return Holding(*(sum(counts) for counts in zip(*map(msgspec.structs.astuple, found), strict=True)))
 
@@ -458,9 +465,9 @@ class Engines:
         able = [engine for engine in self._ready() if not wanted or engine.incarnation == wanted]
         if not able:
             if sent.job.needs_held:
-                refusal = Refusal(sent.job.lost, "the engine that held it has restarted")
+                refusal = Refusal(sent.job.lost, "the engine that held it restarted")
             else:
-                refusal = Refusal("engine_lost", "the engine died before it began with this; it may be sent again")
+                refusal = Refusal("engine_lost", "the engine died before it started this request; retry")
             sent.future.set_exception(refusal)
             return
         engine = min(able, key=lambda engine: engine.load)
@@ -468,14 +475,14 @@ class Engines:
         sent.future.add_done_callback(lambda _: engine.cancel(sent))
 
     def _keep(self, lost: list[Sent]) -> None:
-        """An engine died before it began with these."""
+        """Called when an engine died, with the jobs that it had not started."""
         self._kept.extend(lost)
         self._resume()
 
     def _resume(self) -> None:
-        """Send what was kept, where an engine is ready; refuse it, where none will be."""
+        """Send the waiting jobs if an engine is ready. Refuse them if no engine will be."""
         if self.state is State.FAILED:
-            self._refuse_kept("engine_lost", "no engine can work here")
+            self._refuse_kept("engine_lost", "no engine can work on this machine: see the log")
         while self._kept and self.state is State.READY:
             if not (sent := self._kept.popleft()).future.done():
                 self._send(sent)

@@ -1,8 +1,8 @@
-"""Numbers of the whole service: what each HTTP process has inside, in memory that all of them map, and the sums.
+"""Counts shared by all HTTP processes: each process has its own column in memory that all of them map.
 
-A file is a table of doubles: some singles, then rows with one column for each process. A process writes to its own
-columns alone, so nobody needs a lock. The columns of a process that died are cleared by the supervisor at once, and by
-its successor.
+A file is a table of doubles: some single numbers, then rows with one column for each process. A process writes only its
+own columns, so no lock is needed. When a process dies, the supervisor clears its columns; so does the process's
+successor.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 MOST_PROCESSES = 256
-SINGLES = 4  # numbers of a file that no process owns
+SINGLES = 4  # numbers in a file that belong to no process
 _NUMBER = 8  # bytes
 
 
 class WorkerGroup(NamedTuple):
-    """Where HTTP processes find the same numbers, which of them this is, and how many there are.
+    """The HTTP processes that share counts: their directory, the number of this process, and how many there are.
 
-    Without a directory there is only this one.
+    Without a directory, this process is the only one.
     """
 
     directory: Path | None = None
@@ -29,7 +29,7 @@ class WorkerGroup(NamedTuple):
 
 
 class Table:
-    """The numbers in the file `name`, with `rows` rows. `fd` is open for as long as the table is used."""
+    """The numbers in the file `name`, with `rows` rows. `fd` stays open as long as the table is used."""
 
     def __init__(self, name: str, shared: WorkerGroup, rows: int) -> None:
         if shared.directory is None:
@@ -43,11 +43,11 @@ class Table:
         columns = 1 if shared.directory is None else shared.processes
         self.rows = [self.numbers[start : start + columns] for start in starts]
         for row in self.rows:
-            row[shared.process] = 0  # the process that had this column before has taken its requests along
+            row[shared.process] = 0  # remove the counts of a former process with this number
 
 
 class Count:
-    """An amount that this process has inside, `own`; here it is the service's only process."""
+    """One count of the service's only HTTP process; `own` is its value."""
 
     __slots__ = ("own",)
 
@@ -67,12 +67,12 @@ class Count:
 
     @property
     def largest(self) -> float:
-        """The largest of any HTTP process."""
+        """The largest value of any HTTP process."""
         return self.own
 
 
 class SharedCount(Count):
-    """The same for several processes: `row` has a column for each, and `process` is the own column."""
+    """The same for several processes. `row` has a column for each; `process` is the own column."""
 
     __slots__ = ("_process", "_row")
 
@@ -97,20 +97,20 @@ class SharedCount(Count):
 
 
 class Counts:
-    """Counts of work inside the service. The admission, the staging memory and gRPC each keep their own part."""
+    """The counts of the whole service. Admission, staging memory and gRPC update their own parts."""
 
     def __init__(self, shared: WorkerGroup = WorkerGroup()) -> None:  # noqa: B008  # a tuple
         names = ("requests", "bytes", "flops", "seconds", "arriving", "staged", "wanted")
         if shared.directory is None:
             counts = [Count() for _ in names]
         else:
-            self._table = Table("service.counts", shared, len(names))  # no name of a key: those have no dot
+            self._table = Table("service.counts", shared, len(names))  # not a key's name: those contain no dot
             counts = [SharedCount(row, shared.process) for row in self._table.rows]
         self.requests, self.bytes, self.flops, self.seconds, self.arriving, self.staged, self.wanted = counts
 
 
 def clear(directory: Path, process: int) -> None:
-    """Count nothing of a process that has ended."""
+    """Clear the counts of a process that has ended."""
     for path in directory.iterdir():
         with path.open("r+b") as file:
             starts = range(SINGLES * _NUMBER, path.stat().st_size, MOST_PROCESSES * _NUMBER)

@@ -1,4 +1,4 @@
-"""The one object that travels with a request from its head to its answer."""
+"""The job of a request: the object that goes from its route to an engine and back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flashpoint_server.ipc.staging import Staging
 
 @dataclass(eq=False, kw_only=True)
 class Job(ABC):
-    """One request's work for an engine. `deadline` is in `time.monotonic` seconds, None for no end."""
+    """The work of one request for an engine. `deadline` is in `time.monotonic` seconds; None means no deadline."""
 
     id: str
     staging: Staging
@@ -35,20 +35,20 @@ class Job(ABC):
     price: Price
     deadline: float | None = None
     priority: int = 0
-    incarnation: int = 0  # of the engine that holds what it uses; 0 for any engine
-    lost: str = "cache_lost"  # the code of its refusal where that engine is gone
+    incarnation: int = 0  # engine that holds the job's caches or forward; 0: any engine
+    lost: str = "cache_lost"  # error code if that engine is gone
 
     @abstractmethod
     def message(self, number: int, rank: float) -> Submit | Prove | AskCaches:
-        """To the engine, which knows the job by `number`."""
+        """Return the message to the engine, with the job's `number` on the channel."""
 
     @property
     def needs_held(self) -> bool:
-        """Whether it is about caches or a saved forward that its engine holds."""
+        """Whether the job uses caches or a saved forward, which only its engine has."""
         return False
 
     def remaining(self) -> float | None:
-        """Seconds to the deadline, at least 0; None for no end."""
+        """Return the seconds to the deadline, at least 0; None if there is no deadline."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     @property
@@ -58,9 +58,9 @@ class Job(ABC):
 
 @dataclass(eq=False, kw_only=True)
 class AttentionJob(Job):
-    """Attention or its gradients, on `backend`; over caches where `held` names some.
+    """Attention or its gradients on `backend`; with `held`, over caches.
 
-    `saved`: the forward is kept, or the gradient is that of one that was.
+    `saved` is set if the forward is to be saved, or if the gradients are those of a saved forward.
     """
 
     spec: Spec
@@ -94,7 +94,7 @@ class AttentionJob(Job):
 
 @dataclass(eq=False, kw_only=True)
 class CacheJob(Job):
-    """A call about caches or saved forwards that computes nothing; see `AskCaches`."""
+    """A call about caches or saved forwards that computes nothing: see `AskCaches`."""
 
     what: str
     owner: str
@@ -130,9 +130,9 @@ class CacheJob(Job):
 
 @dataclass(eq=False, kw_only=True)
 class ProofJob(Job):
-    """A verification: of the tensors that are staged, with `request` their options, or of what `request` draws.
+    """A verification of the staged tensors, with their options in `request`, or of a problem that `request` draws.
 
-    `progress` is called with each VerifyProgress, in JSON; the first says that it has begun.
+    `progress` is called with each VerifyProgress in JSON. The first call means that the verification has started.
     """
 
     request: bytes
@@ -156,10 +156,10 @@ class ProofJob(Job):
 
 @dataclass(frozen=True)
 class JobResult:
-    """The parts of an answer that are no tensors: the tensors are written in the job's staging memory.
+    """The parts of an answer other than tensors, which the engine writes into the job's staging memory.
 
-    `launch` numbers the launch it was computed in. `report` is the answer of a verification, a VerifyReport in JSON.
-    `caches` and `saved` are those that a CacheJob is about. `incarnation` is that of the engine that answered.
+    `launch` is the number of the job's launch. `report` is the VerifyReport of a verification, in JSON. `caches` and
+    `saved` are the answer to a CacheJob. `incarnation` identifies the engine that answered.
     """
 
     metadata: dict[str, Any]

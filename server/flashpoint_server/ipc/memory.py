@@ -1,11 +1,11 @@
-"""Staging memory: shared between an HTTP process, which fills it from sockets, and the engines, which compute in it.
+"""Staging memory: an HTTP process fills it from sockets, and the engines compute in it.
 
-A pool of slots by size class over anonymous memory files (memfd), whose descriptors are passed to the engines. Nothing
-has a name, so nothing can be left behind: a segment is gone when the last process that maps it is. A slot that is let
-go is taken again before the pool grows; pages are touched when a segment is made, for fresh memory costs more than the
-copy into it. A slot larger than the largest class gets a segment of its own, unmapped when it is released.
+A pool manages slots by size class in anonymous memory files (memfd); their descriptors are sent to the engines. The
+files have no name, so none can be left behind: a segment is freed when the last process unmaps it. The pool reuses
+released slots before it grows. Pages are touched when a segment is made, because the page faults of fresh memory cost
+more than the copy into it. A slot above the largest class gets its own segment, which is unmapped at its release.
 
-States of a slot: free (in its class's list) → held, by one or more → free.
+States of a slot: free (in the list of its class) → held by one or more holders → free.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from itertools import count
 
 from flashpoint_server.ipc.counts import Counts
 
-ALIGNMENT = 64  # a cache line; the widest vector load of a CPU, and more than a GPU's copy engine asks
+ALIGNMENT = 64  # bytes of a cache line: enough for the widest vector load of a CPU and for a GPU's copy engine
 SMALLEST = 1 << 16
-LARGEST = 1 << 28  # of the pooled classes; above it memory goes back when its request is done
+LARGEST = 1 << 28  # largest pooled class; larger slots are freed after their request
 WARM = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # bytes: 24 MiB in all
-GROWTH = 1 << 22  # what the pool grows by at least, as several slots of a small class
+GROWTH = 1 << 22  # minimum growth of the pool, in several slots of a small class
 
 
 class PoolFullError(Exception):
-    """The pool is as large as it may be, or as the system lets it be, and too much of it is taken."""
+    """The pool has reached its limit or the system's, and has no free slot."""
 
 
 class Segment:
-    """One memory file, mapped here. `number` names it on the channel to the engines.
+    """One memory file, mapped in this process. `number` is its id on the channel to the engines.
 
-    `size` bytes of slots, and behind them, to the end of what is `mapped`, a page of marks: a byte a slot.
+    It has `size` bytes of slots, then a page of marks with one byte for each slot, up to `mapped` bytes.
     """
 
     numbers = count()
@@ -55,13 +55,13 @@ class Segment:
 
     def close(self) -> None:
         os.close(self.fd)
-        with contextlib.suppress(BufferError):  # a view that is still held keeps the mapping until it is dropped
+        with contextlib.suppress(BufferError):  # a view that is still in use keeps the mapping alive
             self.view.release()
             self._map.close()
 
 
 class Slot:
-    """`size` bytes of a segment from `offset` on, held by a request's route and, while it is there, by its engine."""
+    """`size` bytes of a segment at `offset`. The request's route holds it; so does the engine while it has the job."""
 
     def __init__(self, pool: Pool, segment: Segment, offset: int, size: int) -> None:
         self._pool = pool
@@ -69,11 +69,11 @@ class Slot:
         self.segment = segment
         self.offset = offset
         self.size = size
-        self.mark_at = segment.size + offset // size  # where its mark is, in the segment
+        self.mark_at = segment.size + offset // size  # position of the slot's mark in the segment
 
     @property
     def mark(self) -> bool:
-        """A bit that the engine writes, too: see `Submit.mark`."""
+        """A flag that the engine also writes: see `Submit.mark`."""
         return bool(self.segment.view[self.mark_at])
 
     @mark.setter
@@ -81,26 +81,26 @@ class Slot:
         self.segment.view[self.mark_at] = value
 
     def view(self, start: int, size: int) -> memoryview:
-        """`size` bytes of the slot from `start` on."""
+        """Return `size` bytes of the slot from `start`."""
         return self.segment.view[self.offset + start : self.offset + start + size]
 
     def hold(self) -> Slot:
-        """One more holder, which will call `release` once."""
+        """Add a holder, which must call `release` once."""
         self._holders += 1
         return self
 
     def release(self) -> None:
-        """Let go. When the last holder does, another request may write here."""
+        """Remove a holder. After the last one, another request may use the slot."""
         self._holders -= 1
         if not self._holders:
             self._pool.put_back(self)
 
 
 class Pool:
-    """Slots of `limit` bytes in all, together with the pools of the other HTTP processes.
+    """Slots of at most `limit` bytes in total, counted together with the pools of the other HTTP processes.
 
-    `dropped` is told the number of every segment that is given back. A pool that finds no room says so in
-    `counts.wanted`, and the others give back what they do not use (`make_room`).
+    `dropped` is called with the number of each freed segment. A pool without room announces this in `counts.wanted`,
+    and the other pools free their unused segments (`make_room`).
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class Pool:
         self.segments: dict[int, Segment] = {}
         self.taken = 0  # slots
         self._staged = counts.staged  # bytes
-        self._wanted = counts.wanted  # when a pool last found no room, in `time.monotonic` seconds
-        self._trimmed = 0.0  # and when this one last made room
+        self._wanted = counts.wanted  # time at which a pool last had no room, in `time.monotonic` seconds
+        self._trimmed = 0.0  # time at which this pool last freed its unused segments
         self._free: dict[int, list[Slot]] = defaultdict(list)
 
     def warm(self) -> None:
@@ -124,12 +124,12 @@ class Pool:
         slots = []
         with contextlib.suppress(PoolFullError):
             for size in WARM:
-                slots.append(self.take(size))  # those before the failure are released, too
+                slots.append(self.take(size))  # if one fails, those before it are released, too
         for slot in slots:
             slot.release()
 
     def take(self, size: int) -> Slot:
-        """A slot of at least `size` bytes, 64-byte aligned. Raises PoolFullError."""
+        """Return a slot of at least `size` bytes, aligned to 64 bytes. Raises PoolFullError."""
         wanted = size_class(size)
         if wanted > LARGEST:
             slot = Slot(self, self._grow(wanted, touch=False), 0, wanted)
@@ -137,7 +137,7 @@ class Pool:
             if not self._free[wanted]:
                 segment = self._grow(max(GROWTH // wanted, 1) * wanted, touch=True)
                 self._free[wanted] = [Slot(self, segment, at, wanted) for at in range(0, segment.size, wanted)]
-            slot = self._free[wanted].pop()  # the one let go last: its pages are the warmest
+            slot = self._free[wanted].pop()  # the slot released last: its pages are probably still in the CPU's cache
         self.taken += 1
         return slot.hold()
 
@@ -153,7 +153,7 @@ class Pool:
             self._drop(segment)
 
     def make_room(self) -> None:
-        """Give back what is not used, where another process has found no room since this was last done."""
+        """Free unused segments, if another process had no room since the last call."""
         if (wanted := self._wanted.largest) > self._trimmed:
             self._trimmed = wanted
             self._trim()
@@ -169,15 +169,18 @@ class Pool:
             segment = Segment(size, touch=touch)
         except BaseException as error:
             self._staged.add(-size)
-            if isinstance(error, OSError):  # no descriptor, no memory, or no address space
-                message = f"the system has no {size} bytes of staging memory left: {error}"
+            if isinstance(error, OSError):  # no descriptor, memory or address space is left
+                message = f"the system cannot provide {size} bytes of staging memory: {error}"
                 raise PoolFullError(message) from None
             raise
         self.segments[segment.number] = segment
         return segment
 
     def _reserve(self, size: int) -> bool:
-        """Count `size` bytes more, where the limit allows them. Counted first: two processes never take the same."""
+        """Count `size` more bytes if the limit allows it.
+
+        Counting comes first, so two processes never take the same room.
+        """
         self._staged.add(size)
         if self._staged.total <= self.limit:
             return True
@@ -185,7 +188,7 @@ class Pool:
         return False
 
     def _trim(self) -> None:
-        """Give back segments of which every slot is free: room for another size class."""
+        """Free the segments whose slots are all free, as room for another size class."""
         free: dict[int, int] = defaultdict(int)
         for slots in self._free.values():
             for slot in slots:
@@ -204,7 +207,7 @@ class Pool:
 
 
 def size_class(size: int) -> int:
-    """The pooled size that holds `size` bytes: a power of two or one and a half of one; pages for a giant."""
+    """Return the size class for `size` bytes: a power of two, or 1.5 times one; above LARGEST, whole pages."""
     if size > LARGEST:
         return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     power = max(SMALLEST, 1 << max(size - 1, 1).bit_length())
@@ -212,5 +215,5 @@ def size_class(size: int) -> int:
 
 
 def aligned(n: int) -> int:
-    """The next multiple of ALIGNMENT."""
+    """Return the next multiple of ALIGNMENT."""
     return -(-n // ALIGNMENT) * ALIGNMENT

@@ -1,8 +1,8 @@
 """The messages between HTTP processes and engines, and the socket that carries them.
 
-Only descriptors cross: tensors lie in shared memory (memory.py), whose file descriptors travel beside `Attach`. The
-socket is a Unix one that keeps message boundaries (SOCK_SEQPACKET): a message comes whole or not at all, and an end of
-file says that the other process is gone, and with it every mapping it had.
+Tensors stay in shared memory (memory.py); `Attach` sends its descriptors, and other messages only refer to it. The
+socket is a Unix socket that keeps message boundaries (SOCK_SEQPACKET): a message arrives whole or not at all. An end of
+file means that the other process and its mappings are gone.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from flashpoint_contract.options import Direction, Options
 from flashpoint_kernels.cost import Rates
 
 LARGEST_MESSAGE = 1 << 17
-MOST_LISTED = 64  # saved forwards of one message, each with up to a KiB of its head
-MOST_ERRORS = 512  # of a Failed: such a list fits into a message
-_RECORD, _RECORD_LAYER = 256, 32  # bytes of a CacheRecord, and of each layer in it, at most
-_CUT = int(socket.MSG_TRUNC)  # as a number: to compare flags at each message takes a tenth of its way
-_ROOM = socket.CMSG_SPACE(4 * array("i").itemsize)  # for the descriptors beside a message: `Attach` has one
+MOST_LISTED = 64  # maximum saved forwards in one message, each with a head of up to 1 KiB
+MOST_ERRORS = 512  # maximum errors in a Failed, so that the message fits
+_RECORD, _RECORD_LAYER = 256, 32  # maximum bytes of a CacheRecord, and of each layer in it
+_CUT = int(socket.MSG_TRUNC)  # as an int, because comparing enum flags takes 10% of a message's time
+_ROOM = socket.CMSG_SPACE(4 * array("i").itemsize)  # for the descriptors of a message; `Attach` has one
 
 
 class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor in a segment, row-major from `offset` on."""
+    """A tensor in a segment, in row-major order from `offset`."""
 
     name: str
     dtype: str
@@ -37,14 +37,14 @@ class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: map this segment; its descriptor comes with the message."""
+    """To the engine: map this segment. Its descriptor comes with the message."""
 
     segment: int
     size: int
 
 
 class Detach(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: this segment will not be named again."""
+    """To the engine: unmap this segment. No later message refers to it."""
 
     segment: int
 
@@ -66,7 +66,7 @@ LayerSizes = tuple[int, int, int, str]  # flashpoint_contract.caches.LayerShape
 
 
 class CacheRecord(msgspec.Struct, frozen=True):
-    """A cache as it is: `lengths`, and `firsts` tokens that `keep` has left, of each layer; seconds for times."""
+    """A cache's state. `lengths` and `firsts` (tokens dropped by `keep`) are for each layer; times in seconds."""
 
     serial: int
     shape: CacheShape
@@ -80,10 +80,10 @@ class CacheRecord(msgspec.Struct, frozen=True):
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
-    """The caches of `owner` that a Submit attends over, and where it writes its k and v: at the end, or `at`.
+    """The caches of `owner` for a Submit. It writes its k and v at their ends, or at the positions `at`.
 
-    `key` is the idempotency key, "" for none; `quota` is how many bytes the owner may hold, None for no limit. `left`
-    is how many keys before its own a single query sees, where the options do not say that; −1 for any.
+    `key` is the idempotency key, or "". `quota` is the maximum number of bytes for the owner; None means no limit.
+    `left` is the number of earlier keys that a single query sees, if the options do not contain it; −1 means all.
     """
 
     owner: str
@@ -97,7 +97,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Keep a forward, which counts for `nbytes`; `quota` as in `Held`. `head` says what it is (access/saved_ids.py)."""
+    """Save a forward of `nbytes`. `quota` is as in `Held`; `head` describes the forward (access/saved_ids.py)."""
 
     owner: str
     quota: int | None
@@ -106,7 +106,7 @@ class Save(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Recall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The saved forward of `owner` whose tensors a gradient needs beside its inputs: name, dtype and shape of each."""
+    """A saved forward of `owner`, for its gradients. `tensors`: name, dtype and shape of each of its tensors."""
 
     owner: str
     serial: int
@@ -114,7 +114,7 @@ class Recall(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SavedRecord(msgspec.Struct, frozen=True):
-    """A saved forward as it is, with its head; seconds for times."""
+    """The state of a saved forward, with its head. Times are in seconds."""
 
     serial: int
     head: bytes
@@ -124,23 +124,24 @@ class SavedRecord(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: compute. `rank` and `deadline` are in `time.monotonic` seconds, which all processes share.
+    """To the engine: compute attention or gradients.
 
-    Where `mark` says, in `segment`, the engine writes a 1 before it begins: what it has not begun when it dies is
-    another's to do.
+    `rank` and `deadline` are in `time.monotonic` seconds, a clock that all processes share. Before the engine starts
+    the job, it writes 1 at offset `mark` of `segment`. If the engine dies, jobs without this mark are sent to another
+    engine.
     """
 
     id: int
     request_id: str
     direction: Direction
-    options: msgspec.Raw  # Options, which are the same again and again: see `read_options`
+    options: msgspec.Raw  # packed Options; equal ones are decoded once: see `read_options`
     backend: str
     segment: int
     inputs: list[PlacedTensor]
     outputs: list[PlacedTensor]
     mark: int
     flops: int
-    seconds: float  # predicted, of one core
+    seconds: float  # predicted, on one core
     rank: float
     deadline: float | None
     held: Held | None = None
@@ -148,8 +149,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prove(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: verify, beside what it serves. Where there are `inputs`, `request` is their options, else all of
-    a VerifyRequest, in JSON. With `told`, the engine says how far it is. All else as in `Submit`."""
+    """To the engine: run a verification. With `inputs`, `request` is their options in JSON; without, it is a
+    VerifyRequest in JSON. With `told`, the engine reports progress. The rest is as in `Submit`.
+    """
 
     id: int
     request_id: str
@@ -165,11 +167,12 @@ class Prove(msgspec.Struct, frozen=True, tag=True):
 
 
 class AskCaches(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: what concerns caches and computes nothing. All else as in `Submit` and `Held`.
+    """To the engine: a call about caches or saved forwards that computes nothing. Other fields are as in `Submit` and
+    `Held`.
 
-    `what` is create, look, list, append, fork, truncate, renew, export or delete; `arguments` are what it takes. The k
-    and v of an append are `inputs`, those of an export `outputs`. For saved forwards `what` is look_saved, list_saved
-    or delete_saved, and `caches` has their numbers.
+    `what` is create, look, list, append, fork, truncate, renew, export or delete; `arguments` are its arguments.
+    `inputs` are the k and v of an append; `outputs` are those of an export. For saved forwards, `what` is look_saved,
+    list_saved or delete_saved, and `caches` contains their numbers.
     """
 
     id: int
@@ -191,21 +194,21 @@ class AskCaches(msgspec.Struct, frozen=True, tag=True):
 
 
 class KeepOwners(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: these are the owners that still have keys; what all others hold is freed."""
+    """To the engine: the owners that still have API keys. The engine frees what other owners hold."""
 
     names: list[str]
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: nobody has heard of this saved forward."""
+    """To the engine: free this saved forward. No caller has its id."""
 
     serial: int
 
 
 class Time(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: time what a BenchmarkRequest (in JSON) asks, as the job of this name, on behalf of `owner`.
+    """To the engine: run the BenchmarkRequest `request` (in JSON) as the job `job`, for `owner`.
 
-    Every HTTP process hears of it by `JobOpened`, and of what becomes of it by `JobEvent`s.
+    Every HTTP process receives `JobOpened`, and then a `JobEvent` for each event of the job.
     """
 
     job: str
@@ -215,22 +218,23 @@ class Time(msgspec.Struct, frozen=True, tag=True):
 
 
 class StopJob(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: this job is not wanted any more."""
+    """To the engine: stop this job."""
 
     job: str
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: nobody waits for this any more. It is answered all the same, once the memory is let go of."""
+    """To the engine: nobody waits for this job. The engine still answers it, when it has released the memory."""
 
     id: int
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):
-    """`name` as torch has it ("cpu", "cuda:0"), `title` for people, bytes of memory, and the backends it has proven.
+    """An engine's device: its name in torch ("cpu", "cuda:0"), a title for people, bytes of memory, and proven
+    backends.
 
-    `speed` is that of a matrix product, in FLOP/s, all cores together. `rates` has, for each backend, the seconds that
-    its work takes one core, or the GPU. `cores` is how many of them work at a time; 1 for a GPU.
+    `speed` is that of a matrix product on all cores, in FLOP/s. `rates` has the costs in seconds of each backend's work
+    on one core, or on the GPU. `cores` is the number of cores that work in parallel; 1 for a GPU.
     """
 
     name: str
@@ -243,7 +247,7 @@ class DeviceInfo(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, first: its device, ready, its process, and a number that no other engine has had."""
+    """From the engine, first: it is ready. Contains its device, its process id, and a number unique to this engine."""
 
     device: DeviceInfo
     pid: int
@@ -251,14 +255,15 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, instead of Hello: it cannot start, and says why."""
+    """From the engine, instead of Hello: it cannot start, because of `reason`."""
 
     reason: str
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """A launch: its FLOPs, those that padding each sequence to the longest would have added, how full its budget was,
-    and how often what was to be one launch had to be cut in two for want of memory."""
+    """A launch: its FLOPs; the FLOPs that padding all sequences to the longest would add; the used fraction of the
+    batch budget; and how often the batch was split in two because memory ran out.
+    """
 
     flops: int
     padding: int
@@ -269,9 +274,9 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
 class Done(msgspec.Struct, frozen=True, tag=True):
     """From the engine: the outputs are written. `began` and `ended` are in `time.perf_counter` seconds.
 
-    `copy_in` and `copy_out` are seconds of that, to and from a GPU. `memory` is what the engine holds of the device's,
-    in bytes. `launch` numbers the launch, among all of all engines; `batch` tells of all that ran in it, to the first
-    of them alone. `dropped` is how many lines of its log the engine has dropped since its last Done.
+    `copy_in` and `copy_out` are the seconds of it for copies to and from a GPU. `memory` is the device memory that the
+    engine uses, in bytes. `launch` is a number that is unique among all engines. `batch` describes the launch; only one
+    of its requests carries it. `dropped` is the number of log lines that the engine has dropped since its last Done.
     """
 
     id: int
@@ -288,7 +293,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: no answer, for the reason that a `Refusal` of this code gives."""
+    """From the engine: the job failed. The fields are those of a `Refusal`."""
 
     id: int
     code: str
@@ -297,20 +302,23 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unmapped(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: it could not map this segment, and refuses what is asked in it until it is attached again."""
+    """From the engine: this segment could not be mapped. Jobs in it are refused until it is attached again."""
 
     segment: int
 
 
 class Proving(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: a verification has begun, or goes on. `progress` is a VerifyProgress, in JSON."""
+    """From the engine: progress of a verification.
+
+    `progress` is a VerifyProgress in JSON; the first one means "started".
+    """
 
     id: int
     progress: bytes
 
 
 class Proven(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: a VerifyReport, in JSON. Times as in `Done`."""
+    """From the engine: the VerifyReport of a verification, in JSON. Times are as in `Done`."""
 
     id: int
     report: bytes
@@ -319,9 +327,9 @@ class Proven(msgspec.Struct, frozen=True, tag=True):
 
 
 class Told(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: what was asked of caches, or of saved forwards, is done. Times as in `Done`.
+    """From the engine: the answer to AskCaches. Times are as in `Done`.
 
-    After one with `more` comes another.
+    After a message with `more`, another one follows.
     """
 
     id: int
@@ -335,7 +343,7 @@ class Told(msgspec.Struct, frozen=True, tag=True):
     def parts(
         cls, id: int, caches: Sequence[CacheRecord], saved: list[SavedRecord], began: float, ended: float
     ) -> Iterator[Told]:
-        """Yield what is told of so many caches, in messages that a socket takes; `saved` is in the last."""
+        """Yield the answer about `caches` in messages that fit the socket. `saved` is in the last one."""
         most = max((one.shape.layers for one in caches), default=0)
         count = max(1, LARGEST_MESSAGE // 2 // (_RECORD + _RECORD_LAYER * most))
         for start in range(0, max(len(caches), 1), count):
@@ -344,7 +352,7 @@ class Told(msgspec.Struct, frozen=True, tag=True):
 
 
 class Holding(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, to all: how many caches and saved forwards it holds, and the bytes of each."""
+    """From the engine, to all processes: the number and the bytes of its caches and of its saved forwards."""
 
     caches: int
     nbytes: int
@@ -353,12 +361,12 @@ class Holding(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def total(self) -> int:
-        """Bytes of both."""
+        """The bytes of both."""
         return self.nbytes + self.saved_nbytes
 
 
 class JobOpened(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, to all: it has this job. A process that comes later hears it with what has happened since."""
+    """From the engine, to all processes: it has accepted this job. A process that connects later receives this, too."""
 
     job: str
     owner: str
@@ -368,14 +376,14 @@ class JobOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class JobEvent(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, to all: a BenchmarkEvent of a job, in JSON."""
+    """From the engine, to all processes: a BenchmarkEvent of a job, in JSON."""
 
     job: str
     event: bytes
 
 
 class JobDropped(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, to all: it ended long ago."""
+    """From the engine, to all processes: it has removed this job, which ended long ago."""
 
     job: str
 
@@ -397,13 +405,13 @@ def read_options(packed: msgspec.Raw) -> Options:
     return _read_options(bytes(packed))
 
 
-@lru_cache(1024)  # to decode them is to check them, which takes as long as all else of a message
+@lru_cache(1024)  # decoding includes checking, which takes as long as the rest of a message
 def _read_options(packed: bytes) -> Options:
     return msgspec.msgpack.decode(packed, type=Options)
 
 
 class Channel(Generic[Incoming]):
-    """One end of the socket, not blocking. `Incoming` is the union of what the other end sends."""
+    """One end of the socket, non-blocking. `Incoming` is the union of the messages from the other end."""
 
     def __init__(self, sock: socket.socket, incoming: Any) -> None:
         sock.setblocking(False)
@@ -415,27 +423,27 @@ class Channel(Generic[Incoming]):
         return self.sock.fileno()
 
     def send(self, message: ToEngine | FromEngine, descriptors: tuple[int, ...] = ()) -> None:
-        """Raises BlockingIOError when the other end does not keep up, and OSError when it is gone."""
+        """Send a message. Raises BlockingIOError if the socket's buffer is full, OSError if the other end is gone."""
         if descriptors:
             socket.send_fds(self.sock, [_encode(message)], descriptors)
         else:
             self.sock.send(_encode(message))
 
     def receive(self) -> tuple[Incoming, list[int]]:
-        """A message and the descriptors that came with it, now the caller's; none where this process may have no more.
+        """Return a message and its descriptors, which the caller must close. At the descriptor limit there are none.
 
-        Raises BlockingIOError when there is none, and EOFError when the other end is gone.
+        Raises BlockingIOError if there is no message, and EOFError if the other end is gone.
         """
         try:
             size, beside, flags, _ = self.sock.recvmsg_into([self._buffer], _ROOM)
         except ConnectionError as error:
             raise EOFError from error
-        # Nothing else is ever sent beside.
+        # No other ancillary data is ever sent.
         descriptors = array("i", b"".join(data for _, _, data in beside)).tolist() if beside else []
         if not size:
             raise EOFError
         if flags & _CUT:
-            raise EOFError("a message was cut")
+            raise EOFError("a message was truncated")
         return self._decode(self._buffer[:size]), descriptors
 
     def close(self) -> None:

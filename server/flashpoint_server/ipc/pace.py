@@ -1,14 +1,14 @@
-"""How fast an engine answers, by which a request's head tells whether its answer would be in time."""
+"""The speed of an engine, from which admission predicts whether a request can meet its deadline."""
 
 from __future__ import annotations
 
-WINDOW = 0.5  # seconds of work without a pause that tell a speed; a service that is not full has shorter ones
+WINDOW = 0.5  # seconds of uninterrupted work for one measurement; a service below its capacity has shorter periods
 
 
 class Pace:
-    """How fast an engine is: `rate` is in predicted seconds answered a second while there is work; 0 at first.
+    """The speed of an engine. `rate`: predicted seconds answered in one second under load; 0 means unknown.
 
-    Half of it comes from the last window.
+    Each measurement counts half, and all earlier ones together the other half.
     """
 
     def __init__(self) -> None:
@@ -17,11 +17,11 @@ class Pace:
         self._done = 0.0
 
     def begin(self, now: float) -> None:
-        """There is work again; `now` in `time.monotonic` seconds."""
+        """Start a measurement, because there is work again. `now` is in `time.monotonic` seconds."""
         self._since, self._done = now, 0.0
 
     def did(self, seconds: float, now: float) -> None:
-        """A request of so many predicted seconds was answered."""
+        """Record that a request of `seconds` predicted seconds was answered."""
         self._done += seconds
         if (passed := now - self._since) >= WINDOW:
             rate = self._done / passed

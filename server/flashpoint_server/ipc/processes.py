@@ -1,4 +1,4 @@
-"""Child processes kept running: started, watched, started again with a growing pause, and stopped in order.
+"""Child processes: started, watched, restarted after growing pauses, and stopped in order.
 
 running → lost → (pause) → running …      running → stopping → ended
 """
@@ -21,22 +21,23 @@ from flashpoint_server.ipc.parent import CANNOT_WORK
 
 log = structlog.stdlib.get_logger("flashpoint.processes")
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between two starts; one that ran for long begins anew
-# A thread of OpenMP that waits for the others by spinning keeps the core that they, or the HTTP process, wait for: on 2
-# cores with another busy process an op of 1 ms was seen to take 24 ms, and 0.9 ms with waiting threads asleep.
-# While one thread asks torch for deterministic kernels, cuBLAS refuses those of all others without its workspaces.
+# seconds between two starts; after a long run, the pause starts again at the first value
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
+# An OpenMP thread that waits by spinning occupies the core that the other threads, or the HTTP process, need: on 2
+# cores with another busy process, an op of 1 ms took 24 ms; with sleeping threads it took 0.9 ms. While one thread asks
+# torch for deterministic kernels, cuBLAS refuses those of all threads without its workspaces.
 ENGINE_VARIABLES = {"OMP_WAIT_POLICY": "passive", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 ENGINE = "flashpoint_server.engine.process"
 ENGINE_SETTINGS = (
     "batch_flops", "batch_bytes", "max_queue_delay", "hang_timeout", "benchmark_slice_ms", "benchmark_keep",
     "cache_bytes", "cache_ttl", "saved_ttl", "log_format", "log_level",
 )  # fmt: skip
-ENGINE_PATIENCE = 1.0  # seconds that an engine may take to end; when it is stopped, nobody waits for its answers
-STEADY = 30.0  # seconds after which a start counts as a success
+ENGINE_PATIENCE = 1.0  # seconds that an engine has to end; when it is stopped, nobody waits for its answers
+STEADY = 30.0  # seconds of running after which a start counts as successful
 
 
 class Child:
-    """A process of this package, `python -m MODULE --parent PID ARGUMENTS`, that is started again when it dies."""
+    """A process of this package, `python -m MODULE --parent PID ARGUMENTS`, which is restarted when it dies."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Child:
         ended: Callable[[int], None] = lambda pid: None,
     ) -> None:
         self.name = name
-        self._ended = ended  # told the pid of each that has ended
+        self._ended = ended  # called with the pid of each process that has ended
         self._environment = dict(environment)
         self.starts = 0
         self._command = [sys.executable, "-m", module, "--parent", str(os.getpid()), *arguments]
@@ -61,7 +62,7 @@ class Child:
         return None if self._process is None else self._process.pid
 
     async def keep(self) -> None:
-        """Run it, again and again, until `stop`, or until it ends with CANNOT_WORK."""
+        """Run the process, and restart it, until `stop` or until it exits with CANNOT_WORK."""
         pause = FIRST_PAUSE
         while not self._stopping:
             began = time.monotonic()
@@ -69,7 +70,7 @@ class Child:
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command, pass_fds=self._inherited, env=self._environment
                 )
-            except OSError as error:  # no memory or no process to be had at the moment
+            except OSError as error:  # no memory or no process is available now
                 log.error("cannot start", process=self.name, error=str(error))
                 pause = min(pause * 2, LONGEST_PAUSE)
                 await asyncio.sleep(pause)
@@ -88,7 +89,10 @@ class Child:
 
     @asynccontextmanager
     async def kept(self, patience: float) -> AsyncIterator[Child]:
-        """Running inside the context; at its end stopped, with `patience` seconds to end by itself."""
+        """Keep the process running inside the context.
+
+        At its end, stop the process, which has `patience` seconds to end.
+        """
         keeping = asyncio.ensure_future(self.keep())
         try:
             yield self
@@ -99,13 +103,13 @@ class Child:
                 await keeping
 
     def signal(self, number: int) -> None:
-        """Send it a signal, where it runs."""
+        """Send a signal to the process, if it runs."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
     async def stop(self, patience: float) -> bool:
-        """SIGTERM, and SIGKILL after `patience` seconds; whether it ended by itself."""
+        """Send SIGTERM, and SIGKILL after `patience` seconds. Return whether the process ended before that."""
         self._stopping = True
         process = self._process
         if process is None or process.returncode is not None:
@@ -124,11 +128,12 @@ class Child:
 
 @asynccontextmanager
 async def running_engines(settings: Settings, module: str = ENGINE) -> AsyncIterator[list[bytes]]:
-    """One engine process a device of `settings.device`, kept running; their addresses, for `Engines.connect`.
+    """Keep one engine process running for each device of `settings.device`. Yields their addresses, for
+    `Engines.connect`.
 
-    `module` is what they run: tests put faults into one of their own.
+    `module` is the module that they run; tests use one with faults.
     """
-    environment = ENGINE_VARIABLES | os.environ  # what the operator set wins
+    environment = ENGINE_VARIABLES | os.environ  # the operator's values win
     async with AsyncExitStack() as inside:
         addresses = []
         for device in await devices(settings.device):
@@ -144,18 +149,18 @@ async def running_engines(settings: Settings, module: str = ENGINE) -> AsyncIter
 
 @contextlib.contextmanager
 def _listener() -> Iterator[socket.socket]:
-    """A listening socket for an engine to inherit. It outlives the engine: who connects waits for the next one."""
+    """Open a listening socket for an engine to inherit. It outlives the engine: clients can wait for the next one."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
-        sock.bind("")  # an abstract name of the kernel's choice: nothing in the file system, nothing to clean up
+        sock.bind("")  # an abstract name that the kernel chooses: nothing in the file system to remove
         sock.listen(128)
         yield sock
 
 
 async def devices(asked: str) -> list[str]:
-    """The devices that `asked` names: itself, or for "all" every CUDA device, the CPU where there is none."""
+    """Return the devices that `asked` means: itself, or for "all" every CUDA device, or the CPU if there is none."""
     if asked != "all":
         return [asked]
-    # Asked in a process of its own: this one must not import torch.
+    # A separate process counts them, because this one must not import torch.
     count = await asyncio.create_subprocess_exec(
         sys.executable, "-c", "import torch; print(torch.cuda.device_count())", stdout=asyncio.subprocess.PIPE
     )

@@ -1,11 +1,12 @@
-"""System shared memory: what callers on this host have registered, so that their tensors never move.
+"""System shared memory: regions that callers on this host have registered, so that their tensors are never copied.
 
-A region is a part of a POSIX shared memory object, known by a name to its owner alone, whose API key registered it; the
-object's key, which would open it to anyone, is not kept. To the engines it is one more segment: they are given its
-descriptor, and compute in it. It is held while a request may write there, whether it is still registered or not.
+A region is a part of a POSIX shared memory object. Only the owner of the API key that registered it can use its name.
+The object's own key, which would open the object to everybody, is not stored. For the engines a region is another
+segment: they get its descriptor and compute in it. It is held as long as a request may write there, even if it is
+unregistered.
 
-Its owner may write to it at any time, so nothing that is checked is read from it again (`Regions.read`), and may make
-it shorter, which ends the engine that computes in it: this is for callers who are trusted.
+The owner may write to the region at any time, so checked values are copied first (`Regions.read`). The owner may also
+shorten the object, which kills an engine that computes in it: use this only for trusted callers.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from flashpoint_contract.tensors import ITEMSIZE, TensorInfo
 from flashpoint_server.ipc.memory import Segment
 from flashpoint_server.refusal import Refusal, invalid
 
-MOST = 256  # regions: a mapping and a descriptor each, in the engine too
-_OBJECTS = Path("/dev/shm")  # where Linux keeps them
+MOST = 256  # maximum regions: each needs a mapping and a descriptor, also in the engine
+_OBJECTS = Path("/dev/shm")  # the directory of shared memory objects on Linux
 _KEY = re.compile(r"/?[^/\0]{1,255}")
 
 
 class RegionSlice(NamedTuple):
-    """Where a request says that a tensor lies: `size` bytes, from `offset` on in a region of that name."""
+    """The location of a tensor in a request: `size` bytes at `offset` in the region of this name."""
 
     region: str
     offset: int
@@ -35,7 +36,10 @@ class RegionSlice(NamedTuple):
 
 
 class Region:
-    """`size` bytes from `offset` on. As a segment it is mapped from its object's beginning, whose `identity` it has."""
+    """`size` bytes at `offset` of a shared memory object. The mapping starts at the object's beginning.
+
+    `identity` identifies the object.
+    """
 
     def __init__(self, name: str, fd: int, offset: int, size: int, ended: Callable[[Region], None]) -> None:
         self.name = name
@@ -47,10 +51,10 @@ class Region:
         about = os.fstat(fd)
         self.identity = (about.st_dev, about.st_ino)
         self._ended = ended
-        self._holders = 1  # who registered it
+        self._holders = 1  # the first holder is the registration
 
     def hold(self) -> None:
-        """One more holder, which will call `release` once."""
+        """Add a holder, which must call `release` once."""
         self._holders += 1
 
     def release(self) -> None:
@@ -61,31 +65,33 @@ class Region:
 
     @property
     def whole(self) -> bool:
-        """Whether its object is still as long as it was."""
+        """Whether the object still has its full length."""
         return os.fstat(self.fd).st_size >= self.mapped
 
 
 class Regions:
-    """At most `limit` bytes; 0: there are none. `dropped` is told the number of every segment that is given back."""
+    """The registered regions, of at most `limit` bytes. `dropped` is called with the number of each freed segment."""
 
     def __init__(self, limit: int, dropped: Callable[[int], None]) -> None:
         self.limit = limit
         self._dropped = dropped
-        self._named: dict[tuple[str, str], Region] = {}  # by their owner and name
-        self._bytes = 0  # of those that are held, too
+        self._named: dict[tuple[str, str], Region] = {}  # by owner and name
+        self._bytes = 0  # includes unregistered regions that are still held
 
     def register(self, owner: str, name: str, key: str, offset: int, size: int) -> None:
-        """Raises Refusal 413 and 422."""
+        """Register a region. Raises Refusal 413 and 422."""
         if (owner, name) in self._named:
-            raise invalid([("name", f"region {name!r} is registered already")])
+            raise invalid([("name", f"region {name!r} is already registered; unregister it first")])
         if len(self._named) >= MOST or self._bytes + offset + size > self.limit:
-            detail = f"{len(self._named)} regions with {self._bytes} bytes are registered, and this has {offset + size}"
-            raise Refusal("work_too_large", f"{detail}: over the limits of {MOST} and of {self.limit} bytes")
+            detail = (
+                f"{len(self._named)} regions with {self._bytes} bytes are registered, and this one has {offset + size}"
+            )
+            raise Refusal("work_too_large", f"{detail}: the limits are {MOST} regions and {self.limit} bytes")
         region = self._named[owner, name] = Region(name, _open(key, offset + size), offset, size, self._ended)
         self._bytes += region.mapped
 
     def unregister(self, owner: str, name: str) -> None:
-        """Nothing happens where there is no such region, as in Triton: its clients begin by unregistering."""
+        """Unregister a region. As in Triton, an unknown name is ignored: its clients unregister first."""
         if (region := self._named.pop((owner, name), None)) is not None:
             region.release()
 
@@ -94,14 +100,14 @@ class Regions:
             self.unregister(owner, region.name)
 
     def close(self) -> None:
-        """Unregister those of all owners."""
+        """Unregister the regions of all owners."""
         while self._named:
             self._named.popitem()[1].release()
 
     def find(self, owner: str, name: str) -> Region:
-        """Raises Refusal 404."""
+        """Return a region. Raises Refusal 404."""
         if (owner, name) not in self._named:
-            raise Refusal("not_found", f"no region {name!r} is registered")
+            raise Refusal("not_found", f"region {name!r} is not registered")
         return self._named[owner, name]
 
     def all(self, owner: str) -> list[Region]:
@@ -110,26 +116,28 @@ class Regions:
     def locate(
         self, owner: str, tensor: str, info: TensorInfo, shared: RegionSlice, *, spare: bool = False
     ) -> tuple[Region, int]:
-        """Where a tensor lies: its region, and from where on in that segment. Raises Refusal 422.
+        """Return a tensor's region, and its offset in that segment. Raises Refusal 422.
 
-        With `spare` its place may have more bytes than it.
+        With `spare`, the location may be larger than the tensor.
         """
         region = self._named.get((owner, shared.region))
         if region is None:
             off = "" if self.limit else "; shared memory is off on this server"
-            raise invalid([(tensor, f"no region {shared.region!r} is registered{off}")])
+            raise invalid([(tensor, f"region {shared.region!r} is not registered{off}")])
         if shared.size < info.nbytes or (shared.size > info.nbytes and not spare):
             due = f"at least {info.nbytes}" if spare else f"{info.nbytes}"
-            said = f"{due} bytes, which a tensor of its shape and datatype has, not {shared.size}"
+            said = f"{due} bytes for this shape and datatype, not {shared.size}"
             raise invalid([(tensor, f"shared_memory_byte_size must be {said}")])
         if shared.offset + shared.size > region.size:
-            raise invalid([(tensor, f"bytes {shared.offset} to {shared.offset + shared.size} are not in the region")])
+            raise invalid(
+                [(tensor, f"bytes {shared.offset} to {shared.offset + shared.size} exceed the region's {region.size}")]
+            )
         if not region.whole:
-            raise invalid([(tensor, f"region {shared.region!r} is not as long any more as it was")])
+            raise invalid([(tensor, f"the object of region {shared.region!r} has become shorter")])
         return region, region.offset + shared.offset
 
     def read(self, owner: str, tensor: str, info: TensorInfo, shared: RegionSlice) -> bytes:
-        """A small tensor's bytes, as they are now. Raises Refusal 422."""
+        """Return a copy of a small tensor's bytes. Raises Refusal 422."""
         region, start = self.locate(owner, tensor, info, shared)
         return os.pread(region.fd, info.nbytes, start)
 
@@ -141,20 +149,22 @@ class Regions:
 def check_apart(
     inputs: Mapping[str, tuple[Region, int]], outputs: Mapping[str, tuple[Region, int]], infos: Mapping[str, TensorInfo]
 ) -> None:
-    """No output over another tensor, and each where its elements may be written. Raises Refusal 422."""
+    """Raise Refusal 422 if an output overlaps another tensor, or if its alignment does not fit its dtype."""
     taken = [(name, *place) for name, place in (*inputs.items(), *outputs.items())]
     for name, (region, start) in outputs.items():
         if start % ITEMSIZE[infos[name].dtype]:
-            raise invalid([(name, f"an output must lie at a multiple of {ITEMSIZE[infos[name].dtype]} bytes")])
+            raise invalid(
+                [(name, f"the offset of an output must be a multiple of {ITEMSIZE[infos[name].dtype]} bytes")]
+            )
         for other, its_region, its_start in taken:
             if other == name or region.identity != its_region.identity:
                 continue
             if start < its_start + infos[other].nbytes and its_start < start + infos[name].nbytes:
-                raise invalid([(name, f"lies over {other!r} in shared memory")])
+                raise invalid([(name, f"overlaps {other!r} in shared memory")])
 
 
 def _open(key: str, size: int) -> int:
-    """The object's descriptor. Raises Refusal 422, which does not repeat the key."""
+    """Return the descriptor of a shared memory object. Raises Refusal 422, which does not contain the key."""
     name = key.removeprefix("/")
     if not _KEY.fullmatch(key) or name in (".", ".."):
         raise invalid([("key", "is not the name of a shared memory object")])
@@ -162,9 +172,9 @@ def _open(key: str, size: int) -> int:
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(_OBJECTS / name, flags)
     except OSError:
-        raise invalid([("key", "no shared memory object that this server may use has it")]) from None
+        raise invalid([("key", "this server cannot open a shared memory object with this key")]) from None
     about = os.fstat(fd)
     if not stat.S_ISREG(about.st_mode) or about.st_size < size:
         os.close(fd)
-        raise invalid([("byte_size", f"offset and byte_size reach to {size}, beyond the object's end")])
+        raise invalid([("byte_size", f"offset and byte_size end at {size}, which is beyond the object's end")])
     return fd

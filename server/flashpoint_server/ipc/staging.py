@@ -1,4 +1,4 @@
-"""Where the tensors of one request lie in its slot: inputs, then outputs, each at a 64-byte aligned place."""
+"""The layout of one request's tensors in its slot: inputs, then outputs, each aligned to 64 bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOWHERE: Mapping[str, tuple[Region, int]] = {}
 
 
 class Place(NamedTuple):
-    """A tensor's place: `size` bytes from `start` on, within the slot, or within a caller's own `region`."""
+    """The place of a tensor: `size` bytes from `start` in the slot, or in the caller's `region`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,9 +30,9 @@ class Place(NamedTuple):
 
 @dataclass(eq=False)
 class Staging:
-    """A request's memory, from the first byte of its tensors to the last of its answer.
+    """A request's memory, from the first byte of its tensors to the last byte of its answer.
 
-    `regions` are callers' own, where tensors lie that never move. Each holder calls `release` once.
+    `regions` are shared memory of callers that contains some of the tensors. Each holder calls `release` once.
     """
 
     slot: Slot
@@ -48,9 +48,9 @@ class Staging:
         outputs: Mapping[str, TensorInfo],
         elsewhere: Mapping[str, tuple[Region, int]] = NOWHERE,
     ) -> Staging:
-        """Room for the inputs, in this order, and the outputs, but for what lies `elsewhere` already.
+        """Allocate memory for the inputs, in this order, and the outputs. Tensors in `elsewhere` need none.
 
-        Raises Refusal 429 where there is none, 413 where there never will be.
+        Raises Refusal 429 if there is no room now, and 413 if there never will be.
         """
         end = 0
 
@@ -66,7 +66,9 @@ class Staging:
         placed = {name: place(name, info) for name, info in inputs}
         answers = {name: place(name, info) for name, info in outputs.items()}
         if size_class(end) > pool.limit:
-            raise Refusal("work_too_large", f"this needs {end} bytes of staging memory where there are {pool.limit}")
+            raise Refusal(
+                "work_too_large", f"the request needs {end} bytes of staging memory, over the limit of {pool.limit}"
+            )
         try:
             slot = pool.take(end)
         except PoolFullError as error:
@@ -78,15 +80,15 @@ class Staging:
 
     @property
     def segments(self) -> tuple[Segment | Region, ...]:
-        """Where the engine finds all that."""
+        """The segments that the engine must map."""
         return (self.slot.segment, *self.regions)
 
     def views(self, places: Mapping[str, Place]) -> dict[str, memoryview]:
-        """The bytes of each tensor that lies in the slot."""
+        """Return the bytes of each tensor in the slot."""
         return {name: self.slot.view(p.start, p.size) for name, p in places.items() if p.region is None}
 
     def index(self) -> dict[str, np.ndarray[Any, Any]]:
-        """The values of index tensors, which always lie in the slot; empty where there are none."""
+        """Return the values of the index tensors, which are always in the slot; empty if there are none."""
         return {
             name: np.frombuffer(self.slot.view(p.start, p.size), p.dtype)
             for name, p in self.inputs.items()
@@ -94,7 +96,7 @@ class Staging:
         }
 
     def described(self, places: Mapping[str, Place]) -> list[PlacedTensor]:
-        """The tensors as the engine is told of them: offsets are within the segment."""
+        """Return the tensors as messages to the engine describe them; offsets are within the segment."""
         ours, offset = self.slot.segment.number, self.slot.offset
         return [
             PlacedTensor(name, p.dtype, p.shape, ours, offset + p.start)
@@ -104,7 +106,7 @@ class Staging:
         ]
 
     def hold(self) -> None:
-        """One more holder: the engine, while it may write there."""
+        """Add a holder: the engine, as long as it may write there."""
         self.slot.hold()
         for region in self.regions:
             region.hold()

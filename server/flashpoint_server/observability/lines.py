@@ -1,7 +1,7 @@
-"""Lines on their way to stderr: a bounded queue, and one thread of the process that writes them.
+"""The queue of lines for stderr, and the thread that writes them.
 
-A reader of stderr may stop reading. A write to its full pipe then waits, without a limit. Only this thread waits: all
-others put their lines into the queue. A line that comes while the queue is full is dropped and counted.
+A reader of stderr may stop reading. A write to its full pipe then blocks without limit. Only the writer thread blocks:
+all other threads put their lines into the queue. If the queue is full, a new line is dropped and counted.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 STDERR = 2
-ROOM = 1 << 20  # bytes that may wait
-ATOMIC = 4096  # bytes of one write to a pipe that no other process's lines can cut (PIPE_BUF)
+ROOM = 1 << 20  # maximum bytes in the queue
+ATOMIC = 4096  # bytes: a write of this size or less to a pipe is not mixed with other processes' lines (PIPE_BUF)
 PAUSE = 0.02  # seconds between two writes while lines keep coming: each wake-up takes the lock from the event loop
-FLUSH_SECONDS = 0.5  # that the end of a process waits for its reader; an engine has a second to end
+FLUSH_SECONDS = 0.5  # maximum wait for the reader when the process ends; an engine has one second to end
 
 
 def _notice(dropped: int) -> bytes:
@@ -27,7 +27,7 @@ def _notice(dropped: int) -> bytes:
 
 
 class Lines:
-    """See the module. When there is room again, `notice` makes the line that says how many lines were dropped."""
+    """See the module. After lines were dropped, `notice` makes the line that gives their number."""
 
     def __init__(self) -> None:
         self.notice: Callable[[int], bytes] = _notice
@@ -35,21 +35,21 @@ class Lines:
         self._lock = threading.RLock()
         self._slept = threading.Condition(self._lock)
         self._wake = threading.Lock()
-        self._wake.acquire()  # released once each time the thread is to wake up
+        self._wake.acquire()  # released once each time the thread must wake up
         self._lines: list[bytes] = []
-        self._bytes = 0  # waiting or being written
+        self._bytes = 0  # in the queue or being written
         self._unsaid = 0  # lines dropped since the last notice
-        self._uncounted = 0  # lines dropped since `dropped` was asked
+        self._uncounted = 0  # lines dropped since the last call of `dropped`
         self._broken = False  # the last write failed
         self._asleep = True
 
     def start(self) -> None:
-        """Begin to write, in a thread that the end of the process does not wait for beyond FLUSH_SECONDS."""
+        """Start the writer thread. At its end, the process waits for it at most FLUSH_SECONDS."""
         threading.Thread(target=self._run, name="log writer", daemon=True).start()
         atexit.register(self.flush)
 
     def put(self, line: bytes) -> None:
-        """Queue a line, without its end. Never waits for the reader of stderr."""
+        """Queue a line, without its newline. Never waits for the reader of stderr."""
         with self._lock:
             if self._bytes >= ROOM:
                 self._unsaid += 1
@@ -71,7 +71,7 @@ class Lines:
         return count
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> None:
-        """Wait until all lines are written, at most so many seconds: before the process ends."""
+        """Wait until all lines are written, or the time in seconds is over. Called before the process ends."""
         with self._lock:
             self._slept.wait_for(lambda: self._asleep, seconds)
 
@@ -82,10 +82,10 @@ class Lines:
                 time.sleep(PAUSE)
 
     def _write_all(self) -> bool:
-        """Write what waits, then the notice if lines were dropped; whether there was anything to write."""
+        """Write the queued lines, then a notice if lines were dropped. Return whether there was anything to write."""
         with self._lock:
             lines, self._lines = self._lines, []
-            # A notice alone does not try a stderr that has just failed: it would try again and again.
+            # Do not write only a notice to a stderr that has just failed: this would repeat without end.
             unsaid = 0 if self._broken and not lines else self._unsaid
             self._unsaid -= unsaid
             if not (lines or unsaid):
@@ -102,7 +102,7 @@ class Lines:
         return True
 
     def _write(self, piece: bytes, count: int) -> None:
-        """Write so many lines, which count as dropped if that fails."""
+        """Write `count` lines. If the write fails, they count as dropped."""
         left = memoryview(piece)
         while left:
             try:
@@ -122,7 +122,7 @@ class Lines:
 
 
 def _pieces(lines: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
-    """The lines with their ends, as few pieces with at most ATOMIC bytes, each with its number of lines."""
+    """Yield the lines with newlines, joined into pieces of at most ATOMIC bytes, each with its number of lines."""
     piece: list[bytes] = []
     size = 0
     for line in lines:
@@ -136,7 +136,7 @@ def _pieces(lines: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 class _Text(io.TextIOBase):
-    """A `sys.stderr` that queues its lines: tracebacks, and libraries that print."""
+    """A `sys.stderr` that queues its lines. Tracebacks and libraries that print use it."""
 
     encoding = "utf-8"
 
@@ -165,7 +165,7 @@ _began = False
 
 
 def take_stderr(notice: Callable[[int], bytes] = _notice) -> None:
-    """Have LINES write all that Python sends to stderr. `notice` makes the line that says how many were dropped."""
+    """Make LINES write everything that Python sends to stderr. `notice` makes the line about dropped lines."""
     global _began
     LINES.notice = notice
     if not _began:

@@ -1,7 +1,7 @@
-"""Structured logs on stderr: ours and those of the libraries, in one format, by the queue of lines.py.
+"""Structured logs on stderr: our lines and those of the libraries, in one format, through the queue of lines.py.
 
-Ours go past `logging`, whose records cost three times as much: a request's line is made while its caller waits for the
-core.
+Our lines do not use `logging`: its records cost three times as much, and a request's line is made while its caller
+waits for the processor core.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashpoint_server.observability.lines import LINES, STDERR, take_stderr
 
 
 class _Queued:
-    """Where structlog's lines go."""
+    """structlog's logger, which puts lines into the queue."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -32,7 +32,7 @@ class _Queued:
 
 
 class _Handler(logging.Handler):
-    """Where the records of `logging` go."""
+    """The handler of `logging`, which puts lines into the queue."""
 
     def emit(self, record: logging.LogRecord) -> None:
         LINES.put(self.format(record).encode("utf-8", "backslashreplace"))
@@ -51,17 +51,21 @@ def _decoded(_: WrappedLogger, __: str, line: Any) -> str:
 
 
 def _notice(processors: Sequence[Processor], dropped: int) -> bytes:
-    """The line that says how many lines were dropped before it."""
-    event: Any = {"event": "log lines dropped", "lines": dropped, "advice": "nobody read stderr fast enough"}
+    """Return the line that says how many lines were dropped before it."""
+    event: Any = {
+        "event": "log lines dropped",
+        "lines": dropped,
+        "advice": "the reader of stderr is too slow or has stopped",
+    }
     for processor in processors:
         event = processor(_Queued("flashpoint.logs"), "warning", event)
     return bytes(event)
 
 
 def configure(style: Literal["auto", "json", "console"], level: str) -> None:
-    """Send every log line of the process to stderr: a JSON object a line, or columns for a person.
+    """Send every log line of the process to stderr, as one JSON object a line or as columns for a person.
 
-    `auto` is columns where stderr is a terminal. NO_COLOR keeps them without colours.
+    `auto` means columns if stderr is a terminal. NO_COLOR turns off their colours.
     """
     terminal = os.isatty(STDERR)
     shared: list[Processor] = [
@@ -90,5 +94,5 @@ def configure(style: Literal["auto", "json", "console"], level: str) -> None:
     )
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
-    # Its lines about starting and stopping say again what ours say.
+    # uvicorn's lines about starting and stopping repeat ours.
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))

@@ -1,9 +1,9 @@
-"""Counters and timers, for Prometheus.
+"""The metrics of the service, for Prometheus.
 
-The resources of each process and the versions are not counted, but looked up at each scrape (observed.py).
+The versions, and the resources of each process, are read at each scrape (observed.py).
 
-One process keeps its own numbers. Several HTTP processes share a directory of memory-mapped files, which the supervisor
-names in PROMETHEUS_MULTIPROC_DIR before it starts them: the process that is scraped answers for all.
+A single process holds its own numbers. Several HTTP processes share a directory of memory-mapped files, which the
+supervisor names in PROMETHEUS_MULTIPROC_DIR before it starts them. The process that is scraped answers for all.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Metrics(Listener):
         self._accepted.inc()
 
     def left(self, how: str) -> None:
-        """`how`: answered, refused or cancelled."""
+        """Count the end of an admitted request. `how` is answered, refused or cancelled."""
         self._ended[how].inc()
 
     def took(self, stages: Mapping[str, float]) -> None:
@@ -145,7 +145,7 @@ class Metrics(Listener):
         self._saved_bytes.labels(engine.process[0]).set(said.saved_nbytes)
 
     def cache_limit(self, engine: str, nbytes: int) -> None:
-        """Set the most bytes of caches that an engine may hold."""
+        """Set the maximum bytes of caches that an engine may hold."""
         self._cache_limit.labels(engine).set(nbytes)
 
     def lost(self, engine: Engine) -> None:
@@ -158,23 +158,23 @@ class Metrics(Listener):
             self._queue[name].set(value)
 
     def ready(self, ready: bool) -> None:
-        """Set whether this process takes new work."""
+        """Set whether this process accepts new work."""
         self._ready.set(ready)
 
     def process(self, name: str, pid: int) -> None:
-        """Set the id of a process, 0 while it does not run."""
+        """Set the id of a process; 0 means that it does not run."""
         self._processes.labels(name).set(pid)
 
     def dropped(self, process: str, lines: int) -> None:
-        """Count lines of a process's log that were dropped; with 0, the metric is there before the first is."""
+        """Count dropped log lines of a process. A call with 0 creates the metric."""
         self._dropped.labels(process).inc(lines)
 
     def families(self) -> Iterable[Metric]:
-        """Return the metrics of this process alone, as prometheus_client collects them."""
+        """Return the metrics of only this process, as prometheus_client collects them."""
         return itertools.chain(self.registry.collect(), [build_info(None)], used({"http-0": os.getpid()}))
 
     def exposition(self, device: DeviceInfo | None) -> bytes:
-        """Return the counts of all HTTP processes, and the values looked up now, in Prometheus' text format."""
+        """Return the counts of all HTTP processes and the values read now, in Prometheus' text format."""
         counted = list(self.everywhere().collect())
         ids = (sample for family in counted if family.name == _PROCESS_ID for sample in family.samples)
         processes = {sample.labels["process"]: int(sample.value) for sample in ids if sample.value}
@@ -192,7 +192,7 @@ class Metrics(Listener):
 
 
 class _Collected(Collector):
-    """Families that have been collected, as `generate_latest` takes them."""
+    """A collector that returns families already collected, for `generate_latest`."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families

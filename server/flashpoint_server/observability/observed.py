@@ -1,4 +1,4 @@
-"""Values that are looked up at each scrape: the versions of the software, and the resources of each process."""
+"""Metrics that are read at each scrape: the versions of the software, and the resources of each process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_BUILD = ("python", "torch", "triton")
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that are installed. Imports none of them."""
+    """Return the versions of Python and of the installed libraries, without importing them."""
     found = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 def build_info(device: DeviceInfo | None) -> Metric:
-    """Return the metric that says what runs; without a device before the engine is ready."""
+    """Return the metric of versions and device. The device's labels are empty before the engine is ready."""
     labels = {"version": version("flashpoint")} | {name: versions().get(name, "") for name in _OF_BUILD}
     labels |= {"device": device.name, "title": device.title} if device else {"device": "", "title": ""}
     what = "Versions and device of the service, as labels"
@@ -39,9 +39,9 @@ def build_info(device: DeviceInfo | None) -> Metric:
 
 
 def used(processes: Mapping[str, int]) -> Iterable[Metric]:
-    """Return processor time, memory and descriptors of each process, by its name, from /proc; its id is the value.
+    """Return processor time, memory and descriptors of each process from /proc. `processes` maps names to process ids.
 
-    prometheus_client reads those of one process, and has no label to tell several apart.
+    prometheus_client reads only one process, and has no label to distinguish several.
     """
     families: dict[str, Metric] = {}
     for name, pid in processes.items():

@@ -1,8 +1,8 @@
-"""Spans of what was served, for OpenTelemetry, where `--otlp-endpoint` says where they go.
+"""Spans for OpenTelemetry, sent to `--otlp-endpoint`.
 
-They are made of the times that are taken anyway, once an answer has left: a request's span, one below it for each part
-of its way, and a link to the span of the launch that it ran in. A launch has a trace of its own, whose identity follows
-from the number that its engine gave it: whatever HTTP process a request came to, its link leads there.
+Spans are made after an answer has left, from times that are measured in any case: one span for the request, a child
+span for each stage, and a link to the span of its launch. A launch has its own trace. The trace id follows from the
+launch number that the engine gave it, so links from all HTTP processes lead to the same span.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from flashpoint_server.exchange import Exchange
 from flashpoint_server.ipc.client import Engine, Listener
 from flashpoint_server.ipc.messages import Done
 
-EXPORT_SECONDS = 5.0  # that one export may take: at the end of the process, too
+EXPORT_SECONDS = 5.0  # maximum time of one export, also at the end of the process
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 class Traces(Listener):
-    """One for each application; `close` sends what has not been sent."""
+    """Exports the spans of one application; `close` sends the remaining spans."""
 
     def __init__(self, endpoint: str) -> None:
         self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS))
@@ -38,13 +38,13 @@ class Traces(Listener):
         self._scope = InstrumentationScope("flashpoint", version("flashpoint"))
         self._ids = RandomIdGenerator()
         self._context = TraceContextTextMapPropagator()
-        self._epoch = time.time_ns() - time.perf_counter_ns()  # the clock that all times are taken by is the host's
+        self._epoch = time.time_ns() - time.perf_counter_ns()  # all times are measured with the clock of this host
 
     def close(self) -> None:
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
     def request(self, exchange: Exchange, route: str) -> None:
-        """It is over. Not told of where its caller traces and did not choose this one (`traceparent`)."""
+        """Export the spans of a request that has ended. A caller's `traceparent` that is not sampled prevents it."""
         above = get_current_span(self._context.extract(exchange.headers)).get_span_context()
         if above.is_valid and not above.trace_flags.sampled:
             return
@@ -65,7 +65,7 @@ class Traces(Listener):
         if (way := exchange.way) is not None:
             attributes |= {"flashpoint.backend": way.backend, "flashpoint.batch_size": way.batch_size}
             links = [Link(_launch(way.launch))]
-        assert exchange.status is not None  # it is over
+        assert exchange.status is not None  # set, because the request has ended
         failed = Status(StatusCode.ERROR if exchange.status >= 500 else StatusCode.UNSET)
         name = f"{exchange.method} {route}"
         parent = above if above.is_valid else None
@@ -74,7 +74,7 @@ class Traces(Listener):
             self._tell(part, self._new(trace), mine, began, end)
 
     def computed(self, engine: Engine, done: Done) -> None:
-        """A launch is over; `done` is the one of its answers that tells of all."""
+        """Export the span of a launch. Only one answer of each launch has `done.batch`, which describes the launch."""
         if (batch := done.batch) is None:
             return
         attributes = {
@@ -94,7 +94,7 @@ class Traces(Listener):
         attributes: Mapping[str, Any] | None = None, links: Sequence[Link] = (), kind: SpanKind = SpanKind.INTERNAL,
         status: Status | None = None,
     ) -> None:  # fmt: skip
-        """Export a span; times are in `time.perf_counter` seconds."""
+        """Export a span. Times are in `time.perf_counter` seconds."""
         span = ReadableSpan(
             name, context, parent, self._resource, attributes, links=links, kind=kind,
             instrumentation_scope=self._scope, status=status or Status(),
@@ -104,5 +104,5 @@ class Traces(Listener):
 
 
 def _launch(number: int) -> SpanContext:
-    """The identity of a launch's span: its number, for the trace twice."""
+    """Return the context of a launch's span: the span id is the launch number; the trace id is the number twice."""
     return SpanContext(number << 64 | number, number, is_remote=True, trace_flags=_SAMPLED)

@@ -1,4 +1,4 @@
-"""An infer answer: its JSON, and behind it the tensors, from the memory that they were computed into."""
+"""An infer answer: its JSON, followed by the tensors from the memory into which they were computed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
 from flashpoint_server.oip.head import Wanted
 from flashpoint_server.oip.inflated import WINDOW_BITS
 
-# Floating-point numbers hardly compress, whatever the effort: this is the least.
+# Floating-point numbers hardly compress at any level, so use the lowest.
 _LEVEL = 1
 
 
@@ -31,7 +31,7 @@ class _HttpOutput(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    size: int | None  # bytes behind the JSON; None where the numbers are in it
+    size: int | None  # bytes after the JSON; None if the JSON contains the numbers
     shared: RegionSlice | None
 
 
@@ -44,7 +44,7 @@ async def encode(
     answer: JobResult,
     codec: Codec,
 ) -> tuple[list[Part], dict[str, str]]:
-    """The parts, in order, and the header fields that say what they are."""
+    """Return the parts of the body in order, and the header fields that describe them."""
     places = job.staging.outputs
     views = job.staging.views(places)
     outputs = tuple(
@@ -54,7 +54,7 @@ async def encode(
     about = (model, version, identity, tuple(answer.metadata.items()))
     if numbers := {o.name: _array(o, views[o.name]) for o in outputs if o.size is None and not o.shared}:
         head = await codec.run(job.deadline, _head_with, about, outputs, numbers)
-    else:  # kept where it has no id, which is another each time: a model's answers are of few shapes
+    else:  # cached unless the answer has an id, which is always new: a model's answers have few shapes
         head = _head_with(about, outputs, {}) if identity else _head(about, outputs)
     behind = [o for o in outputs if o.size is not None and not o.shared]
     parts: list[Part] = [head, *(views[o.name] for o in behind if o.size)]
@@ -76,7 +76,7 @@ def _head(about: _About, outputs: tuple[_HttpOutput, ...]) -> bytes:
 
 
 def _head_with(about: _About, outputs: tuple[_HttpOutput, ...], numbers: Mapping[str, NDArray[Any]]) -> bytes:
-    """Return the head, padded with spaces: a client that reads all into one buffer has aligned tensors."""
+    """Return the head, padded with spaces so that the tensors are aligned in a client's buffer."""
     model, version, identity, metadata = about
     listed = []
     for output in outputs:
@@ -98,7 +98,7 @@ def _head_with(about: _About, outputs: tuple[_HttpOutput, ...], numbers: Mapping
 
 
 async def compressed(parts: list[Part], coding: str) -> list[Part]:
-    """The same in `coding`, gzip or deflate; aside, for it takes its time."""
+    """Return the parts in `coding`, gzip or deflate. Runs in a thread, because it takes long."""
 
     def deflate() -> bytes:
         deflated = zlib.compressobj(_LEVEL, wbits=WINDOW_BITS[coding])

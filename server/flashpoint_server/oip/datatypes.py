@@ -1,4 +1,4 @@
-"""The protocol's names of dtypes."""
+"""The protocol's names for dtypes."""
 
 from __future__ import annotations
 

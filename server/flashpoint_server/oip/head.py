@@ -1,13 +1,14 @@
-"""The head of an infer request, before the bytes of its tensors, and its JSON over HTTP.
+"""The head of an infer request, before the bytes of its tensors: its JSON over HTTP.
 
     {"id": "…",
      "parameters": {"causal": true, "window_left": 128},
      "inputs": [{"name": "q", "shape": [8, 64], "datatype": "FP16", "parameters": {"binary_data_size": 1024}}, …],
      "outputs": [{"name": "o", "parameters": {"binary_data": true}}]}
 
-It says all that a safetensors head says, in other words; a tensor may also be there in numbers, under `data`. A bad
-head raises WireError (it is no such JSON) or FieldError (one of its fields is not valid).
-gRPC says the same in protobuf's words, which grpc/request.py reads.
+It contains the same information as a safetensors head. A tensor may also be given as numbers, in `data`. A bad head
+raises WireError (it is not such a JSON object) or FieldError (one of its fields is not valid).
+
+grpc/request.py parses the same information from protobuf.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from flashpoint_server.ipc.regions import RegionSlice
 from flashpoint_server.oip.datatypes import DTYPE_OF, numpy_dtype
 from flashpoint_server.refusal import invalid
 
-# A parameter holds one value: a pair of integers has a parameter for each, by these names.
+# A parameter has one value, so a pair of integers has two parameters with these names.
 SIDES = {
     name: tuple(f"{name}_{side}" for side in option.kind.sides)
     for name, option in OPTIONS.items()
     if isinstance(option.kind, Pair)
 }
-PRIORITY_LEVELS = 10  # 1 is the highest, as in Triton; ours are 9 to 0
+PRIORITY_LEVELS = 10  # 1 is the highest, as in Triton; it corresponds to our 9 and 10 to our 0
 _KEYS = {"id", "model_name", "model_version", "parameters", "inputs", "outputs"}
 SHARED = {"shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"}
 _SIZE_LIMIT = (1 << 63) - 1
 
 
 class Input(NamedTuple):
-    """A tensor in numbers (`array`) or in shared memory (`shared`); else `size` bytes follow."""
+    """A tensor as numbers (`array`), in shared memory (`shared`), or as `size` bytes that follow."""
 
     name: str
     info: TensorInfo
@@ -56,7 +57,7 @@ class Input(NamedTuple):
 
 
 class Output(NamedTuple):
-    """An output that a request lists; `binary` is None where it says nothing of that."""
+    """An output that a request lists. `binary` is None if the request does not say it."""
 
     name: str
     binary: bool | None = None
@@ -64,7 +65,7 @@ class Output(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """An output of the answer, and whether its bytes follow the answer's JSON, or go to `shared` memory."""
+    """An output of the answer. Its bytes follow the answer's JSON if `binary`, or go to `shared` memory."""
 
     name: str
     binary: bool
@@ -73,8 +74,10 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class InferHead:
-    """`outputs` are those asked for, empty where none is named. `timeout` is in microseconds, 0 for none; `priority` is
-    ours, 0 to 9."""
+    """The head of a request. `outputs` are the requested ones, or empty. `timeout` is in microseconds, 0 means none.
+
+    `priority` is ours, 0 to 9.
+    """
 
     id: str
     inputs: tuple[Input, ...]
@@ -83,11 +86,11 @@ class InferHead:
     binary: bool
     timeout: int
     priority: int
-    specs: dict[Direction, Spec] = field(default_factory=dict)  # that it was found to ask for
+    specs: dict[Direction, Spec] = field(default_factory=dict)  # cached plans
 
     @property
     def data_size(self) -> int:
-        """Bytes that follow."""
+        """The number of bytes that follow the head."""
         return sum(given.size for given in self.inputs)
 
     def spec(self, direction: Direction) -> Spec:
@@ -95,7 +98,7 @@ class InferHead:
         if direction not in self.specs:
             known = ANSWERS[direction]
             if unknown := [output.name for output in self.outputs if output.name not in known]:
-                raise invalid([("outputs", f"{unknown[0]!r} is none of {', '.join(known)}")])
+                raise invalid([("outputs", f"{unknown[0]!r} is not one of {', '.join(known)}")])
             names = [output.name for output in self.outputs]
             implied: dict[str, Any] = {}
             if names:
@@ -103,22 +106,22 @@ class InferHead:
             infos = {given.name: given.info for given in self.inputs}
             spec = make_spec(infos, implied | self.options, direction, "oip")
             if missing := [name for name in names if name not in spec.outputs]:
-                raise invalid([("outputs", f"{missing[0]!r} is asked for, and the parameters leave it out")])
+                raise invalid([("outputs", f"{missing[0]!r} is requested, but the parameters exclude it")])
             self.specs[direction] = spec
         return self.specs[direction]
 
     def deadline(self, settings: Settings) -> float | None:
-        """By its `timeout`, in `time.monotonic` seconds; None for no end."""
+        """Return the deadline from `timeout`, in `time.monotonic` seconds; None if there is none."""
         seconds = min(self.timeout / 1e6, settings.max_timeout_ms / 1e3)
         return time.monotonic() + seconds if seconds else None
 
     def wanted(self, spec: Spec) -> tuple[Wanted, ...]:
-        """The outputs of the answer, in its order."""
+        """Return the outputs of the answer, in order."""
         return self.outputs or tuple(Wanted(name, self.binary) for name in spec.outputs)
 
 
 def parse(text: bytes) -> InferHead:
-    """Raises WireError and FieldError."""
+    """Parse the JSON of a head. Raises WireError and FieldError."""
     try:
         message = strictjson.loads(text, words=True)
     except ValueError as error:
@@ -135,15 +138,15 @@ def parse(text: bytes) -> InferHead:
 def make_head(
     identity: str, inputs: Sequence[Input], outputs: Sequence[Output], said: dict[str, Any], *, binary: bool
 ) -> InferHead:
-    """Return the head of a request with the parameters `said` and its lists. Raises WireError and FieldError."""
+    """Return the head from the parameters `said`, the inputs and the outputs. Raises WireError and FieldError."""
     binary = _flag("binary_data_output", said.pop("binary_data_output", binary))
     timeout = _count("timeout", said.pop("timeout", 0), _SIZE_LIMIT)
     level = _count("priority", said.pop("priority", 0), PRIORITY_LEVELS)
     for what, names in (("inputs", [i.name for i in inputs]), ("outputs", [o.name for o in outputs])):
         if len(names) > TENSOR_LIMIT:
-            raise WireError(f"{len(names)} {what} are over the limit of {TENSOR_LIMIT}")
+            raise WireError(f"{len(names)} {what} exceed the limit of {TENSOR_LIMIT}")
         if twice := [name for name in names if names.count(name) > 1]:
-            raise FieldError(what, f"{twice[0]!r} is named twice")
+            raise FieldError(what, f"{twice[0]!r} appears twice")
     wanted = tuple(Wanted(o.name, binary if o.binary is None else o.binary, o.shared) for o in outputs)
     priority = PRIORITY_LEVELS - level if level else 0
     return InferHead(identity, tuple(inputs), wanted, _options(said), binary, timeout, priority)
@@ -156,7 +159,7 @@ def _options(said: dict[str, Any]) -> dict[str, Any]:
             raise FieldError(name, "must be a string, a number, true or false")
     for name, sides in SIDES.items():
         if name in said:
-            raise FieldError(name, f"is said by {' and '.join(sides)}")
+            raise FieldError(name, f"is not a parameter: use {' and '.join(sides)}")
         if any(side in said for side in sides):
             defaults = zip(sides, OPTIONS[name].default, strict=True)
             said[name] = [said.pop(side, default) for side, default in defaults]
@@ -175,19 +178,19 @@ def _input(entry: Any) -> Input:
     parameters = parameters_of(name, entry, {"binary_data_size", *SHARED})
     shared = shared_at(name, parameters)
     if ("data" in entry) + ("binary_data_size" in parameters) + (shared is not None) != 1:
-        raise WireError(f"{name!r} must have either data or a binary_data_size, or lie in shared memory")
+        raise WireError(f"{name!r} must have data or a binary_data_size, or be in shared memory")
     if shared is not None:
         return Input(name, info, shared=shared)
     if "data" in entry:
         return Input(name, info, _numbers(name, info, entry["data"]))
     size, due = parameters["binary_data_size"], size_of(info)
     if type(size) is not int or size != due:
-        raise WireError(f"{name!r} has a binary_data_size of {size!r} where {datatype} of its shape has {due}")
+        raise WireError(f"{name!r} has a binary_data_size of {size!r}, but {datatype} of its shape needs {due}")
     return Input(name, info, size=size)
 
 
 def size_of(info: TensorInfo) -> int:
-    """Bytes of a tensor of any datatype, one that attention takes or not."""
+    """Return the bytes of a tensor of any datatype, whether attention supports it or not."""
     return math.prod(info.shape) * ITEMSIZE[info.dtype]
 
 
@@ -198,21 +201,21 @@ def tensor_info(name: str, shape: Any, datatype: Any) -> TensorInfo:
     if len(shape) > RANK_LIMIT:
         raise FieldError(name, f"has {len(shape)} dimensions, over the limit of {RANK_LIMIT}")
     if not isinstance(datatype, str) or datatype not in DTYPE_OF:
-        raise FieldError(name, f"datatype {datatype!r} is none of {', '.join(DTYPE_OF)}")
+        raise FieldError(name, f"datatype {datatype!r} is not one of {', '.join(DTYPE_OF)}")
     dtype = DTYPE_OF[datatype]
-    # A 0 among the sizes must not hide a product that array libraries cannot hold.
+    # Sizes of 0 do not count here: the product of the others must still fit array libraries.
     if math.prod(max(n, 1) for n in shape) * ITEMSIZE[dtype] > _SIZE_LIMIT:
         raise FieldError(name, "has a shape that overflows")
     return TensorInfo(dtype, tuple(shape))
 
 
 def _numbers(name: str, info: TensorInfo, data: Any) -> NDArray[Any]:
-    """A tensor's numbers, flat or nested."""
+    """Return a tensor's numbers from a flat or nested list."""
     if not isinstance(data, list):
         raise FieldError(name, "data must be a list")
     nested, flat = jsonwire.elements(name, data)
     if nested not in (info.shape, (math.prod(info.shape),)):
-        raise FieldError(name, f"data of shape {list(nested)} is not of its shape {list(info.shape)}")
+        raise FieldError(name, f"data of shape {list(nested)} does not fit its shape {list(info.shape)}")
     return jsonwire.array(name, flat, numpy_dtype(info.dtype)).reshape(info.shape)
 
 
@@ -226,17 +229,17 @@ def _output(entry: Any) -> Output:
 
 
 def binary_of(parameters: dict[str, Any]) -> bool | None:
-    """Whether an output's parameters ask for bytes; None where they say nothing of it. Raises FieldError."""
+    """Return whether an output's parameters request bytes; None if they do not say. Raises FieldError."""
     return _flag("binary_data", parameters["binary_data"]) if "binary_data" in parameters else None
 
 
 def shared_at(name: str, parameters: dict[str, Any]) -> RegionSlice | None:
-    """Where in shared memory a tensor's parameters say that it lies. Raises FieldError."""
+    """Return a tensor's location in shared memory from its parameters, if any. Raises FieldError."""
     if not parameters.keys() & SHARED:
         return None
     region = parameters.get("shared_memory_region")
     if not isinstance(region, str) or "shared_memory_byte_size" not in parameters:
-        raise FieldError(name, "in shared memory has a shared_memory_region and a shared_memory_byte_size")
+        raise FieldError(name, "in shared memory needs a shared_memory_region and a shared_memory_byte_size")
     offset, size = (
         _count(f"{name}.shared_memory_{what}", parameters.get(f"shared_memory_{what}", 0), _SIZE_LIMIT)
         for what in ("offset", "byte_size")
@@ -248,7 +251,7 @@ def _object(what: str, value: Any, known: Iterable[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise WireError(f"{what} must be a JSON object")
     if unknown := [key for key in value if key not in known]:
-        raise WireError(f"{what} has {unknown[0]!r}, which is not known")
+        raise WireError(f"{what} has an unknown field {unknown[0]!r}")
     return value
 
 
@@ -259,12 +262,12 @@ def _list(what: str, value: Any) -> list[Any]:
 
 
 def parameters_of(owner: str, entry: dict[str, Any], known: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return a copy of the parameters. Those of the request itself are `known` options."""
+    """Return a copy of the parameters. Raises FieldError for one that is not `known`; None allows all."""
     parameters = entry.get("parameters", {})
     if not isinstance(parameters, dict):
         raise WireError(f"parameters of {owner!r} must be a JSON object")
     if known is not None and (unknown := [key for key in parameters if key not in known]):
-        raise FieldError(owner, f"parameter {unknown[0]!r} is not known")
+        raise FieldError(owner, f"parameter {unknown[0]!r} is unknown")
     return dict(parameters)
 
 

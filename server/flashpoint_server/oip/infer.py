@@ -26,13 +26,13 @@ from flashpoint_server.routes.pipeline import RouteRequest, admit, authorize, be
 
 HEAD_LENGTH = "inference-header-content-length"
 
-# A model sends the same few heads again and again. A long one is read anew, in another process: its numbers take time.
+# A model repeats the same few heads. A long head contains numbers and takes time, so another process parses it.
 _SHORT = 4096  # bytes
 _parse_again = lru_cache(256)(parse)
 
 
 class _HttpMessage(InferMessage):
-    """The bytes of tensors follow the head in the body; `rest` came with it."""
+    """A message whose tensors' bytes follow the head in the body. `rest` arrived with the head."""
 
     def __init__(self, head: InferHead, regions: Regions, owner: str, rest: bytes) -> None:
         super().__init__(head, regions, owner)
@@ -44,7 +44,7 @@ class _HttpMessage(InferMessage):
 
 
 def make_body(scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings) -> RequestBody:
-    """Return the body of a request, which may come compressed."""
+    """Return the body of a request; it may be compressed."""
     coding = headers.get("content-encoding", "")
     if coding in WINDOW_BITS:
         return InflatedBody(scope, receive, headers, settings, coding)
@@ -52,7 +52,7 @@ def make_body(scope: Scope, receive: Receive, headers: Mapping[str, str], settin
 
 
 class Counted:
-    """Counts the requests to `model` as they end. Without `model`, each exchange's facts name it (gRPC)."""
+    """Counts the requests to `model` when they end. Without `model`, the exchange's facts name it (gRPC)."""
 
     def __init__(self, app: ASGIApp, statistics: Statistics, model: str | None = None) -> None:
         self._app = app
@@ -74,7 +74,10 @@ async def infer(request: RouteRequest, model: Model, statistics: Statistics) -> 
     headers, codec = request.headers, request.service.codec
     authorize(request, "attention")
     if (coding := headers.get("content-encoding", "identity")) not in ("identity", *WINDOW_BITS):
-        raise Refusal("unsupported_media_type", f"a body in content coding {coding} is not taken")
+        raise Refusal(
+            "unsupported_media_type",
+            f"content coding {coding} is not supported; use {' or '.join(WINDOW_BITS)}, or none",
+        )
     begin(request)
     message = await _read(request)
     head = message.head
@@ -89,7 +92,7 @@ async def infer(request: RouteRequest, model: Model, statistics: Statistics) -> 
 
 
 async def _read(request: RouteRequest) -> InferMessage:
-    """Read the head; a long body of JSON alone is admitted by its length first. Raises Refusal."""
+    """Read the head. A long JSON body is admitted by its length first. Raises Refusal."""
     body, service, settings = request.body, request.service, request.service.settings
     size = _head_size(request.headers.get(HEAD_LENGTH), settings.head_limit)
     if size is None:
@@ -107,30 +110,35 @@ async def _read(request: RouteRequest) -> InferMessage:
         raise invalid([(error.field, error.message)]) from None
     if size is not None and body.length is not None and body.length != size + head.data_size:
         due = size + head.data_size
-        raise Refusal("malformed_body", f"the body has {body.length} bytes where its head says {due}")
+        raise Refusal("malformed_body", f"the body has {body.length} bytes, but its head says {due}")
     body.check_length(len(text) + head.data_size)
     assert request.caller is not None
     return _HttpMessage(head, service.regions, request.caller.name, rest)
 
 
 def _head_size(said: str | None, limit: int) -> int | None:
-    """Return the bytes of JSON before the tensors, by its header; None where all is JSON. Raises Refusal 400."""
+    """Return the bytes of JSON before the tensors from the header; None if the body is only JSON.
+
+    Raises Refusal 400.
+    """
     if said is None:
         return None
     if not (said.isascii() and said.isdecimal() and len(said) < 16):
         raise Refusal("malformed_body", "Inference-Header-Content-Length must be a number of bytes")
     if not int(said):
-        raise Refusal("malformed_body", "a raw request has one input, and attention takes three at least")
+        raise Refusal(
+            "malformed_body", "raw requests are not supported: they have one input, and attention needs three"
+        )
     if int(said) > limit:
-        raise Refusal("malformed_body", f"a head of {said} bytes is over the limit of {limit}")
+        raise Refusal("malformed_body", f"a head of {said} bytes exceeds the limit of {limit}")
     return int(said)
 
 
 async def _start(body: RequestBody, size: int) -> tuple[bytes, bytes]:
-    """Return the first `size` bytes, and what came with them. Raises Refusal."""
+    """Return the first `size` bytes, and the bytes that arrived with them. Raises Refusal."""
     start = bytearray()
     while len(start) < size:
         if not (chunk := await body.next()):
-            raise Refusal("malformed_body", f"the body ends after {len(start)} bytes, within the head")
+            raise Refusal("malformed_body", f"the body ends after {len(start)} bytes, inside its head")
         start += chunk
     return bytes(start[:size]), bytes(memoryview(start)[size:])

@@ -1,4 +1,4 @@
-"""A body that comes compressed, and is inflated as it comes: bounded, like any other, in what it amounts to."""
+"""A compressed body. It is decompressed as it arrives; the limit also applies to the decompressed size."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.http.body import RequestBody
 from flashpoint_server.refusal import Refusal
 
-WINDOW_BITS = {"gzip": 31, "deflate": 15}  # as zlib counts: with gzip's wrapping, and with zlib's own
-AT_ONCE = 1 << 17  # bytes inflated before others get their turn
+WINDOW_BITS = {"gzip": 31, "deflate": 15}  # zlib's `wbits` for gzip's format and for its own
+AT_ONCE = 1 << 17  # maximum bytes to decompress before other requests get their turn
 
 
 class InflatedBody(RequestBody):
-    """As `RequestBody`, of the bytes within. `limit` holds for what comes, and for what that amounts to."""
+    """Like `RequestBody`, with decompressed bytes. `limit` applies to the compressed and to the decompressed size."""
 
     def __init__(
         self, scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings, coding: str
     ) -> None:
         super().__init__(scope, receive, headers, settings)
-        self.length = None  # of what is within: nobody says it
+        self.length = None  # the decompressed length is unknown
         self._zlib = zlib.decompressobj(WINDOW_BITS[coding])
-        self._held = b""  # has come, and is not inflated yet
-        self._within = False  # zlib may hold more than it gave
+        self._held = b""  # arrived, but not decompressed
+        self._within = False  # zlib may hold more output
         self._inflated = 0
 
     async def next(self) -> bytes:
@@ -34,11 +34,11 @@ class InflatedBody(RequestBody):
             if not self._held and not self._within:
                 self._held = await super().next()
                 if not self._held:
-                    raise Refusal("malformed_body", "the compressed body ends too soon")
+                    raise Refusal("malformed_body", "the compressed body is incomplete")
             try:
                 piece = self._zlib.decompress(self._held, AT_ONCE)
             except zlib.error as error:
-                raise Refusal("malformed_body", f"the body is not what its content coding says: {error}") from None
+                raise Refusal("malformed_body", f"the body does not have its content coding: {error}") from None
             self._held, self._within = self._zlib.unconsumed_tail, len(piece) == AT_ONCE
             self._inflated += len(piece)
             self.check_length(self._inflated)
@@ -46,5 +46,5 @@ class InflatedBody(RequestBody):
                 await asyncio.sleep(0)
                 return piece
         if self._zlib.unused_data or await super().next():
-            raise Refusal("malformed_body", "the body goes on behind the end of what is compressed")
+            raise Refusal("malformed_body", "the body continues after the end of its compressed data")
         return b""

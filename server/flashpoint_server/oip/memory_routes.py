@@ -1,7 +1,7 @@
-"""/v2/systemsharedmemory: callers on this host register memory of theirs, see ipc/regions.py.
+"""/v2/systemsharedmemory: callers on this host register their shared memory (see ipc/regions.py).
 
-As in Triton, whose clients begin by unregistering whatever there may be: where shared memory is off there are no
-regions, and unregistering what is not there does nothing. CUDA shared memory is always off.
+Triton's clients begin by unregistering everything. So, as in Triton, unregistering an unknown region does nothing, and
+with shared memory off there are no regions. CUDA shared memory is always off.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from flashpoint_server.refusal import Refusal
 from flashpoint_server.service import Service
 
 _OFF = "shared memory is off on this server: see --shared-memory-bytes"
-REQUEST_LIMIT = 4096  # bytes; a key has 255 at most
+REQUEST_LIMIT = 4096  # bytes; a key has at most 255
 
 
 class Registration(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     key: str = Field(description="Name of the POSIX shared memory object.")
-    offset: int = Field(0, ge=0, description="Where the region begins in it.")
+    offset: int = Field(0, ge=0, description="Offset of the region in the object, in bytes.")
     byte_size: int = Field(gt=0)
 
 
 class RegionStatus(BaseModel):
-    """`key` is always empty: anyone who knows it could open the object."""
+    """A region. `key` is always empty, because everybody who knows it could open the object."""
 
     name: str
     key: str = ""
@@ -52,12 +52,12 @@ def router(service: Service) -> APIRouter:
         return _owner(service, request)
 
     def check_on() -> None:
-        """Raises Refusal 404."""
+        """Raise Refusal 404 if shared memory is off."""
         if not service.regions.limit:
             raise Refusal("not_found", _OFF)
 
     locked = ("unauthorized", "forbidden", "cross_site")
-    unknown = "no region 'mine' is registered"
+    unknown = "region 'mine' is not registered"
 
     @routes.get("/status", summary="List the regions of your key", responses=errors(*locked))
     async def all_status(request: Request) -> list[RegionStatus]:
@@ -74,7 +74,7 @@ def router(service: Service) -> APIRouter:
     wrong = errors(
         *(*locked, "malformed_body", "not_found", "body_too_large", "work_too_large", "invalid_request"),
         not_found=_OFF,
-        invalid_request="key: no shared memory object that this server may use has it",
+        invalid_request="key: this server cannot open a shared memory object with this key",
     )
 
     @routes.post("/region/{name}/register", summary="Register a region", responses=wrong, openapi_extra=schema)
@@ -100,7 +100,7 @@ def router(service: Service) -> APIRouter:
 
 
 def cuda_router(service: Service) -> APIRouter:
-    """No region of a GPU's memory can be registered: that there is none is all that a client may hear."""
+    """Return the routes of CUDA shared memory. It is not supported, so there are never any regions."""
     routes = APIRouter(prefix="/v2/cudasharedmemory", tags=[TAG], include_in_schema=False)
 
     @routes.get("/status")
@@ -118,10 +118,10 @@ def cuda_router(service: Service) -> APIRouter:
 
 
 def _owner(service: Service, request: Request) -> str:
-    """Return the caller's key, whose regions are spoken of. Raises Refusal 401, 403."""
+    """Return the name of the caller's key, which owns the regions. Raises Refusal 401 and 403."""
     caller = service.admit(Exchange.of(request.scope), "admin")
-    if "origin" in request.headers:  # a page in a browser on this host, which would act for its viewer
-        raise Refusal("forbidden", "shared memory is not for pages in a browser")
+    if "origin" in request.headers:  # sent by a web page, which would act with its viewer's access to this host
+        raise Refusal("forbidden", "web pages may not use shared memory")
     return caller.name
 
 

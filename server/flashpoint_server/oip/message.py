@@ -1,4 +1,4 @@
-"""An inference with its tensors' places: what a head says, over HTTP and over gRPC."""
+"""The message of an inference, over HTTP and over gRPC: the content of its head, and its tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashpoint_server.oip.head import InferHead, Input
 
 
 class InferMessage(TensorMessage):
-    """An inference whose head has been read. `owner` is the caller's key, who may name regions of its own."""
+    """An inference whose head has been read. `owner` is the caller's key; only its regions can be used."""
 
     def __init__(self, head: InferHead, regions: Regions, owner: str) -> None:
         self.head = head
@@ -29,7 +29,7 @@ class InferMessage(TensorMessage):
         return self.head.options
 
     def spec(self, direction: Direction) -> Spec:
-        """Return the problem, to which outputs that are asked for belong. Raises Refusal 422."""
+        """Return the problem. Requested outputs belong to it. Raises Refusal 422."""
         return self.head.spec(direction)
 
     def numbers(self, spec: Spec) -> list[TensorInfo]:
@@ -37,7 +37,7 @@ class InferMessage(TensorMessage):
         return [spec.outputs[o.name] for o in self.head.wanted(spec) if not (o.binary or o.shared)]
 
     def elsewhere(self, spec: Spec) -> Mapping[str, tuple[Region, int]]:
-        """Return the tensors in shared memory, but for those whose values are checked: they are read once."""
+        """Return the tensors in shared memory, except index tensors: their values are checked, so they are copied."""
         locate = partial(self._regions.locate, self._owner)
         inputs, wanted = self.head.inputs, self.head.wanted(spec)
         given = {i.name: locate(i.name, i.info, i.shared) for i in inputs if i.shared and i.name not in INDEX_TENSORS}
@@ -48,11 +48,11 @@ class InferMessage(TensorMessage):
 
     @property
     def following(self) -> Iterable[Input]:
-        """The inputs whose bytes follow the head, in their order."""
+        """The inputs whose bytes follow the head, in order."""
         return (given for given in self.head.inputs if given.array is None and given.shared is None)
 
     def fill(self, places: Mapping[str, memoryview]) -> None:
-        """Copy to their places the tensors that the head has as numbers, and the checked ones of shared memory."""
+        """Copy tensors to their places: those given as numbers, and index tensors from shared memory."""
         for given in self.head.inputs:
             if given.array is not None:
                 places[given.name][:] = bytes_of(given.array)

@@ -1,4 +1,4 @@
-"""The two models, and how the protocol describes them: metadata, and a configuration as Triton has it."""
+"""The two models, and their descriptions in the protocol: metadata, and Triton's configuration."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ MODELS = {
 
 
 def find(name: str, version: str = "") -> Model:
-    """The model of that name, where `version` is empty or its own. Raises Refusal 404."""
+    """Return the model of this name and version; an empty version means any. Raises Refusal 404."""
     if name not in MODELS:
-        raise Refusal("not_found", f"there is no model {name!r}; there are {', '.join(MODELS)}")
+        raise Refusal("not_found", f"model {name!r} does not exist; use {' or '.join(MODELS)}")
     if version not in ("", VERSION):
-        raise Refusal("not_found", f"model {name!r} has no version {version!r}, but {VERSION}")
+        raise Refusal("not_found", f"model {name!r} has only version {VERSION}, not {version!r}")
     return MODELS[name]
 
 
 class TensorMetadata(BaseModel):
-    """`datatype` is one that is served; `parameters` name all of them."""
+    """A tensor of a model. `datatype` is the usual one; `parameters` contain all."""
 
     name: str
     datatype: str
@@ -74,10 +74,10 @@ class ServerMetadata(BaseModel):
 
 
 def datatypes(name: str) -> list[str]:
-    """Those that a tensor may have, the usual one first."""
+    """Return the datatypes of a tensor, the usual one first."""
     row = TENSORS[name]
     dtypes = (*row.dtypes, *(dtype for dtype in row.quantized if dtype in DATATYPE_OF))
-    if "float16" not in dtypes and "float32" in dtypes:  # lse and its gradient: float32 whatever q has
+    if "float16" not in dtypes and "float32" in dtypes:  # lse and its gradient are always float32
         dtypes = ("float32",)
     usual = ("float32", "int64")
     return [DATATYPE_OF[dtype] for dtype in sorted(dtypes, key=lambda dtype: (dtype not in usual, dtype == "bool"))]
@@ -106,7 +106,7 @@ def metadata(model: Model) -> ModelMetadata:
 
 
 def configuration(model: Model, max_queue_delay: float) -> dict[str, Any]:
-    """As Triton's `ModelConfig`, in JSON. `max_queue_delay` is in seconds."""
+    """Return the model's configuration as Triton's `ModelConfig` in JSON. `max_queue_delay` is in seconds."""
 
     def tensor(name: str) -> dict[str, Any]:
         return {
@@ -120,7 +120,7 @@ def configuration(model: Model, max_queue_delay: float) -> dict[str, Any]:
         "platform": PLATFORM,
         "backend": PLATFORM,
         "version_policy": {"latest": {"num_versions": 1}},
-        "max_batch_size": 0,  # a tensor's shape says all of it; requests are batched whatever theirs are
+        "max_batch_size": 0,  # tensors have no separate batch dimension here; requests of all shapes are batched
         "input": [{**tensor(name), "optional": name not in model.required} for name in model.inputs],
         "output": [tensor(name) for name in model.outputs],
         "dynamic_batching": {
@@ -133,7 +133,7 @@ def configuration(model: Model, max_queue_delay: float) -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, Any]:
-    """The options as parameters, which hold one value each: see head.py."""
+    """Return the defaults of the options as parameters, which have one value each (see head.py)."""
     found: dict[str, Any] = {}
     for name, option in OPTIONS.items():
         if name in SIDES:

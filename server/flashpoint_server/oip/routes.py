@@ -1,4 +1,4 @@
-"""The routes of /v2 beside inference: health, metadata, configuration, statistics, an index of the models."""
+"""The routes of /v2 other than inference: health, metadata, configuration, statistics and an index of the models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashpoint_server.oip.statistics import model_stats
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.service import Service
 
-# The framework is not told of it: what is not among the models is 404, as the protocol has it, not an invalid value.
+# Not declared to FastAPI: an unknown model must be a 404, as in the protocol, and not an invalid value.
 _NAMED = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"enum": [*MODELS]}}]}
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "parameters", "schedule_policy", "statistics"]
 
@@ -54,14 +54,14 @@ def infer_paths(model: Model) -> list[str]:
 
 
 def written(refusal: Refusal, _: str) -> tuple[str, bytes]:
-    """Return media type and body of a refusal under /v2: `{"error": …}`."""
+    """Return media type and body of an error under /v2: `{"error": …}`."""
     text = json.dumps({"error": refusal.detail}, ensure_ascii=False)
     return jsonwire.MEDIA_TYPE, text.encode("utf-8", "replace")
 
 
 def router(service: Service) -> APIRouter:
     locked, not_ready = errors("unauthorized", "forbidden", "cross_site"), errors("not_ready", "draining")
-    known = errors("not_found", not_found="there is no model 'attentoin'; there are attention, attention_grad")
+    known = errors("not_found", not_found="model 'attentoin' does not exist; use attention or attention_grad")
     routes = APIRouter(prefix="/v2", tags=[TAG])
 
     extensions = [*EXTENSIONS, *(["system_shared_memory"] if service.regions.limit else [])]
@@ -90,7 +90,7 @@ def router(service: Service) -> APIRouter:
             state, reason = "UNAVAILABLE", refusal.detail
         return [IndexEntry(name=name, version=VERSION, state=state, reason=reason) for name in MODELS]
 
-    @routes.get("/models/stats", summary="Statistics of all models", responses=locked)
+    @routes.get("/models/stats", summary="Get the statistics of all models", responses=locked)
     async def all_stats(request: Request) -> dict[str, Any]:
         service.admit(Exchange.of(request.scope), "metrics")
         return stats(*MODELS.values())
@@ -119,7 +119,9 @@ def router(service: Service) -> APIRouter:
         return models.configuration(_model(request), service.settings.max_queue_delay)
 
     @routes.get("/models/{name}/versions/{version}/stats", include_in_schema=False)
-    @routes.get("/models/{name}/stats", summary="Statistics of a model", responses=locked | known, openapi_extra=_NAMED)
+    @routes.get(
+        "/models/{name}/stats", summary="Get a model's statistics", responses=locked | known, openapi_extra=_NAMED
+    )
     async def model_statistics(request: Request) -> dict[str, Any]:
         service.admit(Exchange.of(request.scope), "metrics")
         return stats(_model(request))
@@ -138,5 +140,5 @@ def router(service: Service) -> APIRouter:
 
 
 def _model(request: Request) -> Model:
-    """The one that the path names, a version of it too at times. Raises Refusal 404."""
+    """Return the model in the path, whose version is optional. Raises Refusal 404."""
     return models.find(request.path_params["name"], request.path_params.get("version", VERSION))

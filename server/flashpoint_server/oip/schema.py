@@ -1,4 +1,4 @@
-"""Inference in OpenAPI: the JSON form as a schema, and the binary extension, which OpenAPI cannot express, in words."""
+"""Inference in OpenAPI: the JSON form as a schema; OpenAPI cannot express the binary form, so a text describes it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DO = {"name": "do", "shape": [2, 2], "datatype": "FP32", "data": [1, 1, 1, 1]}
 
 
 def errors(*codes: str, **details: str) -> dict[int | str, dict[str, Any]]:
-    """Return the responses that are errors as /v2 writes them; `details` as in `problems`."""
+    """Return the error responses in the form of /v2. `details` are as in `problems`."""
     return {
         status: {**response, "content": {jsonwire.MEDIA_TYPE: _plain(response["content"][MEDIA_TYPE]["examples"])}}
         for status, response in problems(*codes, **details).items()
@@ -48,7 +48,7 @@ def _plain(examples: dict[str, Any]) -> dict[str, Any]:
 
 
 def add(document: dict[str, Any]) -> None:
-    """Add the operations of inference, and what the routes refer to."""
+    """Add the operations of inference, and the schemas of all routes."""
     schemas = document["components"]["schemas"]
     schemas["ProtocolError"] = _ERROR
     schemas["InferAnswer"] = _answer()
@@ -115,7 +115,7 @@ def _parameters() -> dict[str, Any]:
     for name, names in SIDES.items():
         sides |= zip(names, options.pop(name)["prefixItems"], strict=True)
     nullable = [name for name, option in options.items() if {"type": "null"} in option.get("anyOf", [])]
-    for name in nullable:  # a parameter is left out instead
+    for name in nullable:  # in this protocol a parameter is omitted instead
         (given,) = (kind for kind in options[name]["anyOf"] if kind != {"type": "null"})
         options[name] = given | {"description": options[name]["description"]}
     return {
@@ -127,13 +127,13 @@ def _parameters() -> dict[str, Any]:
             "type": "integer",
             "minimum": 0,
             "maximum": (1 << 63) - 1,
-            "description": "Microseconds; 0 is none.",
+            "description": "Timeout in microseconds; 0 means none.",
         },
         "priority": {
             "type": "integer",
             "minimum": 0,
             "maximum": PRIORITY_LEVELS,
-            "description": "1 is first, 10 is last; 0 is 10.",
+            "description": "1 is the highest priority, 10 the lowest; 0 means 10.",
         },
     }
 
@@ -146,7 +146,7 @@ def _answer() -> dict[str, Any]:
         "data": {"$ref": "#/components/schemas/TensorRows"},
         "parameters": {
             "type": "object",
-            "description": "Where the tensor is instead of `data`: after this JSON, or in shared memory.",
+            "description": "Without `data`: the location of the tensor, after this JSON or in shared memory.",
         },
     }
     return _object(

@@ -1,4 +1,4 @@
-"""Statistics of a model: counted among the metrics, for all HTTP processes, in the form of Triton's `model_stats`."""
+"""Statistics of the models: metrics of all HTTP processes, in the form of Triton's `model_stats`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
 
-# Triton's stages of a launch, and ours.
+# Triton's stages of a launch, and the corresponding ones of ours.
 _STAGES = {"compute_input": "copy_in", "compute_infer": "compute", "compute_output": "copy_out"}
 
 
@@ -19,21 +19,28 @@ class Statistics:
         def counter(name: str, help_: str, *labels: str) -> Counter:
             return Counter(f"flashpoint_model_{name}", help_, ("model", *labels), registry=registry)
 
-        self._requests = counter("requests", "Infer requests under /v2 by result: success, fail", "how")
-        self._seconds = counter("request_seconds", "Seconds from an infer request's head to its end", "how")
-        self._queue = counter("queue_seconds", "Queue seconds of successful infer requests")
-        self._batched = counter("batched_requests", "Successful infer requests by launch size", "size")
-        self._stages = counter("stage_seconds", "Seconds of each stage of their launches", "size", "stage")
+        self._requests = counter("requests", "Inference requests (/v2, gRPC) by result: success or fail", "how")
+        self._seconds = counter(
+            "request_seconds", "Seconds from an inference request's head to the end of its answer", "how"
+        )
+        self._queue = counter("queue_seconds", "Seconds in the queue of successful inference requests")
+        self._batched = counter("batched_requests", "Successful inference requests by the size of their launch", "size")
+        self._stages = counter(
+            "stage_seconds",
+            "Seconds of each stage of successful inference requests, by the size of their launch",
+            "size",
+            "stage",
+        )
         self._last = Gauge(
             "flashpoint_model_last_seconds",
-            "When the last one succeeded, in Unix time",
+            "Unix time of the last successful inference request",
             ("model",),
             registry=registry,
             multiprocess_mode="max",
         )
 
     def ended(self, model: str, success: bool, seconds: float) -> None:
-        """A request is over."""
+        """Count a request that has ended."""
         how = "success" if success else "fail"
         self._requests.labels(model, how).inc()
         self._seconds.labels(model, how).inc(seconds)
@@ -41,7 +48,7 @@ class Statistics:
             self._last.labels(model).set(time.time())
 
     def computed(self, model: str, batch_size: int, stages: Mapping[str, float]) -> None:
-        """Beside that, of one that succeeded: the requests in its launch, and seconds by stage."""
+        """Count the launch size and the seconds by stage of a successful request."""
         self._queue.labels(model).inc(stages["queue"])
         self._batched.labels(model, str(batch_size)).inc()
         for stage in _STAGES.values():
@@ -49,7 +56,7 @@ class Statistics:
 
 
 def model_stats(model: str, version: str, metrics: Iterable[Metric]) -> dict[str, Any]:
-    """One model's entry of `model_stats`, from the metrics of all processes. Times are in nanoseconds there."""
+    """Return a model's entry in `model_stats`, from the metrics of all processes. Times are in nanoseconds."""
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for metric in metrics:
         for sample in metric.samples:
@@ -68,7 +75,8 @@ def model_stats(model: str, version: str, metrics: Iterable[Metric]) -> dict[str
         size: int(of("batched_requests", str(size)))
         for size in sorted(int(s) for (s,) in found.get("batched_requests", {}))
     }
-    launches = {size: -(-count // size) for size, count in sizes.items()}  # a launch serves as many as its size
+    # a launch serves as many requests as its size
+    launches = {size: -(-count // size) for size, count in sizes.items()}
     batches = [
         {
             "batch_size": size,

@@ -1,6 +1,6 @@
-"""GET /, GET /docs, GET /docs/errors and GET /static/…: the page, rendered once from the schemas, Swagger UI, errors.
+"""GET /, GET /docs, GET /docs/errors and GET /static/…: the page, Swagger UI and the list of errors, rendered at start.
 
-They hold nothing secret: what they show, they ask of the API, with the key that their reader gives them.
+They contain no secrets. The page gets its data from the API, with the key that the user enters.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from flashpoint_server.page.errors import ERRORS
 from flashpoint_server.refusal import STATUS, Refusal
 from flashpoint_server.service import Service
 
-# The page's own files alone; no inline script or style, no other host.
+# Allow only the page's own files: no inline scripts or styles, and no other host.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# Swagger UI styles elements by their attributes, and brings its icons with it.
+# Swagger UI sets style attributes on elements, and contains its icons as data URLs.
 DOCS_POLICY = POLICY.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'").replace(
     "img-src 'self'", "img-src 'self' data:"
 )
 HEADERS = {
-    "Cache-Control": "no-cache",  # asked for again each time, and answered 304: an upgrade is seen at once
+    # revalidated at each request and answered with 304, so that an upgrade is visible at once
+    "Cache-Control": "no-cache",
     "Referrer-Policy": "no-referrer",
 }
 HTML = "text/html; charset=utf-8"
@@ -77,14 +78,14 @@ def router(service: Service) -> APIRouter:
     @routes.get("/static/{name}")
     async def file(name: str, request: Request) -> Response:
         if name not in static:
-            raise Refusal("not_found", f"there is no {request.url.path}")
+            raise Refusal("not_found", f"{request.url.path} does not exist")
         return static[name].answer(request)
 
     return routes
 
 
 class _File:
-    """A file in memory, served under one address."""
+    """A file in memory, served at one path."""
 
     def __init__(self, content: bytes, media_type: str, policy: str = POLICY) -> None:
         self._content, self._media_type, self._policy = content, media_type, policy
@@ -107,7 +108,7 @@ def _templates() -> Environment:
 
 
 def _words(text: str) -> Markup:
-    """A sentence, with what stands in backquotes as code."""
+    """Return a sentence as HTML, with the text in backquotes as code."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text[:1].upper() + text[1:]))))
 
 

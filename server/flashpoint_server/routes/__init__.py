@@ -1,1 +1,1 @@
-"""The calls: each reads a request, checks it, has it computed and writes the answer."""
+"""The routes. Each reads a request, checks it, lets an engine compute it, and writes the answer."""

@@ -1,4 +1,4 @@
-"""/benchmark: a grid timed beside the traffic, watched as it goes, drawn, and cancelled."""
+"""/benchmark: time a grid of cases while the server serves other requests; follow, draw and cancel it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from flashpoint_server.routes.benchmark_state import Benchmarks, KnownBenchmark,
 from flashpoint_server.routes.problem_schema import problems
 from flashpoint_server.service import Service
 
-HEARTBEAT_SECONDS = 1.0  # between comments in a stream where nothing happens: a stopping server is noticed
-CANCEL_SECONDS = 5.0  # how long a slice in which nothing can be stopped is waited for
+# between comments in an idle stream; also the delay until a stream notices that the server stops
+HEARTBEAT_SECONDS = 1.0
+CANCEL_SECONDS = 5.0  # maximum wait for a running slice, which cannot be interrupted
 
-REQUEST_LIMIT = 1 << 16  # bytes; hundreds of shapes
+REQUEST_LIMIT = 1 << 16  # bytes; enough for hundreds of shapes
 _SCHEMA = {"$ref": "#/components/schemas/BenchmarkRequest"}
 _CONTENT = {jsonwire.MEDIA_TYPE: {"schema": _SCHEMA, "examples": openapi_examples.BENCHMARK}}
 _ASKED = {"requestBody": {"required": True, "content": _CONTENT}}
-# Any other is a 404, as no such address.
+# Another format is answered with 404.
 PictureFormat = Annotated[str, Path(json_schema_extra={"enum": [*pictures.MEDIA_TYPES]})]
 _READ = ("unauthorized", "forbidden", "cross_site", "not_found", "invalid_request")
 _STARTED = (
@@ -46,15 +47,15 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     routes = APIRouter(prefix="/benchmark", tags=["verify and benchmark"])
     refused = problems(
         *_STARTED,
-        unsupported_media_type="a benchmark is asked for in application/json",
+        unsupported_media_type="send a benchmark as application/json",
         invalid_request="preset: must be 'papers', 'h100' or 'seeds'",
-        queue_full="8 benchmarks wait or run, 4 of them of this caller",
-        engine_lost="the engine did not take this benchmark; it may be sent again",
+        queue_full="8 benchmarks are queued or running, 4 of them yours; wait until one ends",
+        engine_lost="the engine did not accept this benchmark; retry",
     )
     known = problems(*_READ[:-1])
 
     async def find(request: Request, id: str) -> KnownBenchmark:
-        """The benchmark, if it is the caller's own, or the caller an administrator. Raises Refusal 401, 403, 404."""
+        """Return a benchmark of the caller, or of anyone for a caller with `admin`. Raises Refusal 401, 403 and 404."""
         caller = service.admit(Exchange.of(request.scope), "benchmark")
         benchmark = await benchmarks.get(id)
         if caller.name != benchmark.owner and "admin" not in caller.rights:
@@ -64,9 +65,9 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     @routes.post("", status_code=202, summary="Start a benchmark", responses=refused, openapi_extra=_ASKED)
     async def start(request: Request, response: Response) -> BenchmarkJob:
         """The benchmark runs in short slices. Between them the device serves other requests."""
-        caller = service.admit(Exchange.of(request.scope), "benchmark")  # before its body is read
+        caller = service.admit(Exchange.of(request.scope), "benchmark")  # before the body is read
         if request_format(request.headers) is not JSON:
-            raise Refusal("unsupported_media_type", f"a benchmark is asked for in {jsonwire.MEDIA_TYPE}")
+            raise Refusal("unsupported_media_type", f"send a benchmark as {jsonwire.MEDIA_TYPE}")
         body = RequestBody(request.scope, request.receive, request.headers, service.settings)
         asked = await read_model(body, BenchmarkRequest, REQUEST_LIMIT)
         opened = await benchmarks.open(asked, caller.name, service.check_ready())
@@ -116,7 +117,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
         if format not in pictures.MEDIA_TYPES:
             raise Refusal(
                 "not_found",
-                f"there is no plot.{format}, but {' and '.join(f'plot.{kind}' for kind in pictures.MEDIA_TYPES)}",
+                f"plot.{format} does not exist; use {' or '.join(f'plot.{kind}' for kind in pictures.MEDIA_TYPES)}",
             )
         try:
             asked = (benchmark.job.model_dump_json(), kind, format, theme)

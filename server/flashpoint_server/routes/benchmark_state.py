@@ -1,4 +1,4 @@
-"""The benchmarks that the engines run, as every HTTP process knows them: each hears all that happens to any of them."""
+"""The benchmarks of all engines. Every HTTP process receives every event of every benchmark."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from flashpoint_server.ipc.client import Engine, Engines, Listener
 from flashpoint_server.ipc.messages import DeviceInfo, JobDropped, JobNews, JobOpened, StopJob, Time
 from flashpoint_server.refusal import Refusal, invalid
 
-MEMORY_SHARE = 8  # a case's tensors, their gradients and copies must leave the device's memory to others
+# a case's tensors may use 1/8 of the device's memory; gradients, copies and other requests need the rest
+MEMORY_SHARE = 8
 HEARSAY_SECONDS = 0.25
-OPENING_SECONDS = 10.0  # that an engine may take to say that it has a job: a launch of its own may run first
+OPENING_SECONDS = 10.0  # maximum time for an engine to accept a job; a launch may run first
 
 
 class KnownBenchmark:
-    """One job, where it runs, and its events."""
+    """One benchmark: its engine, its job and its events."""
 
     def __init__(self, engine: Engine, opened: JobOpened) -> None:
         self.engine = engine
@@ -44,14 +45,14 @@ class KnownBenchmark:
 
     def add(self, event: BenchmarkEvent) -> None:
         if self.events and event.id <= self.events[-1].id:
-            return  # said again
+            return  # a repeated event
         self.events.append(event)
         self.job = self.job.after(event)
         self._more.set()
         self._more = asyncio.Event()
 
     async def ended(self, seconds: float) -> None:
-        """Until it has ended, or the time is over."""
+        """Wait until the benchmark ends, or the time in seconds is over."""
         try:
             async with asyncio.timeout(seconds):
                 while not self.over:
@@ -60,7 +61,9 @@ class KnownBenchmark:
             return
 
     async def follow(self, after: int, patience: float) -> AsyncIterator[BenchmarkEvent | None]:
-        """The events behind number `after`, to the job's end; None where nothing happens for `patience` seconds."""
+        """Yield the events after number `after` until the job ends; yield None after each `patience` seconds without
+        one.
+        """
         while True:
             for event in [event for event in self.events if event.id > after]:
                 after = event.id
@@ -77,18 +80,18 @@ class KnownBenchmark:
 
 
 class _Opening(NamedTuple):
-    """A job that an engine has been told of, and has not said that it has."""
+    """A benchmark that was sent to an engine, which has not yet accepted it."""
 
     owner: str
     done: asyncio.Future[KnownBenchmark]
 
 
 def no_such_benchmark() -> Refusal:
-    return Refusal("not_found", "there is no such benchmark, or none any more")
+    return Refusal("not_found", "the benchmark does not exist, or is no longer stored")
 
 
 class Benchmarks(Listener):
-    """See the module."""
+    """Starts, finds and stops benchmarks. See the module."""
 
     def __init__(self, settings: Settings, engines: Engines) -> None:
         self._settings = settings
@@ -99,7 +102,7 @@ class Benchmarks(Listener):
         self._heard = asyncio.Event()
 
     async def get(self, name: str) -> KnownBenchmark:
-        """Raises Refusal 404. One that another HTTP process has just opened may take a moment to be heard of."""
+        """Return a benchmark. Wait briefly for one that another HTTP process has just started. Raises Refusal 404."""
         try:
             async with asyncio.timeout(HEARSAY_SECONDS):
                 while name not in self._known:
@@ -112,14 +115,17 @@ class Benchmarks(Listener):
         return sum(not benchmark.over for benchmark in self._known.values() if benchmark.engine is engine)
 
     async def open(self, request: BenchmarkRequest, owner: str, device: DeviceInfo) -> KnownBenchmark:
-        """Check a request, and queue it at an engine. Raises Refusal 422, 429 and 503."""
+        """Check a request and queue it on an engine. Raises Refusal 422, 429 and 503."""
         self._check(request, device)
         self._drop_old()
         unfinished = [benchmark for benchmark in self._known.values() if not benchmark.over]
         owners = [benchmark.owner for benchmark in unfinished] + [one.owner for one in self._opening.values()]
         limit, own = self._settings.benchmark_jobs, owners.count(owner)
         if len(owners) >= limit or own >= math.ceil(limit / 2):
-            raise Refusal("queue_full", f"{len(owners)} benchmarks wait or run, {own} of them of this caller")
+            raise Refusal(
+                "queue_full",
+                f"{len(owners)} benchmarks are queued or running, {own} of them yours; wait until one ends",
+            )
         name, created = uuid.uuid4().hex, datetime.datetime.now(datetime.UTC).isoformat()
         opening = self._opening[name] = _Opening(owner, asyncio.get_running_loop().create_future())
         engine = self._engines.least(self._load_of)
@@ -128,12 +134,12 @@ class Benchmarks(Listener):
             return await asyncio.wait_for(opening.done, OPENING_SECONDS)
         except TimeoutError:
             engine.tell(StopJob(name))
-            raise Refusal("engine_lost", "the engine did not take this benchmark; it may be sent again") from None
+            raise Refusal("engine_lost", "the engine did not accept this benchmark; retry") from None
         finally:
             del self._opening[name]
 
     def stop(self, benchmark: KnownBenchmark) -> None:
-        """Its last event says when it has."""
+        """Ask the engine to stop a benchmark. Its last event confirms that."""
         benchmark.engine.tell(StopJob(benchmark.job.id))
 
     def heard(self, engine: Engine, said: JobNews) -> None:
@@ -149,7 +155,7 @@ class Benchmarks(Listener):
             self._known[said.job].add(EVENT.validate_json(said.event))
 
     def _drop_old(self) -> None:
-        """Those of an engine that died: nobody else says that they are dropped."""
+        """Remove old benchmarks. A dead engine cannot report that its benchmarks were dropped."""
         now = datetime.datetime.now(datetime.UTC)
         for name, benchmark in list(self._known.items()):
             ended = benchmark.job.ended
@@ -157,40 +163,40 @@ class Benchmarks(Listener):
                 del self._known[name]
 
     def lost(self, engine: Engine) -> None:
-        """The engine died: so did what it had not finished."""
+        """Called when the engine dies. Mark its unfinished benchmarks as failed."""
         for benchmark in self._known.values():
             if benchmark.engine is engine and not benchmark.over:
                 last = benchmark.events[-1].id if benchmark.events else 0
                 at = datetime.datetime.now(datetime.UTC)
-                benchmark.add(StateEvent(id=last + 1, state="failed", at=at, error="the engine died with it"))
+                benchmark.add(StateEvent(id=last + 1, state="failed", at=at, error="the engine died"))
 
     def _check(self, request: BenchmarkRequest, device: DeviceInfo) -> None:
-        """Raises Refusal 422, with the bound that a request is over."""
+        """Raise Refusal 422, with the limit that the request exceeds."""
         settings, what = self._settings, "preset" if request.preset else "shapes"
         most = settings.benchmark_cases
         if len(set(request.backends)) < len(request.backends):
-            raise invalid([("backends", "names one twice")])
+            raise invalid([("backends", "contains a backend twice")])
         grid = len(request.shapes) * len(request.dtypes) * len(request.causal) * len(request.directions)
-        if grid * max(len(request.backends), 1) > most:  # before they are made
-            raise invalid([(what, f"these are over the {most} cases of one benchmark")])
+        if grid * max(len(request.backends), 1) > most:  # before the cases are made
+            raise invalid([(what, f"these exceed the limit of {most} cases for one benchmark")])
         try:
             cases = cases_of(request, device.name)
         except ProblemError as error:
             raise invalid(error.errors) from None
         if len(cases) > most:
-            raise invalid([(what, f"{len(cases)} cases are over the {most} of one benchmark")])
+            raise invalid([(what, f"{len(cases)} cases exceed the limit of {most} for one benchmark")])
         seconds = len(cases) * (request.max_seconds + request.warmup_ms / 1000)
         if seconds > settings.benchmark_seconds:
-            bound = f"{settings.benchmark_seconds:g} seconds of one benchmark"
-            raise invalid([("max_seconds", f"{len(cases)} cases of it are {seconds:g} seconds, over the {bound}")])
+            bound = f"limit of {settings.benchmark_seconds:g} for one benchmark"
+            raise invalid([("max_seconds", f"{len(cases)} cases need {seconds:g} seconds, over the {bound}")])
         largest = max(4 * case.batch * (
             case.q_heads * case.q_len * (case.head_dim + case.value_dim)
             + case.kv_heads * case.kv_len * (case.head_dim + case.value_dim)
         ) for case in cases)  # fmt: skip
         if largest > device.memory // MEMORY_SHARE:
-            bound = f"over the {device.memory // MEMORY_SHARE} that are left to benchmarks"
+            bound = f"over the limit of {device.memory // MEMORY_SHARE} for benchmarks"
             raise invalid([(what, f"the tensors of a case have {largest} bytes, {bound}")])
         longest = max(standard_flops(case) for case in cases) / device.speed
         if longest > settings.benchmark_call_seconds:
-            bound = f"over the bound of {settings.benchmark_call_seconds:g}: others wait for it"
-            raise invalid([(what, f"one call would hold the device for about {longest:.1f} seconds, {bound}")])
+            bound = f"over the limit of {settings.benchmark_call_seconds:g}, because other requests wait for it"
+            raise invalid([(what, f"one call would use the device for about {longest:.1f} seconds, {bound}")])

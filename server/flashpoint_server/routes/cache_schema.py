@@ -1,4 +1,4 @@
-"""The JSON schemas of /caches."""
+"""Pydantic models of /caches, for JSON bodies and OpenAPI."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ class _CacheBody(BaseModel):
 
 
 class CacheRequest(_CacheBody):
-    """Caches to be made. Sizes are one for all layers, or a list with one for each."""
+    """Caches to create. A size is one number for all layers, or a list with one number for each layer."""
 
     layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
     kv_heads: Sizes = 8
     head_dim: Sizes = 64
     value_dim: Sizes | None = None
-    """as head_dim where it is not given"""
+    """default: head_dim"""
     dtype: CacheDtype = "float32"
-    """that of q, k and v; 8 bits have a scale for each token and head, and take and give any of the others"""
+    """dtype of q, k and v. 8-bit caches store a scale for each token and head; their calls use any other dtype"""
     count: Annotated[int, Field(ge=1, le=MOST_CACHES)] = 1
-    """caches of this shape, all on one engine"""
+    """number of caches of this shape, all on one engine"""
     max_length: Annotated[int, Field(ge=1, lt=MOST_TOKENS)] | None = None
-    """most tokens; their memory is taken now"""
+    """maximum number of tokens; the memory for them is allocated now"""
     keep: Keep | Annotated[list[Keep], Field(min_length=1, max_length=MOST_LAYERS)] = None
-    """tokens at the end of a layer that stay; those before may be freed"""
+    """number of last tokens that a layer keeps; earlier ones may be freed"""
     ttl_s: Annotated[float, Field(gt=0, le=LONGEST)] | None = None
-    """seconds after its last use that a cache is kept; the server's own where it is not given"""
+    """time to live in seconds after the last use; the default is a setting of the server"""
     beside: str | None = None
-    """id of a cache on whose engine they are made"""
+    """id of a cache; the new caches are created on the same engine"""
 
 
 class ForkRequest(_CacheBody):
-    """Copies to be made, which share memory until one is written."""
+    """Copies to create. They share memory until one is written."""
 
     caches: Ids
     lengths: Annotated[list[Length], Field(min_length=1, max_length=MOST_CACHES)] | None = None
-    """tokens of each copy; all where it is not given"""
+    """tokens in each copy; default: all"""
     free: Annotated[list[str], Field(max_length=MOST_CACHES)] = []
-    """ids of caches that are deleted with that"""
+    """ids of caches to delete in the same call"""
 
 
 class DeleteRequest(_CacheBody):
@@ -63,7 +63,7 @@ class TruncateRequest(_CacheBody):
 
 
 class CacheDescription(BaseModel):
-    """A cache. `lengths` has one number for each layer; `bytes` counts memory that forks share in full."""
+    """A cache. `lengths` has one number for each layer. `bytes` includes all memory that it shares with forks."""
 
     model_config = ConfigDict(title="Cache")
     id: str

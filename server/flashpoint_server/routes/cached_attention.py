@@ -1,4 +1,4 @@
-"""POST /attention over caches: which engine holds them, what the call is worth, and what it answers."""
+"""POST /attention over caches: find the engine that holds them, price the call, and compute it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from flashpoint_server.ipc.price import MOST_FLOPS, Price
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import RouteRequest, admit, make_job, stage, submit
 
-READ_SECONDS = 1e-10  # of a byte of keys or values that one core reads; 8 bits take as long as the float32 they become
-KEY_LENGTH = 128  # characters of an Idempotency-Key
-REMEMBERED_TEXT = 512  # characters of options that are remembered, once checked
-REMEMBERED = 1 << 16  # caches whose lengths are remembered, for the prices of the next calls
+# seconds a byte of keys or values that one core reads; 8-bit values take as long as the float32 values they become
+READ_SECONDS = 1e-10
+KEY_LENGTH = 128  # maximum characters of an Idempotency-Key
+REMEMBERED_TEXT = 512  # maximum characters of options whose checked form is cached
+REMEMBERED = 1 << 16  # number of caches whose lengths are stored here, for the prices of later calls
 
 
 async def compute_cached(
@@ -45,15 +46,17 @@ async def compute_cached(
     asked, options = _options(message)
     ids = found(request, asked.caches)
     if asked.layer >= ids[0].shape.layers:
-        raise invalid([("layer", f"{asked.layer} is beyond the {ids[0].shape.layers} layers of the caches")])
+        raise invalid(
+            [("layer", f"{asked.layer} does not exist: the caches have {ids[0].shape.layers} layers, from 0")]
+        )
     layer = ids[0].layer(asked.layer)
     if any(one.shape.layers <= asked.layer or one.layer(asked.layer) != layer for one in ids):
-        raise invalid([("caches", "have layers of different shapes or dtypes")])
+        raise invalid([("caches", "have different shapes or dtypes in this layer")])
     writes = "k" in infos
     if writes and len(set(asked.caches)) < len(asked.caches):
-        raise invalid([("caches", "names a cache twice, and the call writes")])
+        raise invalid([("caches", "contains a cache twice, but the call writes to it")])
     if asked.at is not None and not writes:
-        raise invalid([("at", "is where k and v are written, which are missing")])
+        raise invalid([("at", "needs k and v: it says where they are written")])
     try:
         spec, left, backend = _planned(tuple(message.inputs), options, layer, len(ids), device.backends)
     except ProblemError as error:
@@ -61,7 +64,9 @@ async def compute_cached(
     check_size(spec, device.memory, service.settings.sequence_limit)
     text = numbers(spec)
     if (size := sum(info.nbytes for info in text)) > (most := service.settings.json_limit):
-        raise Refusal("work_too_large", f"an answer of {size} bytes is over JSON's limit of {most}")
+        raise Refusal(
+            "work_too_large", f"a JSON answer of {size} bytes exceeds the limit of {most}: request a binary answer"
+        )
     permit = request.permit or admit(request, sum(info.nbytes for info in infos.values()) + spec.output_bytes)
     if text:
         permit.grow(text_bytes(text))
@@ -97,19 +102,19 @@ async def compute_cached(
 
 
 class _Plan(NamedTuple):
-    """How a call over caches is computed; `left` is how many keys before its own a single query sees, −1 for any."""
+    """How to compute a call over caches. `left`: number of earlier keys that a single query sees; −1 for all."""
 
     spec: Spec
     left: int
     backend: str
 
 
-@lru_cache(256)  # a model's calls are of few kinds
+@lru_cache(256)  # a model makes few kinds of calls
 def _planned(
     inputs: tuple[tuple[str, TensorInfo], ...], options: Options, layer: LayerShape, caches: int,
     backends: tuple[str, ...],
 ) -> _Plan:  # fmt: skip
-    """Raises ProblemError."""
+    """Plan the call. Raises ProblemError."""
     infos = dict(inputs)
     spec = plan_cached(infos, options, layer, caches)
     options, left = _for_single_queries(spec)
@@ -118,7 +123,7 @@ def _planned(
 
 
 def _options(message: TensorMessage) -> tuple[CacheOptions, Options]:
-    """Return what a message says of caches, and the other options. Raises Refusal 422."""
+    """Return the options about caches, and the other options. Raises Refusal 422."""
     said = message.options()
     try:
         asked = CacheOptions.read(said)
@@ -135,14 +140,15 @@ def _options(message: TensorMessage) -> tuple[CacheOptions, Options]:
 
 @lru_cache(256)
 def _checked(plain: str) -> Options:
-    """Return the options that JSON says. Raises ValidationError and ProblemError."""
+    """Return options from JSON. Raises ValidationError and ProblemError."""
     return read_options(json.loads(plain))
 
 
 def _for_single_queries(spec: Spec) -> tuple[Options, int]:
-    """Return options that say the same, and how many keys before its own a single query sees; −1 for any.
+    """Return equivalent options, and the number of earlier keys that a single query sees; −1 for all.
 
-    The window of one query is a range of keys, which every backend can be given: no diagonal is needed.
+    The window of one query is a range of keys. The engine can select that range for every backend, so no diagonal mask
+    is needed.
     """
     options = spec.options
     one = not spec.ragged and spec.q_len == 1 and options.causal_alignment == "bottom_right"
@@ -152,9 +158,9 @@ def _for_single_queries(spec: Spec) -> tuple[Options, int]:
 
 
 def _price(spec: Spec, backend: str, device: DeviceInfo, lengths: Sequence[int], width: int) -> Price:
-    """Return the price of a call over caches of these lengths: its products, and the keys that are read.
+    """Return the price of a call over caches of these lengths: its products, and the keys and values that it reads.
 
-    `width` is how many bytes of a number are read.
+    `width`: bytes of each number that is read.
     """
     queries = spec.q_len if not spec.ragged else -(-spec.q_len // max(spec.batch, 1))
     pairs = queries * (sum(lengths) + spec.batch * queries)
@@ -166,16 +172,16 @@ def _price(spec: Spec, backend: str, device: DeviceInfo, lengths: Sequence[int],
 
 
 def lead_here(request: RouteRequest) -> None:
-    """Have the answer say what leads to this replica: what led the request here, or else the replica's name.
+    """Set the answer's X-Flashpoint-Replica: the value of the request's header, or else the name of this replica.
 
-    A balancer may know replicas by other names than theirs.
+    A balancer may know replicas by other names.
     """
     sent = request.headers.get("x-flashpoint-replica", "")
     request.exchange.replica = sent if REPLICA.fullmatch(sent) else request.service.cache_ids.replica
 
 
 def found(request: RouteRequest, texts: Sequence[str]) -> list[CacheId]:
-    """Return what ids say of caches that one engine holds. Raises Refusal 404, 410, 421, 422 and 503."""
+    """Return the decoded ids of caches, all on one engine. Raises Refusal 404, 410, 421, 422 and 503."""
     assert request.caller is not None
     service, owner = request.service, request.caller.name
     ids = [service.cache_ids.read(owner, text) for text in texts]
@@ -184,12 +190,14 @@ def found(request: RouteRequest, texts: Sequence[str]) -> list[CacheId]:
     errors = []
     for place, one in enumerate(ids):
         if one is None:
-            errors.append((f"caches.{place}", "cache_not_found: there is no such cache for this key"))
+            errors.append(
+                (f"caches.{place}", "cache_not_found: this cache does not exist, or belongs to another API key")
+            )
         elif one.replica != service.cache_ids.replica:
-            said = f"replica {one.replica!r} holds it: send X-Flashpoint-Replica: {one.replica}"
+            said = f"replica {one.replica!r} holds the cache: send X-Flashpoint-Replica: {one.replica}"
             errors.append((f"caches.{place}", f"cache_elsewhere: {said}"))
         elif not there[one.incarnation]:
-            errors.append((f"caches.{place}", "cache_lost: its engine restarted"))
+            errors.append((f"caches.{place}", "cache_lost: the engine that held the cache restarted"))
     if errors:
         code, _, said = errors[0][1].partition(": ")
         if code == "cache_elsewhere":
@@ -198,12 +206,12 @@ def found(request: RouteRequest, texts: Sequence[str]) -> list[CacheId]:
         raise Refusal(code, said, errors=errors)
     known = [one for one in ids if one is not None]
     if len({one.incarnation for one in known}) > 1:
-        raise invalid([("caches", "are on different engines: make them with one call, with `beside`, or by a fork")])
+        raise invalid([("caches", "are on different engines: create them with one call, with `beside`, or by a fork")])
     return known
 
 
 def idempotency_key(request: RouteRequest) -> str:
-    """Return the Idempotency-Key, "" for none. Raises Refusal 422."""
+    """Return the Idempotency-Key; "" if there is none. Raises Refusal 422."""
     key = request.headers.get("idempotency-key", "")
     if len(key) > KEY_LENGTH or not key.isprintable():
         raise invalid([("Idempotency-Key", f"must be at most {KEY_LENGTH} printable characters")])
@@ -211,6 +219,6 @@ def idempotency_key(request: RouteRequest) -> str:
 
 
 def cache_quota(request: RouteRequest) -> int | None:
-    """Return how many bytes of caches the caller may hold; None for no limit."""
+    """Return how many bytes of caches the caller may hold; None means no limit."""
     assert request.caller is not None
     return None if request.caller.quota is None else request.caller.quota.cache_bytes

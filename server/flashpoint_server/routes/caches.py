@@ -1,4 +1,4 @@
-"""/caches: KV caches are made, listed, appended to, forked, cut, kept, read and deleted."""
+"""/caches: create, list, describe, append to, fork, truncate, renew, read and delete KV caches."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from flashpoint_server.routes.pipeline import (
 )
 from flashpoint_server.service import Service
 
-REQUEST_LIMIT = 8 << 20  # bytes of JSON: thousands of ids
+REQUEST_LIMIT = 8 << 20  # bytes of JSON; enough for thousands of ids
 LITTLE = Price(0, 1e-5)
-MOST_MADE = 1 << 17  # layers of all caches that a call makes
+MOST_MADE = 1 << 17  # maximum layers of all caches that one call creates
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
@@ -73,28 +73,28 @@ def routes(service: Service) -> list[StarletteRoute]:
 
 
 def served(service: Service, handle: Handler) -> Route:
-    """Return the application of a call about what is held."""
+    """Return the route of a call about caches or saved forwards."""
     return Route(service, partial(_served, handle=handle))
 
 
 async def _served(request: RouteRequest, handle: Handler) -> None:
     authorize(request, "attention")
     if not request.service.settings.cache_bytes:
-        raise Refusal("not_found", "this server holds nothing for callers: --cache-bytes is 0")
+        raise Refusal("not_found", "this server has no caches and saved forwards: --cache-bytes is 0")
     lead_here(request)
     begin(request)
     await handle(request)
 
 
 async def create(request: RouteRequest) -> None:
-    """201: new caches."""
+    """Create caches: 201."""
     asked = await _read(request, CacheRequest)
     n = asked.layers
     kv_heads, head_dim = _each("kv_heads", asked.kv_heads, n), _each("head_dim", asked.head_dim, n)
     value_dim = head_dim if asked.value_dim is None else _each("value_dim", asked.value_dim, n)
     _check_made("count", n * asked.count)
     if len(set(zip(kv_heads, head_dim, value_dim, strict=True))) > MOST_SIZES:
-        raise invalid([("layers", f"have more than {MOST_SIZES} different sizes")])
+        raise invalid([("layers", f"may have at most {MOST_SIZES} different sizes")])
     arguments = {
         "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim, "dtype": asked.dtype, "count": asked.count,
         "max_length": asked.max_length, "keep": _each("keep", asked.keep, n), "ttl": asked.ttl_s,
@@ -105,7 +105,7 @@ async def create(request: RouteRequest) -> None:
 
 
 async def listed(request: RouteRequest) -> None:
-    """200: the caller's caches."""
+    """List the caller's caches: 200."""
     every = []
     for incarnation in request.service.engine.incarnations():
         answer = await _ask(request, incarnation, "list")
@@ -114,17 +114,17 @@ async def listed(request: RouteRequest) -> None:
 
 
 async def look(request: RouteRequest) -> None:
-    """200: one cache."""
+    """Describe a cache: 200."""
     one = _named(request)
     answer = await _ask(request, one.incarnation, "look", [one])
     await send_json(request, 200, _described(request, one.incarnation, answer.caches)[0])
 
 
 async def fork(request: RouteRequest) -> None:
-    """201: copies of caches."""
+    """Fork caches: 201."""
     asked = await _read(request, ForkRequest)
     if asked.lengths is not None and len(asked.lengths) != len(asked.caches):
-        raise invalid([("lengths", f"has {len(asked.lengths)} for {len(asked.caches)} caches")])
+        raise invalid([("lengths", f"has {len(asked.lengths)} numbers for {len(asked.caches)} caches")])
     ids = found(request, [*asked.caches, *asked.free])
     _check_made("caches", sum(one.shape.layers for one in ids[: len(asked.caches)]))
     serials = [one.serial for one in ids]
@@ -139,20 +139,20 @@ async def fork(request: RouteRequest) -> None:
 
 
 def _check_made(field: str, layers: int) -> None:
-    """Raise Refusal 422 where one call would make caches with more layers than others may have to wait for."""
+    """Raise Refusal 422 if a call would create more than MOST_MADE layers: other requests would wait too long."""
     if layers > MOST_MADE:
-        raise invalid([(field, f"the caches that this makes have {layers} layers, over the {MOST_MADE} of one call")])
+        raise invalid([(field, f"the new caches have {layers} layers, over the limit of {MOST_MADE} for one call")])
 
 
 async def delete(request: RouteRequest) -> None:
-    """204: a cache is gone."""
+    """Delete a cache: 204."""
     one = _named(request)
     await _ask(request, one.incarnation, "delete", [one])
     await send_json(request, 204)
 
 
 async def delete_many(request: RouteRequest) -> None:
-    """204: caches are gone, all or none."""
+    """Delete all of the caches, or none: 204."""
     asked = await _read(request, DeleteRequest)
     ids = found(request, asked.caches)
     await _ask(request, ids[0].incarnation, "delete", ids)
@@ -160,7 +160,7 @@ async def delete_many(request: RouteRequest) -> None:
 
 
 async def truncate(request: RouteRequest) -> None:
-    """200: the cache, cut."""
+    """Truncate a cache: 200."""
     one = _named(request)
     asked = await _read(request, TruncateRequest)
     answer = await _ask(request, one.incarnation, "truncate", [one], {"length": asked.length})
@@ -168,7 +168,7 @@ async def truncate(request: RouteRequest) -> None:
 
 
 async def renew(request: RouteRequest) -> None:
-    """200: the cache, whose time to live begins anew."""
+    """Restart a cache's time to live: 200."""
     one = _named(request)
     answer = await _ask(request, one.incarnation, "renew", [one])
     document = _described(request, one.incarnation, answer.caches)[0]
@@ -176,14 +176,14 @@ async def renew(request: RouteRequest) -> None:
 
 
 async def append(request: RouteRequest) -> None:
-    """200: the length of the layer, once tokens are written."""
+    """Append tokens to a layer, and answer with its length: 200."""
     one = _named(request)
     given = request_format(request.headers)
     message = await read(request, given)
     infos, options = dict(message.inputs), dict(message.options())
     layout, layer, at = options.pop("layout", "bhsd"), options.pop("layer", 0), options.pop("at", None)
-    errors = [(name, "is not an option of this call, which takes layout, layer and at") for name in options]
-    errors += [(name, "is not taken: the call takes k and v") for name in infos if name not in ("k", "v")]
+    errors = [(name, "is not an option of this call: use layout, layer and at") for name in options]
+    errors += [(name, "is not a tensor of this call: send k and v") for name in infos if name not in ("k", "v")]
     errors += [(name, "missing") for name in ("k", "v") if name not in infos]
     if layout not in LAYOUTS:
         errors.append(("layout", f"must be one of {', '.join(LAYOUTS)}"))
@@ -198,7 +198,7 @@ async def append(request: RouteRequest) -> None:
     permit.charge(LITTLE, request.body.deadline, request.service.engine.pace)
     staging = stage(request, message.inputs, {})
     await message.receive(request.body, staging.views(staging.inputs))
-    for name, shape in shapes.items():  # without the dimension of a batch of one
+    for name, shape in shapes.items():  # without a batch dimension of 1
         staging.inputs[name] = staging.inputs[name]._replace(shape=shape)
     staging.inputs = {name: staging.inputs[name] for name in ("k", "v")}
     kind = partial(
@@ -211,7 +211,7 @@ async def append(request: RouteRequest) -> None:
 
 
 def _token_shapes(infos: Mapping[str, TensorInfo], one: CacheId, layer: int, layout: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of k and v, of one sequence, without a batch: (Hk,S,D) or (S,Hk,D). Raises Refusal 422."""
+    """Return the shapes of k and v of one sequence, without a batch: (Hk,S,D) or (S,Hk,D). Raises Refusal 422."""
     sizes, errors, found_ = one.layer(layer), [], {}
     count = None
     for name, dim in (("k", sizes.head_dim), ("v", sizes.value_dim)):
@@ -224,7 +224,7 @@ def _token_shapes(infos: Mapping[str, TensorInfo], one: CacheId, layer: int, lay
         if not right or (count is not None and shape[length] != count):
             due = f"({sizes.kv_heads}, S, {dim})" if layout == "bhsd" else f"(S, {sizes.kv_heads}, {dim})"
             taken = " or ".join(sizes.taken)
-            errors.append((name, f"{info.dtype} of {list(info.shape)} must be {taken} of {due}, S as k's"))
+            errors.append((name, f"is {info.dtype} of {list(info.shape)}, not {taken} of {due} with one S for k and v"))
         else:
             count, found_[name] = shape[length], shape
     if errors:
@@ -233,7 +233,7 @@ def _token_shapes(infos: Mapping[str, TensorInfo], one: CacheId, layer: int, lay
 
 
 async def tensors(request: RouteRequest) -> None:
-    """200: k and v of a layer, in safetensors; of 8 bits in float32, with their scales."""
+    """Read k and v of a layer, as safetensors: 200. An 8-bit cache gives float32 values, and their scales."""
     one = _named(request)
     layer = _layer(request, one)
     (record,) = (await _ask(request, one.incarnation, "look", [one])).caches
@@ -267,12 +267,12 @@ def _layer(request: RouteRequest, one: CacheId) -> int:
 
 async def _read(request: RouteRequest, model: type[M]) -> M:
     if request_format(request.headers) is not JSON:
-        raise Refusal("unsupported_media_type", f"this call takes {jsonwire.MEDIA_TYPE}")
+        raise Refusal("unsupported_media_type", f"send {jsonwire.MEDIA_TYPE}")
     return await read_model(request.body, model, REQUEST_LIMIT)
 
 
 def _named(request: RouteRequest) -> CacheId:
-    """Return what the id of the address says. Raises Refusal 404, 410 and 503."""
+    """Return the decoded id in the path. Raises Refusal 404, 410 and 503."""
     return found(request, [request.exchange.path.split("/")[2]])[0]
 
 
@@ -282,7 +282,7 @@ def _owner(request: RouteRequest) -> str:
 
 
 def _engine_for(request: RouteRequest) -> int:
-    """Return the engine of new caches: the same one for the same idempotency key. Raises Refusal 503."""
+    """Return the engine for new caches; the same one for the same idempotency key. Raises Refusal 503."""
     engines = request.service.engine.incarnations()
     if not engines:
         raise Refusal("not_ready", "no engine is ready")
@@ -296,7 +296,7 @@ async def _ask(
     request: RouteRequest, incarnation: int, what: str, ids: Sequence[CacheId] = (),
     arguments: Mapping[str, Any] | None = None,
 ) -> JobResult:  # fmt: skip
-    """Ask an engine, and return its answer. Raises Refusal and ClientGoneError."""
+    """Send a job to an engine, and return its answer. Raises Refusal and ClientGoneError."""
     if request.permit is None:
         admit(request, 0)
     kind = partial(
@@ -328,21 +328,21 @@ def _described(request: RouteRequest, incarnation: int, records: Sequence[CacheR
 
 
 def _each(name: str, value: T | list[T], layers: int) -> list[T]:
-    """Return one value for each layer. Raises Refusal 422."""
+    """Return a list with a value for each layer. Raises Refusal 422."""
     if not isinstance(value, list):
         return [value] * layers
     if len(value) != layers:
-        raise invalid([(name, f"has {len(value)} numbers for {layers} layers")])
+        raise invalid([(name, f"has {len(value)} values for {layers} layers")])
     return value
 
 
 def _one(values: Sequence[T]) -> T | list[T]:
-    """Return the value that all layers have, or the list of all."""
+    """Return the common value of all layers, or the list if they differ."""
     return values[0] if len(set(values)) == 1 else list(values)
 
 
 async def send_json(request: RouteRequest, status: int, document: Mapping[str, Any] | None = None) -> None:
-    """Answer with a JSON document, or with a status alone."""
+    """Answer with a JSON document, or only with a status."""
     body = b"" if document is None else json.dumps(document, separators=(",", ":")).encode()
     headers = [(b"content-length", b"%d" % len(body))] if status != 204 else []
     if document is not None:

@@ -1,4 +1,4 @@
-"""OpenAPI of the calls that FastAPI cannot see: the plain ASGI ones, in both encodings, with their errors."""
+"""Describe in OpenAPI the routes that FastAPI does not know: the plain ASGI ones, in both encodings, with errors."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from flashpoint_server.routes.problem_schema import ProblemDocument, problems
 TAGS = {
     "attention": "Compute attention and its gradients.",
     "caches": "Hold KV caches and saved forwards on the server.",
-    "verify and benchmark": "Check answers against float64, and time a grid of problems beside the traffic.",
-    "status": "Ask for health, versions, limits and metrics.",
+    "verify and benchmark": "Check answers against float64, and time a grid of problems while other requests run.",
+    "status": "Get health, versions, limits and metrics.",
     "Open Inference Protocol": "Make the same calls with `tritonclient` or KServe's clients.",
 }  # in the order of /docs
 _HEADERS = {
-    "X-Request-Id": "The request's id, or one that the server made.",
+    "X-Request-Id": "The request's id; if the request had none, the server made it.",
     "X-Backend": "The backend that ran.",
-    "X-Batch-Size": "How many requests ran in the same launch.",
+    "X-Batch-Size": "Number of requests in the same launch.",
     "Server-Timing": "Milliseconds of decode, queue, compute and encode.",
 }
 _SUMMARY = {"forward": "Compute attention", "backward": "Compute gradients of attention"}
 _TEXT = {
     "forward": "Send q, k and v; the answer has o, and lse with `return_lse`. JSON and safetensors are both accepted.",
     "backward": "Send the forward's inputs and `do`; the answer has the gradients that `grads` names. "
-    "`o` and `lse` of the forward save the server its recomputation.",
+    "If you send `o` and `lse` of the forward, the server does not compute them again.",
 }
-_HELD = ("cache_", "saved_")  # how codes of what the server holds begin
+_HELD = ("cache_", "saved_")  # prefixes of the codes about caches and saved forwards
 _ERRORS = [code for code in STATUS if code not in ("not_found", "method_not_allowed") and not code.startswith(_HELD)]
 _HELD_ERRORS = {
     "forward": [code for code in STATUS if code.startswith("cache_")],
@@ -53,14 +53,14 @@ _DETAILS = {
     "backward": {"invalid_request": "dout: unknown option or tensor; did you mean do?"},
     "verify": {
         "invalid_request": "shape.head_dim: is missing",
-        "work_too_large": "to verify this takes 2.36e+14 FLOPs, over the 2.75e+11 allowed",
+        "work_too_large": "the verification needs 2.36e+14 FLOPs, over the limit of 2.75e+11",
     },
-}  # of the examples, where the operation has its own
-_KEYS: list[dict[str, list[str]]] = [{}, {"bearer": []}]  # a key where the server has keys
+}  # examples of an operation that differ from DETAILS
+_KEYS: list[dict[str, list[str]]] = [{}, {"bearer": []}]  # a key is needed only if the server has keys
 
 
 def install(app: FastAPI, paths: dict[str, Direction], add: Callable[[dict[str, Any]], None]) -> None:
-    """Make `app.openapi` describe `paths`, /verify and what `add` adds to the document."""
+    """Extend `app.openapi` to describe `paths`, /verify, /caches, /saved and what `add` adds."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -83,11 +83,11 @@ def install(app: FastAPI, paths: dict[str, Direction], add: Callable[[dict[str, 
                 schemas.pop(name, None)
         return document
 
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend it
+    app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents
 
 
 def _without_the_frameworks_own(responses: dict[str, Any]) -> None:
-    """Remove the 422 that FastAPI gives to each operation with a parameter, and that this service never answers."""
+    """Remove the 422 that FastAPI adds to each operation with a parameter: this service never answers it."""
     if "HTTPValidationError" in str(responses.get("422")):
         del responses["422"]
 
@@ -122,24 +122,24 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
         said = {
             "dtype": {
                 "enum": list(jsonwire.DTYPES),
-                "description": "Data type of the tensors that have their input's.",
+                "description": "Data type of the tensors that have the inputs' data type.",
             },
             "backend": {"type": "string", "description": "The backend that ran."},
-            "dropout_seed": {"type": "integer", "description": "The seed of the dropout, where dropout ran."},
+            "dropout_seed": {"type": "integer", "description": "The seed of the dropout, if dropout ran."},
         }
         properties = {**_tensors(names), **said}
         needed = [*needed, "dtype", "backend"]
         return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
 
     schemas["AttentionAnswer"] = answer(ANSWERS["forward"], ["o"])
-    lengths = {"type": "array", "items": {"type": "integer"}, "description": "Lengths of the caches, in that layer."}
-    saved = {"type": "string", "description": "The id of this forward, where it was saved."}
+    lengths = {"type": "array", "items": {"type": "integer"}, "description": "Lengths of the caches in this layer."}
+    saved = {"type": "string", "description": "The id of this forward, if it was saved."}
     schemas["AttentionAnswer"]["properties"] |= {"lengths": lengths, "saved": saved}
     schemas["AttentionGradAnswer"] = answer(ANSWERS["backward"], [])
 
 
 def _over_caches(request: dict[str, Any]) -> dict[str, Any]:
-    """Add the options of caches to the schema of a request, which then need not have k and v."""
+    """Add the options of caches to a request's schema; k and v are then optional."""
     of: dict[str, Any] = {name: {"description": row.text} for name, row in CACHE_OPTIONS.items()}
     of["caches"] |= {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MOST_CACHES}
     of["layer"] |= {"type": "integer", "minimum": 0, "default": 0}
@@ -152,7 +152,7 @@ def _over_caches(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _over_saved(request: dict[str, Any]) -> dict[str, Any]:
-    """Add the id of a saved forward to the schema of a request, which then has little else."""
+    """Add the id of a saved forward to a request's schema; with it, most other fields are not allowed."""
     taken = {"saved", "dtype", *(name for names in TAKEN_BESIDE for name in names)}
     others = [{"required": [name]} for name in request["properties"] if name not in taken]
     whole = {"required": request.pop("required"), "properties": {"saved": {"type": "null"}}}
@@ -169,7 +169,7 @@ def _json_tensor(element: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any
         "data": {"type": "array", "items": element},
     }
     return {
-        "description": "Nested lists in row-major order, or a shape with flat data, which an empty tensor needs.",
+        "description": "Nested lists in row-major order, or a shape with flat data (needed for an empty tensor).",
         "anyOf": [rows, {"type": "object", "properties": flat, "required": [*flat], "additionalProperties": False}],
     }
 
@@ -190,22 +190,23 @@ def _tensors(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _verification() -> dict[str, Any]:
-    """The operation of /verify: two kinds of request, one report."""
+    """Return the operation of /verify: two kinds of request, one report."""
     ours = _operation("forward", held=False)
-    errors = problems(*(c for c in _ERRORS if c != "not_acceptable"), **_DETAILS["verify"])  # it answers in JSON alone
+    # /verify answers only in JSON
+    errors = problems(*(c for c in _ERRORS if c != "not_acceptable"), **_DETAILS["verify"])
     kinds = [{"$ref": f"#/components/schemas/{name}"} for name in ("VerifyRequest", "VerifyTensors")]
     content = ours["requestBody"]["content"]
     content[jsonwire.MEDIA_TYPE] = {"schema": {"oneOf": kinds}, "examples": examples.VERIFY}
     report = {"schema": {"$ref": "#/components/schemas/VerifyReport"}}
-    told = "If Accept names it: `VerifyProgress` events while it runs, then a `ReportEvent` or a `ProblemEvent`."
+    told = "If Accept contains this type: `VerifyProgress` events, then a `ReportEvent` or a `ProblemEvent`."
     stream = {"schema": {"type": "string", "description": told}}
     answers = {jsonwire.MEDIA_TYPE: report, EVENT_STREAM: stream}
     answered = {"description": "The errors of each tensor.", "content": answers}
     return ours | {
         "tags": ["verify and benchmark"],
         "summary": "Check a backend, or your own answers, against float64",
-        "description": "Send the sizes of a problem, which the server draws from a seed. Or send tensors as to "
-        "/attention: any of o, lse and the gradients among them are checked in place of a backend's.",
+        "description": "Send the sizes of a problem, and the server draws it from a seed. Or send tensors as to "
+        "/attention: if o, lse or gradients are among them, the server checks these instead of a backend's answers.",
         "operationId": "verify",
         "responses": {"200": answered, **{str(status): one for status, one in errors.items()}},
     }
@@ -243,8 +244,8 @@ def _operation(direction: Direction, *, held: bool = True) -> dict[str, Any]:
             _header(
                 "X-Request-Id",
                 {"type": "string"},
-                "Name of the request in the answer and the log: up to 128 letters, digits and `._:/+=@~-`. "
-                "The server replaces anything else.",
+                "Id of the request in the answer and the log: up to 128 letters, digits and `._:/+=@~-`. "
+                "The server replaces an id that is not valid.",
             ),
             *([openapi_caches.REPLICA] if cached else []),
         ],
@@ -254,7 +255,7 @@ def _operation(direction: Direction, *, held: bool = True) -> dict[str, Any]:
         },
         "responses": {
             "200": {
-                "description": "The answer in the format that Accept asks for, by default the request's.",
+                "description": "The answer, in the format of Accept, or in the request's format without Accept.",
                 "headers": told | (openapi_caches.TOLD if cached else {}),
                 "content": {
                     jsonwire.MEDIA_TYPE: answered,

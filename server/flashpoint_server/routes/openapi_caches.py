@@ -1,4 +1,4 @@
-"""OpenAPI of /caches and /saved."""
+"""Describe /caches and /saved in OpenAPI."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _EACH = (
 _BODY = ("malformed_body", "body_timeout", "body_too_large", "unsupported_media_type")
 _CACHE = ("cache_not_found", "cache_lost", "cache_elsewhere")
 _SAVED = ("saved_not_found", "saved_lost", "cache_elsewhere")
-_NEW = ("cache_memory", "work_too_large")  # of calls that need memory
-_OFF = "this server holds nothing for callers: --cache-bytes is 0"
+_NEW = ("cache_memory", "work_too_large")  # errors of calls that need memory
+_OFF = "this server has no caches and saved forwards: --cache-bytes is 0"
 _IS_NO_NUMBER = "X-Timeout-Ms: must be a positive integer of milliseconds"
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -49,7 +49,7 @@ REPLICA = {
 TOLD = {
     "X-Flashpoint-Replica": {
         "schema": {"type": "string"},
-        "description": "Send it back with the next call, to reach the same server.",
+        "description": "Send it with the next call, which then reaches the same server.",
     }
 }
 _LAYER = {"name": "layer", "in": "query", "schema": {"type": "integer", "minimum": 0, "default": 0}}
@@ -72,7 +72,7 @@ def add(document: dict[str, Any]) -> None:
         "/caches": {
             "post": _operation(
                 "Create caches", "create_caches", 201, CacheList, CacheRequest, *_CACHE, *_NEW,
-                invalid_request="kv_heads: has 2 numbers for 4 layers",
+                invalid_request="kv_heads: has 2 values for 4 layers",
             ),
             "get": _operation("List your caches", "list_caches", 200, CacheList),
         },
@@ -80,7 +80,7 @@ def add(document: dict[str, Any]) -> None:
             "post": _operation(
                 "Fork caches; copies share memory", "fork_caches", 201, CacheList, ForkRequest, *_CACHE, *_NEW,
                 "cache_position", "cache_dropped", "cache_stale",
-                invalid_request="lengths: has 1 for 2 caches",
+                invalid_request="lengths: has 1 numbers for 2 caches",
             )
         },
         "/caches/delete": {
@@ -122,7 +122,7 @@ def add(document: dict[str, Any]) -> None:
 
 
 def _appended() -> dict[str, Any]:
-    """Return the operation of an append, whose tensors come in either format."""
+    """Return the operation of an append, which takes tensors in both formats."""
     codes = (*_CACHE, *_NEW, *_BODY, "cache_position", "cache_dropped", "cache_full", "cache_stale")
     found = _operation(
         "Append tokens to a layer", "append_to_cache", 200, CacheLength, None, *codes, invalid_request="k: is missing"
@@ -142,7 +142,7 @@ def _appended() -> dict[str, Any]:
 
 
 def _of_one(operation: dict[str, Any]) -> dict[str, Any]:
-    """Return the operation of an address with an id."""
+    """Return the operation of a path with an id."""
     operation["parameters"].insert(0, _ID)
     return operation
 

@@ -1,4 +1,4 @@
-"""Example requests in /docs. Each can be sent as it is."""
+"""The example requests of /docs. Each is valid as it stands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of benchmarks, drawn in the process beside the HTTP process: matplotlib takes a second to come."""
+"""Draw benchmarks. This runs in a process beside the HTTP process, because matplotlib takes a second to import."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MEDIA_TYPES = {"svg": "image/svg+xml", "png": "image/png"}
 
 
 def draw(job: str, kind: PlotKind, format: str, theme: PlotTheme) -> bytes:
-    """A picture of a BenchmarkJob in JSON. Raises ValueError where it has no row to show."""
+    """Return a picture of a BenchmarkJob in JSON. Raises ValueError if it has no row to show."""
     from flashpoint.plots import plot_benchmark
 
     return plot_benchmark(BenchmarkJob.model_validate_json(job), kind, "png" if format == "png" else "svg", theme)

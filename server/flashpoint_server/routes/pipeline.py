@@ -1,8 +1,8 @@
-"""The steps of a call that an engine answers: authorize, begin, read, plan, admit, stage, submit, write.
+"""The steps of a call to an engine: authorize, begin, read, plan, admit, stage, submit, write.
 
-A route is one function that takes a RouteRequest through these steps in this order. Each step raises Refusal where the
-request ends there, and ClientGoneError where nobody waits for the answer. Plain ASGI, because a request is refused from
-its head, before its body has come.
+A route is one function that takes a RouteRequest through these steps in this order. A step raises Refusal to end the
+request with an error, and ClientGoneError if the client has disconnected. Routes are plain ASGI, because a request can
+be refused by its head, before its body arrives.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from flashpoint_server.service import Service
 
 J = TypeVar("J", bound=Job)
 
-_DIGITS = 15  # of milliseconds: 30,000 years, more than any setting
+_DIGITS = 15  # maximum digits of milliseconds: 30,000 years, more than any setting
 
 
 @dataclass(eq=False)
 class RouteRequest:
-    """One request on its way through a route; `inside` ends what it has begun.
+    """One request in a route. `inside` ends what the request has started.
 
-    `authorize` sets `caller`, `begin` sets `device` and `priority`, `admit` sets `permit`.
+    `authorize` sets `caller`, `begin` sets `device` and `priority`, and `admit` sets `permit`.
     """
 
     service: Service
@@ -68,7 +68,7 @@ class RouteRequest:
         return self.exchange.headers
 
     def waiting_since(self) -> float | None:
-        """Return when its body ended, in `time.monotonic` seconds; None before, and once its answer has begun."""
+        """Return when the body ended, in `time.monotonic` seconds; None before that and after the answer has begun."""
         return self.body.ended if self.exchange.status is None else None
 
 
@@ -77,7 +77,7 @@ MakeBody = Callable[[Scope, Receive, Mapping[str, str], Settings], RequestBody]
 
 
 class Route:
-    """The ASGI application of a call: `handle` takes a request through the steps, to its answer."""
+    """The ASGI application of one call. `handle` takes a request through the steps and sends the answer."""
 
     def __init__(self, service: Service, handle: Handler, body: MakeBody = RequestBody) -> None:
         self._service = service
@@ -100,7 +100,7 @@ class Route:
 
 
 async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: RequestBody) -> None:
-    """Answer, and let a client that is still sending read the answer: the connection closes behind a long body only."""
+    """Send an error so that a client that is still sending can read it. Only a long body makes the connection close."""
     last = refusal.code == "body_timeout" or "Connection" in refusal.headers
     if body.complete or (body.nearly_there and not last):
         await send_refusal(send, exchange, refusal)
@@ -113,13 +113,13 @@ async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: Reques
 
 
 def authorize(request: RouteRequest, right: Right) -> Caller:
-    """Find the caller, who must have `right`. Raises Refusal 401, 403 and 429."""
+    """Find the caller and check that it has `right`. Raises Refusal 401, 403 and 429."""
     request.caller = request.service.admit(request.exchange, right)
     return request.caller
 
 
 def begin(request: RouteRequest) -> DeviceInfo:
-    """Read deadline and priority; from here on a service that stops waits for this request. Raises Refusal 422, 503."""
+    """Read deadline and priority, and register the request for the graceful shutdown. Raises Refusal 422 and 503."""
     request.body.deadline = deadline_of(request.headers, request.service.settings)
     request.priority = priority_of(request.headers)
     request.device = request.service.begin()
@@ -128,7 +128,7 @@ def begin(request: RouteRequest) -> DeviceInfo:
 
 
 def limit(request: RouteRequest, given: Format) -> None:
-    """Check the body's length, and admit a body that is read whole by it. Raises Refusal 413 and 429."""
+    """Check the body's length. Admit the request now if its format reads the whole body. Raises Refusal 413 and 429."""
     body = request.body
     if given.whole:
         body.limit = request.service.settings.json_limit
@@ -138,13 +138,13 @@ def limit(request: RouteRequest, given: Format) -> None:
 
 
 async def read(request: RouteRequest, given: Format) -> TensorMessage:
-    """Read as much of the body as its message takes. Raises Refusal."""
+    """Read the body as far as the format needs to parse the message. Raises Refusal."""
     limit(request, given)
     return await given.read(request.body, request.service.settings, request.service.codec)
 
 
 def admit(request: RouteRequest, nbytes: int) -> Permit:
-    """Let the request in, with so many bytes, until it is over. Raises Refusal 429."""
+    """Admit the request with `nbytes` until it ends. Raises Refusal 429."""
     assert request.caller is not None
     service, exchange = request.service, request.exchange
     permit = service.admission.permit(nbytes, request.caller.quota, request.waiting_since)
@@ -168,7 +168,7 @@ def stage(
     outputs: Mapping[str, TensorInfo],
     elsewhere: Mapping[str, tuple[Region, int]] = NOWHERE,
 ) -> Staging:
-    """Take the request's memory, until its answer has left. Raises Refusal 413 and 429."""
+    """Allocate the request's staging memory until its answer has left. Raises Refusal 413 and 429."""
     staging = Staging.take(request.service.pool, inputs, outputs, elsewhere)
     request.inside.callback(staging.release)
     return staging
@@ -177,14 +177,14 @@ def stage(
 async def compute(
     request: RouteRequest, message: TensorMessage, direction: Direction, numbers: Callable[[Spec], list[TensorInfo]]
 ) -> tuple[AttentionJob, JobResult]:
-    """Plan, admit, stage and submit attention or its gradients. `numbers` are the outputs that are sent as text."""
+    """Plan, admit, stage and submit attention or its gradients. `numbers` returns the outputs to send as text."""
     assert request.device is not None
     plan = message.plan(direction, request.device, partial(choose, request.service.settings))
     return await carry_out(request, message, plan, numbers(plan.spec), plan.spec.input_bytes)
 
 
 def choose(settings: Settings, spec: Spec, device: DeviceInfo) -> str:
-    """Return the backend of a problem. Raises Refusal 413 and 422."""
+    """Return the backend for a problem. Raises Refusal 413 and 422."""
     try:
         backend = choose_backend(spec, device.backends)
     except ProblemError as error:
@@ -201,22 +201,24 @@ async def carry_out(
     input_bytes: int,
     kind: Callable[[Mapping[str, Any]], Callable[..., AttentionJob]] = lambda _: AttentionJob,
 ) -> tuple[AttentionJob, JobResult]:
-    """Admit, stage and submit a problem that is planned.
+    """Admit, stage and submit a planned problem.
 
-    `text` are the outputs that are sent as text, `input_bytes` those of the tensors that the body brings. `kind` makes
-    the job, given the values of the index tensors. Raises Refusal and ClientGoneError.
+    `text` are the outputs to send as text. `input_bytes` is the size of the tensors in the body. `kind` makes the job
+    from the values of the index tensors. Raises Refusal and ClientGoneError.
     """
     service, body = request.service, request.body
     spec, backend, price, device = plan
     if (size := sum(info.nbytes for info in text)) > (most := service.settings.json_limit):
-        raise Refusal("work_too_large", f"an answer of {size} bytes is over JSON's limit of {most}")
+        raise Refusal(
+            "work_too_large", f"a JSON answer of {size} bytes exceeds the limit of {most}: request a binary answer"
+        )
     permit = request.permit or admit(request, input_bytes + spec.output_bytes)
     if text:
         permit.grow(text_bytes(text))
     permit.charge(price, body.deadline, service.engine.pace)
     staging = stage(request, message.inputs, spec.outputs, message.elsewhere(spec))
     await message.receive(body, staging.views(staging.inputs))
-    if index := staging.index():  # the lengths have come with the body
+    if index := staging.index():  # the body contained the lengths
         permit.correct(price_of(spec, backend, device, index))
     shapes = {name: list(place.shape) for name, place in staging.inputs.items()}
     request.exchange.facts.update(backend=backend, shapes=shapes)
@@ -225,7 +227,7 @@ async def carry_out(
 
 
 def make_job(request: RouteRequest, kind: Callable[..., J], staging: Staging, price: Price) -> J:
-    """Return the job of a request; `kind` makes it from what all jobs have."""
+    """Return the job of a request; `kind` makes it from the arguments that all jobs have."""
     return kind(
         id=request.exchange.request_id,
         staging=staging,
@@ -237,7 +239,7 @@ def make_job(request: RouteRequest, kind: Callable[..., J], staging: Staging, pr
 
 
 async def submit(request: RouteRequest, job: Job) -> JobResult:
-    """Return the engine's answer, unless the deadline passes or the client goes first: then the job is dropped."""
+    """Return the engine's answer. If the deadline passes or the client disconnects first, drop the job and raise."""
     direct = request.body.direct
     answer = request.service.engine.submit(job)
 
@@ -249,7 +251,7 @@ async def submit(request: RouteRequest, job: Job) -> JobResult:
     if direct is not None:
         direct.watch(lambda: give_up(ClientGoneError()))
     else:
-        gone = asyncio.ensure_future(request.receive())  # behind the body comes http.disconnect alone
+        gone = asyncio.ensure_future(request.receive())  # after the body, only http.disconnect arrives
         gone.add_done_callback(lambda _: give_up(ClientGoneError()))
     if (left := job.remaining()) is not None:
         timer = asyncio.get_running_loop().call_later(left, lambda: give_up(out_of_time()))
@@ -267,7 +269,7 @@ async def submit(request: RouteRequest, job: Job) -> JobResult:
 async def write(
     request: RouteRequest, job: AttentionJob, answer: JobResult, parts: list[Part], fields: Mapping[str, str]
 ) -> None:
-    """Send what was computed, encoded as `parts`, which `fields` describe. Raises Refusal 504 and ClientGoneError."""
+    """Send an answer encoded as `parts`, with the header `fields`. Raises Refusal 504 and ClientGoneError."""
     if job.late:
         raise out_of_time()
     exchange, timings = request.exchange, job.timings
@@ -286,15 +288,15 @@ async def write(
 
 
 async def reply(request: RouteRequest, parts: list[Part], fields: Mapping[str, str]) -> None:
-    """Answer 200 out of memory that will be reused: when this returns nobody sends from it any more.
+    """Answer 200 from memory that will be reused. When this returns, nothing sends from that memory any more.
 
-    Raises ClientGoneError where there is nobody to answer.
+    Raises ClientGoneError if the client has disconnected.
     """
     exchange, direct, settings = request.exchange, request.body.direct, request.service.settings
     size = sum(map(len, parts))
     raw = [(name.encode(), value.encode()) for name, value in fields.items()]
     raw.append((b"content-length", b"%d" % size))
-    if direct is None:  # another server: it promises nothing, and gets a copy
+    if direct is None:  # another ASGI server may still hold the memory later, so it gets a copy
         await request.send({"type": "http.response.start", "status": 200, "headers": raw})
         await request.send({"type": "http.response.body", "body": b"".join(parts), "more_body": False})
         return
@@ -309,7 +311,7 @@ async def reply(request: RouteRequest, parts: list[Part], fields: Mapping[str, s
 
 
 def deadline_of(headers: Mapping[str, str], settings: Settings) -> float | None:
-    """Return the deadline of X-Timeout-Ms, in `time.monotonic` seconds; None for no end. Raises Refusal 422."""
+    """Return the deadline from X-Timeout-Ms, in `time.monotonic` seconds; None if there is none. Raises Refusal 422."""
     text = headers.get("x-timeout-ms")
     if text is None:
         ms = settings.default_timeout_ms
@@ -321,12 +323,12 @@ def deadline_of(headers: Mapping[str, str], settings: Settings) -> float | None:
 
 
 def sooner(one: float | None, other: float | None) -> float | None:
-    """Return the earlier of two deadlines; None for no end."""
+    """Return the earlier of two deadlines. None means no deadline."""
     return min((deadline for deadline in (one, other) if deadline is not None), default=None)
 
 
 def priority_of(headers: Mapping[str, str]) -> int:
-    """Return the priority of X-Priority, 0 to 9. Raises Refusal 422."""
+    """Return the priority from X-Priority, 0 to 9. Raises Refusal 422."""
     text = headers.get("x-priority", "0")
     if len(text) != 1 or text not in "0123456789":
         raise invalid([("X-Priority", "must be an integer from 0 to 9")])

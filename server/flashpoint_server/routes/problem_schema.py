@@ -1,4 +1,4 @@
-"""The error responses of an operation in OpenAPI: their statuses and codes, their headers, and an example of each."""
+"""The error responses of an operation in OpenAPI: status, codes, headers and an example of each code."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from flashpoint_server.refusal import MEDIA_TYPE, STATUS, TYPES, Refusal, invalid
 
-# The `detail` of each example. `invalid_request` has the name of the field before the colon.
+# The `detail` of each example. In `invalid_request`, the name of the field stands before the colon.
 DETAILS = {
     "malformed_body": "the body is not JSON: Expecting ',' delimiter: line 1 column 13 (char 12)",
-    "malformed_head": "an HTTP/1.1 request has exactly one Host field, and this has 2",
+    "malformed_head": "an HTTP/1.1 request needs exactly one Host field, and this one has 2",
     "unauthorized": "the request has no valid API key: send Authorization: Bearer KEY",
     "forbidden": "the API key lacks the permission for this call",
-    "cross_site": "a browser sent this for a page of another site (origin 'https://example.org'): start the server "
-    "with --cors-origins (FLASHPOINT_CORS_ORIGINS), which names the origins whose pages may call it",
-    "not_found": "there is no such benchmark, or none any more",
-    "cache_not_found": "there is no such cache for this key",
-    "saved_not_found": "there is no such saved forward for this key",
-    "not_acceptable": "answers are application/vnd.safetensors or application/json, and Accept takes neither",
-    "body_timeout": "the body arrived too slowly: it may pause for 10 s, and must reach 65536 bytes a second",
-    "cache_position": "4096 is beyond the end, 1024",
-    "cache_dropped": "position 100 is before 1024, the first that `keep` has left",
-    "cache_full": "4097 tokens are over its max_length of 4096",
-    "cache_stale": "its idempotency key came before the cache's last write: this is a late copy of an earlier call",
-    "cache_lost": "its engine restarted",
-    "saved_lost": "its engine restarted",
-    "body_too_large": "a body of 2147483648 bytes is over the limit of 1073741824",
-    "work_too_large": "this needs at least 214748364800 bytes where the device has 150120000000",
-    "unsupported_media_type": "a body of type text/plain is not taken; send application/vnd.safetensors or "
+    "cross_site": "a browser sent this request for a page of another site (origin 'https://example.org'): start the "
+    "server with --cors-origins (FLASHPOINT_CORS_ORIGINS), which lists the allowed origins",
+    "not_found": "the benchmark does not exist, or is no longer stored",
+    "cache_not_found": "this cache does not exist, or belongs to another API key",
+    "saved_not_found": "this saved forward does not exist, or belongs to another API key",
+    "not_acceptable": "answers are application/vnd.safetensors or application/json, but Accept allows neither",
+    "body_timeout": "the body arrived too slowly: it may pause for 10 s, and must average 65536 bytes a second",
+    "cache_position": "position 4096 is beyond the end, 1024",
+    "cache_dropped": "position 100 is before 1024, the first position that `keep` retains",
+    "cache_full": "4097 tokens exceed its max_length of 4096",
+    "cache_stale": "its idempotency key is older than the cache's last write: this is a late copy of an earlier call",
+    "cache_lost": "the engine that held the cache restarted",
+    "saved_lost": "the engine that held the saved forward restarted",
+    "body_too_large": "the body of 2147483648 bytes exceeds the limit of 1073741824",
+    "work_too_large": "the request needs at least 214748364800 bytes, and the device has 150120000000",
+    "unsupported_media_type": "a body of type text/plain is not supported; send application/vnd.safetensors or "
     "application/json",
-    "host_not_allowed": "this server does not answer to the host 'example.org': call it by a loopback name, such as "
-    "localhost, or start it with --allowed-hosts (FLASHPOINT_ALLOWED_HOSTS), which names the hosts that it answers to",
-    "cache_elsewhere": "replica 'b' holds it: send X-Flashpoint-Replica: b",
+    "host_not_allowed": "the server does not accept the host 'example.org': use a loopback name, for example "
+    "localhost, or start the server with --allowed-hosts (FLASHPOINT_ALLOWED_HOSTS), which lists the accepted hosts",
+    "cache_elsewhere": "replica 'b' holds the cache: send X-Flashpoint-Replica: b",
     "invalid_request": "casual: unknown option or tensor; did you mean causal?",
-    "queue_full": "256 requests are being served, as many as the server admits",
-    "key_limit": "the key's limit is 4 requests at once",
-    "cache_memory": "4294901760 of 4294967296 bytes are held, and this needs 131072 more",
-    "head_too_large": "the request's head is over 65536 bytes, or over 128 fields",
-    "internal_error": "an error of the server, logged with this request's id",
-    "transfer_encoding": "Transfer-Encoding 'gzip' is not read, only 'chunked': send the body as it is, with its "
-    "Content-Length or in chunks",
+    "queue_full": "the queue is full: it has 256 requests, its limit",
+    "key_limit": "the API key may have 4 requests at the same time",
+    "cache_memory": "4294901760 of 4294967296 bytes are in use, and this call needs 131072 more",
+    "head_too_large": "the request's head exceeds 65536 bytes or 128 fields: send less in the header",
+    "internal_error": "the server failed: a bug, logged with this request's id",
+    "transfer_encoding": "Transfer-Encoding 'gzip' is not supported, only 'chunked': send the body unencoded, with "
+    "Content-Length or chunked",
     "not_ready": "the engine is starting",
     "draining": "the server is shutting down",
-    "out_of_memory": "the device ran out of memory for this request",
-    "engine_lost": "the engine died with this request; it may be sent again",
+    "out_of_memory": "the device ran out of memory for this request; retry, or send a smaller request",
+    "engine_lost": "the engine died while it ran this request; retry",
     "deadline_exceeded": "the deadline passed before the answer was ready: X-Timeout-Ms sets it",
 }
 _REQUEST_ID = "a0d96e92bd1e2fe723a60c2cacae8d48"
@@ -61,26 +61,26 @@ _HEADERS = {
 
 class FieldError(BaseModel):
     loc: list[str] = Field(description="The name of the field.", examples=[["causal"]])
-    msg: str = Field(description="The fault, and what is allowed.")
+    msg: str = Field(description="The problem, and the allowed values.")
 
 
 class ProblemDocument(BaseModel):
-    """An error, as RFC 9457 defines it. `code` distinguishes errors of one status."""
+    """An error, as RFC 9457 defines it. `code` distinguishes errors with the same status."""
 
     model_config = ConfigDict(title="Problem")
     type: str = Field(f"{TYPES}invalid_request", description="The page of this server that explains the code.")
     title: str = Field(description="The standard phrase of the status.")
     status: int = Field(description="The HTTP status.")
-    detail: str = Field(description="The fault, and what to do.")
+    detail: str = Field(description="The problem, and what to do.")
     code: str = Field(description="The error code.", json_schema_extra={"enum": [*sorted(STATUS)]})
-    request_id: str = Field(description="The id of the request, which the server's log has too.")
-    errors: list[FieldError] | None = Field(None, description="Each field or cache that is wrong.")
+    request_id: str = Field(description="The id of the request. The server's log contains it, too.")
+    errors: list[FieldError] | None = Field(None, description="One entry for each wrong field or cache.")
 
 
 def problems(*codes: str, **details: str) -> dict[int | str, dict[str, Any]]:
-    """Return the responses of an operation that are errors, by status.
+    """Return the error responses of an operation, by status.
 
-    `details` replace the `detail` of the examples of some codes.
+    `details` replace the `detail` in the examples of some codes.
     """
     found: dict[int | str, dict[str, Any]] = {}
     for code in sorted(codes, key=[*STATUS].index):

@@ -1,4 +1,4 @@
-"""/saved: the forwards that are kept for their gradients are listed, described and deleted."""
+"""/saved: list, describe and delete saved forwards, which the server keeps for their gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flashpoint_server.service import Service
 
 
 class SavedDescription(BaseModel):
-    """A saved forward. `bytes` counts its inputs, o and lse; `shapes` are theirs."""
+    """A saved forward. `bytes` is the size of its inputs, o and lse; `shapes` are their shapes."""
 
     model_config = ConfigDict(title="SavedForward")
     id: str
@@ -45,7 +45,7 @@ def routes(service: Service) -> list[StarletteRoute]:
 
 
 async def listed(request: RouteRequest) -> None:
-    """200: the caller's saved forwards."""
+    """List the caller's saved forwards: 200."""
     every = []
     for incarnation in request.service.engine.incarnations():
         after, more = 0, True
@@ -58,14 +58,14 @@ async def listed(request: RouteRequest) -> None:
 
 
 async def look(request: RouteRequest) -> None:
-    """200: one saved forward."""
+    """Describe a saved forward: 200."""
     one = found_saved(request, request.exchange.path.split("/")[2])
     (record,) = await _ask(request, one.incarnation, "look_saved", one.serial)
     await send_json(request, 200, _described(request, one.incarnation, record))
 
 
 async def delete(request: RouteRequest) -> None:
-    """204: its memory is free."""
+    """Delete a saved forward: 204."""
     one = found_saved(request, request.exchange.path.split("/")[2])
     await _ask(request, one.incarnation, "delete_saved", one.serial)
     await send_json(request, 204)
@@ -74,7 +74,7 @@ async def delete(request: RouteRequest) -> None:
 async def _ask(
     request: RouteRequest, incarnation: int, what: str, *serials: int, arguments: Mapping[str, Any] | None = None
 ) -> tuple[SavedRecord, ...]:
-    """Ask an engine, and return its answer. Raises Refusal and ClientGoneError."""
+    """Send a job to an engine, and return its answer. Raises Refusal and ClientGoneError."""
     assert request.caller is not None
     if request.permit is None:
         admit(request, 0)

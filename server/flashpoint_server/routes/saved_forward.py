@@ -1,4 +1,4 @@
-"""POST /attention with `save` keeps a forward; POST /attention/grad with `saved` computes its gradients."""
+"""POST /attention with `save` saves a forward; POST /attention/grad with `saved` computes its gradients."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.cached_attention import cache_quota, lead_here
 from flashpoint_server.routes.pipeline import RouteRequest, carry_out, choose
 
-SEED_BITS = 53  # of a seed that the server picks, which a float64 holds
+SEED_BITS = 53  # bits of a seed that the server draws: float64 represents it exactly
 
 
 async def compute_saving(
     request: RouteRequest, message: TensorMessage, numbers: Callable[[Spec], list[TensorInfo]]
 ) -> tuple[AttentionJob, JobResult]:
-    """Compute attention, and keep it: the answer's metadata has `saved`. Raises Refusal and ClientGoneError."""
+    """Compute attention and save it; the answer's metadata has the id, `saved`. Raises Refusal and ClientGoneError."""
     service, device = request.service, request.device
     assert device is not None
     lead_here(request)
@@ -49,7 +49,7 @@ async def compute_saving(
         options = replace(options, dropout_seed=secrets.randbits(SEED_BITS))
     try:
         spec = plan_saved(infos := dict(message.inputs), options)
-        told = plan(infos, options, "forward")  # whose answer has lse only where it is asked
+        told = plan(infos, options, "forward")  # plans the answer, which has lse only if the caller wants it
     except ProblemError as error:
         raise invalid(error.errors) from None
     backend = choose(service.settings, spec, device)
@@ -68,7 +68,7 @@ async def compute_saving(
     engine, serial = answer.incarnation, answer.metadata["saved"]
 
     def left(kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None or request.exchange.code is not None:  # nobody has heard of it
+        if kind is not None or request.exchange.code is not None:  # the caller does not know the id
             service.engine.forget_saved(engine, serial)
 
     request.inside.push(left)
@@ -77,12 +77,12 @@ async def compute_saving(
 
 
 def _options(message: TensorMessage) -> Options:
-    """Return the options of a call that saves. Raises Refusal 422."""
+    """Return the options of a call with `save`. Raises Refusal 422."""
     said = message.options()
     if said.get("caches") is not None:
-        raise invalid([("save", "is not taken beside caches, which have no gradients")])
+        raise invalid([("save", "cannot be combined with caches, which have no gradients")])
     if said.get("saved") is not None:
-        raise invalid([("saved", "is for POST /attention/grad")])
+        raise invalid([("saved", "is only for POST /attention/grad")])
     try:
         return read_options(plain(said))
     except ValidationError as error:
@@ -92,14 +92,14 @@ def _options(message: TensorMessage) -> Options:
 
 
 def _check_memory(request: RouteRequest, size: int, quota: int | None) -> None:
-    """Refuse, before the body is read, what finds no memory as far as engines have told. Raises Refusal 413 and 429."""
+    """Refuse a forward that does not fit, before the body is read. Raises Refusal 413 and 429."""
     engines, limit = request.service.engine, request.service.settings.cache_bytes
     if size > limit:
-        raise Refusal("work_too_large", f"a saved forward of {size} bytes never fits the {limit} for callers")
+        raise Refusal("work_too_large", f"a saved forward of {size} bytes exceeds the server's limit of {limit}")
     if quota is not None and size > quota:
-        raise Refusal("key_limit", f"a saved forward of {size} bytes is over the {quota} that the key may hold")
+        raise Refusal("key_limit", f"a saved forward of {size} bytes exceeds the API key's limit of {quota}")
     if (held := engines.least(lambda engine: engine.holding.total).holding.total) + size > limit:
-        raise Refusal("cache_memory", f"{held} of {limit} bytes are held, and this needs {size} more")
+        raise Refusal("cache_memory", f"{held} of {limit} bytes are in use, and this call needs {size} more")
 
 
 async def compute_recalled(
@@ -131,7 +131,7 @@ async def compute_recalled(
 
 
 def _price(one: SavedId, spec: Spec, backend: str, device: DeviceInfo) -> Price:
-    """Return the price of gradients, of the lengths that the id tells."""
+    """Return the price of gradients. If the id contains the extent, the price follows from it."""
     if one.extent is None:
         return price_of(spec, backend, device)
     flops = flops_of(spec, one.extent.pairs)
@@ -139,20 +139,20 @@ def _price(one: SavedId, spec: Spec, backend: str, device: DeviceInfo) -> Price:
 
 
 def found_saved(request: RouteRequest, text: object) -> SavedId:
-    """Return what an id of the caller's says. Raises Refusal 404, 410, 421, 422 and 503."""
+    """Return the decoded id of a saved forward of the caller. Raises Refusal 404, 410, 421, 422 and 503."""
     if not isinstance(text, str):
-        raise invalid([("saved", f"must be an id, {SAVED_OPTIONS['saved'].text}")])
+        raise invalid([("saved", f"must be a string: {SAVED_OPTIONS['saved'].text}")])
     service = request.service
     one = service.saved_ids.read(_owner(request), text)
     if one is None:
-        raise Refusal("saved_not_found", "there is no such saved forward for this key")
+        raise Refusal("saved_not_found", "this saved forward does not exist, or belongs to another API key")
     lead_here(request)
     if one.replica != service.cache_ids.replica:
         request.exchange.replica = one.replica
-        said = f"replica {one.replica!r} holds it: send X-Flashpoint-Replica: {one.replica}"
+        said = f"replica {one.replica!r} holds the saved forward: send X-Flashpoint-Replica: {one.replica}"
         raise Refusal("cache_elsewhere", said)
     if not service.engine.holder(one.incarnation):
-        raise Refusal("saved_lost", "its engine restarted")
+        raise Refusal("saved_lost", "the engine that held the saved forward restarted")
     return one
 
 

@@ -35,25 +35,25 @@ class Overview(Health):
 
 
 class Device(BaseModel):
-    name: str = Field(description="The device's name in torch.", examples=["cuda:0"])
+    name: str = Field(description="The device's name in PyTorch.", examples=["cuda:0"])
     title: str = Field(examples=["NVIDIA H200"])
     memory: int = Field(description="Memory in bytes.")
 
 
 class Info(BaseModel):
-    """The server and its state. `device` and `backends` are empty until it is ready."""
+    """The server and its state. `device` is null and `backends` is empty until the server is ready."""
 
     name: str = "flashpoint"
     version: str
-    versions: dict[str, str] = Field(description="Versions of Python and of the libraries that compute and serve.")
+    versions: dict[str, str] = Field(description="Versions of Python and of the main libraries.")
     device: Device | None
     backends: list[str] = Field(description="Backends, in the order in which `auto` prefers them.")
     options: dict[str, list[str]] = Field(description="The features of each backend.")
-    load: dict[str, int] = Field(description="Requests that are admitted now, and the bytes of their tensors.")
+    load: dict[str, int] = Field(description="Number of admitted requests, and the bytes of their tensors.")
     caches: dict[str, int] = Field(
-        description="KV caches and saved forwards that the server holds, their bytes, and the limit of each engine."
+        description="Number and bytes of KV caches and of saved forwards, and the limit of each engine in bytes."
     )
-    limits: dict[str, int] = Field(description="Limits in bytes, counts, seconds and milliseconds, as their names say.")
+    limits: dict[str, int] = Field(description="Limits. Each name contains the unit.")
 
 
 def router(service: Service) -> APIRouter:
@@ -61,7 +61,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/health", summary="Check that the process answers, and that it accepts new work")
     async def health() -> Overview:
-        """200 while the process answers, ready or not. A load balancer asks `/health/ready`, which is then 503."""
+        """Answer 200 while the process runs, ready or not. A load balancer needs `/health/ready`, which can be 503."""
         try:
             service.check_working()
         except Refusal as refusal:
@@ -76,9 +76,9 @@ def router(service: Service) -> APIRouter:
         "/health/ready", summary="Check that the server accepts new work", responses=problems("not_ready", "draining")
     )
     async def ready() -> Health:
-        """Ready once each backend has agreed with the float64 reference on this device.
+        """Answer 200 when each backend has agreed with the float64 reference on this device.
 
-        Not ready while the server shuts down, or while a signal or a debugger has stopped the engine's process.
+        Answer 503 while the server shuts down, or while a signal or a debugger has stopped the engine's process.
         """
         service.check_working()
         return Health(status="ok")

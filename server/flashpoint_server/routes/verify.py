@@ -1,4 +1,4 @@
-"""POST /verify: how far a backend, or what the caller computed elsewhere, is from float64."""
+"""POST /verify: compare a backend's answers, or the caller's, with float64."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from flashpoint_server.routes.pipeline import (
 )
 
 _PROBLEM = tuple(name for name in INPUT_TENSORS if name not in ALL_ANSWERS)
-IN_FLOAT64 = 8  # times a problem's own bytes: drawn, answered and differentiated in 8 bytes where it has 2 or 4
-DRAWN_LIMIT = 1 << 16  # bytes of a request whose tensors the server draws; the longest has some hundred
+IN_FLOAT64 = 8  # times a problem's own bytes: the same tensors in float64, the answers and the gradients
+DRAWN_LIMIT = 1 << 16  # maximum bytes of a request with a problem to draw; a real one has a few hundred bytes
 
 
 async def verify(request: RouteRequest) -> None:
-    """Answer with a report, in JSON, or with events as it is made. Raises Refusal and ClientGoneError.
+    """Answer with a report in JSON, or with progress events and then the report. Raises Refusal and ClientGoneError.
 
-    Tensors travel as to /attention; a problem to be drawn is a JSON object with a `shape`.
+    Tensors are sent as to /attention; a problem to draw is a JSON object with a `shape`.
     """
     service, body = request.service, request.body
     authorize(request, "verify")
@@ -82,10 +82,10 @@ async def verify(request: RouteRequest) -> None:
 
 
 async def _stream(request: RouteRequest, job: ProofJob) -> None:
-    """Send each VerifyProgress as an event, then the report. The answer begins with the first event.
+    """Send each VerifyProgress as an event, then the report. The answer starts with the first event.
 
-    So a verification that is refused before it runs has its own status; one that fails later ends with a problem.
-    Raises Refusal and ClientGoneError.
+    So a verification that is refused before it runs has an error status; one that fails later ends with a problem
+    event. Raises Refusal and ClientGoneError.
     """
     newest, news = b"", asyncio.Event()
 
@@ -113,7 +113,7 @@ async def _stream(request: RouteRequest, job: ProofJob) -> None:
             document = {"kind": "problem", "problem": refusal.document(request.exchange.request_id)}
             await _send_event(request, "problem", json.dumps(document).encode())
         except ClientGoneError:
-            if request.exchange.status is not None:  # its log line says 200 all the same
+            if request.exchange.status is not None:  # the log line has the code, although the status is 200
                 request.exchange.code = "client_gone"
             raise
         else:
@@ -132,7 +132,7 @@ async def _send_event(request: RouteRequest, kind: str, data: bytes) -> None:
 
 
 def _check(message: TensorMessage, device: DeviceInfo, settings: Settings) -> tuple[bytes, Price]:
-    """Return the options of tensors that a caller sends, in JSON, and their price. Raises Refusal 413 and 422."""
+    """Return the options for a caller's tensors, in JSON, and their price. Raises Refusal 413 and 422."""
     infos = dict(message.inputs)
     known = (*_PROBLEM, *ALL_ANSWERS)
     if unknown := [name for name in infos if name not in known]:
@@ -156,22 +156,22 @@ def _check(message: TensorMessage, device: DeviceInfo, settings: Settings) -> tu
 
 
 def _price(spec: Spec, device: DeviceInfo, settings: Settings) -> Price:
-    """Return what it costs to verify the problem, which is held in float64, too. Raises Refusal 413."""
+    """Return the price of a verification, which also holds the problem in float64. Raises Refusal 413."""
     check_size(spec, device.memory // IN_FLOAT64, settings.sequence_limit)
     price = proof_price(spec, device)
     if price.flops > (most := settings.verify_flops):
-        raise Refusal("work_too_large", f"to verify this takes {price.flops:.3g} FLOPs, over the {most:.3g} allowed")
+        raise Refusal("work_too_large", f"the verification needs {price.flops:.3g} FLOPs, over the limit of {most:.3g}")
     return price
 
 
 def _drawn(text: bytes) -> VerifyRequest | None:
-    """The request for a problem to be drawn, where `text` is one. Raises Refusal 422."""
+    """Return the request for a problem to draw; None if `text` is not one. Raises Refusal 422."""
     if len(text) > DRAWN_LIMIT:
         return None
     try:
         document = strictjson.loads(text)
     except ValueError:
-        return None  # said by who reads tensors
+        return None  # the parser of tensors reports the error
     if not isinstance(document, dict) or "shape" not in document:
         return None
     try:
@@ -182,7 +182,7 @@ def _drawn(text: bytes) -> VerifyRequest | None:
 
 
 def _spec_of(request: VerifyRequest) -> Spec:
-    """The problem that is drawn, as far as its price goes. Raises Refusal 422."""
+    """Return the problem to draw, as far as its price needs it. Raises Refusal 422."""
     shape = request.shape
     q = (shape.batch, shape.q_heads, shape.q_len, shape.head_dim)
     infos = {

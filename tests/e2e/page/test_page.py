@@ -113,7 +113,7 @@ def test_traffic_is_shown_as_it_is(page, server):
     expect(page.locator("#latency .figure")).to_have_text(re.compile(r"^[\d.,]+ms$"))
     expect(page.locator("#latency .detail")).to_have_text(re.compile(r"^p99 [\d.,]+ ms$"))
     expect(page.locator("#rate .figure")).to_have_text(re.compile(r"^[\d.]*[1-9]"))
-    expect(page.locator("#fill .detail")).to_contain_text("requests a launch: 1")
+    expect(page.locator("#fill .detail")).to_contain_text("requests per launch: 1")
     charts = drawn(page, "#traffic .plot")
     assert [[*chart["lines"]] for chart in charts] == [["requests"], ["p50", "p99"], ["fill"], ["waiting"]]
     for chart in charts:
@@ -151,7 +151,7 @@ def test_device_and_options_are_those_of_info(page, server):
     assert {name: shown[name] for name in ("Body of a request", "Work of a launch", "Longest deadline")} == {
         "Body of a request": "1 GiB", "Work of a launch": "4.4 TFLOP", "Longest deadline": "60 min",
     }  # fmt: skip
-    assert shown["Deadline of a request that asks for none"] == "none"
+    assert shown["Default deadline of a request"] == "none"
 
 
 def test_features_are_grouped_and_each_backend_has_those_of_info(page, server):
@@ -165,7 +165,7 @@ def test_features_are_grouped_and_each_backend_has_those_of_info(page, server):
         count += len(every)
         for backend, cell in zip(info["backends"], row.locator("td").all_inner_texts(), strict=True):
             kind, _, named = cell.partition(" ")
-            some = set(named.removeprefix("but ").split(", ")) if named else set()
+            some = set(named.removeprefix("except ").split(", ")) if named else set()
             assert some <= set(every)
             able[backend] |= {"all": set(every) - some, "only": some, "none": set()}[kind]
     assert {backend: len(features) for backend, features in able.items()} == {
@@ -242,7 +242,7 @@ def test_with_keys_it_asks_for_one_and_holds_it_back(open_page, start_server):
     expect(door.get_by_label("Key")).to_be_focused()
     assert not page.locator("main").is_visible()
     enter(page, "wrong")
-    expect(door.get_by_role("alert")).to_have_text("The key is not known.")
+    expect(door.get_by_role("alert")).to_have_text("This key is not valid.")
     enter(page, "secret-2")
     for part in ("#traffic", "#playground"):
         expect(page.locator(part).get_by_role("alert")).to_contain_text("the API key lacks the permission")

@@ -56,7 +56,7 @@ def test_flops_and_predicted_seconds_are_counted_once_they_are_known():
         with pytest.raises(Refusal, match="60 FLOPs, and this one 41") as caught:
             second.charge(Price(41, 0.1))
         assert caught.value.status == 429
-        with pytest.raises(Refusal, match=r"take 6 s of a core, and this one 4\.1 s"):
+        with pytest.raises(Refusal, match=r"take 6 compute seconds, and this one 4\.1"):
             second.charge(Price(40, 4.1))
         second.charge(Price(40, 4.0))
     assert (admission.flops, admission.seconds) == (0, 0)
@@ -133,7 +133,7 @@ def test_limits_hold_over_all_processes_together(tmp_path):
         first.charge(Price(60, 6.0))
         with pytest.raises(Refusal, match="60 FLOPs, and this one 41"):
             second.charge(Price(41, 0.0))
-        with pytest.raises(Refusal, match=re.escape("take 6 s of a core, and this one 4.1 s")):
+        with pytest.raises(Refusal, match=re.escape("take 6 compute seconds, and this one 4.1")):
             second.charge(Price(0, 4.1))
         second.charge(Price(40, 4.0))
         assert (counts.requests.total, counts.bytes.total, counts.flops.total, counts.seconds.total) == (2, 90, 100, 10)

@@ -66,7 +66,7 @@ def test_settings_pass_through_an_environment():
         ({}, {}, "port = -1", "port in FILE: must be greater than or equal to 0, not '-1'"),
         ({}, {}, "prot = 1", "prot in FILE: unknown setting; did you mean port?"),
         ({}, {}, "[port]\nx = 1", "port in FILE: must be a value, not a table"),
-        ({}, {}, "port", "--config: FILE is no TOML file"),
+        ({}, {}, "port", "--config: FILE is not TOML"),
     ],
 )
 def test_a_wrong_value_blames_its_source(tmp_path, flags, variables, toml, said):

@@ -47,7 +47,7 @@ def submit(inputs, outputs, room=1 << 16, **options):
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="device cuda:3 is asked for, and torch finds no CUDA device"):
+    with pytest.raises(RuntimeError, match="device cuda:3 is not available: torch finds no CUDA device"):
         TorchDevice.open("cuda:3")
 
 

@@ -26,4 +26,4 @@ def test_a_backend_that_computes_wrongly_is_not_served(direction, monkeypatch):
 def test_what_keeps_a_gpu_from_starting_may_pass():
     for said in ("CUDA error: all CUDA-capable devices are busy or unavailable", "CUDA error: out of memory"):
         assert may_pass(RuntimeError(said))
-    assert not may_pass(RuntimeError("device cuda:3 is asked for, and torch finds no CUDA device"))
+    assert not may_pass(RuntimeError("device cuda:3 is not available: torch finds no CUDA device"))

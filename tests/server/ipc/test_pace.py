@@ -46,7 +46,8 @@ def test_a_request_that_would_wait_for_too_much_of_its_time_is_refused_at_once()
             inside.enter_context(admission.permit(0)).charge(Price(0, 10.0), NOW + 1, 1.0)
         one = inside.enter_context(admission.permit(0))
         wait = FEW * 10
-        with pytest.raises(Refusal, match=rf"take {wait} s, and it has {2 * wait - 1} s until its deadline") as caught:
+        said = rf"take {wait} s, and the deadline of this one is in {2 * wait - 1} s"
+        with pytest.raises(Refusal, match=said) as caught:
             one.charge(Price(0, 10.0), NOW + wait / PATIENCE - 1, 1.0)
         assert caught.value.code == "queue_full"
         one.charge(Price(0, 10.0), NOW + wait / PATIENCE, 1.0)

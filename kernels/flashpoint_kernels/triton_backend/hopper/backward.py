@@ -1,7 +1,7 @@
-"""The backward kernels for Hopper: a warp loads, two groups of warps multiply half a block each.
+"""The backward kernels for Hopper: one warp loads, and two groups of warps multiply half a block each.
 
-The terms are those of ../backward.py. P is computed beside the product dP, and dS beside dV; for dQ, both are computed
-beside the product of the tile before.
+The terms are those of ../backward.py. In dK and dV, P is computed beside the product dP, and dS beside dV. In dQ, both
+are computed beside the product of the tile before.
 """
 
 from typing import Any, NamedTuple
@@ -43,7 +43,10 @@ class Descriptors(NamedTuple):
 
 
 class QueryPipes(NamedTuple):
-    """dQ's: q and do stay, and q's barrier is for both. `do` has tiles alone."""
+    """The pipes of dQ.
+
+    q and do stay in shared memory for the whole block and share q's barrier; `do` holds only tiles.
+    """
 
     q: Pipe
     do: Any
@@ -52,7 +55,7 @@ class QueryPipes(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """A group's queries: their indices, lse in base 2, and delta. (M / 2,)."""
+    """The queries of a group of warps: their indices, lse in base 2, and delta. (M / 2,)."""
 
     o_m: Any
     lse: Any
@@ -61,7 +64,7 @@ class QueryRows(NamedTuple):
 
 @jit(do_not_specialize=["heads", "head_dim", "value_dim"])
 def attention_backward_q_hopper(table, floats, items, heads, head_dim, value_dim, C: tl.constexpr):
-    """dq of a block of queries of one head, as `attention_backward_q` gives it."""
+    """Store dq of a block of queries of one head, as `attention_backward_q` does."""
     seq, work = find_queries(table, floats, items, heads, gl.program_id(0), 0, ITEM, C)
     t, head, band = seq.row, seq.head, seq.band
     kv_head = head // gl.load(t + col.GROUP).to(gl.int32)
@@ -94,7 +97,7 @@ def attention_backward_q_hopper(table, floats, items, heads, head_dim, value_dim
 
 @jit
 def query_producer(pipes, work, descriptors, C: tl.constexpr):
-    """The loading warp of dQ: q and do, then values, which are done with first, and keys tile by tile."""
+    """Run the loading warp of dQ: load q and do, then for each tile its values and its keys."""
     if work.end > 0:
         full = pipes.q.full.index(0)
         mbarrier.expect(full, descriptors.q.block_type.nbytes + descriptors.do.block_type.nbytes)
@@ -105,7 +108,7 @@ def query_producer(pipes, work, descriptors, C: tl.constexpr):
 
 @jit
 def query_consumer(pipes, work, seq, head_dim, HALF: tl.constexpr, C: tl.constexpr):
-    """A group of warps that multiplies: dq of half of the block's queries."""
+    """Run a group of warps that multiplies: compute dq of half of the block's queries."""
     ROWS: tl.constexpr = C.BLOCK_M // 2
     S: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
     DQ: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
@@ -114,7 +117,7 @@ def query_consumer(pipes, work, seq, head_dim, HALF: tl.constexpr, C: tl.constex
     i0 = work.i0 + HALF * ROWS
     o_m = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
     p_stats, half = locate_stats(t, head)
-    m_stats = o_m < gl.where(work.end > 0, i0 + ROWS, 0)  # a head that there is not has no stats
+    m_stats = o_m < gl.where(work.end > 0, i0 + ROWS, 0)  # a head that does not exist has no stats
     lse, delta = gl.load(p_stats + o_m, mask=m_stats), gl.load(p_stats + half + o_m, mask=m_stats)
     rows = QueryRows(o_m=o_m, lse=lse, delta=delta)
     dq = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, DQ)
@@ -138,9 +141,9 @@ def add_keys(
     dq, ds, rows, pipes, work, seq, n,
     CUT: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, DS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """dq with tile n − 1 of the keys, whose dS is ds, and the dS of tile n, whose values have come.
+    """Return dq with tile n − 1 of the keys, whose dS is `ds`, and the dS of tile n, whose values have arrived.
 
-    Before the first there is none: what is computed then is never added to.
+    At the first tile there is no tile before: the product is replaced by the next one (use_acc).
     """
     ROWS: tl.constexpr = C.BLOCK_M // 2
     k, v = pipes.k, pipes.v
@@ -159,7 +162,7 @@ def add_keys(
         within = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, S))
         j0 = first_key(n, work, C)
         p = gl.where(visible(rows.o_m[:, None], j0, within[None, :], seq.band, C), p, 0.0)
-    # Here, not before the scores: see forward.softmax.
+    # Wait here, not before the scores: see forward.softmax.
     wait_full(v, n + 1, C, pred=n + 1 < work.end)
     dp = wgmma_wait(1, [slopes])
     release(v, n, C)
@@ -170,7 +173,11 @@ def add_keys(
 
 
 class KeyPipes(NamedTuple):
-    """dK's and dV's: k and v stay, and k's barrier is for both. `v` has tiles alone. q's `empty` is for q and do."""
+    """The pipes of dK and dV. k and v stay in shared memory for the whole block and share k's barrier; `v` holds only
+    tiles.
+
+    q's `empty` barrier is for q and do.
+    """
 
     k: Pipe
     v: Any
@@ -179,9 +186,10 @@ class KeyPipes(NamedTuple):
 
 
 class KeyWork(NamedTuple):
-    """A block of keys, and the blocks of queries that it goes through, once for each of the `group` query heads.
+    """A block of keys, and the blocks of queries that it uses, once for each of the `group` query heads.
 
-    The first key; the first query; the number of blocks; how many of them, the first, need a test of visibility.
+    `j0` is the first key, `lo` the first query, `blocks` the number of blocks. The first `cut` blocks need a visibility
+    test.
     """
 
     j0: Any
@@ -193,7 +201,7 @@ class KeyWork(NamedTuple):
 
 @jit(do_not_specialize=["heads", "head_dim", "value_dim"])
 def attention_backward_kv_hopper(table, floats, items, heads, head_dim, value_dim, C: tl.constexpr):
-    """dk and dv of a block of keys, as `attention_backward_kv` gives them."""
+    """Store dk and dv of a block of keys, as `attention_backward_kv` does."""
     seq, work = find_keys(table, floats, items, heads, C)
     t, kv_head, band, group = seq.row, seq.head, seq.band, work.group
     k_rows = descriptor(t, col.K, kv_head, band.kv_len, head_dim, C.BLOCK_N, C.BLOCK_D, C)
@@ -225,9 +233,9 @@ def attention_backward_kv_hopper(table, floats, items, heads, head_dim, value_di
 
 @jit
 def find_keys(table, floats, items, heads, C: tl.constexpr):
-    """(Sequence of a key/value head, KeyWork) of a program.
+    """Return (Sequence of a key/value head, KeyWork) of a program.
 
-    As in find_queries, a program whose sequence has no such head takes a block beyond the last key.
+    If the sequence has no such head, the block is beyond the last key, as in find_queries.
     """
     item = items + (gl.program_id(0) // heads) * ITEM
     kv_head = gl.program_id(0) % heads
@@ -249,7 +257,7 @@ def find_keys(table, floats, items, heads, C: tl.constexpr):
 
 @jit
 def key_producer(pipes, work, descriptors, C: tl.constexpr):
-    """The loading warp of dK and dV: k and v, then q and do block by block, head by head of the group."""
+    """Run the loading warp of dK and dV: load k and v, then q and do block by block, for each head of the group."""
     if work.blocks > 0:
         full = pipes.k.full.index(0)
         mbarrier.expect(full, descriptors.k.block_type.nbytes + descriptors.v.block_type.nbytes)
@@ -265,7 +273,7 @@ def key_producer(pipes, work, descriptors, C: tl.constexpr):
 
 @jit
 def key_consumer(pipes, work, seq, head_dim, value_dim, HALF: tl.constexpr, C: tl.constexpr):
-    """A group of warps that multiplies: dk and dv of half of the block's keys."""
+    """Run a group of warps that multiplies: compute dk and dv of half of the block's keys."""
     ROWS: tl.constexpr = C.BLOCK_N // 2
     S: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
     DK: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
@@ -294,7 +302,7 @@ def add_queries(
     dk, dv, o_n, pipes, work, seq, nth, nth_block,
     CUT: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv with a block of queries, whose q has come."""
+    """Return dk and dv with the contribution of a block of queries, whose q has arrived."""
     ROWS: tl.constexpr = C.BLOCK_N // 2
     n = nth * work.blocks + nth_block
     i0 = work.lo + nth_block * C.BLOCK_M
@@ -312,13 +320,13 @@ def add_queries(
     slopes = wgmma(b_v, b_do.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (N / 2, M)
     lse = gl.load(p_stats + i0 + within)
     s = wgmma_wait(1, [scores])
-    # As in ../backward.py, not tested: keys beyond the last, and queries.
+    # As in ../backward.py, keys beyond the last and queries are not tested.
     weights = probabilities(s * (seq.scale * LOG2E), lse[None, :])
     if CUT:
         weights = gl.where(visible_to(o_n[:, None], i0, within[None, :], seq.band, C), weights, 0.0)
     delta = gl.load(p_stats + half + i0 + within)
     p = gl.convert_layout(cast(weights, C.DTYPE), gl.DotOperandLayout(0, DV, 2))
-    # Here, not before the scores: see forward.softmax.
+    # Wait here, not before the scores: see forward.softmax.
     wait_full(pipes.q, n + 1, C, pred=n + 1 < work.group * work.blocks)
     dv = wgmma(p, b_do, dv, is_async=True)
     dp = wgmma_wait(1, [slopes])
@@ -331,6 +339,8 @@ def add_queries(
 
 @jit
 def locate_stats(t, head):
-    """(pointer to a head's lse, how far its delta is), as `attention_delta` left them: to 16 bytes, whole blocks."""
+    """Return (pointer to a head's lse, distance to its delta), as stored by `attention_delta`: 16-byte aligned, whole
+    blocks.
+    """
     base, head_stride = locate_vector(t, col.STATS)
     return tl.multiple_of(base + head * head_stride, 16), tl.multiple_of(head_stride // 2, 4)

@@ -1,9 +1,9 @@
 """The forward kernel for Hopper. Notation as in ../forward.py.
 
-Within a group of warps the scores of a tile are asked for before the values of the tile before it, so that its softmax
-runs beside a product of its own, too. The groups take turns to ask for products (FlashAttention-3's ping-pong): so the
-softmax of one runs beside the products of the other, tile by tile. A group goes through its tiles from the last to the
-first: those that need a test of visibility come first.
+A group of warps issues the product for the scores of a tile before the product with the values of the tile before it.
+So the softmax of a tile also runs beside a product of its own group. The two groups issue products in turns
+(FlashAttention-3's ping-pong), so the softmax of one runs beside the products of the other, tile by tile. A group
+computes its tiles from the last to the first: tiles that need a visibility test come first.
 """
 
 from typing import Any, NamedTuple
@@ -33,10 +33,10 @@ from flashpoint_kernels.triton_backend.tiles import locate_vector
 
 
 class Pipes(NamedTuple):
-    q: Pipe  # of one stage: tile n is the queries of the nth block that sees keys
+    q: Pipe  # one stage: tile n holds the queries of the nth block that sees keys
     k: Pipe
     v: Pipe
-    turns: Any  # of each group: a phase ends when the other has asked for its products of a tile
+    turns: Any  # one barrier per group: a phase ends when the other group has issued its products of a tile
 
 
 class Launched(NamedTuple):
@@ -53,9 +53,10 @@ class Launched(NamedTuple):
 
 @jit(do_not_specialize=["heads", "head_dim", "value_dim", "blocks"])
 def attention_forward_hopper(table, floats, items, heads, head_dim, value_dim, blocks, C: tl.constexpr):
-    """o and lse of each work item and head, as `attention_forward` gives them; no part of a split problem.
+    """Store o and lse of each work item and head, as `attention_forward` does, but never a part of a split problem.
 
-    There are `blocks` items and heads, shared out among the programs: with as many programs, one block each.
+    `blocks` is the number of items times heads. They are divided among the programs; with as many programs, each takes
+    one.
     """
     launched = Launched(
         table=table, floats=floats, items=items, heads=heads, head_dim=head_dim, value_dim=value_dim, blocks=blocks
@@ -70,7 +71,7 @@ def attention_forward_hopper(table, floats, items, heads, head_dim, value_dim, b
         v=Pipe(tiles=v, full=v_full, empty=v_empty),
         turns=barriers(2, 1),
     )
-    hopper.fence_async_shared()  # the copy engine sees the barriers as they are now
+    hopper.fence_async_shared()  # make the barriers visible to the copy engine
     gl.warp_specialize(
         [
             (consumer, (pipes, launched, 0, C)),
@@ -84,15 +85,17 @@ def attention_forward_hopper(table, floats, items, heads, head_dim, value_dim, b
 
 @jit
 def rounds(blocks):
-    """How many blocks this program takes."""
+    """Return the number of blocks that this program takes."""
     whole = blocks // gl.num_programs(0)
     return whole + (block_of(whole) < blocks).to(gl.int32)
 
 
 @jit
 def block_of(nth):
-    """The nth block that this program takes: the heaviest come first, and who took the lightest of a round takes the
-    heaviest of the next.
+    """Return the index of the nth block that this program takes.
+
+    The heaviest blocks come first. The order of the programs alternates: the program that took the lightest block of a
+    round takes the heaviest of the next.
     """
     program, programs = gl.program_id(0), gl.num_programs(0)
     return nth * programs + gl.where(nth % 2 == 0, program, programs - 1 - program)
@@ -100,7 +103,7 @@ def block_of(nth):
 
 @jit
 def producer(pipes, launched, C: tl.constexpr):
-    """The loading warp: of each block the queries, then keys and values tile by tile."""
+    """Run the loading warp: for each block load the queries, then keys and values tile by tile."""
     tiles, seeing = 0, 0
     for nth in range(rounds(launched.blocks)):
         seq, work = find_queries(
@@ -108,7 +111,7 @@ def producer(pipes, launched, C: tl.constexpr):
         )
         t, head, band = seq.row, seq.head, seq.band
         if work.end > tiles:
-            # A descriptor is not changed under a copy.
+            # Wait for the copies of the block before: its descriptors must not change during a copy.
             for n in range(gl.maximum(tiles - C.STAGES, 0), tiles):
                 wait_full(pipes.k, n, C)
                 wait_full(pipes.v, n, C)
@@ -126,7 +129,7 @@ def producer(pipes, launched, C: tl.constexpr):
 
 @jit
 def consumer(pipes, launched, HALF: tl.constexpr, C: tl.constexpr):
-    """A group of warps that multiplies: o and lse of half of each block's queries."""
+    """Run a group of warps that multiplies: compute o and lse of half of each block's queries."""
     tiles, seeing = 0, 0
     for nth in range(rounds(launched.blocks)):
         seq, work = find_queries(
@@ -139,7 +142,7 @@ def consumer(pipes, launched, HALF: tl.constexpr, C: tl.constexpr):
 
 @jit
 def attend(pipes, work, seq, seeing, value_dim, HALF: tl.constexpr, C: tl.constexpr):
-    """o and lse of half of a block's queries; `seeing` blocks before it have seen keys."""
+    """Store o and lse of half of a block's queries; `seeing` is the number of blocks before it that have seen keys."""
     S: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
     O: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])  # noqa: E741
     P: tl.constexpr = gl.DotOperandLayout(0, O, 2)
@@ -182,10 +185,11 @@ def step(
     p, m, denom, acc, o_m, pipes, work, seq, n, seeing,
     CUT: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, O: tl.constexpr, P: tl.constexpr, C: tl.constexpr,  # noqa: E741
 ):  # fmt: skip
-    """The scores of tile n beside the values of tile n − 1, whose probabilities are p: (p, m, denom, acc) for the next.
+    """Compute the scores of tile n beside the product with the values of tile n − 1; return (p, m, denom, acc) for the
+    next.
 
-    Its keys have come. CUT: it needs a test of visibility. p is what `carried` returns. Turns are for all tiles but the
-    first of each block, of which there were `seeing` before.
+    `p` holds the probabilities of tile n − 1, as returned by `carried`. The keys of tile n have arrived. CUT: the tile
+    needs a visibility test. All tiles take turns but the first of each block; `seeing` is the number of blocks before.
     """
     before = n - 1
     b_p = operand(p, P, C.BLOCK_DV <= 128, C)
@@ -204,7 +208,7 @@ def step(
 
 @jit
 def issue_scores(pipes, n, HALF: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
-    """The product of a group's queries with tile n of the keys, under way: (M / 2, N)."""
+    """Return the product of a group's queries with tile n of the keys, (M / 2, N); it may still be running."""
     ROWS: tl.constexpr = C.BLOCK_M // 2
     zeros = gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, S)
     b_q = pipes.q.tiles.index(0).slice(HALF * ROWS, ROWS)
@@ -213,10 +217,10 @@ def issue_scores(pipes, n, HALF: tl.constexpr, S: tl.constexpr, C: tl.constexpr)
 
 @jit
 def softmax(s, m, denom, o_m, k, work, seq, n, CUT: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
-    """(p, m, denom, shrink) of `online_softmax` for the scores of tile n, whose keys are free from now on.
+    """Return (p, m, denom, shrink) of `online_softmax` for the scores of tile n, and release the tile's keys.
 
-    It ends with the wait for the keys of the next tile: ptxas moves nothing across that loop, and would otherwise move
-    the wait for the values to the start of the softmax, which then had nothing to run beside.
+    It ends with the wait for the keys of the next tile. ptxas moves nothing across that wait loop. Without it, ptxas
+    would move the wait for the values to the start of the softmax, and no product would run beside the softmax.
     """
     release(k, n, C)
     if CUT:

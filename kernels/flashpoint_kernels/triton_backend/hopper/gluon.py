@@ -1,6 +1,6 @@
-"""Gluon's names, and what differs between releases of Triton.
+"""Gluon's names, and the differences between releases of Triton.
 
-Triton's interpreter does not run Gluon. The tests put an interpreter of their own in the place of this module.
+Triton's interpreter does not run Gluon. The tests replace this module by their own interpreter.
 """
 
 from importlib import import_module

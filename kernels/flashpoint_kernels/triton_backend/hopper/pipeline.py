@@ -1,7 +1,7 @@
-"""Tiles on their way through shared memory: descriptors, stages and their barriers, loads by the copy engine; stores.
+"""Tiles in shared memory: descriptors, stages and their barriers, loads by the copy engine (TMA), and stores.
 
-Notation as in ../forward.py. A tensor's tiles take the stages of its Pipe in turn: tile n is in stage n mod STAGES. A
-barrier's phases alternate between 0 and 1 from one use of its stage to the next.
+Notation as in ../forward.py. A tensor's tiles use the stages of its Pipe in turn: tile n is in stage n mod STAGES. A
+barrier's phase alternates between 0 and 1 at each use of its stage.
 """
 
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from flashpoint_kernels.triton_backend.tiles import key_stretches, load_sequence
 class Pipe(NamedTuple):
     """Stages of shared memory for tiles of one tensor.
 
-    `full`: a phase ends when a tile has come. `empty`: a phase ends when both consumers have done with a tile; None
-    where a tile stays.
+    `full`: a phase ends when a tile has arrived. `empty`: a phase ends when both consumers have finished with a tile;
+    None if the tile stays for the whole block.
     """
 
     tiles: Any
@@ -27,10 +27,10 @@ class Pipe(NamedTuple):
 
 
 class QueryWork(NamedTuple):
-    """A block of queries, and the tiles of keys that it goes through, from the last to the first.
+    """A block of queries, and the tiles of keys that it uses, from the last to the first.
 
-    The first query; the first key; the numbers of its tiles in their pipes: from `first` up to `end`, of which those
-    below `cut` need a test of visibility.
+    `i0` is the first query, `lo` the first key. The tiles are numbered in their pipes from `first` up to `end`; those
+    below `cut` need a visibility test.
     """
 
     i0: Any
@@ -42,9 +42,9 @@ class QueryWork(NamedTuple):
 
 @jit
 def find_queries(table, floats, items, heads, nth, first, ITEM: tl.constexpr, C: tl.constexpr):
-    """(Sequence, QueryWork) of the nth block of queries of a launch, whose first tile has the number `first`.
+    """Return (Sequence, QueryWork) of the nth block of queries of a launch, whose first tile has the number `first`.
 
-    Where a sequence has no such head it is a block beyond the last query: it sees nothing, and nothing is stored.
+    If the sequence has no such head, the block is beyond the last query: it sees no key, and nothing is stored.
     """
     item = items + (nth // heads) * ITEM
     head = nth % heads
@@ -60,16 +60,17 @@ def find_queries(table, floats, items, heads, nth, first, ITEM: tl.constexpr, C:
 
 @jit
 def first_key(n, work, C: tl.constexpr):
-    """The first key of tile n of a block."""
+    """Return the first key of tile n of a block."""
     return work.lo + (work.end - 1 - n) * C.BLOCK_N
 
 
 @jit
 def descriptor(t, TENSOR: tl.constexpr, head, length, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
-    """A descriptor of a head's `length` rows of `dim`, for tiles of (ROWS, BLOCK_D): 0 beyond.
+    """Return a descriptor of a head's `length` rows of `dim` numbers, for tiles of (ROWS, BLOCK_D); loads beyond give
+    0.
 
-    The copy engine reads it: what comes so holds no registers and has its addresses computed nowhere. Not every tensor
-    can be described, see `Table.describable`.
+    The copy engine reads through it, so loads need no registers and no address computation. Some tensors cannot be
+    described: see `Table.describable`.
     """
     LAYOUT: tl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], C.DTYPE)
     base, head_stride, stride = locate(t, TENSOR, C.DTYPE, C)
@@ -81,7 +82,7 @@ def descriptor(t, TENSOR: tl.constexpr, head, length, dim, ROWS: tl.constexpr, B
 def group_descriptor(
     t, TENSOR: tl.constexpr, head, heads, length, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr
 ):
-    """A descriptor of as many rows of `heads` heads from `head` on, for tiles of (1, ROWS, BLOCK_D)."""
+    """Return a descriptor of `length` rows of each of `heads` heads from `head` on, for tiles of (1, ROWS, BLOCK_D)."""
     LAYOUT: tl.constexpr = gl.NVMMASharedLayout.get_default_for([1, ROWS, BLOCK_D], C.DTYPE)
     base, head_stride, stride = locate(t, TENSOR, C.DTYPE, C)
     base += head * head_stride
@@ -91,21 +92,21 @@ def group_descriptor(
 
 @jit
 def stages(NUMBER: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
-    """Shared memory for that many tiles of a `descriptor`."""
+    """Allocate shared memory for NUMBER tiles of a `descriptor`."""
     LAYOUT: tl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], C.DTYPE)
     return gl.allocate_shared_memory(C.DTYPE, [NUMBER, ROWS, BLOCK_D], LAYOUT)
 
 
 @jit
 def group_stages(NUMBER: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
-    """Shared memory for that many tiles of a `group_descriptor`."""
+    """Allocate shared memory for NUMBER tiles of a `group_descriptor`."""
     LAYOUT: tl.constexpr = gl.NVMMASharedLayout.get_default_for([1, ROWS, BLOCK_D], C.DTYPE)
     return gl.allocate_shared_memory(C.DTYPE, [NUMBER, 1, ROWS, BLOCK_D], LAYOUT)
 
 
 @jit
 def barriers(NUMBER: tl.constexpr, ARRIVALS: tl.constexpr):
-    """Barriers in shared memory, each of whose phases ends with that many arrivals, and the bytes that it expects."""
+    """Allocate barriers in shared memory. A phase ends after ARRIVALS arrivals and after the bytes that it expects."""
     made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(NUMBER):
         mbarrier.init(made.index(at), count=ARRIVALS)
@@ -114,34 +115,35 @@ def barriers(NUMBER: tl.constexpr, ARRIVALS: tl.constexpr):
 
 @jit
 def load_tile(rows, tile, at, barrier):
-    """Have the copy engine load the tile of a descriptor at these coordinates; `barrier` waits for its bytes."""
+    """Start the copy engine's load of the descriptor's tile at these coordinates; `barrier` waits for its bytes."""
     mbarrier.expect(barrier, rows.block_type.nbytes)
     tma_load(rows, at, barrier, tile)
 
 
 @jit
 def wait_full(pipe, n, C: tl.constexpr, pred=True):
-    """Wait until tile n has come."""
+    """Wait until tile n has arrived."""
     mbarrier.wait(pipe.full.index(n % C.STAGES), (n // C.STAGES) & 1, pred=pred)
 
 
 @jit
 def wait_empty(pipe, n, C: tl.constexpr):
-    """Wait until both consumers have done with what was in the place of tile n."""
+    """Wait until both consumers have finished with the previous tile in the stage of tile n."""
     mbarrier.wait(pipe.empty.index(n % C.STAGES), ((n // C.STAGES) & 1) ^ 1)
 
 
 @jit
 def release(pipe, n, C: tl.constexpr, pred=True):
-    """A consumer has done with tile n."""
+    """Signal that a consumer has finished with tile n."""
     mbarrier.arrive(pipe.empty.index(n % C.STAGES), count=1, pred=pred)
 
 
 @jit
 def carried(x, OPERAND: tl.constexpr, FLOAT: tl.constexpr, C: tl.constexpr):
-    """A product's first operand as a loop carries it: with FLOAT in float32, else as the operand that it will be.
+    """Return a product's first operand in the form that a loop carries: float32 with FLOAT, otherwise the operand
+    itself.
 
-    ptxas unpacks and packs again what a loop carries in pairs of 16 bits; float32 takes twice the registers.
+    If a loop carries pairs of 16 bits, ptxas unpacks and packs them again; float32 takes twice the registers.
     """
     if not FLOAT:
         x = gl.convert_layout(cast(x, C.DTYPE), OPERAND)
@@ -150,7 +152,7 @@ def carried(x, OPERAND: tl.constexpr, FLOAT: tl.constexpr, C: tl.constexpr):
 
 @jit
 def operand(x, OPERAND: tl.constexpr, FLOAT: tl.constexpr, C: tl.constexpr):
-    """The operand, of what `carried` returned."""
+    """Return the product's operand, from the result of `carried`."""
     if FLOAT:
         x = gl.convert_layout(cast(x, C.DTYPE), OPERAND)
     return x
@@ -158,7 +160,7 @@ def operand(x, OPERAND: tl.constexpr, FLOAT: tl.constexpr, C: tl.constexpr):
 
 @jit
 def load_keys(first_rows, first, second_rows, second, work, C: tl.constexpr):
-    """Load a tile of each of two pipes in turn, from the last keys on."""
+    """Load a tile of each of two pipes in turn, starting with the last keys."""
     for n in range(work.first, work.end):
         j0 = first_key(n, work, C)
         wait_empty(first, n, C)
@@ -172,7 +174,9 @@ def store_rows(
     x, t, TENSOR: tl.constexpr, head, first, valid, length, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Write x (ROWS, BLOCK_D) from row `first` of a head on, below `length`; rows from `valid` on are padding: 0."""
+    """Store x (ROWS, BLOCK_D) to a head's rows from `first` on, below `length`; rows from `valid` on are padding and
+    get 0.
+    """
     W: tl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])  # 16 bytes a thread
     x = gl.convert_layout(cast(x, C.DTYPE), W)
     o_m = first + gl.arange(0, ROWS, gl.SliceLayout(1, W))

@@ -1,1 +1,1 @@
-"""KV caches: the store and its chunks, attention over them, and what else is asked of them."""
+"""KV caches: the store and its chunks, attention over them, and the other calls on them."""

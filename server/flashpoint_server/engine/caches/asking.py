@@ -1,4 +1,4 @@
-"""The calls on caches beside attention: create, list, append, fork, truncate, renew, export and delete."""
+"""The calls on caches other than attention: create, list, append, fork, truncate, renew, export and delete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashpoint_server.refusal import Refusal
 
 
 def asked_of_caches(store: CacheStore, asked: AskCaches, memory: Mapping[int, mmap.mmap]) -> list[CacheRecord]:
-    """Do what is asked, and return the caches that it is about. Raises Refusal, and MemoryError."""
+    """Execute a call, and return the caches that it is about. Raises Refusal, and MemoryError."""
     terms, said, ids = Terms(asked.owner, asked.quota, asked.key), asked.arguments, asked.caches
     match asked.what:
         case "create":
@@ -44,13 +44,13 @@ def asked_of_caches(store: CacheStore, asked: AskCaches, memory: Mapping[int, mm
 
 
 def _export(store: CacheStore, terms: Terms, asked: AskCaches, memory: Mapping[int, mmap.mmap]) -> None:
-    """Copy a layer's tokens to the outputs. Raises Refusal 409 where they are not those that were asked for."""
+    """Copy a layer's tokens to the outputs. Raises Refusal 409 if they are not the requested ones."""
     (cache,) = store.find(terms, asked.caches)
     said = asked.arguments
     track = cache.tracks[said["layer"]]
     k, v, *scales = (tensor_in(memory, t) for t in asked.outputs)
     if (track.first, track.length) != (said["first"], said["length"]):
-        raise Refusal("cache_position", "the cache's length changed while it was read; ask again")
+        raise Refusal("cache_position", "the cache's length changed while it was read: send the request again")
     for piece in track.pieces(track.first, track.length):
         inside = slice(piece.start - track.first, piece.start - track.first + piece.k.shape[2])
         k[:, inside], v[:, inside] = piece.k[0], piece.v[0]

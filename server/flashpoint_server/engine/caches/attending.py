@@ -1,8 +1,8 @@
-"""Attention over caches: new tokens are written, and the problem is made of what the caches then hold.
+"""Attention over caches: write the new tokens, and make a problem of the tokens that the caches then hold.
 
-On the CPU the `torch` backend reads chunks where they lie (parts.py). Where chunks are pages, as on a GPU, kernels read
-these through a block table (pages.py). Else keys are copied into pages: for the other backends of the CPU, for options
-that the operator over chunks lacks, and for 8-bit caches.
+On the CPU the `torch` backend reads chunks in place (parts.py). On a GPU chunks are pages, and the kernels read them
+in place through a block table (pages.py). Otherwise keys are copied into pages: for the other backends on the CPU, for
+options that the operator over chunks does not support, and for 8-bit caches.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.ipc.messages import Held
 from flashpoint_server.refusal import invalid
 
-# Features that the operator over chunks lacks: chunks are copied into pages, and the backend computes over these.
-_MASKS = frozenset({"attn_mask", "block_mask"})  # which count positions from a cache's first token
+# Options that the operator over chunks does not support: chunks are copied into pages, which the backend reads.
+_MASKS = frozenset({"attn_mask", "block_mask"})  # the positions of masks count from a cache's first token
 _NEEDS_PAGES = frozenset({"bool_mask", "float_mask", "window", "alibi_slopes", "sinks"})
 
 
 @dataclass(frozen=True, eq=False)
 class CallTensors:
-    """The tensors of a call over caches: those that it brings, and the places of its answers.
+    """The tensors of a call over caches: its inputs, and the memory for its answers.
 
-    `spec` is `plan_cached`'s, whose k and v stand for the caches. Nothing here is of one call alone, unless it has
-    lengths: calls of the same shapes in the same places share it.
+    `spec` comes from `plan_cached`; its k and v describe the caches. Unless a call has lengths, nothing here belongs to
+    it alone: calls with the same shapes in the same memory share this object.
     """
 
     spec: Spec
@@ -50,9 +50,9 @@ class CallTensors:
 
     @classmethod
     def of(cls, spec: Spec, tensors: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> CallTensors:
-        """Raises Refusal 422 where lengths of queries do not fit."""
+        """Return the tensors of a call. Raises Refusal 422 if the lengths of queries are not valid."""
         index = {name: tensors[name].tolist() for name in ("q_lengths", "cu_seqlens_q") if name in tensors}
-        if spec.ragged:  # any, for keys are the caches'
+        if spec.ragged:  # any values: the keys come from the caches
             index["cu_seqlens_k"] = [0] * spec.batch + [spec.kv_len]
         try:
             return cls(spec, tensors, outputs, spec.rows(index))
@@ -61,7 +61,7 @@ class CallTensors:
 
     @cached_property
     def new(self) -> list[tuple[Tensor, Tensor]] | None:
-        """k (Hk, n, D) and v (Hk, n, Dv) of each sequence's new tokens; None for a call that only reads."""
+        """Return k (Hk, n, D) and v (Hk, n, Dv) of each sequence's new tokens; None for a call that only reads."""
         if "k" not in self.tensors:
             return None
         shell = self._shell(self.tensors)
@@ -70,23 +70,23 @@ class CallTensors:
 
     @cached_property
     def views(self) -> list[dict[str, Tensor]]:
-        """q (Hq, sq, D), o (Hq, sq, Dv) and, where it is asked, lse (Hq, sq) of each sequence."""
+        """Return q (Hq, sq, D), o (Hq, sq, Dv) and, if requested, lse (Hq, sq) of each sequence."""
         shell = self._shell({"q": self.tensors["q"]})
         whole = {name: shell.canonical(name, t) for name, t in (*shell.tensors.items(), *self.outputs.items())}
         return [{name: _own(view, row) for name, view in whole.items()} for row in self.rows]
 
     def clear_outputs(self) -> None:
-        """Write the answer of a row that attends to nothing wherever sequences may not cover the outputs."""
+        """Write the answer of a row without keys to the outputs, if the sequences may not cover them."""
         if self.spec.ragged or "q_lengths" in self.tensors:
             self._shell({}).clear_outputs()
 
     def _shell(self, tensors: Mapping[str, Tensor]) -> Problem:
-        """Return a problem whose canonical views are those of the call's tensors."""
+        """Return a problem with the canonical views of the call's tensors."""
         return Problem(self.spec, self.rows, None, self.tensors["q"].device, dict(tensors), dict(self.outputs))
 
 
 class HeldCall(NamedTuple):
-    """A call over caches: its tensors, and which caches."""
+    """A call over caches: its tensors and its caches."""
 
     of: CallTensors
     held: Held
@@ -96,13 +96,13 @@ class HeldCall(NamedTuple):
         return Terms(self.held.owner, self.held.quota, self.held.key)
 
     def lowest(self, queries: int, length: int) -> int:
-        """Return the first position that a sequence's queries see, its cache having that length."""
+        """Return the first position that a sequence's queries see, if its cache has this length."""
         spec = self.of.spec
         left = self.held.left if self.held.left >= 0 else spec.window[0]
         return max(0, min(spec.offset(queries, length) - left, length)) if queries else length
 
     def write(self, store: CacheStore) -> list[StoredCache]:
-        """Write the new tokens, or check that what is read is there; return the caches.
+        """Write the new tokens, or check that the tokens to read are present; return the caches.
 
         Raises Refusal, and MemoryError.
         """
@@ -118,21 +118,21 @@ class HeldCall(NamedTuple):
         return caches
 
     def _first_seen(self, queries: int, length: int) -> int:
-        """As `lowest`, of a cache that is about to be written. Raises Refusal 422 where a mask is too short."""
+        """Return `lowest` for a cache that is about to be written. Raises Refusal 422 if a mask is too short."""
         self._check_mask(length)
         return self.lowest(queries, length)
 
     def _check_mask(self, length: int) -> None:
         mask = self.of.tensors.get("attn_mask")
         if mask is not None and mask.ndim and 1 < mask.shape[-1] < length:
-            raise invalid([("attn_mask", f"has {mask.shape[-1]} columns where a cache has {length} tokens")])
+            raise invalid([("attn_mask", f"has {mask.shape[-1]} columns, but a cache has {length} tokens")])
         blocks, size = self.of.tensors.get("block_mask"), self.of.spec.options.block_size[1]
         if blocks is not None and blocks.shape[-1] * size < length:
-            said = f"has {blocks.shape[-1]} blocks of {size} keys where a cache has {length} tokens"
+            said = f"has {blocks.shape[-1]} blocks of {size} keys, but a cache has {length} tokens"
             raise invalid([("block_mask", said)])
 
     def parts(self, caches: Sequence[StoredCache], backend: str, cores: int) -> Sequence[Problem | CachedPart]:
-        """Return what so many `cores` of the CPU may compute side by side, once tokens are written."""
+        """Return parts that `cores` cores of the CPU can compute in parallel, after the tokens are written."""
         call = self.of
         if backend != "torch" or call.spec.features & _NEEDS_PAGES:
             return split(self.problem(caches), backend)
@@ -190,7 +190,7 @@ class HeldCall(NamedTuple):
             raise invalid(error.errors) from None
 
     def _four_dimensional(self) -> dict[str, Tensor]:
-        """Return the call's tensors but k and v, those of one head with its dimension."""
+        """Return the call's tensors without k and v; tensors without a dimension of heads get one."""
         given = {name: t for name, t in self.of.tensors.items() if name not in ("k", "v")}
         given["q"] = self._heads(given["q"], True)
         for name in given.keys() & _MASKS if self.of.spec.rank == 3 else ():
@@ -236,7 +236,7 @@ def _copied(tracks: Sequence[Track], starts: Sequence[int], q: Tensor) -> tuple[
 
 
 def _gather(track: Track, start: int, k: Tensor, v: Tensor) -> None:
-    """Copy a track's tokens from `start` on into pages (n, Hk, page, D); what has been dropped is 0."""
+    """Copy a track's tokens from `start` on into pages (n, Hk, page, D); dropped tokens are 0."""
     page = k.shape[2]
     held = max(start, track.first)
     for n in range((held - start) // page + 1 if held > start else 0):
@@ -253,10 +253,10 @@ def _gather(track: Track, start: int, k: Tensor, v: Tensor) -> None:
 
 
 def _columns(mask: Tensor, count: int) -> Tensor:
-    """Return a mask with so many columns, where it has more than one: those beyond are not looked at."""
+    """Return a mask with `count` columns, unless it has only one; columns beyond the tokens are not read."""
     return _of_width(mask, count) if mask.ndim and mask.shape[-1] != 1 else mask
 
 
 def _of_width(mask: Tensor, count: int) -> Tensor:
-    """Return a mask with so many columns."""
+    """Return a mask with `count` columns."""
     return mask[..., :count] if mask.shape[-1] >= count else pad(mask, (0, count - mask.shape[-1]))

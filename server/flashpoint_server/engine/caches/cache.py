@@ -1,4 +1,4 @@
-"""A cache: what it holds of each layer, on which terms, and why a call on it cannot be."""
+"""A cache: its tokens of each layer, its terms, and the reasons why a call on it is not possible."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flashpoint_server.ipc.messages import CacheShape
 
 KEYS = 64  # idempotency keys that a cache remembers
 
-CACHE_BYTES, LAYER_BYTES = 1024, 512  # that a cache, and each of its layers, counts for beside its tokens
+CACHE_BYTES, LAYER_BYTES = 1024, 512  # the bytes of a cache, and of each of its layers, in addition to its tokens
 
-STALE = "its idempotency key came before the cache's last write: this is a late copy of an earlier call"
+STALE = "its idempotency key is older than the cache's last write: this is a late copy of an earlier call"
 
 
 class Terms(NamedTuple):
-    """On whose behalf a call is made: `quota` bytes are what the owner may hold, None for no limit.
+    """The caller's terms: its owner, and the `quota` of bytes that the owner may hold, None for no limit.
 
     `key` is the idempotency key, "" for none.
     """
@@ -31,7 +31,7 @@ class Terms(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A write, as an idempotency key stands for it."""
+    """A write, as identified by its idempotency key."""
 
     key: str
     kind: str
@@ -52,7 +52,7 @@ class StoredCache(Owned):
     keys: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
     def free(self) -> int:
-        """Let go of all chunks."""
+        """Release all chunks, and return the bytes that are freed."""
         gone = base_bytes(len(self.tracks))
         for track in self.tracks:
             track.reserved = 0
@@ -70,7 +70,7 @@ class StoredCache(Owned):
 
 
 class Write(NamedTuple):
-    """A write that has been checked, and has its memory: `lengths` are the tracks' before and after it."""
+    """A checked write with its memory: the new tokens have the positions [at, end)."""
 
     cache: StoredCache
     track: Track
@@ -80,12 +80,14 @@ class Write(NamedTuple):
 
 
 def base_bytes(layers: int) -> int:
-    """Return what a cache counts for beside its tokens."""
+    """Return the bytes of a cache in addition to its tokens."""
     return CACHE_BYTES + LAYER_BYTES * layers
 
 
 def released(track: Track, chunks: Iterable[Chunk]) -> int:
-    """Take one holder from chunks of a track, which keeps those reserved for it; return the bytes that nobody holds."""
+    """Remove one holder from chunks of a track; return the bytes that nobody holds. The track keeps its reserved
+    chunks.
+    """
     gone = 0
     for chunk in chunks:
         chunk.holders -= 1
@@ -100,37 +102,37 @@ def released(track: Track, chunks: Iterable[Chunk]) -> int:
 
 
 def reserved_chunks(max_length: int, keep: int | None) -> int:
-    """The chunks that a layer of so many tokens needs, of which it keeps the last."""
+    """Return the number of chunks for a layer of `max_length` tokens that keeps its last `keep` tokens."""
     whole = -(-max_length // CHUNK)
     return whole if keep is None else min(whole, -(-keep // CHUNK) + 2)
 
 
 def cut_problem(cache: StoredCache, end: int | None) -> tuple[str, str] | None:
-    """Say why a cache cannot be cut at a position."""
+    """Return the reason why a cache cannot be cut at position `end`; None if it can."""
     if end is None:
         return None
     longest = max((track.length for track in cache.tracks), default=0)
     if end > longest:
-        return "cache_position", f"{end} is beyond the end, {longest}"
+        return "cache_position", f"position {end} is beyond the end, {longest}"
     return dropped(max((track.first for track in cache.tracks), default=0), end)
 
 
 def dropped(first: int, position: int) -> tuple[str, str] | None:
     if position < first:
-        return "cache_dropped", f"position {position} is before {first}, the first that `keep` has left"
+        return "cache_dropped", f"position {position} is before {first}, the first position that `keep` retains"
     return None
 
 
 def write_problem(
     cache: StoredCache, layer: int, at: int, count: int, lowest: Callable[[int, int], int]
 ) -> tuple[str, str] | None:
-    """Say why `count` tokens cannot be written at a position of a layer."""
+    """Return the reason why `count` tokens cannot be written at position `at` of a layer; None if they can."""
     track, keep = cache.tracks[layer], cache.keep[layer]
     if at > track.length:
-        return "cache_position", f"{at} is beyond the end, {track.length}"
+        return "cache_position", f"position {at} is beyond the end, {track.length}"
     if (problem := dropped(track.first, at)) is not None:
         return problem
     if cache.max_length is not None and at + count > cache.max_length:
-        return "cache_full", f"{at + count} tokens are over its max_length of {cache.max_length}"
+        return "cache_full", f"{at + count} tokens exceed its max_length of {cache.max_length}"
     first = track.first if keep is None else max(track.first, max(at - keep, 0) // CHUNK * CHUNK)
     return dropped(first, lowest(count, at + count)) if count else None

@@ -1,8 +1,8 @@
 """The keys and values of one layer of a cache: chunks of 1,024 tokens, shared by forks until one of them writes.
 
 A chunk is head-major, k (Hk, capacity, D) and v (Hk, capacity, Dv). Its edges are fixed positions of the sequence. The
-last chunk of a track grows by doubling, so that short caches stay small. Nothing beyond a track's length is read, so a
-chunk's memory need not be cleared before it has another owner.
+last chunk of a track grows by doubling, so short caches stay small. Nothing beyond a track's length is read, so a
+chunk's memory is not cleared before it gets another owner.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flashpoint_server.engine.caches.slabs import LEAST_BYTES, MOST_CHUNKS, Slab
 class Chunk:
     """Memory of `capacity` tokens, held by `holders` tracks: k (1, Hk, capacity, D) and v (1, Hk, capacity, Dv).
 
-    In 8 bits a scale for each token and head is beside them: `k_scale` and `v_scale` (1, Hk, capacity), else None. A
+    8-bit tokens have a scale per token and head, `k_scale` and `v_scale` (1, Hk, capacity); otherwise these are None. A
     whole chunk has a `place` in a `slab`, if it is large enough.
     """
 
@@ -49,16 +49,16 @@ class Chunk:
         self.nbytes = size.nbytes * capacity
 
     def behind(self, other: Chunk) -> bool:
-        """Whether its memory is right behind another's."""
+        """Return whether its memory comes directly after another chunk's."""
         return self.slab is not None and self.slab is other.slab and self.place == other.place + 1
 
     def give_back(self) -> None:
-        """Give its memory back: nobody holds it any more."""
+        """Return its memory to the slab. Nobody may hold the chunk any more."""
         if self.slab is not None:
             self.slab.give_back(self.place)
 
     def write(self, at: int, k: Tensor, v: Tensor) -> None:
-        """Write k (Hk, n, D) and v (Hk, n, Dv), which are not in 8 bits, at position `at` of the chunk."""
+        """Write k (Hk, n, D) and v (Hk, n, Dv), which are not 8-bit numbers, at position `at` of the chunk."""
         for t, scale, new in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
             if scale is not None:
                 new, own = quantize(new, t.dtype)
@@ -74,7 +74,7 @@ class Chunk:
     def read(self, first: int, last: int, heads: slice | None = None) -> tuple[Tensor, Tensor]:
         """Return k (1, Hk, n, D) and v (1, Hk, n, Dv) of tokens [first, last), of some heads or of all.
 
-        They are views; of 8 bits, new tensors in float32.
+        They are views; 8-bit tokens come as new tensors in float32.
         """
         k, v = self._part(self.k, first, last, heads), self._part(self.v, first, last, heads)
         if self.k_scale is None or self.v_scale is None:
@@ -84,7 +84,7 @@ class Chunk:
         return k, v
 
     def scales(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Return the scales (1, Hk, n) of k and of v of tokens [first, last), in 8 bits."""
+        """Return the scales (1, Hk, n) of k and of v for 8-bit tokens [first, last)."""
         assert self.k_scale is not None
         assert self.v_scale is not None
         return self._part(self.k_scale, first, last, None), self._part(self.v_scale, first, last, None)
@@ -151,7 +151,7 @@ class TokenSize:
 
     @cached_property
     def quantized(self) -> bool:
-        """Whether it is in 8 bits, with two scales in float32 for each head."""
+        """Return whether tokens are 8-bit numbers, with two float32 scales per head."""
         return not self.dtype.is_floating_point or self.dtype.itemsize == 1
 
     @cached_property
@@ -160,17 +160,19 @@ class TokenSize:
 
     @cached_property
     def memory(self) -> int:
-        """Bytes of its keys and values alone, without scales."""
+        """Return the bytes of a token's keys and values, without scales."""
         return self.heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
 
     @cached_property
     def read_bytes(self) -> int:
-        """Bytes that take as long to attend to: 8 bits are made float32 for that."""
+        """Return the bytes that determine the time to read a token: 8-bit numbers are converted to float32."""
         return self.heads * (self.head_dim + self.value_dim) * (4 if self.quantized else self.dtype.itemsize)
 
 
 class Change(NamedTuple):
-    """A chunk that a write needs: its place, its capacity, and how many tokens of the one before it keeps."""
+    """A chunk that a write needs: its place, its capacity, and the number of tokens to copy from the chunk that it
+    replaces.
+    """
 
     place: int
     capacity: int
@@ -178,7 +180,7 @@ class Change(NamedTuple):
 
 
 class TokenRun(NamedTuple):
-    """Keys and values of consecutive tokens from `start` on: k (1, Hk, n, D), v (1, Hk, n, Dv), in no 8 bits.
+    """Keys and values of consecutive tokens from `start` on: k (1, Hk, n, D), v (1, Hk, n, Dv), never 8-bit numbers.
 
     For several whole adjacent chunks k is (chunks, Hk, 1024, D), and v likewise.
     """
@@ -190,9 +192,9 @@ class TokenRun(NamedTuple):
 
 @dataclass(eq=False)
 class Track:
-    """One layer of one cache: tokens [first, length), where those before `first` have been dropped.
+    """One layer of one cache: tokens [first, length); tokens before `first` have been dropped.
 
-    `reserved` is how many chunks it keeps for itself, of which `spares` are not used.
+    `reserved` is the number of chunks that it keeps for itself; `spares` are those that are not used.
     """
 
     size: TokenSize
@@ -201,13 +203,15 @@ class Track:
     reserved: int = 0
     length: int = 0
     first: int = 0
-    _whole: dict[tuple[int, int, int, int], list[TokenRun]] = field(default_factory=dict, repr=False)  # as it was read
+    # cached results of `runs` and `numbers`
+    _whole: dict[tuple[int, int, int, int], list[TokenRun]] = field(default_factory=dict, repr=False)
     _numbers: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def new_chunk(self, place: int, capacity: int, before: Chunk | None, more: int = 0) -> Chunk:
-        """Return a chunk for a place: behind `before`, the chunk before it, where it can be. Raises MemoryError.
+        """Return a chunk for a place, if possible directly after `before`, the chunk of the place before. Raises
+        MemoryError.
 
-        `more` whole chunks are to follow.
+        `more` is the number of whole chunks that will follow.
         """
         size = self.size
         if size.pool is not None:
@@ -219,7 +223,7 @@ class Track:
         nbytes, room = size.memory * CHUNK, max(1 + more, min(max(place, 4), MOST_CHUNKS))
         try:
             slab = Slab(nbytes, size.dtype, room)
-        except MemoryError:  # the system may grant the memory where it does not grant the room
+        except MemoryError:  # memory for one chunk may be available even if the larger address space is not
             slab = Slab(nbytes, size.dtype, 1)
         slab.take(0)
         return Chunk(size, capacity, slab)
@@ -237,9 +241,10 @@ class Track:
         return changes
 
     def write(self, at: int, k: Tensor, v: Tensor, made: list[tuple[Change, Chunk]]) -> list[Chunk]:
-        """Write k (Hk, n, D) and v (Hk, n, Dv) at position `at`, later tokens being dropped; `made` as `needs` said.
+        """Write k (Hk, n, D) and v (Hk, n, Dv) at position `at`, and drop later tokens. Return the chunks that are
+        released.
 
-        Return the chunks that the track has let go of.
+        `made` holds a chunk for each change that `needs` returned.
         """
         released: list[Chunk] = []
         if made:
@@ -266,7 +271,7 @@ class Track:
         return released + self.cut(end)
 
     def cut(self, end: int) -> list[Chunk]:
-        """Drop the tokens from `end` on. Return the chunks that the track has let go of."""
+        """Drop the tokens from `end` on. Return the chunks that the track released."""
         self.length = end
         kept = -(-end // CHUNK)
         if kept == len(self.chunks):
@@ -276,12 +281,12 @@ class Track:
         return [chunk for chunk in gone if chunk is not None]
 
     def _changed(self) -> None:
-        """Forget what was made of the chunks: they are others now."""
+        """Clear the cached results: the list of chunks has changed."""
         self._whole.clear()
         self._numbers.clear()
 
     def drop_before(self, position: int) -> list[Chunk]:
-        """Drop the chunks that lie before `position` altogether. Return them."""
+        """Drop and return the chunks that are entirely before `position`."""
         gone = []
         for place in range(self.first // CHUNK, min(position, self.length) // CHUNK):
             if (chunk := self.chunks[place]) is not None:
@@ -300,12 +305,12 @@ class Track:
         return other
 
     def pieces(self, start: int, stop: int, heads: slice | None = None) -> Iterator[TokenRun]:
-        """Yield the tokens [start, stop), which it holds, as its chunks have them: of some heads, or of all."""
+        """Yield the tokens [start, stop), chunk by chunk, of some heads or of all. The track must hold them."""
         for chunk, place, first, last in self._runs(start, stop):
             yield TokenRun(place + first, *chunk.read(first, last, heads))
 
     def runs(self, start: int, stop: int, heads: slice | None = None) -> Iterator[TokenRun]:
-        """As `pieces`, with whole chunks together that lie behind each other."""
+        """Yield the same as `pieces`, but whole chunks with adjacent memory come as one run."""
         first, last = -(-start // CHUNK), stop // CHUNK
         if last - first < 2 or self.size.quantized or self.size.pool is not None:
             yield from self.pieces(start, stop, heads)
@@ -320,7 +325,7 @@ class Track:
             yield from self.pieces(last * CHUNK, stop, heads)
 
     def _together(self, first: int, last: int, head: int, end: int) -> Iterator[TokenRun]:
-        """Yield whole chunks [first, last), of heads [head, end), in as few runs as they lie in."""
+        """Yield whole chunks [first, last), of heads [head, end), in as few runs as possible."""
         while first < last:
             begin = before = self.chunks[first]
             stop = first + 1
@@ -336,7 +341,7 @@ class Track:
             first = stop
 
     def numbers(self, start: int) -> Tensor:
-        """Return the page numbers (int32) of the tokens from `start` on, the first token of a chunk that it holds."""
+        """Return the page numbers (int32) of the tokens from `start` on, which is the first token of a held chunk."""
         if (found := self._numbers.get(start)) is None:
             chunks = (chunk for chunk in self.chunks[start // CHUNK :] if chunk is not None)
             runs = [torch.arange(c.place, c.place + len(c.k), dtype=torch.int32) for c in chunks]
@@ -344,12 +349,12 @@ class Track:
         return found[: -(-(self.length - start) // SMALLEST_CHUNK)]
 
     def scales(self, start: int, stop: int) -> Iterator[TokenRun]:
-        """As `pieces`, of the scales of 8 bits: k (1, Hk, n) and v (1, Hk, n)."""
+        """Yield the scales of 8-bit tokens like `pieces`: k (1, Hk, n) and v (1, Hk, n)."""
         for chunk, place, first, last in self._runs(start, stop):
             yield TokenRun(place + first, *chunk.scales(first, last))
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[Chunk, int, int, int]]:
-        """Yield the chunks of tokens [start, stop), where each begins, and which of its own tokens those are."""
+        """Yield the chunks of tokens [start, stop): chunk, its first position, and the range inside it."""
         for place in range(start // CHUNK, -(-stop // CHUNK)):
             chunk = self.chunks[place]
             assert chunk is not None
@@ -358,10 +363,10 @@ class Track:
 
     @property
     def spares_one(self) -> bool:
-        """Whether a chunk that it lets go of stays reserved for it."""
+        """Return whether a released chunk stays reserved for this track."""
         return len(self.spares) + sum(chunk is not None for chunk in self.chunks) < self.reserved
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its chunks, shared ones in full."""
+        """Return the bytes of its chunks; shared ones count in full."""
         return sum(chunk.nbytes for chunk in (*self.chunks, *self.spares) if chunk is not None)

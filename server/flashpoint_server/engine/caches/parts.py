@@ -1,4 +1,4 @@
-"""Attention over caches on the CPU, in parts that cores compute side by side, in the caches' own memory."""
+"""Attention over caches on the CPU: parts that cores compute in parallel, in the caches' own memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashpoint_kernels.cost import NOMINAL, row_seconds
 from flashpoint_kernels.reproducible import PART_SECONDS
 from flashpoint_server.engine.caches.chunks import Track
 
-# Bytes of keys and values: a part below takes less than what another costs; one above holds a core for milliseconds.
+# Bytes of keys and values. A smaller part takes less time than a part costs; a larger one uses a core for milliseconds.
 LEAST_BYTES, MOST_BYTES = 1 << 21, 1 << 25
 
 
@@ -55,12 +55,12 @@ class CachedPart:
 
     @property
     def rows(self) -> list[Row]:
-        """Its sequences, each in the part that has its first head."""
+        """Return its sequences; each is in the part with its first head."""
         return [share.sequence.row for share in self.shares if not share.first]
 
     @property
     def first_head(self) -> int:
-        """0: `rows` tells of no sequence twice."""
+        """Return 0, because `rows` never contains a sequence twice."""
         return 0
 
     def compute(self) -> None:
@@ -88,15 +88,15 @@ class CachedPart:
 
 
 def cut(spec: Spec, every: Sequence[Attended], cores: int) -> list[CachedPart]:
-    """Cut a call between its sequences, and these between their key/value heads, into parts of about equal bytes.
+    """Cut a call into parts of about equal bytes, first between its sequences, then between key/value heads.
 
-    There are enough of them for so many `cores`. How a call is cut does not change its bits.
+    There are enough parts for `cores` cores. The cut does not change the bits.
     """
     sequences = [one for one in every if one.row.q_len]
     if not sequences:
         return [CachedPart(spec, ())]
     total, seconds = sum(one.nbytes for one in sequences), 0.0
-    if spec.q_len > 1 or spec.q_heads > spec.kv_heads:  # else the time goes into reading keys
+    if spec.q_len > 1 or spec.q_heads > spec.kv_heads:  # otherwise most of the time is for reading keys
         seconds = sum(row_seconds(spec, NOMINAL["torch"], one.row) for one in sequences)
     units = len(sequences) * spec.kv_heads  # heads of sequences
     wanted = max(min(cores, total // LEAST_BYTES), total // MOST_BYTES, int(seconds / PART_SECONDS), 1)

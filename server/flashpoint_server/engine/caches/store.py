@@ -1,7 +1,7 @@
-"""The caches that an engine holds: created, written, forked, cut and read. Whose they are, the ledger says (ledger.py).
+"""The caches of an engine: create, write, fork, cut and read them. The ledger knows their owners (ledger.py).
 
-Every operation checks all before it changes anything. Calls on one cache come one after the other (scheduler.py); those
-on different caches may come at the same time. No sockets here, and torch for memory alone.
+Every operation checks everything before it changes anything. Calls on one cache run one after the other (scheduler.py);
+calls on different caches may run at the same time. This module uses no sockets, and torch only for memory.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from flashpoint_server.engine.remembered import Remembered
 from flashpoint_server.ipc.messages import CacheRecord, CacheShape
 from flashpoint_server.refusal import Refusal
 
-SPARE = 16  # a block of pages has a 16th more than may be held, for room that is left between chunks
-ANSWERS = 1 << 16  # caches, at most, of the first answers to creations and forks that are remembered
+SPARE = 16  # a block of pages is larger by a 16th than the limit, because free pieces between chunks may be too small
+ANSWERS = 1 << 16  # the maximum of caches in remembered answers to creations and forks
 
 
 class CacheStore:
-    """See the module. `ttl` is in seconds of the ledger's clock.
+    """The store of the module's docstring. `ttl` is in seconds of the ledger's clock.
+
 
     `paged`: chunks are pages of one block of the device's memory, where Triton's kernels read them (pages.py).
     """
@@ -54,13 +55,13 @@ class CacheStore:
         self._pools: dict[TokenSize, PagePool] = {}
         self._answers: Remembered[list[int]] = Remembered(ANSWERS)  # by idempotency key
 
-    # Caches that come and go
+    # Create and delete caches
 
     def create(
         self, terms: Terms, shape: CacheShape, count: int, max_length: int | None, keep: Sequence[int | None],
         ttl: float | None,
     ) -> list[CacheRecord]:  # fmt: skip
-        """Make empty caches; with `max_length` their memory is taken now. Raises Refusal 413 and 429."""
+        """Create empty caches; with `max_length`, allocate their memory now. Raises Refusal 413 and 429."""
         with self._lock:
             self._ledger.sweep()
             if (again := self._answered(terms)) is not None:
@@ -110,7 +111,7 @@ class CacheStore:
                 self._check(terms, sum(base), sum(full) - gone, max(base, default=0))
             except Refusal:
                 for track in itertools.chain(*tracks):
-                    released(track, track.cut(0))  # others hold them, too
+                    released(track, track.cut(0))  # other tracks still hold them
                 raise
             made = []
             for source, own, nbytes, some in zip(sources, base, full, tracks, strict=True):
@@ -122,7 +123,7 @@ class CacheStore:
             return answer
 
     def delete(self, terms: Terms, serials: Sequence[int]) -> None:
-        """Free caches, all or none. Raises Refusal 404 and 410."""
+        """Delete caches, all or none. Raises Refusal 404 and 410."""
         with self._lock:
             for cache in dict.fromkeys(self._find(terms.owner, serials)):
                 self._ledger.end(cache)
@@ -137,7 +138,7 @@ class CacheStore:
         )  # fmt: skip
 
     def _answered(self, terms: Terms) -> list[CacheRecord] | None:
-        """Return the first answer to this key again. Raises Refusal 404 and 410 where its caches are gone."""
+        """Return the first answer to this key again. Raises Refusal 404 and 410 if its caches are gone."""
         serials = self._answers.get(terms.owner, terms.key) if terms.key else None
         return None if serials is None else [self.record(cache) for cache in self._find(terms.owner, serials)]
 
@@ -149,22 +150,22 @@ class CacheStore:
     # Reading
 
     def look(self, terms: Terms, serials: Sequence[int]) -> list[CacheRecord]:
-        """Describe caches. Raises Refusal 404 and 410."""
+        """Return descriptions of caches. Raises Refusal 404 and 410."""
         with self._lock:
             return [self.record(cache) for cache in self._find(terms.owner, serials)]
 
     def listed(self, terms: Terms) -> list[CacheRecord]:
-        """Describe all caches of the owner."""
+        """Return descriptions of all caches of the owner."""
         with self._lock:
             return [self.record(cache) for cache in self._ledger.listed(StoredCache, terms.owner)]
 
     def lengths(self, owner: str, serials: Sequence[int], layer: int) -> Sequence[int]:
-        """Return the lengths of caches that a call uses, which are there."""
+        """Return the lengths of existing caches that a call uses."""
         with self._lock:
             return [cache.tracks[layer].length for cache in self._find(owner, serials)]
 
     def record(self, cache: StoredCache) -> CacheRecord:
-        """Describe a cache, as it is now."""
+        """Return a description of a cache in its present state."""
         return CacheRecord(
             serial=cache.serial,
             shape=cache.shape,
@@ -189,7 +190,7 @@ class CacheStore:
 
     @staticmethod
     def _refuse(field_: str, problems: Sequence[tuple[str, str] | None]) -> None:
-        """Raise Refusal where there are problems, (code, message): of the first's code, naming each by its index."""
+        """Raise Refusal if there are problems (code, message). Its code is the first; its errors have their indices."""
         if any(problems):
             errors = [(f"{field_}.{i}", f"{p[0]}: {p[1]}") for i, p in enumerate(problems) if p is not None]
             code, said = next(p for p in problems if p is not None)
@@ -219,17 +220,17 @@ class CacheStore:
         tokens: Sequence[tuple[Tensor, Tensor]],
         lowest: Callable[[int, int], int] = lambda queries, length: length,
     ) -> list[StoredCache]:
-        """Write k (Hk, n, D) and v (Hk, n, Dv) of each cache's new tokens, at its end or `at` a position.
+        """Write k (Hk, n, D) and v (Hk, n, Dv) of each cache's new tokens, at its end or at positions `at`.
 
-        `lowest` says which position a call of so many queries reads first in a cache of that length, once it is
-        written. Return the caches. Raises Refusal 404, 409, 410, 413, 422, 429, and MemoryError; then nothing has
+        `lowest(queries, length)` returns the first position that a call reads from a cache of this length, after the
+        write. Return the caches. Raises Refusal 404, 409, 410, 413, 422, 429, and MemoryError; then nothing has
         changed.
         """
         with self._lock:
             caches = self._find(terms.owner, serials)
             if len(set(serials)) < len(serials):
-                raise Refusal("invalid_request", "caches: names a cache twice, and the call writes",
-                              errors=[("caches", "names a cache twice, and the call writes")])  # fmt: skip
+                raise Refusal("invalid_request", "caches: contains a cache twice, but the call writes to it",
+                              errors=[("caches", "contains a cache twice, but the call writes to it")])  # fmt: skip
             mark = Mark(terms.key, "write", layer)
             if self._repeats(caches, mark):
                 return caches
@@ -246,14 +247,14 @@ class CacheStore:
         return caches
 
     def readable(self, caches: Sequence[StoredCache], layer: int, first: Sequence[int]) -> None:
-        """Check that tokens from `first` on are there in each cache. Raises Refusal 409."""
+        """Check that each cache still holds the tokens from `first` on. Raises Refusal 409."""
         self._refuse("caches", [dropped(c.tracks[layer].first, p) for c, p in zip(caches, first, strict=True)])
 
     def _prepared(
         self, terms: Terms, caches: Sequence[StoredCache], layer: int, at: Sequence[int] | None, counts: Sequence[int],
         lowest: Callable[[int, int], int],
     ) -> list[Write]:  # fmt: skip
-        """Check a write, and take its memory: all that can fail."""
+        """Check a write, and allocate its memory: all steps that can fail."""
         tracks = [cache.tracks[layer] for cache in caches]
         places = [track.length for track in tracks] if at is None else at
         self._refuse(
@@ -291,7 +292,10 @@ class CacheStore:
         return writes
 
     def _repeats(self, caches: Sequence[StoredCache], mark: Mark) -> bool:
-        """Whether a call is the last of all of these caches again. Raises Refusal 409 for an older one."""
+        """Return whether a call repeats the last write of all these caches.
+
+        Raises Refusal 409 if it is an older call.
+        """
         if not mark.key:
             return False
         if all(cache.last == mark for cache in caches):
@@ -322,7 +326,7 @@ class CacheStore:
         self._ledger.check(terms.owner, terms.quota, new, net, largest, StoredCache.kind)
 
     def _let_go(self, cache: StoredCache, track: Track, chunks: Sequence[Chunk]) -> None:
-        """Take chunks from a cache, which keeps what is reserved for it."""
+        """Release chunks of a cache; it keeps its reserved ones."""
         if not chunks:
             return
         spares = len(track.spares)

@@ -1,20 +1,20 @@
-"""The Open Inference Protocol over gRPC: oip/ in protobuf's framing, on a port of its own (`--grpc-port`).
+"""The Open Inference Protocol over gRPC: the content of oip/ as protobuf messages, on its own port (`--grpc-port`).
 
-A call becomes a request to the ASGI application beside it, so that all there is to a request (keys, limits, admission,
-deadlines, metrics, log line, traces, errors) is there once.
+A call becomes a request to the ASGI application of this process. So keys, limits, admission, deadlines, metrics, log
+lines, traces and errors have only one implementation.
 
     inference.proto, health.proto              the messages
-    descriptors.binpb, protos.py               compiled by `make protos`; their classes
-    framing.py                                 tensors taken out of a message, and put into one, without protobuf
-    request.py, answer.py, infer.py            inference: what is asked, what is answered, and the way between
-    arrivals.py                                the memory of messages and answers, and who may read the next
-    methods.py                                 all other methods, as the addresses under /v2 that they are
-    server.py                                  the port, refusals' statuses, what is between gRPC and the application
+    descriptors.binpb, protos.py               the messages compiled by `make protos`; their classes
+    framing.py                                 take tensors out of a message, and put them into one, without protobuf
+    request.py, answer.py, infer.py            inference: request, answer, and the way from one to the other
+    arrivals.py                                the memory for messages and answers, and which call may read next
+    methods.py                                 all other methods, as paths under /v2
+    server.py                                  the port, status codes, and the bridge from gRPC to the application
 """
 
 import os
 
-# Before gRPC is imported: what its core would write to stderr, where the log is, concerns one connection or another,
-# and the forks that it handles are those of processes that go on in Python; ours start another program at once.
+# Set before gRPC is imported. Its core would write messages about single connections into the log on stderr. Its fork
+# support is for processes that continue in Python; ours start another program at once.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -1,4 +1,4 @@
-"""A ModelInferResponse: its head, and behind it the tensors, from the memory that they were computed into."""
+"""A ModelInferResponse: its head, followed by the tensors from the memory into which they were computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashpoint_server.oip.grpc.framing import before
 from flashpoint_server.oip.grpc.request import CONTENTS
 from flashpoint_server.oip.head import Wanted
 
-RAW_OUTPUTS = 6  # the field of the tensors' bytes
+RAW_OUTPUTS = 6  # number of the field with the tensors' bytes
 
 _ModelInferResponse = protos.message("inference.ModelInferResponse")
 
@@ -47,7 +47,7 @@ async def encode(
     answer: JobResult,
     codec: Codec,
 ) -> list[Part]:
-    """The parts, in order."""
+    """Return the parts of the message in order."""
     places = job.staging.outputs
     views = job.staging.views(places)
     outputs = tuple(_RpcOutput(o.name, places[o.name].dtype, places[o.name].shape, o.shared) for o in wanted)
@@ -56,7 +56,7 @@ async def encode(
     if numbers := {o.name: _array(places[o.name], views[o.name]) for o in here if not o.binary}:
         return [await codec.run(job.deadline, _head_with, about, outputs, numbers)]
     parts: list[Part] = [_head_with(about, outputs, {}) if identity else _head(about, outputs)]
-    for output in wanted if here else ():  # those elsewhere have their place, too, and are empty
+    for output in wanted if here else ():  # a tensor in shared memory also has a field, which is empty
         view = b"" if output.shared else views[output.name]
         parts += [before(RAW_OUTPUTS, len(view)), view]
     return parts
@@ -68,7 +68,7 @@ def _array(place: Any, view: memoryview) -> NDArray[Any]:
 
 @lru_cache(256)
 def _head(about: _About, outputs: tuple[_RpcOutput, ...]) -> bytes:
-    """Kept where it has no id, which is another each time: a model's answers are of few shapes."""
+    """Return the head of an answer without an id. Cached, because a model's answers have few shapes."""
     return _head_with(about, outputs, {})
 
 
@@ -92,5 +92,5 @@ def _say(parameter: Any, value: str | int) -> None:
         parameter.string_param = value
     elif value < 1 << 63:
         parameter.int64_param = value
-    else:  # a seed may take all of 64 bits
+    else:  # a seed may need 64 bits
         parameter.uint64_param = value

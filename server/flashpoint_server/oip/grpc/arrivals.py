@@ -1,16 +1,15 @@
-"""The memory that gRPC may hold: messages that are read, and answers until they are sent.
+"""The memory of gRPC: messages while they are read, and answers until they are sent.
 
-gRPC hands over a message once all of it is there, and says nothing of it before. So a message that is awaited counts as
-the largest that is taken, and a call waits for that much room before its message is read. Until then flow control keeps
-the message with its sender, but for the first 64 KiB. The part that has arrived counts. While gRPC hands a message over
-there are two more copies of it, for which room is set aside. Each of gRPC's threads has a heap of its own that keeps
-what was freed: that counts, too, until it is given back to the system. Not counted: gRPC's buffers, up to 1 MiB for
-each connection on which a message arrives.
+gRPC delivers a message only when it is complete, and gives no size before. So an awaited message counts as the largest
+allowed one, and a call waits for that much room before it reads. Until then, flow control keeps the message at its
+sender, except for the first 64 KiB, which count, too. While gRPC delivers a message, two more copies of it exist; room
+for them is reserved. Each thread of gRPC has its own heap, which keeps freed memory: it counts until it is returned to
+the system. Not counted: gRPC's buffers, up to 1 MiB for each connection on which a message arrives.
 
     waiting → reading → held (message, then answer) → released       reading → made way
 
-While a call waits for room, the newest of several that are read makes way after `QUICK` seconds: large messages never
-keep a small one, which needs a moment, waiting for long. The oldest makes way once it is slower than `RATE`.
+While a call waits for room, the newest of several awaited messages makes way after `QUICK` seconds. So large messages
+never delay a small one for long. The oldest one makes way if it is slower than `RATE`.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from flashpoint_server.ipc import heap
 from flashpoint_server.ipc.counts import Count
 from flashpoint_server.refusal import Refusal
 
-LARGEST_MESSAGE = (1 << 31) - 1  # bytes: gRPC's and protobuf's
-QUICK = 0.5  # seconds in which a small message has come, whatever else the machine does
-RATE = 16 << 20  # bytes a second of the largest message that keeps its room, beside --body-timeout, while others wait
-KEPT = 1 << 26  # bytes that heaps may keep; to give them back, and to have them again, takes milliseconds
-_COPIES = 2  # of one message at a time, beside it
+LARGEST_MESSAGE = (1 << 31) - 1  # maximum bytes of a message in gRPC and protobuf
+QUICK = 0.5  # seconds in which a small message arrives, even on a busy machine
+RATE = 16 << 20  # bytes a second: minimum rate of the largest message while others wait, beside --body-timeout
+KEPT = 1 << 26  # bytes that heaps may keep; to return them and to allocate them again takes milliseconds
+_COPIES = 2  # additional copies of one message at a time
 
 T = TypeVar("T")
 
 
 class Hold:
-    """The memory that one call holds, `nbytes`, for the key `owner`; `counted` towards the queue's limit."""
+    """The memory of one call: `nbytes`, for the key `owner`. `counted`: whether the call counts for the queue limit."""
 
     def __init__(self, memory: Memory, *, counted: bool = False, owner: str = "") -> None:
         self._memory = memory
@@ -44,10 +43,10 @@ class Hold:
         self.nbytes = 0
 
     async def read(self, message: Callable[[], Awaitable[T]], size: Callable[[T], int], until: float) -> T:
-        """The message, once there is room for it, which then counts as its `size`.
+        """Wait for room, read a message, and count its `size`.
 
-        `until` is in `time.monotonic` seconds. Raises TimeoutError then, and Refusal (408, 429) where there is no room,
-        or this message has to make way for others.
+        `until` is in `time.monotonic` seconds. Raises TimeoutError after it, and Refusal (408, 429) if there is no room
+        or this message makes way for others.
         """
         reading = _Reading(self)
         try:
@@ -65,21 +64,21 @@ class Hold:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest message that is taken."""
+        """The bytes of the largest allowed message."""
         return self._memory.largest
 
     def add(self, nbytes: int) -> None:
-        """Hold so much more. Raises Refusal 429 where there is no room for it; a call alone always finds some."""
+        """Count `nbytes` more. Raises Refusal 429 if there is no room; a call that is alone always finds room."""
         if self._memory.others(self) and not self._memory.fits(self.owner, nbytes):
             raise Refusal("queue_full", f"gRPC holds {self._memory.held} bytes, and this call needs {nbytes} more")
         self._memory.set(self, self.nbytes + nbytes)
 
     def drop(self, nbytes: int) -> None:
-        """Hold so much less."""
+        """Count `nbytes` less."""
         self._memory.set(self, self.nbytes - nbytes)
 
     def release(self) -> None:
-        """The call is over, and holds nothing any more."""
+        """Release all memory of a call that has ended."""
         self._memory.over(self)
 
 
@@ -89,9 +88,9 @@ class _Reading:
     def __init__(self, hold: Hold) -> None:
         self.hold = hold
         self.timeout = asyncio.timeout(None)
-        self.since = 0.0  # when its room was given; 0 while it waits
+        self.since = 0.0  # time at which it got room; 0 while it waits
         self.made_way: Refusal | None = None
-        self.leaving = False  # its room comes back once its call is over
+        self.leaving = False  # its room is released when its call ends
         self.turn: asyncio.Future[None] | None = None
 
     def make_way(self, refusal: Refusal) -> None:
@@ -100,12 +99,15 @@ class _Reading:
 
 
 class Memory:
-    """The memory limit of gRPC in one HTTP process: its part of `--grpc-bytes`; a key has half of it at most."""
+    """The memory limit of gRPC in one HTTP process: its share of `--grpc-bytes`. A key may use half of it."""
 
     def __init__(self, settings: Settings, locked: bool, arriving: Count, inside: Callable[[], float]) -> None:
-        """`locked`: callers have keys. `arriving` counts what is awaited; `inside`: how many requests are admitted."""
+        """`locked`: callers need keys.
+
+        `arriving` counts awaited messages; `inside` returns the number of admitted requests.
+        """
         part = settings.grpc_bytes // settings.workers
-        messages = 4 if locked else 2  # of the largest: so that a key has room for two, one that makes way for others
+        messages = 4 if locked else 2  # in largest messages: a key then has room for two, one of which can make way
         self.largest = min(settings.body_limit, LARGEST_MESSAGE, part // (messages + _COPIES))
         self.limit = part - _COPIES * self.largest
         self._share = self.limit // 2 if locked else self.limit
@@ -115,14 +117,14 @@ class Memory:
         self._arriving = arriving
         self._inside = inside
         self.held = 0
-        self._kept = 0  # most that was freed and that heaps may still have
+        self._kept = 0  # maximum of freed memory that heaps may still keep
         self._of: dict[str, int] = {}  # by owner
-        self._reading: dict[_Reading, None] = {}  # in the order in which they began
-        self._waiting: dict[_Reading, None] = {}  # in the order in which they came
+        self._reading: dict[_Reading, None] = {}  # in the order of their start
+        self._waiting: dict[_Reading, None] = {}  # in the order of arrival
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, hold: Hold, nbytes: int) -> None:
-        """Count what a call holds now."""
+        """Set the number of bytes of a call."""
         if more := nbytes - hold.nbytes:
             hold.nbytes = nbytes
             self.held += more
@@ -134,11 +136,11 @@ class Memory:
                 self._give_turns()
 
     def others(self, hold: Hold) -> bool:
-        """Whether anybody else holds anything."""
+        """Return whether other calls hold memory."""
         return self.held > hold.nbytes
 
     def fits(self, owner: str, nbytes: int) -> bool:
-        """Whether there is room for so much more, in total and for its owner."""
+        """Return whether there is room for `nbytes` more, in total and for the owner."""
         if self._of.get(owner, 0) + nbytes > self._share or self.held + nbytes > self.limit:
             return False
         if self.held + self._kept + nbytes > self.limit:
@@ -162,7 +164,7 @@ class Memory:
             raise Refusal("queue_full", _NO_ROOM) from None
 
     def came(self, reading: _Reading, nbytes: int) -> None:
-        """The message has come, with so many bytes."""
+        """Record that a message of `nbytes` has arrived."""
         del self._reading[reading]
         self._awaited(reading)
         self._kept += nbytes
@@ -171,44 +173,44 @@ class Memory:
         self.set(reading.hold, nbytes)
 
     def failed(self, reading: _Reading) -> None:
-        """Nobody waits for the message any more. The part that has arrived is held until the call is over."""
+        """Record that nobody waits for a message any more. Its arrived part counts until the call ends."""
         if reading in self._waiting:
             del self._waiting[reading]
         elif reading not in self._reading:
-            return  # refused
+            return  # it was refused
         reading.leaving = True
         self._awaited(reading)
 
     def over(self, hold: Hold) -> None:
-        """A call has ended."""
+        """Record the end of a call."""
         failed = [reading for reading in self._reading if reading.hold is hold]
         for reading in failed:
             del self._reading[reading]
-            self._kept += hold.nbytes  # what had come of it is not known
+            self._kept += hold.nbytes  # the size of the arrived part is unknown
         self.set(hold, 0)
 
     def _trim(self) -> None:
-        """Give what heaps keep back to the system."""
+        """Return the free memory of the heaps to the system."""
         self._kept = 0
         heap.trim()
 
     def _awaited(self, reading: _Reading) -> None:
-        """It was awaited, and is no longer."""
+        """Record that a message is no longer awaited."""
         if reading.hold.counted:
             self._arriving.add(-1)
 
     def _check_number(self) -> None:
-        """Raises Refusal 429 where as many are admitted or awaited as may be, and no message is slow."""
+        """Raise Refusal 429 if the queue is full, unless a slow message can make way."""
         if self._arriving.total + self._inside() < self._queue_limit:
             return
         first = next((one for one in self._reading if one.hold.counted and not one.leaving), None)
         if first is None or time.monotonic() - first.since <= self._patience:
             limit = self._queue_limit
-            raise Refusal("queue_full", f"{limit} requests are being served, as many as the server admits")
+            raise Refusal("queue_full", f"the queue is full: it has {limit} requests, its limit")
         first.make_way(_too_slow())
 
     def _begin(self, reading: _Reading) -> bool:
-        """Give it room, where there is any."""
+        """Give a message room, if there is any. Return whether it got room."""
         if not self.fits(reading.hold.owner, self.largest):
             return False
         del self._waiting[reading]
@@ -218,7 +220,7 @@ class Memory:
         return True
 
     def _give_turns(self) -> None:
-        """Let those begin for whom there is room, owners that hold least first; have others make way for the rest."""
+        """Give room to waiting messages, to owners with the least memory first. Make others give way for the rest."""
         for reading in sorted(self._waiting, key=lambda reading: self._of.get(reading.hold.owner, 0)):
             assert reading.turn is not None
             if not reading.turn.done() and self._begin(reading):
@@ -230,7 +232,7 @@ class Memory:
             self._timer = asyncio.get_running_loop().call_later(due, self._give_turns)
 
     def _make_way(self, owner: str) -> float | None:
-        """Have one make way for a message of `owner`; else in how many seconds one has to. None: nobody has to."""
+        """Make one message give way to one of `owner`. Return the seconds until one must; None if none must."""
         full = self._of.get(owner, 0) + self.largest > self._share
         reading = [one for one in self._reading if not full or one.hold.owner == owner]
         if not reading or any(one.leaving for one in reading):
@@ -247,8 +249,8 @@ class Memory:
         return None
 
 
-_NO_ROOM = "other calls hold the memory for messages (--grpc-bytes), and this message may be large"
+_NO_ROOM = "other calls use the memory for messages (--grpc-bytes): retry"
 
 
 def _too_slow() -> Refusal:
-    return Refusal("body_timeout", "the message came too slowly")
+    return Refusal("body_timeout", "the message arrived too slowly")

@@ -1,20 +1,20 @@
-"""A message's tensors, without protobuf: it would copy each of them twice.
+"""Take tensors out of a message, and put them into one, without protobuf, which would copy each of them twice.
 
-On the wire a message is its fields one after the other, each a number, a kind, and a value; those of a tensor's bytes
-have their length and then the bytes. So the bytes can be used where they came, and written from where they are.
+On the wire a message is a sequence of fields: number, kind and value. A tensor's bytes have a length before them. So
+the bytes can be used where they arrived, and sent from where they are.
 """
 
 from __future__ import annotations
 
 from flashpoint_contract.wire import TENSOR_LIMIT, WireError
 
-_BYTES = 2  # the kind of a field that says its length; 0 is a number, 1 and 5 are of 8 and 4 bytes
-MOST_FIELDS = 8 * TENSOR_LIMIT  # of a request, the outermost: inputs, outputs, tensors, parameters; more is no request
-_LONGEST = 10  # bytes of a number of 64 bits
+_BYTES = 2  # the kind of a field with a length; 0 is a varint, 1 and 5 are 8 and 4 bytes
+MOST_FIELDS = 8 * TENSOR_LIMIT  # maximum outermost fields of a valid request: inputs, outputs, tensors, parameters
+_LONGEST = 10  # maximum bytes of a 64-bit varint
 
 
 def split(message: bytes, number: int) -> tuple[bytes, list[memoryview]]:
-    """A message without the field `number`, and the values of that, in order. Raises WireError."""
+    """Return a message without the fields of this number, and their values in order. Raises WireError."""
     view, tensor = memoryview(message), number << 3 | _BYTES
     rest: list[memoryview] = []
     values: list[memoryview] = []
@@ -36,7 +36,7 @@ def split(message: bytes, number: int) -> tuple[bytes, list[memoryview]]:
             case kind:
                 raise WireError(f"the message has a field of kind {kind}")
         if end > len(view):
-            raise WireError("the message ends within a field")
+            raise WireError("the message ends inside a field")
         if tag == tensor:
             values.append(view[start:end])
             rest.append(view[begun:at])
@@ -51,13 +51,13 @@ def before(number: int, size: int) -> bytes:
 
 
 def _varint(view: memoryview, at: int) -> tuple[int, int]:
-    """A number, and where it ends: seven bits a byte, the lowest first."""
+    """Return a varint, and the position after it. A varint has seven bits in each byte, the lowest first."""
     value = 0
     for place, byte in enumerate(view[at : at + _LONGEST]):
         value |= (byte & 127) << 7 * place
         if byte < 128:
             return value, at + place + 1
-    raise WireError("the message ends within a number")
+    raise WireError("the message ends inside a number")
 
 
 def _number(value: int) -> bytes:

@@ -1,4 +1,4 @@
-"""ModelInfer: read once its caller is known and there is room, computed as /v2's inference is."""
+"""ModelInfer: read when its caller is known and there is room, then computed like inference under /v2."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from flashpoint_server.routes.pipeline import RouteRequest, authorize, begin, co
 PATH = "/inference.GRPCInferenceService/ModelInfer"
 EXTENSION = "flashpoint.message"
 _ON_THE_WAY = 0.05  # seconds
-_HEAD_ROOM = 1 << 16  # bytes of an answer beside its tensors; it has some hundred
+_HEAD_ROOM = 1 << 16  # maximum bytes of an answer without its tensors; a real one has a few hundred
 
-# A model sends the same few heads again and again. A long one is read anew, in another process: its numbers take time.
+# A model repeats the same few heads. A long head contains numbers and takes time, so another process parses it.
 _SHORT = 4096  # bytes
 _parse_again = lru_cache(256)(parse)
 
 
 class Incoming(NamedTuple):
-    """A message that has not been read: `read` waits for it, None where none comes; `hold` counts its memory.
+    """A message that has not been read. `read` waits for it and returns None if none comes; `hold` counts its memory.
 
-    `deadline` is the call's own, in `time.monotonic` seconds, and `nearly` when its caller may have given up for it:
-    when gRPC tells a server of the time that is left, it rounds that up, by a hundredth at most.
+    `deadline` is that of the call, in `time.monotonic` seconds. `nearly` is when the caller may already have given up:
+    gRPC rounds the remaining time up by at most 1% when it sends it to a server.
     """
 
     read: Callable[[], Awaitable[bytes | None]]
@@ -54,7 +54,7 @@ class Incoming(NamedTuple):
 
     @classmethod
     def within(cls, read: Callable[[], Awaitable[bytes | None]], hold: Hold, seconds: float | None) -> Incoming:
-        """Return the arrival of a call with so many seconds left; None for no end."""
+        """Return the incoming message of a call with `seconds` left; None means no deadline."""
         now = time.monotonic()
         return (
             cls(read, hold) if seconds is None else cls(read, hold, now + seconds, now + seconds * 0.99 - _ON_THE_WAY)
@@ -62,15 +62,15 @@ class Incoming(NamedTuple):
 
 
 class MessageBody(RequestBody):
-    """A body that is one message, and comes whole."""
+    """A body that is one message and arrives whole."""
 
     def __init__(self, scope: Scope, receive: Receive, _: Mapping[str, str], settings: Settings) -> None:
         super().__init__(scope, receive, {}, settings)
-        self.complete = True  # what is not read of a call that is over, gRPC throws away
+        self.complete = True  # gRPC discards the unread message of a call that has ended
         self.incoming: Incoming = scope["extensions"][EXTENSION]
 
     async def read(self) -> bytes:
-        """Read the message, whose size is not known before: it may be as slow as the largest. Raises Refusal."""
+        """Read the message. Its size is unknown before, so it may take as long as the largest one. Raises Refusal."""
         hold, settings = self.incoming.hold, self._settings
         self.limit = hold.largest
         patience = settings.body_timeout + self.limit / settings.body_rate
@@ -81,7 +81,7 @@ class MessageBody(RequestBody):
         except TimeoutError:
             raise self._too_late(end) from None
         if message is None:
-            raise Refusal("malformed_body", f"there is no message, or one of more than {self.limit} bytes")
+            raise Refusal("malformed_body", f"the call has no message, or one over the limit of {self.limit} bytes")
         self.ended = time.monotonic()
         return self._took(message)
 
@@ -91,7 +91,7 @@ def _size(message: bytes | None) -> int:
 
 
 class _GrpcMessage(InferMessage):
-    """The bytes of tensors are `tensors`, within a message of `size` bytes that `hold` counts."""
+    """A message whose tensors' bytes are `tensors`, inside `size` bytes that `hold` counts."""
 
     def __init__(
         self, head: InferHead, regions: Regions, owner: str, tensors: list[memoryview], size: int, hold: Hold
@@ -102,21 +102,21 @@ class _GrpcMessage(InferMessage):
         self._hold = hold
 
     def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> RequestPlan:
-        """Return the plan, once there is room for the answer, joined, and gRPC's copy of it. Raises Refusal."""
+        """Return the plan, after reserving memory for the answer, its joined form and gRPC's copy. Raises Refusal."""
         found = super().plan(direction, device, choose)
         spec = found.spec
         in_numbers = [o.name for o in self.head.wanted(spec) if not (o.binary or o.shared)]
         for name in in_numbers:
             if (dtype := spec.outputs[name].dtype) not in CONTENTS:
-                said = f"{name!r} is {DATATYPE_OF[dtype]}, which is answered as raw_output_contents"
+                said = f"{name!r} is {DATATYPE_OF[dtype]}, which is only available as raw_output_contents"
                 raise invalid([("outputs", said)])
         if (size := spec.output_bytes + _HEAD_ROOM) > LARGEST_MESSAGE:
-            raise Refusal("work_too_large", f"an answer of {size} bytes is over gRPC's limit of {LARGEST_MESSAGE}")
+            raise Refusal("work_too_large", f"an answer of {size} bytes exceeds gRPC's limit of {LARGEST_MESSAGE}")
         self._hold.add(2 * spec.output_bytes)
         return found
 
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
-        """Copy the tensors to their places; then nothing holds the message any more."""
+        """Copy the tensors to their places, and release the message."""
         self.fill(places)
         for given, tensor in zip(self.following, self._tensors, strict=True):
             places[given.name][:] = tensor
@@ -131,7 +131,7 @@ async def infer_grpc(request: RouteRequest, statistics: Statistics) -> None:
     assert isinstance(body, MessageBody)
     try:
         await _infer(request, body, statistics)
-    except asyncio.CancelledError:  # by its caller, or by gRPC when the call's deadline has passed
+    except asyncio.CancelledError:  # cancelled by the caller, or by gRPC after the deadline
         raise (out_of_time() if time.monotonic() >= body.incoming.nearly else ClientGoneError()) from None
 
 
@@ -153,13 +153,13 @@ async def _infer(request: RouteRequest, body: MessageBody, statistics: Statistic
 
 
 async def _read(request: RouteRequest, body: MessageBody) -> tuple[Asked, InferMessage]:
-    """Return what a message asks, and the message. Raises Refusal 400, 413, 422."""
+    """Return the parsed request, and its message. Raises Refusal 400, 413 and 422."""
     service = request.service
     message = await body.read()
     try:
         text, tensors = split(message, RAW_INPUTS)
         if len(text) > (limit := service.settings.json_limit):
-            raise Refusal("body_too_large", f"{len(text)} bytes beside raw_input_contents are over {limit}")
+            raise Refusal("body_too_large", f"{len(text)} bytes without raw_input_contents exceed the limit of {limit}")
         sizes = tuple(map(len, tensors))
         short = len(text) <= _SHORT
         asked = _parse_again(text, sizes) if short else await service.codec.run(body.deadline, parse, text, sizes)

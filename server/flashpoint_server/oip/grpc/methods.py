@@ -1,4 +1,4 @@
-"""The methods beside inference, as the addresses under /v2 that answer the same in JSON."""
+"""The methods other than inference, as the paths under /v2 that give the same answer in JSON."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SERVICE, HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
 
 
 class Method(NamedTuple):
-    """The request that a message is, and how a message is made of the answer's JSON.
+    """How to make a request from a message, and a message from the answer's JSON.
 
-    `unready` is the answer to who asks for readiness, where that is refused for the want of it.
+    `unready` is the answer of a readiness method if the server is not ready.
     """
 
     verb: str
@@ -26,7 +26,7 @@ class Method(NamedTuple):
 
 
 def _model(below: str = "") -> Callable[[Any], str]:
-    """The address of a model, and what is `below` it. Raises Refusal 404."""
+    """Return a function for the path of a model, followed by `below`. It raises Refusal 404."""
     return lambda asked: f"/v2/models/{find(asked.name, asked.version).name}/versions/{VERSION}{below}"
 
 
@@ -35,7 +35,7 @@ def _statistics(asked: Any) -> str:
 
 
 def _region(below: str, of_all: bool = True, kind: str = "system") -> Callable[[Any], str]:
-    """The address of a region, or where no name is given of all. Raises Refusal 422."""
+    """Return a function for the path of a region, or of all regions without a name. It raises Refusal 422."""
 
     def path(asked: Any) -> str:
         if "/" in asked.name or not (asked.name or of_all):
@@ -55,7 +55,7 @@ def _registration(asked: Any) -> bytes:
 
 def _health(asked: Any) -> str:
     if asked.service not in ("", SERVICE, HEALTH):
-        raise Refusal("not_found", f"there is no service {asked.service!r}")
+        raise Refusal("not_found", f"service {asked.service!r} does not exist")
     return "/health/ready"
 
 

@@ -1,4 +1,4 @@
-"""A ModelInferRequest without the bytes of its tensors, as the head that oip/head.py makes of JSON."""
+"""Parse a ModelInferRequest without the bytes of its tensors, into the same head as oip/head.py makes from JSON."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from flashpoint_server.oip.head import (
     tensor_info,
 )
 
-RAW_INPUTS = 7  # the field of the tensors' bytes
+RAW_INPUTS = 7  # number of the field with the tensors' bytes
 
-# Where a tensor's numbers are, where they are not bytes; FP16 and BF16 have no such place.
+# The field for a tensor's numbers, if they are not sent as bytes; FP16 and BF16 have none.
 CONTENTS = {
     "bool": "bool_contents",
     "int8": "int_contents",
@@ -49,7 +49,7 @@ _ModelInferRequest = protos.message("inference.ModelInferRequest")
 
 
 class Asked(NamedTuple):
-    """An inference of a model, by its name and version, which is empty where none is named."""
+    """An inference request: the model's name and version (empty if not given), and the head."""
 
     model: str
     version: str
@@ -57,18 +57,18 @@ class Asked(NamedTuple):
 
 
 def parse(text: bytes, sizes: tuple[int, ...]) -> Asked:
-    """A message, and the sizes of the raw contents that were taken out of it. Raises WireError and FieldError."""
+    """Parse a message. `sizes` are those of the raw contents taken out of it. Raises WireError and FieldError."""
     try:
         message = _ModelInferRequest.FromString(text)
     except DecodeError:
-        raise WireError("the message is no ModelInferRequest") from None
+        raise WireError("the message is not a ModelInferRequest") from None
     in_numbers = any(entry.HasField("contents") for entry in message.inputs)
     if in_numbers and sizes:
-        raise WireError("where there are raw_input_contents, no input has contents")
+        raise WireError("use either raw_input_contents or contents, not both")
     raw = iter(sizes)
     inputs = [_input(entry, None if in_numbers else raw) for entry in message.inputs]
     if left := len(list(raw)):
-        raise WireError(f"there are {len(sizes)} raw_input_contents, {left} more than inputs that they are of")
+        raise WireError(f"there are {len(sizes)} raw_input_contents, {left} more than the inputs need")
     outputs = [_output(entry) for entry in message.outputs]
     head = make_head(message.id, inputs, outputs, _values(message.parameters), binary=not in_numbers)
     if len({output.binary for output in head.outputs if output.shared is None}) > 1:
@@ -77,26 +77,26 @@ def parse(text: bytes, sizes: tuple[int, ...]) -> Asked:
 
 
 def _input(entry: Any, raw: Iterator[int] | None) -> Input:
-    """`raw` are the sizes of the raw contents that follow; None where the inputs are in numbers."""
+    """Parse an input. `raw` yields the sizes of the raw contents; None means that the inputs are numbers."""
     name = entry.name
     info = tensor_info(name, list(entry.shape), entry.datatype)
     parameters = parameters_of(name, {"parameters": _values(entry.parameters)}, {"binary_data_size", *SHARED})
     shared = shared_at(name, parameters)
     said = parameters.get("binary_data_size")
     if said is not None and (raw is None or shared is not None):
-        raise WireError(f"{name!r} has a binary_data_size, and does not come as raw_input_contents")
+        raise WireError(f"{name!r} has a binary_data_size, but is not in raw_input_contents")
     if shared is not None:
         if entry.HasField("contents"):
-            raise WireError(f"{name!r} has contents, and lies in shared memory")
+            raise WireError(f"{name!r} has contents, but is in shared memory")
         return Input(name, info, shared=shared)
     if raw is None:
         return Input(name, info, _numbers(name, info, entry.contents))
     if (size := next(raw, None)) is None:
-        raise WireError(f"{name!r} has neither raw_input_contents nor contents, nor lies in shared memory")
+        raise WireError(f"{name!r} has no raw_input_contents, no contents, and is not in shared memory")
     if size != (due := size_of(info)):
-        raise WireError(f"{name!r} has {size} bytes where {entry.datatype} of its shape has {due}")
+        raise WireError(f"{name!r} has {size} bytes, but {entry.datatype} of its shape needs {due}")
     if said is not None and said != size:
-        raise WireError(f"{name!r} has a binary_data_size of {said!r} where its raw_input_contents have {size} bytes")
+        raise WireError(f"{name!r} has a binary_data_size of {said!r}, but its raw_input_contents have {size} bytes")
     return Input(name, info, size=size)
 
 
@@ -106,19 +106,19 @@ def _output(entry: Any) -> Output:
 
 
 def _numbers(name: str, info: TensorInfo, contents: Any) -> NDArray[Any]:
-    """A tensor's numbers, from the field of its datatype."""
+    """Return a tensor's numbers from the field for its datatype."""
     if (field := CONTENTS.get(info.dtype)) is None:
-        raise FieldError(name, f"{DATATYPE_OF[info.dtype]} is sent as raw_input_contents")
+        raise FieldError(name, f"{DATATYPE_OF[info.dtype]} must be sent as raw_input_contents")
     numbers = getattr(contents, field)
     if len(numbers) != math.prod(info.shape):
-        raise FieldError(name, f"has {len(numbers)} {field}, which are not of its shape {list(info.shape)}")
+        raise FieldError(name, f"has {len(numbers)} {field}, which do not fit its shape {list(info.shape)}")
     try:
         return np.fromiter(numbers, numpy_dtype(info.dtype), len(numbers)).reshape(info.shape)
     except OverflowError:
-        raise FieldError(name, f"has a number that {DATATYPE_OF[info.dtype]} does not hold") from None
+        raise FieldError(name, f"has a number out of the range of {DATATYPE_OF[info.dtype]}") from None
 
 
 def _values(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as JSON has them; one that says nothing is None."""
+    """Return parameters as JSON values; one without a value is None."""
     chosen = {name: parameter.WhichOneof("parameter_choice") for name, parameter in said.items()}
     return {name: choice and getattr(said[name], choice) for name, choice in chosen.items()}

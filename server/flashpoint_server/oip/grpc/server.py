@@ -1,7 +1,7 @@
-"""The port for gRPC, and what is between it and the application: metadata are header fields, a message is a body.
+"""The gRPC port, and the bridge to the application: metadata are header fields, a message is a body.
 
-Methods take a stream, of which a unary call is the shortest: so a message is read when its route wants it and there is
-memory for it (arrivals.py).
+All methods are registered as streaming methods; a unary call is a stream of one message. So a message is read only when
+its route needs it and there is memory for it (arrivals.py).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from flashpoint_server.refusal import Refusal
 from flashpoint_server.routes.pipeline import Route
 from flashpoint_server.service import Service
 
-SMALL_CALLS = 64  # calls that may be inside beside inferences, which the queue's limit bounds: probes must get through
-MOST_DETAILS = 1024  # characters of an error: clients take some KiB of metadata, where each may be three
-_WHOLE = 1  # the allowed compression algorithms as bits: none. The size of decompressed data has no bound
+SMALL_CALLS = 64  # calls allowed beside inferences, whose number the queue limit bounds: probes must get through
+MOST_DETAILS = 1024  # maximum characters of an error, each up to three bytes: clients accept a few KiB of metadata
+_WHOLE = 1  # bit mask of the allowed compression algorithms: none, because decompressed size is not limited
 
-# The status with which gRPC tells each refusal, by the refusal's code; gRPC's own names.
+# The gRPC status of each error code, by gRPC's names.
 STATUSES = {
     "malformed_body": "INVALID_ARGUMENT",
     "malformed_head": "INVALID_ARGUMENT",
@@ -46,7 +46,7 @@ STATUSES = {
     "method_not_allowed": "UNIMPLEMENTED",
     "not_acceptable": "UNIMPLEMENTED",
     "body_timeout": "DEADLINE_EXCEEDED",
-    "body_too_large": "RESOURCE_EXHAUSTED",  # as gRPC says it of a message over its own limit
+    "body_too_large": "RESOURCE_EXHAUSTED",  # the status that gRPC uses for a message over its own limit
     "work_too_large": "INVALID_ARGUMENT",
     "unsupported_media_type": "UNIMPLEMENTED",
     "host_not_allowed": "PERMISSION_DENIED",
@@ -79,7 +79,7 @@ Behaviour = Callable[[object, Any], Awaitable[bytes]]
 
 
 class RpcReply(NamedTuple):
-    """The application's answer; `code` is a refusal's."""
+    """The application's answer. `code` is that of an error."""
 
     status: int
     fields: dict[str, str]
@@ -88,16 +88,16 @@ class RpcReply(NamedTuple):
 
 
 class RpcServer:
-    """gRPC's server, with the application's calls as its methods; `port` is where it listens."""
+    """gRPC's server, whose methods call the application. `port` is the port it listens on."""
 
     def __init__(self, app: ASGIApp, service: Service, statistics: Statistics) -> None:
-        """Raises OSError where it cannot listen."""
+        """Raises OSError if it cannot listen."""
         settings = self._settings = service.settings
         memory = Memory(settings, service.keys.locked, service.counts.arriving, lambda: service.counts.requests.total)
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", memory.largest),
-                ("grpc.http2.bdp_probe", 0),  # else some MiB come of each message before it is read
+                ("grpc.http2.bdp_probe", 0),  # otherwise some MiB of each message arrive before it is read
                 ("grpc.max_send_message_length", LARGEST_MESSAGE),
                 ("grpc.compression_enabled_algorithms_bitset", _WHOLE),
                 ("grpc.so_reuseport", int(settings.workers > 1)),
@@ -131,7 +131,7 @@ class RpcServer:
         return int(self._server.add_secure_port(address, credentials))
 
     def reload(self) -> None:
-        """Read the certificate, which is valid, for the connections that are to come."""
+        """Use the present certificate files, which must be valid, for new connections."""
         settings = self._settings
         assert settings.tls_cert is not None
         cert, key = settings.tls_cert.read_bytes(), (settings.tls_key or settings.tls_cert).read_bytes()
@@ -142,7 +142,7 @@ class RpcServer:
         await self._server.start()
 
     async def stop(self, seconds: float) -> None:
-        """Answer what has `seconds` to be answered, and end the rest."""
+        """Wait at most `seconds` for running calls, and end the rest."""
         await self._server.stop(seconds)
 
 
@@ -156,7 +156,7 @@ def _infer(app: ASGIApp, memory: Memory) -> Behaviour:
 
 
 def _small(app: ASGIApp, service: Service, memory: Memory, method: Method, asked: Any, answered: Any) -> Behaviour:
-    """Return the behaviour of a method whose message must come within the body's timeout: health needs no key."""
+    """Return the behaviour of a method with a small message, which must arrive within the body timeout."""
 
     async def behaviour(_: object, context: Any) -> bytes:
         hold = _hold(memory, owner=_owner(service, context))
@@ -165,9 +165,9 @@ def _small(app: ASGIApp, service: Service, memory: Memory, method: Method, asked
             message = asked.FromString(came or b"")
             path, body = method.path(message), method.body(message)
         except TimeoutError:
-            await _end(context, "DEADLINE_EXCEEDED", "the message came too slowly")
+            await _end(context, "DEADLINE_EXCEEDED", "the message arrived too slowly")
         except DecodeError:
-            await _end(context, "INVALID_ARGUMENT", f"the message is no {asked.DESCRIPTOR.name}")
+            await _end(context, "INVALID_ARGUMENT", f"the message is not a {asked.DESCRIPTOR.name}")
         except Refusal as refusal:
             await _end(context, STATUSES[refusal.code], refusal.detail)
         reply = await _ask(app, context, method.verb, path, body)
@@ -181,7 +181,7 @@ def _small(app: ASGIApp, service: Service, memory: Memory, method: Method, asked
 
 
 def _hold(memory: Memory, **what: Any) -> Hold:
-    """Hold memory for this call until its answer is sent. gRPC runs a call, that included, as one task."""
+    """Hold memory for this call until its answer is sent. gRPC runs a call, including the sending, as one task."""
     hold = Hold(memory, **what)
     task = asyncio.current_task()
     assert task is not None
@@ -190,7 +190,7 @@ def _hold(memory: Memory, **what: Any) -> Hold:
 
 
 def _reader(context: Any) -> Callable[[], Awaitable[bytes | None]]:
-    """Read a message; None where none comes. gRPC's iterator would keep it until the garbage collector runs."""
+    """Return a function that reads a message, or returns None. gRPC's iterator would keep the message too long."""
 
     async def read() -> bytes | None:
         message = await context.read()
@@ -200,7 +200,7 @@ def _reader(context: Any) -> Callable[[], Awaitable[bytes | None]]:
 
 
 def _owner(service: Service, context: Any) -> str:
-    """The name of the call's key, '' where it has none that is known: such a call is refused later, if it needs one."""
+    """Return the name of the call's key, or ''. A call without a valid key is refused later, if it needs one."""
     if not service.keys.locked:
         return ""
     try:
@@ -219,12 +219,12 @@ async def _ask(
     """Return the application's answer to a call. Raises CancelledError if nobody waits for it any more."""
     parts: list[bytes] = []
     begun: Message = {}
-    came = [body] if extension is None else []  # such a route reads its message itself
+    came = [body] if extension is None else []  # with `extension`, the route reads the message itself
 
     async def receive() -> Message:
         if came:
             return {"type": "http.request", "body": came.pop(), "more_body": False}
-        await asyncio.get_running_loop().create_future()  # who goes has this task cancelled
+        await asyncio.get_running_loop().create_future()  # gRPC cancels this task when the caller disconnects
         raise AssertionError
 
     async def send(message: Message) -> None:
@@ -251,14 +251,14 @@ async def _ask(
     }
     await app(scope, receive, send)
     exchange = Exchange.of(scope)
-    if not begun:  # nothing was answered
+    if not begun:  # the application sent nothing
         raise asyncio.CancelledError
     fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in begun["headers"]}
     return RpcReply(begun["status"], fields, b"".join(parts), exchange.code)
 
 
 async def _answered(reply: RpcReply, context: Any) -> bytes:
-    """The answer's body; a refusal ends the call. Other header fields follow as trailing metadata."""
+    """Return the body of an answer; end the call after an error. Other header fields become trailing metadata."""
     beside = {name: value for name, value in reply.fields.items() if not name.startswith(("content-", "connection"))}
     context.set_trailing_metadata(tuple(beside.items()))
     if reply.status != 200:
@@ -269,7 +269,10 @@ async def _answered(reply: RpcReply, context: Any) -> bytes:
 
 
 async def _end(context: Any, status: str, detail: str, beside: tuple[tuple[str, str], ...] = ()) -> None:
-    """Refuse a call. Raises CancelledError where its caller has gone meanwhile, which else were logged as an error."""
+    """End a call with an error.
+
+    Raises CancelledError if the caller has disconnected, so that this is not logged as an error.
+    """
     try:
         await context.abort(grpc.StatusCode[status], detail[:MOST_DETAILS], beside)
     except grpc.aio.InternalError:

@@ -1,7 +1,7 @@
-// Calls of the API, with the key where one was given. Paths are relative: the page may live below any prefix.
+// Calls of the API, with the key if the user has entered one. Paths are relative: the page may be under any prefix.
 
 const NAME = "flashpoint.key";
-const TRIES = 5; // connections of an event stream that bring nothing, in a row
+const TRIES = 5; // consecutive connections of an event stream without an event
 const PAUSE_MS = 1000;
 
 export const key = {
@@ -10,10 +10,10 @@ export const key = {
   forget: () => sessionStorage.removeItem(NAME),
 };
 
-// Where the API is, for code that is copied.
+// The API's address, for code that users copy.
 export const base = new URL(".", location.href).href.replace(/\/$/, "");
 
-// An answer that is an error: an RFC 9457 problem document, or what stands for one.
+// An error: an RFC 9457 problem document, or the same fields for other failures.
 export class Problem extends Error {
   constructor({ status = 0, code = "unreachable", detail, errors = [] }) {
     super(detail ?? `the server answered ${status}`);
@@ -21,7 +21,7 @@ export class Problem extends Error {
   }
 }
 
-// The answer, where it is a success. Throws Problem; a key that is missing or not known also locks the page.
+// Return a successful answer. Throws Problem; if the key is missing or not valid, it also locks the page.
 export async function call(path, { method = "GET", body, headers = {}, signal } = {}) {
   const sent = { ...headers };
   if (key.get()) sent.Authorization = `Bearer ${key.get()}`;
@@ -39,8 +39,8 @@ export async function call(path, { method = "GET", body, headers = {}, signal } 
   throw new Problem({ ...document_, status: response.status });
 }
 
-// The events of a stream, for as long as the caller goes on; a connection that ends is made again where it had come to.
-// Not an EventSource, which cannot send a key.
+// Yield the events of a stream until the caller stops. A lost connection is made again, from the last event on.
+// This is not an EventSource, because that cannot send a key.
 export async function* events(path, signal) {
   let last = null;
   for (let failures = 0; ; failures += 1) {
@@ -60,14 +60,14 @@ export async function* events(path, signal) {
   }
 }
 
-// The events of the answer to one call, which is made once.
+// Yield the events of the answer to one call, without retries.
 export async function* told(path, options) {
   const response = await call(path, { ...options, headers: { Accept: "text/event-stream" } });
   try {
     for await (const { data } of frames(response.body)) yield JSON.parse(data);
   } catch (error) {
     if (options.signal?.aborted) throw error;
-    throw new Problem({ detail: "the connection to the server broke" });
+    throw new Problem({ detail: "the connection to the server was lost" });
   }
 }
 
@@ -86,6 +86,6 @@ async function* frames(stream) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // of a stream that broke: what broke it has been thrown already
+    reader.cancel().catch(() => {}); // the stream has failed: its error has already been thrown
   }
 }

@@ -1,4 +1,4 @@
-// Attention as the formula has it, in float64: the page's own numbers, and the weights from q, k and lse alone.
+// Attention by its formula, in float64: the page's own numbers, and the weights from q, k and lse only.
 
 const PHASE = 0.7; // sin((seed + 0.7)·n²) looks random, and every language computes the same
 const SIZE = { near: 0.5, random: 2 }; // of the noise in q and k
@@ -58,9 +58,9 @@ export function slopes(first, heads) {
   return range(heads).map((head) => first ** (head + 1));
 }
 
-// The functions of one head: `score(i, j)`, scaled, capped, and less what ALiBi takes off; `distance(i, j)` of a key from
-// the diagonal; `seen(i, j)`; `weight(i, j)` = exp(score − lse); the weight
-// of the sink, which has no value; o as those weights have it.
+// Return the functions of one head: `score(i, j)`, scaled, capped and reduced by ALiBi; `distance(i, j)` of a key from
+// the diagonal; `seen(i, j)`; `weight(i, j)` = exp(score − lse); `sink(i)`, the weight of the sink, which has no value;
+// `total(i)`, the sum of a row's weights; `o(i)`, computed from these weights.
 export function head({ q, k, v }, lse, options, number) {
   const group = q.length / k.length; // query heads that share a key/value head
   const [Q, K, V] = [q[number], k[Math.floor(number / group)], v[Math.floor(number / group)]];

@@ -1,4 +1,4 @@
-// A benchmark: started, watched as its events come, drawn, cancelled. The address names it, so that it outlives a reload.
+// A benchmark: start it, show its events, draw its charts, cancel it. The address contains its id, so a reload shows it again.
 
 import { call, events } from "./api.js";
 import { code, curl, keywords, python } from "./code.js";
@@ -28,7 +28,7 @@ let rows = [];
 let peaks = {}; // of the device, by data type
 let watching = new AbortController(); // of its events
 
-// The form as a BenchmarkRequest: a shape for each length.
+// Return the form as a BenchmarkRequest: one shape per length.
 function request() {
   const { lengths, shape, ...rest } = read(form);
   return lengths ? { shapes: lengths.map((q_len) => ({ ...shape, q_len })), ...rest } : rest;
@@ -63,7 +63,7 @@ form.addEventListener("submit", async (event) => {
 cancel.addEventListener("click", async () => {
   cancel.disabled = true;
   try {
-    await call(`benchmark/${id}`, { method: "DELETE" }); // its last event says the rest
+    await call(`benchmark/${id}`, { method: "DELETE" }); // its last event reports the end
   } catch (problem) {
     refused(form, problem);
   }
@@ -72,7 +72,7 @@ document.addEventListener("locked", () => watching.abort());
 choice.addEventListener("change", show);
 picture.addEventListener("click", save);
 
-// Go on with the benchmark that the address names, if it does.
+// Show the benchmark whose id is in the address, if there is one.
 export function resume() {
   if (location.hash.startsWith(MARK)) watch(decodeURIComponent(location.hash.slice(MARK.length)));
 }
@@ -97,7 +97,7 @@ async function watch(job) {
       if (event.kind === "state" && event.state in ENDED) break;
     }
   } catch (problem) {
-    if (!signal.aborted) ended(`Not followed any further: ${problem.message}`, "bad");
+    if (!signal.aborted) ended(`No more events: ${problem.message}`, "bad");
   }
 }
 
@@ -137,7 +137,7 @@ function show() {
   caption.textContent = drawn ? "" : `${parentElement.textContent.trim()}: no row has figures for it yet.`;
 }
 
-// The same as a picture, fetched rather than linked: it may need a key.
+// Save the chart as an SVG. It is fetched, not linked, because it may need a key.
 async function save() {
   const { value } = choice.querySelector("input:checked");
   try {
@@ -156,7 +156,7 @@ function timed(row) {
     line.lastChild.colSpan = 7;
     return line;
   }
-  const part = row.roofline_percent; // over 100: the time is too short, or the peak was measured while others ran
+  const part = row.roofline_percent; // over 100: the time is too short, or other programs ran while the peak was measured
   const reached = part === null ? "–" : `${number(part)} %${part > 100 ? " (over)" : ""}`;
   const figures = [
     number(row.ms), `${number(row.ms_p20)}–${number(row.ms_p80)}`, number(row.tflops), number(row.gb_per_s),

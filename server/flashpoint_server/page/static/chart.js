@@ -9,7 +9,7 @@ const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sa
 const LOG = { log2: 2, log10: 10 };
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  for (const [element, { spec }] of [...charts]) build(element, spec); // a legend's marks keep their colours else
+  for (const [element, { spec }] of [...charts]) build(element, spec); // otherwise a legend's marks keep their colours
 });
 const sizes = new ResizeObserver((entries) => {
   for (const { target, contentRect } of entries) {
@@ -45,7 +45,7 @@ export function erase(element) {
 function build(element, spec) {
   erase(element);
   element.classList.add("chart");
-  element.classList.toggle("lone", spec.series.length === 1); // its legend needs one value alone
+  element.classList.toggle("lone", spec.series.length === 1); // its legend needs only one value
   element.setAttribute("role", "img");
   element.setAttribute("aria-label", `${spec.title}: ${spec.y.label} by ${spec.x.label || spec.x.name}`);
   const known = { spec };
@@ -57,7 +57,7 @@ function build(element, spec) {
 const shapeOf = ({ title, x, y, series }) => JSON.stringify([title, x.kind, x.names, x.label, y.label, series.map((s) => s.name)]);
 const columns = ({ data, series }) => [data, ...series.map(({ values }) => values)];
 
-// `current` gives the spec of the newest data: what is drawn on top belongs to those.
+// `current` returns the spec of the newest data, to which the marks on top belong.
 function options(element, spec, current) {
   const { title, heading = true, x, y, height = 220, legend = true } = spec;
   return {
@@ -75,7 +75,7 @@ function options(element, spec, current) {
   };
 }
 
-// A range that is asked for is that of the newest data, too.
+// A range from the spec also belongs to the newest data.
 function scale({ kind = "linear", range }, newest) {
   const asked = (...about) => newest()(...about);
   if (kind === "names") return { time: false, range: (_, low, high) => [low - 0.6, high + 0.6] };
@@ -87,7 +87,7 @@ function wider(_, low, high) {
   return [low / 1.25, high * 1.25];
 }
 
-// The places of a logarithmic axis: powers of its base, fewer where there are many, and some between few powers of 10.
+// Return the ticks of a logarithmic axis: powers of its base, only some if there are many, and more between few powers of 10.
 function powers(base, low, high) {
   const [first, last] = [low, high].map((end) => Math.log(end) / Math.log(base));
   const step = Math.max(1, Math.round((last - first) / 6));
@@ -116,7 +116,7 @@ function axis(about, which, splits) {
   };
 }
 
-// Those of the names that have room.
+// Return the names for which there is room.
 function named(plot) {
   const every = Math.ceil((plot.data[0].length * 40 * devicePixelRatio) / plot.bbox.width) || 1;
   return plot.data[0].filter((i) => i % every === 0);
@@ -130,7 +130,7 @@ function line({ name, colour: chosen, dash, marks = "line", gaps = false }, y, n
   const stroke = () => colour(chosen);
   const drawn = {
     line: { width: 1.75, points: { show: true, size: 5, fill: stroke } },
-    plain: { width: 1.75, points: { show: true, size: 3, fill: stroke } }, // a value between two gaps is seen, too
+    plain: { width: 1.75, points: { show: true, size: 3, fill: stroke } }, // so that a value between two gaps is visible
     points: { width: 1.75, paths: () => null, points: { show: true, size: 8, width: 2, fill: stroke } },
     hollow: { width: 1.75, paths: () => null, points: { show: true, size: 8, width: 2, fill: () => colour("panel") } },
     bars: { width: 0, fill: stroke, paths: uPlot.paths.bars({ size: [0.7, 48], align: 0 }), points: { show: false } },

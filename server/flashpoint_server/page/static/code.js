@@ -1,10 +1,10 @@
-// Code that asks what the page asks, as curl and as Python, ready to be copied.
+// Code for the page's requests, as curl and as Python, for users to copy.
 
 import { base, key } from "./api.js";
 
-const KEY = "FLASHPOINT_API_KEY"; // where copied code, as the command line, takes the key from: it is never shown
+const KEY = "FLASHPOINT_API_KEY"; // copied code reads the key from here, as the command line does: the key itself is never shown
 
-// `write` gives {curl, python}; call the function that this returns when what it writes has changed.
+// `write` returns {curl, python}. Call the returned function when that has changed.
 export function code(id, write) {
   const block = document.getElementById(`${id}-code`);
   const text = block.querySelector("code");
@@ -25,7 +25,7 @@ export function curl(path, body, flags = "-s") {
   return parts.join(" \\\n  ");
 }
 
-// A program with a client, whose `lines` are the body of its `with`; it imports `library` too, and has `before` first.
+// A program with a client: `lines` are the body of its `with`, `before` comes first; it also imports `library`.
 export function python(lines, { library, before = [] } = {}) {
   const others = [...(key.get() ? ["import os", ""] : []), ...(library ? [`import ${library}`, ""] : [])];
   const imports = [...others, "import flashpoint"];
@@ -35,7 +35,7 @@ export function python(lines, { library, before = [] } = {}) {
   return [...imports, ...made, "", `with flashpoint.Client("${base}"${secret}) as client:`, ...body].join("\n");
 }
 
-// A request as the keywords of a call.
+// Return a request as the keyword arguments of a call.
 export function keywords(request) {
   return Object.entries(request).map(([name, value]) => `${name}=${literal(value)}`).join(", ");
 }
@@ -57,7 +57,7 @@ async function copy(button, element) {
     await navigator.clipboard.writeText(element.textContent);
     button.textContent = "Copied";
   } catch {
-    // Browsers lend the clipboard to https and to localhost alone: then the reader copies what is selected.
+    // Browsers allow the clipboard only for https and localhost; otherwise the user copies the selected text.
     getSelection().selectAllChildren(element);
     button.textContent = "Selected";
   }

@@ -1,11 +1,11 @@
-// The errors of each tensor by decade: how many elements are off by how much, and the bound.
+// The errors of each tensor by decade: the number of elements in each, and the bound.
 
 import { draw, erase } from "./chart.js";
 import { number } from "./text.js";
 
-const INFINITE = 309; // the decade of an infinite error; that of none is null
+const INFINITE = 309; // the decade of an infinite error; an error of 0 has null
 
-// A chart for each tensor in `element`, all with the same axes.
+// Draw one chart per tensor in `element`, all with the same axes.
 export function decades(element, tensors) {
   const all = tensors.flatMap(({ histogram }) => histogram.map(({ exponent }) => exponent));
   const bounds = tensors.map(({ bound }) => Math.floor(Math.log10(bound))).filter(Number.isFinite);

@@ -1,4 +1,4 @@
-// The device, its health, what its backends can do, and the server's limits.
+// The device, its health, the features of its backends, and the server's limits.
 
 import { call } from "./api.js";
 import { code, curl, python } from "./code.js";
@@ -9,14 +9,14 @@ import { bytes } from "./text.js";
 const WORDS = { ready: "Ready", not_ready: "Not ready", draining: "Shutting down", unreachable: "Unreachable" };
 const panel = document.getElementById("device");
 const health = document.getElementById("health");
-let known = null; // the health that /info was last asked in: what it says changes with that
+let known = null; // the health at the last call of /info, whose answer changes with the health
 
 const showCode = code("device", () => ({
   curl: curl("info"),
   python: python(["info = client.info()", 'print(info["device"], info["backends"])']),
 }));
 
-// Whether the server takes work.
+// Return whether the server accepts work.
 export async function look() {
   const found = await healthNow();
   if (found === known) return found === "ready";
@@ -53,7 +53,7 @@ async function describe() {
 
 function facts({ device, backends, versions }) {
   list(panel.querySelector("dl"), {
-    Device: device ? device.title : "known once it is ready",
+    Device: device ? device.title : "known when the server is ready",
     Name: device?.name,
     Memory: device && bytes(device.memory),
     Backends: backends.join(", "),

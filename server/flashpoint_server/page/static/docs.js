@@ -1,9 +1,9 @@
-// /docs: Swagger UI, from this server alone.
+// /docs: Swagger UI, served only from this server.
 
 SwaggerUIBundle({
   url: "openapi.json",
   dom_id: "#docs",
   deepLinking: true,
-  syntaxHighlight: false, // it would style each word by itself, which the page's policy does not let it
+  syntaxHighlight: false, // it needs inline styles, which the page's policy forbids
   validatorUrl: null, // nothing is sent to another host
 });

@@ -1,6 +1,6 @@
-// A form, read as the request that it stands for; and what is wrong with that, said in the form.
+// Read a form as a request, and show the errors of the request in the form.
 
-// The fields by name, "shape.q_len" as {shape: {q_len}}; without those that are empty, or as the API takes them anyway.
+// Return the fields by name, "shape.q_len" as {shape: {q_len}}, without empty fields and those with the API's default.
 export function read(form) {
   const found = {};
   const defaults = {};
@@ -30,7 +30,7 @@ function valueOf(field) {
   return field.type === "number" ? Number(text) : text;
 }
 
-// Whether the browser finds nothing wrong; all that is wrong is said, and the first such field gets the focus.
+// Return whether the browser finds no error. Show all errors, and focus the first field with one.
 export function valid(form, { focus = true } = {}) {
   clear(form);
   const wrong = [...form.querySelectorAll(":invalid:not(fieldset)")];
@@ -41,7 +41,7 @@ export function valid(form, { focus = true } = {}) {
   return false;
 }
 
-// Say what the server found wrong, at the fields that it names.
+// Show the server's errors at the fields that it names.
 export function refused(form, problem) {
   clear(form);
   for (const { loc } of problem.errors ?? []) {
@@ -57,7 +57,7 @@ export function clear(form) {
   say(form, "");
 }
 
-// Mark a result as one of another request, once the form asks for something else than when it was begun.
+// Mark a result as out of date when the form differs from the request that started it.
 export function aging(form, result) {
   let begun = null;
   form.addEventListener("input", () => {
@@ -69,7 +69,7 @@ export function aging(form, result) {
   };
 }
 
-// Text in the alert of a form or a panel; none hides it.
+// Show text in the alert of a form or a panel; an empty text hides it.
 export function say(within, text) {
   const alert = within.querySelector(".problem");
   alert.hidden = !text;

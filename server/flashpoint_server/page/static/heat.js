@@ -1,7 +1,7 @@
-// A heat map on a canvas, with named axes: a cell is chosen by pointer, by touch or by the arrow keys.
+// A heat map on a canvas, with named axes. The user chooses a cell by pointer, by touch or with the arrow keys.
 
 const LEFT = 44; // room for the numbers of the rows
-const BELOW = 38; // and of the columns
+const BELOW = 38; // room for the numbers of the columns
 const TALLEST = 440; // CSS pixels of the cells
 const WIDEST_CELL = 34;
 
@@ -9,8 +9,8 @@ const maps = new Set();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => maps.forEach((map) => map.draw()));
 
 export class HeatMap {
-  // `names`: what rows and columns are. `chosen(row, column)` hears of the cell that the reader is at; `pressed`, where
-  // it is given, of the one that the reader clicks, or presses Space or Enter at.
+  // `names` are the names of rows and columns. `chosen(row, column)` is called for the current cell; `pressed`, if it is
+  // given, for the cell on which the user clicks, or presses Space or Enter.
   constructor(canvas, names, chosen, pressed) {
     Object.assign(this, { canvas, names, chosen, pressed, cell: null, picture: null });
     maps.add(this);
@@ -43,7 +43,7 @@ export class HeatMap {
   typed(event) {
     const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
     if (!this.picture || !(step || [" ", "Enter"].includes(event.key))) return;
-    event.preventDefault(); // the page does not scroll
+    event.preventDefault(); // the page must not scroll
     const [i, j] = this.cell ?? [0, 0];
     if (!step) this.pressed?.(i, j);
     else this.choose([clamp(i + step[0], this.picture.rows), clamp(j + step[1], this.columns)]);
@@ -55,7 +55,7 @@ export class HeatMap {
     return i >= 0 && i < this.picture.rows && j >= 0 && j < this.columns ? [i, j] : null;
   }
 
-  // Columns lie one beside the other, but for the extra one, which is half a cell apart.
+  // Columns are adjacent, except the extra one, which is half a cell apart.
   columnAt(x) {
     const { columns } = this.picture;
     if (x < columns * this.size) return Math.floor(x / this.size);
@@ -68,7 +68,7 @@ export class HeatMap {
 
   draw() {
     const width = this.canvas.parentElement.clientWidth;
-    if (!this.picture || !width) return; // hidden: drawn when it is seen
+    if (!this.picture || !width) return; // hidden: it is drawn when it becomes visible
     const { rows, extra } = this.picture;
     const across = this.columns + (extra ? 0.5 : 0);
     this.size = Math.max(3, Math.min((width - LEFT - 2) / across, TALLEST / rows, WIDEST_CELL));
@@ -132,7 +132,7 @@ function clamp(x, count) {
   return Math.max(0, Math.min(count - 1, x));
 }
 
-// Every so many numbers from 0 that their texts, `room` pixels each, have place.
+// Return numbers from 0 in equal steps, so that each text has `room` pixels.
 function ticks(count, size, room) {
   const step = [1, 2, 4, 8, 16, 32].find((one) => one * size >= room) ?? 64;
   return Array.from({ length: Math.ceil(count / step) }, (_, i) => i * step);
@@ -147,7 +147,7 @@ function cross(context, x, y, size, colours) {
   context.stroke();
 }
 
-// Colours are those of the style sheet, which knows light and dark.
+// The colours come from the style sheet, which has light and dark ones.
 function palette() {
   const style = getComputedStyle(document.documentElement);
   const named = (name) => style.getPropertyValue(`--${name}`).trim();
@@ -158,7 +158,7 @@ function palette() {
   };
 }
 
-// The colour of a value between `low` and `high`: from pale to strong, another hue below 0.
+// Return the colour of a value between `low` and `high`: from pale to strong, with another hue below 0.
 function shade(value, low, high, { up, down }) {
   const most = Math.max(high, -low) || 1;
   const stops = value < 0 ? down : up;

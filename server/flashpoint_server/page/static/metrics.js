@@ -1,8 +1,8 @@
-// Prometheus' text format, read: figures of the time between two samples.
+// Read Prometheus' text format, and compute figures for the time between two samples.
 
 const LINE = /^(\w+)(?:\{(.*)\})? (\S+)/;
 const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
-const ASIDE = /route="(other|\/verify|\/caches)"/; // this page's own calls and verifications, which are no traffic
+const ASIDE = /route="(other|\/verify|\/caches)"/; // this page's own calls and verifications, which do not count as traffic
 
 // Name → list of {labels, value}.
 export function parse(text) {
@@ -21,19 +21,19 @@ export function total(sample, name) {
   return (sample.get(name) ?? []).reduce((sum, { value }) => sum + value, 0);
 }
 
-// The growth of a counter. A restarted server counts from 0.
+// Return the growth of a counter. A restarted server counts from 0.
 export function growth(before, now, name) {
   const [old, current] = [total(before, name), total(now, name)];
   return current >= old ? current - old : current;
 }
 
-// The mean of what a histogram took in between two samples; null where that was nothing.
+// Return the mean of a histogram's values between two samples; null if there are none.
 export function mean(before, now, name) {
   const count = growth(before, now, `${name}_count`);
   return count ? growth(before, now, `${name}_sum`) / count : null;
 }
 
-// A quantile of that, interpolated within its bucket as Prometheus does; null where there was nothing.
+// Return a quantile of these values, interpolated in its bucket as in Prometheus; null if there are none.
 export function quantile(q, before, now, name) {
   const [old, current] = [before, now].map((sample) => buckets(sample, `${name}_bucket`));
   const counts = [...current].map(([bound, count]) => [bound, count - (old.get(bound) ?? 0)]).sort(([a], [b]) => a - b);

@@ -2,7 +2,7 @@
 
 import { bytes, duration, number, si, tableRow } from "./text.js";
 
-// Words of /info → how the page says them. A feature in no group is shown as Other.
+// Names in /info → labels on the page. A feature without a group is shown as Other.
 const GROUPS = {
   "Data types": { float16: "float16", bfloat16: "bfloat16", float32: "float32", float64: "float64",
     tf32: "TF32 products", quantized: "8-bit K and V" },
@@ -17,9 +17,9 @@ const GROUPS = {
 const LIMITS = {
   body_bytes: "Body of a request", json_bytes: "Body in JSON", head_bytes: "Head of a safetensors body",
   sequences: "Sequences of a request", head_dim: "Head dimension",
-  queue_requests: "Requests at once", queue_bytes: "Tensors at once", queue_flops: "Work at once",
-  queue_seconds: "Predicted time of the work at once", batch_bytes: "Tensors of a launch", batch_flops: "Work of a launch",
-  default_timeout_ms: "Deadline of a request that asks for none", max_timeout_ms: "Longest deadline",
+  queue_requests: "Requests at a time", queue_bytes: "Tensors at a time", queue_flops: "Work at a time",
+  queue_seconds: "Predicted time of this work", batch_bytes: "Tensors of a launch", batch_flops: "Work of a launch",
+  default_timeout_ms: "Default deadline of a request", max_timeout_ms: "Longest deadline",
 };
 
 export function capabilities(table, { backends, options: able }) {
@@ -51,16 +51,16 @@ function row(name, features, backends, able) {
   return line;
 }
 
-// "all", "all but …" where few are missing, else what there is.
+// Return "all", "all except …" if few are missing, or "only …".
 function cell(features, able) {
   const has = Object.entries(features).filter(([feature]) => able.has(feature)).map(([, said]) => said);
   const lacks = Object.entries(features).filter(([feature]) => !able.has(feature)).map(([, said]) => said);
   if (!lacks.length) return ["all", "good"];
   if (!has.length) return ["none", "no"];
-  return [lacks.length <= has.length ? `all but ${lacks.join(", ")}` : `only ${has.join(", ")}`, ""];
+  return [lacks.length <= has.length ? `all except ${lacks.join(", ")}` : `only ${has.join(", ")}`, ""];
 }
 
-// Name → text with a unit, as the endings of the names say.
+// Name → text with the unit of the name's suffix.
 export function limits(found) {
   const said = ([name, value]) => [LIMITS[name] ?? name.replaceAll("_", " "), sized(name, value)];
   return Object.fromEntries(Object.entries(found).map(said));

@@ -1,4 +1,4 @@
-// The page: locked until a key is given where the server has keys, then looking every two seconds while it is seen.
+// The page. If the server has keys, it is locked until the user enters one. It updates every two seconds while visible.
 
 import { call, key } from "./api.js";
 import * as benchmark from "./benchmark.js";
@@ -20,7 +20,7 @@ let timer = null;
 function lock() {
   clearTimeout(timer);
   timer = null;
-  if (key.get()) say(door, "The key is not known.");
+  if (key.get()) say(door, "This key is not valid.");
   key.forget();
   [main.hidden, parts.hidden, door.hidden] = [true, true, false];
   door.elements.key.focus();
@@ -37,7 +37,7 @@ function open() {
 }
 
 async function look() {
-  const mine = timer; // another, if it was locked and opened again meanwhile
+  const mine = timer; // differs from `timer` later if the page was locked and opened again
   if (!document.hidden) {
     const [ready] = await Promise.all([device.look(), traffic.look().then(caches.look)]);
     if (ready) playground.look();

@@ -116,7 +116,7 @@ function soon(ms) {
 
 async function ask(signal) {
   showCode();
-  if (!valid(form, { focus: false })) return fail("Not asked: see the form.");
+  if (!valid(form, { focus: false })) return fail("Not sent: see the form.");
   const now = asked();
   const body = request(now);
   try {
@@ -144,7 +144,7 @@ function fail(text) {
   said.textContent = text;
 }
 
-// A number of a JSON answer: infinities travel as words.
+// Return a number of a JSON answer: infinities are strings there.
 function value(x) {
   return typeof x === "string" ? { Infinity, "-Infinity": -Infinity }[x] ?? NaN : x;
 }
@@ -206,7 +206,7 @@ function scaleOf(name, low, high) {
   part(`${name}-scale`).querySelector("i").className = low < 0 ? "both" : "";
 }
 
-// The sums that the weights must have, and how far weights·v is from the server's o.
+// Show the error of the weights' sums, and the difference between weights·v and the server's o.
 function check(one, o) {
   const rows = range(one.rows).filter((i) => one.total(i) + one.sink(i) > 0);
   const off = Math.max(0, ...rows.map((i) => Math.abs(one.total(i) + one.sink(i) - 1)));
@@ -214,12 +214,12 @@ function check(one, o) {
   const sums = answered.options.sinks ? "Each row and its sink add up to 1" : "Each row adds up to 1";
   const blind = one.rows - rows.length;
   said.textContent =
-    `${sums} within ${number(off, 2)}; weights · v is the server’s o within ${number(apart, 2)}.` +
+    `${sums} within ${number(off, 2)}; weights · v equals the server’s o within ${number(apart, 2)}.` +
     ` Computed by ${answered.backend}.` +
     (blind ? ` ${blind} of ${one.rows} queries see no key: their o is 0, and their lse −∞.` : "");
 }
 
-// How the weight of a cell follows from its score and its row's lse.
+// Show how the weight of a cell follows from its score and its row's lse.
 function tell(i, j) {
   const { one, lse, slope } = current();
   const l = number(lse[i], 4);
@@ -227,7 +227,7 @@ function tell(i, j) {
   if (j >= one.columns) {
     const logit = number(answered.options.sinks[0], 4); // every head has the same
     lines = [`Query ${i}, the sink`, `weight = exp(sink − lse) = exp(${logit} − ${l}) = ${number(one.sink(i), 4)}`,
-      "The sink takes this part of the row, and gives o nothing."];
+      "The sink takes this part of the row, and adds nothing to o."];
   } else if (!one.seen(i, j)) {
     lines = [`Query ${i}, key ${j}`, "The mask hides this key: its weight is 0.", `lse = ${l}`];
   } else {
@@ -249,7 +249,7 @@ function say(lines) {
   readout.replaceChildren(...lines.map((text) => Object.assign(document.createElement("p"), { textContent: text })));
 }
 
-// Take a key from a query, or give it back.
+// Hide a key from a query, or show it again.
 function hide(i, j) {
   const { one } = current();
   if (!edit.checked || j >= one.columns) return;

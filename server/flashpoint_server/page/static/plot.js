@@ -92,7 +92,7 @@ function fromZero(_, low, high) {
   return [0, high > 0 ? high * 1.08 : 1];
 }
 
-// The times with their whiskers.
+// Draw the times with their whiskers.
 function spread(rows) {
   return [Math.min(...rows.map(({ ms_p20 }) => ms_p20)) / 1.25, Math.max(...rows.map(({ ms_p80 }) => ms_p80)) * 1.25];
 }

@@ -1,6 +1,6 @@
 // Numbers and shapes as text.
 
-const WORDS = { NaN, Infinity, "-Infinity": -Infinity }; // numbers that JSON lacks travel as these
+const WORDS = { NaN, Infinity, "-Infinity": -Infinity }; // JSON has no such numbers: they are sent as these strings
 
 export function number(value, digits = 3) {
   if (value === null || value === undefined) return "–";

@@ -22,15 +22,15 @@ const samples = [];
 const history = []; // [milliseconds, {chart: values of its lines}], the newest last
 let allowed = true;
 
-// The sample of the metrics; null where there is none.
+// Take a sample of the metrics and return it; null if there is none.
 export async function look() {
   if (!allowed) return null;
   try {
     samples.push([performance.now(), parse(await (await call("metrics")).text())]);
     say(panel, "");
   } catch (problem) {
-    allowed = problem.status !== 403; // a key without that right will not get it
-    panel.querySelector(".tiles").hidden = true; // figures of the past are no figures
+    allowed = problem.status !== 403; // a key without this permission will not get it later
+    panel.querySelector(".tiles").hidden = true; // do not show old figures
     say(panel, problem.message);
     return null;
   }
@@ -41,7 +41,7 @@ export async function look() {
   return now;
 }
 
-// Over `seconds`, of which the first look has none: then there is only a queue.
+// Show the figures of the last `seconds`; the first look has 0 seconds, and shows only the queue.
 function show(before, now, seconds) {
   const requests = growth(before, now, "flashpoint_requests_total");
   const rate = seconds ? requests / seconds : null;
@@ -54,7 +54,7 @@ function show(before, now, seconds) {
   const received = seconds ? growth(before, now, "flashpoint_received_bytes_total") / seconds : 0;
   tile("rate", number(rate), "", `${bytes(received)}/s received`);
   tile("latency", milliseconds(p50), "ms", `p99 ${milliseconds(p99)} ms`);
-  tile("fill", fill === null ? "–" : fill < 1e-4 ? "< 0.01" : number(fill * 100, 2), "%", `requests a launch: ${number(size)}`);
+  tile("fill", fill === null ? "–" : fill < 1e-4 ? "< 0.01" : number(fill * 100, 2), "%", `requests per launch: ${number(size)}`);
   tile("queue", number(inside), "", `oldest ${milliseconds(oldest)} ms`);
   const times = (x, factor) => (x === null ? null : x * factor);
   remember({ rate: [rate], latency: [times(p50, 1000), times(p99, 1000)], fill: [times(fill, 100)], queue: [inside] });

@@ -1,4 +1,4 @@
-// A verification: asked for, followed block by block, cancelled, and judged tensor by tensor.
+// A verification: send the request, show its progress by block, cancel it, and show the result of each tensor.
 
 import { Problem, told } from "./api.js";
 import { code, curl, keywords, python } from "./code.js";
@@ -8,7 +8,7 @@ import { duration, number, tableRow } from "./text.js";
 
 const TICK_MS = 500;
 const STAGES = {
-  backend: "the backend", float64: "float64", torch: "torch’s own math", rounding: "what rounding does",
+  backend: "the backend", float64: "float64", torch: "torch’s own math", rounding: "the effect of rounding",
 };
 const ANSWERS = { forward: "o and lse", backward: "gradients" };
 
@@ -44,7 +44,7 @@ form.addEventListener("submit", async (event) => {
     clear(form);
   } catch (problem) {
     if (asking.signal.aborted) {
-      say("Cancelled. The server ends the block that it had begun, and does no more.");
+      say("Cancelled. The server finishes the current block, and then stops.");
     } else {
       outcome.hidden = true;
       refused(form, problem);
@@ -62,14 +62,14 @@ async function reported(body, signal, at) {
     if (event.kind === "problem") throw new Problem(event.problem);
     at(event);
   }
-  throw new Problem({ detail: "the server ended before the verification did" });
+  throw new Problem({ detail: "the server stopped before the verification was complete" });
 }
 
-// Show the blocks that are over, and the time: `at` takes the newest progress, `end` hides both.
+// Show the completed blocks and the time: `at` takes the newest progress, `end` hides both.
 function followed() {
   const [bar, text] = waiting.children;
   const start = performance.now();
-  let where = "Waiting for its turn";
+  let where = "Waiting in the queue";
   const tick = () => {
     text.textContent = `${where} · ${duration(Math.floor((performance.now() - start) / 1000))}`;
   };

@@ -298,7 +298,7 @@ def test_a_write_over_several_caches_happens_on_all_or_on_none():
     one, two = create(store, count=2)
     store.write(Terms("alice"), [one], 0, None, [tokens(3)])
     said = refused("cache_position", store.write, Terms("alice"), [one, two], 0, [2, 2], [tokens(1)] * 2)
-    assert said.errors == (("caches.1", "cache_position: 2 is beyond the end, 0"),)
+    assert said.errors == (("caches.1", "cache_position: position 2 is beyond the end, 0"),)
     assert [record.lengths for record in store.look(Terms("alice"), [one, two])] == [[3, 0], [0, 0]]
 
 
