@@ -14,16 +14,14 @@ from .code import (
     data_sheets,
     errors,
     extremes,
-    grpc,
-    metrics,
     options,
     saved_options,
-    settings,
     support,
 )
 from .decoding import break_even, gemma, lora
 from .kernels import benchmarks, compiled, compiled_all, decode, each_option, loops, loops_beside, reproduced
 from .markdown import targets_by_machine
+from .metrics import labels, metrics
 from .service import (
     beside,
     cached_decode,
@@ -36,6 +34,7 @@ from .service import (
     throughput,
     train_saved,
 )
+from .settings import limits, settings
 from .trust import each_fault, faults, fuzz, load, load_steps, steady
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -58,9 +57,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "faults": faults,
     "fuzz": fuzz,
     "gemma": gemma,
-    "grpc": grpc,
     "load": load,
     "load-steps": load_steps,
+    "labels": labels,
+    "limits": limits,
     "loops": loops,
     "loops-beside": loops_beside,
     "lora": lora,

@@ -1,4 +1,4 @@
-"""Tables of what the code says of itself: its options, settings, errors, metrics, features and algorithms."""
+"""Tables of what the code says of itself: its options, errors, commands, features and algorithms."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from flashpoint_contract.saved import SAVED_OPTIONS
 from flashpoint_kernels.support import SUPPORT, said
 from flashpoint_kernels.timing.case import ALGORITHMS
 from flashpoint_kernels.timing.device import SHEETS
-from flashpoint_server.config.settings import Settings
-from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.oip.grpc.server import STATUSES
-from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.page.errors import ERRORS
 from flashpoint_server.refusal import STATUS, Refusal
 
@@ -35,16 +32,8 @@ def errors() -> str:
     rows = []
     for code, status in STATUS.items():
         wait = Refusal(code, "").headers.get("Retry-After")
-        rows.append((status, f"`{code}`", *ERRORS[code], f"{wait} s" if wait else ""))
-    return table(["status", "code", "when", "what to do", "`Retry-After`"], rows)
-
-
-def grpc() -> str:
-    """The status of every refusal, by its codes."""
-    codes: dict[str, list[str]] = {}
-    for code in STATUS:
-        codes.setdefault(STATUSES[code], []).append(f"`{code}`")
-    return table(["status", "code over HTTP"], [(f"`{status}`", ", ".join(found)) for status, found in codes.items()])
+        rows.append((status, f"`{code}`", *ERRORS[code], f"{wait} s" if wait else "", f"`{STATUSES[code]}`"))
+    return table(["status", "code", "when", "what to do", "`Retry-After`", "gRPC"], rows)
 
 
 def options() -> str:
@@ -75,27 +64,6 @@ def saved_options() -> str:
 def _of_held(options: Iterable[CacheOption]) -> str:
     rows = [(f"`{row.name}`", f"`{json.dumps(row.default)}`", row.text) for row in options]
     return table(["option", "default", "meaning"], rows)
-
-
-def settings() -> str:
-    rows = []
-    for name, field in Settings.model_fields.items():
-        default = field.default if field.default not in ((), None) else "none"
-        rows.append(
-            (f"`--{name.replace('_', '-')}`", f"`FLASHPOINT_{name.upper()}`", f"`{default}`", field.description)
-        )
-    return table(["flag", "variable", "default", "meaning"], rows)
-
-
-def metrics() -> str:
-    """Every metric that /metrics has, by the name that Prometheus shows."""
-    rows = []
-    exported = Metrics()
-    Statistics(exported.registry)
-    for family in exported.families():
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        rows.append((f"`{name}`", family.type, family.documentation))
-    return table(["metric", "type", "what"], rows)
 
 
 def commands() -> str:

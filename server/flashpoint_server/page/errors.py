@@ -83,7 +83,11 @@ ERRORS = {
         "correct each field that `errors` names",
     ),
     "queue_full": Meaning("the queue is full: it is at its limit of requests, bytes, FLOPs or benchmarks", _RETRY),
-    "key_limit": Meaning("over the limits of the key; `Retry-After` says when it may again, at least after", _RETRY),
+    "key_limit": Meaning(
+        "over the limits of the key; `Retry-After` says when it may again, at least after",
+        f"{_RETRY}. Memory (`detail` names the bytes that the key holds) needs another remedy: delete caches or saved "
+        "forwards of the key; more than its whole `cache_bytes` never fits",
+    ),
     "cache_memory": Meaning(
         "caches and saved forwards hold as much as `--cache-bytes` allows; what is alive is never evicted",
         "delete caches that are not needed, or wait until others do",
