@@ -7,6 +7,7 @@ from functools import partial
 
 from flashpoint_kernels.triton_backend.configurations import TABLES as TILES
 
+from .calls import calls, fields
 from .code import (
     algorithms,
     cache_options,
@@ -17,6 +18,7 @@ from .code import (
     options,
     saved_options,
     support,
+    tensors,
 )
 from .decoding import break_even, gemma, lora
 from .kernels import benchmarks, compiled, compiled_all, decode, each_option, loops, loops_beside, reproduced
@@ -42,6 +44,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "benchmarks": benchmarks,
     "beside": beside,
     "break-even": break_even,
+    "calls": calls,
     "capacity": capacity,
     "data-sheets": data_sheets,
     "compiled": compiled_all,
@@ -55,6 +58,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "extremes": extremes,
     "fairness": fairness,
     "faults": faults,
+    "fields": fields,
     "fuzz": fuzz,
     "gemma": gemma,
     "load": load,
@@ -73,6 +77,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "sharded_cache": sharded_cache,
     "support": support,
+    "tensors": tensors,
     "throughput": throughput,
     "train-saved": train_saved,
     **{what: partial(serving, what) for what in ("protocol", "serving")},

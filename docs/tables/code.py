@@ -15,8 +15,9 @@ from flashpoint.commands.app import load
 from flashpoint.commands.registry import COMMANDS
 from flashpoint.options import AttentionOptions
 from flashpoint_contract.caches import CACHE_OPTIONS, CacheOption
-from flashpoint_contract.options import BACKENDS
+from flashpoint_contract.options import BACKENDS, LAYOUTS
 from flashpoint_contract.saved import SAVED_OPTIONS
+from flashpoint_contract.tensors import FLOATS, INPUT_TENSORS, TENSORS, Tensor
 from flashpoint_kernels.support import SUPPORT, said
 from flashpoint_kernels.timing.case import ALGORITHMS
 from flashpoint_kernels.timing.device import SHEETS
@@ -34,6 +35,27 @@ def errors() -> str:
         wait = Refusal(code, "").headers.get("Retry-After")
         rows.append((status, f"`{code}`", *ERRORS[code], f"{wait} s" if wait else "", f"`{STATUSES[code]}`"))
     return table(["status", "code", "when", "what to do", "`Retry-After`", "gRPC"], rows)
+
+
+def tensors() -> str:
+    """Every tensor of a call over HTTP, with its shapes, dtypes, and the calls that take it."""
+    shown = (TENSORS[name] for name in INPUT_TENSORS if not {"json", "safetensors"} <= TENSORS[name].refused.keys())
+    return table(
+        ["tensor", "meaning", "dtype", "taken by"], [(f"`{row.name}`", row.text, *_taken(row)) for row in shown]
+    )
+
+
+def _taken(row: Tensor) -> tuple[str, str]:
+    """Return the dtypes of a tensor, and the calls that take it."""
+    floats = set(FLOATS) <= set(row.dtypes)
+    dtypes = ", ".join([*(dtype for dtype in row.dtypes if not floats or dtype not in FLOATS), *["any float"] * floats])
+    if row.like_q:
+        dtypes = ", ".join(FLOATS) if row.name == "q" else " or ".join(["q's", *row.quantized])
+    calls = "gradient calls" if row.direction == "backward" else "forward calls" if row.forward_only else "all calls"
+    calls = f"{calls}, required" if row.required else calls
+    if row.layouts != LAYOUTS:
+        calls += f"; layout {', '.join(f'`{layout}`' for layout in row.layouts)}"
+    return dtypes, f"{calls}; not in JSON" if "json" in row.refused else calls
 
 
 def options() -> str:

@@ -26,10 +26,13 @@ class CacheRequest(_CacheBody):
     """Caches to be made. Sizes are one for all layers, or a list with one for each."""
 
     layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
+    """layers of the model"""
     kv_heads: Sizes = 8
+    """key/value heads, Hk; a list has a number for each layer, also in the next fields"""
     head_dim: Sizes = 64
+    """columns of k, D"""
     value_dim: Sizes | None = None
-    """as head_dim where it is not given"""
+    """columns of v, Dv; head_dim if not given"""
     dtype: CacheDtype = "float32"
     """that of q, k and v; 8 bits have a scale for each token and head, and take and give any of the others"""
     count: Annotated[int, Field(ge=1, le=MOST_CACHES)] = 1
@@ -48,6 +51,7 @@ class ForkRequest(_CacheBody):
     """Copies to be made, which share memory until one is written."""
 
     caches: Ids
+    """ids of the caches to copy; an id may occur several times"""
     lengths: Annotated[list[Length], Field(min_length=1, max_length=MOST_CACHES)] | None = None
     """tokens of each copy; all where it is not given"""
     free: Annotated[list[str], Field(max_length=MOST_CACHES)] = []
@@ -56,10 +60,12 @@ class ForkRequest(_CacheBody):
 
 class DeleteRequest(_CacheBody):
     caches: Ids
+    """ids of the caches to delete"""
 
 
 class TruncateRequest(_CacheBody):
     length: Length
+    """tokens that stay, in every layer"""
 
 
 class CacheDescription(BaseModel):
