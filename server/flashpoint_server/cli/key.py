@@ -30,12 +30,22 @@ def key(
     rights: Annotated[str, typer.Option(help=f"Its permissions: {', '.join(RIGHTS)}, with + between them.")] = (
         "attention+info"
     ),
-    requests_per_second: Annotated[float | None, _limit("Requests a second.")] = None,
-    bytes_per_second: Annotated[float | None, _limit("Bytes of tensors a second.")] = None,
-    flops_per_second: Annotated[float | None, _limit("Floating-point operations a second.")] = None,
-    compute_seconds_per_second: Annotated[float | None, _limit("Seconds of computing in a second.")] = None,
-    concurrent: Annotated[int | None, _limit("Requests at once.")] = None,
-    cache_bytes: Annotated[int | None, _limit("Bytes of KV caches and saved forwards.")] = None,
+    requests_per_second: Annotated[float | None, _limit("Calls of any kind a second.")] = None,
+    bytes_per_second: Annotated[
+        float | None, _limit("Bytes of tensors a second, in and out; for JSON, bytes of text.")
+    ] = None,
+    flops_per_second: Annotated[
+        float | None, _limit("Floating-point operations a second, of attention, gradients and verifications.")
+    ] = None,
+    compute_seconds_per_second: Annotated[
+        float | None, _limit("Predicted seconds of computing in a second, on one core or the GPU.")
+    ] = None,
+    concurrent: Annotated[
+        int | None, _limit("Compute requests at once, from their head to the last byte of their answer.")
+    ] = None,
+    cache_bytes: Annotated[
+        int | None, _limit("Bytes of KV caches and saved forwards in each engine; each fork counts in full.")
+    ] = None,
 ) -> int:
     """Make an API key. Its entry for the file of keys goes to stdout, the key itself to stderr: it is shown once."""
     asked = rights.split("+")
