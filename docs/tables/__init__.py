@@ -7,7 +7,7 @@ from functools import partial
 
 from flashpoint_kernels.triton_backend.configurations import TABLES as TILES
 
-from .calls import calls, fields
+from .calls import calls, fields, headers
 from .code import (
     algorithms,
     cache_options,
@@ -61,6 +61,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fields": fields,
     "fuzz": fuzz,
     "gemma": gemma,
+    "headers": headers,
     "load": load,
     "load-steps": load_steps,
     "labels": labels,

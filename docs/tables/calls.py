@@ -13,6 +13,7 @@ from flashpoint_server.config.settings import Settings
 from .markdown import table
 
 _METHODS = ("get", "post", "delete")
+_HEADERS = {"last-event-id": "Last-Event-ID"}
 
 
 def calls() -> str:
@@ -26,6 +27,25 @@ def calls() -> str:
             statuses = sorted(call["responses"])
             rows.append((f"`{method.upper()} {path}`", call["summary"], fields, statuses[0], ", ".join(statuses[1:])))
     return table(["call", "does", "query", "answer", "errors"], rows)
+
+
+def headers() -> str:
+    """The header fields of requests, and those of answers."""
+    asked: dict[str, str] = {}
+    answered: dict[str, str] = {}
+    for methods in _document()["paths"].values():
+        for call in methods.values():
+            for field in call.get("parameters") or []:
+                if field["in"] == "header":
+                    most = field["schema"].get("maxLength")
+                    text = f"{field['description']} At most {most} characters." if most else field["description"]
+                    asked[_HEADERS.get(field["name"], field["name"])] = text
+            for answer in call["responses"].values():
+                for name, field in answer.get("headers", {}).items():
+                    answered[name] = field["description"]
+    rows = [("request", f"`{name}`", text) for name, text in asked.items()]
+    rows += [("answer", f"`{name}`", text) for name, text in answered.items()]
+    return table(["of the", "field", "meaning"], rows)
 
 
 def fields() -> str:
