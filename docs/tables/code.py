@@ -89,8 +89,9 @@ def _of_held(options: Iterable[CacheOption]) -> str:
 
 
 def commands() -> str:
-    """Return the help of each command; the settings are a table of their own."""
-    parts = []
+    """Return a list of the commands, and the help of each; the settings are a table of their own."""
+    rows = [(f"[`{name}`](#flashpoint-{name})", command.about) for name, command in COMMANDS.items()]
+    parts = ["\n" + table(["command", "does"], rows)]
     for name in COMMANDS:
         command = load(name)
         context = command.make_context(f"flashpoint {name}", [], resilient_parsing=True)
