@@ -1,17 +1,17 @@
-"""The exceptions of the SDK, one class for each family of statuses.
+"""The exceptions of the SDK, one class for each family of statuses. All are subclasses of FlashpointError.
 
-FlashpointError
-├── InvalidInputError         422, and input refused here, before anything was sent    (also a ValueError)
-├── BadRequestError           400, 404, 405, 406, 408, 415: the message, not what it asks
-├── CacheError                404, 409, 410, 421: a cache or a saved forward that is not there or has expired, or a
-│                             cache that is not as the call expects
-├── AuthenticationError       401, 403
-├── TooLargeError             413
-├── OverloadedError           429, 503: worth trying again, after `retry_after` seconds
-├── DeadlineExceededError     504, and the client's own timeout                        (also a TimeoutError)
-├── ServerError               500 and every other 5xx
-├── ConnectionFailedError     no answer: no connection, or one that broke, also behind a proxy  (also a ConnectionError)
-└── ProtocolError             an answer that is not what the contract says
+| class | raised when |
+|---|---|
+| InvalidInputError (a ValueError) | a tensor or an option is not valid: 422, or the client's own check |
+| BadRequestError | the message cannot be read: 400, 404, 405, 406, 408, 415 |
+| CacheError | a cache or saved forward is lost, or not as the call expects: 404, 409, 410, 421 |
+| AuthenticationError | the key is missing or wrong, or lacks a right: 401, 403 |
+| TooLargeError | the request never fits: 413 |
+| OverloadedError | the server is full or not ready, after all retries: 429, 503 |
+| DeadlineExceededError (a TimeoutError) | the timeout passed, at the server (504) or at the client |
+| ServerError | the server failed: 500 and every other 5xx |
+| ConnectionFailedError (a ConnectionError) | no connection, or a broken one, also behind a proxy, after all retries |
+| ProtocolError | the answer is not what the contract says |
 """
 
 from __future__ import annotations

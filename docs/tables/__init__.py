@@ -7,6 +7,7 @@ from functools import partial
 
 from flashpoint_kernels.triton_backend.configurations import TABLES as TILES
 
+from .calls import calls, fields, headers
 from .code import (
     algorithms,
     cache_options,
@@ -14,16 +15,15 @@ from .code import (
     data_sheets,
     errors,
     extremes,
-    grpc,
-    metrics,
     options,
     saved_options,
-    settings,
     support,
+    tensors,
 )
 from .decoding import break_even, gemma, lora
 from .kernels import benchmarks, compiled, compiled_all, decode, each_option, loops, loops_beside, reproduced
 from .markdown import targets_by_machine
+from .metrics import labels, metrics
 from .service import (
     beside,
     cached_decode,
@@ -37,6 +37,7 @@ from .service import (
     throughput,
     train_saved,
 )
+from .settings import limits, settings
 from .trust import each_fault, faults, fuzz, load, load_steps, steady
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -44,6 +45,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "benchmarks": benchmarks,
     "beside": beside,
     "break-even": break_even,
+    "calls": calls,
     "capacity": capacity,
     "capacity-ratio": capacity_ratio,
     "data-sheets": data_sheets,
@@ -58,11 +60,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "extremes": extremes,
     "fairness": fairness,
     "faults": faults,
+    "fields": fields,
     "fuzz": fuzz,
     "gemma": gemma,
-    "grpc": grpc,
+    "headers": headers,
     "load": load,
     "load-steps": load_steps,
+    "labels": labels,
+    "limits": limits,
     "loops": loops,
     "loops-beside": loops_beside,
     "lora": lora,
@@ -75,6 +80,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "sharded_cache": sharded_cache,
     "support": support,
+    "tensors": tensors,
     "throughput": throughput,
     "train-saved": train_saved,
     **{what: partial(serving, what) for what in ("protocol", "serving")},

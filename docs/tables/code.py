@@ -1,4 +1,4 @@
-"""Tables of what the code says of itself: its options, settings, errors, metrics, features and algorithms."""
+"""Tables of what the code says of itself: its options, errors, commands, features and algorithms."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from flashpoint.commands.app import load
 from flashpoint.commands.registry import COMMANDS
 from flashpoint.options import AttentionOptions
 from flashpoint_contract.caches import CACHE_OPTIONS, CacheOption
-from flashpoint_contract.options import BACKENDS
+from flashpoint_contract.options import BACKENDS, LAYOUTS
 from flashpoint_contract.saved import SAVED_OPTIONS
+from flashpoint_contract.tensors import FLOATS, INPUT_TENSORS, TENSORS, Tensor
 from flashpoint_kernels.support import SUPPORT, said
 from flashpoint_kernels.timing.case import ALGORITHMS
 from flashpoint_kernels.timing.device import SHEETS
-from flashpoint_server.config.settings import Settings
-from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.oip.grpc.server import STATUSES
-from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.page.errors import ERRORS
 from flashpoint_server.refusal import STATUS, Refusal
 
@@ -35,16 +33,29 @@ def errors() -> str:
     rows = []
     for code, status in STATUS.items():
         wait = Refusal(code, "").headers.get("Retry-After")
-        rows.append((status, f"`{code}`", *ERRORS[code], f"{wait} s" if wait else ""))
-    return table(["status", "code", "when", "what to do", "`Retry-After`"], rows)
+        rows.append((status, f"`{code}`", *ERRORS[code], f"{wait} s" if wait else "", f"`{STATUSES[code]}`"))
+    return table(["status", "code", "when", "what to do", "`Retry-After`", "gRPC"], rows)
 
 
-def grpc() -> str:
-    """The status of every refusal, by its codes."""
-    codes: dict[str, list[str]] = {}
-    for code in STATUS:
-        codes.setdefault(STATUSES[code], []).append(f"`{code}`")
-    return table(["status", "code over HTTP"], [(f"`{status}`", ", ".join(found)) for status, found in codes.items()])
+def tensors() -> str:
+    """Every tensor of a call over HTTP, with its shapes, dtypes, and the calls that take it."""
+    shown = (TENSORS[name] for name in INPUT_TENSORS if not {"json", "safetensors"} <= TENSORS[name].refused.keys())
+    return table(
+        ["tensor", "meaning", "dtype", "taken by"], [(f"`{row.name}`", row.text, *_taken(row)) for row in shown]
+    )
+
+
+def _taken(row: Tensor) -> tuple[str, str]:
+    """Return the dtypes of a tensor, and the calls that take it."""
+    floats = set(FLOATS) <= set(row.dtypes)
+    dtypes = ", ".join([*(dtype for dtype in row.dtypes if not floats or dtype not in FLOATS), *["any float"] * floats])
+    if row.like_q:
+        dtypes = ", ".join(FLOATS) if row.name == "q" else " or ".join(["q's", *row.quantized])
+    calls = "gradient calls" if row.direction == "backward" else "forward calls" if row.forward_only else "all calls"
+    calls = f"{calls}, required" if row.required else calls
+    if row.layouts != LAYOUTS:
+        calls += f"; layout {', '.join(f'`{layout}`' for layout in row.layouts)}"
+    return dtypes, f"{calls}; not in JSON" if "json" in row.refused else calls
 
 
 def options() -> str:
@@ -77,30 +88,10 @@ def _of_held(options: Iterable[CacheOption]) -> str:
     return table(["option", "default", "meaning"], rows)
 
 
-def settings() -> str:
-    rows = []
-    for name, field in Settings.model_fields.items():
-        default = field.default if field.default not in ((), None) else "none"
-        rows.append(
-            (f"`--{name.replace('_', '-')}`", f"`FLASHPOINT_{name.upper()}`", f"`{default}`", field.description)
-        )
-    return table(["flag", "variable", "default", "meaning"], rows)
-
-
-def metrics() -> str:
-    """Every metric that /metrics has, by the name that Prometheus shows."""
-    rows = []
-    exported = Metrics()
-    Statistics(exported.registry)
-    for family in exported.families():
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        rows.append((f"`{name}`", family.type, family.documentation))
-    return table(["metric", "type", "what"], rows)
-
-
 def commands() -> str:
-    """Return the help of each command; the settings are a table of their own."""
-    parts = []
+    """Return a list of the commands, and the help of each; the settings are a table of their own."""
+    rows = [(f"[`{name}`](#flashpoint-{name})", command.about) for name, command in COMMANDS.items()]
+    parts = ["\n" + table(["command", "does"], rows)]
     for name in COMMANDS:
         command = load(name)
         context = command.make_context(f"flashpoint {name}", [], resilient_parsing=True)

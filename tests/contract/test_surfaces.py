@@ -297,7 +297,7 @@ def test_the_command_line_takes_an_entry(tmp_path, capsys, entry):
 
 def test_openapi_and_the_documentation_name_every_entry(server):
     schemas = ask(server, "/openapi.json").json["components"]["schemas"]
-    text = (ROOT / "docs" / "http.md").read_text()
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("http.md", "reference/options.md"))
     forward, backward = (schemas[f"{name}Request"]["properties"] for name in ("Attention", "AttentionGrad"))
     for entry in ENTRIES:
         row = OPTIONS.get(entry) or TENSORS[entry]

@@ -113,7 +113,8 @@ def run(command, *arguments):
 
 
 GO = pytest.param("go", id="go", marks=pytest.mark.slow)  # without its cache, Go compiles for long
-CALLS = {"javascript": ("attention.mjs", 3), "go": ("attention.go", 3), "curl": ("attention.sh", 4)}
+# The client whose output the page shows, and the calls. JavaScript and Go print the same lines.
+CALLS = {"javascript": ("attention.mjs", 3), "go": ("attention.mjs", 3), "curl": ("attention.sh", 4)}
 
 
 @pytest.mark.parametrize("command", ["javascript", GO, "curl"], indirect=True)

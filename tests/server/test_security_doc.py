@@ -1,4 +1,4 @@
-"""Every test that docs/security.md names is there, and is no less than a test."""
+"""Every test that docs/security.md and docs/reference/limits.md name is there, and is no less than a test."""
 
 import ast
 import functools
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LINKS = re.findall(r"\]\(\.\./(tests/[\w/]+\.py)#(\w+)\)", (ROOT / "docs" / "security.md").read_text())
+TEXT = "".join((ROOT / "docs" / page).read_text() for page in ("security.md", "reference/limits.md"))
+LINKS = re.findall(r"\]\((?:\.\./)+(tests/[\w/]+\.py)#(\w+)\)", TEXT)
 
 
 @functools.cache
@@ -24,5 +25,4 @@ def test_a_claims_test_is_there(path, name):
 
 def test_no_claim_is_linked_in_another_way():
     assert len(LINKS) > 25
-    text = (ROOT / "docs" / "security.md").read_text()
-    assert text.count("[test](") == len(LINKS)
+    assert TEXT.count("[test](") == len(LINKS)

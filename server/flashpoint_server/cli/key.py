@@ -30,12 +30,23 @@ def key(
     rights: Annotated[str, typer.Option(help=f"Permissions of the key: {', '.join(RIGHTS)}; join several with +.")] = (
         "attention+info"
     ),
-    requests_per_second: Annotated[float | None, _limit("Maximum requests a second.")] = None,
-    bytes_per_second: Annotated[float | None, _limit("Maximum bytes of tensors a second.")] = None,
-    flops_per_second: Annotated[float | None, _limit("Maximum floating-point operations a second.")] = None,
-    compute_seconds_per_second: Annotated[float | None, _limit("Maximum compute seconds a second.")] = None,
-    concurrent: Annotated[int | None, _limit("Maximum requests at the same time.")] = None,
-    cache_bytes: Annotated[int | None, _limit("Maximum bytes of KV caches and saved forwards.")] = None,
+    requests_per_second: Annotated[float | None, _limit("Maximum calls of any kind a second.")] = None,
+    bytes_per_second: Annotated[
+        float | None, _limit("Maximum bytes of tensors a second, in and out; for JSON, bytes of text.")
+    ] = None,
+    flops_per_second: Annotated[
+        float | None, _limit("Maximum floating-point operations a second, of attention, gradients and verifications.")
+    ] = None,
+    compute_seconds_per_second: Annotated[
+        float | None, _limit("Maximum predicted compute seconds in a second, on one core or the GPU.")
+    ] = None,
+    concurrent: Annotated[
+        int | None,
+        _limit("Maximum compute requests at the same time, from their head to the last byte of their answer."),
+    ] = None,
+    cache_bytes: Annotated[
+        int | None, _limit("Maximum bytes of KV caches and saved forwards in each engine; each fork counts in full.")
+    ] = None,
 ) -> int:
     """Make an API key. Its entry for the key file goes to stdout. The key goes to stderr; it is shown only once."""
     asked = rights.split("+")

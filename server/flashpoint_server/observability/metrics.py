@@ -27,7 +27,7 @@ DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 
 _SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 STAGES = ("decode", "queue", "copy_in", "compute", "copy_out", "encode")
-_ENDS = ("answered", "refused", "cancelled")
+ENDS = ("answered", "refused", "cancelled")
 _PROCESS_ID = "flashpoint_process_id"
 
 
@@ -55,7 +55,7 @@ class Metrics(Listener):
         )
         self._accepted = counter("accepted", "Compute requests admitted")
         ended = counter("ended", "Admitted compute requests that have ended", "how")
-        self._ended = {how: ended.labels(how) for how in _ENDS}
+        self._ended = {how: ended.labels(how) for how in ENDS}
         self._bytes_in = counter("received_bytes", "Bytes of request bodies received")
         self._bytes_out = counter("sent_bytes", "Bytes of response bodies sent")
         stage = histogram("stage_seconds", "Seconds of each stage of an answered request", _SECONDS, "stage")

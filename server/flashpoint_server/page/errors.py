@@ -90,7 +90,11 @@ ERRORS = {
         "correct each field that `errors` names",
     ),
     "queue_full": Meaning("the queue is full: its limit of requests, bytes, FLOPs or benchmarks is reached", _RETRY),
-    "key_limit": Meaning("the API key is over its limits; `Retry-After` is the shortest time to wait", _RETRY),
+    "key_limit": Meaning(
+        "the API key is over its limits; `Retry-After` is the shortest time to wait",
+        f"{_RETRY}. If `detail` names the bytes that the key holds: delete its caches or saved forwards. A cache "
+        "larger than the key's `cache_bytes` never fits",
+    ),
     "cache_memory": Meaning(
         "caches and saved forwards use all of `--cache-bytes`; the server does not evict them before they expire",
         "delete caches that you do not need, or wait until others expire or are deleted",

@@ -82,7 +82,11 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     told = _answers("The events, as server-sent events.", EVENT_STREAM) | wrong
 
     @routes.get("/{id}/events", summary="Follow a benchmark's events", responses=told, response_class=StreamingResponse)
-    async def events(request: Request, id: str, last_event_id: Annotated[int, Header(ge=0)] = 0) -> StreamingResponse:
+    async def events(
+        request: Request,
+        id: str,
+        last_event_id: Annotated[int, Header(ge=0, description="Continue after this event.")] = 0,
+    ) -> StreamingResponse:
         """Stream every event from the first, or from the one after `Last-Event-ID`, until the benchmark ends."""
         benchmark = await find(request, id)
 

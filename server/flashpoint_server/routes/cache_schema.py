@@ -26,10 +26,13 @@ class CacheRequest(_CacheBody):
     """Caches to create. A size is one number for all layers, or a list with one number for each layer."""
 
     layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
+    """number of layers of the model"""
     kv_heads: Sizes = 8
+    """number of key/value heads, Hk; a list has a number for each layer, also in the next fields"""
     head_dim: Sizes = 64
+    """columns of k, D"""
     value_dim: Sizes | None = None
-    """default: head_dim"""
+    """columns of v, Dv; default: head_dim"""
     dtype: CacheDtype = "float32"
     """dtype of q, k and v. 8-bit caches store a scale for each token and head; their calls use any other dtype"""
     count: Annotated[int, Field(ge=1, le=MOST_CACHES)] = 1
@@ -48,6 +51,7 @@ class ForkRequest(_CacheBody):
     """Copies to create. They share memory until one is written."""
 
     caches: Ids
+    """ids of the caches to copy; an id may occur several times"""
     lengths: Annotated[list[Length], Field(min_length=1, max_length=MOST_CACHES)] | None = None
     """tokens in each copy; default: all"""
     free: Annotated[list[str], Field(max_length=MOST_CACHES)] = []
@@ -56,10 +60,12 @@ class ForkRequest(_CacheBody):
 
 class DeleteRequest(_CacheBody):
     caches: Ids
+    """ids of the caches to delete"""
 
 
 class TruncateRequest(_CacheBody):
     length: Length
+    """tokens that stay, in every layer"""
 
 
 class CacheDescription(BaseModel):

@@ -34,7 +34,7 @@ _HEADERS = {
     "X-Request-Id": "The request's id; if the request had none, the server made it.",
     "X-Backend": "The backend that ran.",
     "X-Batch-Size": "Number of requests in the same launch.",
-    "Server-Timing": "Milliseconds of decode, queue, compute and encode.",
+    "Server-Timing": "Milliseconds of decode (includes the arrival of the body), queue, compute and encode.",
 }
 _SUMMARY = {"forward": "Compute attention", "backward": "Compute gradients of attention"}
 _TEXT = {
@@ -235,11 +235,15 @@ def _operation(direction: Direction, *, held: bool = True) -> dict[str, Any]:
         "description": _TEXT[direction],
         "operationId": "attention" if direction == "forward" else "attention_grad",
         "parameters": [
-            _header("X-Timeout-Ms", {"type": "integer", "minimum": 1}, "Deadline in milliseconds."),
+            _header(
+                "X-Timeout-Ms",
+                {"type": "integer", "minimum": 1},
+                "Deadline in milliseconds from the arrival of the head; the server's longest one caps it.",
+            ),
             _header(
                 "X-Priority",
                 {"type": "integer", "minimum": 0, "maximum": 9, "default": 0},
-                "A request with a higher priority runs sooner.",
+                "0 to 9, the most urgent; a step is worth a second of waiting.",
             ),
             _header(
                 "X-Request-Id",
