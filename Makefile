@@ -28,7 +28,7 @@ serve: $(VENV)/.server
 #   test       every feature, endpoint, option and error once; the limit is 3 minutes
 #   test-all   everything but the wide sweeps; the limit is 10 minutes; CI runs it
 #   test-full  the wide sweeps, too
-WORKERS ?= 4
+WORKERS ?= 3
 # Tests start many processes: each would compile the sources anew.
 export PYTHONDONTWRITEBYTECODE =
 SUITE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder

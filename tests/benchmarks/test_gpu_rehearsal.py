@@ -92,10 +92,8 @@ def test_the_tests_of_a_device_can_be_read_on_a_bare_machine(python: Path) -> No
     assert "test_torch_fused.py" in found.stdout
 
 
-@pytest.mark.parametrize(
-    ("kills", "stages"),
-    [(2, ("tests", "papers")), pytest.param(4, ("first", "tests", "papers"), marks=pytest.mark.full)],
-)
+@pytest.mark.full  # in test_gpu_run.py a call goes on from the rows of another, without a kill
+@pytest.mark.parametrize(("kills", "stages"), [(2, ("tests", "papers")), (4, ("first", "tests", "papers"))])
 def test_no_measured_row_is_lost_whenever_the_command_is_killed(
     python: Path, tmp_path: Path, kills: int, stages: tuple[str, ...]
 ) -> None:
