@@ -54,9 +54,11 @@ class Rehearsal:
 
     def kill(self, process: subprocess.Popen[bytes], events: int) -> None:
         """Kill a call once there are so many rows and notes, if it has not ended before."""
-        wait_for(lambda: self.events >= events or process.poll() is not None, self.log)
-        process.kill()
-        process.wait()
+        try:
+            wait_for(lambda: self.events >= events or process.poll() is not None, self.log)
+        finally:
+            process.kill()
+            process.wait()
 
     @property
     def rows(self) -> list[dict[str, object]]:
