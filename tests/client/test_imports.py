@@ -43,7 +43,7 @@ def test_every_name_of_the_package_is_there_and_no_other():
     assert set(flashpoint.__all__) <= {*dir(flashpoint), "__version__"}
     assert all(getattr(flashpoint, name) is not None for name in dir(flashpoint))
     assert flashpoint.errors.ServerError is flashpoint.ServerError
-    with pytest.raises(AttributeError, match="has no attribute 'Clinet'"):
-        _ = flashpoint.Clinet
-    with pytest.raises(ImportError, match="cannot import name 'Clinet'"):
-        from flashpoint import Clinet  # noqa: F401
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = flashpoint.Nothing
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        from flashpoint import Nothing  # noqa: F401

@@ -63,7 +63,7 @@ def test_each_process_has_its_time_memory_and_descriptors(server):
 def test_a_body_that_comes_slowly_and_an_answer_that_is_taken_slowly_are_not_queued_work(server, gated):
     """A request counts as queued from the end of its body on, while it waits for the engine.
 
-    Of two servers: only one lets a body and an answer pause for long, and only the other has an engine that waits.
+    Two servers show it: one lets a body and an answer pause for long, the other has an engine that waits.
     """
     nothing_inside(server)
     with send(server, SMALL[:-8], length=len(SMALL)):

@@ -1,4 +1,4 @@
-"""What a server's processes import: of the SDK its schemas, and none of its clients."""
+"""A server's processes import the schemas of the SDK, and none of its clients."""
 
 import subprocess
 import sys
