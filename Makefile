@@ -27,8 +27,8 @@ serve: $(VENV)/.server
 # --randomly-seed=N" repeats it). Files are shared out among processes; a file's tests share its servers.
 #   test       every feature, endpoint, option and error once; the limit is 3 minutes
 #   test-all   everything but the wide sweeps; the limit is 10 minutes; CI runs it
-#   test-full  the wide sweeps, too
-WORKERS ?= 4
+#   test-full  the wide sweeps, too, and examples of hypothesis that no run had before
+WORKERS ?= 3
 # Tests start many processes: each would compile the sources anew.
 export PYTHONDONTWRITEBYTECODE =
 SUITE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -39,7 +39,7 @@ test-all: $(VENV)/.dev
 	$(PYTEST) $(SUITE) -m "not gpu and not full" $(ARGS)
 
 test-full: $(VENV)/.dev
-	$(PYTEST) $(SUITE) -m "not gpu" $(ARGS)
+	FLASHPOINT_TEST_EXPLORE=1 $(PYTEST) $(SUITE) -m "not gpu" $(ARGS)
 
 # Python 3.12 and 3.13 without torch, and the lowest versions of every library. Environments stay in build/versions.
 test-versions: $(VENV)/.dev

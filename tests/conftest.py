@@ -16,12 +16,17 @@ if DEVICE == "cpu":
 # 12 s of processor time that some tests of the kernels take 99. Set before anything imports torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Nobody's example is wrong for taking long on a machine with much else to do. `make gpu` does without hypothesis.
+# Nobody's example is wrong for taking long on a machine with much else to do. Examples are the same in every run, and
+# none begins with those that another has left; `make test-full` draws others. `make gpu` does without hypothesis.
 with contextlib.suppress(ImportError):
     import hypothesis
 
     hypothesis.settings.register_profile(
-        "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+        "patient",
+        deadline=None,
+        database=None,
+        derandomize=not os.environ.get("FLASHPOINT_TEST_EXPLORE"),
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("patient")
 

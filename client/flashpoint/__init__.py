@@ -8,35 +8,38 @@
 attention.
 """
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
-from flashpoint import capacity, sharded
-from flashpoint._caches import AsyncCache, Cache
-from flashpoint._calls import SavedAttention
-from flashpoint._client import AsyncClient, Client
-from flashpoint._runs import AsyncBenchmarkRun, BenchmarkRun
-from flashpoint.benchmark_schema import BenchmarkEvent, BenchmarkJob, BenchmarkRequest, BenchmarkRow
-from flashpoint.cases import save_case
-from flashpoint.errors import (
-    AuthenticationError,
-    BadRequestError,
-    CacheError,
-    ConnectionFailedError,
-    DeadlineExceededError,
-    FieldProblem,
-    FlashpointError,
-    InvalidInputError,
-    OverloadedError,
-    ProtocolError,
-    ServerError,
-    TooLargeError,
-)
-from flashpoint.meta import Meta
-from flashpoint.options import AttentionOptions
-from flashpoint.shape_schema import Shape
-from flashpoint.verify_schema import VerifyProgress, VerifyReport, VerifyRequest
+if TYPE_CHECKING:
+    from flashpoint import capacity, sharded
+    from flashpoint._caches import AsyncCache, Cache
+    from flashpoint._calls import SavedAttention
+    from flashpoint._client import AsyncClient, Client
+    from flashpoint._runs import AsyncBenchmarkRun, BenchmarkRun
+    from flashpoint.benchmark_schema import BenchmarkEvent, BenchmarkJob, BenchmarkRequest, BenchmarkRow
+    from flashpoint.cases import save_case
+    from flashpoint.errors import (
+        AuthenticationError,
+        BadRequestError,
+        CacheError,
+        ConnectionFailedError,
+        DeadlineExceededError,
+        FieldProblem,
+        FlashpointError,
+        InvalidInputError,
+        OverloadedError,
+        ProtocolError,
+        ServerError,
+        TooLargeError,
+    )
+    from flashpoint.meta import Meta
+    from flashpoint.options import AttentionOptions
+    from flashpoint.shape_schema import Shape
+    from flashpoint.verify_schema import VerifyProgress, VerifyReport, VerifyRequest
 
-__version__ = version("flashpoint")
+    __version__: str
 
 __all__ = [
     "AsyncBenchmarkRun",
@@ -73,3 +76,38 @@ __all__ = [
     "save_case",
     "sharded",
 ]
+
+# Imported where they are first used: a server needs the schemas of this package, and no client.
+_NAMES = {
+    "_caches": ("AsyncCache", "Cache"),
+    "_calls": ("SavedAttention",),
+    "_client": ("AsyncClient", "Client"),
+    "_runs": ("AsyncBenchmarkRun", "BenchmarkRun"),
+    "benchmark_schema": ("BenchmarkEvent", "BenchmarkJob", "BenchmarkRequest", "BenchmarkRow"),
+    "cases": ("save_case",),
+    "errors": ("FieldProblem", *(name for name in __all__ if name.endswith("Error"))),
+    "meta": ("Meta",),
+    "options": ("AttentionOptions",),
+    "shape_schema": ("Shape",),
+    "verify_schema": ("VerifyProgress", "VerifyReport", "VerifyRequest"),
+}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+_MODULES = {*_NAMES, "capacity", "jsonwire", "sharded", "validation"}
+
+if not TYPE_CHECKING:  # or a name that is not there would be no error of types
+
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            return import_module(f"{__name__}.{name}")
+        if name == "__version__":
+            found = version(__name__)
+        elif name in _HOMES:
+            found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in _MODULES if not name.startswith("_"))})

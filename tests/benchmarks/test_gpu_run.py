@@ -84,7 +84,7 @@ def test_time_that_is_over_ends_a_call_and_the_next_goes_on(tmp_path: Path, comm
     assert rows[-1]["clocks"]["sm_mhz"] == [1980, 1980]
 
 
-@pytest.mark.slow
+@pytest.mark.full  # test_gpu_plan.py has the plan that leaves them out
 def test_kernels_that_fail_their_smoke_test_are_not_timed(tmp_path: Path, command: Callable[..., int]) -> None:
     command("papers", clock=lambda: 0.0 if not keys(tmp_path) else 1e9)
     record = Record(tmp_path / "out" / "rows.jsonl")
@@ -152,7 +152,7 @@ def test_each_test_is_a_row_when_it_ends_and_what_is_known_is_not_run_again(
 
     def run(known: list[str], seconds: float = 600) -> int:
         suite = plan.Suite("sample", (), {})
-        return suites.run(suite, record, shared, known, "cpu", 2, seconds, tmp_path / "tests.log")
+        return suites.run(suite, record, shared, known, "cpu", 1, seconds, tmp_path / "tests.log")
 
     assert run([]) == 1
     found = {row["key"].rpartition("::")[2]: row["result"] for row in read(record)}

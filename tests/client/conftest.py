@@ -109,6 +109,7 @@ class Twin:
         if not self._loop.is_closed():
             self._loop.run_until_complete(self._client.aclose())
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())  # as asyncio.run does
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
 
 

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+import flashpoint
+
 HEAVY = ("fastapi", "flashpoint_server", "jax", "matplotlib", "torch", "transformers", "triton")
 
 
@@ -28,3 +30,20 @@ def test_the_client_and_its_commands_import_nothing_heavy(scripted):
 def test_the_jax_functions_import_no_torch():
     pytest.importorskip("jax", reason="install the extra: pip install '.[jax]'")
     assert imported("import flashpoint.jax") == "['jax']"
+
+
+def test_a_name_of_the_package_is_imported_where_it_is_used():
+    loaded = "'httpx' in sys.modules"
+    program = f"import flashpoint, sys\nbefore = {loaded}\nflashpoint.Client\nprint(before, {loaded})"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False True\n"
+
+
+def test_every_name_of_the_package_is_there_and_no_other():
+    assert set(flashpoint.__all__) <= {*dir(flashpoint), "__version__"}
+    assert all(getattr(flashpoint, name) is not None for name in dir(flashpoint))
+    assert flashpoint.errors.ServerError is flashpoint.ServerError
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = flashpoint.Nothing
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        from flashpoint import Nothing  # noqa: F401

@@ -19,7 +19,6 @@ from tests.support.servers import START_SECONDS, wait_for
 
 PIPE = 1 << 16  # bytes that a pipe holds
 SMALL = message({name: normal(2, 3) for name in "qkv"})
-LONG_ID = "i" * 128
 
 
 class Unread:
@@ -44,15 +43,18 @@ class Unread:
         return read_metrics(self)[f'flashpoint_log_lines_dropped_total{{process="{process}"}}']
 
     def fill(self):
-        """Ask for so much on one connection that its log lines fit neither the queue nor the pipe."""
+        """Ask for so much on one connection that its log lines fit neither the queue nor the pipe.
+
+        Each request has a line with a traceback, of 4 kB.
+        """
         before = self.dropped("http-0")
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         with contextlib.closing(connection):
-            for _ in range((ROOM + PIPE) // 250):
-                connection.request("GET", "/nothing", headers={"X-Request-Id": LONG_ID})
+            for _ in range((ROOM + PIPE) // 3000):
+                connection.request("GET", "/fail")
                 answer = connection.getresponse()
                 answer.read()
-                assert answer.status == 404
+                assert answer.status == 500
         assert self.dropped("http-0") > before
 
     def end(self):

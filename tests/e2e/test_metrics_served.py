@@ -60,12 +60,14 @@ def test_each_process_has_its_time_memory_and_descriptors(server):
     assert engine > own  # it has torch
 
 
-def test_a_body_that_comes_slowly_and_an_answer_that_is_taken_slowly_are_not_queued_work(gated):
-    """A request counts as queued from the end of its body on, while it waits for the engine."""
-    server = gated.server
+def test_a_body_that_comes_slowly_and_an_answer_that_is_taken_slowly_are_not_queued_work(server, gated):
+    """A request counts as queued from the end of its body on, while it waits for the engine.
+
+    Two servers show it: one lets a body and an answer pause for long, the other has an engine that waits.
+    """
     nothing_inside(server)
     with send(server, SMALL[:-8], length=len(SMALL)):
-        wait_for(lambda: gated.inside() == 1, lambda: "it never got in")
+        wait_for(lambda: server.get("/info")[1]["load"]["requests"] == 1, lambda: "it never got in")
         assert read_metrics(server)["flashpoint_queue_requests"] == 1
         assert read_metrics(server)[OLDEST] == 0
     nothing_inside(server)
@@ -74,6 +76,7 @@ def test_a_body_that_comes_slowly_and_an_answer_that_is_taken_slowly_are_not_que
         wait_for(lambda: read_metrics(server)[LAUNCHES] > launches, lambda: "it is not computed")
         assert read_metrics(server)[OLDEST] == 0
     nothing_inside(server)
+    server = gated.server
     with concurrent.futures.ThreadPoolExecutor(1) as pool, gated.busy(pool, ALONE):
         first = read_metrics(server)[OLDEST]
         assert first > 0
@@ -118,6 +121,7 @@ def test_a_client_that_vanishes_while_its_answer_is_written_is_499(server):
     """In the log line and in the metric; there was nobody to take the answer."""
     assert post(server, "/attention", SMALL, accept=JSON).status == 200
     (codec,) = server.children("formats.codec_process")
+    nothing_inside(server)
     before, name = client_gone(server), f"vanishes-{os.urandom(4).hex()}"
     computed = 'flashpoint_compute_flops_total{backend="torch"}'
     flops = read_metrics(server)[computed]

@@ -46,8 +46,21 @@ def values_of(body):
     )
 
 
-def test_canary_slow_readers_and_reused_memory_show_nobody_elses_bytes(server):
+def longest():
+    """The longest times that the settings allow: eleven days."""
+    bounds = [(name, bound) for name, field in Settings.model_fields.items() for bound in field.metadata]
+    return {name: bound.le for name, bound in bounds if bound in (Le(LONGEST), Le(1000 * LONGEST))}
+
+
+@pytest.fixture(scope="module")
+def patient(start_server):
+    """A server that gives up no body and no answer, however long a busy machine takes."""
+    return start_server(**longest())
+
+
+def test_canary_slow_readers_and_reused_memory_show_nobody_elses_bytes(patient):
     """Answers that wait unread while fifty others are computed, sent, cut off and cancelled."""
+    server = patient
     slow = [(value, send(server, constant(value))) for value in range(1, 7)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         busy = [pool.submit(post, server, "/attention", constant(-value, 1 << 11)) for value in range(1, 31)]
@@ -64,7 +77,8 @@ def test_canary_slow_readers_and_reused_memory_show_nobody_elses_bytes(server):
     nothing_inside(server)
 
 
-def test_a_client_that_never_reads_holds_up_nobody(server):
+def test_a_client_that_never_reads_holds_up_nobody(patient):
+    server = patient
     with contextlib.ExitStack() as held:
         for value in range(8):
             held.enter_context(send(server, constant(value)))
@@ -98,15 +112,10 @@ def test_an_answer_that_nobody_takes_is_dropped_after_a_while(gated):
     assert post(gated.server, "/attention", SMALL).status == 200
 
 
-@pytest.mark.slow
-def test_a_time_may_be_as_long_as_the_settings_allow(start_server):
+def test_a_time_may_be_as_long_as_the_settings_allow(patient):
     """Eleven days are not too much for any timer, of the kernel or of an event loop."""
-    bounds = [(name, bound) for name, field in Settings.model_fields.items() for bound in field.metadata]
-    longest = {name: bound.le for name, bound in bounds if bound in (Le(LONGEST), Le(1000 * LONGEST))}
-    assert {"body_timeout", "header_timeout", "keep_alive", "max_timeout_ms", "shutdown_timeout"} <= set(longest)
-    server = start_server(**longest)
-    assert shows_only(post(server, "/attention", constant(4, 8)), 4)
-    server.stop()
+    assert {"body_timeout", "header_timeout", "keep_alive", "max_timeout_ms", "shutdown_timeout"} <= set(longest())
+    assert shows_only(post(patient, "/attention", constant(4, 8)), 4)
 
 
 @pytest.mark.slow
@@ -124,7 +133,8 @@ def test_canary_on_a_server_that_is_not_ours(start_server, tmp_path):
         line = {"event": "listening", "port": port, "url": f"http://127.0.0.1:{port}"}
         print(json.dumps(line), file=sys.stderr, flush=True)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again when it has stopped
-        config = uvicorn.Config(create_app(Settings(device="cpu", log_level="error")), log_config=None)
+        settings = Settings(device="cpu", log_level="error", body_timeout=3600)
+        config = uvicorn.Config(create_app(settings), log_config=None)
         uvicorn.Server(config).run(sockets=[listener])
         """)
     )

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import flashpoint
-from flashpoint._calls import lookup
 from tests.support.servers import wait_for
 from tests.support.small_models import MODELS, gemma3, llama
+from tests.support.sockets import held_since
 
 TOKENS = torch.randint(1, 50, (3, 12), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(TOKENS)
@@ -45,8 +45,9 @@ def client(server):
 
     with flashpoint.Client(server.url, timeout=240) as client:
         register(client, NAME)
+        left = held_since(server)
         yield client
-        assert held(client) == []
+        assert not left()
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +61,6 @@ def remote(client, model, **how):
 
     model.set_attn_implementation(NAME)
     return RemoteCache(client, model.config, **how)
-
-
-def held(client):
-    """The ids of the caches at the server."""
-    return [cache["id"] for cache in client._call(lookup("/caches"))["caches"]]
 
 
 def generated(model, cache=None, **asked):
@@ -138,8 +134,8 @@ def test_a_mask_of_four_dimensions_is_served(client, models):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_only_copies_of_beams_are_forked(client, models):
-    model = models("llama")
+def test_only_copies_of_beams_are_forked(client, models, server):
+    model, held = models("llama"), held_since(server)
     with remote(client, model) as cache, torch.no_grad():
         model(TOKENS, past_key_values=cache)
         before = [one.id for one in next(iter(cache._caches.values()))]
@@ -150,11 +146,11 @@ def test_only_copies_of_beams_are_forked(client, models):
         (rows,) = cache._caches.values()
         assert [rows[0].id, rows[2].id] == [before[0], before[2]]
         assert rows[1].id not in before
-        assert set(held(client)) == {one.id for one in rows}
+        assert held() == {one.id for one in rows}
         cache.batch_select_indices(torch.tensor([False, False, True]))
-        assert (held(client), cache.batch_size) == ([before[2]], 1)
+        assert (held(), cache.batch_size) == ({before[2]}, 1)
         cache.batch_repeat_interleave(2)
-        assert (len(held(client)), cache.batch_size) == (2, 2)
+        assert (len(held()), cache.batch_size) == (2, 2)
 
 
 def test_a_deep_copy_goes_its_own_way(client, models):

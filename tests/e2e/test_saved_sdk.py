@@ -10,18 +10,22 @@ import torch
 import flashpoint
 import flashpoint.torch
 from flashpoint_contract.saved import SAVED_OPTIONS
-from tests.support.messages import ask, normal
+from tests.support.messages import normal
 from tests.support.servers import wait_for
+from tests.support.sockets import held_since
 
 SHAPES = {"q": (1, 4, 24, 16), "k": (1, 2, 24, 16), "v": (1, 2, 24, 16)}
 
 
 class Counted(flashpoint.Client):
-    """A client that notes each call's path, whether it saves or recalls, and its bytes."""
+    """A client that notes each call's path, whether it saves or recalls, and its bytes.
 
-    def __init__(self, *given, **keywords):
-        super().__init__(*given, **keywords)
-        self.calls = []
+    `held` returns the ids of the forwards that were saved since it was made.
+    """
+
+    def __init__(self, server):
+        super().__init__(server.url, timeout=240)
+        self.calls, self.held = [], held_since(server, "saved")
 
     def _call(self, call):
         head = bytes(call.body[0]) if call.body else b""
@@ -38,9 +42,9 @@ class Counted(flashpoint.Client):
 
 @pytest.fixture
 def client(server):
-    with Counted(server.url, timeout=240) as client:
+    with Counted(server) as client:
         yield client
-        assert_freed(server)
+        assert_freed(client)
 
 
 @pytest.fixture(scope="module")
@@ -51,18 +55,14 @@ def little(start_server):
 
 @pytest.fixture
 def full(little):
-    with Counted(little.url, timeout=240) as client:
+    with Counted(little) as client:
         yield client
-        assert_freed(little)
+        assert_freed(client)
 
 
-def held(server):
-    return ask(server, "/saved").json["saved"]
-
-
-def assert_freed(server):
+def assert_freed(client):
     gc.collect()
-    wait_for(lambda: not held(server), lambda: held(server))
+    wait_for(lambda: not client.held(), client.held)
 
 
 def qkv(seed=0, grad=False):
@@ -93,19 +93,19 @@ def test_a_forward_is_saved_recalled_and_deleted(client):
     client.delete_saved(meta.saved)
 
 
-def test_the_asyncio_twin_does_the_same(server):
+def test_the_asyncio_twin_does_the_same(server, client):
     async def run():
-        async with flashpoint.AsyncClient(server.url, timeout=240) as client:
+        async with flashpoint.AsyncClient(server.url, timeout=240) as twin:
             q, k, v = (t.numpy() for t in qkv())
-            result = await client.attention(q, k, v, save=True)
-            found = await client.attention_grad(np.ones_like(result.o), saved=result.saved)
-            await client.delete_saved(result.saved)
-            await client.delete_saved(result.saved)
-            return found, await client.attention_grad(np.ones_like(result.o), q, k, v)
+            result = await twin.attention(q, k, v, save=True)
+            found = await twin.attention_grad(np.ones_like(result.o), saved=result.saved)
+            await twin.delete_saved(result.saved)
+            await twin.delete_saved(result.saved)
+            return found, await twin.attention_grad(np.ones_like(result.o), q, k, v)
 
     found, expected = asyncio.run(run())
     assert all(map(np.array_equal, found, expected))
-    assert_freed(server)
+    assert not client.held()
 
 
 def test_without_memory_a_forward_runs_unsaved_at_once(full):
@@ -142,14 +142,14 @@ def gradients(client, seed=0, **options):
     return torch.autograd.grad((o * o).sum() + lse.sum(), inputs)
 
 
-def test_torch_sends_do_alone_and_frees_the_forward(server, client):
+def test_torch_sends_do_alone_and_frees_the_forward(client):
     expected = gradients(client)
     sent = sum(call[3] for call in client.calls)
     client.calls = []
     assert all(map(torch.equal, gradients(client, save=True), expected))
     assert sum(call[3] for call in client.calls) < 0.7 * sent
     assert client.asked() == [("/attention", "save"), ("/attention/grad", "saved")]
-    assert_freed(server)
+    assert_freed(client)
     q, k, v = qkv()
     assert torch.is_tensor(
         flashpoint.torch.attention(q, k, v, client=client, save=True)
@@ -165,34 +165,34 @@ def test_a_client_that_is_closed_after_the_backward_leaves_no_forward_behind(cli
         for _ in range(5):
             inputs = qkv(grad=True)
             flashpoint.torch.attention(*inputs, client=other, save=True).sum().backward()
-    assert_freed(server)
+    assert_freed(client)
 
 
-def test_a_graph_that_is_kept_keeps_its_forward_and_one_that_is_dropped_frees_it(server, client):
+def test_a_graph_that_is_kept_keeps_its_forward_and_one_that_is_dropped_frees_it(client):
     inputs = qkv(grad=True)
     o = flashpoint.torch.attention(*inputs, client=client, save=True)
     once = torch.autograd.grad(o.sum(), inputs, retain_graph=True)
-    assert len(held(server)) == 1
+    assert len(client.held()) == 1
     assert all(map(torch.equal, torch.autograd.grad(o.sum(), inputs), once))
     assert client.asked() == [("/attention", "save"), *[("/attention/grad", "saved")] * 2]
-    assert_freed(server)
+    assert_freed(client)
     del o
     dropped = flashpoint.torch.attention(*inputs, client=client, save=True)
-    assert len(held(server)) == 1
+    assert len(client.held()) == 1
     del dropped
-    assert_freed(server)
+    assert_freed(client)
     o = flashpoint.torch.attention(*inputs, client=client, save=True)
     (dq,) = torch.autograd.grad(o.sum(), inputs[0], create_graph=True)
     with pytest.raises(RuntimeError, match="second-order"):
         dq.sum().backward()
 
 
-def test_torch_sends_everything_where_the_forward_was_lost(server, client):
+def test_torch_sends_everything_where_the_forward_was_lost(client):
     expected = gradients(client, seed=5)
     client.asked()
     inputs = qkv(5, grad=True)
     o, lse = flashpoint.torch.attention(*inputs, client=client, return_lse=True, causal=True, save=True)
-    client.delete_saved(held(server)[0]["id"])
+    client.delete_saved(*client.held())
     found = torch.autograd.grad((o * o).sum() + lse.sum(), inputs)
     assert all(map(torch.equal, found, expected))
     assert client.asked() == [("/attention", "save"), ("/attention/grad", "saved"), ("/attention/grad", "")]
@@ -207,7 +207,7 @@ def test_torch_sends_everything_where_there_is_no_memory(full):
     full.delete_saved(kept.saved)
 
 
-def test_jax_sends_do_alone_in_every_transformation_but_vmap(server, client):
+def test_jax_sends_do_alone_in_every_transformation_but_vmap(client):
     jax = pytest.importorskip("jax")
     from flashpoint.jax import attention
 
@@ -230,15 +230,15 @@ def test_jax_sends_do_alone_in_every_transformation_but_vmap(server, client):
     assert client.asked() == [("/attention", ""), ("/attention/grad", "")]
     for one, whole in zip(many, expected, strict=True):
         np.testing.assert_allclose(one[1], whole, rtol=1e-5, atol=1e-6)
-    assert_freed(server)
+    assert_freed(client)
     _, back = jax.vjp(lambda *t: attention(*t, client=client, causal=True, save=True), q, k, v)
     do = jax.numpy.ones(q.shape)
     first = back(do)
-    assert_freed(server)
+    assert_freed(client)
     client.asked()
     assert all(map(np.array_equal, back(do), first))  # it was freed: all is sent
     assert client.asked()[-1] == ("/attention/grad", "")
     with pytest.raises(Exception, match="second-order"):
         jax.grad(lambda q: jax.grad(lambda q: loss(q, k, v, save=True))(q).sum())(q)
-    for one in held(server):
-        client.delete_saved(one["id"])
+    for one in client.held():
+        client.delete_saved(one)

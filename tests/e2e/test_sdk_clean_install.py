@@ -59,7 +59,7 @@ def venv(tmp_path_factory):
 
 
 def test_the_client_works(venv, tmp_path, server):
-    command = [venv / "python", "-W", "error", "-c", f"URL = {server.url!r}\n{SCRIPT}"]
+    command = [venv / "python", "-I", "-W", "error", "-c", f"URL = {server.url!r}\n{SCRIPT}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("works\n", "")
 

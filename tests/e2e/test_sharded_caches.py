@@ -18,6 +18,7 @@ from flashpoint import sharded
 from flashpoint_kernels import attention
 from tests.support.balancer import balancer
 from tests.support.messages import ask
+from tests.support.sockets import held_since
 
 HQ, HK, D, DV = 4, 2, 8, 6
 SHAPE = {"kv_heads": HK, "head_dim": D, "value_dim": DV}
@@ -38,10 +39,7 @@ def clients(server):
 
 @pytest.fixture
 def left(server):
-    """A function that returns the ids of the caches made since the test began; other tests may have left some."""
-    ids = lambda: {one["id"] for one in ask(server, "/caches").json["caches"]}  # noqa: E731
-    before = ids()
-    return lambda: ids() - before
+    return held_since(server)
 
 
 def normal(*shape, seed=0, dtype=np.float32):

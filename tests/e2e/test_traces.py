@@ -8,7 +8,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.trace import TracerProvider
 
 import flashpoint
-from tests.support.messages import message, normal, post
+from tests.support.messages import ask, message, normal, post
 
 PARTS = ["decode", "queue", "compute", "encode"]
 
@@ -67,7 +67,7 @@ def test_requests_that_share_a_launch_link_to_its_span(gated, receiver):
 
 def test_what_its_caller_did_not_choose_is_not_told_and_what_is_refused_is(server, receiver):
     q = dict.fromkeys("qkv", normal(1, 1, 3, 8))
-    unchosen, refused, last = (os.urandom(16).hex() for _ in range(3))
+    unchosen, refused, last, watched = (os.urandom(16).hex() for _ in range(4))
     assert post(server, "/attention", message(q), traceparent=f"00-{unchosen}-{1:016x}-00").status == 200
     name = f"untraced-{refused}"  # its `traceparent` is wrong: it gets a trace of its own
     assert post(server, "/attention", message(q), traceparent="nonsense", x_request_id=name).status == 200
@@ -76,13 +76,15 @@ def test_what_its_caller_did_not_choose_is_not_told_and_what_is_refused_is(serve
     (span,) = receiver.wait("POST /attention/grad", refused)
     assert attributes(span)["error.type"] == "invalid_request"
     assert span.status.code == Status.STATUS_CODE_UNSET  # an error of the caller is not an error of the server
+    for path in ("/health/ready", "/metrics", "/info"):
+        assert ask(server, path, traceparent=f"00-{watched}-{1:016x}-01").status == 200
     assert post(server, "/attention", message(q), traceparent=f"00-{last}-{1:016x}-01").status == 200
     receiver.wait("encode", last)  # spans come in the order in which they ended
     assert [s.name for s in receiver.spans if s.trace_id.hex() == unchosen] == []
     assert [s.name for s in receiver.spans if s.trace_id.hex() == refused] == ["POST /attention/grad"]
     (own,) = [s for s in receiver.spans if attributes(s).get("flashpoint.request_id") == name]
     assert not own.parent_span_id
-    assert not any(s.name.startswith("GET") for s in receiver.spans)
+    assert [s.name for s in receiver.spans if s.trace_id.hex() == watched] == []
 
 
 @pytest.mark.slow

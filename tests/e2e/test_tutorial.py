@@ -37,10 +37,16 @@ def test_every_block_has_its_output_and_python_is_valid(page):
             json.loads(output)
 
 
+@pytest.fixture(scope="module")
+def readers(start_server):
+    """A server of these pages' own: they leave there what they like, and none says what others have left."""
+    return start_server()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_every_step_prints_what_the_page_says(start_server, page, tmp_path, monkeypatch):
-    server = start_server()  # of its own: a page leaves it as it likes
+def test_every_step_prints_what_the_page_says(readers, page, tmp_path, monkeypatch):
+    server = readers
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -45,12 +45,12 @@ for variant in json.loads(sys.argv[1]):
 
 
 def one_of_each() -> list[Variant]:
-    """Return the first representative variant of each architecture, and the first of each kernel."""
-    found: dict[object, Variant] = {}
+    """Return the first representative variant of each architecture and of each kernel that `ONE` is not."""
+    found: dict[object, Variant] = {known: one for one in ONE for known in (one.arch, one.kernel)}
     for variant in representative():
         found.setdefault(variant.arch, variant)
         found.setdefault(variant.kernel, variant)
-    return list(dict.fromkeys(found.values()))
+    return [variant for variant in dict.fromkeys(found.values()) if variant not in ONE]
 
 
 def compiled(*command: str) -> list[dict[str, Any]]:

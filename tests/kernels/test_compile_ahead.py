@@ -58,12 +58,12 @@ def test_interpreted_kernels_are_always_compiled() -> None:
     assert triton_backend.compile_ahead([problem]).result() is None
 
 
-@pytest.mark.full  # the next test compiles this, and more, for the path of sm_90
+@pytest.mark.slow
 def test_what_was_compiled_ahead_is_known_to_be_compiled(tmp_path: Path) -> None:
     assert {path.stem for path in compiled(tmp_path, "-c", PROBLEM + FORWARD)} >= {"attention_forward"}
 
 
-@pytest.mark.slow
+@pytest.mark.full  # the tests before and after compile a forward, and a gradient that another process finds
 def test_a_variant_is_compiled_ahead_into_the_cache_that_processes_share(tmp_path: Path) -> None:
     made = [compiled(tmp_path, "-c", PROBLEM + SCRIPT, FLASHPOINT_HOPPER="1") for _ in range(2)]
     kernels = {path.stem for path in made[0]}

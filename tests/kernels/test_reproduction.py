@@ -37,7 +37,7 @@ def test_errors_are_those_from_pytorch_and_from_float64() -> None:
             assert f["torch"] <= f["exact"] + f["its"]
 
 
-@pytest.mark.slow
+@pytest.mark.full  # test_triton_options.py judges these kernels, and the test above the measurement
 def test_the_triton_kernels_are_as_near_to_float64_as_claimed() -> None:
     found = verdicts("precision")["precision"]
     assert found["verdict"] == "PASS"

@@ -112,7 +112,7 @@ def test_more_programs_than_a_launch_has_descriptors_for_take_several(monkeypatc
 
 
 @pytest.mark.usefixtures("_asked")
-@pytest.mark.parametrize("multiprocessors", [1, 2, 1000])
+@pytest.mark.parametrize("multiprocessors", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 1000))])
 def test_bits_do_not_depend_on_how_many_programs_share_out_the_blocks(
     multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from flashpoint_kernels import Options, Problem, run, verify
 from flashpoint_kernels.triton_backend import launch
 from tests.conftest import DEVICE
 from tests.support.kernels.solving import qkv
-from tests.support.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, some_pairs, tensors_of
+from tests.support.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pairs, tensors_of
 
 FEW = 3  # queries: packed in the interpreter as on a device
 SINGLES = [PLAIN | {"group": 2, name: level} for name, levels in FACTORS.items() for level in levels]
@@ -43,7 +43,8 @@ def test_each_option_alone(case: dict[str, Any]) -> None:
     check(case, FEW, 70)
 
 
-@pytest.mark.parametrize("case", some_pairs())
+@pytest.mark.full  # test_triton_options.py has every pair in the kernels that this path shares
+@pytest.mark.parametrize("case", pairs(), ids=name_of)
 def test_every_pair_of_options(case: dict[str, Any]) -> None:
     check(case, FEW, 70)
 

@@ -1,5 +1,6 @@
 """Actions of the page's tests in a browser, and values they read from it."""
 
+import json
 import subprocess
 import sys
 
@@ -41,6 +42,15 @@ def start_benchmark(page, lengths="32, 64", backends="naive, torch", seconds=0.0
     form = page.locator("#benchmark form")
     fill(form, lengths=lengths, shape__q_heads=2, shape__head_dim=16, max_seconds=seconds, backends=backends)
     form.get_by_role("button", name="Start").click()
+
+
+def never_known(page):
+    """Benchmarks that the page starts from now on go on for a minute a case: no precision suffices."""
+
+    def with_precision(route):
+        route.continue_(post_data=json.dumps({**route.request.post_data_json, "relative_precision": 1e-9}))
+
+    page.route("**/benchmark", with_precision)
 
 
 def said(page, section):

@@ -23,10 +23,11 @@ from benchmarks import gpu
 from benchmarks.gpu_day import plan
 from benchmarks.gpu_day.device import Cuda
 from flashpoint_kernels.timing.case import ROW_FIELDS, Case, grid
-from tests.support.kernels import gluon_interpreter
+from tests.support.kernels import fast_interpreter, gluon_interpreter
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     gluon_interpreter.install()
+    fast_interpreter.install()
 
 NAME = "made up: no device"
 CLOCKS = "import time\nwhile True:\n    print('1980, 3201, 45, 600.5', flush=True)\n    time.sleep(0.05)\n"

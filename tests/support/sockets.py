@@ -3,7 +3,7 @@
 import socket
 from pathlib import Path
 
-from tests.support.messages import PATIENCE, SAFETENSORS
+from tests.support.messages import PATIENCE, SAFETENSORS, ask
 from tests.support.servers import wait_for
 
 
@@ -51,3 +51,13 @@ def segments(pid):
 def nothing_inside(server):
     """Wait until the server has no request inside."""
     wait_for(lambda: server.get("/info")[1]["load"] == {"requests": 0, "bytes": 0}, lambda: "requests that never end")
+
+
+def held_since(server, what="caches"):
+    """A function: the ids of the caches, or `saved` forwards, made from now on. Other tests may have left some."""
+
+    def ids():
+        return {one["id"] for one in ask(server, f"/{what}").json[what]}
+
+    before = ids()
+    return lambda: ids() - before

@@ -3,7 +3,7 @@
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import cells, drawn, enter, fill, said, start_benchmark
+from tests.support.browser import cells, drawn, enter, fill, never_known, said, start_benchmark
 from tests.support.messages import ask
 
 
@@ -85,7 +85,8 @@ def test_with_a_key_a_benchmark_is_watched(open_page, start_server):
     page = open_page(start_server(api_keys="secret-1"))
     enter(page, "secret-1")
     expect(page.locator("#health")).to_have_text("Ready")
-    start_benchmark(page, seconds=400)  # of each of four cases
+    never_known(page)
+    start_benchmark(page, lengths="2048, 2049", seconds=400)
     expect(said(page, "benchmark")).to_contain_text("of 4")  # its events come, which need the key
     page.get_by_role("button", name="Cancel").click()
     expect(said(page, "benchmark")).to_contain_text("Cancelled")

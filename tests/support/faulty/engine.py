@@ -227,6 +227,10 @@ class LosingChannel(Channel):
 
 
 if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.support.kernels import fast_interpreter  # imports triton
+
+        fast_interpreter.install()
     loop.Channel = LosingChannel
     executor.TOLD_SECONDS = 0.0  # each block is told
     executor.Executor = TellingExecutor

@@ -6,7 +6,6 @@ from itertools import combinations, product
 from random import Random
 from typing import Any
 
-import pytest
 import torch
 
 from flashpoint_kernels import Options
@@ -64,15 +63,6 @@ def pairs() -> list[dict[str, Any]]:
         missing -= held(best)
         cases.append(best)
     return cases
-
-
-def some_pairs() -> list[Any]:
-    """Parameters: `pairs`, of which a third is slow, and the rest in the wide sweeps.
-
-    For kernels whose every pair of options differs little from that of others, which have all pairs.
-    """
-    marks = (pytest.mark.slow, pytest.mark.full, pytest.mark.full)
-    return [pytest.param(case, marks=marks[n % 3], id=name_of(case)) for n, case in enumerate(pairs())]
 
 
 def tensors_of(
