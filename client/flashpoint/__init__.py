@@ -11,9 +11,10 @@ attention.
 from importlib.metadata import version
 
 from flashpoint import capacity, sharded
+from flashpoint._async_client import AsyncClient
 from flashpoint._caches import AsyncCache, Cache
 from flashpoint._calls import SavedAttention
-from flashpoint._client import AsyncClient, Client
+from flashpoint._client import Client
 from flashpoint._runs import AsyncBenchmarkRun, BenchmarkRun
 from flashpoint.benchmark_schema import BenchmarkEvent, BenchmarkJob, BenchmarkRequest, BenchmarkRow
 from flashpoint.cases import save_case

@@ -25,16 +25,20 @@ def save_case(path: str | PathLike[str], *, q: Array, k: Array, v: Array, o: Arr
     """Write a problem and a kernel's answers into a safetensors file, for `flashpoint verify PATH`.
 
     Args:
-        path: the file; it is overwritten.
-        q: (B,Hq,Sq,D), or as `layout` says.
-        k: (B,Hk,Sk,D).
-        v: (B,Hk,Sk,Dv).
-        o: (B,Hq,Sq,Dv), what the kernel answered.
-        more: other tensors by their names (`lse`, `do`, `dq`, `dk`, `dv`, `attn_mask`, …), and options (`causal=True`,
-            `scale=…`). An option that is not named is judged as the default, and `flashpoint verify` says so.
+        path: File to write. An existing file is replaced.
+        q: Queries, (B, Hq, Sq, D), or as `layout` says. numpy or torch; float16, bfloat16, float32 or float64.
+        k: Keys, (B, Hk, Sk, D).
+        v: Values, (B, Hk, Sk, Dv).
+        o: Output of the kernel, (B, Hq, Sq, Dv).
+        more: Other tensors by their names (`lse`, `do`, `dq`, `dk`, `dv`, `attn_mask`, …), and options (`causal=True`,
+            `scale=…`), as `Client.attention` takes them. An option that is not named has its default, and
+            `flashpoint verify` says so.
 
-    Returns the path. Raises InvalidInputError for an unknown name, a value that is not valid, or a tensor that cannot
-    be saved.
+    Returns:
+        The path.
+
+    Raises:
+        InvalidInputError: an unknown name, a value that is not valid, or a tensor that cannot be saved.
     """
     tensors = {"q": q, "k": k, "v": v, "o": o} | {name: more.pop(name) for name in list(more) if name in _KNOWN}
     given = {name: value for name, value in more.items() if value is not None}
