@@ -149,7 +149,7 @@ VALUES = [
     ("capacity {sizes} {rates} --tflops 0", "--tflops: must be above 0, not 0"),
     ("capacity {sizes} {rates} --layers 3", "--layers: is taken with --cached only"),
     ("capacity {sizes} --url http://x --tflops 1", "--tflops: is not taken with --url, which measures it"),
-    ("key a/b", "NAME: must be letters, digits, - and _, at most 64, not 'a/b'"),
+    ("key a/b", "NAME: the name of a key must be letters, digits, - and _, at most 64, not 'a/b'"),
     ("key alice --rights attention,info", "\n  hint: put + between two: attention+info"),
     ("key alice --rights atention", "hint: did you mean attention?"),
     ("key alice --concurrent 0", "--concurrent: must be above 0, not 0"),

@@ -60,7 +60,7 @@ def implementation_of(case: Case, kernel: Kernel | None) -> Implementation:
 
 
 def _own(kernel: Kernel, case: Case, device: str) -> Attend:
-    """The caller's function, called as `own_kernel` says. What it cannot be called with, or returns, is the reason."""
+    """Return the caller's function, called as `own_kernel` says. Raises CannotRunError where that does not work."""
     try:
         given = keywords(kernel, {}, Options(causal=case.causal))
     except NotTakenError as error:

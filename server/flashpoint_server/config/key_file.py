@@ -50,7 +50,7 @@ class KeyEntry(BaseModel):
 def check_name(name: str) -> str:
     """Raises ValueError for what cannot be a key's name."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"must be letters, digits, - and _, at most 64, not {name[:80]!r}")
+        raise ValueError(f"the name of a key must be letters, digits, - and _, at most 64, not {name[:80]!r}")
     return name
 
 
