@@ -36,7 +36,7 @@ from .service import (
     throughput,
     train_saved,
 )
-from .trust import each_fault, faults, fuzz, load, load_steps, steady
+from .trust import each_fault, faults, fuzz, install, load, load_steps, steady
 
 TABLES: dict[str, Callable[[], str]] = {
     "algorithms": algorithms,
@@ -59,6 +59,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fuzz": fuzz,
     "gemma": gemma,
     "grpc": grpc,
+    "install": install,
     "load": load,
     "load-steps": load_steps,
     "loops": loops,
