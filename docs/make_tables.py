@@ -1,8 +1,9 @@
 """Fill the tables of the documentation from the code and from what was measured, so that neither drifts from the other.
 
 `python docs/make_tables.py` writes them between their marks, `<!-- table: NAME -->` and `<!-- end -->`, and the
-settings of the Helm chart into its schema; with `--check` it writes nothing and exits with 1 where a page is not as it
-would write it (`make lint`). The tables themselves are made in `docs/tables/`.
+settings of the Helm chart into its schema, and the parameters of the SDK's calls into their docstrings
+(`docstrings.py`); with `--check` it writes nothing and exits with 1 where a file is not as it would write it (`make
+lint`). The tables themselves are made in `docs/tables/`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import sys
 from pathlib import Path
 
+import docstrings
 from flashpoint_server.config.settings import Settings
 from tables import TABLES
 
@@ -63,6 +65,11 @@ def main() -> int:
             drifted.append(page.name)
             if not check:
                 page.write_text(after, encoding="utf-8")
+    for path, before, after in docstrings.files():
+        if after != before:
+            drifted.append(path.name)
+            if not check:
+                path.write_text(after, encoding="utf-8")
     if check and drifted:
         print(f"{', '.join(drifted)}: not as the code is; run python docs/make_tables.py", file=sys.stderr)
         return 1

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flashpoint import capacity, sharded
+    from flashpoint._async_client import AsyncClient
     from flashpoint._caches import AsyncCache, Cache
     from flashpoint._calls import SavedAttention
-    from flashpoint._client import AsyncClient, Client
+    from flashpoint._client import Client
     from flashpoint._runs import AsyncBenchmarkRun, BenchmarkRun
     from flashpoint.benchmark_schema import BenchmarkEvent, BenchmarkJob, BenchmarkRequest, BenchmarkRow
     from flashpoint.cases import save_case
@@ -81,7 +82,8 @@ __all__ = [
 _NAMES = {
     "_caches": ("AsyncCache", "Cache"),
     "_calls": ("SavedAttention",),
-    "_client": ("AsyncClient", "Client"),
+    "_async_client": ("AsyncClient",),
+    "_client": ("Client",),
     "_runs": ("AsyncBenchmarkRun", "BenchmarkRun"),
     "benchmark_schema": ("BenchmarkEvent", "BenchmarkJob", "BenchmarkRequest", "BenchmarkRow"),
     "cases": ("save_case",),

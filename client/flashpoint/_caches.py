@@ -1,80 +1,18 @@
-"""KV caches that a server holds: the calls, without I/O, and the objects that both clients give."""
+"""KV caches that a server holds, as both clients give them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypedDict, Unpack, overload
+from typing import Any, Literal, Protocol, Self, Unpack, overload
 
-import numpy as np
-
-from flashpoint import jsonwire
-from flashpoint._arrays import Array, pack, unpack
+from flashpoint import _cache_calls
+from flashpoint._arrays import Array
 from flashpoint._attending import A
-from flashpoint._calls import DEFAULT, Affinity, Answer, Call, HeldCache, Layer, OfLayer, forward, idempotent
-from flashpoint.errors import CacheError, ProtocolError, invalid
+from flashpoint._cache_calls import AnyCache, Described
+from flashpoint._calls import Call
+from flashpoint._keywords import Layer, OfLayer
+from flashpoint.errors import CacheError
 from flashpoint.meta import Meta
-from flashpoint_contract import wire
-
-_GONE = ("cache_not_found", "cache_lost")
-
-
-class CacheSizes(TypedDict, total=False):
-    """Keywords of `cache`. Sizes are one for all layers, or a list with one for each.
-
-    `value_dim`: as `head_dim` where it is not given. `dtype`: float32, bfloat16 or float16, that of q, k and v; or
-    float8_e4m3fn or int8, with a scale for each token and head, which takes and gives any of the others.
-    `max_length`: most tokens, whose memory is taken at once. `keep`: tokens at the end of a layer that stay, those
-    before may be freed. `ttl_s`: seconds after its last use that it is kept. `beside`: a cache on whose engine it is
-    made, as a call over both needs.
-    """
-
-    layers: int
-    kv_heads: int | Sequence[int]
-    head_dim: int | Sequence[int]
-    value_dim: int | Sequence[int] | None
-    dtype: str
-    max_length: int | None
-    keep: int | Sequence[int | None] | None
-    ttl_s: float | None
-    beside: AnyCache | str | None
-
-
-class Described(NamedTuple):
-    """The description of a cache from an answer, and the replica that holds it."""
-
-    document: Mapping[str, Any]
-    affinity: Affinity
-
-
-class AnyCache(HeldCache):
-    """Base of both kinds of cache: the id, and the lengths from the latest answers."""
-
-    def __init__(self, found: Described) -> None:
-        described, self.affinity = found
-        try:
-            self.id: str = described["id"]
-            self.layers: int = described["layers"]
-            self.lengths: list[int] = list(described["lengths"])
-            self.bytes: int = described["bytes"]
-        except (KeyError, TypeError) as error:
-            raise ProtocolError(f"the answer describes no cache: {error}") from None
-
-    @property
-    def length(self) -> int:
-        """Tokens of its longest layer, as the last answers told. `lengths` has every layer's."""
-        return max(self.lengths, default=0)
-
-    @property
-    def replica(self) -> str:
-        """Return the X-Flashpoint-Replica value by which a balancer routes; another client needs it with the `id`."""
-        return self.affinity.replica
-
-    def _hear(self, described: Mapping[str, Any]) -> None:
-        other = AnyCache(Described(described, self.affinity))
-        self.lengths, self.bytes = other.lengths, other.bytes
 
 
 class _Client(Protocol):
@@ -86,10 +24,15 @@ class _AsyncClient(Protocol):
 
 
 class Cache(AnyCache):
-    """A KV cache at the client's server, deleted at the end of a `with`. Methods raise `flashpoint.errors`.
+    """A KV cache on the client's server: the keys and values of one sequence, for every layer of a model.
 
-    A call that its engine no longer knows raises CacheError, whose `code` is cache_lost once it has expired or its
-    engine has restarted: make it again, and send its tokens again.
+        with client.cache(layers=12, kv_heads=8, head_dim=64) as cache:  # the end of the `with` deletes it
+            o = cache.attention(q, k, v, layer=0, causal=True)  # writes k and v, attends to all that is held
+
+    `id` is the cache's name on the server, `layers` the number of its layers, `lengths` the number of tokens of each,
+    and `bytes` its memory, as the latest answers said. Methods raise the errors of `flashpoint.errors`. A call that its
+    engine does not know any more raises CacheError with code `cache_lost`: it expired, or the engine restarted. Make it
+    again, and send its tokens again.
     """
 
     def __init__(self, client: _Client, found: Described) -> None:
@@ -130,46 +73,132 @@ class Cache(AnyCache):
         self, q: Array, k: Array | None = None, v: Array | None = None, *, at: int | None = None,
         **keywords: Unpack[OfLayer],
     ) -> Any:  # fmt: skip
-        """Attention of q over `layer` of this cache; k and v of new tokens, where given, are written first.
+        """Return attention of q over a layer of this cache. Keys and values of new tokens are written first.
 
-        They are written at the end, or `at` a position, and later tokens of the layer are dropped. Keywords and result:
-        as `Client.attention`.
+        Args:
+            q: Queries, (1, Hq, Sq, D) in layout `bhsd`; (S, D) is one head. The cache's dtype; for a cache in 8 bits
+                float32, bfloat16 or float16.
+            k: Keys of new tokens, (1, Hk, Sq, D). None only reads.
+            v: Values of new tokens, (1, Hk, Sq, Dv). None only reads.
+            at: Position where k and v are written. Later tokens of the layer are dropped. None is the layer's end.
+
+        Keyword Args:
+            return_lse: Return (o, lse) in place of o. Default: False.
+            with_meta: Return (result, `Meta`): timings, the backend, the seed of dropout. Default: False.
+            layer: Layer of the caches, from 0. Default: 0.
+            attn_mask: Mask, broadcastable to (B, Hq, Sq, Sk): bool (true: attend) or float (added to the scaled
+                scores). Not in layout `thd`.
+            block_mask: Mask of blocks, bool, (B or 1, Hq or 1, ceil(Sq/Mq), ceil(Sk/Mk)): blocks of `block_size` that
+                are false are skipped. Blocks count from each sequence's first row. Not in layout `thd`.
+                `flashpoint_kernels.create_block_mask` makes one.
+            alibi_slopes: Slopes, float, (Hq,) or (B, Hq): slope·|i + offset − j| is subtracted from the score of query
+                i and key j (ALiBi, Press et al. 2022). Not differentiable.
+            sinks: Logits, float, (Hq,): one more per head in the softmax's denominator, without a value (gpt-oss).
+            q_lengths: Number of valid queries of each padded sequence, int32 or int64, (B,). Rows beyond are not read;
+                their o is 0 and their lse −∞. Not in layout `thd`.
+            kv_lengths: Number of valid keys of each padded sequence, int32 or int64, (B,). Rows beyond are not read.
+                Not in layout `thd`.
+            cu_seqlens_q: Rows of q where the n sequences of layout `thd` start, and then Tq: int32 or int64, (n + 1,).
+            cu_seqlens_k: Rows of k where the n sequences of layout `thd` start, and then Tk: int32 or int64, (n + 1,).
+            dropout_seed: Seed of dropout, 0 to 2^64 − 1. The dropped weights are a function of the seed alone, whatever
+                the backend (Philox, Salmon et al. 2011). None, the default, draws a seed.
+            layout: `bhsd`: (B, H, S, D); `bshd`: (B, S, H, D); `thd`: (T, H, D), sequences one after another. Default:
+                "bhsd".
+            causal: Query i sees key j only if j <= i + offset. Default: False.
+            causal_alignment: Offset of the diagonal, also for `window` and `alibi_slopes`. `bottom_right`: Sk − Sq;
+                `top_left`: 0. Each sequence's own lengths count. Default: "bottom_right".
+            window: [left, right]: query i sees key j only if i + offset − left <= j <= i + offset + right. −1 is no
+                bound. Default: (-1, -1).
+            block_size: (Mq, Mk): queries and keys of a block of `block_mask`, multiples of 16. Default: (128, 128).
+            scale: Factor of q·k. None, the default, is 1/sqrt(D).
+            softcap: Each scaled score s becomes softcap·tanh(s/softcap), before mask and bias (Gemma 2). 0 is off.
+                Default: 0.0.
+            dropout_p: Probability with which each attention weight is dropped, 0 <= p < 1. Default: 0.0.
+            precision: float32 matrix products: `ieee` (full float32) or `tf32`. Default: "ieee".
+            deterministic: Gradients are bitwise equal from run to run. Default: True.
+            backend: `auto`, or one of `triton`, `torch`, `tiled` and `reference`. A backend that is named is never
+                replaced by another. Default: "auto".
+            timeout: Seconds for the whole call, retries included; the server knows it as the deadline. None waits
+                without end. Default: the client's own.
+            priority: 0 to 9; a higher priority runs sooner. Default: 0.
+            request_id: Name of the call in the server's log, printable ASCII. Default: the server makes one.
+            k_scale: Scale of an 8-bit k, which stands for k·k_scale: a number, a float tensor (B, Hk) or (1, Hk), or
+                one of k's shape without D. Finite. `flashpoint_kernels.quantize` makes it. Forward only.
+            v_scale: Scale of an 8-bit v, which stands for v·v_scale: as `k_scale`.
+
+        Returns:
+            As `Client.attention`: o (1, Hq, Sq, Dv), or (o, lse), or (that, `Meta`).
+
+        Raises:
+            FlashpointError: the errors of `flashpoint.errors`. InvalidInputError names each field that is not valid.
         """
-        return self._client._call(attend(self, q, k, v, at, keywords))
+        return self._client._call(_cache_calls.attend(self, q, k, v, at, keywords))
 
     def append(self, k: Array, v: Array, *, layer: int = 0, at: int | None = None, layout: str = "bhsd") -> int:
-        """Write k and v of new tokens to a layer; return its length."""
-        length: int = self._client._call(append(self, k, v, layer, at, layout))
+        """Write the keys and values of new tokens to a layer.
+
+        Args:
+            k: Keys, (Hk, S, D) in layout `bhsd`, (S, Hk, D) in `bshd`; (S, D) for one head.
+            v: Values, likewise, with Dv columns.
+            layer: Layer, from 0.
+            at: Position where they are written. Later tokens of the layer are dropped. None is the layer's end.
+            layout: `bhsd` or `bshd`.
+
+        Returns:
+            The number of tokens of the layer.
+
+        Raises:
+            FlashpointError: the errors of `flashpoint.errors`. InvalidInputError names each field that is not valid.
+        """
+        length: int = self._client._call(_cache_calls.append(self, k, v, layer, at, layout))
         return length
 
     def fork(self, length: int | None = None) -> Cache:
-        """Return a copy, of `length` tokens or of all, which shares memory until one of both is written."""
-        return Cache(self._client, self._client._call(fork([self], None if length is None else [length], []))[0])
+        """Return a copy, which shares memory until one of both is written.
+
+        Args:
+            length: Number of tokens of the copy. None copies all.
+        """
+        return Cache(
+            self._client, self._client._call(_cache_calls.fork([self], None if length is None else [length], []))[0]
+        )
 
     def truncate(self, length: int) -> None:
-        """Drop the tokens from `length` on, in every layer."""
-        self._hear(self._client._call(change(self, "truncate", {"length": length})))
+        """Drop the tokens from a position on, in every layer.
+
+        Args:
+            length: Number of tokens that stay.
+        """
+        self._hear(self._client._call(_cache_calls.change(self, "truncate", {"length": length})))
 
     def renew(self) -> None:
-        """Let the time to live begin anew, as every call with the cache does."""
-        self._hear(self._client._call(change(self, "renew", {})))
+        """Start the time to live again, as every call with the cache does."""
+        self._hear(self._client._call(_cache_calls.change(self, "renew", {})))
 
     def refresh(self) -> None:
         """Ask the server for `lengths` and `bytes`, which another client may have changed."""
-        self._hear(self._client._call(look(self)))
+        self._hear(self._client._call(_cache_calls.look(self)))
 
     def tensors(self, layer: int = 0, like: Array | None = None) -> tuple[Any, Any]:
-        """Return k (1,Hk,S,D) and v (1,Hk,S,Dv) of a layer, on `like`'s device where it is a torch tensor.
+        """Return the keys and values of a layer.
 
-        They are in float32 for a cache in 8 bits.
+        Args:
+            layer: Layer, from 0.
+            like: A torch tensor, whose library and device the result has. None is numpy.
+
+        Returns:
+            k (1, Hk, S, D) and v (1, Hk, S, Dv) in the cache's dtype; in float32 for a cache in 8 bits.
+
+        Raises:
+            FlashpointError: the errors of `flashpoint.errors`. InvalidInputError names each field that is not valid.
         """
-        found: tuple[Any, Any] = self._client._call(tensors(self, layer, like))
+        found: tuple[Any, Any] = self._client._call(_cache_calls.tensors(self, layer, like))
         return found
 
     def delete(self) -> None:
-        """Free its memory. Nothing, where it is gone already."""
+        """Free its memory. Do nothing if it is gone already."""
         with suppress(CacheError):
-            self._client._call(delete(self))
+            self._client._call(_cache_calls.delete(self))
 
     def __enter__(self) -> Self:
         return self
@@ -179,7 +208,11 @@ class Cache(AnyCache):
 
 
 class AsyncCache(AnyCache):
-    """The asyncio twin of `Cache`."""
+    """The asyncio twin of `Cache`: the same methods, awaited.
+
+    async with await client.cache(layers=12, kv_heads=8, head_dim=64) as cache:
+        o = await cache.attention(q, k, v, layer=0, causal=True)
+    """
 
     def __init__(self, client: _AsyncClient, found: Described) -> None:
         super().__init__(found)
@@ -219,147 +252,134 @@ class AsyncCache(AnyCache):
         self, q: Array, k: Array | None = None, v: Array | None = None, *, at: int | None = None,
         **keywords: Unpack[OfLayer],
     ) -> Any:  # fmt: skip
-        """See `Cache.attention`."""
-        return await self._client._call(attend(self, q, k, v, at, keywords))
+        """Return attention of q over a layer of this cache. Keys and values of new tokens are written first.
+
+        Args:
+            q: Queries, (1, Hq, Sq, D) in layout `bhsd`; (S, D) is one head. The cache's dtype; for a cache in 8 bits
+                float32, bfloat16 or float16.
+            k: Keys of new tokens, (1, Hk, Sq, D). None only reads.
+            v: Values of new tokens, (1, Hk, Sq, Dv). None only reads.
+            at: Position where k and v are written. Later tokens of the layer are dropped. None is the layer's end.
+
+        Keyword Args:
+            return_lse: Return (o, lse) in place of o. Default: False.
+            with_meta: Return (result, `Meta`): timings, the backend, the seed of dropout. Default: False.
+            layer: Layer of the caches, from 0. Default: 0.
+            attn_mask: Mask, broadcastable to (B, Hq, Sq, Sk): bool (true: attend) or float (added to the scaled
+                scores). Not in layout `thd`.
+            block_mask: Mask of blocks, bool, (B or 1, Hq or 1, ceil(Sq/Mq), ceil(Sk/Mk)): blocks of `block_size` that
+                are false are skipped. Blocks count from each sequence's first row. Not in layout `thd`.
+                `flashpoint_kernels.create_block_mask` makes one.
+            alibi_slopes: Slopes, float, (Hq,) or (B, Hq): slope·|i + offset − j| is subtracted from the score of query
+                i and key j (ALiBi, Press et al. 2022). Not differentiable.
+            sinks: Logits, float, (Hq,): one more per head in the softmax's denominator, without a value (gpt-oss).
+            q_lengths: Number of valid queries of each padded sequence, int32 or int64, (B,). Rows beyond are not read;
+                their o is 0 and their lse −∞. Not in layout `thd`.
+            kv_lengths: Number of valid keys of each padded sequence, int32 or int64, (B,). Rows beyond are not read.
+                Not in layout `thd`.
+            cu_seqlens_q: Rows of q where the n sequences of layout `thd` start, and then Tq: int32 or int64, (n + 1,).
+            cu_seqlens_k: Rows of k where the n sequences of layout `thd` start, and then Tk: int32 or int64, (n + 1,).
+            dropout_seed: Seed of dropout, 0 to 2^64 − 1. The dropped weights are a function of the seed alone, whatever
+                the backend (Philox, Salmon et al. 2011). None, the default, draws a seed.
+            layout: `bhsd`: (B, H, S, D); `bshd`: (B, S, H, D); `thd`: (T, H, D), sequences one after another. Default:
+                "bhsd".
+            causal: Query i sees key j only if j <= i + offset. Default: False.
+            causal_alignment: Offset of the diagonal, also for `window` and `alibi_slopes`. `bottom_right`: Sk − Sq;
+                `top_left`: 0. Each sequence's own lengths count. Default: "bottom_right".
+            window: [left, right]: query i sees key j only if i + offset − left <= j <= i + offset + right. −1 is no
+                bound. Default: (-1, -1).
+            block_size: (Mq, Mk): queries and keys of a block of `block_mask`, multiples of 16. Default: (128, 128).
+            scale: Factor of q·k. None, the default, is 1/sqrt(D).
+            softcap: Each scaled score s becomes softcap·tanh(s/softcap), before mask and bias (Gemma 2). 0 is off.
+                Default: 0.0.
+            dropout_p: Probability with which each attention weight is dropped, 0 <= p < 1. Default: 0.0.
+            precision: float32 matrix products: `ieee` (full float32) or `tf32`. Default: "ieee".
+            deterministic: Gradients are bitwise equal from run to run. Default: True.
+            backend: `auto`, or one of `triton`, `torch`, `tiled` and `reference`. A backend that is named is never
+                replaced by another. Default: "auto".
+            timeout: Seconds for the whole call, retries included; the server knows it as the deadline. None waits
+                without end. Default: the client's own.
+            priority: 0 to 9; a higher priority runs sooner. Default: 0.
+            request_id: Name of the call in the server's log, printable ASCII. Default: the server makes one.
+            k_scale: Scale of an 8-bit k, which stands for k·k_scale: a number, a float tensor (B, Hk) or (1, Hk), or
+                one of k's shape without D. Finite. `flashpoint_kernels.quantize` makes it. Forward only.
+            v_scale: Scale of an 8-bit v, which stands for v·v_scale: as `k_scale`.
+
+        Returns:
+            As `Client.attention`: o (1, Hq, Sq, Dv), or (o, lse), or (that, `Meta`).
+
+        Raises:
+            FlashpointError: the errors of `flashpoint.errors`. InvalidInputError names each field that is not valid.
+        """
+        return await self._client._call(_cache_calls.attend(self, q, k, v, at, keywords))
 
     async def append(self, k: Array, v: Array, *, layer: int = 0, at: int | None = None, layout: str = "bhsd") -> int:
-        """See `Cache.append`."""
-        length: int = await self._client._call(append(self, k, v, layer, at, layout))
+        """Write the keys and values of new tokens to a layer.
+
+        Args:
+            k: Keys, (Hk, S, D) in layout `bhsd`, (S, Hk, D) in `bshd`; (S, D) for one head.
+            v: Values, likewise, with Dv columns.
+            layer: Layer, from 0.
+            at: Position where they are written. Later tokens of the layer are dropped. None is the layer's end.
+            layout: `bhsd` or `bshd`.
+
+        Returns:
+            The number of tokens of the layer.
+
+        Raises:
+            FlashpointError: the errors of `flashpoint.errors`. InvalidInputError names each field that is not valid.
+        """
+        length: int = await self._client._call(_cache_calls.append(self, k, v, layer, at, layout))
         return length
 
     async def fork(self, length: int | None = None) -> AsyncCache:
-        """See `Cache.fork`."""
-        made = await self._client._call(fork([self], None if length is None else [length], []))
+        """Return a copy, which shares memory until one of both is written.
+
+        Args:
+            length: Number of tokens of the copy. None copies all.
+        """
+        made = await self._client._call(_cache_calls.fork([self], None if length is None else [length], []))
         return AsyncCache(self._client, made[0])
 
     async def truncate(self, length: int) -> None:
-        """See `Cache.truncate`."""
-        self._hear(await self._client._call(change(self, "truncate", {"length": length})))
+        """Drop the tokens from a position on, in every layer.
+
+        Args:
+            length: Number of tokens that stay.
+        """
+        self._hear(await self._client._call(_cache_calls.change(self, "truncate", {"length": length})))
 
     async def renew(self) -> None:
-        """See `Cache.renew`."""
-        self._hear(await self._client._call(change(self, "renew", {})))
+        """Start the time to live again, as every call with the cache does."""
+        self._hear(await self._client._call(_cache_calls.change(self, "renew", {})))
 
     async def refresh(self) -> None:
-        """See `Cache.refresh`."""
-        self._hear(await self._client._call(look(self)))
+        """Ask the server for `lengths` and `bytes`, which another client may have changed."""
+        self._hear(await self._client._call(_cache_calls.look(self)))
 
     async def tensors(self, layer: int = 0, like: Array | None = None) -> tuple[Any, Any]:
-        """See `Cache.tensors`."""
-        found: tuple[Any, Any] = await self._client._call(tensors(self, layer, like))
+        """Return the keys and values of a layer.
+
+        Args:
+            layer: Layer, from 0.
+            like: A torch tensor, whose library and device the result has. None is numpy.
+
+        Returns:
+            k (1, Hk, S, D) and v (1, Hk, S, Dv) in the cache's dtype; in float32 for a cache in 8 bits.
+
+        Raises:
+            FlashpointError: the errors of `flashpoint.errors`. InvalidInputError names each field that is not valid.
+        """
+        found: tuple[Any, Any] = await self._client._call(_cache_calls.tensors(self, layer, like))
         return found
 
     async def delete(self) -> None:
-        """See `Cache.delete`."""
+        """Free its memory. Do nothing if it is gone already."""
         with suppress(CacheError):
-            await self._client._call(delete(self))
+            await self._client._call(_cache_calls.delete(self))
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.delete()
-
-
-def create(shape: Mapping[str, Any], count: int = 1) -> Call:
-    """The call for the descriptions of new caches."""
-    asked = {name: list(value) if isinstance(value, tuple) else value for name, value in shape.items()}
-    if unknown := [name for name in asked if name not in CacheSizes.__annotations__]:
-        raise invalid(unknown[0], "is not an option of a cache")
-    affinity = Affinity()
-    if isinstance(beside := asked.get("beside"), AnyCache):
-        asked["beside"], affinity = beside.id, beside.affinity
-    return _asks("POST", "/caches", {**asked, "count": count}, affinity, _made(affinity), success=201)
-
-
-def attend(
-    cache: AnyCache, q: Array, k: Array | None, v: Array | None, at: int | None, keywords: Mapping[str, Any]
-) -> Call:
-    """The call for attention over one cache."""
-    if "caches" in keywords:
-        raise invalid("caches", "is not taken by a cache's own method: call the client's")
-    return forward(q, k, v, {**keywords, "caches": [cache], "at": None if at is None else [at]})
-
-
-def append(cache: AnyCache, k: Array, v: Array, layer: int, at: int | None, layout: str) -> Call:
-    """The call for a layer's length with new tokens."""
-    packed = {"k": pack("k", k), "v": pack("v", v)}
-    options = {"layer": layer, "layout": layout} | ({} if at is None else {"at": at})
-    head = wire.build_head([(n, p.dtype, p.shape) for n, p in packed.items()], wire.encode_options(options))
-
-    def read(document: Any) -> int:
-        if type(length := document.get("length")) is not int:
-            raise ProtocolError("the answer has no length")
-        cache.lengths[layer] = length
-        return length
-
-    headers = {"Content-Type": wire.MEDIA_TYPE, "Accept": jsonwire.MEDIA_TYPE, **idempotent()}
-    body = (memoryview(head), *(p.data for p in packed.values()))
-    path = f"/caches/{cache.id}/append"
-    return Call("POST", path, jsonwire.MEDIA_TYPE, headers, body, DEFAULT, read, affinity=cache.affinity)
-
-
-def fork(caches: Sequence[AnyCache], lengths: Sequence[int] | None, free: Sequence[AnyCache]) -> Call:
-    """The call for the descriptions of copies."""
-    asked: dict[str, Any] = {"caches": [c.id for c in caches], "lengths": None if lengths is None else list(lengths)}
-    affinity = caches[0].affinity if caches else Affinity()
-    asked["free"] = [c.id for c in free]
-    return _asks("POST", "/caches/fork", asked, affinity, _made(affinity), success=201)
-
-
-def change(cache: AnyCache, what: str, asked: Mapping[str, Any]) -> Call:
-    """The call for the description of a cache that is truncated or renewed."""
-    return _asks("POST", f"/caches/{cache.id}/{what}", asked, cache.affinity, lambda document: document)
-
-
-def look(cache: AnyCache) -> Call:
-    """The call for the description of a cache."""
-    return _asks("GET", f"/caches/{cache.id}", None, cache.affinity, lambda document: document)
-
-
-def delete(cache: AnyCache) -> Call:
-    """The call that frees a cache."""
-    call = _asks("DELETE", f"/caches/{cache.id}", None, cache.affinity, lambda document: None, success=204)
-    return replace(call, expected="")  # there is no body
-
-
-def delete_many(caches: Sequence[AnyCache]) -> Call:
-    """The call that frees several caches, all or none."""
-    asked = {"caches": [cache.id for cache in caches]}
-    affinity = caches[0].affinity if caches else Affinity()
-    call = _asks("POST", "/caches/delete", asked, affinity, lambda document: None, success=204)
-    return replace(call, expected="")
-
-
-def tensors(cache: AnyCache, layer: int, like: Array | None) -> Call:
-    """The call for k and v of a layer."""
-    kind = np.empty(0) if like is None else like
-
-    def read(answer: Answer) -> tuple[Any, Any]:
-        found = unpack(answer.buffer, {spec.name: spec for spec in answer.head.tensors}, kind)
-        return found["k"], found["v"]
-
-    headers = {"Accept": wire.MEDIA_TYPE}
-    path = f"/caches/{cache.id}/tensors?layer={layer}"
-    return Call("GET", path, wire.MEDIA_TYPE, headers, (), DEFAULT, read, affinity=cache.affinity)
-
-
-def _made(affinity: Affinity) -> Callable[[Any], list[Described]]:
-    def read(document: Any) -> list[Described]:
-        found = document.get("caches")
-        if not isinstance(found, list) or not found:
-            raise ProtocolError("the answer describes no caches")
-        return [Described(one, affinity) for one in found]
-
-    return read
-
-
-def _asks(
-    method: str, path: str, asked: Mapping[str, Any] | None, affinity: Affinity, read: Callable[[Any], Any],
-    success: int = 200,
-) -> Call:  # fmt: skip
-    headers, body = {"Accept": jsonwire.MEDIA_TYPE}, b"" if asked is None else json.dumps(asked).encode()
-    if asked is not None:
-        headers |= {"Content-Type": jsonwire.MEDIA_TYPE, **idempotent()}
-    parts = (memoryview(body),) if body else ()
-    return Call(method, path, jsonwire.MEDIA_TYPE, headers, parts, DEFAULT, read, success=success, affinity=affinity)

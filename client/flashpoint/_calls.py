@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypedDict, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from flashpoint import jsonwire
 from flashpoint._arrays import Array, pack, unpack
 from flashpoint.errors import FlashpointError, InvalidInputError, ProtocolError, all_invalid, invalid
 from flashpoint.meta import Meta
-from flashpoint.options import AttentionOptions, Backend, CausalAlignment, Grad, Layout, Precision
+from flashpoint.options import AttentionOptions
 from flashpoint.validation import field_problems
 from flashpoint_contract import wire
 from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions
@@ -27,70 +27,6 @@ Model = TypeVar("Model", bound=BaseModel)
 
 _OF_CALLS = ("timeout", "priority", "request_id", "with_meta")  # keywords that are not of the problem
 DEFAULT: Any = object()  # the client's own timeout, where None means none
-
-
-class Sending(TypedDict, total=False):
-    """How a call is made.
-
-    `timeout`: seconds for the whole call, retries included, None for no end. `priority`: 0 to 9, higher runs sooner.
-    `request_id`: the name of the call in the server's log.
-    """
-
-    timeout: float | None
-    priority: int
-    request_id: str
-
-
-class Settled(Sending, total=False):
-    """How a call is made, and the options of `AttentionOptions` that every call has, but for the dropout's seed."""
-
-    layout: Layout
-    causal: bool
-    causal_alignment: CausalAlignment
-    window: tuple[int, int]
-    block_size: tuple[int, int]
-    scale: float | None
-    softcap: float
-    dropout_p: float
-    precision: Precision
-    deterministic: bool
-    backend: Backend
-
-
-class Problem(Settled, total=False):
-    """Tensors and options of a problem, as the contract has them. Tensors are numpy arrays or torch tensors.
-
-    `attn_mask` bool (true attends) or float (added), broadcastable to (B,Hq,Sq,Sk); `block_mask` bool (B or 1,Hq or
-    1,ceil(Sq/Mq),ceil(Sk/Mk)), whose false blocks of `block_size` (Mq,Mk) are skipped; `alibi_slopes` (Hq,) or (B,Hq);
-    `sinks` (Hq,); `q_lengths`, `kv_lengths` (B,) valid rows of padded sequences; `cu_seqlens_q`, `cu_seqlens_k`
-    (n+1,) with layout `thd`. Lengths and cu_seqlens may be lists of int. The options are those of `AttentionOptions`.
-    """
-
-    attn_mask: Array | None
-    block_mask: Array | None
-    alibi_slopes: Array | None
-    sinks: Array | None
-    q_lengths: Array | Sequence[int] | None
-    kv_lengths: Array | Sequence[int] | None
-    cu_seqlens_q: Array | Sequence[int] | None
-    cu_seqlens_k: Array | Sequence[int] | None
-    dropout_seed: int | None
-
-
-class Common(Problem, total=False):
-    """Keywords of both calls: `Problem`, and whether to return (result, Meta)."""
-
-    with_meta: bool
-
-
-class Scales(TypedDict, total=False):
-    """The scales of k and v in float8_e4m3fn or int8, which stand for value times scale.
-
-    A number, a tensor (B,Hk) or (1,Hk), or one of k's shape without D, as `flashpoint_kernels.quantize` makes it.
-    """
-
-    k_scale: Array | float | None
-    v_scale: Array | float | None
 
 
 class Affinity:
@@ -111,90 +47,16 @@ class HeldCache:
     affinity: Affinity
 
 
-class Forward(Common, Scales, total=False):
-    """Keywords of a forward: `Common`, `Scales`, and whether to answer (o, lse)."""
-
-    return_lse: bool
-
-
-class Layer(Problem, Scales, total=False):
-    """Keywords of a cache's `attention` that do not change the type of its result: which of its layers."""
-
-    layer: int
-
-
-class Layers(Layer, total=False):
-    """Keywords of `attention` that do not change the type of its result.
-
-    `caches`: one for each sequence of q, objects of `Client.cache` or ids; `at` which positions, one for each, k and v
-    are written, in place of their ends.
-    """
-
-    caches: Sequence[HeldCache | str] | None
-    at: Sequence[int] | None
-
-
-class OfLayer(Layer, total=False):
-    """Keywords of a cache's `attention`: `Layer`, whether to answer (o, lse), and whether (result, Meta)."""
-
-    return_lse: bool
-    with_meta: bool
-
-
-class OverCaches(Layers, total=False):
-    """Keywords of `attention`: `Layers`, whether to answer (o, lse), whether (result, Meta), and `save`.
-
-    `save`: keep this forward at the server; the result is a `SavedAttention`.
-    """
-
-    return_lse: bool
-    with_meta: bool
-    save: bool
-
-
-class Gradients(Problem, total=False):
-    """Keywords of `attention_grad` that do not change the type of its result.
-
-    The forward's `o` and `lse`, with which it is not run again; `dlse`, the gradient of `lse`, of its shape; which
-    gradients to answer; `saved`: the result of `attention` with `save`, or its id, which takes the place of the inputs.
-    """
-
-    o: Array | None
-    lse: Array | None
-    dlse: Array | None
-    grads: Sequence[Grad]
-    saved: SavedAttention | str | None
-
-
-class Backward(Common, total=False):
-    """Keywords of `attention_grad`.
-
-    `Common`; the forward's `o` and `lse`, with which it is not run again; `dlse`, the gradient of `lse`, of its shape;
-    which gradients to answer.
-    """
-
-    o: Array | None
-    lse: Array | None
-    dlse: Array | None
-    grads: Sequence[Grad]
-
-
-class OfSaved(Backward, total=False):
-    """Keywords of `attention_grad`: `Backward`, and `saved`, beside which most others are refused.
-
-    `saved`: the result of `attention` with `save`, or its id.
-    """
-
-    saved: SavedAttention | str | None
-
-
 @dataclass(frozen=True)
 class SavedAttention:
-    """The answer of `attention` with `save`, which `attention_grad` takes as `saved`.
+    """The answer of `attention` with `save=True`, which `attention_grad` takes as `saved`.
 
-    `o` (B,Hq,Sq,Dv), and `lse` (B,Hq,Sq) with `return_lse`, else None. `saved` is the forward's id at the server; None
-    where the server had no memory to save it: then send all tensors to `attention_grad`. `replica` is the value of
-    X-Flashpoint-Replica that leads a balancer to that server.
+    Args:
+        o: Output, (B, Hq, Sq, Dv).
+        lse: Log-sum-exp, float32 (B, Hq, Sq), with `return_lse`; else None.
+        saved: The forward's id at the server. None where the server had no memory to save it: then send all tensors to
+            `attention_grad`.
+        replica: Value of X-Flashpoint-Replica that leads a balancer to that server.
     """
 
     o: Any

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,15 +11,13 @@ from pydantic import BaseModel, ValidationError
 
 from flashpoint import jsonwire
 from flashpoint._arrays import Array
-from flashpoint._calls import DEFAULT, Call, Model, Problem, Scales, Sending, call_headers, checked, message
+from flashpoint._calls import DEFAULT, Call, Model, call_headers, checked, message
 from flashpoint._http import sse
 from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest
 from flashpoint.errors import ConnectionFailedError, ProtocolError, from_problem, invalid
-from flashpoint.options import AttentionOptions, Grad
-from flashpoint.shape_schema import Direction, Dtype, Shape
+from flashpoint.options import AttentionOptions
 from flashpoint.verify_schema import (
     VERIFY_EVENT,
-    Extra,
     ProblemEvent,
     ReportEvent,
     VerifyProgress,
@@ -30,48 +28,6 @@ from flashpoint_contract import wire
 from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS
 
 DRAWN = ("shape", "dtype", "seed", "direction", "extras")  # what only a problem that the server draws has
-
-
-class Verify(Problem, Scales, total=False):
-    """Keywords of `verify`: `Problem`, `Scales`, and either `shape` and the rest of `VerifyRequest`, or tensors.
-
-    Beside q, k and v: `do`, and `dlse`, where gradients are to be judged too; which gradients those are (`grads`); and
-    any of `o`, `lse`, `dq`, `dk`, `dv`, `dattn_mask` and `dsinks`, which are then judged, and nothing else is.
-
-    `progress` is called with each VerifyProgress that the server sends: some a second, the first when the verification
-    begins. An exception that it raises ends the call, and the verification.
-    """
-
-    shape: Shape | Mapping[str, int]
-    dtype: Dtype
-    seed: int
-    direction: Direction
-    extras: Sequence[Extra]
-    grads: Sequence[Grad]
-    progress: Callable[[VerifyProgress], object] | None
-    do: Array | None
-    dlse: Array | None
-    o: Array | None
-    lse: Array | None
-    dq: Array | None
-    dk: Array | None
-    dv: Array | None
-    dattn_mask: Array | None
-    dsinks: Array | None
-
-
-class Benchmark(Sending, total=False):
-    """Keywords of `benchmark`: those of `BenchmarkRequest`, and how the call is made."""
-
-    preset: str | None
-    shapes: Sequence[Shape | Mapping[str, int]]
-    dtypes: Sequence[Dtype]
-    causal: Sequence[bool]
-    directions: Sequence[Direction]
-    backends: Sequence[str]
-    relative_precision: float
-    max_seconds: float
-    warmup_ms: float
 
 
 def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:

@@ -23,59 +23,68 @@ class _AsyncClient(Protocol):
 
 
 class BenchmarkRun:
-    """The benchmark `id` at the client's server. Every method raises the errors of `flashpoint.errors`."""
+    """A benchmark on the client's server, by its `id`. Every method raises the errors of `flashpoint.errors`."""
 
     def __init__(self, client: _Client, id: str) -> None:
         self.id = id
         self._client = client
 
     def job(self) -> BenchmarkJob:
-        """As it is now."""
+        """Return the benchmark as it is now, with the rows that are finished."""
         job: BenchmarkJob = self._client._call(_proof.job("GET", self.id))
         return job
 
     def events(self, after: int = 0) -> Iterator[BenchmarkEvent]:
-        """Its events behind number `after`, those that have been first, until it has ended.
+        """Yield its events until it has ended; those that have already happened come first.
 
-        A connection that breaks is made again where the events had come to, as often in a row as the client retries.
+        A connection that breaks is made again after the last event, as often in a row as the client retries.
+
+        Args:
+            after: Number of an event (`BenchmarkEvent.id`): only later events are returned.
         """
         return self._client._listen(self.id, after)
 
     def wait(self) -> BenchmarkJob:
-        """The job once it has ended, whichever way: see its `state`."""
+        """Wait until it has ended, and return it. Its `state` says whether it is done, failed or cancelled."""
         for _ in self.events():
             pass
         return self.job()
 
     def cancel(self) -> BenchmarkJob:
-        """Stop it; a benchmark that has ended stays as it is."""
+        """Stop it, and return it. A benchmark that has ended stays as it is."""
         job: BenchmarkJob = self._client._call(_proof.job("DELETE", self.id))
         return job
 
 
 class AsyncBenchmarkRun:
-    """The asyncio twin of `BenchmarkRun`."""
+    """The asyncio twin of `BenchmarkRun`: the same methods, awaited."""
 
     def __init__(self, client: _AsyncClient, id: str) -> None:
         self.id = id
         self._client = client
 
     async def job(self) -> BenchmarkJob:
-        """See `BenchmarkRun.job`."""
+        """Return the benchmark as it is now, with the rows that are finished."""
         job: BenchmarkJob = await self._client._call(_proof.job("GET", self.id))
         return job
 
     def events(self, after: int = 0) -> AsyncIterator[BenchmarkEvent]:
-        """See `BenchmarkRun.events`."""
+        """Yield its events until it has ended; those that have already happened come first.
+
+        A connection that breaks is made again after the last event, as often in a row as the client retries.
+
+        Args:
+            after: Number of an event (`BenchmarkEvent.id`): only later events are returned.
+        """
         return self._client._listen(self.id, after)
 
     async def wait(self) -> BenchmarkJob:
-        """See `BenchmarkRun.wait`."""
+        """Wait until it has ended, and return it. Its `state` says whether it is done, failed or cancelled."""
         async for _ in self.events():
             pass
         return await self.job()
 
     async def cancel(self) -> BenchmarkJob:
-        """See `BenchmarkRun.cancel`."""
+        """Stop it, and return it. A benchmark that has ended stays as it is."""
         job: BenchmarkJob = await self._client._call(_proof.job("DELETE", self.id))
         return job

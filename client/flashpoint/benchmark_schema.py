@@ -70,16 +70,16 @@ class BenchmarkRow(Answer):
     backend: str = Field(description="implementation")
     version: str | None = Field(description="version of its package")
     device: str = Field(description="device")
-    direction: Direction
-    dtype: TimedDtype
-    causal: bool
-    batch: int
-    q_heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-    head_dim: int
-    value_dim: int
+    direction: Direction = Field(description="forward, backward, or both")
+    dtype: TimedDtype = Field(description="data type of q, k, v, o and the gradients")
+    causal: bool = Field(description="causal mask")
+    batch: int = Field(description="sequences, B")
+    q_heads: int = Field(description="query heads, Hq")
+    kv_heads: int = Field(description="key/value heads, Hk")
+    q_len: int = Field(description="queries of a sequence, Sq")
+    kv_len: int = Field(description="keys of a sequence, Sk")
+    head_dim: int = Field(description="columns of q and k, D")
+    value_dim: int = Field(description="columns of v and o, Dv")
     ms: Number | None = Field(default=None, description="median milliseconds of a call")
     ms_p20: Number | None = Field(default=None, description="20th percentile of the milliseconds")
     ms_p80: Number | None = Field(default=None, description="80th percentile of the milliseconds")
@@ -158,28 +158,34 @@ EVENT: TypeAdapter[BenchmarkEvent] = TypeAdapter(Annotated[BenchmarkEvent, Field
 
 
 class BenchmarkJob(Answer):
-    """A benchmark as far as it has come."""
+    """A benchmark as far as it is: its state, its request, and the rows that are finished."""
 
-    id: str
-    state: State = "queued"
+    id: str = Field(description="name of the job at the server")
+    state: State = Field(default="queued", description="queued, running, or how it ended: done, failed, cancelled")
     done: NonNegativeInt = Field(default=0, description="number of finished cases")
     total: NonNegativeInt = Field(default=0, description="number of cases")
-    created: AwareDatetime
-    started: AwareDatetime | None = None
-    ended: AwareDatetime | None = None
+    created: AwareDatetime = Field(description="time of the request")
+    started: AwareDatetime | None = Field(default=None, description="time of the first measurement")
+    ended: AwareDatetime | None = Field(default=None, description="time of the end")
     device: str | None = Field(default=None, description="device, known once it runs")
     environment: dict[str, Any] = Field(
         default_factory=dict,
         description="versions, commit, and peaks of the device by dtype",
     )
-    request: BenchmarkRequest
-    rows: tuple[BenchmarkRow, ...] = ()
-    errors: tuple[str, ...] = ()
+    request: BenchmarkRequest = Field(description="grid that is timed")
+    rows: tuple[BenchmarkRow, ...] = Field(default=(), description="finished cases, in their order")
+    errors: tuple[str, ...] = Field(default=(), description="reasons of a failed job")
 
     def plot(self, kind: PlotKind = "time") -> Picture:
-        """Draw the rows that there are: an SVG, which a notebook shows. Needs matplotlib.
+        """Draw the finished rows: an SVG, which a notebook shows. Needs matplotlib.
 
-        Raises ValueError where no row has what the picture shows.
+        Args:
+            kind: `time` (milliseconds), `tflops`, `speedup` (over naive attention), `memory` (peak bytes) or
+                `roofline`.
+
+        Raises:
+            ValueError: no row has the figures of this picture.
+            ModuleNotFoundError: matplotlib is not installed.
         """
         return picture("plot_benchmark", self, kind)
 
@@ -193,7 +199,7 @@ class BenchmarkJob(Answer):
         return table(f"{self.state}, {self.done} of {self.total} cases · {self.device or ''}", heads, rows)
 
     def after(self, event: BenchmarkEvent) -> BenchmarkJob:
-        """The job once `event` has happened."""
+        """Return the job as it is after `event`, one event of its stream."""
         changed: dict[str, Any]
         if isinstance(event, RowEvent):
             changed = {"done": event.done, "total": event.total, "rows": (*self.rows, event.row)}

@@ -42,11 +42,16 @@ MIB = 1 << 20
 class Rates:
     """Rates of a server, of its device, and of the network to it.
 
-    `call`: seconds of a minimal call to a server on the caller's host; `round_trip`: seconds more to one that
-    is further away. `upload`, `download`: bytes a second between the caller's memory and the server's, decoding and
-    encoding included. `flops`, `grad_flops`: operations of matrix products a second, forward and gradient. `memory`:
-    bytes of keys and values that the device reads a second. `pcie`: bytes a second each way between the server and its
-    device. `shared`: caller, server and device are the same cores, so nothing overlaps.
+    Args:
+        call: Seconds of a minimal call to a server on the caller's host.
+        upload: Bytes per second from the caller's memory to the server's, encoding and decoding included.
+        download: Bytes per second from the server's memory to the caller's, likewise.
+        flops: Floating-point operations of matrix products per second, forward.
+        grad_flops: The same for gradients.
+        memory: Bytes of keys and values that the device reads per second.
+        pcie: Bytes per second, each way, between the server and its device.
+        round_trip: Seconds that the network adds to a call.
+        shared: Caller, server and device are the same cores, so nothing overlaps.
     """
 
     call: float
@@ -62,7 +67,15 @@ class Rates:
 
 @dataclass(frozen=True)
 class Need:
-    """The bytes and FLOPs of one request. `keys`: bytes of k and v that the device must read at least once."""
+    """The bytes and operations of one request.
+
+    Args:
+        side: `forward` or `backward`.
+        upload: Bytes that the caller sends.
+        download: Bytes that the caller receives.
+        flops: Floating-point operations of the matrix products.
+        keys: Bytes of k and v that the device must read at least once.
+    """
 
     side: Side
     upload: int
@@ -73,7 +86,12 @@ class Need:
 
 @dataclass(frozen=True)
 class Prediction:
-    """`stages`: seconds of one request in each, in their order, of which one device of `servers` has its share."""
+    """The predicted time of a request.
+
+    Args:
+        stages: Seconds of one request in each stage, in order.
+        shared: Caller, server and device are the same cores, so that stages do not overlap.
+    """
 
     stages: dict[str, float]
     shared: bool = False
@@ -85,16 +103,20 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """The stage that bounds how many requests pass in a second."""
+        """Return the stage that limits the requests per second."""
         return max(self._passing, key=lambda name: self.stages[name])
 
     @property
     def requests_per_second(self) -> float:
-        """The most that pass one server, its device and its link."""
+        """Return the largest number of requests per second of one server, its device and its link."""
         return 1 / (self.seconds if self.shared else self.stages[self.bottleneck])
 
     def for_load(self, requests_per_second: float) -> dict[str, int]:
-        """How many of each it takes, if they were busy all the time."""
+        """Return how many HTTP processes, links and devices a load needs, each busy all the time.
+
+        Args:
+            requests_per_second: The load.
+        """
         busy = {
             "http process": self.stages["call"],
             "link": max(self.stages["upload"], self.stages["download"]),
@@ -117,12 +139,24 @@ def need(
     parts: tuple[int, int] = (1, 1),
     cached: bool = False,
 ) -> Need:
-    """Return what a request of `shape` needs; a gradient with the forward's o and lse, or without them.
+    """Return the bytes and operations of a request.
 
     A product over P pairs of query and key is 2·P·D or 2·P·Dv operations: two products forward, five backward
-    (FlashAttention-2, Dao 2023, Algorithms 1 and 2). With `parts` (of the queries, of the keys), all that a sharded
-    call sends: a query goes with every part of the keys, a key with every part of the queries. With `cached`, k and v
-    lie in KV caches on the server: the call sends those of its own tokens alone, and the device reads all.
+    (FlashAttention-2, Dao 2023, Algorithms 1 and 2).
+
+    Args:
+        shape: Sizes of the problem.
+        dtype: Data type of the tensors.
+        side: `forward` or `backward`.
+        causal: Causal mask: a query sees the keys up to its own position.
+        with_forward: A gradient sends the forward's o and lse; without them the server computes the forward again.
+        parts: (r, c) of a sharded call: each query is sent with every one of c parts of the keys, each key with every
+            one of r parts of the queries.
+        cached: k and v are in KV caches on the server: the call sends those of its own tokens only, and the device
+            reads all.
+
+    Raises:
+        InvalidInputError: the arguments do not fit together.
     """
     if side not in ("forward", "backward"):
         raise invalid("side", "must be forward or backward")
@@ -147,13 +181,25 @@ def need(
 
 
 def cache_bytes(shape: Shape, *, dtype: Dtype = "float32", layers: int = 1) -> int:
-    """Return the bytes of one sequence's cache with `kv_len` tokens in each layer."""
+    """Return the bytes of one sequence's cache.
+
+    Args:
+        shape: Sizes: `kv_len` tokens in each layer, `kv_heads`, `head_dim` and `value_dim`.
+        dtype: Data type of the cache.
+        layers: Layers of the model.
+    """
     token = shape.kv_heads * (shape.head_dim + shape.value_dim) * ITEMSIZE[dtype]
     return layers * layer_tokens(shape.kv_len) * token
 
 
 def predict(need: Need, rates: Rates, servers: int = 1) -> Prediction:
-    """The time of one request in each stage; of a sharded one over `servers`, which share one caller's link."""
+    """Return the predicted time of one request in each stage.
+
+    Args:
+        need: The bytes and operations of the request.
+        rates: The rates of the server and of the way to it.
+        servers: Servers that share one sharded call; they share the caller's link.
+    """
     flops = rates.flops if need.side == "forward" else rates.grad_flops
     return Prediction(
         {
@@ -170,10 +216,18 @@ def predict(need: Need, rates: Rates, servers: int = 1) -> Prediction:
 
 
 def measure(client: Client, dtype: Dtype = "float32", *, shared: bool = False) -> Rates:
-    """The rates of a server and of the way to it, by some twenty calls of at most 32 MiB, a few seconds in all.
+    """Measure the rates of a server and of the way to it: some fifty calls of at most 32 MiB, a few seconds in all.
 
-    `shared` is for a server that computes on the caller's own cores. Its compute time includes the transfer to its
-    device, so `pcie` is inf; the network time is in `call`, so `round_trip` is 0.
+    The compute time includes the transfer to the device, so `pcie` is infinite; the network's time is in `call`, so
+    `round_trip` is 0.
+
+    Args:
+        client: Client of the server.
+        dtype: Data type of the tensors that are sent.
+        shared: The server computes on the caller's own cores.
+
+    Raises:
+        FlashpointError: the errors of `flashpoint.errors`.
     """
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 

@@ -25,16 +25,20 @@ def save_case(path: str | PathLike[str], *, q: Array, k: Array, v: Array, o: Arr
     """Write a problem and a kernel's answers into a safetensors file, for `flashpoint verify PATH`.
 
     Args:
-        path: the file; it is overwritten.
-        q: (B,Hq,Sq,D), or as `layout` says.
-        k: (B,Hk,Sk,D).
-        v: (B,Hk,Sk,Dv).
-        o: (B,Hq,Sq,Dv), what the kernel answered.
-        more: other tensors by their names (`lse`, `do`, `dq`, `dk`, `dv`, `attn_mask`, …), and options (`causal=True`,
-            `scale=…`). An option that is not named is judged as the default, and `flashpoint verify` says so.
+        path: File to write. An existing file is replaced.
+        q: Queries, (B, Hq, Sq, D), or as `layout` says. numpy or torch; float16, bfloat16, float32 or float64.
+        k: Keys, (B, Hk, Sk, D).
+        v: Values, (B, Hk, Sk, Dv).
+        o: Output of the kernel, (B, Hq, Sq, Dv).
+        more: Other tensors by their names (`lse`, `do`, `dq`, `dk`, `dv`, `attn_mask`, …), and options (`causal=True`,
+            `scale=…`), as `Client.attention` takes them. An option that is not named has its default, and
+            `flashpoint verify` says so.
 
-    Returns the path. Raises InvalidInputError for an unknown name, a value that is not valid, or a tensor that cannot
-    be saved.
+    Returns:
+        The path.
+
+    Raises:
+        InvalidInputError: an unknown name, a value that is not valid, or a tensor that cannot be saved.
     """
     tensors = {"q": q, "k": k, "v": v, "o": o} | {name: more.pop(name) for name in list(more) if name in _KNOWN}
     given = {name: value for name, value in more.items() if value is not None}
@@ -61,8 +65,9 @@ def read_case(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise invalid("file", f"{path} has {len(buffer)} bytes where its head says {head.size + head.data_size}")
     specs = {spec.name: spec for spec in head.tensors}
     if not specs.keys() >= set(REQUIRED["forward"]):
-        found = "; ".join(f"{name}{hint}" for name, hint in each_meant(specs, REQUIRED["forward"]))
-        raise invalid("file", f"{path} has no q, k and v, but {found or 'nothing'}")
+        named = ((name, hint.removeprefix("; ")) for name, hint in each_meant(specs, REQUIRED["forward"]))
+        found = ", ".join(f"{name} ({hint})" if hint else name for name, hint in named)
+        raise invalid("file", f"{path} needs tensors q, k and v. It has {found or 'none'}")
     if refused := refusals("cli", specs):
         raise all_invalid(refused)
     return unpack(buffer[head.size :], specs, buffer), wire.decode_options(head.metadata)

@@ -19,9 +19,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+__all__ = [
+    "AuthenticationError", "BadRequestError", "CacheError", "ConnectionFailedError", "DeadlineExceededError",
+    "FieldProblem", "FlashpointError", "InvalidInputError", "OverloadedError", "ProtocolError", "ServerError",
+    "TooLargeError",
+]  # fmt: skip
+
 
 class FieldProblem(NamedTuple):
-    """The error of one field. `field` is its name in the contract, such as `q` or `window`."""
+    """The error of one field: `field` is its name, such as `q` or `window`, `message` says what is wrong."""
 
     field: str
     message: str
@@ -30,8 +36,13 @@ class FieldProblem(NamedTuple):
 class FlashpointError(Exception):
     """Base of all exceptions. An attribute is None if the server did not send it, or if no server was asked.
 
-    `status` is the HTTP status, `code` the problem's short name, `detail` its text, `request_id` what to look for in
-    the server's log, `errors` the fields that are wrong, `retry_after` the seconds the server asks to wait.
+    Args:
+        detail: Text of the error.
+        status: HTTP status.
+        code: Short name of the error, as the table of errors has it.
+        request_id: Name of the call in the server's log.
+        errors: The fields that are not valid, each a `FieldProblem`.
+        retry_after: Seconds that the server asks to wait.
     """
 
     def __init__(
@@ -65,7 +76,7 @@ class InvalidInputError(FlashpointError, ValueError):
 
 
 class BadRequestError(FlashpointError):
-    """The server could not make sense of the message: the two ends disagree, or the address is not Flashpoint's."""
+    """The server could not read the message, or the address is not one of Flashpoint's."""
 
 
 class CacheError(FlashpointError):
@@ -76,7 +87,7 @@ class CacheError(FlashpointError):
 
 
 class AuthenticationError(FlashpointError):
-    """No key, a wrong key, or a key without that right."""
+    """There is no API key, it is wrong, or it lacks the permission."""
 
 
 class TooLargeError(FlashpointError):
@@ -84,23 +95,23 @@ class TooLargeError(FlashpointError):
 
 
 class OverloadedError(FlashpointError):
-    """The server is full, starting or stopping, and was so at every retry."""
+    """The server is full, starting or stopping, at every retry."""
 
 
 class DeadlineExceededError(FlashpointError, TimeoutError):
-    """The timeout passed, here or at the server."""
+    """The timeout passed, at the client or at the server."""
 
 
 class ServerError(FlashpointError):
-    """The server's fault; `request_id` finds it in the server's log."""
+    """The server failed; `request_id` finds the error in its log."""
 
 
 class ConnectionFailedError(FlashpointError, ConnectionError):
-    """There was no connection to the server, or it broke, here or behind a proxy, at every retry."""
+    """There was no connection to the server, or it broke, also behind a proxy, at every retry."""
 
 
 class ProtocolError(FlashpointError):
-    """The answer is not what the contract says, so something other than Flashpoint may have given it."""
+    """The answer does not follow the contract. Another program than Flashpoint may have sent it."""
 
 
 _OF_HELD = (404, 409, 410, 421)

@@ -25,8 +25,9 @@ from jax.custom_derivatives import SymbolicZero
 from numpy.typing import NDArray
 
 from flashpoint import _saved
-from flashpoint._calls import SavedAttention, Sending, Settled, checked
+from flashpoint._calls import SavedAttention, checked
 from flashpoint._client import Client
+from flashpoint._keywords import Sending, Settled
 from flashpoint._vmapped import batch_shape, fold, single
 from flashpoint.errors import CacheError, all_invalid, invalid
 from flashpoint.options import AttentionOptions, Grad
@@ -61,19 +62,67 @@ def attention(
     save: bool = False,
     **options: Unpack[Settled],
 ) -> Any:
-    """`client.attention`, with gradients for q, k, v, a float `attn_mask` and `sinks`, through o and lse.
+    """Return attention as `Client.attention` does, differentiable in JAX: under `jit`, `grad` and `vmap`.
 
-    q (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv) → o (B,Hq,Sq,Dv) in q's dtype, with `return_lse` (o, lse), lse
-    (B,Hq,Sq) float32; other layouts and ranks as the contract has them. Tensors are JAX's or NumPy's, answers JAX's;
-    lengths and cu_seqlens may be lists of int. Options are constants of a compiled program, but for `dropout_seed`,
-    which may be an array, and which dropout needs: JAX may run a call again, or not at all. `timeout` and `priority`
-    hold for the backward's call too.
+    q, k, v, a float `attn_mask` and `sinks` get gradients, through o and lse. Tensors are JAX's or NumPy's, answers
+    JAX's. Options are constants of a compiled program, except for `dropout_seed`, which may be an array. `timeout` and
+    `priority` hold for the backward's call too.
 
-    With `save` the server keeps the forward until its backward has run, or for its time to live, and the backward sends
-    `do` alone. Under `vmap`, and where the server has no memory for it or has lost it, the backward sends all.
+    Args:
+        q: Queries, (B, Hq, Sq, D) in layout `bhsd`; other layouts and ranks as `Client.attention`.
+        k: Keys, (B, Hk, Sk, D).
+        v: Values, (B, Hk, Sk, Dv).
+        client: The client that sends the call from the host.
+        save: Let the server keep the forward until its backward has run, or for its time to live; the backward then
+            sends `do` alone. Under `vmap`, and where the server has no memory for it or has lost it, the backward
+            sends all.
+        attn_mask: Mask, broadcastable to (B, Hq, Sq, Sk): bool (true: attend) or float (added to the scaled
+            scores). Not in layout `thd`.
+        block_mask: Mask of blocks, bool, (B or 1, Hq or 1, ceil(Sq/Mq), ceil(Sk/Mk)): blocks of `block_size` that
+            are false are skipped. Blocks count from each sequence's first row. Not in layout `thd`.
+            `flashpoint_kernels.create_block_mask` makes one.
+        alibi_slopes: Slopes, float, (Hq,) or (B, Hq): slope·|i + offset − j| is subtracted from the score of query
+            i and key j (ALiBi, Press et al. 2022). Not differentiable.
+        sinks: Logits, float, (Hq,): one more per head in the softmax's denominator, without a value (gpt-oss).
+        q_lengths: Number of valid queries of each padded sequence, int32 or int64, (B,). Rows beyond are not read;
+            their o is 0 and their lse −∞. Not in layout `thd`.
+        kv_lengths: Number of valid keys of each padded sequence, int32 or int64, (B,). Rows beyond are not read.
+            Not in layout `thd`.
+        cu_seqlens_q: Rows of q where the n sequences of layout `thd` start, and then Tq: int32 or int64, (n + 1,).
+        cu_seqlens_k: Rows of k where the n sequences of layout `thd` start, and then Tk: int32 or int64, (n + 1,).
+        dropout_seed: Seed of dropout, 0 to 2^64 − 1. The dropped weights are a function of the seed alone, whatever
+            the backend (Philox, Salmon et al. 2011). None, the default, draws a seed.
+        return_lse: Return (o, lse) in place of o. Default: False.
 
-    Raises the errors of `flashpoint.errors`; a compiled program has them in the text of JAX's own. A second derivative
-    raises RuntimeError, `jax.jvp` TypeError.
+    Keyword Args:
+        layout: `bhsd`: (B, H, S, D); `bshd`: (B, S, H, D); `thd`: (T, H, D), sequences one after another. Default:
+            "bhsd".
+        causal: Query i sees key j only if j <= i + offset. Default: False.
+        causal_alignment: Offset of the diagonal, also for `window` and `alibi_slopes`. `bottom_right`: Sk − Sq;
+            `top_left`: 0. Each sequence's own lengths count. Default: "bottom_right".
+        window: [left, right]: query i sees key j only if i + offset − left <= j <= i + offset + right. −1 is no
+            bound. Default: (-1, -1).
+        block_size: (Mq, Mk): queries and keys of a block of `block_mask`, multiples of 16. Default: (128, 128).
+        scale: Factor of q·k. None, the default, is 1/sqrt(D).
+        softcap: Each scaled score s becomes softcap·tanh(s/softcap), before mask and bias (Gemma 2). 0 is off.
+            Default: 0.0.
+        dropout_p: Probability with which each attention weight is dropped, 0 <= p < 1. Default: 0.0.
+        precision: float32 matrix products: `ieee` (full float32) or `tf32`. Default: "ieee".
+        deterministic: Gradients are bitwise equal from run to run. Default: True.
+        backend: `auto`, or one of `triton`, `torch`, `tiled` and `reference`. A backend that is named is never
+            replaced by another. Default: "auto".
+        timeout: Seconds for the whole call, retries included; the server knows it as the deadline. None waits
+            without end. Default: the client's own.
+        priority: 0 to 9; a higher priority runs sooner. Default: 0.
+        request_id: Name of the call in the server's log, printable ASCII. Default: the server makes one.
+
+    Returns:
+        o (B, Hq, Sq, Dv) in q's dtype. With `return_lse` (o, lse), lse float32 (B, Hq, Sq).
+
+    Raises:
+        FlashpointError: the errors of `flashpoint.errors`; a compiled program has them in the text of JAX's own error.
+            With dropout, `dropout_seed` is needed, because JAX may run a call again. A second derivative raises
+            RuntimeError, `jax.jvp` TypeError.
     """
     given = {
         "q": q, "k": k, "v": v, "attn_mask": attn_mask, "block_mask": block_mask, "alibi_slopes": alibi_slopes,

@@ -58,7 +58,7 @@ def decode(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     try:
         message = strictjson.loads(body)
     except ValueError as error:
-        raise WireError(f"the body is not JSON: {error}") from None
+        raise WireError(f"the body is not JSON: {error if body else 'it is empty'}") from None
     if not isinstance(message, dict):
         raise WireError("the body must be a JSON object")
     dtype = message.pop("dtype", "float32")

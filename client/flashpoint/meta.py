@@ -12,12 +12,17 @@ _DURATION = re.compile(r"\s*([\w-]+)[^,]*?;\s*dur=([0-9.]+)")
 
 @dataclass(frozen=True)
 class Meta:
-    """How the server answered, as `with_meta=True` returns it.
+    """How the server answered, as `with_meta=True` returns it. An attribute that the server did not send is None.
 
-    `timings` are the server's `decode`, `queue`, `compute` and `encode` in milliseconds; `batch_size` is the number of
-    requests that ran in the same launch; `seed` is that of the dropout, chosen by the caller or the server; `retries`
-    counts the attempts before the one that was answered. `lengths` are those of the caches that were attended over,
-    `saved` is the id of a forward that was saved. An attribute that the server did not send is None.
+    Args:
+        backend: Backend that computed the answer.
+        seed: Seed of dropout, chosen by the caller or the server.
+        batch_size: Number of requests that ran in the same launch.
+        request_id: Name of the call in the server's log.
+        timings: Milliseconds of the server's stages: `decode`, `queue`, `compute` and `encode`.
+        retries: Attempts before the one that was answered.
+        lengths: Tokens of each cache of the call, in its layer, after the call.
+        saved: Id of the forward that the server saved.
     """
 
     backend: str | None = None

@@ -84,4 +84,27 @@ class AttentionOptions(_Made):  # type: ignore[misc]
 
     Strict: nothing is coerced (`"true"` is no bool, `true` is no int), but an integer is taken where a number is, and a
     list where a tuple is. An unknown name is an error, so that a misspelt option never runs silently.
+
+    Args:
+        layout: `bhsd`: (B, H, S, D); `bshd`: (B, S, H, D); `thd`: (T, H, D), sequences one after another. Default:
+            "bhsd".
+        causal: Query i sees key j only if j <= i + offset. Default: False.
+        causal_alignment: Offset of the diagonal, also for `window` and `alibi_slopes`. `bottom_right`: Sk − Sq;
+            `top_left`: 0. Each sequence's own lengths count. Default: "bottom_right".
+        window: [left, right]: query i sees key j only if i + offset − left <= j <= i + offset + right. −1 is no
+            bound. Default: (-1, -1).
+        block_size: (Mq, Mk): queries and keys of a block of `block_mask`, multiples of 16. Default: (128, 128).
+        scale: Factor of q·k. None, the default, is 1/sqrt(D).
+        softcap: Each scaled score s becomes softcap·tanh(s/softcap), before mask and bias (Gemma 2). 0 is off.
+            Default: 0.0.
+        dropout_p: Probability with which each attention weight is dropped, 0 <= p < 1. Default: 0.0.
+        dropout_seed: Seed of dropout, 0 to 2^64 − 1. The dropped weights are a function of the seed alone, whatever
+            the backend (Philox, Salmon et al. 2011). None, the default, draws a seed.
+        precision: float32 matrix products: `ieee` (full float32) or `tf32`. Default: "ieee".
+        return_lse: Also return lse, the natural logarithm of the softmax's denominator. Default: False.
+        grads: Gradients to return, in this order: some of `dq`, `dk`, `dv`, `dattn_mask` (of a float mask) and
+            `dsinks`. Default: ("dq", "dk", "dv").
+        deterministic: Gradients are bitwise equal from run to run. Default: True.
+        backend: `auto`, or one of `triton`, `torch`, `tiled` and `reference`. A backend that is named is never
+            replaced by another. Default: "auto".
     """

@@ -22,8 +22,14 @@ LOCAL = "flashpoint_server.engine.local"
 def judge_attention() -> Callable[..., None]:
     """Return a function that fails the test where an attention function is not near enough to float64.
 
-    It takes the function, called as function(q, k, v, causal=…), a shape ({"q_len": 512, "head_dim": 64}, …) or none
-    for a grid, and options of `flashpoint.VerifyRequest`: dtype, seed, direction, extras, causal, window, …
+    The function that it returns has these parameters:
+
+    Args:
+        kernel: Your function, called as kernel(q, k, v, causal=…, …) with torch tensors (B, H, S, D). It returns o, or
+            (o, lse). Only options that differ from their defaults are passed.
+        shape: Sizes such as {"q_len": 512, "head_dim": 64}: `batch`, `q_heads`, `kv_heads`, `q_len`, `kv_len`,
+            `head_dim`, `value_dim`. None judges a grid of shapes and options.
+        options: Options of `flashpoint.VerifyRequest`: `dtype`, `seed`, `direction`, `extras`, `causal`, `window`, …
     """
 
     def judge(kernel: Callable[..., Any], shape: Mapping[str, int] | None = None, **options: Any) -> None:

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from flashpoint import sharded
-from flashpoint._calls import Problem, SavedAttention, Scales, Sending
+from flashpoint._calls import SavedAttention
 from flashpoint._client import Client
+from flashpoint._keywords import Saving, Sending, TorchKeywords
 from flashpoint._saved import Lease
 from flashpoint.errors import CacheError, invalid
 from flashpoint.meta import Meta
@@ -31,22 +32,6 @@ from flashpoint_contract.tensors import TENSORS
 
 _FORWARD_ONLY = [name for name, row in TENSORS.items() if row.forward_only]
 _INPUTS = tuple(name[1:] for name in GRADS)  # those with a gradient, in the order in which autograd is given them
-
-
-class TorchKeywords(Problem, Scales, total=False):
-    """Keywords of `attention` that do not change the type of its result.
-
-    `save`: one server keeps the forward. `parts`: with several servers, into how many parts queries and keys are cut.
-    """
-
-    save: bool
-    parts: tuple[int, int] | None
-
-
-class Saving(sharded.ShardedForward, total=False):
-    """Keywords of `attention`: those of `flashpoint.sharded`, and whether one server keeps the forward."""
-
-    save: bool
 
 
 @overload
@@ -70,15 +55,73 @@ def attention(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Client], **keywords: Unpack[Saving]) -> Any:
-    """`client.attention`, with gradients for q, k, v and every other input that has one, through o and lse.
+    """Return attention as `Client.attention` does, differentiable: o, or (o, lse) with `return_lse`.
 
-    The same shapes, keywords, answers and errors; `timeout` and `priority` hold for the backward's call too. With
-    dropout, the backward uses the seed of the forward, even if the server chose it. A second derivative
-    raises RuntimeError.
-    A list of clients is `sharded.attention` of them, with its keywords, answers and errors.
+    q, k, v, a float `attn_mask` and `sinks` get gradients, through o and lse. `timeout` and `priority` hold for the
+    backward's call too. With dropout the backward uses the forward's seed, even if the server chose it. A second
+    derivative raises RuntimeError.
 
-    With `save` the server keeps the forward until its backward has run (with `retain_graph`, until the graph is gone),
-    and the backward sends `do` alone. Where the server has no memory for it, or has lost it, the backward sends all.
+    Args:
+        q: Queries, torch tensor (B, Hq, Sq, D) in layout `bhsd`; other layouts and ranks as `Client.attention`.
+        k: Keys, (B, Hk, Sk, D).
+        v: Values, (B, Hk, Sk, Dv).
+        client: The client; or a list of clients, whose servers share the call as `flashpoint.sharded.attention`
+            does.
+
+    Keyword Args:
+        return_lse: Return (o, lse) in place of o. Default: False.
+        with_meta: Return (result, `Meta`): timings, the backend, the seed of dropout. Default: False.
+        save: Let the server keep the forward until its backward has run: the backward then sends `do` alone. Where
+            the server has no memory for it, or has lost it, the backward sends all. One client only. Default:
+            False.
+        parts: With a list of clients, (r, c): cut the queries into r parts and the keys into c. Default: None, as
+            many parts as clients.
+        attn_mask: Mask, broadcastable to (B, Hq, Sq, Sk): bool (true: attend) or float (added to the scaled
+            scores). Not in layout `thd`.
+        block_mask: Mask of blocks, bool, (B or 1, Hq or 1, ceil(Sq/Mq), ceil(Sk/Mk)): blocks of `block_size` that
+            are false are skipped. Blocks count from each sequence's first row. Not in layout `thd`.
+            `flashpoint_kernels.create_block_mask` makes one.
+        alibi_slopes: Slopes, float, (Hq,) or (B, Hq): slope·|i + offset − j| is subtracted from the score of query
+            i and key j (ALiBi, Press et al. 2022). Not differentiable.
+        sinks: Logits, float, (Hq,): one more per head in the softmax's denominator, without a value (gpt-oss).
+        q_lengths: Number of valid queries of each padded sequence, int32 or int64, (B,). Rows beyond are not read;
+            their o is 0 and their lse −∞. Not in layout `thd`.
+        kv_lengths: Number of valid keys of each padded sequence, int32 or int64, (B,). Rows beyond are not read.
+            Not in layout `thd`.
+        cu_seqlens_q: Rows of q where the n sequences of layout `thd` start, and then Tq: int32 or int64, (n + 1,).
+        cu_seqlens_k: Rows of k where the n sequences of layout `thd` start, and then Tk: int32 or int64, (n + 1,).
+        dropout_seed: Seed of dropout, 0 to 2^64 − 1. The dropped weights are a function of the seed alone, whatever
+            the backend (Philox, Salmon et al. 2011). None, the default, draws a seed.
+        layout: `bhsd`: (B, H, S, D); `bshd`: (B, S, H, D); `thd`: (T, H, D), sequences one after another. Default:
+            "bhsd".
+        causal: Query i sees key j only if j <= i + offset. Default: False.
+        causal_alignment: Offset of the diagonal, also for `window` and `alibi_slopes`. `bottom_right`: Sk − Sq;
+            `top_left`: 0. Each sequence's own lengths count. Default: "bottom_right".
+        window: [left, right]: query i sees key j only if i + offset − left <= j <= i + offset + right. −1 is no
+            bound. Default: (-1, -1).
+        block_size: (Mq, Mk): queries and keys of a block of `block_mask`, multiples of 16. Default: (128, 128).
+        scale: Factor of q·k. None, the default, is 1/sqrt(D).
+        softcap: Each scaled score s becomes softcap·tanh(s/softcap), before mask and bias (Gemma 2). 0 is off.
+            Default: 0.0.
+        dropout_p: Probability with which each attention weight is dropped, 0 <= p < 1. Default: 0.0.
+        precision: float32 matrix products: `ieee` (full float32) or `tf32`. Default: "ieee".
+        deterministic: Gradients are bitwise equal from run to run. Default: True.
+        backend: `auto`, or one of `triton`, `torch`, `tiled` and `reference`. A backend that is named is never
+            replaced by another. Default: "auto".
+        timeout: Seconds for the whole call, retries included; the server knows it as the deadline. None waits
+            without end. Default: the client's own.
+        priority: 0 to 9; a higher priority runs sooner. Default: 0.
+        request_id: Name of the call in the server's log, printable ASCII. Default: the server makes one.
+        k_scale: Scale of an 8-bit k, which stands for k·k_scale: a number, a float tensor (B, Hk) or (1, Hk), or
+            one of k's shape without D. Finite. `flashpoint_kernels.quantize` makes it. Forward only.
+        v_scale: Scale of an 8-bit v, which stands for v·v_scale: as `k_scale`.
+
+    Returns:
+        o (B, Hq, Sq, Dv) on q's device, in its dtype. With `return_lse` (o, lse), lse float32 (B, Hq, Sq). With
+        `with_meta` (that, `Meta`), or (that, list of `sharded.Part`) with a list of clients.
+
+    Raises:
+        FlashpointError: the errors of `flashpoint.errors`. InvalidInputError names each field that is not valid.
     """
     if of_caches := [name for name in CACHE_OPTIONS if name in keywords]:
         raise invalid(of_caches[0], "is not taken: caches have no gradients. Call the client's attention")

@@ -69,18 +69,18 @@ class Judgement(TensorErrors):
 
 
 class VerifyReport(Answer):
-    """How near to float64 a backend is, or what the caller sent."""
+    """The errors of a backend, or of the caller's own answers, against float64, and the verdict `ok`."""
 
     ok: bool = Field(description="every tensor is within its bound")
     backend: str = Field(description="backend that computed the tensors; given if the caller sent them")
-    device: str
-    dtype: Dtype
+    device: str = Field(description="device of the backend")
+    dtype: Dtype = Field(description="data type of q, k, v and o")
     seed: int | None = Field(default=None, description="seed of the tensors, if they were drawn")
     seconds: float = Field(description="total seconds, with the float64 reference")
-    tensors: tuple[Judgement, ...]
+    tensors: tuple[Judgement, ...] = Field(description="errors and verdict of each tensor")
 
     def plot(self) -> Picture:
-        """Draw the errors of each tensor and its bound: an SVG, which a notebook shows. Needs matplotlib."""
+        """Draw the errors of each tensor beside its bound: an SVG, which a notebook shows. Needs matplotlib."""
         return picture("plot_verification", self)
 
     def _repr_html_(self) -> str:
@@ -100,11 +100,11 @@ class VerifyProgress(Answer):
     its bound needs, so that `total` may grow.
     """
 
-    kind: Literal["progress"] = "progress"
+    kind: Literal["progress"] = Field(default="progress", description="kind of the event")
     done: int = Field(ge=0, description="blocks that are over")
     total: int = Field(ge=0, description="blocks in all, as far as is known")
     stage: Literal["backend", "float64", "torch", "rounding"] = Field(description="what the next block belongs to")
-    direction: Pass
+    direction: Pass = Field(description="pass that is judged: forward or backward")
 
 
 class ReportEvent(Answer):

@@ -38,7 +38,7 @@ from .service import (
     train_saved,
 )
 from .settings import limits, settings
-from .trust import each_fault, faults, fuzz, load, load_steps, steady
+from .trust import each_fault, faults, fuzz, install, load, load_steps, steady
 
 TABLES: dict[str, Callable[[], str]] = {
     "algorithms": algorithms,
@@ -64,6 +64,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fuzz": fuzz,
     "gemma": gemma,
     "headers": headers,
+    "install": install,
     "load": load,
     "load-steps": load_steps,
     "labels": labels,

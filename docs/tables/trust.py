@@ -75,6 +75,27 @@ def each_fault() -> str:
     return text or NOT_MEASURED
 
 
+def install() -> str:
+    """From the wheel to the first answer, for the server and for the SDK alone."""
+    text = ""
+    for _, result in results("install"):
+        both = result["server"], result["sdk"]
+        rows = [
+            ("an empty environment, s", *(each["environment_s"] for each in both)),
+            ("`pip install`, s", *(each["install_s"] for each in both)),
+            ("`flashpoint serve` until it listens, s", result["server"]["listening_s"], "a server that runs"),
+            ("a program that asks, s", *(each["call_s"] for each in both)),
+            ("all, s", *(each["total_s"] for each in both)),
+            ("installed, MB", *(f"{each['installed_mb']:,}" for each in both)),
+            ("packages", *(each["packages"] for each in both)),
+            ("of them downloaded; the others were on the machine", *(each["downloaded"] for each in both)),
+        ]
+        sizes = f"the wheel has {result['wheel_mb']} MB, the source distribution {result['sdist_mb']} MB"
+        text += f"\n{made_on(result['environment'], 'python', 'torch')}; {sizes}:\n\n"
+        text += table(["", "wheel with `[server]`", "wheel alone: the SDK"], rows)
+    return text or NOT_MEASURED
+
+
 def fuzz() -> str:
     """Return the runs of each fuzzer."""
     path = RESULTS / "fuzz.json"

@@ -25,22 +25,24 @@ def create_block_mask(
 ) -> Tensor:
     """Return the block mask of a mask: a block is true where the mask is true for any query and key in it.
 
-    `attention` skips the other blocks. Inside a block that is true, all pairs are visible. If the mask hides some of
-    them, pass them to `attention` as well: with `causal`, `window` or `attn_mask`.
+    `attention` skips the blocks that are false. In a block that is true, every query sees every key: pass the finer
+    mask as well, as `causal`, `window` or `attn_mask`.
 
     Args:
-        mask: a function of (b, h, i, j) that returns whether query i of head h of sequence b sees key j, like
-            FlexAttention's `mask_mod`. Its arguments are integer tensors that broadcast to (batch, heads, queries,
-            keys); it returns such booleans: `lambda b, h, i, j: i - j < 256`,
-            `lambda b, h, i, j: document[i] == document[j]`. Or a dense mask, booleans of (…, Sq, Sk).
-        batch, heads: only with a function; None or 1 if it is the same for all.
-        q_len, kv_len: only with a function: Sq and Sk.
-        device: only with a function: the device of its arguments and of the block mask.
-        block_size: (Mq, Mk), or one number for both, a multiple of 16: the same as for `attention`.
+        mask: A function of (b, h, i, j) that returns whether query i of head h of sequence b sees key j, as
+            FlexAttention's `mask_mod` (Dong et al. 2024). It gets integer tensors that broadcast to (batch, heads,
+            queries, keys), and returns booleans that do: `lambda b, h, i, j: i - j < 256`, `lambda b, h, i, j:
+            document[i] == document[j]`. Or a dense mask, booleans of (…, Sq, Sk).
+        batch: B, for a function. None or 1 where the mask is the same for all sequences.
+        heads: Hq, for a function. None or 1 where the mask is the same for all heads.
+        q_len: Sq, for a function.
+        kv_len: Sk, for a function.
+        device: Device of the block mask of a function, and of the tensors that the function gets.
+        block_size: (Mq, Mk), or one number for both: multiples of 16. Give the same to `attention`.
 
     Returns:
-        Booleans (batch or 1, heads or 1, ceil(Sq/Mq), ceil(Sk/Mk)); for a dense mask, the axes before the last two
-        stay. A function is called for one row of blocks at a time, so the whole mask is never in memory.
+        Booleans (batch or 1, heads or 1, ceil(Sq/Mq), ceil(Sk/Mk)); for a dense mask (…, ceil(Sq/Mq), ceil(Sk/Mk)). A
+        function is called for one row of blocks at a time, so the whole mask is never in memory.
 
     Raises:
         ProblemError: a ValueError that names the wrong argument.

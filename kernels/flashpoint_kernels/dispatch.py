@@ -29,9 +29,12 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def available_backends(device: str) -> tuple[str, ...]:
-    """Return the backends of `device` ("cpu", "cuda", "cuda:1"), in `auto`'s order of preference.
+    """Return the backends of a device, in the order in which `auto` prefers them.
 
-    On the CPU, Triton's kernels need Triton's interpreter (TRITON_INTERPRET=1), and are the last choice.
+    On the CPU Triton's kernels run only under Triton's interpreter (TRITON_INTERPRET=1), as the last choice.
+
+    Args:
+        device: `cpu`, `cuda` or `cuda:N`.
     """
     if torch.device(device).type == "cuda":
         return ("triton", "torch", "tiled", "reference")
@@ -39,12 +42,19 @@ def available_backends(device: str) -> tuple[str, ...]:
 
 
 def run(problems: Sequence[Problem], backend: str) -> None:
-    """Run `problems` of the same direction and `problem.launch_key` on `backend`. Writes into their outputs.
+    """Run problems on a backend, in one launch, into their outputs.
 
-    A gradient without `o` and `lse` first runs the backend's forward. On the CPU, `torch` and `tiled` use all cores: a
-    single problem runs with torch's threads if they do not change its bits; otherwise problems are cut into parts by
-    `reproducible.split`, which may also run separately. Raises ProblemError for features that the backend does not
-    support, and ValueError for problems that cannot share a launch.
+    A gradient without `o` and `lse` first runs the same backend's forward. On the CPU `torch` and `tiled` run on all
+    cores: one problem with torch's own threads where its bits keep, else cut as `reproducible.split` says; such a part
+    may also be run by itself.
+
+    Args:
+        problems: Problems with one direction, one device and one `problem.launch_key`.
+        backend: `triton`, `torch`, `tiled` or `reference`.
+
+    Raises:
+        ProblemError: the backend cannot do a problem.
+        ValueError: the problems do not belong in one launch.
     """
     if not problems:
         return

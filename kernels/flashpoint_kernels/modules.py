@@ -21,15 +21,15 @@ class FlashAttention(nn.Module):
     grouped-query attention (Ainslie et al. 2023).
 
     Args:
-        dim: the model's width, a multiple of `heads`; the head dimension is dim / heads, at most 256.
-        heads: query heads.
-        kv_heads: key/value heads, a divisor of `heads`; None means `heads`.
-        causal: a position sees only itself and earlier ones.
-        window: [left, right] positions visible on each side; −1 = no bound.
-        dropout_p: dropout of the probabilities in training.
-        bias: whether the projections have a bias.
-        attention: the function that computes attention. It takes q (B, S, heads, D), k and v (B, S, kv_heads, D) and
-            the keywords of `flashpoint_kernels.attention`, and returns o (B, S, heads, D).
+        dim: Width of the model, a multiple of `heads`. The head dimension is dim / heads, at most 256.
+        heads: Query heads.
+        kv_heads: Key/value heads, a divisor of `heads`. None: as many as `heads`.
+        causal: A position sees itself and those before it.
+        window: [left, right] positions that are visible on either side; −1 is no bound.
+        dropout_p: Dropout of the attention weights while training.
+        bias: Whether the projections have a bias.
+        attention: Function that computes attention: called with q (B, S, heads, D), k and v (B, S, kv_heads, D) and the
+            keywords of `flashpoint_kernels.attention`, it returns o (B, S, heads, D).
 
     Parameters are float32 until `.to(dtype)`. Raises ValueError for sizes that are not divisible.
     """
@@ -58,7 +58,12 @@ class FlashAttention(nn.Module):
         self.out = nn.Linear(dim, dim, bias=bias)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Map x (B, S, dim) to (B, S, dim). Reads only the first lengths[b] positions of sequence b; (B,) of int."""
+        """Return (B, S, dim) of x.
+
+        Args:
+            x: Inputs, (B, S, dim), in the dtype of the parameters.
+            lengths: Number of valid positions of each sequence, int32 or int64, (B,). None: all are valid.
+        """
         if x.ndim != 3:
             raise ValueError(f"x: must be (B, S, dim), not {list(x.shape)}")
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
@@ -75,8 +80,18 @@ class FlashAttention(nn.Module):
 class Block(nn.Module):
     """A block of a GPT: x + attention(norm(x)), then x + mlp(norm(x)) (pre-norm, Xiong et al. 2020).
 
-    Causal by default. The arguments are those of `FlashAttention`, and `hidden`, the width inside the multilayer
-    perceptron (GELU), by default 4·dim. Maps (B, S, dim) to (B, S, dim).
+    (B, S, dim) to (B, S, dim).
+
+    Args:
+        dim: Width of the model, a multiple of `heads`.
+        heads: Query heads.
+        kv_heads: Key/value heads, a divisor of `heads`. None: as many as `heads`.
+        hidden: Width inside the multilayer perceptron (GELU). None: 4·dim.
+        causal: A position sees itself and those before it.
+        window: [left, right] positions that are visible on either side; −1 is no bound.
+        dropout_p: Dropout of the attention weights while training.
+        bias: Whether projections and norms have a bias.
+        attention: Function that computes attention, as in `FlashAttention`.
     """
 
     def __init__(
@@ -102,7 +117,12 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(dim, hidden, bias=bias), nn.GELU(), nn.Linear(hidden, dim, bias=bias))
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Like `FlashAttention.forward`."""
+        """Return (B, S, dim) of x.
+
+        Args:
+            x: Inputs, (B, S, dim), in the dtype of the parameters.
+            lengths: Number of valid positions of each sequence, int32 or int64, (B,). None: all are valid.
+        """
         x = x + self.attention(self.attention_norm(x), lengths)
         fed: Tensor = x + self.mlp(self.mlp_norm(x))
         return fed

@@ -62,22 +62,37 @@ def nano_forward(
 
 
 def tile_rows(shared_kib: int, head_dim: int, itemsize: int) -> int:
-    """Return the queries and keys of a tile, 16 to 128, for `shared_kib` KiB of shared memory for each program.
+    """Return the number of queries and keys of a tile, 16 to 128.
 
-    It is the largest power of two with which eight tiles BLOCK × D fit. Five are q, and k and v twice, because the next
-    ones are loaded while the present ones are multiplied. Three are for p and for values that do not fit into
-    registers.
+    It is the largest power of two for which eight tiles BLOCK × D fit: five are q, and k and v twice, because the next
+    ones are loaded while these are multiplied; three are left for p and for registers.
+
+    Args:
+        shared_kib: Shared memory of one program in KiB.
+        head_dim: D.
+        itemsize: Bytes of one number.
     """
     fitting = shared_kib * 1024 // (8 * padded(head_dim) * itemsize)
     return min(128, 1 << max(16, fitting).bit_length() - 1)
 
 
 def nano_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Return (o, lse) of softmax(q·kᵀ/√D)·v, by the kernel above. Forward only, with equal numbers of heads.
+    """Return (o, lse) of softmax(q·kᵀ/√D)·v, by the one kernel above (FlashAttention-2, Dao 2023, Algorithm 1).
 
-    q is (…, Sq, D), k and v are (…, Sk, D), of one dtype on one CUDA device (any device with TRITON_INTERPRET=1).
-    causal: query i sees key j only if j <= i + Sk − Sq. o has q's shape and dtype; lse is (…, Sq) float32. Raises
-    ValueError.
+    Forward only, with as many key/value heads as query heads.
+
+    Args:
+        q: Queries, (…, Sq, D), D at most 256. float16, bfloat16 or float32, on a CUDA device (any device under
+            TRITON_INTERPRET=1).
+        k: Keys, (…, Sk, D), of q's dtype and device.
+        v: Values, (…, Sk, D), of q's dtype and device.
+        causal: Query i sees key j only if j <= i + Sk − Sq.
+
+    Returns:
+        o, of q's shape and dtype, and lse, float32 (…, Sq).
+
+    Raises:
+        ValueError: the tensors do not fit.
     """
     if k.shape != v.shape or (*q.shape[:-2], q.shape[-1]) != (*k.shape[:-2], k.shape[-1]) or q.shape[-1] > 256:
         raise ValueError(
@@ -99,7 +114,7 @@ def nano_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tup
 
 
 def tried(device: str) -> list[tuple[str, Verification]]:
-    """Run the kernel on some problems. Return a description of each, with its errors and torch's against float64."""
+    """Run the kernel on some problems on `device`: each in words, and its errors against float64 beside torch's own."""
     found = []
     for q_len, kv_len, dim, causal, dtype in _SHOWN:
         generator = torch.Generator().manual_seed(0)

@@ -49,7 +49,7 @@ def answers_of(kernel: Kernel, tensors: Mapping[str, Tensor], options: Options) 
     wants = [name for name in options.grads if name[1:] in inputs] if "do" in tensors else []
     for name in wants:
         inputs[name[1:]].requires_grad_()
-    result = kernel(*inputs.values(), **_keywords(kernel, tensors, options))
+    result = kernel(*inputs.values(), **keywords(kernel, tensors, options))
     parts = list(result) if isinstance(result, (tuple, list)) else [result]
     if not parts or not isinstance(parts[0], Tensor):
         raise TypeError(f"it returned {type(result).__name__}, but must return a tensor or a tuple of tensors")
@@ -63,7 +63,8 @@ def answers_of(kernel: Kernel, tensors: Mapping[str, Tensor], options: Options) 
     return answers
 
 
-def _keywords(kernel: Kernel, tensors: Mapping[str, Tensor], options: Options) -> dict[str, Any]:
+def keywords(kernel: Kernel, tensors: Mapping[str, Tensor], options: Options) -> dict[str, Any]:
+    """Return the keywords that the function is called with beside q, k and v. Raises NotTakenError."""
     asked: dict[str, Any] = {
         name: getattr(options, name)
         for name, row in OPTIONS.items()

@@ -59,7 +59,19 @@ def tensor_info(name: str, tensor: Tensor) -> TensorInfo:
 
 @dataclass(eq=False)
 class Problem:
-    """See the module. `tensors` are the user's inputs, `outputs` the answers, both by their names in the contract."""
+    """A request of a backend: see the module. `Problem.create` makes it.
+
+    Args:
+        spec: The shapes, the dtype, the options, the direction.
+        rows: The table of sequences.
+        seed: Seed of dropout; None without dropout.
+        device: Device of the tensors.
+        tensors: The caller's tensors, by their names.
+        outputs: The answers, by their names.
+        cut_of: Key/value heads of the request that this is a part of, see `heads`; 0 for a whole one.
+        first_head: Query head of that request that is this part's first.
+        threads: Threads that it may have beyond `reproducible.thread_count`, which do not change its bits; 0 for none.
+    """
 
     spec: Spec
     rows: tuple[Row, ...]
@@ -67,12 +79,11 @@ class Problem:
     device: torch.device
     tensors: dict[str, Tensor]
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    cut_of: int = 0  # for a part (see `heads`): the key/value heads of the whole request; else 0
-    first_head: int = 0  # number of the first query head within the whole request
-    # number of threads allowed in addition to `reproducible.thread_count`, because they do not change the bits; 0: none
+    cut_of: int = 0
+    first_head: int = 0
     threads: int = 0
-    # Cached calls of a backend that read and write in place. An engine runs a problem again with other numbers in the
-    # same memory, and then need not make the views again. `replace` does not copy them.
+    # The calls of a backend that read and write in place. An engine runs a problem again, with other numbers in the
+    # same memory, and need not make the views of a small call anew. Not shared with what `replace` makes of it.
     calls: list[Any] = field(default_factory=list, init=False)
 
     @classmethod
@@ -85,10 +96,17 @@ class Problem:
         spec: Spec | None = None,
         outputs: Mapping[str, Tensor] | None = None,
     ) -> Problem:
-        """Check `tensors` against the contract, read the index tensors, and allocate the answers.
+        """Check tensors against the contract, read the index tensors, and allocate the answers.
 
-        A given `spec` is not checked again. `outputs` are buffers for the answers (contiguous, with the shapes and
-        dtypes of `Spec.outputs`); missing ones are allocated. Raises ProblemError.
+        Args:
+            tensors: Tensors by their names, as `attention` takes them.
+            options: Options of the call.
+            direction: `forward` or `backward`.
+            spec: The result of `plan`, if the caller has it already.
+            outputs: Buffers to write into, contiguous, of the shapes and dtypes of `Spec.outputs`. None allocates them.
+
+        Raises:
+            ProblemError: names each field that is not valid.
         """
         spec = spec or plan({name: tensor_info(name, t) for name, t in tensors.items()}, options, direction)
         device = tensors["q"].device
@@ -109,12 +127,12 @@ class Problem:
         return cls(spec, rows, seed, device, given, made)
 
     def view(self, name: str) -> Tensor:
-        """Return the canonical view of an input or output tensor (see the module)."""
+        """Return the canonical view of the input or output `name` (see the module)."""
         tensor = self.tensors[name] if name in self.tensors else self.outputs[name]
         return self.canonical(name, tensor)
 
     def canonical(self, name: str, t: Tensor) -> Tensor:
-        """Return the canonical view of `t`, which has the contract's shape for `name`."""
+        """Return the canonical view of `t`, which has the shape that the contract gives to `name`."""
         spec, row = self.spec, TENSORS[name]
         if row.per_head:
             return t.float().expand(spec.shape_of(name))
@@ -147,7 +165,7 @@ class Problem:
         return _sequences_of(t[:, :, : -(-row.q_len // queries), : -(-row.kv_len // keys)], rows, first)
 
     def put_mask_part(self, t: Tensor, rows: Sequence[Row], part: Tensor) -> None:
-        """Write back a part that `mask_part` has copied; a view needs no write."""
+        """Write back into `t` the `part` that `mask_part` has copied for `rows`; a view needs nothing."""
         if part.shape[0] > 1 and not consecutive(rows):
             full, first = self._mask_sequences(t)
             own = full[:, :, : part.shape[2], : part.shape[3]]
@@ -159,9 +177,7 @@ class Problem:
         return t, self.rows[0].batch if t.shape[0] == len(self.rows) else 0
 
     def empty_like_output(self, name: str) -> Tensor:
-        """Return new memory with the shape, layout and dtype of `o` or `lse`, for a forward that the caller has not
-        requested.
-        """
+        """Return new memory for `name`, `o` or `lse`, of its shape and dtype, for an answer that is not asked."""
         spec = self.spec
         if name == "lse":
             return torch.empty(spec.lse_shape, dtype=torch.float32, device=self.device)
@@ -173,14 +189,14 @@ class Problem:
     ) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
         """Yield sequences of equal lengths with views of their valid rows: q (n,Hq,sq,D), lse (n,Hq,sq)…
 
-        The views are inputs and outputs by name, without masks and their gradients (see `mask_part`), and without
-        gradients to which all sequences add. Numbers per head are (Hq,) or (n,Hq). `most(row)` is how many sequences
-        with the lengths of `row` are yielded together; 0 omits them; by default, each is yielded alone. Views do not
-        contain padding: a backend that writes through them first calls `clear_outputs`. Sequences that are not adjacent
-        in memory are copied, and their outputs are copied back when the next ones are requested. Keys and values in
-        pages are copied, too, except for rows for which `in_pages` returns True: then the views do not contain k and v,
-        and the caller reads the pages. 8-bit k and v are not converted; scales are (n,Hk,sk), or (n,Hk,1) if rows have
-        no own scale.
+        Inputs and outputs alike, by name, without masks and their gradients (see `mask_part`) and without gradients
+        that all sequences add to; numbers per head are (Hq,) or (n,Hq). `most`(row) is how many sequences as long as
+        `row` may come together, 0 to leave them out; by default each comes alone. Padding is not in the views: a
+        backend that writes through them first calls `clear_outputs`. Sequences that do not lie together are copied,
+        and their outputs are copied back when the next ones are taken. Keys and values in pages are copied, too, but
+        for rows where `in_pages` says that the caller reads the pages: then k and v are not among the views.
+
+        8-bit k and v stay as they are; scales are (n,Hk,sk), or (n,Hk,1) where they are not of each row.
         """
         inputs = {name: self.canonical(name, t) for name, t in self.tensors.items() if name not in _NOT_OF_ROWS}
         outputs = {name: self.canonical(name, t) for name, t in self.outputs.items() if name not in _NOT_OF_ROWS}
@@ -243,7 +259,7 @@ class Problem:
         return flops_of(self.spec, sum(row.q_len * row.kv_len for row in self.rows))
 
     def heads(self, start: int, stop: int) -> Problem:
-        """Return the problem of key/value heads [start, stop) and their query heads, in the same memory.
+        """Return the problem of key/value heads [`start`, `stop`) and their query heads, over the same memory.
 
         Heads share only a mask, a seed and sums over heads. So this is not allowed for the gradient of a mask that
         heads share, or for tensors of one head without the head dimension.
@@ -270,7 +286,7 @@ class Problem:
         return replace(self, spec=own, tensors=tensors, outputs=outputs, cut_of=cut_of, first_head=first_head)
 
     def of_rows(self, start: int, stop: int) -> Problem:
-        """Return the problem of sequences [start, stop), in the same memory.
+        """Return the problem of sequences [`start`, `stop`), over the same memory.
 
         This is not allowed for sums over sequences: dsinks, and the gradient of a mask that sequences share.
         """
@@ -287,7 +303,7 @@ class Problem:
             self.own_part(name).fill_(float("-inf") if name == "lse" else 0.0)
 
     def own_part(self, name: str) -> Tensor:
-        """Return a view of the part of an output that this problem's sequences write, in its canonical dimensions.
+        """Return a view of what this problem's sequences write of the output `name`, in its canonical dimensions.
 
         It is the whole output, except for a part of a larger problem (`of_rows`): other parts may be written at the
         same time.

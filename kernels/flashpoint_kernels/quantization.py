@@ -20,7 +20,7 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tenso
     number or 2^-10 scales.
 
     Args:
-        x: (..., D), for example k or v in any layout, or pages of them. float16, bfloat16, float32 or float64.
+        x: Numbers, (..., D), such as k or v in any layout, or pages of them. float16, bfloat16, float32 or float64.
         dtype: torch.float8_e4m3fn or torch.int8.
     Returns:
         (values, scale): values in `dtype` and x's shape; scale in float32 and x's shape without D, for the arguments
@@ -47,9 +47,13 @@ def dequantize(values: Tensor, scale: Tensor | float, dtype: torch.dtype = torch
     """Return values * scale[..., None] in `dtype`, rounded once.
 
     Args:
-        values: (..., D), 8-bit numbers.
-        scale: a number, or a tensor that broadcasts to the shape of `values` without D.
-        dtype: a float dtype of torch.
+        values: 8-bit numbers, (..., D), float8_e4m3fn or int8.
+        scale: A number, or a float tensor that broadcasts to the shape of `values` without D.
+        dtype: Floating-point dtype of the result.
+
+    Returns:
+        (..., D) in `dtype`.
+
     Raises:
         ProblemError: a ValueError that names `values` or `scale`.
     """

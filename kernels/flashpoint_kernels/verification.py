@@ -126,18 +126,23 @@ def verify(
     answers: Mapping[str, Tensor] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Verification:
-    """Run a problem on `options.backend` (or take `answers`) and judge it against float64.
+    """Run a problem on a backend, or take your own answers, and judge them against float64.
+
+    Memory is O(Sq + Sk) in float64 (see `reference_backend`), time O(Sq·Sk).
 
     Args:
-        tensors: as a request has them, by their names in the contract. `o` and `lse` are judged; with `do` also the
-            gradients that `options.grads` names.
-        options: as for `attention`; `backend` says which one runs.
-        answers: judge these instead of running: any of o, lse, dq, dk, dv, dattn_mask, dsinks, in the shapes that the
-            contract gives them. With dropout the seed they were made with is needed.
-        progress: called before each block of work; an exception that it raises ends the verification.
+        tensors: Tensors by their names, as `attention` takes them: q (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk,
+            Dv), … With `do` (B, Hq, Sq, Dv) the gradients that `options.grads` names are judged, too.
+        options: Options of `attention`; `backend` names the one that runs. None is the defaults.
+        answers: Your own answers, which are judged in place of a backend's: any of o (B, Hq, Sq, Dv), lse (B, Hq, Sq),
+            dq, dk, dv, dattn_mask and dsinks (of their inputs' shapes). With dropout, `dropout_seed` is needed.
+        progress: Called with a `Progress` before each block of work. An exception that it raises ends the verification.
 
-    Memory is O(Sq + Sk) in float64 (see `reference_backend`), time O(Sq·Sk). Raises ProblemError as `attention`
-    does, and for answers that do not fit.
+    Returns:
+        The errors of each tensor, their bounds, and the verdict `ok`.
+
+    Raises:
+        ProblemError: as `attention`; and answers whose names or shapes do not fit.
     """
     options = options or Options()
     if answers is not None and options.dropout_p and options.dropout_seed is None:

@@ -168,11 +168,13 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = _CODES.get(error.status_code, "internal_error")
     what = f"{request.method} {request.url.path}"
-    detail = {404: f"{request.url.path} does not exist: see /docs", 405: f"{what} is not allowed"}.get(
-        error.status_code, error.detail
-    )
-    headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
-    return _response(request, Refusal(code, detail, headers=headers))
+    if error.status_code == 405:
+        allowed = _allowed(request)
+        refusal = Refusal(code, f"{what} is not served; send {allowed}", headers={"Allow": allowed})
+    else:
+        detail = f"there is no {request.url.path}: see /docs" if error.status_code == 404 else error.detail
+        refusal = Refusal(code, detail, headers=error.headers)
+    return _response(request, refusal)
 
 
 def _allowed(request: Request) -> str:

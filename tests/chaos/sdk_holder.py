@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 import flashpoint
-from flashpoint._caches import Described
+from flashpoint._cache_calls import Described
 from flashpoint._calls import Affinity
 from tests.chaos.callers import AFTER_NOTHING, HANG, REFUSALS, Caller, WrongError
 from tests.chaos.held import DIM, KV_HEADS, LAYERS, Q_HEADS, SHAPE, dense, empty

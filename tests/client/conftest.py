@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import flashpoint
-from flashpoint import _client, cli
+from flashpoint import _async_client, _client, cli
 from flashpoint._http import exchange, transport
 from tests.support.raw_server import RawServer
 from tests.support.scripted_server import ScriptedServer
@@ -28,7 +28,7 @@ def delays(monkeypatch):
         asked.append(delay)
 
     monkeypatch.setattr(_client, "time", SimpleNamespace(sleep=asked.append))
-    monkeypatch.setattr(_client, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(_async_client, "asyncio", SimpleNamespace(sleep=sleep))
     return asked
 
 

@@ -152,7 +152,7 @@ def test_the_command_says_what_caches_take(capsys):
         (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8", "--layers", "2"], "--layers"),
         (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8", "--cache-gb", "2"], "--cache-gb"),
         (["--q-len", "8", "--head-dim", "8"], "--network-gbit"),
-        (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "0"], "head_dim"),
+        (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "0"], "--head-dim"),
         (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8", "--side", "up"], "--side"),
         (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8", "--pcie-gb", "-1"], "--pcie-gb"),
         (

@@ -14,6 +14,7 @@ import pytest
 
 import flashpoint
 from flashpoint import sharded
+from flashpoint._calls import lookup
 from flashpoint._http import exchange, transport
 from flashpoint_contract.wire import MEDIA_TYPE, decode_options, head_size, parse_head
 from tests.support.scripted_server import message
@@ -460,3 +461,17 @@ def methods(kind):
 )
 def test_the_asyncio_twin_has_the_same_methods_and_parameters(kind, twin):
     assert methods(kind) == methods(twin)
+
+
+def test_a_deadline_that_passes_before_a_retry_tells_the_last_failure(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(exchange, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
+    attempts = exchange.Exchange(lookup("/info"), timeout=1.0, retries=4)
+    with httpx.Client(base_url="http://127.0.0.1:9") as http:
+        attempts.request(http)
+        assert attempts.failed(httpx.ConnectError("refused")) < 1
+        clock[0] = 2.0  # a busy machine slept longer than it was asked
+        with pytest.raises(flashpoint.ConnectionFailedError, match="refused") as found:
+            attempts.request(http)
+        with pytest.raises(flashpoint.ConnectionFailedError, match="refused"):
+            attempts.failed(found.value)

@@ -32,6 +32,15 @@ def peeking(q, k, v, causal=False):
         s = s.masked_fill(~seen, float("-inf"))
     return s.softmax(-1) @ v
 
+def takes_no_mask(q, k, v):
+    return plain(q, k, v)
+
+def returns_q(q, k, v):
+    return q
+
+def returns_a_number(q, k, v):
+    return 3
+
 def constant(q, k, v):
     raise NotImplementedError("not yet")
 
@@ -190,10 +199,10 @@ def test_a_wrong_function_fails_with_its_mistake(run, kernels, tmp_path):
 @pytest.mark.parametrize(
     ("kernel", "said"),
     [
-        ("my_kernels", "'my_kernels' is no MODULE:FUNCTION"),
+        ("my_kernels", "must be MODULE:FUNCTION, not 'my_kernels'"),
         ("no_such:f", "there is no module no_such"),
         ("my_kernels:plan", "my_kernels has no plan\n  hint: did you mean plain?"),
-        ("my_kernels:number", "is no function, but int"),
+        ("my_kernels:number", "must be a function, not int"),
     ],
 )
 def test_a_function_that_is_not_there_is_named(run, kernels, kernel, said):
@@ -231,6 +240,45 @@ def test_peeking(judge_attention):
 def test_constant(judge_attention):
     judge_attention(constant, {"q_len": 20, "head_dim": 16})
 """
+
+
+TIMED = ("--max-seconds", "0.01", "--warmup-ms", "0")
+
+
+def timed(run, tmp_path, kernel, *flags):
+    """The exit code, both outputs, and the rows of the function and of others."""
+    flags = (*SMALL, *TIMED, *flags, "--backend", "naive", "--json", tmp_path / "rows.json")
+    code, out, err = run("benchmark", "--kernel", f"my_kernels:{kernel}", *flags)
+    rows = flashpoint.BenchmarkJob.model_validate_json((tmp_path / "rows.json").read_text()).rows
+    assert {row.backend for row in rows} == {"naive", "kernel"}
+    return code, out, err, [row for row in rows if row.backend == "kernel"]
+
+
+def test_a_function_is_timed_beside_the_backends(run, kernels, tmp_path):
+    flags = ("--direction", "forward,backward", "--causal", "both", "--q-heads", "4", "--kv-heads", "2")
+    code, out, err, rows = timed(run, tmp_path, "plain", *flags)
+    assert code == 0, err
+    assert len(rows) == 4
+    assert all(row.ms > 0 and row.speedup_over_naive > 0 and row.skipped is None for row in rows)
+    assert "`flashpoint verify --kernel my_kernels:plain` judges its answers" in out
+
+
+@pytest.mark.parametrize(
+    ("kernel", "flags", "said"),
+    [
+        ("forward_alone", ("--direction", "backward"), "has no gradient: autograd finds none on its o"),
+        ("constant", (), "not yet"),
+        ("takes_no_mask", ("--causal", "yes"), "it has no parameter causal"),
+        ("returns_q", ("--value-dim", "8"), "returned o of [1, 1, 20, 16], not [1, 1, 20, 8]"),
+        ("returns_a_number", (), "returned int, not a tensor or a tuple that begins with one"),
+        ("plain", ("--causal", "yes", "--kv-len", "24"), "its causal mask is aligned top left, and the lengths differ"),
+    ],
+)
+def test_a_function_that_cannot_be_timed_says_why(run, kernels, tmp_path, kernel, flags, said):
+    code, out, err, rows = timed(run, tmp_path, kernel, *flags)
+    assert (code, [row.skipped for row in rows]) == (1, [said])
+    assert f"kernel skipped: {said}" in " ".join(out.split())
+    assert f"my_kernels:{kernel} ran no case; the table has the reasons" in err
 
 
 def test_the_fixture_fails_a_test_with_what_is_wrong(kernels):

@@ -80,15 +80,12 @@ VALUES = [
     ("serve --body-timeout soon", "--body-timeout: must be a number, not 'soon'"),
     ("serve --body-limit 1GB", "--body-limit: must be an integer, not '1GB'"),
     ("serve --api-keys a:root", "--api-keys: key 1 must be KEY or KEY:right+right"),
-    ("serve --cache-secret short", "--cache-secret: needs 32 or more random characters"),
-    (
-        "serve --cors-origins example.org",
-        "--cors-origins: 'example.org' is not an origin: give an origin like https://example.org",
-    ),
+    ("serve --cache-secret short", "--cache-secret: needs 32 characters or more"),
+    ("serve --cors-origins example.org", "--cors-origins: must be origins such as https://example.org, or *, not"),
     ("serve --allowed-hosts http://x:1", "--allowed-hosts: 'http://x:1' is not allowed"),
     ("serve --otlp-endpoint localhost:4318", "--otlp-endpoint: 'localhost:4318' is not valid"),
-    ("serve --tls-cert none.pem", "--tls-cert: none.pem must contain a certificate and its key: No such file"),
-    ("serve --tls-key none.pem", "--tls-cert: is missing: --tls-key and --tls-client-ca need it"),
+    ("serve --tls-cert none.pem", "--tls-cert: the certificate and its key cannot be read from none.pem: No such file"),
+    ("serve --tls-key none.pem", "--tls-cert: is missing; --tls-key and --tls-client-ca need it"),
     ("serve --api-keys-file none.toml", "--api-keys-file: "),
     ("serve --shared-memory-bytes 1 --workers 2", "--shared-memory-bytes: needs one worker"),
     (
@@ -101,61 +98,74 @@ VALUES = [
     ("serve --config prot.toml", "prot in prot.toml: unknown setting; did you mean port?"),
     ("serve --config port.toml", "port in port.toml: must be an integer, not 'abc'"),
     ("serve --env-file bad.env", "FLASHPOINT_PORT in bad.env: must be an integer, not 'abc'"),
-    ("health --port 0", "--port: 0 means any free port\n  hint: give the port that the server listens on"),
-    ("verify --q-len eight --head-dim 4", "--q-len: must be a valid integer"),
-    ("verify --q-len 8", "--q-len, --head-dim: a problem has both; or name a file"),
-    ("verify", "--q-len, --head-dim: a problem has both; or name a file"),
+    ("health --port 0", "--port: must be the port of the server, not 0\n  hint: the log of the server names it"),
+    ("verify --q-len eight --head-dim 4", "--q-len: must be an integer"),
+    ("verify --q-len 8", "--q-len, --head-dim: give both for a problem, or give a FILE"),
+    ("verify", "--q-len, --head-dim: give both for a problem, or give a FILE"),
     ("verify {sizes} --dtype float23", "--dtype: 'float23' is none of float16"),
     ("verify {sizes} --dtype flaot32", "hint: did you mean float32?"),
     ("verify {sizes} --layout bhds", "--layout: 'bhds' is none of bhsd, bshd, thd\n  hint: did you mean bshd?"),
     ("verify {sizes} --backend cuda", "--backend: 'cuda' is none of auto, triton, torch, tiled, reference"),
     ("verify {sizes} --backend trition", "hint: did you mean triton?"),
-    ("verify {sizes} --window 3", "window: "),
-    ("verify {sizes} --window a,b", "--window: must be integers: 512,1024"),
-    ("verify {sizes} --dropout-p 1.5", "dropout_p: "),
-    ("verify {sizes} --grads dz", "grads: "),
-    ("verify {sizes} --extras masks", "extras: "),
-    ("verify {sizes} --timeout 0", "--timeout: "),
+    ("verify {sizes} --window 3", "--window: item 2 is missing"),
+    ("verify {sizes} --window a,b", "--window: must be integers, with a comma between two, not 'a,b'"),
+    ("verify {sizes} --dropout-p 1.5", "--dropout-p: must be less than 1"),
+    ("verify {sizes} --grads dz", "--grads: must be 'dq'"),
+    ("verify {sizes} --extras masks", "--extras: must be 'bool_mask'"),
+    ("verify {sizes} --timeout 0", "--timeout: must be at least 0.001"),
     ("verify {sizes} --q-heads 3 --kv-heads 2", "q_heads"),
     ("verify {sizes} --plot errors.gif", "--plot: the file must end with .svg or .png"),
     ("verify {sizes} --plot none/errors.svg", "--plot: none/errors.svg cannot be written: there is no folder none"),
     ("verify {sizes} --json none/r.json", "--json: none/r.json cannot be written: there is no folder none"),
     ("verify none.safetensors", "FILE: file 'none.safetensors' does not exist"),
     ("verify text.txt", "file: text.txt is no safetensors file"),
-    ("verify torch.safetensors", "has no q, k and v, but query; did you mean q?; key; did you mean k?; value; did you"),
+    (
+        "verify torch.safetensors",
+        "needs tensors q, k and v. It has query (did you mean q?), key (did you mean k?), value (did",
+    ),
     ("verify flash.safetensors", "softmax_scale: unknown option or tensor; did you mean scale?"),
     ("verify named.safetensors", "out: unknown tensor; did you mean o?"),
-    ("verify --kernel mine", "--kernel: 'mine' is no MODULE:FUNCTION"),
-    ("verify --kernel no.such:f", "--kernel: there is no module no"),
+    ("verify --kernel mine", "--kernel: must be MODULE:FUNCTION, not 'mine'"),
+    (
+        "verify --kernel no.such:f",
+        "--kernel: there is no module no\n  hint: run the command in the folder of the module",
+    ),
     ("verify --kernel math:sqart", "--kernel: math has no sqart\n  hint: did you mean sqrt?"),
-    ("verify --kernel math:pi", "--kernel: math:pi is no function, but float"),
-    ("verify --kernel math:sqrt --url http://x", "--kernel: runs here"),
-    ("benchmark", "--q-len, --head-dim: a grid needs both; or name a --preset"),
+    ("verify --kernel math:pi", "--kernel: math:pi must be a function, not float"),
+    ("verify --kernel math:sqrt --url http://x", "--kernel: is not taken with --url or FILE"),
+    ("benchmark", "--q-len, --head-dim: give both for a grid, or give a --preset"),
     ("benchmark --preset papres", "--preset: 'papres' is none of papers, h100, seeds\n  hint: did you mean papers?"),
-    ("benchmark --preset seeds --q-len 3", "--preset: has its own shapes"),
+    ("benchmark --preset seeds --q-len 3", "--preset: has its own shapes: leave out the sizes"),
     ("benchmark {sizes} --causal maybe", "--causal: 'maybe' is none of no, yes, both"),
-    ("benchmark {sizes} --dtype int8", "dtypes: "),
-    ("benchmark {sizes} --backend cudnn", "'cudnn' is not one of"),
-    ("benchmark {sizes} --direction sideways", "directions: "),
-    ("benchmark --q-len 8;16 --head-dim 4", "--q-len: must be integers: 512,1024"),
-    ("capacity {sizes}", "--tflops, --network-gbit: without --url it needs both"),
+    ("benchmark {sizes} --dtype int8", "--dtype: must be 'float16'"),
+    ("benchmark {sizes} --backend cudnn", "--backend: 'cudnn' is none of"),
+    ("benchmark {sizes} --direction sideways", "--direction: must be 'forward'"),
+    ("benchmark {sizes} --backend kernel", "flashpoint benchmark --kernel MODULE:FUNCTION times it"),
+    ("benchmark {sizes} --kernel mine", "--kernel: must be MODULE:FUNCTION, not 'mine'"),
+    ("benchmark {sizes} --kernel math:sqrt --url http://x", "--kernel: is not taken with --url"),
+    ("benchmark --q-len 8;16 --head-dim 4", "--q-len: must be integers, with a comma between two, not '8;16'"),
+    ("capacity {sizes}", "--tflops, --network-gbit: give both, or a --url, which measures them"),
     ("capacity --head-dim 4", "--q-len: is missing"),
-    ("capacity {sizes} {rates} --tflops 0", "--tflops: must be above 0"),
-    ("capacity {sizes} {rates} --layers 3", "--layers: goes with --cached"),
-    ("capacity {sizes} --url http://x --tflops 1", "--tflops: is measured where there is a --url"),
-    ("key a/b", "NAME: "),
-    ("key alice --rights attention,info", "--rights: 'attention,info' is not one of"),
+    ("capacity {sizes} {rates} --tflops 0", "--tflops: must be above 0, not 0"),
+    ("capacity {sizes} {rates} --layers 3", "--layers: is taken with --cached only"),
+    ("capacity {sizes} --url http://x --tflops 1", "--tflops: is not taken with --url, which measures it"),
+    ("key a/b", "NAME: the name of a key must be letters, digits, - and _, at most 64, not 'a/b'"),
+    ("key alice --rights attention,info", "\n  hint: put + between two: attention+info"),
     ("key alice --rights atention", "hint: did you mean attention?"),
-    ("key alice --concurrent 0", "--concurrent: must be above 0"),
-    ("info --url localhost:8000", "url: must begin with http:// or https://"),
+    ("key alice --concurrent 0", "--concurrent: must be above 0, not 0"),
+    ("info --url localhost:8000", "info: --url: must begin with http:// or https://"),
     ("info --url http://", "url: must begin with http:// or https://"),
 ]
 VARIABLES = [
     ("serve", {"FLASHPOINT_PORT": "abc"}, "serve: FLASHPOINT_PORT: must be an integer, not 'abc'"),
     ("serve", {"FLASHPOINT_INSECURE": "perhaps"}, "FLASHPOINT_INSECURE: must be true or false, not 'perhaps'"),
     ("health", {"FLASHPOINT_WORKERS": "0"}, "FLASHPOINT_WORKERS: must be greater than or equal to 1, not '0'"),
-    ("config", {"FLASHPOINT_CONFIG": "none.toml"}, "none.toml cannot be read: no such file or directory"),
-    ("serve", {"FLASHPOINT_CACHE_SECRET": "short"}, "FLASHPOINT_CACHE_SECRET: needs 32 or more random characters"),
+    (
+        "config",
+        {"FLASHPOINT_CONFIG": "none.toml"},
+        "FLASHPOINT_CONFIG: none.toml cannot be read: no such file or directory",
+    ),
+    ("serve", {"FLASHPOINT_CACHE_SECRET": "short"}, "FLASHPOINT_CACHE_SECRET: needs 32 characters or more"),
 ]
 UNREACHABLE = [
     ("info --url {dead} --timeout 0.5", "the connection to {dead} failed: [Errno 111] Connection refused"),
@@ -221,3 +231,53 @@ def test_a_mistake_is_refused_with_what_to_do(run, folder, free, monkeypatch, ar
     lines = err.splitlines()
     assert lines[0].startswith(("flashpoint", "usage: flashpoint"))
     assert not lines[0].endswith(".")
+
+
+Q = np.zeros((1, 2, 4, 8), np.float32)
+# Keywords of `Client.attention`, and the message; nothing is sent.
+CALLS = [
+    ({"is_causal": True}, "is_causal: unknown option or tensor; did you mean causal?"),
+    ({"casual": True}, "casual: unknown option or tensor; did you mean causal?"),
+    ({"sm_scale": 1.0}, "sm_scale: unknown option or tensor; did you mean scale?"),
+    ({"softmax_scale": 1.0}, "softmax_scale: unknown option or tensor; did you mean scale?"),
+    ({"dropout": 0.1}, "dropout: unknown option or tensor; did you mean dropout_p?"),
+    ({"mask": Q}, "mask: unknown option or tensor; did you mean attn_mask?"),
+    ({"window_size": (4, 0)}, "window_size: unknown option or tensor; did you mean window?"),
+    ({"causal": 1}, "causal: must be true or false"),
+    ({"causal": "yes"}, "causal: must be true or false"),
+    ({"layout": "bhds"}, "layout: must be 'bhsd', 'bshd' or 'thd'"),
+    ({"scale": "big"}, "scale: must be a number"),
+    ({"window": 3}, "window: must be a list"),
+    ({"window": (3,)}, "window: item 2 is missing"),
+    ({"dropout_p": 1.5}, "dropout_p: must be less than 1"),
+    ({"backend": "cuda"}, "backend: must be 'auto', 'triton', 'torch', 'tiled' or 'reference'"),
+    ({"grads": ["dq"]}, "grads: is not taken by this call"),
+    ({"at": [3]}, "at: is taken beside caches"),
+    ({"caches": "c1"}, "caches: must be a list, with one cache for each sequence of q"),
+    ({"save": 1}, "save: must be True or False"),
+    ({"priority": 10}, "priority: must be an integer from 0 to 9"),
+    ({"timeout": -1}, "timeout: must be a number of seconds above 0"),
+    ({"request_id": ""}, "request_id: must be printable ASCII"),
+    ({"attn_mask": [[True]]}, "attn_mask: must be a numpy array or a torch tensor, not list"),
+    ({"sinks": Q.astype(complex)}, "sinks: dtype complex128 cannot be sent"),
+]
+CLIENTS = [
+    ({"url": "localhost:8000"}, "url: must begin with http:// or https:// and name a host"),
+    ({"retries": -1}, "retries: must be an integer, 0 or more"),
+    ({"timeout": "1s"}, "timeout: must be a number of seconds above 0"),
+    ({"replica": "é"}, "replica: must be printable ASCII of up to 128 characters"),
+]
+
+
+@pytest.mark.parametrize(("keywords", "said"), CALLS, ids=[" ".join(row[0]) for row in CALLS])
+def test_a_mistake_in_a_call_is_refused_before_anything_is_sent(keywords, said):
+    with flashpoint.Client("http://127.0.0.1:9") as client, pytest.raises(flashpoint.InvalidInputError) as found:
+        client.attention(Q, Q, Q, **keywords)
+    assert said in str(found.value)
+
+
+@pytest.mark.parametrize(("keywords", "said"), CLIENTS, ids=[" ".join(row[0]) for row in CLIENTS])
+def test_a_client_that_cannot_be_made_says_why(keywords, said):
+    with pytest.raises(flashpoint.InvalidInputError) as found:
+        flashpoint.Client(**keywords)
+    assert said in str(found.value)

@@ -16,7 +16,18 @@ import torch
 
 from flashpoint_kernels import reproducible
 from flashpoint_kernels.tiled_backend import tiles as tile_loop
-from flashpoint_kernels.timing import ROW_FIELDS, Case, Timing, clock, device, grid, measure, measurement, run_grid
+from flashpoint_kernels.timing import (
+    ROW_FIELDS,
+    Case,
+    Timing,
+    clock,
+    device,
+    grid,
+    implementations,
+    measure,
+    measurement,
+    run_grid,
+)
 from flashpoint_kernels.timing.case import flops, moved_bytes, standard_flops
 from flashpoint_kernels.timing.clock import CpuClock, CudaClock, Slices, uncertainty
 from flashpoint_kernels.timing.device import SHEETS, is_lost, peak_of
@@ -96,13 +107,13 @@ def test_a_time_above_the_roof_is_measured_again(
     time: Time, monkeypatch: pytest.MonkeyPatch, ticks_ms: list[float], ms: float, above: bool
 ) -> None:
     """At the peaks of `time` no call is shorter than 0.03 ms; the longer time counts."""
-    tiled, ticks = measurement.IMPLEMENTATIONS["tiled"], iter(ticks_ms)
+    tiled, ticks = implementations.IMPLEMENTATIONS["tiled"], iter(ticks_ms)
 
     def make(*about: Any) -> Any:
         time.tick_ms = next(ticks)
         return tiled.make(*about)
 
-    monkeypatch.setitem(measurement.IMPLEMENTATIONS, "tiled", replace(tiled, make=make))
+    monkeypatch.setitem(implementations.IMPLEMENTATIONS, "tiled", replace(tiled, make=make))
     row, _ = finish(measure(small("tiled"), timing=QUICK))
     assert (row["skipped"], row["ms"], row["roofline_percent"] > 100) == (None, pytest.approx(ms), above)
     assert next(ticks, None) is None  # as often as that

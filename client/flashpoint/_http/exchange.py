@@ -74,6 +74,7 @@ class Exchange:
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._retries = retries
         self._failures = 0
+        self._failure: FlashpointError | None = None  # of the last attempt
         self._moved = False  # to the replica that holds its caches
         self._timeouts: dict[str, float | None] = {}
         self._status = 0
@@ -96,8 +97,11 @@ class Exchange:
         self._timeouts.update(dict.fromkeys(self._timeouts, left))
 
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
-        """The next attempt."""
-        left = self.remaining()
+        """The next attempt. Where the deadline passes before it, the last attempt's error says more than that."""
+        try:
+            left = self.remaining()
+        except DeadlineExceededError as late:
+            raise self._failure or late from None
         headers = {**_trace_headers(), **self.call.headers, "Content-Length": str(self.call.size)}
         if left is not None:
             headers["X-Timeout-Ms"] = str(max(1, int(left * 1000)))
@@ -200,7 +204,7 @@ class Exchange:
         if sent and not self.call.repeatable:
             raise error  # it may have had its effect, though no answer came
         delay = max(backoff(self._failures), error.retry_after or 0.0)
-        self._failures += 1
+        self._failures, self._failure = self._failures + 1, error
         if self._deadline is not None and time.monotonic() + delay >= self._deadline:
             raise error  # it says more than that the time is over
         return delay

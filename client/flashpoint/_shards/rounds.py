@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from flashpoint import _calls
-from flashpoint._client import AsyncClient, Client, _seconds
+from flashpoint._async_client import AsyncClient
+from flashpoint._client import Client, _seconds
 from flashpoint._shards.spread import PartCall, Round, Steps
 from flashpoint.errors import FlashpointError
 

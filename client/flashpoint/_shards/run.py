@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from flashpoint._client import AsyncClient, Client
+from flashpoint._async_client import AsyncClient
+from flashpoint._client import Client
 from flashpoint._http.exchange import Exchange
 from flashpoint._shards.work import Item, Work
 from flashpoint.errors import FlashpointError

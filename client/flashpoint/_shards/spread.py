@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from flashpoint import _caches, _calls
+from flashpoint import _cache_calls, _calls
 from flashpoint._arrays import Array, to_like, to_numpy
-from flashpoint._caches import AnyCache, CacheSizes
+from flashpoint._cache_calls import AnyCache
 from flashpoint._calls import Call
+from flashpoint._keywords import CacheSizes
 from flashpoint._shards.problem import Numbers
 from flashpoint._shards.spans import Queries, SpanQuestion, merged
 from flashpoint.errors import CacheError, FlashpointError, ProtocolError, invalid
@@ -33,10 +34,15 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """One server's part: its URL, the queries and keys [first, end), and the outcome.
+    """One server's part of a call.
 
-    `path` is `/attention` or `/attention/grad`, `pairs` the (query, key) pairs over all heads and sequences: the work.
-    Queries and keys are counted in the tensors' own rows (`thd`: in the packed ones), keys of a cache by position.
+    Args:
+        url: Address of the server.
+        path: `/attention` or `/attention/grad`.
+        queries: Rows of q, (first, end); in `thd` the packed rows.
+        keys: Rows of k, (first, end), likewise; positions in a cache.
+        pairs: Number of (query, key) pairs over all heads and sequences: the work.
+        meta: How the server answered.
     """
 
     url: str
@@ -63,18 +69,6 @@ class Round:
 
 
 Steps: TypeAlias = Generator[Round, list[Any], T]
-
-
-class SpreadSizes(TypedDict, total=False):
-    """Keywords of `sharded.cache`: as `CacheSizes` has them, and `span`, the tokens of a part."""
-
-    layers: int
-    kv_heads: int | Sequence[int]
-    head_dim: int | Sequence[int]
-    value_dim: int | Sequence[int] | None
-    dtype: str
-    ttl_s: float | None
-    span: int
 
 
 class Spread:
@@ -105,11 +99,11 @@ class Spread:
         if not missing:
             return
         results = yield Round(
-            [PartCall(self.server(part), _caches.create(self._shape)) for part in missing], whole=True
+            [PartCall(self.server(part), _cache_calls.create(self._shape)) for part in missing], whole=True
         )
         made = [AnyCache(found[0]) for found in results if not isinstance(found, FlashpointError)]
         if len(made) < len(results):
-            yield from _freed([PartCall(self.server(part), _caches.delete(cache))
+            yield from _freed([PartCall(self.server(part), _cache_calls.delete(cache))
                                for part, cache in zip(_good(missing, results), made, strict=True)])  # fmt: skip
             raise _first(results)
         self.parts += made
@@ -127,7 +121,7 @@ class Spread:
 
     def _cut(self, part: int, layer: int, length: int) -> PartCall:
         k, v = (np.zeros((heads, 0, dim), self._dtype) for heads, dim in self._sizes(layer))
-        return PartCall(self.server(part), _caches.append(self.parts[part], k, v, layer, length, "bhsd"))
+        return PartCall(self.server(part), _cache_calls.append(self.parts[part], k, v, layer, length, "bhsd"))
 
     def _sizes(self, layer: int) -> list[tuple[int, int]]:
         """Return the heads and the dimension of k and of v."""
@@ -170,7 +164,7 @@ class Spread:
             start, stop = max(place, first), min(behind, first + span)
             if start < stop:
                 k, v = tokens.between(start - place, stop - place)
-                asks[part] = PartCall(self.server(part), _caches.append(cache, k, v, layer, start - first, "bhsd"))
+                asks[part] = PartCall(self.server(part), _cache_calls.append(cache, k, v, layer, start - first, "bhsd"))
             elif self._held(part, layer) > max(0, behind - first):
                 asks[part] = self._cut(part, layer, max(0, behind - first))
         yield from self._writing(layer, place, asks)
@@ -258,13 +252,17 @@ class Spread:
         kept = self._kept(length)
         place = length - (kept - 1) * self.span
         if any(self._held(kept - 1, layer) > place for layer in range(len(self.lengths))):
-            last = PartCall(self.server(kept - 1), _caches.change(self.parts[kept - 1], "truncate", {"length": place}))
+            last = PartCall(
+                self.server(kept - 1), _cache_calls.change(self.parts[kept - 1], "truncate", {"length": place})
+            )
             yield Round([last])
         self.lengths = [min(own, length) for own in self.lengths]
         self._unsure = {(part, layer) for part, layer in self._unsure if part < kept}
         gone, self.parts = self.parts[kept:], self.parts[:kept]
         if gone:
-            yield from _freed([PartCall(self.server(kept + n), _caches.delete(cache)) for n, cache in enumerate(gone)])
+            yield from _freed(
+                [PartCall(self.server(kept + n), _cache_calls.delete(cache)) for n, cache in enumerate(gone)]
+            )
 
     def _kept(self, length: int) -> int:
         """Return how many parts hold so many tokens. Raises InvalidInputError."""
@@ -280,13 +278,13 @@ class Spread:
         for layer in {layer for _, layer in self._unsure}:
             yield from self._mend(layer)
         ends = [min(self.span, end - part * self.span) for part in range(len(sources))]
-        calls = [_caches.fork([cache], [own], []) for cache, own in zip(sources, ends, strict=True)]
+        calls = [_cache_calls.fork([cache], [own], []) for cache, own in zip(sources, ends, strict=True)]
         results = yield Round([PartCall(self.server(part), call) for part, call in enumerate(calls)], whole=True)
         copy = Spread(self.urls, {**self._shape, "span": self.span})
         copy.parts = [AnyCache(found[0]) for found in results if not isinstance(found, FlashpointError)]
         if len(copy.parts) < len(results):
             made = zip(_good(range(len(results)), results), copy.parts, strict=True)
-            yield from _freed([PartCall(self.server(part), _caches.delete(cache)) for part, cache in made])
+            yield from _freed([PartCall(self.server(part), _cache_calls.delete(cache)) for part, cache in made])
             raise _first(results)
         copy.lengths = [min(own, end) for own in self.lengths]
         return copy
@@ -294,12 +292,12 @@ class Spread:
     def renew(self) -> Steps[None]:
         """Let the time to live of every part begin anew."""
         yield Round(
-            [PartCall(self.server(n), _caches.change(cache, "renew", {})) for n, cache in enumerate(self.parts)]
+            [PartCall(self.server(n), _cache_calls.change(cache, "renew", {})) for n, cache in enumerate(self.parts)]
         )
 
     def delete(self) -> Steps[None]:
         """Free every part. Raises what a server that could not be asked has failed with."""
-        yield from _freed([PartCall(self.server(n), _caches.delete(cache)) for n, cache in enumerate(self.parts)])
+        yield from _freed([PartCall(self.server(n), _cache_calls.delete(cache)) for n, cache in enumerate(self.parts)])
 
 
 @dataclass(frozen=True)

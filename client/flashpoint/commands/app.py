@@ -125,7 +125,7 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as end:  # of completion, and of a reader that has read enough
         return end.code if isinstance(end.code, int) else RIGHT
     except errors.FlashpointError as error:
-        complain(name, str(error), hint(error))
+        complain(name, _said(error, first), hint(error))
         return exit_code(error)
     except CommandError as error:
         complain(name, error.message, error.hint)
@@ -135,6 +135,20 @@ def run(arguments: Sequence[str]) -> int:
         return MISUSED
     except typer.Abort:
         return 130
+
+
+def _said(error: errors.FlashpointError, command: str) -> str:
+    """Return an error's text. A field that was refused here is named as the option that it came from."""
+    if not error.errors or error.status is not None:
+        return str(error)
+    known = {each for param in load(command).params for each in param.opts}
+
+    def option(field: str) -> str:
+        last = field.rpartition(".")[2]
+        flags = (f"--{name.replace('_', '-')}" for name in (last, last.removesuffix("s")))
+        return next((flag for flag in flags if flag in known), field)
+
+    return "; ".join(f"{option(field)}: {message}" for field, message in error.errors)
 
 
 def exit_code(error: errors.FlashpointError) -> int:
@@ -185,7 +199,8 @@ def _usage(error: Any, name: str) -> tuple[str, str | None]:
     if (extra := _EXTRA.fullmatch(message)) is not None:
         return f"unexpected argument: {extra[1]}", f"{name} --help shows examples"
     if (needed := _NOT_VALID.match(message)) is not None:
-        return f"{option}: must be {needed[1]}", None
+        return f"{option}: must be {'an integer' if needed[1].endswith('integer') else needed[1]}", None
+    message = message.replace("Input should be greater than or equal to", "must be at least")
     message = message[:1].lower() + message[1:].rstrip(".")
     return (f"{option}: {message}" if option else message), None if option else f"{name} --help shows examples"
 

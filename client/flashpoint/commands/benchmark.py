@@ -47,15 +47,18 @@ from flashpoint.commands.running import (
     write_json,
 )  # fmt: skip
 from flashpoint.commands.tables import benchmark_tables, problem
+from flashpoint.commands.verify_kernel import load_kernel
 
 EXAMPLES = """
   flashpoint benchmark --preset papers --json papers.json --plot papers.svg
   flashpoint benchmark --q-len 512,1024,2048 --head-dim 64 --causal both
   flashpoint benchmark --q-len 4096 --head-dim 128 --direction backward
+  flashpoint benchmark --kernel mykernels:attention --q-len 1024 --head-dim 64 --causal yes
   flashpoint benchmark --preset papers --url http://localhost:8000
 """
 Kind = Literal["time", "tflops", "speedup", "memory", "roofline", "all"]
 _of_timing = group("Timing")
+_KERNEL = "Time your own function too, called as function(q, k, v, causal=…), of torch tensors (B, H, S, D)."
 _CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 
 
@@ -76,6 +79,7 @@ def benchmark(
         Any,
         _of_timing("Backends to time.", show_default="all that are worth it here", **WORDS),
     ] = None,
+    kernel: Annotated[str | None, _of_timing(_KERNEL, metavar="MODULE:FUNCTION")] = None,
     relative_precision: Annotated[float, _of_timing("Repeat until the median is known to this fraction.")] = 0.01,
     max_seconds: Annotated[float, _of_timing("Most seconds of repeats for a case.")] = 3.0,
     warmup_ms: Annotated[float, _of_timing("Milliseconds of calls before the first one that counts.")] = 50.0,
@@ -87,23 +91,26 @@ def benchmark(
     kind: Annotated[Kind, typer.Option(rich_help_panel=OUTPUT, help="Figure to draw; all: a file for each.")] = "time",
     theme: Theme = "light",
 ) -> int:
-    """Time attention over a grid, on every backend or those named, here or on a server's device.
+    """Time attention over a grid, on every backend or those named, here or on a server's device, or your own kernel.
 
     Lengths, dimensions, dtypes, directions and backends may be lists: 512,1024.
     """
     format = picture_format(json, plot)
     sizes = (q_len, kv_len, head_dim, value_dim, batch, q_heads, kv_heads)
     if preset is None and not (q_len and head_dim):
-        raise typer.BadParameter("a grid needs both; or name a --preset", param_hint="--q-len, --head-dim")
+        raise typer.BadParameter("give both for a grid, or give a --preset", param_hint="--q-len, --head-dim")
     if preset is not None and sizes != (None, None, None, None, 1, 1, None):
-        raise typer.BadParameter("has its own shapes", param_hint="--preset")
+        raise typer.BadParameter("has its own shapes: leave out the sizes", param_hint="--preset")
+    if kernel is not None and url is not None:
+        raise typer.BadParameter("is not taken with --url: the function runs on this machine", param_hint="--kernel")
+    function = None if kernel is None else load_kernel(kernel)
     grid: dict[str, Any] = {"shapes": _shapes(*sizes)}
     grid |= {"dtypes": dtype, "causal": _CAUSAL[causal], "directions": direction}
     how = {"relative_precision": relative_precision, "max_seconds": max_seconds, "warmup_ms": warmup_ms}
     request = checked(BenchmarkRequest, {"preset": preset, **grid, "backends": backend or (), **how})
     if url is None:
         job = BenchmarkJob(id="local", created=datetime.datetime.now(datetime.UTC), request=request)
-        job = _watched(job, local("benchmark")(request))
+        job = _watched(job, local("benchmark")(request, function))
     else:
         with client(url, api_key, timeout) as server:
             started = server.benchmark(**dict(request), timeout=timeout)
@@ -115,6 +122,11 @@ def benchmark(
         show.print()
     if plot is not None:
         _draw(job, plot, kind, format, theme, show)
+    if kernel is not None:
+        show.print(f"kernel is {kernel}; `flashpoint verify --kernel {kernel}` judges its answers", style="dim")
+        if job.state == "done" and all(row.ms is None for row in job.rows if row.backend == "kernel"):
+            print(f"flashpoint benchmark: {kernel} ran no case; the table has the reasons", file=sys.stderr)
+            return WRONG
     for error in job.errors:
         print(f"flashpoint benchmark: {error}", file=sys.stderr)
     if job.state != "done":

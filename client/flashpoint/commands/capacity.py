@@ -82,23 +82,23 @@ def capacity(
     given = {"--tflops": tflops, "--network-gbit": network_gbit, "--memory-gb": memory_gb, "--pcie-gb": pcie_gb}
     for flag, rate in given.items():
         if rate is not None and not rate > 0:
-            raise typer.BadParameter("must be above 0", param_hint=flag)
+            raise typer.BadParameter(f"must be above 0, not {rate:g}", param_hint=flag)
     for flag, without in {"--layers": layers == 1, "--cache-gb": cache_gb is None}.items():
         if not (cached or without):
-            raise typer.BadParameter("goes with --cached", param_hint=flag)
+            raise typer.BadParameter("is taken with --cached only", param_hint=flag)
     if cache_gb is not None and not cache_gb > 0:
-        raise typer.BadParameter("must be above 0", param_hint="--cache-gb")
+        raise typer.BadParameter(f"must be above 0, not {cache_gb:g}", param_hint="--cache-gb")
     given["--call-ms"] = call_ms
     if url is not None:
         if measured := [flag for flag, value in given.items() if value is not None]:
-            raise typer.BadParameter("is measured where there is a --url", param_hint=measured[0])
+            raise typer.BadParameter("is not taken with --url, which measures it", param_hint=measured[0])
         with client(url, api_key, timeout) as server:
             rates = calculator.measure(server, dtype, shared=same_cores)
             if cached and cache_gb is None:
                 cache_gb = server.info()["caches"]["limit_bytes"] / 1e9
         rates = dataclasses.replace(rates, round_trip=round_trip_ms / 1e3)
     elif tflops is None or network_gbit is None:
-        raise typer.BadParameter("without --url it needs both", param_hint="--tflops, --network-gbit")
+        raise typer.BadParameter("give both, or a --url, which measures them", param_hint="--tflops, --network-gbit")
     else:
         rates = calculator.Rates(
             call=(CALL_MS if call_ms is None else call_ms) / 1e3,

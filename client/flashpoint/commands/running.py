@@ -70,7 +70,7 @@ def _ints(text: str) -> tuple[int, ...]:
     try:
         return tuple(map(int, _words(text)))
     except ValueError:
-        raise typer.BadParameter("must be integers: 512,1024") from None
+        raise typer.BadParameter(f"must be integers, with a comma between two, not {text!r}") from None
 
 
 # Options that may be lists: 512,1024.

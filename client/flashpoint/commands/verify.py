@@ -100,10 +100,13 @@ def verify(
     keywords = {name: value for name, value in asked.items() if value is not None} | dict(options)
     if kernel is not None:
         if url is not None or file is not None:
-            raise typer.BadParameter("runs here, on problems that are drawn: no --url, no FILE", param_hint="--kernel")
+            raise typer.BadParameter(
+                "is not taken with --url or FILE: the function runs on this machine, on drawn problems",
+                param_hint="--kernel",
+            )
         return _kernel(kernel, keywords, json, plot)
     if file is None and (q_len is None or head_dim is None):
-        raise typer.BadParameter("a problem has both; or name a file", param_hint="--q-len, --head-dim")
+        raise typer.BadParameter("give both for a problem, or give a FILE", param_hint="--q-len, --head-dim")
     tensors: dict[str, Any] = {}
     if file is not None:
         tensors, of_file = read_case(file)

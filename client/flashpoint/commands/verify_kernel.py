@@ -23,19 +23,22 @@ def load_kernel(name: str) -> Callable[..., Any]:
     """Return the function that MODULE:FUNCTION names, of this folder too. Raises CommandError."""
     module, colon, function = name.partition(":")
     if not (module and colon and function):
-        raise CommandError(f"--kernel: {name!r} is no MODULE:FUNCTION", "such as --kernel mykernels:attention")
+        raise CommandError(f"--kernel: must be MODULE:FUNCTION, not {name!r}", "such as --kernel mykernels:attention")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise CommandError(f"--kernel: there is no module {error.name}", "run it where the module is") from error
+        raise CommandError(
+            f"--kernel: there is no module {error.name}",
+            "run the command in the folder of the module, or install the module",
+        ) from error
     if not hasattr(found, function):
         near = meant(function, [each for each in dir(found) if not each.startswith("_")])
         raise CommandError(f"--kernel: {module} has no {function}", f"did you mean {near}?" if near else None)
     kernel: Callable[..., Any] = getattr(found, function)
     if not callable(kernel):
-        raise CommandError(f"--kernel: {name} is no function, but {type(kernel).__name__}")
+        raise CommandError(f"--kernel: {name} must be a function, not {type(kernel).__name__}")
     return kernel
 
 

@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from flashpoint_contract.options import Options
 from flashpoint_kernels import attention
+from flashpoint_kernels.own_kernel import Kernel, NotTakenError, keywords
 from flashpoint_kernels.problem import DTYPES
-from flashpoint_kernels.timing.case import TIMED, Case
+from flashpoint_kernels.timing.case import OWN, TIMED, Case
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -34,18 +36,51 @@ class Implementation:
     """One implementation of attention. `make(case, device)` and `version()` raise CannotRunError."""
 
     make: Callable[[Case, str], Attend]
-    version: Callable[[], str]
+    version: Callable[[], str | None]
     forward: str  # names in `case.ALGORITHMS`
     backward: str
     layout: str = "bhsd"  # "bhsd" or "bshd": the layout of its tensors
 
 
 def algorithms(case: Case) -> tuple[str, ...]:
-    """Return the names in `case.ALGORITHMS` that one call of `case` runs."""
-    found = IMPLEMENTATIONS[case.backend]
-    return {"forward": (found.forward,), "backward": (found.backward,), "both": (found.forward, found.backward)}[
-        case.direction
-    ]
+    """The names in `case.ALGORITHMS` of what one call of `case` runs."""
+    forward, backward = ("flash_forward", "fused_backward")
+    if case.backend != OWN:
+        forward, backward = IMPLEMENTATIONS[case.backend].forward, IMPLEMENTATIONS[case.backend].backward
+    return {"forward": (forward,), "backward": (backward,), "both": (forward, backward)}[case.direction]
+
+
+def implementation_of(case: Case, kernel: Kernel | None) -> Implementation:
+    """Return the implementation that `case` names: one of the table, or the caller's own function."""
+    if case.backend != OWN:
+        return IMPLEMENTATIONS[case.backend]
+    if kernel is None:
+        raise CannotRunError("is a function of the caller's own, and there is none")
+    return Implementation(partial(_own, kernel), lambda: None, "flash_forward", "fused_backward")
+
+
+def _own(kernel: Kernel, case: Case, device: str) -> Attend:
+    """Return the caller's function, called as `own_kernel` says. Raises CannotRunError where that does not work."""
+    try:
+        given = keywords(kernel, {}, Options(causal=case.causal))
+    except NotTakenError as error:
+        raise CannotRunError(str(error)) from error
+    if "is_causal" in given and case.q_len != case.kv_len:
+        raise CannotRunError("its causal mask is aligned top left, and the lengths differ")
+    shape = (case.batch, case.q_heads, case.q_len, case.value_dim)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = kernel(q, k, v, **given)
+        o = result[0] if isinstance(result, (tuple, list)) and result else result
+        if not isinstance(o, Tensor):
+            raise CannotRunError(f"returned {type(result).__name__}, not a tensor or a tuple that begins with one")
+        if o.shape != shape:
+            raise CannotRunError(f"returned o of {list(o.shape)}, not {list(shape)}")
+        if q.requires_grad and not o.requires_grad:
+            raise CannotRunError("has no gradient: autograd finds none on its o")
+        return o
+
+    return attend
 
 
 def _ours(case: Case, device: str) -> Attend:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashpoint_kernels.own_kernel import Kernel
 from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.timing.case import (
     ALGORITHMS,
@@ -32,7 +33,7 @@ from flashpoint_kernels.timing.case import (
 )
 from flashpoint_kernels.timing.clock import Slices, available_bytes, clock_of, peak_bytes, uncertainty
 from flashpoint_kernels.timing.device import describe, device_name, find_peaks, is_lost, peak_of
-from flashpoint_kernels.timing.implementations import IMPLEMENTATIONS, CannotRunError, algorithms
+from flashpoint_kernels.timing.implementations import CannotRunError, Implementation, algorithms, implementation_of
 
 # A call this many times shorter than a slice is repeated unmeasured after a pause; that costs at most this fraction of
 # the slice.
@@ -54,8 +55,9 @@ class DeviceLostError(RuntimeError):
 
 
 def measure(
-    case: Case, device: str = "cpu", timing: Timing | None = None, *, naive_ms: float | None = None
-) -> Generator[float, None, Row]:
+    case: Case, device: str = "cpu", timing: Timing | None = None, *, naive_ms: float | None = None,
+    kernel: Kernel | None = None,
+) -> Generator[float, None, Row]:  # fmt: skip
     """Time `case` on `device` ("cpu", "cuda", "cuda:1"): yields each slice's milliseconds, and returns the row.
 
     The row's keys are `ROW_FIELDS`: the case; `ms`, the median, and `ms_p20` and `ms_p80` of `repeats` calls; `flops`
@@ -66,6 +68,9 @@ def measure(
     of the two counts: data was still in caches, or the peaks were disturbed. If a problem cannot run, `skipped` is the
     reason, and figures are None. Raises DeviceLostError if the device is lost, because nothing else can be measured
     then.
+
+    `kernel` is the caller's own function, which a case of backend `kernel` times. Its FLOPs and bytes are counted like
+    FlashAttention's.
     """
     timing = timing or Timing()
     row: Row = dict.fromkeys(ROW_FIELDS)
@@ -73,11 +78,12 @@ def measure(
     row["device"] = device_name(device)
     slices = Slices(timing.slice_ms)
     try:
-        row["version"] = IMPLEMENTATIONS[case.backend].version()
-        samples, row["peak_bytes"] = yield from _timed(case, device, timing, slices)
+        implementation = implementation_of(case, kernel)
+        row["version"] = implementation.version()
+        samples, row["peak_bytes"] = yield from _timed(case, implementation, device, timing, slices)
         yield from find_peaks(device, case.dtype, slices)
         if _rates(case, device, median(samples))["roofline_percent"] > 100:
-            again, _ = yield from _timed(case, device, timing, slices)
+            again, _ = yield from _timed(case, implementation, device, timing, slices)
             samples = max(samples, again, key=median)
     except Exception as error:  # other libraries may raise anything, and the next case can still run
         row["skipped"] = str(error) if isinstance(error, CannotRunError) else _brief(f"{type(error).__name__}: {error}")
@@ -95,10 +101,9 @@ def measure(
 
 
 def _timed(
-    case: Case, device: str, timing: Timing, slices: Slices
+    case: Case, implementation: Implementation, device: str, timing: Timing, slices: Slices
 ) -> Generator[float, None, tuple[list[float], int | None]]:
     """Return (milliseconds of each call, peak bytes). A backward's peak includes its forward."""
-    implementation = IMPLEMENTATIONS[case.backend]
     attend = implementation.make(case, device)
     _check_memory(case, device)
     q, k, v, do = yield from _inputs(case, device, implementation.layout, slices)
@@ -240,11 +245,11 @@ def _rates(case: Case, device: str, ms: float) -> Row:
 
 
 def run_grid(
-    cases: Sequence[Case], device: str = "cpu", timing: Timing | None = None
+    cases: Sequence[Case], device: str = "cpu", timing: Timing | None = None, kernel: Kernel | None = None
 ) -> Generator[dict[str, Any], None, None]:
     """Time `cases` on `device`, with a yield after every slice of `timing.slice_ms`. Yields the events of the package.
 
-    Rows come in the order of the cases, but problem by problem, with `naive` first.
+    `kernel` is as in `measure`. Rows come in the order of the cases, but problem by problem, with `naive` first.
     """
     timing = timing or Timing()
     total = len(cases)
@@ -260,7 +265,7 @@ def run_grid(
     yield {"type": "device", "environment": describe(device) | {"peaks": peaks}}
     naive_ms: dict[tuple[Any, ...], float | None] = {}
     for done, case in enumerate(_in_order(cases)):
-        running = measure(case, device, timing, naive_ms=naive_ms.get(case.problem))
+        running = measure(case, device, timing, naive_ms=naive_ms.get(case.problem), kernel=kernel)
         while True:
             try:
                 slice_ms = next(running)

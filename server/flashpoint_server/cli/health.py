@@ -31,7 +31,7 @@ def health(*, sourced: Sourced) -> int:
     """
     settings = sourced.settings
     if settings.port == 0:
-        raise CommandError("--port: 0 means any free port", "give the port that the server listens on")
+        raise CommandError("--port: must be the port of the server, not 0", "the log of the server names it: listening")
     try:
         said = ask(settings)
     except (OSError, http.client.HTTPException) as error:

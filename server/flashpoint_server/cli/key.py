@@ -52,9 +52,8 @@ def key(
     asked = rights.split("+")
     if unknown := [right for right in asked if right not in RIGHTS]:
         near = meant(unknown[0], RIGHTS)
-        raise CommandError(
-            f"--rights: {unknown[0]!r} is not one of {', '.join(RIGHTS)}", f"did you mean {near}?" if near else None
-        )
+        hint = "put + between two: attention+info" if "," in rights else f"did you mean {near}?" if near else None
+        raise CommandError(f"--rights: {unknown[0]!r} is none of {', '.join(RIGHTS)}", hint)
     try:
         check_name(name)
     except ValueError as error:
@@ -70,7 +69,7 @@ def key(
     limits = {limit: value for limit, value in given.items() if value is not None}
     for limit, value in limits.items():
         if not 0 < value < float("inf"):
-            raise CommandError(f"--{limit.replace('_', '-')}: must be above 0, not {value}")
+            raise CommandError(f"--{limit.replace('_', '-')}: must be above 0, not {value:g}")
 
     drawn = f"fp_{secrets.token_urlsafe(32)}"
     digest = hashlib.sha256(drawn.encode()).hexdigest()

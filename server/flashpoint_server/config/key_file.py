@@ -50,7 +50,7 @@ class KeyEntry(BaseModel):
 def check_name(name: str) -> str:
     """Return `name` if it is a valid key name. Raises ValueError if it is not."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name[:80]!r} is not a valid key name: use 1 to 64 letters, digits, - and _")
+        raise ValueError(f"the name of a key must be letters, digits, - and _, at most 64, not {name[:80]!r}")
     return name
 
 

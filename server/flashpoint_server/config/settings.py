@@ -48,7 +48,7 @@ class Settings(BaseSettings):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|all)$")] = "auto"
     """auto, cpu, cuda, cuda:N or all. auto is CUDA if available; all starts one engine for each CUDA device"""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
-    """number of HTTP processes on the port. They share the limits below"""
+    """number of HTTP processes on the port. They share all limits"""
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     """comma-separated bearer keys, each KEY (all rights) or KEY:right+right; see docs/security.md"""
@@ -172,7 +172,7 @@ class Settings(BaseSettings):
         if cert is not None:
             tls.context(cert, key, client_ca)
         elif key is not None or client_ca is not None:
-            raise ValueError("is missing: --tls-key and --tls-client-ca need it")
+            raise ValueError("is missing; --tls-key and --tls-client-ca need it")
         return cert
 
     @field_validator("cors_origins")
@@ -180,7 +180,7 @@ class Settings(BaseSettings):
     def _origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
         for origin in origins:
             if not _ORIGIN.fullmatch(origin):
-                raise ValueError(f"{origin!r} is not an origin: give an origin like https://example.org, or *")
+                raise ValueError("must be origins such as https://example.org, or *")
         return origins
 
     @field_validator("allowed_hosts")

@@ -59,10 +59,10 @@ def load(
     values: dict[str, str] = {}
     sources: dict[str, str] = {}
     looked_at = list(environment)
-    for name, (value, source) in _config(config).items():
+    for name, (value, source) in _config(config, _file_source("config", config, environment)).items():
         values[name], sources[name] = value, source
     if env_file is not None:
-        of_file = _env_file(env_file)
+        of_file = _env_file(env_file, _file_source("env_file", env_file, environment))
         looked_at += of_file
         _take(of_file, f"{{}} in {env_file}", values, sources)
     _take(environment, "{}", values, sources)
@@ -82,15 +82,21 @@ def _take(variables: Mapping[str, str], source: str, values: dict[str, str], sou
             values[name], sources[name] = value, source.format(variable)
 
 
-def _config(path: Path | None) -> dict[str, tuple[str, str]]:
+def _file_source(name: str, path: Path | None, environment: Mapping[str, str]) -> str:
+    """Return what names a file of settings: its variable, or its flag."""
+    variable = PREFIX + name.upper()
+    return variable if path is not None and environment.get(variable) == str(path) else flag(name)
+
+
+def _config(path: Path | None, source: str) -> dict[str, tuple[str, str]]:
     if path is None:
         return {}
     try:
         document = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingError([("--config", f"{path} cannot be read: {_reason(error)}", None)]) from None
+        raise SettingError([(source, f"{path} cannot be read: {_reason(error)}", None)]) from None
     except tomllib.TOMLDecodeError as error:
-        raise SettingError([("--config", f"{path} is not TOML: {error}", "write a setting as: port = 8000")]) from None
+        raise SettingError([(source, f"{path} is no TOML file: {error}", "write a setting as: port = 8000")]) from None
     found: dict[str, tuple[str, str]] = {}
     wrong: list[tuple[str, str, str | None]] = []
     for name, value in document.items():
@@ -113,12 +119,12 @@ def _text(value: Any) -> str:
     return ",".join(map(_text, value)) if isinstance(value, list) else str(value)
 
 
-def _env_file(path: Path) -> dict[str, str]:
+def _env_file(path: Path, source: str) -> dict[str, str]:
     try:
         with path.open(encoding="utf-8") as stream:
             found = dotenv_values(stream=stream, interpolate=False)
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingError([("--env-file", f"{path} cannot be read: {_reason(error)}", None)]) from None
+        raise SettingError([(source, f"{path} cannot be read: {_reason(error)}", None)]) from None
     return {name: value or "" for name, value in found.items()}
 
 

@@ -38,4 +38,6 @@ def load(into: ssl.SSLContext, cert: Path, key: Path | None) -> None:
             context.load_cert_chain(cert, key, no_password)
     except (OSError, ssl.SSLError) as error:
         files = f"{cert} and {key}" if key else f"{cert}"
-        raise ValueError(f"{files} must contain a certificate and its key: {error.strerror or error}") from None
+        raise ValueError(
+            f"the certificate and its key cannot be read from {files}: {error.strerror or error}"
+        ) from None

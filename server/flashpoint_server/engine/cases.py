@@ -5,11 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashpoint.benchmark_schema import BenchmarkRequest
+from flashpoint_contract.options import ProblemError
 from flashpoint_kernels.timing import Case, grid, preset
+from flashpoint_kernels.timing.case import OWN
 
 
-def cases_of(request: BenchmarkRequest, device: str) -> list[Case]:
-    """Return the cases that a request times on `device`. Raises ProblemError."""
+def cases_of(request: BenchmarkRequest, device: str, *, own: bool = False) -> list[Case]:
+    """Return the cases that a request times on `device`; `own` adds the caller's function. Raises ProblemError."""
+    if OWN in request.backends:
+        reason = "is a function of your own: flashpoint benchmark --kernel MODULE:FUNCTION times it"
+        raise ProblemError([("backend", f"{OWN!r} {reason}")])
+    cases = _named(request, device)
+    problems = {case.problem: case for case in cases}.values() if own else ()
+    return [*(replace(case, backend=OWN) for case in problems), *cases]
+
+
+def _named(request: BenchmarkRequest, device: str) -> list[Case]:
     if request.preset is None:
         # the backends of the smaller preset are the useful ones on this device
         backends = request.backends or dict.fromkeys(case.backend for case in preset("papers", device))

@@ -64,20 +64,23 @@ Tell = Callable[[VerifyProgress], None]  # called before each block of a verific
 VARIED: dict[str, Any] = {"causal": True, "scale": 0.3, "window": (16, 0), "softcap": 5.0}
 
 
-def benchmark(request: BenchmarkRequest) -> Iterator[BenchmarkEvent]:
-    """Run a benchmark, and yield its events as a server streams them. Raises InvalidInputError at the first."""
-    return (event for event in slices(request, _device()) if event is not None)
+def benchmark(request: BenchmarkRequest, kernel: Kernel | None = None) -> Iterator[BenchmarkEvent]:
+    """Time a grid; the events of a job, as a server streams them. Raises InvalidInputError at the first.
+
+    `kernel`, the caller's own function, is timed beside the backends.
+    """
+    return (event for event in slices(request, _device(), kernel=kernel) if event is not None)
 
 
 def slices(
-    request: BenchmarkRequest, device: str, slice_ms: float = 20.0
+    request: BenchmarkRequest, device: str, slice_ms: float = 20.0, kernel: Kernel | None = None
 ) -> Generator[BenchmarkEvent | None, None, None]:
     """Run a benchmark on a device that also serves requests: at each yield it is idle, after about `slice_ms` of work.
 
     A single call that takes longer is not split. Closing the generator stops the benchmark. Raises like `benchmark`.
     """
     with _fields():
-        cases = cases_of(request, device)
+        cases = cases_of(request, device, own=kernel is not None)
         timing = Timing(
             precision=request.relative_precision,
             max_seconds=request.max_seconds,
@@ -93,7 +96,7 @@ def slices(
     yield state("running")
     at: tuple[int, str | None] | None = None
     try:
-        with closing(run_grid(cases, device, timing)) as events:
+        with closing(run_grid(cases, device, timing, kernel)) as events:
             for event in events:
                 if event["type"] == "device":
                     found = event["environment"] | {"load_average": load, "commit": _commit()}

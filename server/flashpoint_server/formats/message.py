@@ -155,4 +155,4 @@ async def read_model(body: RequestBody, model: type[M], limit: int) -> M:
     except ValidationError as error:
         raise invalid(field_problems(error)) from None
     except ValueError as error:
-        raise Refusal("malformed_body", f"the body is not JSON: {error}") from None
+        raise Refusal("malformed_body", f"the body is not JSON: {error if text else 'it is empty'}") from None

@@ -17,9 +17,11 @@ NAME = "remote_attention"
 
 
 def register(client: Client, name: str = NAME) -> None:
-    """Make `attn_implementation=name` run on `client`'s server, for every model of this process.
+    """Make `attn_implementation="remote_attention"` run on a server, for every model of this process.
 
-    Registering a name again replaces its client.
+    Args:
+        client: Client of the server. A second call with the same name replaces it.
+        name: Name of the implementation, which models take as `attn_implementation`.
     """
 
     def attention(

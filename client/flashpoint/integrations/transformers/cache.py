@@ -19,7 +19,7 @@ from flashpoint.integrations.transformers.masks import HeldMask, packed_mask
 
 
 class RemoteCache(Cache):
-    """The KV cache of a model, which `client`'s server holds.
+    """The KV cache of a model, which a server holds.
 
         with RemoteCache(client, model.config) as cache:
             model.generate(**inputs, past_key_values=cache)
@@ -28,11 +28,18 @@ class RemoteCache(Cache):
     with padding, assisted decoding, prefill in chunks, and a conversation that goes on with the same cache. The server
     has a cache for each sequence; they are made at the first forward, for its batch and its dtype.
 
-    `ttl_s`: seconds after its last use that the server keeps it, None for the server's own. `rewind`: tokens that
-    `crop` and assisted decoding can take back where layers have a sliding window; others can go back to the start.
-    Use it in a `with`, or call `close`, to free the server's memory at once.
+    Use it in a `with`, or call `close`, to free the server's memory at once. When the server has lost it, CacheError is
+    raised, and the cache is empty: call `generate` again with all tokens.
 
-    When the server has lost it, CacheError is raised, and the cache is empty: call `generate` again with all tokens.
+    Args:
+        client: Client of the server.
+        config: The model's configuration, `model.config`.
+        ttl_s: Time to live in seconds since the last use. None is the server's own (600).
+        rewind: Tokens that `crop` and assisted decoding can take back where layers have a sliding window. Other layers
+            can go back to the start.
+
+    Raises:
+        InvalidInputError: an argument is not valid, or the model has layers with other state than keys and values.
     """
 
     def __init__(self, client: Client, config: Any, *, ttl_s: float | None = None, rewind: int = 512) -> None:
@@ -61,7 +68,7 @@ class RemoteCache(Cache):
     # Called by transformers
 
     def seen(self, layer: int) -> int:
-        """Return how many positions of the model a layer has."""
+        """Return the number of tokens that `layer` has."""
         under_way = self._forward is not None and layer in self._written
         return self.history.length + (self._forward.step.count if under_way and self._forward else 0)
 
@@ -71,9 +78,13 @@ class RemoteCache(Cache):
         return self.history.batch or len(next(iter(self._caches.values()), ())) or -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` positions, and what a forward wrote that did not end.
+        """Remove the last tokens, and the tokens of a forward that did not end. Nothing is sent.
 
-        Nothing is sent: the next write says where. Raises InvalidInputError where a window's tokens may be gone.
+        Args:
+            tokens_to_remove: Minus the number of tokens, as transformers passes it. 0: only an unfinished forward.
+
+        Raises:
+            InvalidInputError: a layer with a sliding window has freed tokens that would be needed.
         """
         if tokens_to_remove > 0:
             raise invalid("tokens_to_remove", f"is {tokens_to_remove}: give a negative number of tokens")
@@ -97,15 +108,15 @@ class RemoteCache(Cache):
             self.client.delete_caches(caches)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let each sequence go on from that of `beam_idx` (B,)."""
+        """Continue each sequence from another: number `beam_idx[n]` for sequence n. `beam_idx` is (B,), int64."""
         self._take(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep the sequences at `indices`: numbers, or a mask."""
+        """Keep the sequences at `indices`: their numbers (n,), or a mask (B,)."""
         self._take(torch.arange(max(0, self.batch_size))[torch.as_tensor(indices).cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence."""
+        """Repeat each sequence `repeats` times, one after the other."""
         self._take([row for row in range(self.batch_size) for _ in range(repeats)])
 
     def activate_past_recording(self) -> None:
@@ -160,7 +171,7 @@ class RemoteCache(Cache):
     # A forward: an update and an attention for each layer
 
     def take_update(self, layer: int, k: Tensor, v: Tensor) -> Update:
-        """Take a layer's new keys and values. Raises InvalidInputError."""
+        """Take new keys and values of `layer`: `k` (B, Hk, S, D) and `v` (B, Hk, S, Dv). Raises InvalidInputError."""
         given, self._given = self._given, None
         if given is not None:
             problem = (
@@ -185,7 +196,19 @@ class RemoteCache(Cache):
     def attention(
         self, update: Update, q: Tensor, mask: Tensor | None, causal: bool, window: int | None, options: dict[str, Any]
     ) -> Tensor:
-        """See `Update.attention`."""
+        """Return o (B, Hq, Sq, Dv) over all tokens of a layer; the first call of a forward writes the new ones.
+
+        Args:
+            update: New keys and values of the layer.
+            q: Queries, (B, Hq, Sq, D).
+            mask: (B, 1, Sq, Sk), bool or float; None where `causal` and `window` say all.
+            causal: Causal mask, where there is no mask.
+            window: Number of tokens that a query sees, where there is no mask. None is no bound.
+            options: Options of `Client.attention`.
+
+        Raises:
+            FlashpointError: CacheError where the server has lost the caches; the errors of `flashpoint.errors`.
+        """
         self._given = None
         try:
             if torch.is_grad_enabled() and q.requires_grad:

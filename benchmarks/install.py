@@ -1,0 +1,108 @@
+"""Time from the wheel to the first answer: `python benchmarks/install.py`.
+
+Builds the wheel and the source distribution as `make dist` does. Into an empty environment each: `pip install` of the
+wheel with `[server]`, then `flashpoint serve` and its first answer; `pip install` of the wheel alone, the SDK, then a
+program that asks that server. Seconds, and megabytes on disk. pip's own output says how many packages were downloaded;
+the others came from its cache, or from a folder of this machine. Goes to benchmarks/results/install-<cpu>.json, takes
+two to four minutes and 2 GB of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from record import ROOT, environment, write
+
+ASK = """
+import numpy as np, flashpoint
+x = np.ones((2, 4), np.float32)
+with flashpoint.Client() as client:
+    assert np.array_equal(client.attention(x, x, x), x)
+"""
+MB = 1e6
+
+
+def outside(**variables: str) -> dict[str, str]:
+    """The environment's variables without those that lead to this checkout."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+
+
+def built(folder: Path) -> tuple[Path, Path]:
+    """Return the wheel and the source distribution."""
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-d", folder], cwd=ROOT, check=True, capture_output=True
+    )
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, sdist
+
+
+def megabytes(folder: Path) -> float:
+    return round(sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()) / MB, 1)
+
+
+def installed(home: Path, requirement: str) -> tuple[Path, dict[str, Any]]:
+    """Install into a new environment; its Python, seconds, megabytes and packages."""
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "venv", home], check=True)
+    empty, python = megabytes(home), home / "bin" / "python"
+    made = time.perf_counter()
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "-c", ROOT / "constraints.txt", requirement]
+    ran = subprocess.run(pip, check=True, capture_output=True, text=True, env=outside())
+    return python, {
+        "environment_s": round(made - began, 2),
+        "install_s": round(time.perf_counter() - made, 2),
+        "installed_mb": round(megabytes(home) - empty, 1),
+        "packages": len(re.findall(r"\S+-\d", ran.stdout.rpartition("Successfully installed")[2])),
+        "downloaded": len(re.findall(r"^ *Downloading \S+\.whl \(", ran.stdout, re.MULTILINE)),
+    }
+
+
+def asked(python: Path, url: str, folder: Path) -> float:
+    """Seconds of a process that imports the SDK, asks once and ends."""
+    began = time.perf_counter()
+    subprocess.run([python, "-c", ASK], check=True, env=outside(FLASHPOINT_URL=url), cwd=folder)
+    return round(time.perf_counter() - began, 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    out: Path = parser.parse_args().out
+    about = environment("pip", "torch", "triton", "flashpoint")
+    with tempfile.TemporaryDirectory(prefix="flashpoint-install-") as name:
+        folder = Path(name)
+        wheel, sdist = built(folder / "dist")
+        python, server = installed(folder / "server", f"{wheel}[server]")
+        command = [python.with_name("flashpoint"), "serve", "--port=0", "--device=cpu", "--log-format=json"]
+        began = time.perf_counter()
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, env=outside(), text=True, cwd=folder)
+        try:
+            assert process.stderr is not None
+            url = next(line["url"] for line in map(json.loads, process.stderr) if line["event"] == "listening")
+            server["listening_s"] = round(time.perf_counter() - began, 2)
+            server["call_s"] = asked(python, url, folder)  # waits until the engine is ready
+            server["answer_s"] = round(time.perf_counter() - began, 2)
+            sdk_python, sdk = installed(folder / "sdk", str(wheel))
+            sdk["answer_s"] = sdk["call_s"] = asked(sdk_python, url, folder)
+        finally:
+            process.terminate()
+            process.communicate()
+        for each in (server, sdk):
+            each["total_s"] = round(each["environment_s"] + each["install_s"] + each["answer_s"], 2)
+        sizes = {"wheel_mb": round(wheel.stat().st_size / MB, 2), "sdist_mb": round(sdist.stat().st_size / MB, 2)}
+    result = {"environment": about, **sizes, "server": server, "sdk": sdk}
+    print(json.dumps({name: value for name, value in result.items() if name != "environment"}, indent=1))
+    write(out, "install", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The Python examples of the README and of docs/ as a type checker reads them: mypy and pyright find no error.
+
+An example keeps the line numbers of its page. The blocks of a tutorial follow each other in one file, as a reader runs
+them; every other block is a file of its own.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.documents import BLOCK
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = [str(ROOT / name) for name in ("contract", "client", "kernels", "server")]
+ONE_SESSION = {"tutorial", "train-a-layer", "judge-my-kernel", "decoding", "algorithm"}
+PYTHON = re.compile(rf'^```python(?: title="([\w.]+)")?\n{BLOCK}```$', re.MULTILINE)
+# The names that a fragment leaves to the reader.
+GIVEN = {"balancers": "import flashpoint; there = flashpoint.Client(); old = there.cache()"}
+# Types of other packages, whose checkers would not pass them: what torch's `grad` may be before a backward, what
+# tritonclient's outputs may be where there is none of that name, and a protocol of transformers' own.
+THEIRS = re.compile(r"\.grad\.|\.as_numpy\(|get_response\(|\.generate\b")
+MYPY = """\
+[mypy]
+check_untyped_defs = true
+mypy_path = {path}
+[mypy-triton.*,tritonclient.*,ml_dtypes.*,transformers.*]
+ignore_missing_imports = true
+follow_imports = silent
+"""
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory):
+    """A folder with the examples of all pages."""
+    folder = tmp_path_factory.mktemp("examples")
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        lines, text = [], page.read_text(encoding="utf-8")
+        for found in PYTHON.finditer(text):
+            name, code = found.groups()
+            line = text.count("\n", 0, found.start()) + 1  # of the fence: the code begins on the next
+            if name:
+                (folder / name).write_text(code)
+            elif page.stem in ONE_SESSION:
+                lines += [""] * (line - len(lines)) + code.splitlines()
+            else:
+                given = GIVEN.get(page.stem, "")
+                (folder / f"{page.stem.replace('-', '_')}_{line}.py").write_text(given + "\n" * line + code)
+        if lines:
+            (folder / f"{page.stem.replace('-', '_')}.py").write_text("\n".join(lines) + "\n")
+    assert len(list(folder.iterdir())) > 30
+    return folder
+
+
+def checked(command, folder):
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
+    assert ran.returncode in (0, 1), ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def ours(folder, found):
+    """Leave out what other packages' types cause. `found` has (file, line, message) of each error."""
+    return [
+        (file, line, message)
+        for file, line, message in found
+        if not THEIRS.search((folder / file).read_text().splitlines()[line - 1])
+    ]
+
+
+def test_mypy_finds_no_error_in_the_examples(examples, tmp_path):
+    (tmp_path / "mypy.ini").write_text(MYPY.format(path=":".join(SOURCES)))
+    files = sorted(path.name for path in examples.iterdir())
+    command = [sys.executable, "-m", "mypy", "--config-file", tmp_path / "mypy.ini", "--cache-dir", tmp_path, *files]
+    said = checked(command, examples)
+    found = re.findall(r"^(.+?):(\d+): error: (.*)$", said, re.MULTILINE)
+    assert "source files" in said or "source file" in said
+    assert not ours(examples, [(file, int(line), message) for file, line, message in found])
+
+
+def test_pyright_finds_no_error_in_the_examples(examples, tmp_path):
+    pytest.importorskip("basedpyright", reason="make test installs it")
+    settings = {
+        "include": [str(examples)],
+        "extraPaths": [str(examples), *SOURCES],
+        "typeCheckingMode": "standard",
+        "reportMissingModuleSource": False,
+        "reportPossiblyUnboundVariable": False,  # a session's next block uses what a `with` or a loop has set
+    }
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "basedpyright", "-p", tmp_path, "--pythonpath", sys.executable, "--outputjson"]
+    said = json.loads(checked(command, examples))
+    assert said["summary"]["filesAnalyzed"] > 30
+    found = [
+        (Path(each["file"]).name, each["range"]["start"]["line"] + 1, each["message"])
+        for each in said["generalDiagnostics"]
+        if each["severity"] == "error"
+    ]
+    assert not ours(examples, found)
