@@ -132,10 +132,10 @@ def forward(q: Array, k: Array | None, v: Array | None, keywords: Mapping[str, A
         raise invalid("save", "must be True or False")
     if rest.get("caches") is not None:
         if save:
-            raise invalid("save", "is not taken beside caches, which have no gradients")
+            raise invalid("save", "cannot be combined with caches, which have no gradients")
         return _cached(q, k, v, rest)
     if taken := [name for name in CACHE_OPTIONS if rest.get(name) is not None]:
-        raise invalid(taken[0], "is taken beside caches")
+        raise invalid(taken[0], "is taken only with caches")
     tensors = {"q": q, "k": k, "v": v}
     whole = {**tensors, **{name: value for name, value in rest.items() if name not in CACHE_OPTIONS}}
     return _saving(whole) if save else _call("/attention", whole)

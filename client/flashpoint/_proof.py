@@ -43,11 +43,11 @@ def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[
     }
     if q is None:
         if alone := [name for name, t in given.items() if t is not None]:
-            raise invalid(alone[0], "is taken beside q, k and v alone")
+            raise invalid(alone[0], "is taken only with q, k and v")
         media, body = jsonwire.MEDIA_TYPE, _document(checked(VerifyRequest, rest))
     else:
         if drawn := [name for name in DRAWN if name in rest]:
-            raise invalid(drawn[0], "is not taken beside tensors")
+            raise invalid(drawn[0], "cannot be combined with tensors")
         media, body = wire.MEDIA_TYPE, message(given, checked(AttentionOptions, rest))
     headers["Content-Type"] = media
     call = Call("POST", "/verify", expected, headers, body, timeout, _reads(VerifyReport))

@@ -140,7 +140,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Clie
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
         return _method(client, "attention")(q, k, v, **keywords)
     if alone := [name for name in _FORWARD_ONLY if keywords.get(name) is not None]:
-        raise invalid(alone[0], "is for the forward alone: detach q, k and v")
+        raise invalid(alone[0], "has no gradient: detach q, k and v")
     others: dict[str, Any] = dict(keywords)
     return_lse, with_meta = others.pop("return_lse", False), others.pop("with_meta", False)
     o, lse, meta = _RemoteAttention.apply(client, save, others, *inputs)  # type: ignore[no-untyped-call]

@@ -122,7 +122,7 @@ def test_a_text_is_no_safetensors_file_and_is_told_so(run, tmp_path):
 
 def test_sizes_are_not_taken_beside_a_file(run, tmp_path):
     code, _, err = run("verify", saved(tmp_path / "f", problem(np.float32), {}), "--q-len", "9")
-    assert (code, err) == (2, "flashpoint verify: shape: is not taken beside tensors\n")
+    assert (code, err) == (2, "flashpoint verify: shape: cannot be combined with tensors\n")
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ CALLS = [
     ({"dropout_p": 1.5}, "dropout_p: must be less than 1"),
     ({"backend": "cuda"}, "backend: must be 'auto', 'triton', 'torch', 'tiled' or 'reference'"),
     ({"grads": ["dq"]}, "grads: is not taken by this call"),
-    ({"at": [3]}, "at: is taken beside caches"),
+    ({"at": [3]}, "at: is taken only with caches"),
     ({"caches": "c1"}, "caches: must be a list, with one cache for each sequence of q"),
     ({"save": 1}, "save: must be True or False"),
     ({"priority": 10}, "priority: must be an integer from 0 to 9"),

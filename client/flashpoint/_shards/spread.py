@@ -191,7 +191,7 @@ class Spread:
         call = Queries.of(q, keywords)
         place, tokens = self._places(layer, at), _Tokens.beside(call, k, v)
         if tokens is None and at is not None:
-            raise invalid("at", "is where k and v are written, which are missing")
+            raise invalid("at", "needs k and v: it says where they are written")
         yield from self._mend(layer)
         self._dtype = self._dtype if tokens is None else tokens.k.dtype
         total = self.lengths[layer] if tokens is None else place + tokens.count
@@ -327,7 +327,7 @@ class _Tokens:
         if k is None and v is None:
             return None
         if k is None or v is None:
-            raise invalid("k" if k is None else "v", "missing: k and v of new tokens come together")
+            raise invalid("k" if k is None else "v", "missing: send k and v of new tokens together")
         tokens = cls.of(k, v, call.options.layout)
         if tokens.count != call.count:
             raise invalid("k", f"has {tokens.count} tokens, and q has {call.count}")

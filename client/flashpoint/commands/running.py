@@ -23,7 +23,12 @@ from flashpoint.commands.registry import how_to_install, missing
 from flashpoint.verify_schema import VerifyProgress
 
 LOCAL = "flashpoint_server.engine.local"  # what runs without a server
-STAGES = {"backend": "the backend", "float64": "float64", "torch": "torch's own math", "rounding": "what rounding does"}
+STAGES = {
+    "backend": "the backend",
+    "float64": "float64",
+    "torch": "torch's own math",
+    "rounding": "the effect of rounding",
+}
 WIDTH = 140  # of a table where there is no terminal that has one
 
 SERVER, OUTPUT, SHAPE, OPTIONS = "Server", "Output", "Problem", "Attention options"

@@ -142,7 +142,7 @@ def _report(
     if not tensors:
         return local("verify")(checked(VerifyRequest, keywords), progress=progress), {}
     if drawn := [name for name in DRAWN if name in keywords]:
-        raise invalid(drawn[0], "is not taken beside tensors")
+        raise invalid(drawn[0], "cannot be combined with tensors")
     options = checked(AttentionOptions, keywords)
     report = local("verify_tensors")(tensors, options, progress)
     if report.ok or report.backend != "given":
