@@ -115,7 +115,7 @@ def array(name: str, flat: list[Any], target: np.dtype[Any]) -> NDArray[Any]:
     if str in kinds:
         unknown = next((x for x in flat if isinstance(x, str) and x not in _WORDS), None)
         if unknown is not None:
-            raise FieldError(name, 'holds a string that is none of "NaN", "Infinity" and "-Infinity"')
+            raise FieldError(name, 'holds a string other than "NaN", "Infinity" and "-Infinity"')
         numbers = [x for x in flat if not isinstance(x, str)]
         flat = [_WORDS[x] if isinstance(x, str) else x for x in flat]
     else:

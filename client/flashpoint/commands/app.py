@@ -194,7 +194,7 @@ def _usage(error: Any, name: str) -> tuple[str, str | None]:
     if " is not one of " in message:
         given, *allowed = _QUOTED.findall(message)
         near = meant(given, allowed)
-        text = f"{given!r} is none of {', '.join(allowed)}"
+        text = f"{given!r} is not one of {', '.join(allowed)}"
         return f"{option}: {text}" if option else text, f"did you mean {near}?" if near else None
     if (extra := _EXTRA.fullmatch(message)) is not None:
         return f"unexpected argument: {extra[1]}", f"{name} --help shows examples"

@@ -53,7 +53,7 @@ def key(
     if unknown := [right for right in asked if right not in RIGHTS]:
         near = meant(unknown[0], RIGHTS)
         hint = "put + between two: attention+info" if "," in rights else f"did you mean {near}?" if near else None
-        raise CommandError(f"--rights: {unknown[0]!r} is none of {', '.join(RIGHTS)}", hint)
+        raise CommandError(f"--rights: {unknown[0]!r} is not one of {', '.join(RIGHTS)}", hint)
     try:
         check_name(name)
     except ValueError as error:

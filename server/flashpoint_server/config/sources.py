@@ -96,7 +96,7 @@ def _config(path: Path | None, source: str) -> dict[str, tuple[str, str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError([(source, f"{path} cannot be read: {_reason(error)}", None)]) from None
     except tomllib.TOMLDecodeError as error:
-        raise SettingError([(source, f"{path} is no TOML file: {error}", "write a setting as: port = 8000")]) from None
+        raise SettingError([(source, f"{path} is not TOML: {error}", "write a setting as: port = 8000")]) from None
     found: dict[str, tuple[str, str]] = {}
     wrong: list[tuple[str, str, str | None]] = []
     for name, value in document.items():
