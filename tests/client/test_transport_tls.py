@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import flashpoint
+from flashpoint.commands.app import hint
 from flashpoint_contract.wire import MEDIA_TYPE
 from tests.support.raw_server import read_head, read_request, until_closed
 from tests.support.scripted_server import message
@@ -102,3 +103,15 @@ def test_a_handshake_that_never_ends_meets_the_timeout(raw, connect, timed_waits
     client = connect(server.url.replace("http", "https", 1), timeout=0.2, retries=0)
     with pytest.raises(flashpoint.ConnectionFailedError, match="deadline passed"):
         client.attention(Q, Q, Q)
+
+
+def test_a_certificate_that_is_not_trusted_is_named_with_what_to_do(raw, connect, tls):
+    def talk(connection):
+        raise AssertionError("it is never asked")
+
+    server = raw(talk, tls=tls)
+    with pytest.raises(
+        flashpoint.ConnectionFailedError, match="is not trusted; set SSL_CERT_FILE to the PEM file"
+    ) as told:
+        connect(server.url, retries=0).info()
+    assert hint(told.value) is None

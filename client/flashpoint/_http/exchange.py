@@ -238,6 +238,10 @@ def _translated(error: httpx.TransportError, url: httpx.URL) -> FlashpointError:
     server = f"{url.scheme}://{url.netloc.decode('ascii')}"
     if isinstance(error, httpx.ConnectTimeout):
         translated = ConnectionFailedError(f"the deadline passed before there was a connection to {server}")
+    elif "CERTIFICATE_VERIFY_FAILED" in str(error):
+        translated = ConnectionFailedError(
+            f"the certificate of {server} is not trusted; set SSL_CERT_FILE to the PEM file of its authority: {error}"
+        )
     elif isinstance(error, _BROKEN):
         translated = ConnectionFailedError(f"the connection to {server} failed: {error or type(error).__name__}")
     elif isinstance(error, httpx.TimeoutException):
