@@ -98,15 +98,17 @@ def _gradients(
     own = _of_queries(inputs, queries)
     names = [_LEAVES[name] for name in problem.outputs]
     leaves = [own[name].detach().requires_grad_() for name in names]
+    rows = slice(queries.start, queries.stop)
     # A torch operator runs below autograd (ops.py), which enable_grad alone does not change; recording is needed here.
     with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
         answers = attend(problem, row, own | dict(zip(names, leaves, strict=True)), queries)
-    rows = slice(queries.start, queries.stop)
-    do = x["do"][:, rows].to(dtype)
-    dlse = x["dlse"][:, rows].to(dtype) if "dlse" in x else torch.zeros_like(answers[1])
-    # lse does not depend on v: if only v is a leaf, lse has no gradient.
-    given = [pair for pair in zip(answers, (do, dlse), strict=True) if pair[0].requires_grad]
-    grads = torch.autograd.grad([answer for answer, _ in given], leaves, [gradient for _, gradient in given])
+        do = x["do"][:, rows].to(dtype)
+        dlse = x["dlse"][:, rows].to(dtype) if "dlse" in x else torch.zeros_like(answers[1])
+        # A loss whose gradients for o and lse are do and dlse. If autograd.grad gets these themselves, it imports
+        # sympy, which takes half a second. If only v is a leaf, lse has no gradient, because it does not depend on v.
+        pairs = zip(answers, (do, dlse), strict=True)
+        losses = [(answer * gradient).sum() for answer, gradient in pairs if answer.requires_grad]
+    grads = torch.autograd.grad(losses, leaves)
     return dict(zip(problem.outputs, grads, strict=True))
 
 
