@@ -22,8 +22,8 @@ FIELDS = [
     ({"layout": "bhds"}, "layout: must be 'bhsd', 'bshd' or 'thd'"),
     ({"backend": "cuda"}, "backend: must be 'auto', 'triton', 'torch'"),
     ({"dtype": "float23"}, "dtype: must be one of float16, bfloat16, float32, float64"),
-    ({"k": [[1, 0, 0]]}, "k: head dimension 3 is not q's 2"),
-    ({"v": [[1, 2], [3, 4]]}, "v: heads and length (1, 2) are not k's (1, 1)"),
+    ({"k": [[1, 0, 0]]}, "k: head dimension 3 must be q's, 2"),
+    ({"v": [[1, 2], [3, 4]]}, "v: heads and length (1, 2) must be k's, (1, 1)"),
     ({"q": [[1, 0], [1]]}, "q: is ragged: its lists at depth 2 differ in length"),
     ({"q": "zeros"}, "q: must be nested lists, or an object of shape and data"),
     ({"attn_mask": [[True, False]]}, "attn_mask: shape [1, 2] does not broadcast to [1, 1]"),
@@ -40,8 +40,8 @@ REQUESTS = [
     ("POST", "/attention", json.dumps(GOOD), {"Accept": "text/html"}, 406, "application/json"),
     ("POST", "/attention", json.dumps(GOOD), {"X-Timeout-Ms": "soon"}, 422, "X-Timeout-Ms"),
     ("POST", "/attention/grad", json.dumps(GOOD), {}, 422, "do: "),
-    ("GET", "/caches/none", "", {}, 404, "there is no such cache for this key"),
-    ("GET", "/benchmark/none", "", {}, 404, "there is no such benchmark, or none any more"),
+    ("GET", "/caches/none", "", {}, 404, "this cache does not exist, or belongs to another API key"),
+    ("GET", "/benchmark/none", "", {}, 404, "the benchmark does not exist, or is no longer stored"),
 ]
 
 
