@@ -328,4 +328,4 @@ def test_an_engine_is_started_again_with_too_little_memory_and_not_with_another_
     os.kill(faulty.server.engine_pid, signal.SIGKILL)
     assert faulty.server.wait_exit() == 1
     (said,) = [line for line in faulty.server.lines if line["event"] == "failed"]
-    assert "found cuda:7" in said["reason"]
+    assert "from cpu to cuda:7" in said["reason"]

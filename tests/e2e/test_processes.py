@@ -331,7 +331,7 @@ def test_limits_hold_over_all_workers_and_a_dead_one_has_nothing_inside(start_se
         wait_for(lambda: server.get("/info")[1]["load"]["requests"] == 1, lambda: "it never comes inside")
         for _ in range(16):
             answer = post(server, "/attention", SMALL)
-            assert problem(answer, 429, "queue_full")["detail"].startswith("1 requests")
+            assert problem(answer, 429, "queue_full")["detail"].startswith("the queue is full: it has 1 requests")
         (victim,) = [pid for pid in server.children("cli.worker") if connected_to(pid, held)]
         os.kill(victim, signal.SIGKILL)
         server.wait_for_line(lambda line: line["event"] == "lost" and line["pid"] == victim)
