@@ -103,4 +103,4 @@ def test_a_price_in_predicted_seconds_fills_the_queue(start_server):
         wait_for(lambda: server.get("/info")[1]["load"]["requests"], lambda: "it does not arrive")
         refused = post(server, "/attention", large)
         problem(refused, 429, "queue_full")
-        assert "s of a core" in refused.json["detail"]
+        assert "compute seconds" in refused.json["detail"]
