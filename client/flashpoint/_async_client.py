@@ -1,4 +1,4 @@
-"""`AsyncClient`: `Client` for asyncio. They differ in how they send, read and wait."""
+"""`AsyncClient`: the methods of `Client`, for asyncio."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ class AsyncClient(AsyncAttending, _Settings[httpx.AsyncClient]):
         return await self._run(self._exchange(call))
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
-        """Send a request. Our own transport needs nothing of what httpx's client does around one, but for cookies."""
+        """Send a request. Our own transport is called directly: of httpx's client it needs only the cookies."""
         if self._own is None or self._http.is_closed:
             return await self._http.send(request, stream=True)
         response = await self._own.handle_async_request(request)

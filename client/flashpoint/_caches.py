@@ -1,4 +1,4 @@
-"""KV caches that a server holds, as both clients give them."""
+"""`Cache` and `AsyncCache`: KV caches that a server holds."""
 
 from __future__ import annotations
 

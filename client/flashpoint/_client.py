@@ -1,4 +1,4 @@
-"""`Client`, and the settings that `AsyncClient` shares with it."""
+"""`Client`, and the settings that it shares with `AsyncClient`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from flashpoint.errors import CacheError, ConnectionFailedError, FlashpointError
 from flashpoint.verify_schema import VerifyReport
 
 DEFAULT_URL = "http://localhost:8000"
-TIMEOUT = 60.0  # seconds, for a whole call
-LONGEST_TIMEOUT = 1_000_000  # seconds; the settings of a server go as far, and a socket's wait not much further
+TIMEOUT = 60.0  # seconds for a whole call
+LONGEST_TIMEOUT = 1_000_000  # seconds; the limit of the server's settings, near that of a socket's wait
 RETRIES = 4
 _FAILURES = (httpx.TransportError, FlashpointError)
 _NOT_THERE = (OverloadedError, ConnectionFailedError)
@@ -38,7 +38,7 @@ Direct = TypeVar("Direct", Transport, AsyncTransport)
 
 
 class _Settings(Generic[Http]):
-    """Base of both clients: their settings."""
+    """Base class of both clients: their settings."""
 
     _http: Http
 
@@ -68,13 +68,13 @@ class _Settings(Generic[Http]):
         headers = {"User-Agent": "flashpoint", "Accept-Encoding": "identity"}
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
-        # As many connections as there are callers: the server says when there are too many, and says so at once.
+        # No limit on connections: a server refuses too many requests at once, and waiting here would only hide that.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         return {"base_url": self.url, "headers": headers, "limits": limits, "timeout": self._timeout,
                 "verify": self._tls or True}  # fmt: skip
 
     def _direct(self, transport: Callable[[httpx.URL, ssl.SSLContext | None], Direct]) -> Direct | None:
-        """Our own `transport`; None for httpx's, which knows proxies."""
+        """Return our own transport, or None to use httpx's, which supports proxies."""
         return transport(self._parsed, self._tls) if is_direct(self._parsed) else None
 
     def _exchange(self, call: Call, *, once: bool = False, stop: socket.socket | None = None) -> Exchange:
@@ -233,7 +233,7 @@ class Client(Attending, _Settings[httpx.Client]):
         """
         try:
             self._call(_cache_calls.delete_many(caches))
-        except CacheError:  # then none was
+        except CacheError:  # the server deleted none of them
             for cache in caches:
                 cache.delete()
 
@@ -391,11 +391,11 @@ class Client(Attending, _Settings[httpx.Client]):
         return self._run(self._exchange(call))
 
     def _send(self, request: httpx.Request) -> httpx.Response:
-        """Send a request. Our own transport needs nothing of what httpx's client does around one, but for cookies."""
-        if self._own is None or self._http.is_closed:  # httpx says so
+        """Send a request. Our own transport is called directly: of httpx's client it needs only the cookies."""
+        if self._own is None or self._http.is_closed:  # a closed httpx client raises the error
             return self._http.send(request, stream=True)
         response = self._own.handle_request(request)
-        if "set-cookie" in response.headers:  # a balancer's
+        if "set-cookie" in response.headers:  # set by a balancer
             response.request = request
             self._http.cookies.extract_cookies(response)
         return response
@@ -406,7 +406,7 @@ class Client(Attending, _Settings[httpx.Client]):
                 response = self._send(exchange.request(self._http))
                 try:
                     exchange.begin(response)
-                    if read_into := response.extensions.get("read_into"):  # our own transport
+                    if read_into := response.extensions.get("read_into"):  # only with our own transport
                         while count := read_into(space := exchange.space(), exchange.least(space)):
                             exchange.filled(count)
                     else:

@@ -1,4 +1,4 @@
-"""A benchmark at a server, as both clients give it."""
+"""`BenchmarkRun` and `AsyncBenchmarkRun`: a benchmark that runs on a server."""
 
 from __future__ import annotations
 

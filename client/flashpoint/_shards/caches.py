@@ -1,4 +1,4 @@
-"""The KV caches of `flashpoint.sharded`."""
+"""`ShardedCache` and `AsyncShardedCache`: KV caches over several servers."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class ShardedCache(_Lengths):
 
     def __exit__(self, *_: object) -> None:
         try:
-            with suppress(ConnectionFailedError):  # what a server that is gone has held is gone with it
+            with suppress(ConnectionFailedError):  # a server that is gone holds no memory
                 self.delete()
         finally:
             self._threads.close()
