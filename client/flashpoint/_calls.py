@@ -117,7 +117,7 @@ class Call:
 
 
 def _only(direction: Direction) -> set[str]:
-    """Return the options and tensors that calls of one direction alone take."""
+    """Return the options and tensors that only calls of one direction take."""
     options = {name for name, option in OPTIONS.items() if option.direction == direction}
     other: Direction = "backward" if direction == "forward" else "forward"
     return options | (set(TAKEN[direction]) - set(TAKEN[other]))

@@ -178,7 +178,7 @@ class Client(Attending, _Settings[httpx.Client]):
         return Cache(self, self._call(_cache_calls.create(shape))[0])
 
     def caches(self, count: int, **shape: Unpack[CacheSizes]) -> list[Cache]:
-        """Make several caches of one shape on one engine, as a call over all of them needs.
+        """Make several caches of one shape on one engine, so that one call can use all of them.
 
         Args:
             count: Number of caches.
@@ -226,7 +226,7 @@ class Client(Attending, _Settings[httpx.Client]):
         return [Cache(self, one) for one in self._call(_cache_calls.fork(caches, lengths, free))]
 
     def delete_caches(self, caches: Sequence[Cache]) -> None:
-        """Free the memory of several caches in one call. Those that are gone already are left out.
+        """Free the memory of several caches in one call. Caches that are gone already are ignored.
 
         Args:
             caches: Caches to delete.
@@ -242,8 +242,9 @@ class Client(Attending, _Settings[httpx.Client]):
     ) -> VerifyReport:
         """Compare a backend's answers, or your own, with float64, and judge whether they are near enough.
 
-        With q, k and v the problem is theirs, and with any of `o`, `lse`, `dq`, `dk`, `dv`, `dattn_mask` and `dsinks`
-        these are judged. Without them the server draws a problem: `shape`, `dtype`, `seed`, `direction`, `extras`.
+        The problem has your q, k and v. If you pass any of `o`, `lse`, `dq`, `dk`, `dv`, `dattn_mask` and `dsinks`,
+        these are judged, otherwise the answers of a backend. Without q, k and v the server draws a problem by `shape`,
+        `dtype`, `seed`, `direction` and `extras`.
 
         Args:
             q: Queries, (B, Hq, Sq, D) in layout `bhsd`. None: the server draws the tensors.
@@ -322,7 +323,7 @@ class Client(Attending, _Settings[httpx.Client]):
     def benchmark(self, **keywords: Unpack[Benchmark]) -> BenchmarkRun:
         """Start to time a grid, or a preset, on the server's device.
 
-        The call is not sent again where the connection broke after it had been sent: that could start two benchmarks.
+        If the connection breaks after the call was sent, it is not sent again: that could start two benchmarks.
 
         Keyword Args:
             preset: Named grid, in place of one of your own: `papers` or `h100`. Default: None.
@@ -362,11 +363,11 @@ class Client(Attending, _Settings[httpx.Client]):
         return found
 
     def ready(self) -> bool:
-        """Return whether the server takes work now. False also where there is no server."""
+        """Return whether the server takes work now. False also if no server answers."""
         return self._health("/health/ready")
 
     def live(self) -> bool:
-        """Return whether the server's process runs. False also where there is no server."""
+        """Return whether the server's process runs. False also if no server answers."""
         return self._health("/health/live")
 
     def close(self) -> None:

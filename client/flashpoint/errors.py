@@ -82,7 +82,7 @@ class BadRequestError(FlashpointError):
 class CacheError(FlashpointError):
     """A cache or a saved forward is not there or has expired, or a cache is not as the call expects: see `code`.
 
-    With `cache_elsewhere` another replica holds it, and the balancer did not lead there.
+    With code `cache_elsewhere` another replica holds it, and the balancer did not route the call there.
     """
 
 
