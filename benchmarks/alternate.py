@@ -1,4 +1,4 @@
-"""Time two calls in turn in one process: only the ratio of what alternates means anything on a machine with others."""
+"""Time two calls in turn in one process. On a shared machine only the ratio of alternating times is meaningful."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The pictures of docs/when-remote-attention-pays.md: what the capacity calculator predicts, and what was measured.
+"""Draw the pictures of docs/when-remote-attention-pays.md: predictions of the capacity calculator, and measurements.
 
-Lines are predictions for the rates that are written beside them, which are assumptions and not measurements of any
-device; dots are of benchmarks/results/capacity-*.json. Writes docs/images/capacity-*.svg.
+Lines are predictions. Their labels give the assumed rates, which were not measured on any device. Dots are measurements
+from benchmarks/results/capacity-*.json. Writes docs/images/capacity-*.svg.
 """
 
 from __future__ import annotations

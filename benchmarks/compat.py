@@ -1,8 +1,9 @@
-"""Compile and interpret the kernels with other releases of Triton: the oldest that is served, and the newest there is.
+"""Compile and interpret the kernels with other releases of Triton: the oldest supported one, and the newest one.
 
-Each is installed in a directory of its own that stands before the environment's packages and is thrown away. With each:
-what stands for all variants compiles, and a smoke test agrees with float64 under the interpreter. Exits with 1 where
-one does not. Spills are said, but are no failure: the tiles are chosen for the release that constraints.txt pins.
+Each release is installed in a temporary directory, which comes before the environment's packages. With each release, a
+selection of variants must compile, and a smoke test under the interpreter must agree with float64. The exit code is 1
+if one fails. Register spills are reported, but are not a failure: the tiles are tuned for the release that
+constraints.txt pins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Our inner loops beside those of Triton's tutorial on fused attention, compiled in one run for GPUs that are not here.
+"""Compile our inner loops and those of Triton's tutorial on fused attention in one run. Needs no GPU.
 
 `benchmarks/compile.py --beside FILE --beside-commit HASH` calls it with python/tutorials/06-fused-attention.py of
-triton-lang/triton, which is no part of this project. Writes benchmarks/results/loops-sm<arch>.json: a row a loop.
+triton-lang/triton, which is not part of this project. Writes benchmarks/results/loops-sm<arch>.json, with a row for
+each loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The forms in which tensors go to the service and to its peers, and how each is written and read.
+"""The formats of requests to the service and to its peers: how each is written and read.
 
-A call's inputs lie side by side in one block of memory, so that a body is a head and a piece of that block.
+The inputs of a call lie in one block of memory, so that a body is a head and a part of that block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tables from the record of `make gpu`, whole or partial: `python benchmarks/gpu_report.py DIR` writes DIR/report.md.
+"""Write DIR/report.md and DIR/timings.svg from a complete or partial run of `make gpu`: `benchmarks/gpu_report.py DIR`.
 
-Rows of the newest environment count; others, of other sources, versions or devices, are counted and left out. The
-newest row of a key counts. Plain data in; text and a picture (DIR/timings.svg) out.
+The report uses the rows of the newest environment, and of these the newest row of each key. Rows of other sources,
+versions or devices are left out; the report gives their number.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
-"""200 requests of many lengths, forward and gradient, as they would come from many callers.
+"""Time 200 requests of many lengths, forward and gradient, as if from many callers.
 
-Lengths are 16…2048, (1, 8, length, 64) in float32; each second request, by the seed, is a gradient. Three passes: each
-request alone, one after the other; all in a closed loop, which gives the saturated rate; and an open loop at 70% of
-that rate, arrivals by Poisson, where a request's latency counts from its arrival. Slowdown is latency over what the
-same request took alone.
+The shapes are (1, 8, length, 64) in float32 with lengths from 16 to 2048. The seed makes about half of the requests
+gradients. There are three passes:
+
+- each request alone, one after another;
+- all in a closed loop, which gives the saturated rate;
+- an open loop with Poisson arrivals at 70% of that rate. The latency of a request counts from its arrival.
+
+The slowdown of a request is its latency divided by its time alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rows of options.py beside FlexAttention, compiled, and beside torch's fused operator at decode."""
+"""The rows of options.py that compare with compiled FlexAttention, and at decode with torch's fused operator."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Common parts of recorded results: the machine, versions, commit and date; percentiles; a file named by device.
 
-The benchmarks, the load tests, the fuzzer and the tests with faults use it.
+The benchmarks, the load tests, the fuzzer and the fault-injection tests use this module.
 """
 
 from __future__ import annotations

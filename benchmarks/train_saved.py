@@ -1,9 +1,9 @@
-"""Train a small GPT with forwards that stay at the server, and with others: `python benchmarks/train_saved.py`.
+"""Train a small GPT with saved forwards and without: `python benchmarks/train_saved.py`.
 
-The GPT of examples/train_gpt.py, from one seed. Rounds of the two ways alternate. Wanted: the same losses to the bit,
-and at most 0.7 times the bytes a step, in and out, by the server's own count. Beside them: milliseconds a step, and
-what saving adds to one forward of 1,024 tokens. Goes to benchmarks/results/train-saved-<cpu>.json, takes about three
-minutes. Exits with 1 where a target is missed.
+It trains the GPT of examples/train_gpt.py from one seed. Rounds with and without saving alternate. The targets: bitwise
+equal losses, and at most 0.7 times the bytes of a step, in and out, by the server's count. It also measures the
+milliseconds of a step, and the time that saving adds to one forward of 1,024 tokens. It writes
+benchmarks/results/train-saved-<cpu>.json, and takes about three minutes. The exit code is 1 if a target is missed.
 """
 
 from __future__ import annotations

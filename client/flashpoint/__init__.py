@@ -3,9 +3,10 @@
     with flashpoint.Client("http://localhost:8000") as client:
         o = client.attention(q, k, v, causal=True)  # numpy in, numpy out; torch in, torch out
 
-`flashpoint.sharded` shares one attention over several servers, and `flashpoint.capacity` predicts what a call takes.
-`flashpoint.torch.attention` is differentiable; `flashpoint.integrations.transformers` serves a Hugging Face model's
-attention.
+- `flashpoint.sharded` computes one attention on several servers.
+- `flashpoint.capacity` predicts the time of a call.
+- `flashpoint.torch.attention` and `flashpoint.jax.attention` are differentiable.
+- `flashpoint.integrations.transformers` computes the attention of a Hugging Face model on a server.
 """
 
 from importlib import import_module
@@ -78,7 +79,7 @@ __all__ = [
     "sharded",
 ]
 
-# Imported where they are first used: a server needs the schemas of this package, and no client.
+# Imported at first use: a server imports the schemas of this package, but not the clients.
 _NAMES = {
     "_caches": ("AsyncCache", "Cache"),
     "_calls": ("SavedAttention",),
@@ -96,7 +97,7 @@ _NAMES = {
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 _MODULES = {*_NAMES, "capacity", "jsonwire", "sharded", "validation"}
 
-if not TYPE_CHECKING:  # or a name that is not there would be no error of types
+if not TYPE_CHECKING:  # with __getattr__, type checkers would accept names that do not exist
 
     def __getattr__(name: str) -> object:
         if name in _MODULES:

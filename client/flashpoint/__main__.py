@@ -1,4 +1,4 @@
-"""`python -m flashpoint`: the command line, where its script is not on the PATH."""
+"""`python -m flashpoint`: the command line, if its script is not on the PATH."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""numpy arrays and torch tensors as bytes, and back, without a copy where memory allows.
+"""Convert numpy arrays and torch tensors to bytes and back, without a copy if the memory layout allows.
 
-torch is never imported here: who passes a torch tensor has imported it.
+torch is imported only for torch tensors: a caller who passes one has imported it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OF_ML_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float8_e4m3fn": np.d
 
 
 class Packed(NamedTuple):
-    """A tensor ready to send: canonical dtype, shape, and its memory, contiguous, little-endian, flat bytes."""
+    """A tensor ready to send: its dtype's name, its shape, and its contiguous memory as flat bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ def is_torch(value: object) -> bool:
 
 
 def pack(name: str, value: Any) -> Packed:
-    """`value` ready to send as tensor `name`. Raises InvalidInputError naming it when it cannot be sent."""
+    """Return `value` as bytes to send for tensor `name`. Raises InvalidInputError if it cannot be sent."""
     if is_torch(value):
         return _pack_torch(name, value)
     if name in INDEX_TENSORS and isinstance(value, (list, tuple)):
@@ -59,7 +59,7 @@ def pack(name: str, value: Any) -> Packed:
         raise invalid(name, f"dtype {value.dtype} cannot be sent")
     if not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
-    # The bytes as uint8: the buffer protocol has no bfloat16.
+    # As uint8, because the buffer protocol has no bfloat16.
     flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     return Packed(value.dtype.name, value.shape, flat.data)
 
@@ -77,7 +77,7 @@ def _pack_torch(name: str, tensor: torch.Tensor) -> Packed:
 
 
 def to_numpy(name: str, value: Any) -> NDArray[Any]:
-    """`value` as numpy has it, by `pack`'s rules: itself, or a view of a torch tensor's memory on the CPU."""
+    """Return `value` as a numpy array, by the rules of `pack`. A torch tensor on the CPU is not copied."""
     if isinstance(value, np.ndarray) and value.dtype.isnative and value.dtype.name in ITEMSIZE:
         return value
     dtype, shape, data = pack(name, value)
@@ -85,7 +85,7 @@ def to_numpy(name: str, value: Any) -> NDArray[Any]:
 
 
 def to_like(array: NDArray[Any], like: Array) -> Any:
-    """`array` as it is where `like` is numpy's, otherwise as a torch tensor on its device."""
+    """Return `array` unchanged if `like` is a numpy array, otherwise as a torch tensor on the device of `like`."""
     if isinstance(like, np.ndarray):
         return array
     packed = pack("answer", array)
@@ -94,19 +94,19 @@ def to_like(array: NDArray[Any], like: Array) -> Any:
 
 
 def unpack(buffer: NDArray[np.uint8], specs: Mapping[str, TensorSpec], like: Array) -> dict[str, Any]:
-    """The tensors that lie in `buffer` as views of it: numpy where `like` is, otherwise torch on its device."""
+    """Return the tensors in `buffer` as views: numpy arrays if `like` is one, else torch tensors on its device."""
     return {name: _unpack(buffer[spec.start : spec.stop], spec, like) for name, spec in specs.items()}
 
 
 def _unpack(data: NDArray[np.uint8], spec: TensorSpec, like: Array) -> Any:
     if spec.start % ITEMSIZE[spec.dtype]:
-        data = data.copy()  # behind a tensor of smaller elements: not aligned to its own
+        data = data.copy()  # not aligned: a tensor with smaller elements lies before it
     if isinstance(like, np.ndarray):
         return data.view(_numpy_dtype(spec.dtype)).reshape(spec.shape)
     import torch
 
     dtype = getattr(torch, spec.dtype)
-    if not data.size:  # torch does not view no bytes as another dtype
+    if not data.size:  # torch cannot view an empty tensor as another dtype
         return torch.empty(spec.shape, dtype=dtype, device=like.device)
     return torch.from_numpy(data).view(dtype).reshape(spec.shape).to(like.device)
 

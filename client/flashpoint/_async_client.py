@@ -1,4 +1,4 @@
-"""`AsyncClient`: `Client` for asyncio. They differ in how they send, read and wait."""
+"""`AsyncClient`: the methods of `Client`, for asyncio."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class AsyncClient(AsyncAttending, _Settings[httpx.AsyncClient]):
         return AsyncCache(self, (await self._call(_cache_calls.create(shape)))[0])
 
     async def caches(self, count: int, **shape: Unpack[CacheSizes]) -> list[AsyncCache]:
-        """Make several caches of one shape on one engine, as a call over all of them needs.
+        """Make several caches of one shape on one engine, so that one call can use all of them.
 
         Args:
             count: Number of caches.
@@ -156,7 +156,7 @@ class AsyncClient(AsyncAttending, _Settings[httpx.AsyncClient]):
         return [AsyncCache(self, one) for one in await self._call(_cache_calls.fork(caches, lengths, free))]
 
     async def delete_caches(self, caches: Sequence[AsyncCache]) -> None:
-        """Free the memory of several caches in one call. Those that are gone already are left out.
+        """Free the memory of several caches in one call. Caches that are gone already are ignored.
 
         Args:
             caches: Caches to delete.
@@ -172,8 +172,9 @@ class AsyncClient(AsyncAttending, _Settings[httpx.AsyncClient]):
     ) -> VerifyReport:
         """Compare a backend's answers, or your own, with float64, and judge whether they are near enough.
 
-        With q, k and v the problem is theirs, and with any of `o`, `lse`, `dq`, `dk`, `dv`, `dattn_mask` and `dsinks`
-        these are judged. Without them the server draws a problem: `shape`, `dtype`, `seed`, `direction`, `extras`.
+        The problem has your q, k and v. If you pass any of `o`, `lse`, `dq`, `dk`, `dv`, `dattn_mask` and `dsinks`,
+        these are judged, otherwise the answers of a backend. Without q, k and v the server draws a problem by `shape`,
+        `dtype`, `seed`, `direction` and `extras`.
 
         Args:
             q: Queries, (B, Hq, Sq, D) in layout `bhsd`. None: the server draws the tensors.
@@ -252,7 +253,7 @@ class AsyncClient(AsyncAttending, _Settings[httpx.AsyncClient]):
     async def benchmark(self, **keywords: Unpack[Benchmark]) -> AsyncBenchmarkRun:
         """Start to time a grid, or a preset, on the server's device.
 
-        The call is not sent again where the connection broke after it had been sent: that could start two benchmarks.
+        If the connection breaks after the call was sent, it is not sent again: that could start two benchmarks.
 
         Keyword Args:
             preset: Named grid, in place of one of your own: `papers` or `h100`. Default: None.
@@ -292,11 +293,11 @@ class AsyncClient(AsyncAttending, _Settings[httpx.AsyncClient]):
         return found
 
     async def ready(self) -> bool:
-        """Return whether the server takes work now. False also where there is no server."""
+        """Return whether the server takes work now. False also if no server answers."""
         return await self._health("/health/ready")
 
     async def live(self) -> bool:
-        """Return whether the server's process runs. False also where there is no server."""
+        """Return whether the server's process runs. False also if no server answers."""
         return await self._health("/health/live")
 
     async def aclose(self) -> None:
@@ -320,7 +321,7 @@ class AsyncClient(AsyncAttending, _Settings[httpx.AsyncClient]):
         return await self._run(self._exchange(call))
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
-        """Send a request. Our own transport needs nothing of what httpx's client does around one, but for cookies."""
+        """Send a request. Our own transport is called directly: of httpx's client it needs only the cookies."""
         if self._own is None or self._http.is_closed:
             return await self._http.send(request, stream=True)
         response = await self._own.handle_async_request(request)

@@ -1,6 +1,6 @@
 """`attention` and `attention_grad` of both clients, with the type of the result for each way to call them.
 
-numpy arrays give numpy arrays, torch tensors give torch tensors: `A` is the type of q.
+The results have the type of q, `A`: numpy arrays give numpy arrays, torch tensors give torch tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ A = TypeVar("A", NDArray[Any], "torch.Tensor")
 
 
 class Attending:
-    """Calls that wait for their answer."""
+    """The methods `attention` and `attention_grad` of `Client`."""
 
     if TYPE_CHECKING:
 
@@ -231,7 +231,7 @@ class Attending:
 
 
 class AsyncAttending:
-    """Calls that are awaited."""
+    """The methods `attention` and `attention_grad` of `AsyncClient`."""
 
     if TYPE_CHECKING:
 

@@ -1,4 +1,4 @@
-"""The calls of a KV cache: what each sends, and the object that its answer becomes. No I/O."""
+"""The calls of a KV cache: how each request is made, and how its answer is read. No I/O."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from flashpoint_contract import wire
 
 
 class Described(NamedTuple):
-    """The description of a cache from an answer, and the replica that holds it."""
+    """The description of a cache in an answer, and the affinity to its replica."""
 
     document: Mapping[str, Any]
     affinity: Affinity
 
 
 class AnyCache(HeldCache):
-    """Base of both kinds of cache: the id, and the lengths from the latest answers."""
+    """Base class of `Cache` and `AsyncCache`: the id, and the state from the latest answers."""
 
     def __init__(self, found: Described) -> None:
         described, self.affinity = found
@@ -39,12 +39,12 @@ class AnyCache(HeldCache):
 
     @property
     def length(self) -> int:
-        """Tokens of its longest layer, as the last answers told. `lengths` has every layer's."""
+        """Return the number of tokens of the longest layer, from the latest answers. `lengths` has each layer's."""
         return max(self.lengths, default=0)
 
     @property
     def replica(self) -> str:
-        """Return the X-Flashpoint-Replica value by which a balancer routes; another client needs it with the `id`."""
+        """Return the X-Flashpoint-Replica value, by which a balancer routes. Another client needs it and the `id`."""
         return self.affinity.replica
 
     def _hear(self, described: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ class AnyCache(HeldCache):
 
 
 def create(shape: Mapping[str, Any], count: int = 1) -> Call:
-    """The call for the descriptions of new caches."""
+    """Return the call that makes caches, for their descriptions."""
     asked = {name: list(value) if isinstance(value, tuple) else value for name, value in shape.items()}
     if unknown := [name for name in asked if name not in CacheSizes.__annotations__]:
         raise invalid(unknown[0], "is not an option of a cache")
@@ -66,14 +66,14 @@ def create(shape: Mapping[str, Any], count: int = 1) -> Call:
 def attend(
     cache: AnyCache, q: Array, k: Array | None, v: Array | None, at: int | None, keywords: Mapping[str, Any]
 ) -> Call:
-    """The call for attention over one cache."""
+    """Return the call for attention over one cache."""
     if "caches" in keywords:
         raise invalid("caches", "is not taken by a cache's own method: call the client's")
     return forward(q, k, v, {**keywords, "caches": [cache], "at": None if at is None else [at]})
 
 
 def append(cache: AnyCache, k: Array, v: Array, layer: int, at: int | None, layout: str) -> Call:
-    """The call for a layer's length with new tokens."""
+    """Return the call that writes new tokens to a layer, for the new length of the layer."""
     packed = {"k": pack("k", k), "v": pack("v", v)}
     options = {"layer": layer, "layout": layout} | ({} if at is None else {"at": at})
     head = wire.build_head([(n, p.dtype, p.shape) for n, p in packed.items()], wire.encode_options(options))
@@ -91,7 +91,7 @@ def append(cache: AnyCache, k: Array, v: Array, layer: int, at: int | None, layo
 
 
 def fork(caches: Sequence[AnyCache], lengths: Sequence[int] | None, free: Sequence[AnyCache]) -> Call:
-    """The call for the descriptions of copies."""
+    """Return the call that copies `caches` and deletes `free`, for the descriptions of the copies."""
     asked: dict[str, Any] = {"caches": [c.id for c in caches], "lengths": None if lengths is None else list(lengths)}
     affinity = caches[0].affinity if caches else Affinity()
     asked["free"] = [c.id for c in free]
@@ -99,23 +99,23 @@ def fork(caches: Sequence[AnyCache], lengths: Sequence[int] | None, free: Sequen
 
 
 def change(cache: AnyCache, what: str, asked: Mapping[str, Any]) -> Call:
-    """The call for the description of a cache that is truncated or renewed."""
+    """Return the call that truncates or renews a cache, as `what` says, for its description."""
     return _asks("POST", f"/caches/{cache.id}/{what}", asked, cache.affinity, lambda document: document)
 
 
 def look(cache: AnyCache) -> Call:
-    """The call for the description of a cache."""
+    """Return the call for the description of a cache."""
     return _asks("GET", f"/caches/{cache.id}", None, cache.affinity, lambda document: document)
 
 
 def delete(cache: AnyCache) -> Call:
-    """The call that frees a cache."""
+    """Return the call that deletes a cache."""
     call = _asks("DELETE", f"/caches/{cache.id}", None, cache.affinity, lambda document: None, success=204)
-    return replace(call, expected="")  # there is no body
+    return replace(call, expected="")  # the answer has no body
 
 
 def delete_many(caches: Sequence[AnyCache]) -> Call:
-    """The call that frees several caches, all or none."""
+    """Return the call that deletes several caches, all or none."""
     asked = {"caches": [cache.id for cache in caches]}
     affinity = caches[0].affinity if caches else Affinity()
     call = _asks("POST", "/caches/delete", asked, affinity, lambda document: None, success=204)
@@ -123,7 +123,7 @@ def delete_many(caches: Sequence[AnyCache]) -> Call:
 
 
 def tensors(cache: AnyCache, layer: int, like: Array | None) -> Call:
-    """The call for k and v of a layer."""
+    """Return the call for the keys and values of a layer."""
     kind = np.empty(0) if like is None else like
 
     def read(answer: Answer) -> tuple[Any, Any]:

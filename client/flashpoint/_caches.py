@@ -1,4 +1,4 @@
-"""KV caches that a server holds, as both clients give them."""
+"""`Cache` and `AsyncCache`: KV caches that a server holds."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Cache(AnyCache):
             o = cache.attention(q, k, v, layer=0, causal=True)  # writes k and v, attends to all that is held
 
     `id` is the cache's name on the server, `layers` the number of its layers, `lengths` the number of tokens of each,
-    and `bytes` its memory, as the latest answers said. Methods raise the errors of `flashpoint.errors`. A call that its
-    engine does not know any more raises CacheError with code `cache_lost`: it expired, or the engine restarted. Make it
-    again, and send its tokens again.
+    and `bytes` its memory, from the latest answers. Methods raise the errors of `flashpoint.errors`. If the server does
+    not have the cache any more, they raise CacheError with code `cache_lost`: it expired, or its engine restarted. Then
+    make a new cache, and send the tokens again.
     """
 
     def __init__(self, client: _Client, found: Described) -> None:
@@ -154,7 +154,7 @@ class Cache(AnyCache):
         return length
 
     def fork(self, length: int | None = None) -> Cache:
-        """Return a copy, which shares memory until one of both is written.
+        """Return a copy. It shares memory with this cache until one of the two is written to.
 
         Args:
             length: Number of tokens of the copy. None copies all.
@@ -333,7 +333,7 @@ class AsyncCache(AnyCache):
         return length
 
     async def fork(self, length: int | None = None) -> AsyncCache:
-        """Return a copy, which shares memory until one of both is written.
+        """Return a copy. It shares memory with this cache until one of the two is written to.
 
         Args:
             length: Number of tokens of the copy. None copies all.

@@ -1,4 +1,4 @@
-"""The calls of the service: what each sends, and what its answer becomes. No I/O."""
+"""The calls of the service: how each request is made, and how its answer is read. No I/O."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from flashpoint_contract.tensors import ANSWERS, INPUT_TENSORS, REQUIRED, TAKEN,
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_OF_CALLS = ("timeout", "priority", "request_id", "with_meta")  # keywords that are not of the problem
-DEFAULT: Any = object()  # the client's own timeout, where None means none
+_OF_CALLS = ("timeout", "priority", "request_id", "with_meta")  # keywords that do not describe the problem
+DEFAULT: Any = object()  # stands for the client's own timeout, because None means no timeout
 
 
 class Affinity:
@@ -37,7 +37,7 @@ class Affinity:
 
 
 class HeldCache:
-    """A KV cache that a server holds, as a call needs it: its id, and the lengths of its layers that answers tell.
+    """A KV cache on a server, as a call needs it: its id, and the lengths of its layers from the latest answers.
 
     Caches that were made together, and their forks, share an `affinity`.
     """
@@ -67,7 +67,7 @@ class SavedAttention:
 
 @dataclass(frozen=True)
 class Answer:
-    """A message that was received: its head, the one buffer that holds its tensors, and the headers' meta."""
+    """A received message: its head, the buffer with all its tensors, and the metadata of the HTTP headers."""
 
     head: wire.Head
     buffer: NDArray[np.uint8]
@@ -75,7 +75,7 @@ class Answer:
 
 
 class Reader(Protocol):
-    """Reads the bytes of an answer as they arrive: see flashpoint._http.readers."""
+    """Reads the bytes of an answer while they arrive: see flashpoint._http.readers."""
 
     def space(self) -> memoryview: ...
 
@@ -86,13 +86,16 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """One call, as often as it must be sent.
+    """One call, which may be sent several times.
 
-    `body` are its parts, in order. `read` makes the result: of an `Answer`, or of a JSON object where the media type
-    that is expected is JSON. `success` is the status it comes with. `repeatable`: it has no effect but its answer, so
-    it may be sent again even when the connection broke half-way. `affinity` is that of the caches it is about.
-    `instead` makes the call that is sent after an error, at once, in place of this one; None for most errors.
-    `reader` makes what reads the answer as it arrives, where it is neither JSON nor a message.
+    - `expected`: media type of the answer.
+    - `body`: the parts of the body, in order.
+    - `read`: returns the result of an `Answer`, or of a JSON object if `expected` is JSON.
+    - `success`: HTTP status of a successful answer.
+    - `repeatable`: the call may be sent again after the connection broke, because a second time does no harm.
+    - `affinity`: the affinity of the caches that the call uses.
+    - `instead`: returns the call to send at once in place of this one after an error; None for most errors.
+    - `reader`: returns the reader of an answer that is neither JSON nor a message.
     """
 
     method: str
@@ -114,18 +117,18 @@ class Call:
 
 
 def _only(direction: Direction) -> set[str]:
-    """Return the options and tensors that calls of one direction alone take."""
+    """Return the options and tensors that only calls of one direction take."""
     options = {name for name, option in OPTIONS.items() if option.direction == direction}
     other: Direction = "backward" if direction == "forward" else "forward"
     return options | (set(TAKEN[direction]) - set(TAKEN[other]))
 
 
-_NO_MEMORY = ("cache_memory", "key_limit", "work_too_large")  # codes of a forward that cannot be saved
+_NO_MEMORY = ("cache_memory", "key_limit", "work_too_large")  # error codes if a forward cannot be saved
 _FORWARD_ONLY, _BACKWARD_ONLY = _only("forward"), _only("backward")
 
 
 def forward(q: Array, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
-    """The call for `o`, or (o, lse). Raises InvalidInputError."""
+    """Return the call that returns `o`, or (o, lse). Raises InvalidInputError."""
     _refuse(keywords, _BACKWARD_ONLY | {"saved"})
     rest = dict(keywords)
     if type(save := rest.pop("save", False)) is not bool:
@@ -142,7 +145,7 @@ def forward(q: Array, k: Array | None, v: Array | None, keywords: Mapping[str, A
 
 
 def _saving(keywords: Mapping[str, Any]) -> Call:
-    """The call for a SavedAttention. Where the server has no memory for it, the forward runs unsaved."""
+    """Return the call for a SavedAttention. If the server has no memory to save it, the forward runs without saving."""
     with_meta, affinity = bool(keywords.get("with_meta")), Affinity()
     options: dict[str, Any] = {"return_lse": False, **keywords, "with_meta": True}
 
@@ -163,7 +166,7 @@ def _saving(keywords: Mapping[str, Any]) -> Call:
 
 
 def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]) -> Call:
-    """The call for attention over caches. A write carries a key, so that it may be sent again."""
+    """Return the call for attention over caches. A write has an idempotency key, so that it may be sent again."""
     given = keywords.pop("caches")
     if isinstance(given, str | HeldCache):
         raise invalid("caches", "must be a list, with one cache for each sequence of q")
@@ -189,12 +192,12 @@ def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]
 
 
 def idempotent() -> dict[str, str]:
-    """Return the header by which a server knows a write that it gets again."""
+    """Return the header by which a server recognises a repeated write."""
     return {"Idempotency-Key": uuid.uuid4().hex}
 
 
 def backward(do: Array, q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
-    """The call for the gradients that `grads` names, in its order. Raises InvalidInputError."""
+    """Return the call for the gradients that `grads` names, in that order. Raises InvalidInputError."""
     _refuse(keywords, _FORWARD_ONLY | {"save"})
     rest = dict(keywords)
     saved, affinity = named(rest.pop("saved", None))
@@ -204,12 +207,13 @@ def backward(do: Array, q: Array | None, k: Array | None, v: Array | None, keywo
     others = {name: value for name, value in given.items() if value is not None and name not in _OF_CALLS}
     if refused := refused_beside((), others):
         raise all_invalid(refused)
-    options = {name: _plain(given[name]) for name in TAKEN_BESIDE[1] if name in given}  # also one that is a default
+    # A default is sent too if the caller gave it.
+    options = {name: _plain(given[name]) for name in TAKEN_BESIDE[1] if name in given}
     return replace(_call("/attention/grad", given, {**options, "saved": saved}, needed=("do",)), affinity=affinity)
 
 
 def named(saved: SavedAttention | str | None) -> tuple[str | None, Affinity]:
-    """Return the id of a saved forward, and what leads to it. Raises InvalidInputError."""
+    """Return the id of a saved forward, and the affinity to its replica. Raises InvalidInputError."""
     if isinstance(saved, SavedAttention):
         if saved.saved is None:
             raise invalid("saved", "the server had no memory to save this forward: send all tensors")
@@ -220,7 +224,7 @@ def named(saved: SavedAttention | str | None) -> tuple[str | None, Affinity]:
 
 
 def lookup(path: str) -> Call:
-    """The call for the JSON object at `path`."""
+    """Return the call for the JSON object at `path`."""
     return Call(
         "GET", path, jsonwire.MEDIA_TYPE, {"Accept": jsonwire.MEDIA_TYPE}, (), DEFAULT, lambda document: document
     )
@@ -260,9 +264,9 @@ def message(
     tensors: Mapping[str, Any], options: AttentionOptions, of_held: Mapping[str, Any] | None = None,
     needed: Iterable[str] = REQUIRED["forward"],
 ) -> tuple[memoryview, ...]:  # fmt: skip
-    """The parts of a message of `tensors`, of which those that are None are left out, but for those `needed`.
+    """Return the parts of a message with `tensors`. It leaves out tensors that are None, unless they are `needed`.
 
-    `of_held` are options about what the server holds.
+    `of_held`: options that name caches or saved forwards on the server.
     """
     if refused := refusals("sdk", (name for name, t in tensors.items() if t is not None)):
         raise all_invalid(refused)
@@ -275,12 +279,12 @@ def message(
 
 
 def call_headers(keywords: dict[str, Any]) -> dict[str, str]:
-    """The headers of `priority` and `request_id`, which are taken out of `keywords`."""
+    """Remove `priority` and `request_id` from `keywords`, and return their headers."""
     return _priority(keywords.pop("priority", None)) | _request_id(keywords.pop("request_id", None))
 
 
 def checked(model: type[Model], keywords: Mapping[str, Any]) -> Model:
-    """`model` of `keywords`, with NumPy's numbers as Python's. Raises InvalidInputError naming each field."""
+    """Return `model` made from `keywords`, which may hold NumPy numbers. Raises InvalidInputError with each field."""
     plain = {name: _plain(value) for name, value in keywords.items()}
     try:
         return model.model_validate(plain)
@@ -291,7 +295,7 @@ def checked(model: type[Model], keywords: Mapping[str, Any]) -> Model:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's numbers and arrays as Python's, within lists, tuples and dicts too."""
+    """Convert NumPy numbers and arrays to Python numbers and lists, also inside lists, tuples and dicts."""
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""`Client`, and the settings that `AsyncClient` shares with it."""
+"""`Client`, and the settings that it shares with `AsyncClient`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from flashpoint.errors import CacheError, ConnectionFailedError, FlashpointError
 from flashpoint.verify_schema import VerifyReport
 
 DEFAULT_URL = "http://localhost:8000"
-TIMEOUT = 60.0  # seconds, for a whole call
-LONGEST_TIMEOUT = 1_000_000  # seconds; the settings of a server go as far, and a socket's wait not much further
+TIMEOUT = 60.0  # seconds for a whole call
+LONGEST_TIMEOUT = 1_000_000  # seconds; the limit of the server's settings, near that of a socket's wait
 RETRIES = 4
 _FAILURES = (httpx.TransportError, FlashpointError)
 _NOT_THERE = (OverloadedError, ConnectionFailedError)
@@ -38,7 +38,7 @@ Direct = TypeVar("Direct", Transport, AsyncTransport)
 
 
 class _Settings(Generic[Http]):
-    """Base of both clients: their settings."""
+    """Base class of both clients: their settings."""
 
     _http: Http
 
@@ -68,13 +68,13 @@ class _Settings(Generic[Http]):
         headers = {"User-Agent": "flashpoint", "Accept-Encoding": "identity"}
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
-        # As many connections as there are callers: the server says when there are too many, and says so at once.
+        # No limit on connections: a server refuses too many requests at once, and waiting here would only hide that.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         return {"base_url": self.url, "headers": headers, "limits": limits, "timeout": self._timeout,
                 "verify": self._tls or True}  # fmt: skip
 
     def _direct(self, transport: Callable[[httpx.URL, ssl.SSLContext | None], Direct]) -> Direct | None:
-        """Our own `transport`; None for httpx's, which knows proxies."""
+        """Return our own transport, or None to use httpx's, which supports proxies."""
         return transport(self._parsed, self._tls) if is_direct(self._parsed) else None
 
     def _exchange(self, call: Call, *, once: bool = False, stop: socket.socket | None = None) -> Exchange:
@@ -178,7 +178,7 @@ class Client(Attending, _Settings[httpx.Client]):
         return Cache(self, self._call(_cache_calls.create(shape))[0])
 
     def caches(self, count: int, **shape: Unpack[CacheSizes]) -> list[Cache]:
-        """Make several caches of one shape on one engine, as a call over all of them needs.
+        """Make several caches of one shape on one engine, so that one call can use all of them.
 
         Args:
             count: Number of caches.
@@ -226,14 +226,14 @@ class Client(Attending, _Settings[httpx.Client]):
         return [Cache(self, one) for one in self._call(_cache_calls.fork(caches, lengths, free))]
 
     def delete_caches(self, caches: Sequence[Cache]) -> None:
-        """Free the memory of several caches in one call. Those that are gone already are left out.
+        """Free the memory of several caches in one call. Caches that are gone already are ignored.
 
         Args:
             caches: Caches to delete.
         """
         try:
             self._call(_cache_calls.delete_many(caches))
-        except CacheError:  # then none was
+        except CacheError:  # the server deleted none of them
             for cache in caches:
                 cache.delete()
 
@@ -242,8 +242,9 @@ class Client(Attending, _Settings[httpx.Client]):
     ) -> VerifyReport:
         """Compare a backend's answers, or your own, with float64, and judge whether they are near enough.
 
-        With q, k and v the problem is theirs, and with any of `o`, `lse`, `dq`, `dk`, `dv`, `dattn_mask` and `dsinks`
-        these are judged. Without them the server draws a problem: `shape`, `dtype`, `seed`, `direction`, `extras`.
+        The problem has your q, k and v. If you pass any of `o`, `lse`, `dq`, `dk`, `dv`, `dattn_mask` and `dsinks`,
+        these are judged, otherwise the answers of a backend. Without q, k and v the server draws a problem by `shape`,
+        `dtype`, `seed`, `direction` and `extras`.
 
         Args:
             q: Queries, (B, Hq, Sq, D) in layout `bhsd`. None: the server draws the tensors.
@@ -322,7 +323,7 @@ class Client(Attending, _Settings[httpx.Client]):
     def benchmark(self, **keywords: Unpack[Benchmark]) -> BenchmarkRun:
         """Start to time a grid, or a preset, on the server's device.
 
-        The call is not sent again where the connection broke after it had been sent: that could start two benchmarks.
+        If the connection breaks after the call was sent, it is not sent again: that could start two benchmarks.
 
         Keyword Args:
             preset: Named grid, in place of one of your own: `papers` or `h100`. Default: None.
@@ -362,11 +363,11 @@ class Client(Attending, _Settings[httpx.Client]):
         return found
 
     def ready(self) -> bool:
-        """Return whether the server takes work now. False also where there is no server."""
+        """Return whether the server takes work now. False also if no server answers."""
         return self._health("/health/ready")
 
     def live(self) -> bool:
-        """Return whether the server's process runs. False also where there is no server."""
+        """Return whether the server's process runs. False also if no server answers."""
         return self._health("/health/live")
 
     def close(self) -> None:
@@ -391,11 +392,11 @@ class Client(Attending, _Settings[httpx.Client]):
         return self._run(self._exchange(call))
 
     def _send(self, request: httpx.Request) -> httpx.Response:
-        """Send a request. Our own transport needs nothing of what httpx's client does around one, but for cookies."""
-        if self._own is None or self._http.is_closed:  # httpx says so
+        """Send a request. Our own transport is called directly: of httpx's client it needs only the cookies."""
+        if self._own is None or self._http.is_closed:  # a closed httpx client raises the error
             return self._http.send(request, stream=True)
         response = self._own.handle_request(request)
-        if "set-cookie" in response.headers:  # a balancer's
+        if "set-cookie" in response.headers:  # set by a balancer
             response.request = request
             self._http.cookies.extract_cookies(response)
         return response
@@ -406,7 +407,7 @@ class Client(Attending, _Settings[httpx.Client]):
                 response = self._send(exchange.request(self._http))
                 try:
                     exchange.begin(response)
-                    if read_into := response.extensions.get("read_into"):  # our own transport
+                    if read_into := response.extensions.get("read_into"):  # only with our own transport
                         while count := read_into(space := exchange.space(), exchange.least(space)):
                             exchange.filled(count)
                     else:

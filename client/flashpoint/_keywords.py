@@ -1,7 +1,7 @@
-"""The keywords of the clients' calls. The docstring of a field is the text of that keyword, wherever it is documented.
+"""The keywords of the clients' calls. The docstring of a field documents that keyword in all calls.
 
-`docs/docstrings.py` copies them into the docstrings of the calls. It fills those of `Problem`, `Scales` and `Settled`
-from `flashpoint_kernels.attention`.
+`docs/docstrings.py` copies these docstrings into those of the calls. It takes the docstrings of `Problem`, `Scales` and
+`Settled` from `flashpoint_kernels.attention`.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class OverCaches(Returned, Layers, total=False):
 
 
 class OfForward(TypedDict, total=False):
-    """The forward of which the gradients are, and which gradients."""
+    """The results of the forward, and the gradients to return."""
 
     o: Array | None
     """Output of the forward, (B, Hq, Sq, Dv). With o and lse the server does not run the forward again."""

@@ -1,4 +1,4 @@
-"""The calls of /verify and /benchmark: what each sends, and what its answer becomes. No I/O."""
+"""The calls of /verify and /benchmark: how each request is made, and how its answer is read. No I/O."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ from flashpoint.verify_schema import (
 from flashpoint_contract import wire
 from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS
 
-DRAWN = ("shape", "dtype", "seed", "direction", "extras")  # what only a problem that the server draws has
+DRAWN = ("shape", "dtype", "seed", "direction", "extras")  # keywords only for a problem that the server draws
 
 
 def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
-    """The call for a VerifyReport, of tensors where there is a q. Raises InvalidInputError."""
+    """Return the call for a VerifyReport, of the given tensors or (without q) of drawn ones.
+
+    Raises InvalidInputError.
+    """
     rest: dict[str, Any] = dict(keywords)
     timeout, progress = rest.pop("timeout", DEFAULT), rest.pop("progress", None)
     expected = jsonwire.MEDIA_TYPE if progress is None else sse.MEDIA_TYPE
@@ -57,7 +60,7 @@ def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[
 
 
 class _Events:
-    """Reads a verification's events: tells what is progress, and keeps how it ended."""
+    """Reads the events of a verification: passes progress to the callback, and keeps the last event."""
 
     def __init__(self, progress: Callable[[VerifyProgress], object]) -> None:
         self._space = memoryview(bytearray(16 * 1024))
@@ -90,7 +93,7 @@ class _Events:
 
 
 def submit(keywords: Mapping[str, Any]) -> Call:
-    """The call that starts a benchmark, for its BenchmarkJob. Raises InvalidInputError."""
+    """Return the call that starts a benchmark, for its BenchmarkJob. Raises InvalidInputError."""
     rest = dict(keywords)
     timeout = rest.pop("timeout", DEFAULT)
     headers = {"Accept": jsonwire.MEDIA_TYPE, "Content-Type": jsonwire.MEDIA_TYPE, **call_headers(rest)}
@@ -100,7 +103,7 @@ def submit(keywords: Mapping[str, Any]) -> Call:
 
 
 def job(method: str, id: str) -> Call:
-    """The call for a job as it is (GET), or once it is cancelled (DELETE)."""
+    """Return the call that gets a job (`method` GET) or cancels it (DELETE), for its BenchmarkJob."""
     headers = {"Accept": jsonwire.MEDIA_TYPE}
     return Call(method, f"/benchmark/{id}", jsonwire.MEDIA_TYPE, headers, (), DEFAULT, _reads(BenchmarkJob))
 

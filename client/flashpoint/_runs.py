@@ -1,4 +1,4 @@
-"""A benchmark at a server, as both clients give it."""
+"""`BenchmarkRun` and `AsyncBenchmarkRun`: a benchmark that runs on a server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class BenchmarkRun:
     def events(self, after: int = 0) -> Iterator[BenchmarkEvent]:
         """Yield its events until it has ended; those that have already happened come first.
 
-        A connection that breaks is made again after the last event, as often in a row as the client retries.
+        After a broken connection it connects again, and continues after the last event. The client's `retries` is the
+        largest number of failures in a row.
 
         Args:
             after: Number of an event (`BenchmarkEvent.id`): only later events are returned.
@@ -71,7 +72,8 @@ class AsyncBenchmarkRun:
     def events(self, after: int = 0) -> AsyncIterator[BenchmarkEvent]:
         """Yield its events until it has ended; those that have already happened come first.
 
-        A connection that breaks is made again after the last event, as often in a row as the client retries.
+        After a broken connection it connects again, and continues after the last event. The client's `retries` is the
+        largest number of failures in a row.
 
         Args:
             after: Number of an event (`BenchmarkEvent.id`): only later events are returned.

@@ -1,4 +1,4 @@
-"""Forwards that a server has saved: the call that frees one, and leases, which free theirs without waiting."""
+"""Saved forwards: the call that frees one, and leases, which free a forward in a background thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from flashpoint._calls import DEFAULT, Call, SavedAttention, named
 
 SETTLING = 2.0  # seconds that `Client.close` waits for forwards to be freed
-LONGEST = 10.0  # seconds that a lease's end may take; the forward's time to live ends it else
+LONGEST = 10.0  # timeout in seconds of the call that frees a forward; if it fails, the forward's time to live ends it
 
 
 class _Client(Protocol):
@@ -25,7 +25,7 @@ def delete(saved: SavedAttention | str, timeout: Any = DEFAULT) -> Call:
 
 
 class Lease:
-    """A saved forward that is freed when the lease is dropped, or released. Neither waits, nor raises."""
+    """Frees a saved forward when the lease is released or garbage-collected. It does not wait and does not raise."""
 
     __slots__ = ("_client", "_process", "saved")
 
@@ -33,10 +33,10 @@ class Lease:
         self._client = client
         self._process = os.getpid()
         self.saved: SavedAttention | str | None = saved
-        _start()  # here: a destructor, which may run anywhere, cannot start a thread
+        _start()  # not in the destructor: it may run at any point, and cannot start a thread
 
     def release(self) -> None:
-        """Have the forward freed, by a thread of its own. A forked process leaves that to its parent."""
+        """Queue the forward for the thread that frees. In a forked process do nothing: the parent frees it."""
         if (saved := self.saved) is not None and self._process == os.getpid():
             self.saved = None
             _ended.put((self._client, saved))
@@ -45,13 +45,13 @@ class Lease:
         self.release()
 
 
-# Forwards to be freed, and events to be set when those before them have been. A destructor may call its `put`.
+# Forwards to free, and events to set once all forwards before them are freed. Destructors may call SimpleQueue.put.
 _ended: queue.SimpleQueue[tuple[_Client, SavedAttention | str] | threading.Event] = queue.SimpleQueue()
 _thread: threading.Thread | None = None
 
 
 def _start() -> None:
-    """Start the thread that frees, where there is none: before the first lease, and after a fork."""
+    """Start the thread that frees, if it does not run: before the first lease, and after a fork."""
     global _thread
     if _thread is None or not _thread.is_alive():
         _thread = threading.Thread(target=_free, name="flashpoint-leases", daemon=True)
@@ -65,13 +65,13 @@ def _free() -> None:
             ended.set()
             continue
         client, saved = ended
-        with contextlib.suppress(Exception):  # its time to live frees it
+        with contextlib.suppress(Exception):  # the forward's time to live frees it
             client._call(delete(saved, LONGEST))
         del client, saved, ended
 
 
 def settle(seconds: float = SETTLING) -> None:
-    """Wait until the forwards that have been released are freed, at most so many seconds."""
+    """Wait at most `seconds` until all released forwards are freed."""
     if _thread is not None and _thread.is_alive() and _thread is not threading.current_thread():
         _ended.put(done := threading.Event())
         done.wait(seconds)

@@ -1,4 +1,4 @@
-"""How results show themselves in a notebook: as an HTML table, and as a picture."""
+"""Show results in a notebook: as an HTML table, and as a picture."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 
 
 class Picture(bytes):
-    """An SVG file, which a notebook shows as the picture that it is."""
+    """An SVG file, which a notebook displays as a picture."""
 
     def _repr_svg_(self) -> str:
         return self.decode()
 
 
 def picture(function: str, *arguments: Any) -> Picture:
-    """Return what a function of `flashpoint.plots` draws, which is imported by name: it imports what is drawn.
+    """Return the picture that a function of `flashpoint.plots` draws.
 
-    Raises ModuleNotFoundError saying what to install where matplotlib is not.
+    The module is imported here, because it imports the classes that use this function. Raises ModuleNotFoundError if
+    matplotlib is not installed.
     """
     try:
         return Picture(getattr(importlib.import_module("flashpoint.plots"), function)(*arguments))

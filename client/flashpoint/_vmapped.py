@@ -1,9 +1,9 @@
-"""A `vmap` of attention as one request: the mapped axes become more sequences, or more heads. numpy alone.
+"""Send a `vmap` of attention as one request: the mapped axes become more sequences, or more heads. Needs only numpy.
 
-A tensor comes with `lead` axes before its own, each as long as the axis that is mapped, or 1 where it is not mapped.
-Attention computes every sequence and every head by itself, so what is mapped is laid along the axis of the sequences.
-A tensor of one number per head has no such axis: where it is mapped, or its gradient is wanted, the mapped axes are
-laid along the axis of the heads.
+Each tensor has `lead` axes before its own. A leading axis has the length of the mapped axis, or 1 if this tensor is not
+mapped. Attention computes every sequence and every head independently, so the mapped axes are folded into the axis of
+the sequences. A tensor with one number per head has no such axis. If it is mapped, or its gradient is wanted, the
+mapped axes are folded into the axis of the heads.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flashpoint_contract.tensors import INDEX_TENSORS, TENSORS
 Numbers = NDArray[Any]
 
 _RAGGED = {"cu_seqlens_q": "q", "cu_seqlens_k": "k"}
-# Numbers per head alone: they have no axis for sequences.
+# Tensors with one number per head, without an axis of sequences.
 _HEADS_ONLY = {name for name, row in TENSORS.items() if row.per_head and "B" not in row.axes}
 
 
 @dataclass(frozen=True)
 class Fold:
-    """`tensors` of one problem that stands for as many as `batch` says."""
+    """The `tensors` of one problem that computes all problems of the mapped axes, whose shape is `batch`."""
 
     tensors: dict[str, Numbers]
     batch: tuple[int, ...]
@@ -35,30 +35,30 @@ class Fold:
     by_heads: bool
 
     def unfold(self, name: str, answer: Numbers, shape: Sequence[int]) -> Numbers:
-        """`answer`, a tensor like `name`, as one of `shape` for each of the batch: (*batch, *shape)."""
+        """Split an answer, which has the axes of tensor `name`, into one of `shape` per problem: (*batch, *shape)."""
         count, axis = math.prod(self.batch), _axis(name, self.layout, self.by_heads)
         size = answer.shape[axis] // count
         each = answer.reshape(*answer.shape[:axis], count, size, *answer.shape[axis + 1 :])
         each = np.moveaxis(each, axis, 0)
-        if math.prod(each.shape[1:]) > math.prod(shape):  # of a mask that the sequences, or heads, had in common
+        if math.prod(each.shape[1:]) > math.prod(shape):  # the gradient of a mask that sequences or heads share
             each = each.sum(axis + 1, dtype=np.promote_types(each.dtype, np.float32)).astype(each.dtype)
         return each.reshape(*self.batch, *shape)
 
 
 def batch_shape(tensors: Mapping[str, Numbers], lead: int) -> tuple[int, ...]:
-    """How long the `lead` first axes are."""
+    """Return the lengths of the `lead` first axes."""
     return np.broadcast_shapes(*(t.shape[:lead] for t in tensors.values()))
 
 
 def single(tensors: Mapping[str, Numbers], index: Sequence[int]) -> dict[str, Numbers]:
-    """The problem that is at `index` of the batch."""
+    """Return the problem at `index` of the mapped axes."""
     return {
         name: t[tuple(0 if t.shape[axis] == 1 else at for axis, at in enumerate(index))] for name, t in tensors.items()
     }
 
 
 def fold(tensors: Mapping[str, Numbers], lead: int, layout: str, grads: Sequence[str]) -> Fold | None:
-    """One problem that answers for all, or None where it has no axis for what is mapped."""
+    """Return one problem that computes all, or None if a mapped tensor has no axis to fold into."""
     batch = batch_shape(tensors, lead)
     count = math.prod(batch)
     rank = tensors["q"].ndim - lead
@@ -79,7 +79,7 @@ def fold(tensors: Mapping[str, Numbers], lead: int, layout: str, grads: Sequence
         size = t.shape[1 + axis]
         if size == 1 and (row.broadcast or (row.shared and not by_heads)):
             if name not in mapped and f"d{name}" not in grads:
-                folded[name] = t[0]  # all have it in common
+                folded[name] = t[0]  # shared by all
                 continue
             size = _size(whole, layout, by_heads)
         t = np.broadcast_to(t, (count, *t.shape[1 : 1 + axis], size, *t.shape[2 + axis :]))
@@ -94,7 +94,7 @@ def fold(tensors: Mapping[str, Numbers], lead: int, layout: str, grads: Sequence
 
 
 def _one_axis(t: Numbers, lead: int, batch: tuple[int, ...]) -> Numbers:
-    """Its leading axes as one, of 1 where none of them is mapped."""
+    """Return a tensor with its leading axes as one axis, of length 1 if none of them is mapped."""
     own = t.shape[lead:]
     if math.prod(t.shape[:lead]) == 1:
         return t.reshape(1, *own)
@@ -102,7 +102,7 @@ def _one_axis(t: Numbers, lead: int, batch: tuple[int, ...]) -> Numbers:
 
 
 def _whole(name: str, own: tuple[int, ...], rank: int, layout: str) -> tuple[int, ...]:
-    """The shape `own` of a tensor with all axes of the layout, where q has `rank` of them."""
+    """Return the shape `own` of a tensor, extended to all axes of the layout. `rank` is q's number of axes."""
     row = TENSORS[name]
     if row.shared:
         return own if len(own) == len(row.axes) else (1, *own)
@@ -117,31 +117,31 @@ def _whole(name: str, own: tuple[int, ...], rank: int, layout: str) -> tuple[int
 
 
 def _axis(name: str, layout: str, by_heads: bool) -> int:
-    """The axis of the heads, or that of the sequences (in `thd`, their rows), in a tensor that has it."""
+    """Return the axis of the heads, or of the sequences (in `thd`, of their rows). The tensor must have it."""
     row = TENSORS[name]
     if row.has_columns:
         return (2 if layout == "bshd" else 1) if by_heads else 0
     if name in _HEADS_ONLY:
         return 0
-    if "Sq" in row.axes and not row.broadcast:  # lse: in `thd` its heads come first
+    if "Sq" in row.axes and not row.broadcast:  # lse; in `thd` its first axis is the heads
         return int(by_heads != (layout == "thd"))
     return int(by_heads)
 
 
 def _size(whole: Mapping[str, Numbers], layout: str, by_heads: bool) -> int:
-    """How many heads, or sequences, one problem has."""
+    """Return the number of heads, or of sequences, of one problem."""
     if layout == "thd" and not by_heads:
         return int(whole["cu_seqlens_q"].shape[1]) - 1
     return int(whole["q"].shape[1 + _axis("q", layout, by_heads)])
 
 
 def _are_full(whole: Mapping[str, Numbers]) -> bool:
-    """Whether ragged sequences go from the first row to the last, as they must: laid together, a gap would not show."""
+    """Return whether ragged sequences cover all rows. A request that does not is invalid, but folding would hide it."""
     ends = [(t, whole[_RAGGED[name]].shape[1]) for name, t in whole.items() if name in _RAGGED]
     return all(t.shape[1] > 0 and bool((t[:, 0] == 0).all() and (t[:, -1] == rows).all()) for t, rows in ends)
 
 
 def _one_behind_another(cu_seqlens: Numbers, rows: int) -> Numbers:
-    """(count, n+1) → (count·n + 1,), of problems with `rows` rows each."""
+    """Join the `cu_seqlens` (count, n + 1) of problems with `rows` rows each: (count·n + 1,)."""
     starts = np.arange(len(cu_seqlens), dtype=np.int64)[:, None] * rows
     return np.concatenate([np.zeros(1, np.int64), (cu_seqlens[:, 1:] + starts).reshape(-1)])

@@ -1,6 +1,6 @@
 """The schemas of `/benchmark`: a grid to time, the job that times it, its rows and its events.
 
-A job is the sum of its events, wherever it runs: `BenchmarkJob.after(event)` is the job one event later.
+The events of a job determine its state: `BenchmarkJob.after(event)` returns the job after one more event.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from flashpoint._shown import Picture, picture, table
 from flashpoint.shape_schema import Answer, Direction, Number, Request, Shape
 
 TimedDtype = Literal["float16", "bfloat16", "float32"]
-Preset = Literal["papers", "h100", "seeds"]  # `seeds` is what `papers` was called before
+Preset = Literal["papers", "h100", "seeds"]  # `seeds` is the old name of `papers`
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 PlotKind = Literal["time", "tflops", "speedup", "memory", "roofline"]  # pictures of a benchmark
 PlotTheme = Literal["light", "dark"]
-NOISY = 0.2  # a row whose p20 and p80 are further apart, over its median, is marked
+NOISY = 0.2  # a row is marked as noisy if (p80 − p20) / median is larger
 ENDED: tuple[State, ...] = ("done", "failed", "cancelled")
 
 _GRID = ("shapes", "dtypes", "causal", "directions")
@@ -103,14 +103,17 @@ class BenchmarkRow(Answer):
 
     @property
     def noisy(self) -> bool:
-        """Whether the calls took so different times that the median says little."""
+        """Return whether the times of the calls differ so much that the median says little."""
         if not self.ms or self.ms_p20 is None or self.ms_p80 is None:
             return False
         return (self.ms_p80 - self.ms_p20) / self.ms > NOISY
 
     @property
     def above_roof(self) -> bool:
-        """Whether it is faster than the measured peaks allow: its data stayed in caches, or the peaks are too low."""
+        """Return whether it is faster than the measured peaks allow.
+
+        Then its data stayed in caches, or the measured peaks are too low.
+        """
         return (self.roofline_percent or 0) > 100
 
 

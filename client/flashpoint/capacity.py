@@ -1,4 +1,4 @@
-"""How long a request takes, and how many devices a load needs: from its bytes and FLOPs, and the rates of its way.
+"""Predict the time of a request, and the devices for a load, from bytes, FLOPs and the rates of server and network.
 
     rates = flashpoint.capacity.measure(client)
     need = flashpoint.capacity.need(flashpoint.Shape(q_heads=8, q_len=4096, head_dim=64), dtype="float32")
@@ -9,8 +9,9 @@
     token = capacity.need(decode, dtype="bfloat16", cached=True)  # its keys and values are on the server
     print(token.upload, capacity.cache_bytes(decode, dtype="bfloat16", layers=32))
 
-A request passes one stage after the other, so its time is the sum of theirs; requests that follow each other are in
-different stages, so a server's rate is that of its slowest stage. Queues are left out: near that rate, requests wait.
+A request passes through the stages one after another, so its time is the sum of their times. Several requests are in
+different stages at once, so the rate of a server is the rate of its slowest stage. The prediction does not include
+queues: near that rate, requests wait.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from flashpoint_contract.wire import ITEMSIZE
 
 Side = Literal["forward", "backward"]
 
-REPEATS = 7  # of a measurement, of which the median counts
+REPEATS = 7  # calls of a measurement; its result is their median
 MIB = 1 << 20
 
 
@@ -126,7 +127,7 @@ class Prediction:
 
     @property
     def _passing(self) -> list[str]:
-        return [name for name in self.stages if name != "round trip"]  # many are under way at once
+        return [name for name in self.stages if name != "round trip"]  # many requests are in the network at once
 
 
 def need(
@@ -237,7 +238,8 @@ def measure(client: Client, dtype: Dtype = "float32", *, shared: bool = False) -
     one = zeros(1, 1, 1, 64)
     call, _ = _median(lambda: client.attention(one, one, one, with_meta=True))
     keys = zeros(1, 1, 16 * MIB // one.nbytes, 64)
-    upload, _ = _median(lambda: client.attention(one, keys, keys, kv_lengths=[1], with_meta=True))  # one is looked at
+    # It computes with one key only, so the upload dominates.
+    upload, _ = _median(lambda: client.attention(one, keys, keys, kv_lengths=[1], with_meta=True))
     rows, value = zeros(1, 1, 16 * MIB // (256 * kind.itemsize), 1), zeros(1, 1, 1, 256)
     download, _ = _median(lambda: client.attention(rows, rows[:, :, :1], value, q_lengths=[1], with_meta=True))
     sent = np.random.default_rng(0).standard_normal((4, 1, 8, 1024, 64)).astype(kind)
@@ -246,7 +248,7 @@ def measure(client: Client, dtype: Dtype = "float32", *, shared: bool = False) -
     shape = Shape(q_heads=8, q_len=1024, head_dim=64)
     _, forward = _median(lambda: client.attention(q, k, v, with_meta=True))
     _, backward = _median(lambda: client.attention_grad(do, q, k, v, o=o, lse=lse, with_meta=True))
-    long = zeros(1, 8, 2 * MIB // (64 * kind.itemsize), 64)  # 16 MiB, beyond most caches
+    long = zeros(1, 8, 2 * MIB // (64 * kind.itemsize), 64)  # 16 MiB, larger than most processor caches
     _, read = _median(lambda: client.attention(q[:, :, :1], long, long, with_meta=True))
     return Rates(
         call=call,
@@ -260,12 +262,12 @@ def measure(client: Client, dtype: Dtype = "float32", *, shared: bool = False) -
 
 
 def _rate(nbytes: int, seconds: float) -> float:
-    """inf where a call with these bytes took no longer than one without: other work on the machine took more."""
+    """Return bytes per second. It is inf if noise hid the transfer: the call was as fast as one without these bytes."""
     return nbytes / seconds if seconds > 0 else math.inf
 
 
 def _median(call: Callable[[], tuple[Any, Any]]) -> tuple[float, float]:
-    """Seconds of a call, and of its compute at the server; the first does not count."""
+    """Return the median seconds of a call, and of its compute time on the server. The first call does not count."""
     whole, compute = [], []
     for _ in range(REPEATS + 1):
         began = time.perf_counter()

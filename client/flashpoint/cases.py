@@ -1,4 +1,4 @@
-"""A problem of attention in a file, with a kernel's answers: `save_case` writes it, `flashpoint verify` judges it."""
+"""An attention problem in a file, with a kernel's answers: `save_case` writes it, `flashpoint verify` judges it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashpoint_contract.hints import each_meant
 from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS, REQUIRED, refusals
 
 _KNOWN = tuple(dict.fromkeys((*INPUT_TENSORS, *ALL_ANSWERS)))
-# Options that say what is to be computed: a file that lacks one leaves it to the default.
+# Options that define the result. One that is not in a file has its default.
 MEANT = ("layout", "causal", "causal_alignment", "window", "scale", "softcap", "dropout_p")
 
 
@@ -53,7 +53,7 @@ def save_case(path: str | PathLike[str], *, q: Array, k: Array, v: Array, o: Arr
 def read_case(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors of a safetensors file as numpy arrays, and the options of its metadata.
 
-    Raises InvalidInputError where it is no such file, or has no q, k and v.
+    Raises InvalidInputError if it is not a safetensors file, or has no q, k and v.
     """
     buffer = np.fromfile(path, np.uint8)
     try:

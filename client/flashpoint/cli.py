@@ -1,4 +1,4 @@
-"""`flashpoint`: the command line. `--version` needs no extra; the rest needs `cli`."""
+"""The command line `flashpoint`. `--version` needs no extra; everything else needs the extra `cli`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from flashpoint.commands.registry import COMMANDS, missing, misused
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `flashpoint` with `argv` (the process's by default); the exit code, 2 where it was called wrongly."""
+    """Run `flashpoint` with `argv` (default: the process's arguments). Return the exit code; 2 for wrong arguments."""
     stdout = sys.stdout
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         stdout.flush()
-    except BrokenPipeError:  # the reader has read enough: `flashpoint --help | head -3`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # for the flush at the end
+    except BrokenPipeError:  # the reader closed the pipe, as in `flashpoint --help | head -3`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # Python flushes stdout at exit
         return 1
     return code
 
 
 def _run(arguments: list[str]) -> int:
-    if arguments and arguments[0] in ("-V", "--version"):  # without any extra
+    if arguments and arguments[0] in ("-V", "--version"):  # needs no extra
         from flashpoint import __version__
 
         print(f"flashpoint {__version__}")

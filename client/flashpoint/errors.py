@@ -5,13 +5,13 @@
 | InvalidInputError (a ValueError) | a tensor or an option is not valid: 422, or the client's own check |
 | BadRequestError | the message cannot be read: 400, 404, 405, 406, 408, 415 |
 | CacheError | a cache or saved forward is lost, or not as the call expects: 404, 409, 410, 421 |
-| AuthenticationError | the key is missing or wrong, or lacks a right: 401, 403 |
+| AuthenticationError | the key is missing or wrong, or lacks the permission: 401, 403 |
 | TooLargeError | the request never fits: 413 |
 | OverloadedError | the server is full or not ready, after all retries: 429, 503 |
 | DeadlineExceededError (a TimeoutError) | the timeout passed, at the server (504) or at the client |
 | ServerError | the server failed: 500 and every other 5xx |
 | ConnectionFailedError (a ConnectionError) | no connection, or a broken one, also behind a proxy, after all retries |
-| ProtocolError | the answer is not what the contract says |
+| ProtocolError | the answer does not follow the contract |
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class BadRequestError(FlashpointError):
 class CacheError(FlashpointError):
     """A cache or a saved forward is not there or has expired, or a cache is not as the call expects: see `code`.
 
-    With `cache_elsewhere` another replica holds it, and the balancer did not lead there.
+    With code `cache_elsewhere` another replica holds it, and the balancer did not route the call there.
     """
 
 
@@ -127,12 +127,12 @@ _BY_STATUS: dict[int, type[FlashpointError]] = {
 
 
 def invalid(field: str, message: str) -> InvalidInputError:
-    """Return the error of one field of the caller's."""
+    """Return an InvalidInputError for one field."""
     return all_invalid([(field, message)])
 
 
 def all_invalid(errors: Iterable[tuple[str, str]]) -> InvalidInputError:
-    """Return the error of several fields of the caller's, each with what is wrong with it."""
+    """Return an InvalidInputError for several fields, given as (field, message)."""
     problems = [FieldProblem(*each) for each in errors]
     return InvalidInputError("; ".join(f"{name}: {message}" for name, message in problems), errors=problems)
 
@@ -140,7 +140,7 @@ def all_invalid(errors: Iterable[tuple[str, str]]) -> InvalidInputError:
 def from_problem(
     status: int, problem: Mapping[str, Any], *, request_id: str | None = None, retry_after: float | None = None
 ) -> FlashpointError:
-    """The error of an answer with `status` and, where it could be read, its RFC 9457 problem document."""
+    """Return the error for an answer with `status`. `problem`: its RFC 9457 document; empty if it was not readable."""
     if status < 400:
         return ProtocolError(f"an answer with status {status}", status=status, request_id=request_id)
     code = _text(problem.get("code"))
@@ -167,7 +167,7 @@ def _text(value: object) -> str | None:
 
 
 def _fields(errors: object) -> list[FieldProblem]:
-    """Return the problems in `[{"loc": ["q"], "msg": "…"}]`; `loc` may be a name alone."""
+    """Return the problems in `[{"loc": ["q"], "msg": "…"}]`; `loc` may also be a single name."""
     found = []
     for error in errors if isinstance(errors, list) else []:
         if isinstance(error, dict):

@@ -1,11 +1,11 @@
-"""Attention that is differentiable through the service, in JAX: under `jit`, `grad` and `vmap`.
+"""Differentiable attention for JAX, computed by a server. It works under `jit`, `grad` and `vmap`.
 
     o = flashpoint.jax.attention(q, k, v, client=client, causal=True)
 
-Its forward is `/attention`; its backward is `/attention/grad`, which is sent what the forward had, with its `o` and
-`lse`, so that the server keeps nothing between the two and does not run the forward again. With `save=True` the server
-keeps the forward, and the backward sends `do` alone. A compiled program calls the client from the host, once for all
-that a `vmap` maps.
+The forward calls `/attention`, the backward calls `/attention/grad`. The backward sends the inputs, `o` and `lse` of
+the forward, so the server does not store the forward, and does not compute it again. With `save=True` the server stores
+the forward, and the backward sends only `do`. A compiled program calls the client in a host callback. A `vmap` makes
+one request for all its elements where it can.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Array: TypeAlias = jax.Array | NDArray[Any]
 Arrays: TypeAlias = dict[str, jax.Array]
 
 _GRADS: dict[str, Grad] = {name[1:]: name for name in GRADS}
-_TOKEN = "saved"  # the id of a saved forward as an array: JAX keeps nothing else for a backward
-_AT_ONCE = 16  # requests of one call: many for one launch, few for a server's queue
+_TOKEN = "saved"  # name of the array with the id of a saved forward: JAX keeps only arrays for the backward
+_AT_ONCE = 16  # concurrent requests of one call: enough to share a launch, few in a server's queue
 
 
 def attention(
@@ -162,7 +162,7 @@ def _array(name: str, value: Any) -> jax.Array:
 
 
 def _check_ranks(tensors: Arrays, layout: str) -> None:
-    """Check the ranks, which decide the shapes of the answers; the server checks everything else."""
+    """Check the ranks, which the shapes of the answers depend on. The server checks everything else."""
     rank, ranks = tensors["q"].ndim, (3,) if layout == "thd" else (2, 3, 4)
     if rank not in ranks:
         raise invalid("q", f"must have {' or '.join(map(str, ranks))} dimensions, not {rank}")
@@ -178,21 +178,22 @@ class _Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of the host's: the forward, or with `grads` the backward. Calls that are equal share what is compiled.
+    """A call from a host callback: the forward, or the backward if `grads` is not empty.
 
-    `save`: a forward that is differentiated is `saving`. It answers a token, too, which the backward gets.
+    Equal calls share their compiled program. With `save`, a forward that is differentiated becomes `saving`: it also
+    returns a token, the id of the saved forward, which the backward receives.
     """
 
     client: Client
     options: AttentionOptions
     sending: tuple[tuple[str, Any], ...]
-    rank: int  # of q; what it has more, a vmap has put before it
+    rank: int  # dimensions of q without those that a vmap adds in front
     grads: tuple[Grad, ...] = ()
     save: bool = False
     saving: bool = False
 
     def answers(self, tensors: Mapping[str, Any], lead: int = 0) -> dict[str, _Answer]:
-        """Return the answers of one problem, by the name of the input with the same axes."""
+        """Return the shapes and dtypes of one problem's answers, by the name of a tensor with the same axes."""
         if self.grads:
             like = {name[1:]: tensors[name[1:]] for name in self.grads}
             return {name: _Answer(t.shape[lead:], t.dtype) for name, t in like.items()}
@@ -200,13 +201,13 @@ class _Call:
         rows = list(q.shape[lead:-1])
         o = _Answer((*rows, v.shape[-1]), q.dtype)
         if self.options.layout == "thd" or (self.options.layout == "bshd" and self.rank == 4):
-            rows[-2:] = reversed(rows[-2:])  # in lse the heads come first
+            rows[-2:] = reversed(rows[-2:])  # lse has the heads first
         lse = _Answer(tuple(rows), np.dtype(np.float32))
         token = {_TOKEN: _Answer((ID_LENGTH,), np.dtype(np.uint8))} if self.saving else {}
         return {"o": o, "lse": lse, **token}
 
     def __call__(self, tensors: Arrays) -> tuple[NDArray[Any], ...]:
-        arrays = {name: np.asarray(t) for name, t in tensors.items()}  # no other call into JAX: it could wait for us
+        arrays = {name: np.asarray(t) for name, t in tensors.items()}  # the only call into JAX: others could deadlock
         token = arrays.pop(_TOKEN, None)
         mapped = arrays["q"].ndim > self.rank
         if self.saving:
@@ -217,7 +218,7 @@ class _Call:
         if token is not None and not mapped and (saved := token.tobytes().rstrip(b"\0").decode()):
             try:
                 return self._of_saved(saved, arrays)
-            except CacheError:  # it has expired, or its engine has restarted, or JAX runs the backward again
+            except CacheError:  # the saved forward expired, its engine restarted, or JAX runs the backward again
                 pass
         return self._answer(arrays)
 
@@ -230,7 +231,7 @@ class _Call:
         return found.o, found.lse, token
 
     def _of_saved(self, saved: str, arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[Any], ...]:
-        """The gradients of a saved forward, which is freed then."""
+        """Return the gradients of a saved forward, and free it."""
         sending: dict[str, Any] = {name: value for name, value in self.sending if name != "request_id"}
         found: tuple[NDArray[Any], ...] = self.client.attention_grad(
             arrays["do"], dlse=arrays.get("dlse"), saved=saved, grads=self.grads, **sending
@@ -242,7 +243,7 @@ class _Call:
         if not (lead := arrays["q"].ndim - self.rank):
             return self._send(arrays)
         wanted = self.answers(arrays, lead)
-        # The numbers of dropout follow from a sequence's place in its request.
+        # Dropout's random numbers depend on the place of a sequence in its request, so folding would change them.
         folded = None if self.options.dropout_p else fold(arrays, lead, self.options.layout, self.grads)
         if folded:
             found = zip(wanted.items(), self._send(folded.tensors), strict=True)
@@ -261,7 +262,7 @@ class _Call:
     def _send(self, arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[Any], ...]:
         keywords = self._keywords(arrays)
         if self.grads:
-            keywords.pop("request_id", None)  # the forward's
+            keywords.pop("request_id", None)  # it named the forward's call
             answer = self.client.attention_grad(**keywords, grads=self.grads)
         else:
             answer = self.client.attention(**keywords, return_lse=True)
@@ -273,7 +274,7 @@ class _Call:
 
 
 def _ask(call: _Call, tensors: Arrays) -> tuple[jax.Array, ...]:
-    """The answers of `call`: at once where the numbers are on one device, so that its errors are raised as they are."""
+    """Return the answers of `call`. Concrete arrays on one device need no callback, so errors keep their class."""
     if any(isinstance(t, jax.core.Tracer) or not isinstance(t.device, jax.Device) for t in tensors.values()):
         answers = tuple(jax.ShapeDtypeStruct(*answer) for answer in call.answers(tensors).values())  # type: ignore[no-untyped-call]
         found: tuple[jax.Array, ...] = jax.pure_callback(call, answers, tensors, vmap_method="expand_dims")
@@ -283,7 +284,7 @@ def _ask(call: _Call, tensors: Arrays) -> tuple[jax.Array, ...]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call: _Call, tensors: Arrays) -> tuple[jax.Array, ...]:
-    """(o, lse), and the token of a call that is saving."""
+    """Return (o, lse); a `saving` call also returns its token."""
     return _ask(call, tensors)
 
 
@@ -296,7 +297,7 @@ def _forward(call: _Call, primals: dict[str, Any]) -> tuple[Any, Any]:
     found = _attention(dataclasses.replace(call, saving=call.save), tensors)
     kept = dict(zip(("o", "lse", _TOKEN), found, strict=False))
     answer = found if call.saving else found[:2]
-    return answer, (tensors, kept, dict.fromkeys(needed))  # keys are no arrays: jit keeps them as they are
+    return answer, (tensors, kept, dict.fromkeys(needed))  # as keys of a dict: jit does not trace them
 
 
 def _backward(call: _Call, residuals: Any, cotangents: Any) -> tuple[dict[str, Any]]:

@@ -2,8 +2,8 @@
 
     {"q": [[0.5, 1.0]], "k": {"shape": [0, 2], "data": []}, "v": …, "dtype": "float32", "causal": true}
 
-Two things can be wrong with a message. `WireError`: it cannot be parsed. `FieldError`: it is JSON, but a tensor is not
-one. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", which JSON's numbers lack.
+`WireError` means that a message cannot be parsed. `FieldError` means that it is JSON, but a field is not valid. NaN and
+infinities are the strings "NaN", "Infinity" and "-Infinity", because JSON has no such numbers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from flashpoint_contract.wire import RANK_LIMIT, WireError
 
 MEDIA_TYPE = "application/json"
 
-# Limit of nested lists and objects in a field that is no tensor; the contract's own fields need one level. A deeper
-# value could be read, but not pickled from the process that reads it to the one that asked.
+# Largest depth of lists and objects in a field that is not a tensor; the contract's fields need one level. Python could
+# parse deeper values, but could not pickle them to send them from the codec process to the HTTP process.
 FIELD_DEPTH = 8
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -37,10 +37,10 @@ _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class FieldError(ValueError):
-    """The message is JSON, but its field `field` is not what it must be; `message` says how."""
+    """The message is JSON, but `field` is not valid; `message` says why."""
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(field, message)  # both, so that it survives pickling
+        super().__init__(field, message)  # pickle calls the class with these arguments
         self.field = field
         self.message = message
 
@@ -49,11 +49,12 @@ class FieldError(ValueError):
 
 
 def decode(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """The tensors, by name, and everything else, of a message.
+    """Return the tensors of a message by name, and its other fields.
 
-    q, k, v, do, o and the gradients of q, k and v have the message's `dtype` (default float32; bfloat16 is ml_dtypes');
-    masks of booleans are bool; lengths and cu_seqlens are int64; any other tensor is float32. Raises WireError when
-    `body` is no JSON object, FieldError when a tensor is ragged, not of numbers, or has numbers its dtype cannot hold.
+    q, k, v, do, o and the gradients of q, k and v have the message's `dtype` (default: float32; bfloat16 is that of
+    ml_dtypes). Masks of booleans are bool. Lengths and cu_seqlens are int64. All other tensors are float32. Raises
+    WireError if `body` is not a JSON object. Raises FieldError if a tensor is ragged, has elements other than numbers,
+    or has numbers outside the range of its dtype.
     """
     try:
         message = strictjson.loads(body)
@@ -72,7 +73,7 @@ def decode(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether more than so many lists and objects lie within one another."""
+    """Return whether lists and objects are nested deeper than `levels`."""
     inner = [value]
     for _ in range(levels + 1):
         inner = [x for x in inner if isinstance(x, list | dict)]
@@ -93,7 +94,7 @@ def _array(name: str, value: Any, dtype: str) -> NDArray[Any]:
 
 
 def array(name: str, flat: list[Any], target: np.dtype[Any]) -> NDArray[Any]:
-    """A tensor's elements in `target`. Raises FieldError where one is not of that kind, or beyond it."""
+    """Return elements as a flat array of dtype `target`. Raises FieldError for a wrong type, or out of range."""
     kinds = set(map(type, flat))
     if target.kind == "b":
         if not kinds <= {bool}:
@@ -121,7 +122,7 @@ def array(name: str, flat: list[Any], target: np.dtype[Any]) -> NDArray[Any]:
     else:
         numbers = flat
     try:
-        # A number that overflows became an infinity that nobody wrote.
+        # A number that overflows becomes infinite here, and is refused below. An infinity in the message is allowed.
         with np.errstate(over="ignore"):
             finite = np.isfinite(np.array(numbers, np.float64).astype(target)).all()
             found: NDArray[Any] = np.array(flat, np.float64).astype(target)
@@ -133,7 +134,7 @@ def array(name: str, flat: list[Any], target: np.dtype[Any]) -> NDArray[Any]:
 
 
 def elements(name: str, value: Any) -> tuple[tuple[int, ...], list[Any]]:
-    """The shape and the elements, row-major, of nested lists or of {"shape": …, "data": …}."""
+    """Return the shape and the elements (row-major) of nested lists, or of {"shape": …, "data": …}."""
     if isinstance(value, dict):
         if value.keys() != {"shape", "data"}:
             raise FieldError(name, "an object must have shape and data")
@@ -142,7 +143,7 @@ def elements(name: str, value: Any) -> tuple[tuple[int, ...], list[Any]]:
             raise FieldError(name, "shape must be a list of sizes")
         if len(shape) > RANK_LIMIT:
             raise FieldError(name, f"has more than {RANK_LIMIT} dimensions")
-        if math.prod(max(n, 1) for n in shape) >= 1 << 60:  # before it is said: Python spells no integer of any length
+        if math.prod(max(n, 1) for n in shape) >= 1 << 60:  # Python cannot print arbitrarily long integers
             raise FieldError(name, "has a shape that overflows")
         if not isinstance(data, list) or len(data) != math.prod(shape):
             raise FieldError(name, f"data must be a list of {math.prod(shape)} elements")
@@ -162,11 +163,11 @@ def elements(name: str, value: Any) -> tuple[tuple[int, ...], list[Any]]:
 
 
 def encode(tensors: Mapping[str, NDArray[Any]], fields: Mapping[str, Any]) -> bytes:
-    """A message of `tensors` as nested lists (shape and data where it is empty or has no dimension), and
-    `fields` beside them.
+    """Return a message of `tensors` and `fields`.
 
-    Numbers are the shortest that read back as the same float32 (float64 where the tensor is), so decoding a message
-    with its `dtype` among `fields` gives the same bits.
+    Tensors are nested lists, or an object of shape and data if they are empty or have no dimension. Numbers have the
+    fewest digits that read back as the same float32, or float64 for a float64 tensor. So decoding a message that has
+    its `dtype` in `fields` gives the same bits.
     """
     message = {**fields, **{name: _lists(array) for name, array in tensors.items()}}
     return json.dumps(message, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode("utf-8")
@@ -182,12 +183,12 @@ def _lists(array: NDArray[Any]) -> Any:
 
 
 def listed(array: NDArray[Any]) -> list[Any]:
-    """The elements, row-major: numbers, words for what is not finite, booleans."""
+    """Return the elements in row-major order: numbers, booleans, and strings for numbers that are not finite."""
     if array.dtype.kind in "biu":
         whole: list[Any] = array.ravel().tolist()
         return whole
     if array.dtype != np.float64:
-        # As text and back: 0.1, where the float32's own value is 0.10000000149011612.
+        # Through text, to get 0.1 and not the float32's exact value 0.10000000149011612.
         numbers = [float(x) for x in array.astype(np.float32).ravel().astype(str).tolist()]
     else:
         numbers = array.ravel().tolist()

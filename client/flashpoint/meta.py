@@ -36,7 +36,7 @@ class Meta:
 
 
 def read_meta(headers: Mapping[str, str], metadata: Mapping[str, Any], retries: int) -> Meta:
-    """The meta of an answer with these HTTP headers (case-insensitive mapping) and this decoded metadata."""
+    """Return the `Meta` of an answer, from its HTTP headers (a case-insensitive mapping) and its decoded metadata."""
     seed = metadata.get("dropout_seed")
     backend = headers.get("x-backend") or metadata.get("backend")
     size = headers.get("x-batch-size", "")

@@ -40,7 +40,7 @@ def _named_once(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def annotation(kind: Kind) -> Any:
-    """Return the type of an option, with its bounds, as pydantic takes it."""
+    """Return the pydantic type of an option, with its bounds."""
     match kind:
         case Flag():
             return bool

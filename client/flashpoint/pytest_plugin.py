@@ -1,10 +1,10 @@
-"""A pytest fixture that judges attention functions: `judge_attention`. pytest loads it where flashpoint is installed.
+"""The pytest fixture `judge_attention`, which judges attention functions. pytest loads it if flashpoint is installed.
 
     def test_my_kernel(judge_attention):
         judge_attention(my_attention)                                      # a grid of shapes and options
         judge_attention(my_attention, {"q_len": 512, "head_dim": 64}, causal=True, dtype="bfloat16")
 
-It needs what computes: `pip install '.[server]'` in a checkout.
+It needs the extra `server`: `pip install '.[server]'` in a checkout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts of the schemas of /verify and /benchmark: the sizes of a problem, and numbers that JSON lacks."""
+"""Parts of the schemas of /verify and /benchmark: the sizes of a problem, and floats that JSON cannot write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _write(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-# A float that travels as "NaN", "Infinity" or "-Infinity" where it is one.
+# A float. In JSON, NaN and infinities are the strings "NaN", "Infinity" and "-Infinity".
 Number = Annotated[float, Field(strict=True), BeforeValidator(_read), PlainSerializer(_write, when_used="json")]
 Size = Annotated[int, Field(ge=0, le=1 << 31)]
 Count = Annotated[int, Field(ge=1, le=1 << 31)]

@@ -1,15 +1,15 @@
-"""One attention over several servers, merged exactly: for what is longer than one device, or too long to wait for.
+"""Compute one attention on several servers, for sequences that are too long or too slow on one device.
 
     clients = [flashpoint.Client(url) for url in urls]
     o = flashpoint.sharded.attention(clients, q, k, v, causal=True)
     dq, dk, dv = flashpoint.sharded.attention_grad(clients, do, q, k, v, causal=True)
 
-Queries and keys are cut into pieces of equal work, one a server; the parts of a query's answer are merged by their
-log-sum-exp. A piece whose server was full, stopping or gone goes to another, and is asked of another as well where its
-server has said nothing for half of the time. There is a whole answer or an error, and an error, a deadline or a
-cancellation ends every piece. `flashpoint.torch.attention` takes a list of clients too.
+Queries and keys are cut into pieces of nearly equal work, one for each server. The answers are merged exactly, by their
+log-sum-exp. If a server is full, stopping or gone, its piece goes to another server. If a server has not answered after
+half of the timeout, another server gets the same piece too. The call returns the whole answer or raises an error. An
+error, a deadline or a cancellation ends all pieces. `flashpoint.torch.attention` also takes a list of clients.
 
-A KV cache over several servers, for a context that is larger than one of them holds:
+A KV cache over several servers, for a context that does not fit into one server:
 
     with flashpoint.sharded.cache(clients, layers=12, kv_heads=8, head_dim=64) as cache:
         o = cache.attention(q, k, v, layer=0, causal=True)
@@ -407,7 +407,7 @@ async def _drive_async(job: _Job) -> Any:
 
 
 class _Job:
-    """One call of this module, as rounds of work to be done by the servers, one after the other."""
+    """One call of this module, as rounds of work for the servers, one after another."""
 
     def __init__(self, clients: Any, kind: type, path: str, keywords: dict[str, Any]) -> None:
         self.clients = _checked(clients, kind)
@@ -432,7 +432,7 @@ class _Job:
         self._found: dict[str, Any] = {}
 
     def rounds(self) -> Iterator[Work]:
-        """The work of each round, when that of the one before is done."""
+        """Yield the work of each round. The previous round must be done before the next one is asked for."""
         retries = max(client._retries for client in self.clients)
         try:
             questions = next(self._steps)

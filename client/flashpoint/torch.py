@@ -1,11 +1,12 @@
-"""Attention that is differentiable through the service: its forward is `/attention`, its backward `/attention/grad`.
+"""Differentiable attention for torch, computed by a server.
 
     o = flashpoint.torch.attention(q, k, v, client=client, causal=True)
     o.square().mean().backward()
 
-The backward sends what the forward had, with its `o` and `lse`, so the server keeps nothing between the two and does
-not run the forward again. With `save=True` the server keeps the forward, and the backward sends `do` alone. With a list
-of clients, all their servers share each of the two (`flashpoint.sharded`).
+The forward calls `/attention`, the backward calls `/attention/grad`. The backward sends the inputs, `o` and `lse` of
+the forward, so the server does not store the forward, and does not compute it again. With `save=True` the server stores
+the forward, and the backward sends only `do`. With a list of clients, their servers share both calls
+(`flashpoint.sharded`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from flashpoint_contract.options import GRADS
 from flashpoint_contract.tensors import TENSORS
 
 _FORWARD_ONLY = [name for name, row in TENSORS.items() if row.forward_only]
-_INPUTS = tuple(name[1:] for name in GRADS)  # those with a gradient, in the order in which autograd is given them
+_INPUTS = tuple(name[1:] for name in GRADS)  # inputs with a gradient, in the order of autograd's arguments
 
 
 @overload
@@ -162,7 +163,7 @@ class _RemoteAttention(torch.autograd.Function):
         *inputs: Tensor | None,
     ) -> tuple[Tensor, Tensor, Meta | list[sharded.Part]]:
         q, k, v, *_ = inputs
-        assert q is not None and k is not None and v is not None  # noqa: PT018  # `attention` has looked
+        assert q is not None and k is not None and v is not None  # noqa: PT018  # `attention` has checked it
         asked = {**keywords, "save": True} if save else keywords
         found, meta = _method(client, "attention")(q, k, v, **asked, return_lse=True, with_meta=True)
         lease = None
@@ -172,10 +173,10 @@ class _RemoteAttention(torch.autograd.Function):
             found = found.o, found.lse
         o, lse = found
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, o, lse)  # type: ignore[arg-type]  # None is taken
+        ctx.save_for_backward(*inputs, o, lse)  # type: ignore[arg-type]  # torch accepts None
         saved = {name for name, t in zip(_INPUTS, inputs, strict=True) if t is not None}
         others = {name: value for name, value in keywords.items() if name not in saved and name != "request_id"}
-        if isinstance(meta, Meta) and meta.seed is not None:  # dropout is not sharded
+        if isinstance(meta, Meta) and meta.seed is not None:  # a list of servers has no dropout
             others["dropout_seed"] = meta.seed
         ctx.client, ctx.keywords, ctx.lease = client, others, lease  # type: ignore[attr-defined]
         return o, lse, meta
@@ -189,21 +190,21 @@ class _RemoteAttention(torch.autograd.Function):
         found: Sequence[Tensor] | None = _of_saved(ctx, asked)
         if found is None:
             found = _method(ctx.client, "attention_grad")(**asked, **named, o=o, lse=lse, **ctx.keywords)
-        if torch.is_grad_enabled():  # create_graph: the gradients depend on the inputs, and must not seem not to
+        if torch.is_grad_enabled():  # create_graph: a second derivative must raise, not be silently missing
             found = [_FirstOrder.apply(t, *named.values()) for t in found]  # type: ignore[no-untyped-call]
         grads = dict(zip(wanted, found, strict=True))
         return None, None, None, *(grads.get(name) for name in GRADS)
 
 
 def _of_saved(ctx: Any, asked: dict[str, Any]) -> tuple[Tensor, ...] | None:
-    """The gradients of the forward that the server has saved; None where there is none."""
+    """Return the gradients of a saved forward; None if the server has not saved it."""
     lease: Lease | None = ctx.lease
     if lease is None or lease.saved is None:
         return None
     sending = {name: value for name, value in ctx.keywords.items() if name in Sending.__annotations__}
     try:
         found: tuple[Tensor, ...] = ctx.client.attention_grad(**asked, saved=lease.saved, **sending)
-    except CacheError:  # it has expired, or its engine has restarted
+    except CacheError:  # the saved forward expired, or its engine restarted
         ctx.lease = None
         return None
     if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -212,7 +213,7 @@ def _of_saved(ctx: Any, asked: dict[str, Any]) -> tuple[Tensor, ...] | None:
 
 
 class _FirstOrder(torch.autograd.Function):
-    """A gradient as it is, known to depend on the inputs; its own derivative is not there, and says so."""
+    """The identity of a gradient, which records that it depends on the inputs. Its derivative raises RuntimeError."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, gradient: Tensor, *inputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Turn a pydantic error into the contract's messages, one per field."""
+"""Turn a pydantic error into the contract's messages, one for each field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashpoint_contract.caches import CACHE_OPTIONS
 from flashpoint_contract.hints import NAMES, each_meant
 from flashpoint_contract.saved import SAVED_OPTIONS
 
-# Messages by the type of pydantic's error, formatted with its context. Pydantic's own messages name Python's types.
+# Message by the type of the pydantic error, formatted with its context. Pydantic's messages name Python types.
 _SAID = {
     "missing": "is missing",
     "bool_type": "must be true or false",
@@ -36,10 +36,10 @@ _CALLS = (*NAMES, *CACHE_OPTIONS, *SAVED_OPTIONS)
 
 
 def field_problems(error: ValidationError, known: Iterable[str] = ()) -> list[FieldProblem]:
-    """Return each field that is wrong, by the names that lead to it (`shapes.q_len`); no name where the whole is.
+    """Return the problem of each wrong field. A field is named by its path (`shapes.q_len`), the whole by "".
 
-    An unknown name gets a hint: a name of the contract, or one of those that are `known` beside. An option of another
-    call is refused with the name of that call.
+    The message of an unknown name suggests a name of the contract or of `known`. The message of another call's option
+    names that call.
     """
     found = error.errors(include_url=False)
     unknown = [str(e["loc"][0]) for e in found if e["type"] == "extra_forbidden" and len(e["loc"]) == 1]
@@ -54,7 +54,10 @@ def field_problems(error: ValidationError, known: Iterable[str] = ()) -> list[Fi
 
 
 def _follows(error: Any, found: list[Any]) -> bool:
-    """Whether it only says that another is there: of a default of its neighbour, or of a list that lost an item."""
+    """Return whether an error only follows from another one.
+
+    A default that depends on a wrong field cannot be computed, and a list is too short because an item was wrong.
+    """
     if error["type"] == "default_factory_not_called":
         return True
     place = error["loc"]
@@ -68,7 +71,7 @@ def _say(error: Any, hints: Mapping[str, str]) -> str:
 
 
 def said(error: Any) -> str:
-    """Return the message of one of pydantic's errors in plain words."""
+    """Return the message for a pydantic error."""
     kind, place = error["type"], error["loc"]
     if kind == "missing" and isinstance(place[-1], int):
         return f"item {place[-1] + 1} is missing"

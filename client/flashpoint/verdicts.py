@@ -1,4 +1,4 @@
-"""A verification in words: the options, the place of the largest error, and a verdict."""
+"""Write a verification as text: its options, the place of the largest error, and the verdict."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ _AXES = {"B": "batch", "Hq": "head", "Hk": "head", "Sq": "row", "Sk": "row", "D"
 
 
 class KernelCase(NamedTuple):
-    """A function of the caller's on one problem: what was found, or why there is nothing to find.
+    """The result of the caller's function on one problem.
 
-    `note` says why it was skipped or what it raised; `mistakes` has the known mistake behind each wrong answer.
+    - `report`: the verification; None if the case was skipped or the function raised.
+    - `note`: why it was skipped, or what the function raised.
+    - `mistakes`: the known mistake that explains each wrong tensor, by the tensor's name.
     """
 
     request: VerifyRequest
@@ -32,7 +34,7 @@ class KernelCase(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """The problem in words, such as `B 1 H 4/2 N 128 D 64, causal=true`."""
+        """Return the problem as text, such as `B 1 H 4/2 N 128 D 64, causal=true`."""
         s = self.request.shape
         pairs = (("H", s.q_heads, s.kv_heads), ("N", s.q_len, s.kv_len), ("D", s.head_dim, s.value_dim))
         sizes = [f"{name} {a}" if a == b else f"{name} {a}/{b}" for name, a, b in pairs]
@@ -49,7 +51,7 @@ def _written(value: Any) -> str:
 
 
 def options_line(given: Mapping[str, Any]) -> str:
-    """Return the options that a problem was judged with: those that were given, and those that were not."""
+    """Return a line with the options of a problem: the given ones, and the defaults of the others."""
     said = {name: value for name, value in given.items() if name in OPTIONS}
     missing = {n: "1/sqrt(D)" if n == "scale" else OPTIONS[n].default for n in MEANT if n not in said}
     parts = [f"options: {', '.join(_pairs(said)) or 'none given'}"]
@@ -57,12 +59,12 @@ def options_line(given: Mapping[str, Any]) -> str:
 
 
 def place(judged: Judgement, layout: str) -> str:
-    """Return where the largest error is: `batch 0, head 3, row 17, column 5`."""
+    """Return the place of the largest error, such as `batch 0, head 3, row 17, column 5`."""
     index = judged.worst_index
     if not index:
         return "nowhere"
     row = TENSORS[judged.name]
-    for rank in (4, 3, 2):  # of q, which the answer's own follows from
+    for rank in (4, 3, 2):  # ranks of q, from which the axes of the answer follow
         axes = row.axes_in(layout, rank)
         if len(axes) == len(index):
             return ", ".join(f"{_AXES.get(axis, axis)} {i}" for axis, i in zip(axes, index, strict=True))
@@ -70,7 +72,7 @@ def place(judged: Judgement, layout: str) -> str:
 
 
 def findings(report: VerifyReport, layout: str, mistakes: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each tensor that is wrong, and one for the mistake that explains it."""
+    """Yield a line for each wrong tensor, and a line for the known mistake that explains it."""
     for t in report.tensors:
         if t.ok:
             continue

@@ -1,4 +1,4 @@
-"""The schemas of `/verify`: how far a backend's answers, or the caller's own, are from float64."""
+"""The schemas of `/verify`: the errors of a backend's answers, or of the caller's own, against float64."""
 
 from __future__ import annotations
 

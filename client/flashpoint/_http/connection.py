@@ -1,6 +1,6 @@
-"""A connection to the server as steps that never block: each yields what its socket must be ready for.
+"""A connection to the server, as generators that never block. Each yields the socket event that it waits for.
 
-`drive` runs the steps, one way for threads and one for asyncio: what is sent and received is the same in both.
+`drive` runs these steps, in a thread or in asyncio. Both send and receive the same bytes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import httpx
 from flashpoint._http.http1 import Reply, packets
 
 T = TypeVar("T")
-RECEIVE = 64 * 1024  # bytes received at once where they are not the caller's yet
+RECEIVE = 64 * 1024  # bytes of the buffer for data that cannot go straight into the caller's memory
 _BUSY = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _CONNECTING = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", 0)}
 
 
 class Wait(NamedTuple):
-    """Go on when descriptor `fd` has one of `events`, of EVENT_READ and EVENT_WRITE, and say which it has."""
+    """A wait for one of `events` (EVENT_READ, EVENT_WRITE) on descriptor `fd`. It is answered with the event."""
 
     fd: int
     events: int
@@ -34,14 +34,14 @@ Steps: TypeAlias = Generator[Wait, int, T]
 
 
 def _wanted(busy: OSError) -> int:
-    """Return the event a socket waits for after it could not receive: TLS may have to send first."""
+    """Return the event to wait for after a socket operation would have blocked. TLS may have to send first."""
     return EVENT_WRITE if isinstance(busy, ssl.SSLWantWriteError) else EVENT_READ
 
 
 class Connection:
-    """A connection, plain or TLS; one exchange at a time. Its steps raise httpx's transport errors.
+    """A plain or TLS connection for one exchange at a time. Its steps raise httpx's transport errors.
 
-    `family`, `kind` and `protocol` are as `getaddrinfo` gives them.
+    `family`, `kind` and `protocol` come from `getaddrinfo`.
     """
 
     def __init__(self, family: int, kind: int, protocol: int) -> None:
@@ -52,7 +52,7 @@ class Connection:
         self._sent_all = False
 
     def open(self, address: Any, tls: ssl.SSLContext | None, host: str) -> Steps[None]:
-        """Connect to `address`, and shake hands with `host` where there is `tls`."""
+        """Connect to `address`. With `tls`, perform the TLS handshake with `host`."""
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             code = self._socket.connect_ex(address)
@@ -77,13 +77,14 @@ class Connection:
 
     @property
     def idle(self) -> Wait:
-        """Return the wait that ends when the server closes an idle connection: it sends nothing else then."""
+        """Return the wait that ends when the server closes this idle connection. An idle server sends nothing else."""
         return Wait(self._fd, EVENT_READ)
 
     def exchange(self, request: httpx.Request) -> Steps[Reply]:
-        """Send `request` and receive until its answer has begun.
+        """Send `request`, and receive until the status and the headers of the answer are here.
 
-        A server may answer before it has read everything, and hang up: sending ends there, and the answer counts.
+        A server may answer and close the connection before it has read the whole request. Then sending stops, and the
+        answer is valid.
         """
         reply = Reply(request)
         self._sent_all = False
@@ -98,7 +99,7 @@ class Connection:
         return reply
 
     def read_into(self, reply: Reply, view: memoryview, least: int) -> Steps[int]:
-        """Read the answer's body into `view` (flat bytes): `least` bytes or more, fewer where it ends; how many."""
+        """Read at least `least` bytes of the body into `view` (flat bytes), fewer only at its end. Return the count."""
         filled = reply.take(view)
         while filled < least and not reply.done:
             if reply.left is None:
@@ -113,14 +114,14 @@ class Connection:
         return filled
 
     def reusable(self, reply: Reply) -> bool:
-        """Whether `reply`'s exchange is over on both sides."""
+        """Return whether the request has been sent and the answer read, so that another exchange may follow."""
         return self._sent_all and reply.reusable
 
     def close(self) -> None:
         self._socket.close()
 
     def _send(self, parts: Iterable[memoryview], reply: Reply) -> Steps[OSError | None]:
-        """Send all, or until the server has answered or hung up; the error that ended it."""
+        """Send until all is sent, or the server answers or closes. Return the error that stopped it, or None."""
         for part in parts:
             rest = part
             while rest:
@@ -139,13 +140,13 @@ class Connection:
         return None
 
     def _answered(self, reply: Reply) -> bool:
-        """Whether the server, which has sent something, has begun its answer or hung up."""
+        """Receive once. Return whether the server has begun its answer or closed the connection."""
         try:
             count = self._socket.recv_into(self._scratch)
         except _BUSY:
-            return False  # TLS's own traffic
+            return False  # only TLS records without data arrived
         except OSError:
-            return True  # what is to be said of it is said when receiving
+            return True  # the next receive raises the error
         if count:
             reply.receive(bytes(self._scratch[:count]))
         return reply.begun or not count
@@ -155,7 +156,10 @@ class Connection:
         reply.receive(bytes(self._scratch[:count]))
 
     def _receive(self, view: memoryview) -> Steps[int]:
-        """Receive once, 0 where the server has closed. Waits first, so that a fast server starves no one else."""
+        """Receive once, and return the number of bytes: 0 if the server has closed the connection.
+
+        It waits first, so that a fast server cannot starve other tasks of the event loop.
+        """
         events = EVENT_READ
         while True:
             if not (isinstance(self._socket, ssl.SSLSocket) and self._socket.pending()):

@@ -1,4 +1,4 @@
-"""Running a connection's steps until a deadline: by blocking a thread, or in asyncio's loop."""
+"""Run the steps of a connection until a deadline: blocking in a thread, or in an asyncio event loop."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import httpx
 
 from flashpoint._http.connection import Steps, T, Wait
 
-_Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # no descriptor of its own, and no limit
+# poll() needs no file descriptor of its own, and accepts descriptors of any number.
+_Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 _LATE = "the deadline passed"
 
 
 def readable(wait: Wait) -> bool:
-    """Whether what is waited for is here now."""
+    """Return whether the event of `wait` has already occurred."""
     with _Selector() as selector:
         selector.register(*wait)
         return bool(selector.select(0))
@@ -27,9 +28,9 @@ def readable(wait: Wait) -> bool:
 def run(
     steps: Steps[T], deadline: float | None, late: type[httpx.TimeoutException], stop: socket.socket | None = None
 ) -> T:
-    """Return the result of `steps`, or raise `late` at `deadline` (of `time.monotonic`).
+    """Return the result of `steps`. Raise `late` at `deadline`, a time of `time.monotonic`.
 
-    Raises ReadError once `stop` is readable: another thread ends the exchange so.
+    Another thread can end the exchange: it makes `stop` readable, and this function raises ReadError.
     """
     try:
         with _Selector() as selector:
@@ -56,12 +57,12 @@ def run(
 
 
 async def run_async(steps: Steps[T], deadline: float | None, late: type[httpx.TimeoutException]) -> T:
-    """`run` in the running loop, which must have `add_reader`."""
+    """Do the same as `run` in the running event loop, which must have `add_reader`."""
     return await _Task(steps, deadline, late).result()
 
 
 class _Task(Generic[T]):
-    """Goes a step on from the loop's own callback, so that bytes that arrive wake nobody before they are all here."""
+    """Runs steps in callbacks of the event loop. The awaiting task wakes only once, when the steps have ended."""
 
     def __init__(self, steps: Steps[T], deadline: float | None, late: type[httpx.TimeoutException]) -> None:
         self._steps = steps

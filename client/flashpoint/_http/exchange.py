@@ -1,6 +1,6 @@
-"""One call's way through its attempts: the deadline, the retries, the answer as it arrives. No I/O.
+"""The attempts of one call: its deadline, its retries, and the reading of its answer. No I/O.
 
-`Client` and `AsyncClient` drive an `Exchange` and do nothing but send, read and sleep:
+`Client` and `AsyncClient` drive an `Exchange`. They only send, read and sleep:
 
     request → begin → (space → filled) … → answer      or      failed → how long to sleep → request …
 """
@@ -34,19 +34,20 @@ from flashpoint_contract import wire
 
 FIRST_DELAY = 0.1  # seconds; doubled at each retry
 LONGEST_DELAY = 10.0
-# A part goes out in pieces that a socket's buffer takes whole: httpx copies each, and again what did not fit.
+# httpx copies each piece that it sends, and copies the rest again if the piece does not fit into the buffer of the
+# socket. So parts are sent in pieces that fit.
 PIECE = 256 * 1024
 
 REPLICA = "X-Flashpoint-Replica"
-_PROBLEM = "application/problem+json"  # every error of Flashpoint itself
-# Without that it is another's: a proxy's whose server died. Nginx says 502, Ray Serve 500.
+_PROBLEM = "application/problem+json"  # the media type of every error of Flashpoint
+# An error of another type comes from a proxy whose server died. Nginx answers 502, Ray Serve 500.
 _BROKEN_BEHIND = (500, 502)
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError)
 
 
 class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """The parts of a message from their own memory, as often as it is sent."""
+    """The body of a request: the parts of its message, not copied. It can be sent repeatedly."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -57,7 +58,7 @@ class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
                 self._exchange.tick()
                 yield part[start : start + PIECE]
 
-    def __iter__(self) -> Iterator[memoryview]:  # type: ignore[override]  # any bytes-like object does
+    def __iter__(self) -> Iterator[memoryview]:  # type: ignore[override]  # httpx accepts any bytes-like object
         return self._pieces()
 
     async def __aiter__(self) -> AsyncIterator[memoryview]:  # type: ignore[override]
@@ -66,7 +67,7 @@ class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 
 class Exchange:
-    """One `Call`, until it is answered, its deadline passes, `stop` can be read, or `retries` retries are spent."""
+    """One `Call` until its answer, its deadline or its last retry. It also ends when `stop` becomes readable."""
 
     def __init__(self, call: Call, *, timeout: float | None, retries: int, stop: socket.socket | None = None) -> None:
         self.call = call
@@ -75,7 +76,7 @@ class Exchange:
         self._retries = retries
         self._failures = 0
         self._failure: FlashpointError | None = None  # of the last attempt
-        self._moved = False  # to the replica that holds its caches
+        self._moved = False  # whether the call was sent on to the replica that holds its caches
         self._timeouts: dict[str, float | None] = {}
         self._status = 0
         self._headers: Mapping[str, str] = {}
@@ -83,7 +84,7 @@ class Exchange:
         self._url = httpx.URL()  # of the last attempt
 
     def remaining(self) -> float | None:
-        """Seconds to the deadline, None for no end. Raises DeadlineExceededError when it has passed."""
+        """Return the seconds until the deadline; None without one. Raises DeadlineExceededError if it has passed."""
         if self._deadline is None:
             return None
         left = self._deadline - time.monotonic()
@@ -92,12 +93,15 @@ class Exchange:
         return left
 
     def tick(self) -> None:
-        """Time has passed. httpx gives each of its waits the whole of its timeout: what is left is what is given."""
+        """Set httpx's timeouts to the time that is left. httpx applies the whole timeout to each single wait."""
         left = self.remaining()
         self._timeouts.update(dict.fromkeys(self._timeouts, left))
 
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
-        """The next attempt. Where the deadline passes before it, the last attempt's error says more than that."""
+        """Return the request of the next attempt.
+
+        If the deadline has passed, it raises the error of the last attempt, which says more than a timeout.
+        """
         try:
             left = self.remaining()
         except DeadlineExceededError as late:
@@ -108,13 +112,13 @@ class Exchange:
         if self.call.affinity is not None and self.call.affinity.replica:
             headers[REPLICA] = self.call.affinity.replica
         self._timeouts = httpx.Timeout(left).as_dict()
-        # All but the timeouts are for our own transport, and the stream for any other.
+        # Our own transport reads the extensions except `timeout`. Other transports read `timeout` and the stream.
         extensions = {
             "timeout": self._timeouts, "parts": self.call.body, "deadline": self._deadline, "stop": self._stop
         }  # fmt: skip
         method, url, body = self.call.method, _target(http.base_url, self.call.path), Body(self)
         self._url = url
-        if http.cookies:  # a balancer's
+        if http.cookies:  # set by a balancer
             headers["Cookie"] = _cookies(http, url)
         merged = [(b"Host", url.netloc), *_merged(http.headers.raw, headers)]
         request = httpx.Request(method, url, headers=merged, stream=body, extensions=extensions)
@@ -122,7 +126,7 @@ class Exchange:
         return request
 
     def begin(self, response: httpx.Response) -> None:
-        """The answer's status and headers are here; its bytes follow."""
+        """Take the status and the headers of the answer. Its body follows."""
         self.tick()
         self._status, self._headers = response.status_code, response.headers
         length = response.headers.get("content-length", "")
@@ -138,19 +142,22 @@ class Exchange:
             self._reader = Message(int(length) if length.isdecimal() else None)
 
     def space(self) -> memoryview:
-        """Where the answer's next bytes belong; never empty."""
+        """Return the memory for the next bytes of the answer; never empty."""
         return self._reader.space()
 
     def least(self, space: memoryview) -> int:
-        """How many bytes of `space()` to wait for, unless the answer ends: of events, whatever has come is read."""
+        """Return how many bytes to wait for. Events are read as soon as one byte arrives; otherwise `space` is filled.
+
+        The answer may end before.
+        """
         return len(space) if self.call.reader is None else 1
 
     def filled(self, count: int) -> None:
-        """`count` bytes are in `space()`."""
+        """Take `count` bytes that were written into `space()`."""
         self._reader.filled(count)
 
     def feed(self, chunk: bytes) -> None:
-        """The answer's next bytes, where they did not come into `space()`."""
+        """Take the next bytes of the answer from a transport that cannot read into `space()`."""
         self.tick()
         rest = memoryview(chunk)
         while rest:
@@ -161,7 +168,7 @@ class Exchange:
             rest = rest[count:]
 
     def answer(self) -> Any:
-        """The call's result, all of the answer having been fed. Raises the error that the answer is."""
+        """Return the call's result once the whole answer has been read. Raises the error that the server answered."""
         found = self._reader.finish()
         if self._status in _BROKEN_BEHIND and self._headers.get("content-type", "").partition(";")[0] != _PROBLEM:
             raise ConnectionFailedError(f"the connection broke behind a proxy, which answered {self._status}")
@@ -177,7 +184,10 @@ class Exchange:
         return self.call.read(Answer(head, buffer, meta))
 
     def _moves(self, error: Exception) -> bool:
-        """Whether to ask another replica, which this answer names: once, for a balancer may not lead there."""
+        """Return whether to send the call to the replica that this answer names.
+
+        Only once: a balancer may not route there.
+        """
         affinity, named = self.call.affinity, self._headers.get(REPLICA, "")
         elsewhere = isinstance(error, FlashpointError) and error.code == "cache_elsewhere"
         if affinity is None or not elsewhere or self._moved or named in ("", affinity.replica):
@@ -190,7 +200,7 @@ class Exchange:
         return self._headers.get("x-request-id")
 
     def failed(self, error: Exception) -> float:
-        """Seconds to sleep before the next attempt. Raises what the caller must see when there is to be none."""
+        """Return the seconds to sleep before the next attempt. Raises the error for the caller if there is none."""
         if isinstance(error, httpx.TransportError):
             error = _translated(error, self._url)
         if self._moves(error):
@@ -202,22 +212,22 @@ class Exchange:
             raise error
         sent = isinstance(error, ConnectionFailedError) and not isinstance(error.__cause__, _NOT_SENT)
         if sent and not self.call.repeatable:
-            raise error  # it may have had its effect, though no answer came
+            raise error  # the call may have taken effect, although no answer came
         delay = max(backoff(self._failures), error.retry_after or 0.0)
         self._failures, self._failure = self._failures + 1, error
         if self._deadline is not None and time.monotonic() + delay >= self._deadline:
-            raise error  # it says more than that the time is over
+            raise error  # it says more than a timeout
         return delay
 
 
 @functools.lru_cache(maxsize=1024)
 def _target(base: httpx.URL, path: str) -> httpx.URL:
-    """Return the address of a path, as httpx makes it of both. Remembered, because that is slow."""
+    """Return the URL of a path below `base`, as httpx joins them. Cached, because httpx is slow."""
     return base.copy_with(raw_path=base.raw_path + httpx.URL(path).raw_path.lstrip(b"/"))
 
 
 def _merged(defaults: Iterable[tuple[bytes, bytes]], headers: Mapping[str, str]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield a client's headers, and those of a call, which take their places."""
+    """Yield the headers of a client and of a call. A header of the call replaces the client's."""
     own = {name.lower(): (name.encode("ascii"), value.encode("ascii")) for name, value in headers.items()}
     yield from (one for one in defaults if one[0].lower().decode("ascii") not in own)
     yield from own.values()
@@ -229,7 +239,10 @@ def _cookies(http: httpx.Client | httpx.AsyncClient, url: httpx.URL) -> str:
 
 
 def backoff(failures: int) -> float:
-    """Seconds before retry number `failures` (from 0): doubled each time, and between half and all of that."""
+    """Return the delay in seconds before retry number `failures`, from 0.
+
+    The delay doubles with each retry, and is random between half of that and the whole.
+    """
     return min(FIRST_DELAY * 2.0**failures, LONGEST_DELAY) * random.uniform(0.5, 1.0)
 
 
@@ -253,7 +266,7 @@ def _translated(error: httpx.TransportError, url: httpx.URL) -> FlashpointError:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that `Retry-After` asks for, given as a number or as a date."""
+    """Return the seconds of the `Retry-After` header, which is a number or a date; None without a valid one."""
     value = headers.get("retry-after", "").strip()
     if value.isdecimal():
         return float(value)
@@ -263,11 +276,11 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def _trace_headers() -> dict[str, str]:
-    """`traceparent` and the other headers of the caller's propagator (W3C Trace Context).
+    """Return `traceparent` and the other headers of the caller's propagator (W3C Trace Context).
 
-    The server's span then belongs to the caller's trace. Empty where the caller does not trace.
+    They make the server's span part of the caller's trace. Empty if the caller does not trace.
     """
-    if "opentelemetry.trace" not in sys.modules:  # then there is no span, and it need not be installed
+    if "opentelemetry.trace" not in sys.modules:  # the caller has no span; OpenTelemetry may not be installed
         return {}
     from opentelemetry import propagate
 

@@ -1,7 +1,7 @@
-"""One HTTP/1.1 exchange without I/O: the request's bytes, and the answer's as they arrive. h11 does the heads.
+"""One HTTP/1.1 exchange without I/O: it makes the bytes of the request and reads those of the answer.
 
-Where the answer has a Content-Length, its body goes past h11, from the socket into the caller's own memory; a chunked
-body, or one that ends with its connection, goes through h11 and is copied.
+h11 writes and parses the heads. A body with a Content-Length does not pass through h11: it is read from the socket into
+the caller's memory. A chunked body, or one that ends with the connection, passes through h11 and is copied.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator
 import h11
 import httpx
 
-HEAD_LIMIT = 100 * 1024  # bytes of an answer's head
-PACKET = 64 * 1024  # bytes up to which the parts of a request are sent together
+HEAD_LIMIT = 100 * 1024  # largest head of an answer, in bytes
+PACKET = 64 * 1024  # parts of a request are joined up to this number of bytes
 
 
 def packets(head: bytes, parts: Iterable[memoryview]) -> Iterator[memoryview]:
-    """A request as it is sent: big parts from their own memory, small ones joined, so that a small call is one."""
+    """Yield the buffers to send. Large parts are not copied; small parts are joined, so a small call is one send."""
     joined = bytearray(head)
     for part in parts:
         if len(joined) + len(part) > PACKET:
@@ -30,10 +30,11 @@ def packets(head: bytes, parts: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 class Reply:
-    """The answer to `request`: `receive` what arrives until it has `begun`, then `take` its body until it is `done`.
+    """The answer to `request`: pass bytes to `receive` until it has `begun`, then `take` its body until it is `done`.
 
-    `left` is how many bytes are still to come where that is known: these may be read into their final place, and
-    subtracted here. Otherwise it is None and all bytes go through `receive`. Raises httpx's protocol errors.
+    `left` is the number of body bytes still to come, for a body of known length. The caller may read them from the
+    socket into their final place, and subtracts them from `left`. For other bodies `left` is None, and all bytes go
+    through `receive`. Raises httpx's protocol errors.
     """
 
     def __init__(self, request: httpx.Request) -> None:
@@ -53,12 +54,12 @@ class Reply:
 
     @property
     def begun(self) -> bool:
-        """Whether status and headers are here."""
+        """Return whether the status and the headers have arrived."""
         return self.status != 0
 
     @property
     def done(self) -> bool:
-        """Whether all of the answer has been taken."""
+        """Return whether the whole answer has been taken."""
         return not self._arrived and (self._ended if self.left is None else self.left == 0)
 
     @property
@@ -67,7 +68,7 @@ class Reply:
         return self._keep_alive and self.done
 
     def receive(self, data: bytes) -> None:
-        """Bytes as they came; none when the server has closed the connection."""
+        """Take bytes from the connection; empty if the server has closed it."""
         if not data and not self.begun:
             raise httpx.RemoteProtocolError("the server closed the connection without an answer")
         try:
@@ -88,7 +89,7 @@ class Reply:
 
     def _begin(self, head: h11.Response) -> None:
         self.status, self.headers = head.status_code, list(head.headers.raw_items())
-        found = dict(head.headers)  # h11 has lower-cased the names, and let only one Content-Length through
+        found = dict(head.headers)  # h11 makes the names lower-case, and refuses a second, different Content-Length
         tokens = {token.strip().lower() for token in found.get(b"connection", b"").split(b",")}
         self._keep_alive = head.http_version == b"1.1" and b"close" not in tokens
         if self._no_body or self.status in (204, 304):
@@ -103,7 +104,7 @@ class Reply:
         self.left = length - len(self._arrived)
 
     def take(self, view: memoryview) -> int:
-        """Move body bytes that have arrived into `view` (flat bytes); how many."""
+        """Move body bytes that have arrived into `view` (flat bytes). Return their number."""
         count = min(len(view), len(self._arrived))
         view[:count] = self._arrived[:count]
         del self._arrived[:count]

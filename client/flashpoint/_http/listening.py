@@ -1,6 +1,6 @@
-"""The events of a benchmark, over as many connections as it takes. No I/O.
+"""Receive the events of a benchmark, over several connections if one breaks. No I/O.
 
-`Client` and `AsyncClient` drive a `Listening` as they do an `Exchange`, attempt after attempt until it has `ended`:
+`Client` and `AsyncClient` drive a `Listening` like an `Exchange`. They repeat attempts until it has `ended`:
 
     request → begin → (space → filled → events) … → finish      or      failed → how long to sleep
 """
@@ -20,10 +20,10 @@ from flashpoint.errors import ConnectionFailedError, DeadlineExceededError, Prot
 
 
 class Listening(Exchange):
-    """The events of job `id` behind number `after`.
+    """The events of job `id` with numbers above `after`.
 
-    Each attempt has the whole of the timeout. One whose answer had begun is followed by another when its time is over;
-    `retries` bounds how often in a row a connection may fail or end without an event.
+    Each attempt has the full timeout. An attempt that times out after its answer began is followed by another.
+    `retries` is the largest number of connections in a row that fail or end without an event.
     """
 
     def __init__(self, id: str, after: int, *, timeout: float | None, retries: int) -> None:
@@ -46,12 +46,12 @@ class Listening(Exchange):
             self._reader = _Events()
 
     def events(self) -> list[BenchmarkEvent]:
-        """Those that have come since they were last asked for."""
+        """Return the events that have arrived since the last call."""
         if not isinstance(self._reader, _Events):
             return []
         found = []
         for event in self._reader.take():
-            if event.id > self._last:  # a server may say again what it has said
+            if event.id > self._last:  # a server may repeat events
                 found.append(event)
                 self._last = event.id
                 self._failures = 0
@@ -59,7 +59,7 @@ class Listening(Exchange):
         return found
 
     def finish(self) -> None:
-        """The answer is over, before the benchmark is. Raises the error that it is, or that it ended too soon."""
+        """Raise the server's error, or ConnectionFailedError: the answer ended before the benchmark did."""
         self.answer()
         raise ConnectionFailedError("the events ended before the benchmark did")
 
@@ -72,7 +72,7 @@ class Listening(Exchange):
 
 
 class _Events:
-    """Reads events until there are no more."""
+    """Reads the events of a stream. Implements `Reader`."""
 
     def __init__(self) -> None:
         self._space = memoryview(bytearray(16 * 1024))
@@ -94,4 +94,4 @@ class _Events:
         return taken
 
     def finish(self) -> None:
-        """Nothing is left to say."""
+        """Do nothing: `take` returns the events."""

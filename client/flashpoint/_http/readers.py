@@ -1,6 +1,6 @@
-"""Read an answer while its bytes arrive: as a JSON object, or as a message of tensors. No I/O.
+"""Readers that parse an answer while its bytes arrive: a JSON object, or a message of tensors. No I/O.
 
-`space` is where the next bytes belong, `filled` says how many came, `finish` gives what they were.
+`space` returns the memory for the next bytes, `filled` takes their number, and `finish` returns the parsed answer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from flashpoint.errors import ProtocolError
 from flashpoint_contract import wire
 
-DOCUMENT_LIMIT = 8 << 20  # bytes of a JSON answer that are read: a benchmark's row has 1 KiB
+DOCUMENT_LIMIT = 8 << 20  # largest JSON answer in bytes; one row of a benchmark has about 1 KiB
 
 
 class Document:
-    """Reads a JSON object: an error's, or what a lookup asks for."""
+    """Reads a JSON object: an error, or the answer of a lookup."""
 
     def __init__(self) -> None:
         self._text = bytearray()
@@ -32,7 +32,7 @@ class Document:
         self._text += self._space[: min(count, DOCUMENT_LIMIT - len(self._text))]
 
     def finish(self) -> dict[str, Any]:
-        """The object; empty when it is none that can be read."""
+        """Return the object; empty if the text is not a JSON object."""
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(self._text)
             if isinstance(found, dict):
@@ -41,7 +41,7 @@ class Document:
 
 
 class Message:
-    """Reads a message: its length, its head, then the tensors into the one buffer that they stay in."""
+    """Reads a message: the length of its head, its head, and then all tensors into one buffer, where they stay."""
 
     def __init__(self, length: int | None) -> None:
         self._length = length
@@ -62,7 +62,7 @@ class Message:
             self._space = self._next()
 
     def _next(self) -> memoryview:
-        """Return the memory for the next bytes. Behind the last tensor it is spare room, to detect a longer body."""
+        """Return the memory for the next bytes. After the last tensor it is one spare byte, to detect a longer body."""
         if self._head is not None:
             self._full = True
             return memoryview(bytearray(1))
@@ -75,7 +75,7 @@ class Message:
         except wire.WireError as error:
             raise ProtocolError(f"the answer is no message: {error}") from error
         total = self._head.size + self._head.data_size
-        if self._length not in (None, total):  # before memory is taken on the head's word
+        if self._length not in (None, total):  # checked before memory is allocated for the size that the head gives
             raise ProtocolError(f"the answer has {self._length} bytes where its head says {total}")
         self._buffer = np.empty(self._head.data_size, np.uint8)
         return self._buffer.data if self._head.data_size else self._next()

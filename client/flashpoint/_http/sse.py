@@ -1,16 +1,16 @@
-"""Server-sent events as their bytes arrive (WHATWG HTML, 9.2.6: interpreting an event stream). No I/O.
+"""Parse server-sent events while their bytes arrive (WHATWG HTML, 9.2.6: interpreting an event stream). No I/O.
 
-Events carry their own number in their data, so that of a frame's fields `data` alone is read.
+Only the field `data` is read: the data of each event contains its number.
 """
 
 from __future__ import annotations
 
 MEDIA_TYPE = "text/event-stream"
-FRAME_LIMIT = 1 << 20  # bytes of one event; a benchmark's row has 1 KiB
+FRAME_LIMIT = 1 << 20  # largest event in bytes; one row of a benchmark has about 1 KiB
 
 
 class Frames:
-    """`feed` bytes, however they were cut, and get the data of each event that is complete."""
+    """A parser: `feed` takes pieces of any size, and returns the data of each event that is complete."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -18,8 +18,11 @@ class Frames:
         self._data: list[str] = []
 
     def feed(self, piece: bytes) -> list[str]:
-        """Raises ValueError for text that is not UTF-8, and for an event over `FRAME_LIMIT`."""
-        if self._after_cr:  # a line ends with CR, LF or both, which may come apart
+        """Return the data of each event that `piece` completes.
+
+        Raises ValueError for text that is not UTF-8, and for an event over `FRAME_LIMIT`.
+        """
+        if self._after_cr:  # a line may end with CR LF, and the two may arrive in different pieces
             piece = piece.removeprefix(b"\n")
         self._after_cr = piece.endswith(b"\r")
         *lines, self._rest = (self._rest + piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")).split(b"\n")

@@ -1,10 +1,14 @@
-"""httpx transports that carry tensors at a socket's speed, for `Client` and for `AsyncClient`.
+"""httpx transports that send and receive tensors without copies, for `Client` and for `AsyncClient`.
 
-A request has its body in the extension `parts`, memoryviews that are sent whole, and its `deadline` (of
-`time.monotonic`, or None), which holds for all of its waits; where it has a socket `stop`, the blocking transport ends
-it with ReadError once that can be read. A response's extension `read_into`, `(memoryview, least)
--> int`, reads the body into a buffer, `least` bytes or more, fewer only at the body's end; its `stream` can only be
-closed. No proxies: httpx has those.
+Extensions of a request:
+
+- `parts`: the body, as memoryviews.
+- `deadline`: a time of `time.monotonic`, or None. It holds for all waits of the exchange.
+- `stop`: a socket. When it becomes readable, the blocking transport raises ReadError.
+
+A response has the extension `read_into(memoryview, least) -> int`, which reads the body into a buffer: at least `least`
+bytes, fewer only at the end of the body. Its `stream` can only be closed. Proxies are not supported: httpx's own
+transports serve them.
 """
 
 from __future__ import annotations
@@ -25,20 +29,20 @@ from flashpoint._http.drive import readable, run, run_async
 from flashpoint._http.http1 import Reply
 
 IDLE_CONNECTIONS = 64  # of one client
-IDLE_SECONDS = 4.0  # servers close idle connections after 5 s (uvicorn) or more: a request must not meet that
+IDLE_SECONDS = 4.0  # less than servers' idle timeouts (uvicorn: 5 s): a server must not close a connection in use
 _PORTS = {"http": 80, "https": 443}
 ASYNC = sys.platform != "win32"  # whether asyncio's own loop has `add_reader`
 
 
 def is_direct(url: httpx.URL) -> bool:
-    """Whether `url` is HTTP, and the environment names no proxy for it."""
+    """Return whether `url` is HTTP or HTTPS, and the environment names no proxy for it."""
     proxies = urllib.request.getproxies()
     proxied = proxies.get(url.scheme) or proxies.get("all")
     return url.scheme in _PORTS and (not proxied or bool(urllib.request.proxy_bypass(url.host)))
 
 
 class _Origin:
-    """Where the connections of one client go, and those that are idle, the latest used first. Thread-safe."""
+    """The server address of a client, and its idle connections. The most recent one is used first. Thread-safe."""
 
     def __init__(self, url: httpx.URL, tls: ssl.SSLContext | None) -> None:
         self.host = url.raw_host.decode("ascii")
@@ -53,7 +57,7 @@ class _Origin:
         return (self._tls or httpx.create_ssl_context()) if self._secure else None
 
     def take(self) -> Connection | None:
-        """An idle connection that is still open."""
+        """Return an idle connection that is still open, or None."""
         while self._idle:
             try:
                 connection, since = self._idle.pop()
@@ -81,7 +85,7 @@ class _Origin:
 
 
 class _Body(httpx.SyncByteStream):
-    """The body of an answer, and its connection, which goes back when the body is closed."""
+    """The body of an answer. Closing it gives the connection back."""
 
     def __init__(self, origin: _Origin, connection: Connection, reply: Reply, request: httpx.Request) -> None:
         self._origin = origin
@@ -99,7 +103,7 @@ class _Body(httpx.SyncByteStream):
 
 
 class Transport(httpx.BaseTransport):
-    """Blocks the calling thread. Thread-safe: each exchange has a connection of its own, kept and reused."""
+    """A transport that blocks the calling thread. Thread-safe: each exchange has its own connection, reused later."""
 
     def __init__(self, url: httpx.URL, tls: ssl.SSLContext | None = None) -> None:
         self._origin = _Origin(url, tls)
@@ -142,7 +146,7 @@ class Transport(httpx.BaseTransport):
 
 
 class _AsyncBody(httpx.AsyncByteStream):
-    """`_Body` in asyncio."""
+    """`_Body` for asyncio."""
 
     def __init__(self, origin: _Origin, connection: Connection, reply: Reply, deadline: float | None) -> None:
         self._origin = origin
@@ -158,7 +162,7 @@ class _AsyncBody(httpx.AsyncByteStream):
 
 
 class AsyncTransport(httpx.AsyncBaseTransport):
-    """`Transport` in asyncio, in loops that have `add_reader`. An exchange that is cancelled closes its connection."""
+    """`Transport` for asyncio event loops that have `add_reader`. A cancelled exchange closes its connection."""
 
     def __init__(self, url: httpx.URL, tls: ssl.SSLContext | None = None) -> None:
         self._origin = _Origin(url, tls)

@@ -1,1 +1,1 @@
-"""The parts of `flashpoint.sharded`: where a problem is cut, what each server is asked, how the answers are merged."""
+"""The implementation of `flashpoint.sharded`: it cuts a problem, asks the servers, and merges their answers."""

@@ -1,4 +1,4 @@
-"""The KV caches of `flashpoint.sharded`."""
+"""`ShardedCache` and `AsyncShardedCache`: KV caches over several servers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flashpoint.errors import ConnectionFailedError
 
 
 class _Lengths:
-    """The lengths of both kinds of cache, known without a request."""
+    """Base class of both sharded caches: the lengths, known without a request."""
 
     _spread: Spread
 
     @property
     def length(self) -> int:
-        """Tokens of its longest layer. `lengths` has every layer's."""
+        """Return the number of tokens of the longest layer. `lengths` has each layer's."""
         return max(self._spread.lengths)
 
     @property
@@ -31,8 +31,8 @@ class _Lengths:
 class ShardedCache(_Lengths):
     """A KV cache over several servers, deleted at the end of a `with`. Calls on it run one after another.
 
-    Errors name the server that they come from. After a write that failed, the layer has the tokens before its position:
-    write again. No other client may write to the parts.
+    Errors name the server that they come from. After a failed write, the layer has only the tokens before the position
+    of the write: write again. No other client may write to the parts.
     """
 
     def __init__(self, spread: Spread, threads: Threads) -> None:
@@ -126,7 +126,7 @@ class ShardedCache(_Lengths):
         return self._threads.run(self._spread.append(k, v, layer, at, layout))
 
     def fork(self, length: int | None = None) -> ShardedCache:
-        """Return a copy, which shares memory until one of both is written.
+        """Return a copy. It shares memory with this cache until one of the two is written to.
 
         Args:
             length: Number of tokens of the copy. None copies all.
@@ -154,7 +154,7 @@ class ShardedCache(_Lengths):
 
     def __exit__(self, *_: object) -> None:
         try:
-            with suppress(ConnectionFailedError):  # what a server that is gone has held is gone with it
+            with suppress(ConnectionFailedError):  # a server that is gone holds no memory
                 self.delete()
         finally:
             self._threads.close()
@@ -254,7 +254,7 @@ class AsyncShardedCache(_Lengths):
         return await self._tasks.run(self._spread.append(k, v, layer, at, layout))
 
     async def fork(self, length: int | None = None) -> AsyncShardedCache:
-        """Return a copy, which shares memory until one of both is written.
+        """Return a copy. It shares memory with this cache until one of the two is written to.
 
         Args:
             length: Number of tokens of the copy. None copies all.

@@ -1,10 +1,13 @@
-"""Where the attention of a sequence is cut into pieces of equal work that servers compute alone. Integers, no tensors.
+"""Cut the attention of a sequence into pieces of nearly equal work. It computes with integers, not with tensors.
 
-Query i of a sequence stands at key i + offset and sees the keys from i + offset − left to i + offset + right; causality
-is right = 0. A `Piece` is a rectangle of queries and keys with an offset of its own, in which its first query and its
-first key are 0. The service knows two offsets, 0 (top_left) and keys − queries (bottom_right). Where neither is right,
-a window between two other bounds says the same (`Band.options`), once no row and no column of the piece is left that
-sees nothing (`_trimmed`); or the piece is cut again where the diagonal leaves it (`_straight`).
+Query i of a sequence is at key i + offset, its diagonal. It sees the keys from i + offset − left to i + offset + right;
+causal attention has right = 0. A `Piece` is a rectangle of queries and keys. Its offset counts from its own first query
+and first key. The service supports two offsets: 0 (top_left) and keys − queries (bottom_right). A piece with another
+offset is made computable in one of two ways:
+
+- `Band.options` sends it with offset 0 and shifts the bounds of the window by the offset. For this, `_trimmed` first
+  removes rows and columns at the edges that see nothing.
+- `_straight` cuts it in two at the point where the diagonal enters it.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-UNBOUNDED = 1 << 40  # beyond any length, and its sums within int64
+UNBOUNDED = 1 << 40  # larger than any length; sums of it fit into int64
 
-Range = tuple[int, int]  # the first, and the one behind the last
+Range = tuple[int, int]  # (first, end); end is not included
 
 
 class Piece(NamedTuple):
@@ -28,27 +31,27 @@ class Piece(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Queries and keys."""
+        """Return the numbers of queries and keys."""
         return self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
 
     @property
     def aligned(self) -> bool:
-        """Whether its offset is one that the service knows."""
+        """Return whether the service supports its offset."""
         n, m = self.shape
         return self.offset in (0, m - n)
 
     @property
     def below(self) -> bool:
-        """Whether every key is at its query's diagonal, or left of it."""
+        """Return whether, for every query, all keys are at its diagonal or left of it."""
         return self.offset >= self.shape[1] - 1
 
     @property
     def above(self) -> bool:
-        """Whether every key is at its query's diagonal, or right of it."""
+        """Return whether, for every query, all keys are at its diagonal or right of it."""
         return self.shape[0] - 1 + self.offset <= 0
 
     def part(self, queries: Range, keys: Range) -> Piece:
-        """A rectangle in it, given by its own rows and columns."""
+        """Return a rectangle inside this piece. The ranges count from the piece's first row and column."""
         a, c = self.queries[0], self.keys[0]
         return Piece(
             (a + queries[0], a + queries[1]), (c + keys[0], c + keys[1]), self.offset + queries[0] - keys[0]
@@ -56,7 +59,7 @@ class Piece(NamedTuple):
 
 
 class Band(NamedTuple):
-    """One sequence: its lengths, its diagonal, and the bounds of what is seen beside it, `UNBOUNDED` for none."""
+    """One sequence: its lengths, its diagonal, and how far a query sees left and right of it, or `UNBOUNDED`."""
 
     q_len: int
     kv_len: int
@@ -65,10 +68,10 @@ class Band(NamedTuple):
     right: int
 
     def pieces(self, query_parts: int, key_parts: int, *, straight: bool) -> list[Piece]:
-        """The queries in parts that see equally many keys, and what each sees in parts of equally many pairs.
+        """Cut the queries into `query_parts`, and the keys that each part sees into `key_parts`, by equal work.
 
-        With `straight`, every piece is aligned, or its keys are all on one side of the diagonal. Nothing that is seen
-        is left out, and nothing is in two pieces.
+        With `straight`, every piece is aligned, or all its keys are on one side of the diagonal. Every pair of a query
+        and a key that see each other is in exactly one piece.
         """
         found = []
         for queries in _equal(self._seen((0, self.q_len), (0, self.kv_len)), query_parts):
@@ -81,13 +84,13 @@ class Band(NamedTuple):
         return found
 
     def pairs(self, piece: Piece) -> int:
-        """How many keys the queries of a piece see in it, all together."""
+        """Return the number of (query, key) pairs in a piece that see each other."""
         return int(self._seen(piece.queries, piece.keys).sum())
 
     def options(self, piece: Piece) -> dict[str, Any]:
-        """The options by which the service sees in a trimmed piece what the sequence does."""
+        """Return the options with which the service computes the pairs of the sequence in a trimmed piece."""
         n, m = piece.shape
-        # Sent with its own alignment where it has one, else with top_left and bounds that are shifted.
+        # An aligned piece is sent with its own alignment, another with top_left and shifted bounds.
         shift = 0 if piece.aligned else piece.offset
         at = piece.offset - shift
         left, right = self.left - shift, self.right + shift
@@ -96,19 +99,19 @@ class Band(NamedTuple):
         return options
 
     def _seen(self, queries: Range, keys: Range) -> NDArray[np.int64]:
-        """How many of `keys` each of `queries` sees."""
+        """Return, for each of `queries`, how many of `keys` it sees."""
         at = np.arange(*queries) + self.offset
         seen: NDArray[np.int64] = np.minimum(at + self.right + 1, keys[1]) - np.maximum(at - self.left, keys[0])
         return np.maximum(seen, 0)
 
     def _seen_by(self, queries: Range) -> NDArray[np.int64]:
-        """How many of `queries` see each key."""
+        """Return, for each key, how many of `queries` see it."""
         at = np.arange(self.kv_len) - self.offset
         seen: NDArray[np.int64] = np.minimum(at + self.left + 1, queries[1]) - np.maximum(at - self.right, queries[0])
         return np.maximum(seen, 0)
 
     def _trimmed(self, piece: Piece) -> Piece:
-        """Without the rows and columns at its edges in which nothing is seen."""
+        """Remove rows and columns at the edges that have no visible pair."""
         n, m = piece.shape
         piece = piece.part((min(n, max(0, -(piece.offset + self.right))), n), (0, m))
         n, m = piece.shape
@@ -120,7 +123,7 @@ class Band(NamedTuple):
 
 
 def _straight(piece: Piece) -> list[Piece]:
-    """A piece that is aligned or on one side of the diagonal; else cut in two where the diagonal enters it."""
+    """Return a piece that is aligned or on one side of the diagonal. Cut others in two where the diagonal enters."""
     n, m = piece.shape
     if piece.aligned or piece.below or piece.above:
         return [piece]
@@ -130,13 +133,13 @@ def _straight(piece: Piece) -> list[Piece]:
 
 
 def _equal(counts: NDArray[np.int64], parts: int) -> Iterator[Range]:
-    """At most `parts` ranges whose counts add up to nearly the same; without zeros at their ends, none if all are 0."""
+    """Yield at most `parts` ranges with nearly equal sums of `counts`. Zeros at the first and last end are left out."""
     (some,) = counts.nonzero()
     if not some.size:
         return
     first, last = int(some[0]), int(some[-1]) + 1
     total = counts[first:last].cumsum()
-    # The cut that is nearest to each equal share: one before or one behind where the sum passes it.
+    # The sum passes each equal share inside one element. Cut before or after that element, whichever is nearer.
     shares = total[-1] * np.arange(1, parts) / parts
     behind = np.searchsorted(total, shares)
     before = np.where(behind > 0, total[behind - 1], 0)

@@ -1,13 +1,15 @@
-"""Ask each shard, and merge the answers exactly: no I/O, steps that yield the questions.
+"""Make the question for each shard, and merge the answers exactly. No I/O: generators yield the questions.
 
-With lse_s and o_s of the shards that a query's keys are in (FlashAttention's own rescaling, between servers:
-Flash-Decoding, Dao et al. 2023),
+The forward merges the answers lse_s and o_s of the shards s that hold the keys of a query. This is FlashAttention's
+rescaling between servers (Flash-Decoding, Dao et al. 2023):
 
     lse = log Σ exp(lse_s)        o = Σ exp(lse_s − lse) · o_s
 
-and a sink is one more term of the first sum. Given the whole problem's o and lse, each shard's own part of the
-gradients is right as it is (FlashAttention-2, Algorithm 2: P = exp(S − lse), dS = P ∘ (dP − rowsum(do ∘ o) + dlse)): dq
-adds up over the shards of a query, dk and dv over those of a key.
+A sink is one more term of the first sum.
+
+The backward sends each shard o and lse of the whole problem. With these, its gradients are exact parts of the whole
+(FlashAttention-2, Algorithm 2: P = exp(S − lse), dS = P ∘ (dP − rowsum(do ∘ o) + dlse)). dq is the sum over the shards
+of a query; dk and dv are the sums over the shards of a key.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from flashpoint_contract.tensors import SCALES, TENSORS
 
 _BACKWARD = ("q", "k", "v", "attn_mask", "do", "dlse")
 _FORWARD = ("q", "k", "v", "attn_mask", *SCALES)
-# Infinities of the caller's, and numbers too large for float16, are answered and not warned of: as a server does.
+# Infinite inputs, and results too large for float16, give no warning: the same as on a server.
 _QUIET = np.errstate(invalid="ignore", over="ignore")
-# Options that a shard sets itself, or that its servers need not know.
+# Options that each shard's question sets, or that its server does not need.
 _OWN = {"layout", "causal", "causal_alignment", "window", "dropout_p", "dropout_seed", "return_lse", "grads"}
 
 
 @dataclass(frozen=True)
 class Question:
-    """One server's question about a shard. `call` makes its tensors, which are copied only when they are sent."""
+    """The request for one shard. Its tensors are views; `call` makes the call that copies them."""
 
     shard: Shard
     tensors: dict[str, Numbers]
@@ -53,7 +55,7 @@ class Question:
         return _calls.forward(q, k, v, keywords)
 
     def answers(self, found: Any) -> list[Numbers]:
-        """The tensors of an answer, as views (B,H,S,D)."""
+        """Return the tensors of an answer as views (B,H,S,D)."""
         names = self.options.get("grads", ("o", "lse"))
         return [t.swapaxes(1, 2) if self._turned(n) else t for n, t in zip(names, found, strict=True)]
 
@@ -65,7 +67,7 @@ Steps: TypeAlias = Generator[list[Question], list[list[Numbers]], dict[str, Numb
 
 
 def forward(problem: Problem, plan: Plan) -> Steps:
-    """Steps to {"o", "lse"} in the problem's dtype and in float32, laid out as the caller's."""
+    """Yield the questions, and return {"o", "lse"} in the caller's layout: o in q's dtype, lse in float32."""
     questions = [_question(problem, shard, _FORWARD, {"return_lse": True}) for shard in plan.shards]
     answers = yield questions
     return _merged(problem, plan, answers)
@@ -95,7 +97,7 @@ def _merged(problem: Problem, plan: Plan, answers: list[list[Numbers]]) -> dict[
 
 
 def backward(problem: Problem, plan: Plan) -> Steps:
-    """Steps to the gradients that the options' `grads` name, laid out as the caller's tensors."""
+    """Yield the questions, and return the gradients that the option `grads` names, in the caller's layout."""
     wanted = problem.options.grads
     needs_whole = plan.merged or "sinks" in problem.tensors
     if needs_whole and problem.on_reference:
@@ -135,7 +137,7 @@ def _question(problem: Problem, shard: Shard, names: tuple[str, ...], more: dict
     tensors = {name: problem.tensors[name][_at(problem, shard, name)] for name in names if name in problem.tensors}
     options = problem.options.model_dump(exclude=_OWN, exclude_defaults=True)
     options |= shard.rows.band.options(shard.piece) | more
-    options["layout"] = "bhsd" if problem.options.layout == "bhsd" else "bshd"  # as the rows lie in memory
+    options["layout"] = "bhsd" if problem.options.layout == "bhsd" else "bshd"  # the order of the rows in memory
     if "alibi_slopes" in problem.tensors:
         if shard.piece.aligned:
             slopes = _slopes(problem, shard)
@@ -148,7 +150,7 @@ def _question(problem: Problem, shard: Shard, names: tuple[str, ...], more: dict
 
 
 def _at(problem: Problem, shard: Shard, name: str) -> tuple[slice, ...]:
-    """Where in the view of a tensor the shard's part of it is."""
+    """Return the index of a shard's part in the view of a tensor."""
     rows, every = shard.rows, slice(None)
     if TENSORS[name].broadcast:
         of_mask = zip(problem.tensors[name].shape, (rows.batch, every, shard.queries, shard.keys), strict=True)
@@ -156,9 +158,10 @@ def _at(problem: Problem, shard: Shard, name: str) -> tuple[slice, ...]:
     return rows.batch, every, shard.keys if TENSORS[name].of_keys else shard.queries
 
 
-# ALiBi counts from the diagonal of the whole, which a piece that is not aligned has not. But all its keys are on one
-# side of that, so −slope·|i + offset − j| is a part for each key and one for each query. The first goes along as a mask
-# of one row. The second moves a row's scores alike: o stays as it is, and lse moves by as much.
+# ALiBi needs the distance to the diagonal of the whole sequence. A piece that is not aligned has another diagonal, but
+# all its keys are on one side of the whole's. There −slope·|i + offset − j| is a term of the key plus a term of the
+# query. The term of the key is sent as a mask of one row. The term of the query shifts all scores of a row equally: it
+# does not change o, and is added to lse here.
 
 
 def _slopes(problem: Problem, shard: Shard) -> Numbers:
@@ -167,7 +170,7 @@ def _slopes(problem: Problem, shard: Shard) -> Numbers:
 
 
 def _column_bias(problem: Problem, shard: Shard) -> Numbers:
-    """(B or 1,Hq,1,keys): 0 at the key that is nearest to the diagonal."""
+    """Return ALiBi's term of each key, (B or 1,Hq,1,keys); 0 at the key nearest to the diagonal."""
     keys = np.arange(shard.piece.shape[1])
     distance = keys[-1] - keys if shard.piece.below else keys
     bias: Numbers = -_slopes(problem, shard).astype(np.float64)[:, :, None, None] * distance
@@ -175,7 +178,7 @@ def _column_bias(problem: Problem, shard: Shard) -> Numbers:
 
 
 def _row_bias(problem: Problem, shard: Shard) -> Any:
-    """(B or 1,Hq,queries): what `_column_bias` leaves out; 0 where the server does it all."""
+    """Return ALiBi's term of each query, (B or 1,Hq,queries); 0 if the server computes all of ALiBi."""
     if "alibi_slopes" not in problem.tensors or shard.piece.aligned:
         return 0.0
     n, m = shard.piece.shape
@@ -192,7 +195,7 @@ def _with_columns(mask: Numbers | None, columns: Numbers) -> Numbers:
 
 @_QUIET
 def _add_dsinks(problem: Problem, dsinks: Numbers) -> None:
-    """dsinks = Σ exp(sink − lse) · (dlse − do·o) over the queries that are in a sequence."""
+    """Add Σ exp(sink − lse) · (dlse − do·o) to `dsinks`, over the queries that belong to a sequence."""
     t = problem.tensors
     for rows in problem.rows:
         at = (rows.batch, slice(None), slice(rows.q_start, rows.q_start + rows.band.q_len))
@@ -205,11 +208,11 @@ def _add_dsinks(problem: Problem, dsinks: Numbers) -> None:
 
 
 def _or_zero(lse: Numbers) -> Numbers:
-    """`lse` to be taken from a score: where nothing is seen, not even a sink, each score's weight is exp(−inf) = 0."""
+    """Return `lse` with 0 in place of −inf. A query that sees nothing then has weights exp(−inf − 0) = 0, not NaN."""
     return np.where(np.isneginf(lse), 0.0, lse)
 
 
 def _summed_to(part: Numbers, shape: tuple[int, ...]) -> Numbers:
-    """Over the axes that `part` has longer than `shape`."""
+    """Sum `part` over the axes that are longer than in `shape`."""
     axes = tuple(i for i, (a, b) in enumerate(zip(part.shape, shape, strict=True)) if a != b)
     return part.sum(axis=axes, keepdims=True) if axes else part

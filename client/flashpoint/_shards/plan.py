@@ -1,4 +1,4 @@
-"""Which shards a problem has: how often its queries and its keys are cut, and what of its tensors each shard is."""
+"""Plan the shards of a problem: into how many parts to cut its queries and keys, and which rows each shard has."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from flashpoint._shards.cut import UNBOUNDED, Band, Piece
 from flashpoint._shards.problem import Problem, Rows
 from flashpoint.errors import invalid
 
-# The better of two cuts sends fewer bytes, unless its largest piece is larger than the other's by this factor.
+# The plan sends as few bytes as possible, among those with a largest piece of at most this factor above the smallest.
 UNEVEN = 1.2
 MOST_PARTS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One piece, as slices of the problem's views; `pairs` of queries and keys over all heads and sequences."""
+    """One piece, as slices of the problem's views. `pairs`: its (query, key) pairs over all heads and sequences."""
 
     rows: Rows
     piece: Piece
@@ -28,14 +28,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """`shards` in the order in which they are merged. `merged`: whether a query is in more than one of them."""
+    """The shards in the order in which they are merged. `merged`: some query is in more than one of them."""
 
     shards: tuple[Shard, ...]
     merged: bool
 
 
 def plan(problem: Problem, servers: int, parts: tuple[int, int] | None) -> Plan:
-    """As many parts as servers, or `parts` (of the queries, of the keys) of every sequence."""
+    """Cut a problem into one part for each server, or each sequence into `parts` (of its queries, of its keys)."""
     if parts is not None and not (isinstance(parts, (tuple, list)) and len(parts) == 2 and all(map(_count, parts))):
         raise invalid("parts", f"must be two integers from 1 to {MOST_PARTS}: parts of the queries, and of the keys")
     heads = problem.tensors["q"].shape[1], problem.tensors["k"].shape[1]
@@ -44,7 +44,7 @@ def plan(problem: Problem, servers: int, parts: tuple[int, int] | None) -> Plan:
     shards: list[Shard] = []
     merged = False
     for rows, work in zip(problem.rows, works, strict=True):
-        # A sequence among others is cut by what it has of their work, so a short one not at all.
+        # A sequence gets servers in proportion to its work, so a short one among long ones is not cut.
         share = max(1, round(servers * work / max(1, sum(works))))
         ways = [parts] if parts is not None else list(_ways(share, whole_keys=problem.on_reference))
         pieces = _best(rows.band, ways, heads, slopes)
@@ -58,7 +58,7 @@ def _count(part: object) -> bool:
 
 
 def _ways(parts: int, *, whole_keys: bool) -> Iterator[tuple[int, int]]:
-    """Ways to cut queries and keys into `parts` in all, those that merge least first."""
+    """Yield (query parts, key parts) with the product `parts`, fewest key parts first: these merge least."""
     for keys in range(1, parts + 1):
         if parts % keys == 0 and (keys == 1 or not whole_keys):
             yield parts // keys, keys

@@ -1,4 +1,4 @@
-"""A whole problem as every shard sees it: views (B,H,S,D) whatever the layout, and the sequences that are in them."""
+"""A whole problem in one form for all layouts: its tensors as views (B,H,S,D), and its sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Numbers = NDArray[Any]
 
 
 class Rows(NamedTuple):
-    """Sequences of one geometry: where they are in the batch and among the sequences, and where their rows begin."""
+    """Sequences of equal lengths: their places in the batch and among the sequences, and their first rows."""
 
     batch: slice
     sequences: slice
@@ -33,22 +33,25 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """q (B,Hq,Sq,D), k and v (B,Hk,Sk,·), and what else is given, as such views; `thd` is one long sequence of rows.
+    """The tensors of a problem, as views: q (B,Hq,Sq,D), k and v (B,Hk,Sk,·). Layout `thd` has B = 1.
 
-    A mask has four dimensions, each 1 or in full; numbers per head are (Hq,) or (B or 1,Hq); `lse` is (B,Hq,Sq), and
-    the scales of 8-bit k and v are (B,Hk,Sk).
+    A mask has four dimensions, each of full size or 1. A tensor with one number per head is (Hq,) or (B or 1,Hq). `lse`
+    is (B,Hq,Sq). The scales of 8-bit k and v are (B,Hk,Sk).
     """
 
     options: AttentionOptions
     spec: Spec
     tensors: dict[str, Numbers]
     rows: tuple[Rows, ...]
-    shapes: dict[str, tuple[int, ...]]  # as they were given
+    shapes: dict[str, tuple[int, ...]]  # as the caller gave them
     like: Array
 
     @property
     def on_reference(self) -> bool:
-        """Whether only the reference backend does it: its gradients take no lse, and lse would round its float64."""
+        """Return whether only the reference backend computes it.
+
+        Its gradients take no lse, and merging by lse, which is float32, would round float64.
+        """
         return self.options.backend == "reference" or not self.spec.features.isdisjoint({"float64", "large_head_dim"})
 
     @property
@@ -57,19 +60,19 @@ class Problem:
         return np.float64 if self.spec.dtype == "float64" else np.float32
 
     def view(self, array: Numbers) -> Numbers:
-        """A tensor in the caller's layout as (B,H,S,D)."""
+        """Return a tensor of the caller's layout as a view (B,H,S,D)."""
         return _view(array, self.options.layout)
 
     def answer(self, name: str, array: Numbers) -> Any:
-        """A part of the answer as the caller has its tensors."""
+        """Return tensor `name` of the answer in its dtype, and as numpy or torch like the caller's q."""
         source = {"o": "q"}.get(name, name[1:])
         dtype = np.dtype(np.float32) if name == "lse" else self.tensors[source].dtype
-        with np.errstate(over="ignore"):  # inf, as a server's
+        with np.errstate(over="ignore"):  # an overflow gives inf, the same as on a server
             return to_like(array.astype(dtype, copy=False), self.like)
 
 
 def problem(tensors: Mapping[str, Any], options: AttentionOptions, direction: Direction) -> Problem:
-    """The problem of these tensors, of which some are None. Raises InvalidInputError naming what does not fit."""
+    """Return the problem of these tensors; some may be None. Raises InvalidInputError with each wrong field."""
     given = {name: to_numpy(name, t) for name, t in tensors.items() if t is not None or name in REQUIRED[direction]}
     used: list[Tensor | Option] = [TENSORS[name] for name in given]
     used += [option for name, option in OPTIONS.items() if getattr(options, name) != option.default]
@@ -97,7 +100,7 @@ def _view(array: Numbers, layout: str) -> Numbers:
 
 
 def _canonical(name: str, t: Numbers, spec: Spec) -> Numbers:
-    """A tensor in the form that `Problem` has it in."""
+    """Return a tensor in the form that `Problem` describes."""
     row = TENSORS[name]
     if row.has_columns:
         return _view(t, spec.options.layout)
@@ -110,7 +113,7 @@ def _canonical(name: str, t: Numbers, spec: Spec) -> Numbers:
 
 
 def _scales(name: str, t: Numbers, spec: Spec, index: Mapping[str, list[int]]) -> Numbers:
-    """The scales of a tensor as a number for each of its rows, (B,Hk,Sk)."""
+    """Return the scales of k or v, one for each row: (B,Hk,Sk)."""
     rows = spec.kv_heads, spec.kv_len
     if spec.per_row(name):
         t = t.T[None] if spec.ragged else t
@@ -123,7 +126,7 @@ def _scales(name: str, t: Numbers, spec: Spec, index: Mapping[str, list[int]]) -
 
 
 def _rows(spec: Spec, index: Mapping[str, list[int]]) -> Iterator[Rows]:
-    """The sequences of a problem: all together where they are of one geometry, else one by one."""
+    """Yield the sequences of a problem: all together if they have equal lengths, otherwise one by one."""
     options = spec.options
     left, right = (UNBOUNDED if side < 0 else side for side in options.window)
 

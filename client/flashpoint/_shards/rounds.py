@@ -1,4 +1,4 @@
-"""The two ways to make the calls of `spread`, threads and asyncio: they differ in how they wait."""
+"""Make the calls of `spread`: `Threads` with threads, `Tasks` with asyncio."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from flashpoint._client import Client, _seconds
 from flashpoint._shards.spread import PartCall, Round, Steps
 from flashpoint.errors import FlashpointError
 
-MOST_CALLS = 64  # side by side
+MOST_CALLS = 64  # concurrent calls
 T = TypeVar("T")
 
 
 class Deadline:
-    """When an operation must have ended; its calls have what is left. Without one, each call has its client's own."""
+    """The deadline of an operation. Each call gets the time that is left; without a timeout, its client's own."""
 
     def __init__(self, timeout: Any = _calls.DEFAULT) -> None:
         seconds = None if timeout is _calls.DEFAULT else _seconds(timeout)
@@ -38,11 +38,11 @@ class Deadline:
 
 
 class Threads:
-    """Makes calls with `Client`s, those of a round in threads. Operations come one after the other."""
+    """Runs operations with `Client`s, one after another. The calls of a round run in threads."""
 
     def __init__(self, clients: Sequence[Client]) -> None:
         self.clients = clients
-        self._pool = ThreadPoolExecutor(MOST_CALLS, "flashpoint-cache")  # its threads start when they are needed
+        self._pool = ThreadPoolExecutor(MOST_CALLS, "flashpoint-cache")  # it starts threads only when needed
         self._lock = threading.Lock()
 
     def run(self, steps: Steps[T], deadline: Deadline | None = None) -> T:
@@ -62,9 +62,9 @@ class Threads:
     def _round(self, asked: Round, deadline: Deadline) -> list[Any]:
         if len(asked.asks) == 1 and not asked.whole:
             return [self._one(asked.asks[0], deadline, None)]
-        theirs, ours = socket.socketpair()  # what can be read ends the calls of all threads
+        theirs, ours = socket.socketpair()  # a byte for `theirs` ends the calls of all threads
         with theirs, ours:
-            context = contextvars.copy_context  # the caller's trace goes along
+            context = contextvars.copy_context  # passes the caller's trace context to the threads
             calls = [self._pool.submit(context().run, self._one, ask, deadline, theirs) for ask in asked.asks]
             try:
                 ended, _ = wait(calls, return_when=FIRST_EXCEPTION) if not asked.whole else wait(calls)
@@ -87,7 +87,7 @@ class Threads:
 
 
 class Tasks:
-    """Makes calls with `AsyncClient`s, those of a round in tasks. Operations come one after the other."""
+    """Runs operations with `AsyncClient`s, one after another. The calls of a round run in tasks."""
 
     def __init__(self, clients: Sequence[AsyncClient]) -> None:
         self.clients = clients
@@ -126,7 +126,7 @@ class Tasks:
 
 
 def _outcome(call: Any) -> Any:
-    """The result of a call, or the error that is one of ours."""
+    """Return the result of a call, or its FlashpointError. Raises other errors."""
     try:
         return call.result()
     except FlashpointError as error:
@@ -134,7 +134,7 @@ def _outcome(call: Any) -> Any:
 
 
 def _named(error: FlashpointError, url: str) -> FlashpointError:
-    """The error, which says at which server it came."""
+    """Put the server's URL before the error's text, and return the error."""
     error.detail = f"{url}: {error.detail}"
     error.args = (error.detail,)
     return error

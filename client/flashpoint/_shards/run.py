@@ -1,4 +1,4 @@
-"""The two ways to have questions answered, threads and asyncio: they differ in how they wait, and in nothing else."""
+"""Send the questions of a `Work` to the servers: `run` with threads, `run_async` with asyncio."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from flashpoint.errors import FlashpointError
 
 
 def run(work: Work, clients: Sequence[Client], sending: dict[str, Any]) -> None:
-    """Until every question of `work` is answered: a thread a client. The first error ends all, and is raised."""
-    theirs, ours = socket.socketpair()  # what can be read ends the calls of all threads
+    """Answer every question of `work`, with one thread for each client. The first error ends all, and is raised."""
+    theirs, ours = socket.socketpair()  # a byte for `theirs` ends the calls of all threads
     turn = threading.Condition()
     stopped = threading.Event()
 
@@ -46,7 +46,7 @@ def run(work: Work, clients: Sequence[Client], sending: dict[str, Any]) -> None:
 
     with theirs, ours, ThreadPoolExecutor(len(clients), "flashpoint-shard") as pool:
         try:
-            # The caller's trace goes along.
+            # The copied context passes the caller's trace to the threads.
             threads = [pool.submit(contextvars.copy_context().run, serve, i) for i in range(len(clients))]
             ended, _ = wait(threads, return_when=FIRST_COMPLETED)
             _raise_unless_over(work, ended)
@@ -58,7 +58,7 @@ def run(work: Work, clients: Sequence[Client], sending: dict[str, Any]) -> None:
 
 
 async def run_async(work: Work, clients: Sequence[AsyncClient], sending: dict[str, Any]) -> None:
-    """`run`, with a task a client. Cancelled, it cancels all."""
+    """Do the same as `run`, with one task for each client. If it is cancelled, it cancels all tasks."""
     changed = asyncio.Event()
 
     async def serve(server: int) -> None:
@@ -89,7 +89,7 @@ async def run_async(work: Work, clients: Sequence[AsyncClient], sending: dict[st
 
 
 def _exchange(work: Work, item: Item, sending: dict[str, Any], stop: socket.socket | None = None) -> Exchange:
-    """One attempt, not retried at the same server."""
+    """Return one attempt without retries: `Work` decides which server gets a failed question."""
     return Exchange(item.question.call(sending), timeout=work.timeout(), retries=0, stop=stop)
 
 

@@ -1,10 +1,12 @@
-"""Attention over a sequence whose keys lie in spans at several servers: what each is asked, and how answers are merged.
+"""Attention over a sequence with keys in spans on several servers: make the questions, and merge the answers. No I/O.
 
-No I/O. The queries are the last rows of the sequence: query i of n stands at key total − n + i. A server that has the
-span [first, behind) knows its own keys alone and lets query i stand at key (behind − first) − n + i of them
-(bottom_right): too far left by what lies behind the span, `shift` = total − behind. So its window is moved right by
-that. A query whose window ends before the span is not sent; those are the last ones, and each that is dropped moves the
-others right by one.
+The queries are the last rows of the sequence: query i of n is at key total − n + i. A server that holds the span
+[first, behind) knows only its own keys. With `bottom_right` it places query i at key (behind − first) − n + i of the
+span. This is too far left by the number of keys behind the span, `shift` = total − behind. So the question's window is
+moved right by `shift`.
+
+A query is not sent if the left end of its window is behind the span. These are the last queries. Each query that is
+left out moves the others right by one.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from flashpoint.errors import all_invalid, invalid
 from flashpoint.options import AttentionOptions
 
 TAKEN = ("attn_mask", "alibi_slopes", "sinks")
-_OWN = {"causal", "causal_alignment", "window", "return_lse", "grads", "dropout_p", "dropout_seed"}  # set here
+# Options that this module sets or refuses.
+_OWN = {"causal", "causal_alignment", "window", "return_lse", "grads", "dropout_p", "dropout_seed"}
 
 
 @dataclass(frozen=True)
 class Queries:
-    """A call over a sequence in spans: q (1,Hq,n,D), options; a mask of four dimensions, slopes and sinks (Hq,)."""
+    """The queries and options of a call: q (1,Hq,n,D). `tensors`: a mask of four dimensions, slopes and sinks (Hq,)."""
 
     q: Numbers
     options: AttentionOptions
@@ -37,7 +40,10 @@ class Queries:
 
     @classmethod
     def of(cls, q: Any, keywords: Mapping[str, Any]) -> Queries:
-        """Raises InvalidInputError, which names what is not valid and what no server alone can do."""
+        """Check and convert the arguments of a call.
+
+        Raises InvalidInputError for arguments that are not valid, and for options that a single server cannot compute.
+        """
         given = {name: to_numpy(name, keywords[name]) for name in TAKEN if keywords.get(name) is not None}
         options = checked(AttentionOptions, {name: value for name, value in keywords.items() if name not in TAKEN})
         refused = []
@@ -66,12 +72,12 @@ class Queries:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Keys that a query sees left and right of its own, `UNBOUNDED` for all."""
+        """Return how many keys a query sees left and right of its position; `UNBOUNDED` for all."""
         left, right = (UNBOUNDED if side < 0 else side for side in self.options.window)
         return left, min(right, 0) if self.options.causal else right
 
     def asked(self, total: int, spans: Iterable[Range]) -> Iterator[SpanQuestion]:
-        """Yield the question for each span that some query sees. Raises InvalidInputError."""
+        """Yield the question for each span that at least one query sees. Raises InvalidInputError."""
         mask = self.tensors.get("attn_mask")
         if mask is not None and 1 < mask.shape[3] < total:
             raise invalid("attn_mask", f"has {mask.shape[3]} columns where the cache has {total} tokens")
@@ -83,7 +89,7 @@ class Queries:
     def _question(self, place: int, first: int, behind: int, shift: int) -> SpanQuestion:
         left, right = self.bounds
         rows = self.count if left >= shift else max(0, self.count - (shift - left))
-        moved = shift - (self.count - rows)  # by which the server would let these rows stand too far left
+        moved = shift - (self.count - rows)  # how far left of their true positions the server places these rows
         left, right = left - moved, right + moved
         length = behind - first
         options: dict[str, Any] = self.options.model_dump(exclude=_OWN, exclude_defaults=True)
@@ -93,7 +99,7 @@ class Queries:
 
 
 class SpanQuestion(NamedTuple):
-    """The question for span `place` with the keys `keys`: its first `rows` queries, at positions shifted by `moved`."""
+    """The question for span number `place`, which holds `keys`: the first `rows` queries, moved right by `moved`."""
 
     call: Queries
     place: int
@@ -104,12 +110,12 @@ class SpanQuestion(NamedTuple):
 
     @property
     def q(self) -> Numbers:
-        """In the caller's layout."""
+        """Return the queries to send, in the caller's layout."""
         return _turned(self.call.q[:, :, : self.rows], self.call.options.layout)
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Tensors beside q, and options. Sinks are added when the answers are merged."""
+        """Return the options and the tensors other than q. `merged` adds the sinks."""
         given, (first, behind) = self.call.tensors, self.keys
         found: dict[str, Any] = dict(self.options)
         if (mask := given.get("attn_mask")) is not None:
@@ -123,14 +129,17 @@ class SpanQuestion(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs of all heads that see each other."""
+        """Return the number of (query, key) pairs over all heads that see each other."""
         n, (first, behind) = self.call.count, self.keys
         band = Band(n, behind - first, behind - first - self.rows + self.moved, *self.call.bounds)
         return band.pairs(Piece((0, self.rows), (0, behind - first), band.offset)) * self.call.heads
 
-    # ALiBi counts from where a query stands. A single row at the end of its span has every key left of it: there, all
-    # its scores are too large by slope·moved, which o does not show. For several rows a mask has the distances: a row
-    # of it where all keys that are seen are left of their queries, and lse is put right; else all of it.
+    # ALiBi subtracts slope·distance, and the server's distances are wrong if `moved` is not 0.
+    # - One row: all keys are left of it, so all its scores are too large by the same slope·moved. This does not change
+    #   o; `right_lse` corrects lse.
+    # - Several rows, all visible keys left of their queries: a mask of one row has the distances from the last key, and
+    #   `right_lse` subtracts the rest.
+    # - Otherwise a mask of all rows has the distances.
 
     @property
     def _knows_distances(self) -> bool:
@@ -138,11 +147,11 @@ class SpanQuestion(NamedTuple):
 
     @property
     def _left(self) -> bool:
-        """Whether all keys that are seen are left of their queries, or at them."""
+        """Return whether all visible keys are at their queries or left of them."""
         return self.call.bounds[1] == 0 or self.moved >= self.rows - 1
 
     def _stand(self) -> Numbers:
-        """Where each row stands among the keys of the span."""
+        """Return the position of each row, counted in keys from the start of the span."""
         return np.arange(self.rows) + (self.keys[1] - self.keys[0] - self.rows + self.moved)
 
     def _bias(self) -> Numbers:
@@ -153,7 +162,7 @@ class SpanQuestion(NamedTuple):
         return bias
 
     def right_lse(self, lse: Numbers) -> Numbers:
-        """Return lse (1,Hq,rows) as the whole sequence has it."""
+        """Return lse (1,Hq,rows) corrected for the positions in the whole sequence."""
         lse = lse.astype(np.float64)
         if "alibi_slopes" not in self.call.tensors or not self._left:
             return lse
@@ -168,7 +177,7 @@ class SpanQuestion(NamedTuple):
 def merged(
     call: Queries, answers: Sequence[tuple[SpanQuestion, Numbers, Numbers]], value_dim: int
 ) -> tuple[Numbers, Numbers]:
-    """Return o, in q's dtype and the caller's layout, and lse (1,Hq,n) float32, of the parts' o and lse."""
+    """Merge the parts. Return o in q's dtype and the caller's layout, and lse (1,Hq,n) in float32."""
     heads, count = call.heads, call.count
     total = np.full((1, heads, count), -np.inf)
     parts = []

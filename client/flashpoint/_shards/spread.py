@@ -1,9 +1,9 @@
-"""A cache spread over servers: which of them has which tokens, and the calls of each operation. No I/O.
+"""A cache spread over servers: the place of its tokens, and the calls of each operation. No I/O.
 
-Tokens [p·span, (p + 1)·span) of every layer are in part p, a cache of its own at server p modulo their number. An
-operation is a generator: it yields rounds of calls that may run side by side, is sent their results, and returns its
-own. Every write says where its tokens go (`at`), so that it can be made again. A part whose write has not been answered
-may hold anything behind that place: it is cut there before the layer is used again.
+Part p holds the tokens [p·span, (p + 1)·span) of every layer. It is a cache of its own, on server p modulo the number
+of servers. An operation is a generator. It yields rounds of calls, which may run concurrently, receives their results,
+and returns its own result. Every write gives its position (`at`), so that it can be repeated. If a write was not
+answered, the part may hold wrong tokens from that position on. They are cut before the layer is used again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashpoint._shards.spans import Queries, SpanQuestion, merged
 from flashpoint.errors import CacheError, FlashpointError, ProtocolError, invalid
 from flashpoint.meta import Meta
 
-SPAN = 1 << 16  # tokens of a part
+SPAN = 1 << 16  # default number of tokens of a part
 NOT_SPREAD = {
     "max_length": "its memory is taken as tokens come",
     "keep": "the tokens of a window need no second server",
@@ -54,7 +54,7 @@ class Part(NamedTuple):
 
 
 class PartCall(NamedTuple):
-    """A call of one server, by its number."""
+    """A call for the server with this number."""
 
     server: int
     call: Call
@@ -62,7 +62,7 @@ class PartCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Calls to be made side by side. The first error ends all, unless `whole`: then errors are among the results."""
+    """Calls to make concurrently. The first error ends all. With `whole` all calls end, and errors are results."""
 
     asks: Sequence[PartCall]
     whole: bool = False
@@ -72,7 +72,7 @@ Steps: TypeAlias = Generator[Round, list[Any], T]
 
 
 class Spread:
-    """The parts of a cache, and how many tokens each layer has."""
+    """The parts of a cache, and the length of each layer."""
 
     def __init__(self, urls: Sequence[str], asked: Mapping[str, Any]) -> None:
         shape = dict(asked)
@@ -87,14 +87,14 @@ class Spread:
         self.urls, self.span, self._shape = urls, span, shape
         self.parts: list[AnyCache] = []
         self.lengths = [0] * int(shape.get("layers", 1))
-        self._unsure: set[tuple[int, int]] = set()  # part and layer: a write was not answered
-        self._dtype = np.dtype(np.float32)  # of the tokens that were written last
+        self._unsure: set[tuple[int, int]] = set()  # (part, layer) of each write that was not answered
+        self._dtype = np.dtype(np.float32)  # dtype of the latest tokens
 
     def server(self, part: int) -> int:
         return part % len(self.urls)
 
     def grow(self, tokens: int) -> Steps[None]:
-        """Make the parts that so many tokens need, and at least one."""
+        """Make the missing parts for this number of tokens, at least one part in all."""
         missing = range(len(self.parts), max(1, -(-tokens // self.span)))
         if not missing:
             return
@@ -109,11 +109,11 @@ class Spread:
         self.parts += made
 
     def _held(self, part: int, layer: int) -> int:
-        """Return how many tokens of a layer are in a part."""
+        """Return the number of a layer's tokens in a part."""
         return min(max(0, self.lengths[layer] - part * self.span), self.span)
 
     def _mend(self, layer: int) -> Steps[None]:
-        """Cut what an unanswered write may have left."""
+        """Cut the tokens that unanswered writes may have left in a layer."""
         torn = [part for part, of in self._unsure if of == layer]
         if torn:
             yield Round([self._cut(part, layer, self._held(part, layer)) for part in torn])
@@ -124,7 +124,7 @@ class Spread:
         return PartCall(self.server(part), _cache_calls.append(self.parts[part], k, v, layer, length, "bhsd"))
 
     def _sizes(self, layer: int) -> list[tuple[int, int]]:
-        """Return the heads and the dimension of k and of v."""
+        """Return (heads, dimension) of k, and of v."""
 
         def of(name: str, default: Any) -> int:
             value = default if self._shape.get(name) is None else self._shape[name]
@@ -143,10 +143,8 @@ class Spread:
             raise invalid("at", f"must be a position from 0 to {length}, the layer's length")
         return at
 
-    # Operations
-
     def append(self, k: Array, v: Array, layer: int, at: int | None, layout: str) -> Steps[int]:
-        """Write k and v of new tokens; the layer's length."""
+        """Write the keys and values of new tokens. Return the layer's length."""
         place = self._places(layer, at)
         tokens = _Tokens.of(k, v, layout)
         yield from self._mend(layer)
@@ -155,7 +153,7 @@ class Spread:
         return self.lengths[layer]
 
     def _write(self, tokens: _Tokens, layer: int, place: int) -> Steps[None]:
-        """Write tokens from `place` on, each to its part; cut all that was behind them."""
+        """Write tokens from position `place` on, each to its part, and cut all later tokens."""
         behind, span = place + tokens.count, self.span
         yield from self.grow(behind)
         asks = {}
@@ -173,7 +171,7 @@ class Spread:
     def _writing(
         self, layer: int, place: int, asks: Mapping[int, PartCall], reading: Sequence[PartCall] = ()
     ) -> Steps[list[Any]]:
-        """Make the calls of parts that write from `place` on, beside others that read; return all results."""
+        """Make the calls of parts that write from `place` on, and of others that only read. Return all results."""
         torn = {(part, layer) for part in asks}
         self._unsure |= torn
         self.lengths[layer] = place
@@ -184,7 +182,7 @@ class Spread:
     def attention(
         self, q: Array, k: Array | None, v: Array | None, at: int | None, keywords: dict[str, Any]
     ) -> Steps[Any]:
-        """The answer of `Cache.attention`: o, (o, lse), or that with a list of `Part`."""
+        """Return what `Cache.attention` returns: o or (o, lse). With `with_meta`, return (that, list of `Part`)."""
         _calls._refuse(keywords, _calls._BACKWARD_ONLY)
         with_meta, layer = keywords.pop("with_meta", False), keywords.pop("layer", 0)
         sending: dict[str, Any] = {name: keywords.pop(name) for name in ("priority", "request_id") if name in keywords}
@@ -215,7 +213,7 @@ class Spread:
         return (answers, parts) if with_meta else answers
 
     def _fits(self, layer: int, place: int, behind: int) -> bool:
-        """Whether one part takes these tokens, and no other has any behind them."""
+        """Return whether all these tokens belong to one part that exists, and no later part has tokens to cut."""
         first = place // self.span * self.span
         return place < behind <= first + self.span >= self.lengths[layer] and first < len(self.parts) * self.span
 
@@ -239,7 +237,7 @@ class Spread:
         return PartCall(self.server(question.place), _calls.forward(question.q, k, v, given))
 
     def _part(self, question: SpanQuestion, meta: Meta) -> Part:
-        """Raises ProtocolError where the part does not have the tokens that it should have."""
+        """Return the `Part` of an answer. Raises ProtocolError if the part's length is wrong."""
         url, (first, behind) = self.urls[self.server(question.place)], question.keys
         if meta.lengths != (behind - first,):
             raise ProtocolError(
@@ -265,13 +263,13 @@ class Spread:
             )
 
     def _kept(self, length: int) -> int:
-        """Return how many parts hold so many tokens. Raises InvalidInputError."""
+        """Return the number of parts for `length` tokens, at least one. Raises InvalidInputError."""
         if type(length) is not int or not 0 <= length <= max(self.lengths):
             raise invalid("length", f"must be from 0 to {max(self.lengths)}, the length of the longest layer")
         return max(1, -(-length // self.span))
 
     def fork(self, length: int | None) -> Steps[Spread]:
-        """Return a copy, of `length` tokens or of all."""
+        """Return a copy of the first `length` tokens; None copies all."""
         longest = max(self.lengths)
         end = longest if length is None else length
         sources = self.parts[: self._kept(end)]
@@ -290,19 +288,19 @@ class Spread:
         return copy
 
     def renew(self) -> Steps[None]:
-        """Let the time to live of every part begin anew."""
+        """Start the time to live of every part again."""
         yield Round(
             [PartCall(self.server(n), _cache_calls.change(cache, "renew", {})) for n, cache in enumerate(self.parts)]
         )
 
     def delete(self) -> Steps[None]:
-        """Free every part. Raises what a server that could not be asked has failed with."""
+        """Delete every part. Raises the error of a server that could not be reached."""
         yield from _freed([PartCall(self.server(n), _cache_calls.delete(cache)) for n, cache in enumerate(self.parts)])
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """k (Hk,S,D) and v (Hk,S,Dv)."""
+    """The keys (Hk,S,D) and values (Hk,S,Dv) of new tokens."""
 
     k: Numbers
     v: Numbers
@@ -341,13 +339,13 @@ class _Tokens:
         return self.k[:, start:stop], self.v[:, start:stop]
 
     def in_layout(self, layout: str) -> tuple[Numbers, Numbers]:
-        """As four dimensions."""
+        """Return k and v with four dimensions, in `layout`."""
         k, v = (t[None] if layout == "bhsd" else t[None].swapaxes(1, 2) for t in (self.k, self.v))
         return k, v
 
 
 def _freed(asks: Sequence[PartCall]) -> Steps[None]:
-    """Delete caches at all servers, whatever one of them answers; then raise the first error that is not of a cache."""
+    """Delete caches on all servers. Afterwards raise the first error that is not a CacheError."""
     results = yield Round(asks, whole=True)
     for found in results:
         if isinstance(found, FlashpointError) and not isinstance(found, CacheError):

@@ -1,9 +1,9 @@
-"""Questions handed to servers: who asks what next, and what becomes of a question that a server failed. No I/O.
+"""Assign questions to servers, and assign a question again if its server fails. No I/O.
 
-A server is given the longest question that nobody has, one at a time, so that faster servers answer more. A question
-whose server was full, stopping, or gone goes to another; a server that failed rests before it is given the next. One
-that has said nothing for half of the time that it had is left with its question, which an idle server is asked as well:
-the first answer counts.
+A server gets one question at a time: the longest one that no server has. So faster servers answer more questions. If a
+server is full, stopping or gone, its question goes to another server, and the server gets its next question after a
+delay. If a server has not answered after half of its time, an idle server gets the same question; the first answer
+counts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ RETRIED = (OverloadedError, ConnectionFailedError)
 
 @dataclass
 class Item:
-    """A question, the servers that failed it since all had, those that have it, and at last what one answered.
+    """A question and its state.
 
-    `late` is the time from which another may be asked as well, of `time.monotonic`.
+    - `failed`: servers that failed it; cleared when all have.
+    - `asked`: servers that have it now.
+    - `late`: time of `time.monotonic` from which another server may get it too.
+    - `failures`: number of failures in all.
+    - `server`, `answer`: the first server that answered, and its answer.
     """
 
     question: Question
@@ -38,9 +42,9 @@ class Item:
 
 
 class Work:
-    """One round of questions over `servers` servers, before `deadline` (of `time.monotonic`, or None).
+    """A round of questions for `servers` servers, until `deadline` (a time of `time.monotonic`, or None).
 
-    A question may fail `retries` times at every server.
+    A question is given up after (`retries` + 1) · `servers` failures.
     """
 
     def __init__(self, questions: Sequence[Question], servers: int, retries: int, deadline: float | None) -> None:
@@ -71,7 +75,10 @@ class Work:
         return item
 
     def patience(self, server: int) -> float | None:
-        """Seconds after which there may be something for `server`, though nothing changes. Raises as `timeout`."""
+        """Return the seconds to wait until `server` may take a question that another is late with.
+
+        None without a deadline. Raises DeadlineExceededError.
+        """
         left = self.timeout()
         if left is None:
             return None
@@ -83,7 +90,7 @@ class Work:
         return (item for item in self.items if item.answer is None and item.asked and server not in item.asked)
 
     def timeout(self) -> float | None:
-        """Seconds that are left for an attempt. Raises DeadlineExceededError."""
+        """Return the seconds left for an attempt; None without a deadline. Raises DeadlineExceededError."""
         if self._deadline is None:
             return None
         left = self._deadline - time.monotonic()
@@ -98,10 +105,10 @@ class Work:
             self._open -= 1
 
     def failed(self, server: int, item: Item, error: FlashpointError) -> float:
-        """Seconds that `server` is to rest, at most to the deadline.
+        """Note a failure. Return the seconds to wait before `server` gets a question, at most until the deadline.
 
-        Raises `error` where no other server would mend it, or the question has failed as often as it may: not where
-        another has answered meanwhile.
+        Raises `error` if another server cannot help, or if the question has failed too often. It does not raise if
+        another server has answered the question meanwhile.
         """
         item.asked.remove(server)
         if item.answer is None:

@@ -1,1 +1,1 @@
-"""The command line: its application, and the commands that judge and measure. They need the extra `cli`."""
+"""The application of the command line, and the commands that judge and measure. They need the extra `cli`."""

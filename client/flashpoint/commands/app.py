@@ -1,7 +1,7 @@
-"""The Typer application: every command, its help, and the one form of its errors.
+"""The Typer application: all commands, their help, and the common form of their errors.
 
-A command is a function whose parameters are annotated for Typer. Its module is imported when it is run, or when its own
-help or completion is asked for. It returns an exit code, or None for 0.
+A command is a function with annotations for Typer. Its module is imported only to run it, to show its help or to
+complete its arguments. It returns an exit code, or None for 0.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from flashpoint_contract.hints import meant
 RIGHT, WRONG, MISUSED, UNREACHABLE = range(4)
 CODES = "0 right, 1 wrong or failed, 2 called wrongly or refused, 3 no server, or none that has time"
 
-# Patterns in the messages of Typer and pydantic.
+# Patterns that find the values in the messages of Typer and pydantic.
 _QUOTED = re.compile(r"'([^']*)'")
 _EXTRA = re.compile(r"Got unexpected extra argument.*\((.*)\)")
 _NOT_VALID = re.compile(r"Input should be (a valid \w+)")
 
 
 class CommandError(Exception):
-    """A command cannot go on: what is wrong, what to do about it, and the exit code."""
+    """A command cannot continue: what is wrong, what to do, and the exit code."""
 
     def __init__(self, message: str, hint: str | None = None, code: int = MISUSED) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class CommandError(Exception):
 
 
 class _Page:
-    """Help as flashpoint.commands.help_page writes it, which cuts no name and no text short."""
+    """A mixin that writes the help with flashpoint.commands.help_page, which does not truncate."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(help_page.page(cast(Any, self), ctx))
@@ -50,7 +50,7 @@ class _Command(_Page, TyperCommand):
 
 
 class _Commands(_Page, TyperGroup):
-    """All commands. One is imported once it is resolved; the list of them needs none."""
+    """All commands. Resolving a command imports it; listing the commands imports none."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, found, rest = super().resolve_command(ctx, args)
@@ -58,7 +58,7 @@ class _Commands(_Page, TyperGroup):
 
 
 def load(name: str) -> Any:
-    """Return the command of this name, imported. Raises CommandError where a package is missing."""
+    """Import the command of this name, and return it. Raises CommandError if a package is missing."""
     module, _, function = COMMANDS[name].target.partition(":")
     try:
         command = getattr(importlib.import_module(module), function)
@@ -71,7 +71,7 @@ def load(name: str) -> Any:
 
 
 def _flushed(command: Callable[..., int | None]) -> Callable[..., int]:
-    """Have what a command printed written before it ends, where the end of the reader is noticed."""
+    """Flush stdout at the end of a command, so that a closed pipe raises its error inside `main`."""
 
     @functools.wraps(command)
     def run(**keywords: Any) -> int:
@@ -83,7 +83,7 @@ def _flushed(command: Callable[..., int | None]) -> Callable[..., int]:
 
 
 def examples(text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Give a command the examples that end its help."""
+    """Return a decorator that adds examples to the end of a command's help."""
 
     def give(command: Callable[..., int]) -> Callable[..., int]:
         command.examples = f"Examples:\n{text.strip(chr(10))}\n"  # type: ignore[attr-defined]
@@ -93,7 +93,7 @@ def examples(text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
 
 
 def application() -> typer.Typer:
-    """Return the application, with no command imported."""
+    """Return the application. It imports no command."""
     app = typer.Typer(
         cls=_Commands,
         pretty_exceptions_enable=False,
@@ -113,7 +113,7 @@ def application() -> typer.Typer:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command that the arguments name; its exit code."""
+    """Run the command that the arguments name, and return its exit code."""
     arguments = ["--help"] if list(arguments) == ["help"] else arguments
     first = next((each for each in arguments if not each.startswith("-")), "")
     name = f"flashpoint {first}" if first in COMMANDS else "flashpoint"
@@ -122,7 +122,7 @@ def run(arguments: Sequence[str]) -> int:
         return MISUSED
     try:
         return int(application()(list(arguments), prog_name="flashpoint", standalone_mode=False) or RIGHT)
-    except SystemExit as end:  # of completion, and of a reader that has read enough
+    except SystemExit as end:  # from shell completion, or because the reader closed the pipe
         return end.code if isinstance(end.code, int) else RIGHT
     except errors.FlashpointError as error:
         complain(name, _said(error, first), hint(error))
@@ -138,7 +138,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _said(error: errors.FlashpointError, command: str) -> str:
-    """Return an error's text. A field that was refused here is named as the option that it came from."""
+    """Return the text of an error. For a field that the client refused, it names the option of the command line."""
     if not error.errors or error.status is not None:
         return str(error)
     known = {each for param in load(command).params for each in param.opts}
@@ -161,7 +161,7 @@ def exit_code(error: errors.FlashpointError) -> int:
 
 
 def hint(error: errors.FlashpointError) -> str | None:
-    """Return what to do about an error of a call, where there is something that a command line can do."""
+    """Return what the user can do about an error of a call; None if the command line has no remedy."""
     match error:
         case errors.ConnectionFailedError() if "SSL_CERT_FILE" not in str(error):
             return "is the server running? `flashpoint serve` starts one here; --url names another"
@@ -175,10 +175,10 @@ def hint(error: errors.FlashpointError) -> str | None:
 
 
 def _usage(error: Any, name: str) -> tuple[str, str | None]:
-    """Return what a wrong call is told: the option and what is wrong with it, and the hint."""
+    """Return the message and the hint for wrong arguments. The message names the option and says what is wrong."""
     message = error.message
     option = getattr(error, "option_name", None) or _blamed(error)
-    if hasattr(error, "possibilities"):  # an option that there is not
+    if hasattr(error, "possibilities"):  # an unknown option
         parser = error.ctx.command.get_params(error.ctx)
         near = meant_option(error.option_name, [each for one in parser for each in (*one.opts, *one.secondary_opts)])
         return f"{option}: unknown option", f"did you mean {near}?" if near else f"{name} --help lists the options"
@@ -206,7 +206,7 @@ def _usage(error: Any, name: str) -> tuple[str, str | None]:
 
 
 def meant_option(option: str, known: Sequence[str]) -> str | None:
-    """Return the option that a mistyped one is likely to stand for, also where torch or flash-attn name it so."""
+    """Return the option that the user probably meant. It also knows the names that torch and flash-attn use."""
     names = {each.removeprefix("--"): each for each in known if each.startswith("--")}
     plain = {name.replace("-", "_"): each for name, each in names.items()}
     near = meant(option.lstrip("-"), plain)
@@ -214,7 +214,7 @@ def meant_option(option: str, known: Sequence[str]) -> str | None:
 
 
 def _blamed(error: Any) -> str | None:
-    """Return the option or argument whose value is wrong, as it is written."""
+    """Return the option or argument that has a wrong value, as the user writes it."""
     if (given := getattr(error, "param_hint", None)) is not None:
         return given if isinstance(given, str) else ", ".join(given)
     param = getattr(error, "param", None)

@@ -137,7 +137,7 @@ def benchmark(
 def _shapes(
     q_len: Any, kv_len: Any, head_dim: Any, value_dim: Any, batch: int, q_heads: int, kv_heads: int | None
 ) -> list[dict[str, int]]:
-    """Every length with every dimension. A neighbour's size is left to the schema."""
+    """Return shapes of every length with every dimension. Sizes that are not given get their default in the schema."""
     shapes = [
         {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "q_len": q, "kv_len": k, "head_dim": d,
          "value_dim": value_dim}
@@ -147,8 +147,11 @@ def _shapes(
 
 
 def _watched(job: BenchmarkJob, events: Iterator[BenchmarkEvent], run: BenchmarkRun | None = None) -> BenchmarkJob:
-    """The job once its events are over, with a bar while they come. Ctrl-C cancels it, and keeps what there is."""
-    job = job.model_copy(update={"rows": (), "errors": ()})  # the events say them all
+    """Show a progress bar while events arrive, and return the job at their end.
+
+    Ctrl-C cancels the job, and returns it with the finished rows.
+    """
+    job = job.model_copy(update={"rows": (), "errors": ()})  # the events contain all of them
     with _progress() as show:
         try:
             for event in events:
@@ -165,7 +168,7 @@ def _watched(job: BenchmarkJob, events: Iterator[BenchmarkEvent], run: Benchmark
 
 @contextmanager
 def _progress() -> Iterator[Callable[[BenchmarkJob, BenchmarkEvent], None]]:
-    """On stderr a bar, or a line a case where it is no terminal."""
+    """Yield a function that shows progress on stderr: a bar in a terminal, otherwise one line for each case."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     seen = Console(stderr=True)
     with Progress(*columns, console=seen, transient=True, disable=not seen.is_terminal) as bar:

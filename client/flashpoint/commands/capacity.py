@@ -140,7 +140,7 @@ def capacity(
 def _held(
     shape: Shape, dtype: Dtype, layers: int, cache_gb: float | None, prediction: calculator.Prediction
 ) -> dict[str, Any]:
-    """Return what a sequence's cache takes, how many of them fit, and how long a step through all layers takes."""
+    """Return the size of a sequence's cache, how many caches fit, and the time of a step through all layers."""
     nbytes = calculator.cache_bytes(shape, dtype=dtype, layers=layers)
     return {
         "bytes": nbytes,

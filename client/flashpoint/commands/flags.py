@@ -17,7 +17,7 @@ from flashpoint_contract.options import LAYOUTS, OPTIONS, Flag, Integer, Kind, N
 
 
 def takes_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Add a flag for each option to `command`, which gets those that were given as its keyword `options`."""
+    """Add a flag for each option to `command`. It receives the options that were given in its keyword `options`."""
     hints = typing.get_type_hints(command, include_extras=True)
     own = [
         each.replace(annotation=hints[each.name])
@@ -54,13 +54,13 @@ def _flag(option: Option) -> Any:
 
 
 def _sentence(text: str) -> str:
-    """Begin with a capital letter, where the first word is no name: bhsd, s, float32."""
+    """Make the first letter upper-case, unless the first word is a name such as bhsd, s or float32."""
     word = text.split()[0]
     return text[:1].upper() + text[1:] if word.isalpha() and len(word) > 1 and word not in LAYOUTS else text
 
 
 def _type(kind: Kind) -> tuple[Any, dict[str, Any]]:
-    """Return the type that typer parses, and what else it needs for that."""
+    """Return the type that Typer parses, and further keywords for Typer."""
     match kind:
         case Flag():
             return bool | None, {}

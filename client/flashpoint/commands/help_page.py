@@ -1,4 +1,4 @@
-"""The help of a command as text: its options in groups, and nothing cut short, however narrow the terminal is."""
+"""The help of a command as text: options in groups, without truncation in narrow terminals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-_NAMES = 30  # columns for an option and its type; a longer one has its text on the next line
+_NAMES = 30  # columns for an option and its type; the text of a longer one is on the next line
 _WIDEST, _NARROWEST = 120, 50
 _BOLD, _PLAIN = "\033[1m", "\033[0m"
 
@@ -46,7 +46,7 @@ def page(command: Any, ctx: Any) -> str:
 
 
 def _in_order(rows: dict[str, list[tuple[str, str]]]) -> Iterable[tuple[str, list[tuple[str, str]]]]:
-    """Arguments first, and what is no group's own last."""
+    """Sort the groups: arguments first, options without a group last."""
     return sorted(rows.items(), key=lambda row: (row[0] != "Arguments", row[0] == "Options"))
 
 
@@ -79,7 +79,7 @@ def _is_option(param: Any) -> bool:
 
 
 def _name(param: Any, ctx: Any) -> str:
-    """`--dtype float16|float32`, `--causal/--no-causal`, `FILE`."""
+    """Return a parameter as the user writes it: `--dtype float16|float32`, `--causal/--no-causal`, `FILE`."""
     if not _is_option(param):
         return str(param.metavar or param.name).upper()
     names = ", ".join(sorted(param.opts, key=len)) + "".join(f"/{name}" for name in param.secondary_opts)
@@ -93,7 +93,7 @@ def _type(param: Any, ctx: Any) -> str:
 
 
 def _text(param: Any) -> str:
-    """The help of a parameter, with its default and its variable."""
+    """Return the help of a parameter, with its default and its environment variable."""
     notes = []
     default = param.show_default if isinstance(param.show_default, str) else param.default
     if getattr(param, "required", False):

@@ -44,7 +44,7 @@ def info(url: Url = None, api_key: Key = None, timeout: Timeout = 60.0, json: Js
 
 
 def _options(options: dict[str, list[str]]) -> Table:
-    """A row an option, a column a backend."""
+    """Return a table with a row for each option and a column for each backend."""
     table = Table(box=None, pad_edge=False, title="\nwhat each backend does", title_justify="left", title_style="bold")
     table.add_column("")
     for backend in options:

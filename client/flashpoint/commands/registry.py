@@ -1,7 +1,7 @@
-"""Which commands there are and where each is; what an error looks like; what to install where one cannot run.
+"""The table of all commands, the form of their errors, and the hints that say which extra to install.
 
-It knows the commands by name alone: each is imported when it is run. The commands need the extra `cli`, those that
-serve the extra `server`. This module needs neither.
+The table has only names: a command is imported when it runs. The commands need the extra `cli`, and those that serve
+need the extra `server`. This module needs neither.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """A command: `module:function`, the group under which the help lists it, and its line there."""
+    """A command: its `module:function`, its group in the help, and its line in the help."""
 
     target: str
     group: str
@@ -44,27 +44,30 @@ COMMANDS = {
         "flashpoint.commands.info:info", _JUDGING, "Show device, versions, backends and the options of each."
     ),
 }
-_EXTRAS = {"flashpoint": "cli", "flashpoint_server": "server"}  # which extra brings what a package needs
+_EXTRAS = {"flashpoint": "cli", "flashpoint_server": "server"}  # the extra that installs the dependencies of a package
 
 
 def missing(error: ModuleNotFoundError, package: str) -> tuple[str, str]:
-    """Return what to say where `package` lacks a module, and the hint. Raises `error` where the package is broken."""
+    """Return the message and the hint for a missing dependency of `package`.
+
+    Raises `error` if the missing module belongs to `package`: then the package is broken.
+    """
     if error.name is None or error.name.partition(".")[0] == package:
         raise error
     return f"needs {error.name}, which is not installed", how_to_install(_EXTRAS.get(package, package))
 
 
 def how_to_install(extra: str) -> str:
-    """Return the hint that says how an extra is installed: from a checkout, or from the wheel."""
+    """Return the hint how to install an extra, from a checkout or from the wheel."""
     return f"install it with: pip install '.[{extra}]' in a checkout, or pip install 'flashpoint-….whl[{extra}]'"
 
 
 def misused(name: str, message: str, hint: str | None = None) -> int:
-    """Print an error in the form that all commands share; the exit code."""
+    """Print an error of wrong use to stderr, and return the exit code."""
     complain(name, message, hint)
     return 2
 
 
 def complain(name: str, message: str, hint: str | None = None) -> None:
-    """Print an error to stderr: what is wrong, and on the next line what to do."""
+    """Print an error to stderr: one line says what is wrong, the next one what to do."""
     print(f"{name}: {message}" + (f"\n  hint: {hint}" if hint else ""), file=sys.stderr)

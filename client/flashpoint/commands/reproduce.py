@@ -59,7 +59,7 @@ def reproduce(
 
 
 def _watched(events: Iterator[Event]) -> dict[str, Any]:
-    """All that was found, once the events are over. Ctrl-C ends it early, and keeps what there is."""
+    """Collect the results until the events end. Ctrl-C ends early, and keeps the results so far."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     found: dict[str, Any] = {"environment": {"date": now}, "claims": [], "rows": []}
     with _progress() as show:
@@ -79,7 +79,7 @@ def _watched(events: Iterator[Event]) -> dict[str, Any]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Event], None]]:
-    """On stderr a bar, or a line a claim where it is no terminal."""
+    """Yield a function that shows progress on stderr: a bar in a terminal, otherwise one line for each claim."""
     seen = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=seen, transient=True, disable=not seen.is_terminal) as bar:
@@ -111,7 +111,7 @@ def _table(claims: Sequence[dict[str, Any]]) -> Table:
 
 
 def _draw(found: dict[str, Any], folder: Path, show: Console) -> None:
-    """Write a picture of each kind, light and dark."""
+    """Write one figure of each kind for light pages, and one for dark pages."""
     from flashpoint.plots import KINDS, plot_benchmark
 
     rows = tuple(BenchmarkRow.model_validate(row) for row in found["rows"])

@@ -1,4 +1,4 @@
-"""Parts that commands share: options, the choice of local or remote work, and output files."""
+"""Functions that commands share: options, local or remote work, and output files."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from flashpoint.commands.app import CommandError
 from flashpoint.commands.registry import how_to_install, missing
 from flashpoint.verify_schema import VerifyProgress
 
-LOCAL = "flashpoint_server.engine.local"  # what runs without a server
+LOCAL = "flashpoint_server.engine.local"  # module that computes without a server
 STAGES = {
     "backend": "the backend",
     "float64": "float64",
     "torch": "torch's own math",
     "rounding": "the effect of rounding",
 }
-WIDTH = 140  # of a table where there is no terminal that has one
+WIDTH = 140  # columns of a table if the output is not a terminal
 
 SERVER, OUTPUT, SHAPE, OPTIONS = "Server", "Output", "Problem", "Attention options"
 
@@ -56,7 +56,7 @@ Theme = Annotated[PlotTheme, typer.Option(help="Draw it for a light or a dark pa
 
 
 def group(name: str) -> Callable[..., Any]:
-    """Return what makes options of a group of the help: `of_shape("Number of sequences.")`."""
+    """Return a function that makes options in a group of the help: `of_shape("Number of sequences.")`."""
 
     def option(help: str, **more: Any) -> Any:
         return typer.Option(help=help, rich_help_panel=name, **more)
@@ -78,7 +78,7 @@ def _ints(text: str) -> tuple[int, ...]:
         raise typer.BadParameter(f"must be integers, with a comma between two, not {text!r}") from None
 
 
-# Options that may be lists: 512,1024.
+# Keywords of options that may be lists: 512,1024.
 INTS: Any = {"parser": _ints, "metavar": "INT,…"}
 WORDS: Any = {"parser": _words, "metavar": "NAME,…"}
 
@@ -88,7 +88,7 @@ def client(url: str, api_key: str | None, timeout: float) -> Client:
 
 
 def local(name: str) -> Callable[..., Any]:
-    """Return what does `name` on this machine. Raises CommandError saying what to install."""
+    """Return the function that does `name` on this machine. Raises CommandError if a package is missing."""
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(LOCAL), name)
     except ModuleNotFoundError as error:
@@ -98,7 +98,7 @@ def local(name: str) -> Callable[..., Any]:
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """Raise InvalidInputError for a file that cannot be written, before there is something to write."""
+    """Raise InvalidInputError if a file cannot be written, before the work begins."""
     if path is None or str(path) == "-":
         return
     if os.path.isdir(path):
@@ -110,9 +110,10 @@ def check_file(option: str, path: Path | None) -> None:
 
 
 def picture_format(json_file: Path | None, plot: Path | None) -> Any:
-    """Return svg or png, by the name of `plot`, once both files can be written.
+    """Check that both files can be written, and return the format of `plot`, svg or png, by its name.
 
-    Raises InvalidInputError where one cannot, BadParameter for another format, CommandError without matplotlib.
+    Raises InvalidInputError for a file that cannot be written, BadParameter for another format, and CommandError if
+    matplotlib is not installed.
     """
     check_file("--json", json_file)
     check_file("--plot", plot)
@@ -130,7 +131,10 @@ def picture_format(json_file: Path | None, plot: Path | None) -> Any:
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[VerifyProgress], None] | None]:
-    """Give what shows how far a verification is, where stderr is a terminal. Until it begins, `what` stands there."""
+    """Yield a function that shows the progress of a verification; None if stderr is not a terminal.
+
+    The progress bar shows the text `what` until the verification begins.
+    """
     stderr = Console(stderr=True)
     if not stderr.is_terminal:
         yield None
@@ -156,7 +160,7 @@ def write_json(path: Path | None, document: Any) -> None:
 
 
 def console(json_file: Path | None = None) -> Console:
-    """Where tables go: stdout, or stderr where stdout has the JSON."""
+    """Return the console for tables: stdout, or stderr if the JSON goes to stdout."""
     to_stderr = str(json_file) == "-"
     found = Console(stderr=to_stderr, highlight=False, soft_wrap=False)
     return found if found.is_terminal else Console(stderr=to_stderr, highlight=False, width=WIDTH)

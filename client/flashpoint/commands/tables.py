@@ -12,7 +12,7 @@ from rich.table import Table
 from flashpoint.benchmark_schema import NOISY, BenchmarkRow
 from flashpoint.verify_schema import VerifyReport
 
-WIDE = 130  # columns that the whole table of a benchmark needs; narrower ones go without the rest
+WIDE = 130  # terminal columns for the full table of a benchmark; narrower terminals get fewer table columns
 MARKS = {
     "~": f"~ noisy: p20 and p80 are over {NOISY:.0%} of the median apart",
     "!": "! above the measured roof: its data stayed in caches, or something else ran while the peaks were measured",
@@ -20,8 +20,8 @@ MARKS = {
 
 
 def columns(rows: Sequence[BenchmarkRow], *, wide: bool) -> dict[str, Callable[[BenchmarkRow], str]]:
-    """Return the text of each column for a row, by the column's head."""
-    # A CPU's figures would all begin with zeros.
+    """Return, by column title, the function that writes a row's text in that column."""
+    # In TFLOP/s the numbers of a CPU would all begin with zeros.
     scale, flops = (1, "TFLOP/s") if max((row.tflops or 0 for row in rows), default=0) >= 1 else (1000, "GFLOP/s")
 
     def rate(tflops: float | None) -> str:
@@ -44,7 +44,7 @@ def columns(rows: Sequence[BenchmarkRow], *, wide: bool) -> dict[str, Callable[[
 
 
 def benchmark_tables(rows: Iterable[BenchmarkRow], width: int) -> Iterator[Table]:
-    """A table a problem, a row a backend; what was skipped says why."""
+    """Yield a table for each problem, with a row for each backend. The caption says why backends were skipped."""
     for title, group in groupby(rows, key=problem):
         members = list(group)
         shown = columns(members, wide=width >= WIDE)
@@ -67,7 +67,7 @@ def _marked(row: BenchmarkRow, mark: str) -> bool:
 
 
 def problem(row: BenchmarkRow) -> str:
-    """Return a case's problem as text, which cases share that differ in their backend alone."""
+    """Return the problem of a row as text. Rows that differ only in the backend have the same text."""
     sizes = (
         f"B {row.batch}", pair("H", row.q_heads, row.kv_heads), pair("N", row.q_len, row.kv_len),
         pair("D", row.head_dim, row.value_dim),
@@ -76,7 +76,7 @@ def problem(row: BenchmarkRow) -> str:
 
 
 def verification_table(report: VerifyReport) -> Table:
-    """A row a tensor: its errors, torch's, the bound."""
+    """Return a table with a row for each tensor: its errors, torch's error, and the bound."""
     table = Table(box=None, pad_edge=False)
     for name in ("", "max error", "torch's own", "bound", "RMS", "cosine", "worst at", "there", "float64"):
         table.add_column(name, justify="left" if name in ("", "worst at") else "right", no_wrap=True)
@@ -91,12 +91,12 @@ def verification_table(report: VerifyReport) -> Table:
 
 
 def pair(name: str, q: int, kv: int) -> str:
-    """A size of q and that of k or v, which is named where it is another."""
+    """Return a size of q and the size of k or v, which is left out if it is equal: `H 8/2`, `H 8`."""
     return f"{name} {q}" if q == kv else f"{name} {q}/{kv}"
 
 
 def number(value: float | None) -> str:
-    """Three digits, or more before the point."""
+    """Return a number with three digits, or with all digits before the point."""
     if value is None:
         return ""
     if not math.isfinite(value) or value == 0:
@@ -110,7 +110,7 @@ def number(value: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    """Three digits and k, M, G, T or P for thousands."""
+    """Return a number with three digits and a factor of thousands: k, M, G, T or P."""
     if value is None:
         return ""
     for unit in ("", " k", " M", " G", " T"):
@@ -121,7 +121,7 @@ def count(value: float | None) -> str:
 
 
 def size(count: float | None) -> str:
-    """Bytes in the unit that leaves one to four digits."""
+    """Return a number of bytes in B, KiB, MiB or GiB, so that it has one to four digits."""
     if count is None:
         return ""
     for unit in ("B", "KiB", "MiB"):
@@ -132,5 +132,5 @@ def size(count: float | None) -> str:
 
 
 def _cosine(value: float) -> Any:
-    """As 1 less what is missing, where that is what there is to see."""
+    """Return a cosine. A value near 1 is written as a difference from 1: `1 − 3e-08`."""
     return f"1 − {1 - value:.0e}" if 0.99 < value < 1 else f"{value:.4g}"

@@ -135,7 +135,7 @@ def _report(
     timeout: float,
     progress: Callable[[VerifyProgress], None] | None,
 ) -> tuple[VerifyReport, dict[str, str]]:
-    """Return what was found, here or at a server, and the known mistakes behind what is wrong."""
+    """Verify here or on a server. Return the report, and the known mistake that explains each wrong tensor."""
     if url is not None:
         with client(url, api_key, timeout) as server:
             return server.verify(**tensors, **keywords, progress=progress), {}
@@ -151,7 +151,7 @@ def _report(
 
 
 def _kernel(name: str, keywords: dict[str, Any], json: Path | None, plot: Path | None) -> int:
-    """Judge a function of the caller's own, over a grid or on the one shape that is given."""
+    """Judge the caller's own function, on a grid or on the given shape."""
     from flashpoint.commands import verify_kernel
 
     if plot is not None:

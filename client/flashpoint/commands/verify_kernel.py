@@ -1,4 +1,4 @@
-"""`flashpoint verify --kernel MODULE:FUNCTION`: the caller's own function over a grid of shapes and options."""
+"""`flashpoint verify --kernel MODULE:FUNCTION`: judge the caller's own function on a grid of shapes and options."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flashpoint.commands.app import RIGHT, WRONG, CommandError
 from flashpoint.verdicts import KernelCase, findings
 from flashpoint_contract.hints import meant
 
-MOST = 3  # wrong cases that are shown in full
+MOST = 3  # number of wrong cases that are shown in full
 
 
 def load_kernel(name: str) -> Callable[..., Any]:
-    """Return the function that MODULE:FUNCTION names, of this folder too. Raises CommandError."""
+    """Import and return the function MODULE:FUNCTION, also from the current folder. Raises CommandError."""
     module, colon, function = name.partition(":")
     if not (module and colon and function):
         raise CommandError(f"--kernel: must be MODULE:FUNCTION, not {name!r}", "such as --kernel mykernels:attention")
@@ -43,7 +43,7 @@ def load_kernel(name: str) -> Callable[..., Any]:
 
 
 def judge(cases: Iterator[KernelCase], total: int, show: Console) -> tuple[list[KernelCase], int]:
-    """Show each case as it is judged, then what is wrong; the cases and the exit code."""
+    """Show each case when it is judged, and then the mistakes. Return the cases and the exit code."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     stderr = Console(stderr=True)
     done: list[KernelCase] = []

@@ -1,1 +1,1 @@
-"""Other libraries, with their attention served by Flashpoint."""
+"""Other libraries whose attention Flashpoint computes."""

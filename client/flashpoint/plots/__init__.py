@@ -1,4 +1,4 @@
-"""Pictures of what was measured, as SVG or PNG, light or dark: pure functions of a benchmark or of a verification.
+"""Draw a benchmark or a verification as an SVG or PNG picture, for light or dark pages.
 
 Needs matplotlib, the extra `plot`.
 """
@@ -28,18 +28,20 @@ _NEEDS = {
 
 
 def plot_benchmark(job: BenchmarkJob, kind: Kind, format: Format = "svg", theme: Theme = "light") -> bytes:
-    """A picture of the rows that a benchmark has so far.
+    """Return a picture of the rows that a benchmark has so far.
 
-    `time`, `tflops` and `memory` (with guides of O(N) and O(N²)) against sequence length by backend; `speedup` over
-    the plain formula as bars; `roofline` through the peaks that were measured. Rows that differ in more than their
-    length have a panel of their own, forward and backward too. Raises ValueError where no row has what the picture
-    shows.
+    - `time`, `tflops`, `memory`: a line for each backend against sequence length. `memory` has guides of O(N), O(N²).
+    - `speedup`: bars, the speed-up over the plain formula.
+    - `roofline`: the rows under the roofs of the measured peaks.
+
+    Rows that differ in more than their length, such as forward and backward, have separate panels. Raises ValueError if
+    no row has the figures of the picture.
     """
     return style.saved(lambda: benchmark_figure(job, kind), format, theme)
 
 
 def benchmark_figure(job: BenchmarkJob, kind: Kind) -> Figure:
-    """The figure of `plot_benchmark`, made within `style.themed`."""
+    """Return the figure of `plot_benchmark`. The caller must be inside `style.themed`."""
     peaks = job.environment.get("peaks", {})
     rows = [row for row in job.rows if getattr(row, _NEEDS[kind])]
     if kind == "roofline":
@@ -53,5 +55,5 @@ def benchmark_figure(job: BenchmarkJob, kind: Kind) -> Figure:
 
 
 def plot_verification(report: VerifyReport, format: Format = "svg", theme: Theme = "light") -> bytes:
-    """The errors of each tensor by decade, and its bound."""
+    """Return a picture with a histogram of each tensor's errors by decade, and its bound."""
     return style.saved(lambda: histograms(report), format, theme)

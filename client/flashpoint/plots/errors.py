@@ -1,4 +1,4 @@
-"""The errors of a verification: how many elements are how far off, and how far they may be."""
+"""Draw the errors of a verification: histograms of the errors, and their bounds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flashpoint.plots import style
 from flashpoint.verify_schema import Judgement, VerifyReport
 
 _INFINITE = 309  # the exponent of an infinite error
-_WIDTH = 0.94  # of a bar, in decades
+_WIDTH = 0.94  # width of a bar, in decades
 
 
 def histograms(report: VerifyReport) -> Figure:
-    """A panel a tensor."""
+    """Return a figure with a panel for each tensor."""
     verdict = "all within their bounds" if report.ok else "NOT all within their bounds"
     about = f"{report.backend} · {report.dtype} · {report.device} · against float64"
     figure, axes = style.panels(f"Errors: {verdict}", about, len(report.tensors), [])
@@ -33,7 +33,7 @@ def _panel(ax: Axes, judged: Judgement) -> None:
     if math.isfinite(judged.bound) and judged.bound > 0:
         high = max(high, math.floor(math.log10(judged.bound)))
         ax.axvline(math.log10(judged.bound), color=style.VERMILION, linewidth=1.6)
-        right = math.log10(judged.bound) < (low + high) / 2  # of the line, where there is room
+        right = math.log10(judged.bound) < (low + high) / 2  # put the label on the side with more room
         ax.annotate(
             f"bound {judged.bound:.1e}", (math.log10(judged.bound), 0.97), xycoords=("data", "axes fraction"),
             xytext=(4 if right else -4, 0), textcoords="offset points", fontsize=8, color=style.VERMILION,
@@ -49,7 +49,7 @@ def _panel(ax: Axes, judged: Judgement) -> None:
         _bar(ax, high, infinite, True)
         ticks[high + _WIDTH / 2] = "∞"
     ax.set_yscale("symlog", linthresh=1)
-    ax.set_ylim(0, 8 * max(exact, infinite, *decades.values(), 1))  # room for what is said of the bound
+    ax.set_ylim(0, 8 * max(exact, infinite, *decades.values(), 1))  # room for the label of the bound
     ax.set_xlim(low - 1.8, high + 1.3)
     ax.set_xticks(list(ticks), list(ticks.values()))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))

@@ -1,4 +1,4 @@
-"""Families of timed cases: rows that differ in their sequence length alone, one panel of a picture each."""
+"""Group the rows of a benchmark into families. The rows of a family differ only in length, and share a panel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Rows = Sequence[BenchmarkRow]
 
 
 class Family(NamedTuple):
-    """The values that the rows of a panel share. The batch may differ where it balances the length."""
+    """The values that the rows of a panel share. The batch may differ if each length has one batch."""
 
     dtype: str
     head_dim: int
@@ -20,12 +20,12 @@ class Family(NamedTuple):
     kv_heads: int
     causal: bool
     direction: str
-    queries: int  # 0 where a row has as many queries as keys
-    batch: int  # 0 where it differs from row to row
-    length: int  # 0 where it differs
+    queries: int  # 0 if the rows have as many queries as keys
+    batch: int  # 0 if the rows differ
+    length: int  # 0 if the rows differ
 
     def __str__(self) -> str:
-        """Two lines: what is computed, and the sizes."""
+        """Return two lines: direction, mask and dtype; then the sizes."""
         sizes = [
             f"B {self.batch}" if self.batch else "",
             f"H {self.q_heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.q_heads else ""),
@@ -42,7 +42,7 @@ class Family(NamedTuple):
 
 
 def families(rows: Rows) -> dict[Family, list[BenchmarkRow]]:
-    """Return the rows of each family, in the order in which they come; no family is empty."""
+    """Return the rows of each family, in the order of `rows`. No family is empty."""
     found: dict[Family, list[BenchmarkRow]] = {}
     for row in rows:
         found.setdefault(_family(row), []).append(row)
@@ -60,13 +60,13 @@ def _family(row: BenchmarkRow) -> Family:
 
 
 def _apart(rows: list[BenchmarkRow]) -> list[list[BenchmarkRow]]:
-    """Split rows by batch where one length has several."""
+    """Split rows by batch if a length has several batches."""
     if len({row.kv_len for row in rows}) == len({(row.kv_len, row.batch) for row in rows}):
         return [rows]
     return [[row for row in rows if row.batch == batch] for batch in dict.fromkeys(row.batch for row in rows)]
 
 
 def _same(values: Iterable[int]) -> int:
-    """Return the value that all are; 0 where they differ."""
+    """Return the common value; 0 if the values differ."""
     every = set(values)
     return every.pop() if len(every) == 1 else 0

@@ -1,4 +1,4 @@
-"""Time, TFLOP/s and memory against sequence length, and speed-ups: a panel a family, bars where it has one length."""
+"""Draw time, TFLOP/s, memory or speed-up against sequence length: a panel for each family, bars for a single length."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from flashpoint.plots.families import Rows, families
 
 @dataclass(frozen=True)
 class Quantity:
-    """One figure of a row, and how it is drawn."""
+    """A quantity of a row, and the way to draw it."""
 
     title: str
     about: str
     unit: str
     of: Callable[[BenchmarkRow], float]
-    draw: Callable[[Axes, Quantity, Rows], None]  # of a family with several lengths
+    draw: Callable[[Axes, Quantity, Rows], None]  # draws a family with several lengths
     say: Callable[[float], str] = style.si
-    spread: bool = False  # whether it has bars from p20 to p80
-    timed: bool = True  # whether it is as noisy as the time is
+    spread: bool = False  # whether to draw bars from p20 to p80
+    timed: bool = True  # whether it comes from the time, and is noisy if the time is
     baseline: float | None = None
 
 
 def quantity(what: Quantity, rows: Rows, subtitle: str) -> Figure:
-    """Draw `what` of all rows: lines or bars over the length, and one bar a backend where there is one length."""
+    """Return a figure of `what` for all rows. A panel with a single length has one bar for each backend."""
     found = families(rows)
     over_lengths = [row for family, members in found.items() if not family.length for row in members]
     figure, axes = style.panels(
@@ -52,7 +52,7 @@ def quantity(what: Quantity, rows: Rows, subtitle: str) -> Figure:
 
 
 def _legend(what: Quantity, rows: Rows, over_lengths: Rows) -> list[Artist]:
-    """Return the backends of panels that do not name them, and what a mark says where there is one."""
+    """Return the legend: the backends, unless all panels name them, and the meaning of the mark of noisy rows."""
     backends = style.ordered(row.backend for row in over_lengths)
     entries: list[Artist] = [
         Patch(label=backend, **_bar(backend)) if what.draw is _grouped else style.key(backend) for backend in backends
@@ -64,7 +64,7 @@ def _legend(what: Quantity, rows: Rows, over_lengths: Rows) -> list[Artist]:
 
 
 def _one_length(ax: Axes, what: Quantity, rows: Rows) -> None:
-    """A bar a backend, named, with its figure at its end."""
+    """Draw a horizontal bar for each backend, with its name, and its value at the end."""
     by_backend = {row.backend: row for row in rows}
     backends = style.ordered(by_backend)
     ends = []
@@ -87,7 +87,7 @@ def _one_length(ax: Axes, what: Quantity, rows: Rows) -> None:
         ends.append(what.baseline)
     ax.set_yticks(range(len(backends)), backends)
     ax.set_ylim(len(backends) - 0.4, -0.6)
-    ax.set_xlim(0, max(ends) * 1.3)  # room for the figures
+    ax.set_xlim(0, max(ends) * 1.3)  # room for the values
     binary = what.say is _binary
     ax.xaxis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(max(ends) / 4))) if binary else MaxNLocator(5))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: what.say(x)))
@@ -97,7 +97,7 @@ def _one_length(ax: Axes, what: Quantity, rows: Rows) -> None:
 
 
 def _lines(ax: Axes, what: Quantity, rows: Rows) -> None:
-    """A line a backend over the length."""
+    """Draw a line for each backend against length."""
     style.plain_lengths(ax, (row.kv_len for row in rows))
     for backend in style.ordered(row.backend for row in rows):
         line = sorted((row for row in rows if row.backend == backend), key=lambda row: row.kv_len)
@@ -134,7 +134,7 @@ def _memory(ax: Axes, what: Quantity, rows: Rows) -> None:
 
 
 def _grouped(ax: Axes, what: Quantity, rows: Rows) -> None:
-    """Bars side by side at each length, a backend each."""
+    """Draw a group of bars at each length, with a bar for each backend."""
     backends, lengths = style.ordered(row.backend for row in rows), sorted({row.kv_len for row in rows})
     width = 0.84 / len(backends)
     for row in rows:
@@ -157,7 +157,7 @@ def _bar(backend: str) -> dict[str, Any]:
 
 
 def _guides(ax: Axes, what: Quantity, rows: Rows) -> None:
-    """How memory grows that is linear or quadratic in the length, through the least and the most at the last one."""
+    """Draw guides of linear and of quadratic growth, near the least and the most memory at the largest length."""
     lengths = sorted({row.kv_len for row in rows})
     last = [what.of(row) for row in rows if row.kv_len == lengths[-1]]
     for power, through, label in ((1, min(last) / 1.5, "O(N)"), (2, max(last) * 1.5, "O(N²)")):

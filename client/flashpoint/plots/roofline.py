@@ -1,4 +1,4 @@
-"""The roofline (Williams, Waterman and Patterson, 2009): what the device can do at most, how near each case is."""
+"""Draw the roofline (Williams, Waterman and Patterson, 2009): the limits of the device, and the rate of each case."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from flashpoint.plots import style
 from flashpoint.plots.families import Rows, families
 
 Peaks = Mapping[str, Mapping[str, Any]]
-_POINTS = 6.5  # of a marker
-# Where a label may stand: the sides of its point that it is on, to the right and upwards, and how far off in points.
+_POINTS = 6.5  # size of a marker in points
+# Places of a label around its point: (right, up, distance in points). 1 is right or up, −1 is left or down.
 _PLACES = ((0, 1, 5), (0, -1, 5), (1, 1, 4), (1, -1, 4), (-1, 1, 4), (-1, -1, 4), (1, 0, 6), (-1, 0, 6))
 _RIGHT = ((1, 1, 3),)
 _ALIGNED = {-1: "right", 0: "center", 1: "left"}
 _STACKED = {-1: "top", 0: "center", 1: "bottom"}
-Boxes = NDArray[np.float64]  # of (left, bottom, right, top) in pixels
+Boxes = NDArray[np.float64]  # rows of (left, bottom, right, top) in pixels
 
 
 def roofline(rows: Rows, peaks: Peaks, subtitle: str) -> Figure:
-    """A panel a family, a line a backend through its lengths, which stand beside the points if there are several.
+    """Return a figure with a panel for each family, and in it a line for each backend through its lengths.
 
-    `peaks`, by dtype: `tflops` and `gb_per_s` as measured, `sheet_…` where a data sheet says.
+    The points have labels with their lengths if there are several. `peaks`, by dtype: the measured `tflops` and
+    `gb_per_s`, and `sheet_tflops` and `sheet_gb_per_s` if a data sheet is known.
     """
     found = families(rows)
     legend = [_key(backend) for backend in style.ordered(row.backend for row in rows)]
@@ -45,14 +46,14 @@ def roofline(rows: Rows, peaks: Peaks, subtitle: str) -> Figure:
         _panel(ax, members, peaks[family.dtype])
         style.name(ax, str(family))
     FigureCanvasAgg(figure)
-    figure.draw_without_rendering()  # which lays it out: only now is it known what a label would cover
+    figure.draw_without_rendering()  # computes the layout, which the places of the labels need
     for ax, (family, members) in zip(axes, found.items(), strict=True):
         _label(ax, () if family.length else members, peaks[family.dtype])
     return figure
 
 
 def _roofs(rows: Rows, peaks: Peaks) -> Iterator[str]:
-    """Say what the lines of the roofs are, in words."""
+    """Yield texts that describe the lines of the roofs."""
     for dtype in dict.fromkeys(row.dtype for row in rows):
         peak = peaks[dtype]
         yield f"{dtype}, as measured: {style.si(peak['tflops'])} TFLOP/s, {style.si(peak['gb_per_s'])} GB/s"
@@ -90,7 +91,7 @@ def _panel(ax: Axes, rows: Rows, peak: Mapping[str, Any]) -> None:
 
 
 def _label(ax: Axes, rows: Rows, peak: Mapping[str, Any]) -> None:
-    """Write the ridge, and the lengths beside their points where there is room: the ends of each line first."""
+    """Write the label of the ridge, and the lengths beside their points if there is room, the ends of lines first."""
     taken = np.concatenate([_covered(ax, line) for line in ax.lines])
     ridge, low = _ridge(peak), ax.get_ylim()[0] * 1.1
     taken = _place(ax, (ridge, low), f"ridge {style.si(ridge)}", taken, style.grey(), _RIGHT)
@@ -100,7 +101,7 @@ def _label(ax: Axes, rows: Rows, peak: Mapping[str, Any]) -> None:
 
 
 def _covered(ax: Axes, line: Line2D) -> Boxes:
-    """Return what a line and its markers cover."""
+    """Return boxes that cover a line and its markers."""
     points = ax.transData.transform(np.clip(np.column_stack([line.get_xdata(), line.get_ydata()]), 1e-300, None))
     marker = line.get_marker() != "None"
     boxes = [_around(points, float(line.get_markersize()) * _pixels(ax))] if marker else []
@@ -115,12 +116,12 @@ def _around(points: Boxes, size: float) -> Boxes:
 
 
 def _pixels(ax: Axes) -> float:
-    """Pixels of a point."""
+    """Return the number of pixels in a point (1/72 inch)."""
     return ax.figure.dpi / 72
 
 
 def _ends_first(rows: Rows) -> list[BenchmarkRow]:
-    """Order rows so that the shortest and the longest of each backend come before all others."""
+    """Sort rows: the shortest and the longest of each backend come first."""
     ends = {
         backend: (min(lengths), max(lengths))
         for backend in style.ordered(row.backend for row in rows)
@@ -132,9 +133,9 @@ def _ends_first(rows: Rows) -> list[BenchmarkRow]:
 def _place(
     ax: Axes, at: tuple[float, float], text: str, taken: Boxes, colour: str, places: Sequence[tuple[int, int, int]]
 ) -> Boxes:
-    """Write `text` beside a point at the first place where it covers nothing, and nowhere where there is none.
+    """Write `text` at the first of `places` around a point where it covers nothing. Without such a place, leave it out.
 
-    Returns what is covered then.
+    Return `taken`, with the box of the text.
     """
     label = ax.annotate(text, at, xytext=(0, 0), textcoords="offset points", fontsize=7.5, color=colour)
     label.set_in_layout(False)
@@ -153,7 +154,7 @@ def _place(
 
 
 def _ridge(peak: Mapping[str, Any]) -> float:
-    """FLOP a byte from which on the device is bound by its arithmetic."""
+    """Return the FLOP per byte above which arithmetic limits the device, and not memory."""
     return float(peak["tflops"] * 1000 / peak["gb_per_s"])
 
 

@@ -1,6 +1,7 @@
-"""How every picture looks: light or dark, colours that colour-blind eyes tell apart, a mark a backend.
+"""The style of all pictures: light and dark themes, and a colour and a marker for each backend.
 
-Colours are Okabe and Ito's (Color Universal Design, 2008), without the yellow, which white paper swallows.
+The colours can be distinguished with colour blindness: Okabe and Ito (Color Universal Design, 2008), without yellow,
+which is hard to see on white.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ INK, GREY, RULE = "#1a1a1a", "#6b6b6b", "#dcdcdc"
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
     "#000000", "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7",
 )  # fmt: skip
-PNG_DPI = 160  # sharp on a dense screen, and in print at half a page
-_DRAWING = threading.Lock()  # matplotlib's settings are the process's
-_PANEL_INCHES, _LINE_INCHES, _KEY_INCHES = 3.05, 0.19, 0.26  # of height: a panel, a line of text, a row of the legend
+PNG_DPI = 160  # sharp on a high-resolution screen, and in print at half a page
+_DRAWING = threading.Lock()  # matplotlib's settings are global in the process
+_PANEL_INCHES, _LINE_INCHES, _KEY_INCHES = 3.05, 0.19, 0.26  # heights: panel, line of text, row of legend
 
 
 class _Colours(NamedTuple):
@@ -53,7 +54,7 @@ class Look(NamedTuple):
     hatch: str = ""
 
 
-# The plain formula has the colour of the text, ours are solid, others' are dashed.
+# The plain formula has the colour of the text. Lines of our backends are solid, those of other libraries are dashed.
 _LOOKS = {
     "naive": Look(INK, "o"),
     "naive_explicit": Look(GREY, "s", ":", "...."),
@@ -76,7 +77,7 @@ _OTHER = Look(GREY, "+", "-.")
 
 @contextmanager
 def themed(theme: PlotTheme) -> Iterator[None]:
-    """Hold matplotlib's settings at `theme`, for one thread at a time. Every figure is made in here."""
+    """Apply the settings of `theme` to matplotlib, for one thread at a time. All figures are made inside it."""
     paper, ink, grey, rule, blue = _THEMES[theme]
     settings: Any = {
         "svg.hashsalt": "flashpoint", "svg.fonttype": "none", "hatch.linewidth": 0.6,
@@ -100,24 +101,24 @@ def grey() -> str:
 
 
 def look(backend: str) -> Look:
-    """Return a backend's look in the theme that is set."""
+    """Return the look of a backend in the current theme."""
     found = _LOOKS.get(backend, _OTHER)
     themed = {INK: ink(), GREY: grey(), BLUE: str(matplotlib.rcParams["lines.color"])}
     return found._replace(colour=themed.get(found.colour, found.colour))
 
 
 def ordered(backends: Iterable[str]) -> list[str]:
-    """Each backend once, in one order for all pictures."""
+    """Return each backend once, in the order that all pictures use."""
     known = list(_LOOKS)
     return sorted(set(backends), key=lambda name: (known.index(name) if name in known else len(known), name))
 
 
 def panels(title: str, subtitle: str, count: int, legend: Sequence[Artist]) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` axes, row by row, its title above and its legend below."""
+    """Return a figure with `count` axes in rows, with its title above and its legend below; and the axes."""
     columns = {1: 1, 2: 2, 4: 2, 6: 2}.get(count, 4 if count % 4 == 0 else 3)
     rows = math.ceil(count / columns)
     width = {1: 6.4, 2: 9.6, 3: 12.0, 4: 16.0}[columns]
-    said = textwrap.wrap(subtitle, int(width * 13.8))  # characters of nine points
+    said = textwrap.wrap(subtitle, int(width * 13.8))  # about 13.8 characters of 9 points in an inch
     keys = {1: 3, 2: 5, 3: 6, 4: 8}[columns]
     above, below = 0.43 + _LINE_INCHES * len(said), _KEY_INCHES * math.ceil(len(legend) / keys)
     height = _PANEL_INCHES * rows + above + below
@@ -144,7 +145,7 @@ def name(ax: Axes, title: str) -> None:
 
 
 def key(backend: str) -> Line2D:
-    """A backend's entry in the legend."""
+    """Return the entry of a backend in the legend."""
     return Line2D([], [], label=backend, markersize=6, **line(backend))
 
 
@@ -154,7 +155,7 @@ def line(backend: str) -> dict[str, Any]:
 
 
 def plain_lengths(ax: Axes, lengths: Iterable[int]) -> None:
-    """A logarithmic axis of sequence lengths; those too close to the one before go without a name."""
+    """Make the x axis a logarithmic axis of lengths. A length too close to the previous label has no label."""
     ax.set_xscale("log", base=2)
     every = sorted(set(lengths))
     apart = math.log2(every[-1] / every[0]) / 8
@@ -169,12 +170,12 @@ def plain_lengths(ax: Axes, lengths: Iterable[int]) -> None:
 
 
 def short_length(n: float) -> str:
-    """512, 12k: at most five characters."""
+    """Return a length in at most five characters: 512, 12k."""
     return f"{n:g}" if n < 10_000 else f"{n / 1024:.4g}k"
 
 
 def decades(ax: Axes, which: Literal["x", "y"]) -> None:
-    """A logarithmic axis on which each 1 and 3 is named."""
+    """Make an axis logarithmic, with labels at 1 and 3 of each decade."""
     axis = ax.xaxis if which == "x" else ax.yaxis
     ax.set(**{f"{which}scale": "log"})
     axis.set_major_locator(LogLocator(10, subs=(1, 3), numticks=12))
@@ -183,19 +184,19 @@ def decades(ax: Axes, which: Literal["x", "y"]) -> None:
 
 
 def around(values: Iterable[float], least: float = 12.0, room: float = 1.4) -> tuple[float, float]:
-    """Limits of a logarithmic axis: all of `values` with some room, and `least` times between them at least."""
+    """Return limits of a logarithmic axis for `values`, with a margin of factor `room`. Their ratio is >= `least`."""
     low, high = min(values := list(values)) / room, max(values) * room
     more = max(1.0, math.sqrt(least / (high / low)))
     return low / more, high * more
 
 
 def si(value: float) -> str:
-    """0.02, 3, 450: at most three digits."""
+    """Return a number with three digits at most, or with all digits before the point: 0.02, 3, 450, 1,234."""
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def saved(draw: Callable[[], Figure], format: Format, theme: PlotTheme = "light") -> bytes:
-    """The picture's bytes, the same for the same picture. Thread-safe."""
+    """Return the file of a figure. Equal figures give equal bytes. Thread-safe."""
     with themed(theme):
         out = io.BytesIO()
         metadata = {"Date": None} if format == "svg" else None

@@ -1,12 +1,12 @@
-"""A Hugging Face model with its attention, and its KV cache, served by Flashpoint.
+"""Compute the attention of a Hugging Face model on a Flashpoint server, which can also hold its KV cache.
 
     flashpoint.integrations.transformers.register(client)
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="remote_attention")
     with RemoteCache(client, model.config) as cache:
         model.generate(**inputs, past_key_values=cache)
 
-`register` alone sends keys and values with each call, and is differentiable where the model's tensors need gradients.
-With a `RemoteCache` the server holds them, and a call sends those of new tokens. Needs transformers 5 and torch.
+With `register` alone, each call sends all keys and values; the attention is differentiable. With a `RemoteCache` the
+server holds keys and values, and each call sends only those of new tokens. Needs transformers 5 and torch.
 """
 
 from flashpoint.integrations.transformers.attention import NAME, register

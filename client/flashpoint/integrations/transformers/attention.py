@@ -1,4 +1,4 @@
-"""The attention function that transformers calls: a call of its own, or one over a `RemoteCache`."""
+"""The attention function that transformers calls. It sends keys and values, or uses those of a `RemoteCache`."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def register(client: Client, name: str = NAME) -> None:
     ) -> tuple[Tensor, None]:
         """Return o (B,Sq,Hq,D) for query (B,Hq,Sq,D), key and value (B,Hk,Sk,D); and None in place of the weights.
 
-        attention_mask: (B,1,Sq,Sk), bool or float. position_bias: (B|1,Hq,Sq,Sk), added to the scores (T5); it gets
-        its gradient. Heads may be grouped. The server picks the seed of dropout. Without a mask, `is_causal` is the
-        upper-left triangle, as in torch's SDPA, except for a single query. Over a `RemoteCache`, key and value stand
-        for all tokens that it holds, and `client` is the cache's.
+        attention_mask: (B,1,Sq,Sk), bool or float. position_bias: (B|1,Hq,Sq,Sk), added to the scores (T5); it gets a
+        gradient. Hq may be a multiple of Hk. The server draws the seed of dropout. Without a mask, `is_causal` means
+        the upper-left triangle, as in torch's SDPA, except for a single query. With a `RemoteCache`, key and value
+        stand for all tokens that it holds, and its client makes the call.
         """
         if cache is not None:
             raise invalid("cache", "is not served: the model needs another attn_implementation")

@@ -1,4 +1,4 @@
-"""A KV cache of transformers whose keys and values a server holds."""
+"""A KV cache for transformers that stores keys and values on a server."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ class RemoteCache(Cache):
 
     def _forget(self) -> None:
         self.history = History()
-        # By sizes of keys and values, as layers may differ: a cache for each sequence, all on one engine.
+        # By (heads, key dimension, value dimension) of the layers: a cache for each sequence, all on one engine.
         self._caches: dict[tuple[int, int, int], list[ServerCache]] = {}
-        self._last_start = 0  # the furthest position at which a forward began, from which the server counts `keep`
+        self._last_start = 0  # highest position at which a forward began; the server counts `keep` back from it
         self.drop_forward()
 
     def drop_forward(self) -> None:
-        """Forget the forward that is under way: the next one writes in its place."""
+        """Forget the unfinished forward: the next forward writes at the same positions."""
         self._forward: Forward | None = None
-        self._written: set[int] = set()  # layers that it has written
-        self._given: Update | None = None  # the update that waits for its attention
+        self._written: set[int] = set()  # layers that this forward has written
+        self._given: Update | None = None  # the update whose attention has not run yet
 
-    # Called by transformers
+    # transformers calls the methods from here to `close`.
 
     def seen(self, layer: int) -> int:
         """Return the number of tokens that `layer` has."""
@@ -74,7 +74,7 @@ class RemoteCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        """The number of sequences; -1 while it is empty."""
+        """Return the number of sequences; -1 while the cache is empty."""
         return self.history.batch or len(next(iter(self._caches.values()), ())) or -1
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -120,10 +120,10 @@ class RemoteCache(Cache):
         self._take([row for row in range(self.batch_size) for _ in range(repeats)])
 
     def activate_past_recording(self) -> None:
-        """Do nothing: `rewind` tokens can be taken back at any time."""
+        """Do nothing: the last `rewind` tokens can be removed at any time."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteCache:
-        """Return a copy, which shares the server's memory until one of both is written."""
+        """Return a copy, which shares the server's memory until a write to either of them."""
         other = RemoteCache(self.client, self.config, ttl_s=self.ttl_s, rewind=self.rewind)
         memo[id(self)] = other
         if self._caches:
@@ -140,11 +140,11 @@ class RemoteCache(Cache):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with suppress(FlashpointError) if kind else nullcontext():  # what is raised says more
+        with suppress(FlashpointError) if kind else nullcontext():  # the error that ended the `with` says more
             self.close()
 
     def _take(self, sources: Sequence[int]) -> None:
-        """Let sequence n go on from sequence sources[n]: the first to do so has its caches, others have copies."""
+        """Let each sequence n continue sequence sources[n]. The first to continue one takes its caches, others copy."""
         unused = sorted(set(range(self.batch_size)) - set(sources))
         again = [place for place, source in enumerate(sources) if source in sources[:place]]
         free = [rows[row] for rows in self._caches.values() for row in unused]
@@ -168,7 +168,7 @@ class RemoteCache(Cache):
                 raise self._lost(error) from error
             raise
 
-    # A forward: an update and an attention for each layer
+    # In a forward, each layer calls `take_update`, and then `attention`.
 
     def take_update(self, layer: int, k: Tensor, v: Tensor) -> Update:
         """Take new keys and values of `layer`: `k` (B, Hk, S, D) and `v` (B, Hk, S, Dv). Raises InvalidInputError."""
@@ -219,7 +219,7 @@ class RemoteCache(Cache):
             o = self._attend(update, forward, q, mask, causal, window, options)
         except BaseException as error:
             self.drop_forward()
-            if update.forward is not None:  # a layer that shares another's keys, at the end of the forward
+            if update.forward is not None:  # a layer that shares the keys of another; the forward may have ended
                 self.history = update.forward.before
             if _is_lost(error):
                 raise self._lost(error) from error
@@ -233,7 +233,7 @@ class RemoteCache(Cache):
         return o
 
     def _begun(self, mask: Tensor | None, k: Tensor) -> Forward:
-        """Return the forward that is under way. Its first layer's mask says what it adds."""
+        """Return the unfinished forward; begin one if there is none. The first layer's mask has its padding."""
         if self._forward is None:
             step = self.history.step(mask.padding if isinstance(mask, HeldMask) else None, k.shape[2])
             self._forward = Forward(self.history, step, self.history.held(len(k)))
@@ -244,7 +244,7 @@ class RemoteCache(Cache):
         self, update: Update, forward: Forward, q: Tensor, mask: Tensor | None, causal: bool, window: int | None,
         options: dict[str, Any],
     ) -> Tensor:  # fmt: skip
-        """Send the call of one layer. Tokens that are padding are left out, and their o is 0."""
+        """Send the call of one layer. Padding tokens are not sent, and their o is 0."""
         step = forward.step.last(q.shape[2])
         if step.lengths is not None and not step.lengths.any():
             return q.new_zeros(*q.shape[:3], update.v.shape[3])
@@ -268,7 +268,7 @@ class RemoteCache(Cache):
         return whole.scatter_(2, _spread(step.order, o), o)
 
     def _caches_of(self, update: Update) -> list[ServerCache]:
-        """Return the caches that have the sizes of a layer. Makes them for the first layer that has these."""
+        """Return the caches for the sizes of a layer. Make them for the first layer with these sizes."""
         k, v = update.k, update.v
         sizes = k.shape[1], k.shape[3], v.shape[3]
         if sizes not in self._caches:
@@ -282,7 +282,7 @@ class RemoteCache(Cache):
         return self._caches[sizes]
 
     def _lost(self, error: CacheError) -> CacheError:
-        """Return the error to raise where the server has lost the caches. The cache is empty then."""
+        """Empty this cache after the server has lost its caches, and return the error to raise."""
         self._forget()
         return CacheError(
             "the server does not have this model's cache any more: it expired, or its engine restarted. The "
@@ -301,5 +301,5 @@ def _packed(t: Tensor, step: Step) -> Tensor:
 
 
 def _spread(order: Tensor, t: Tensor) -> Tensor:
-    """Return places (B, n) as an index of dimension 2 of a tensor (B,H,S,D)."""
+    """Return the positions `order` (B, n) as an index of dimension 2 of the tensor `t` (B,H,S,D)."""
     return order.to(t.device)[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[3])

@@ -1,4 +1,4 @@
-"""Keys and values that a model gave to a `RemoteCache`: the attention of `register` alone may use them."""
+"""Stand-ins for the keys and values of a `RemoteCache`. Only the attention of `register` can use them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashpoint.errors import invalid
 
-# transformers and models look at these.
+# transformers and models read these attributes.
 _READ = {"shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "size", "dim", "numel", "__len__"}
 
 
@@ -21,11 +21,11 @@ class Given(Protocol):
         """Return o (B,Hq,Sq,Dv) of q (B,Hq,Sq,D) over all tokens of the layer. Raises FlashpointError."""
 
     def misused(self) -> None:
-        """Another attention was about to use it."""
+        """Take notice that a function other than this attention was called with it."""
 
 
 class HeldTensor(Tensor):
-    """Keys or values of an update. It has their shape; whatever computes with it raises InvalidInputError."""
+    """Keys or values of an update. Its shape can be read; computing with it raises InvalidInputError."""
 
     update: Given
 
@@ -39,14 +39,14 @@ class HeldTensor(Tensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let sizes be read, and nothing else."""
+        """Allow reading sizes and moving to another device. Raises InvalidInputError for everything else."""
         getter = function.__name__ == "__get__"
         name = getattr(function, "__self__", function).__name__ if getter else function.__name__
         given = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, HeldTensor)]
         with torch._C.DisableTorchFunctionSubclass():
             if name in _READ:
                 return function(*args, **(kwargs or {}))
-            if name == "to" and given:  # models on many devices move the keys that layers share
+            if name == "to" and given:  # models on several devices move keys that layers share
                 return cls.of(function(*args, **(kwargs or {})), given[0].update)
         for one in given:
             one.update.misused()

@@ -1,4 +1,4 @@
-"""Which tokens of a batch a server's caches hold: all but the padding, which a model counts as tokens."""
+"""The tokens of a batch that the server's caches hold. The model counts padding as tokens; the caches leave it out."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from flashpoint.errors import invalid
 class Step:
     """The tokens that one forward adds to a batch.
 
-    `valid` (B, count) are those that are no padding, None for all. With `gaps`, padding lies between tokens, so that
-    distances between tokens that are held are less than those between the model's positions. `hides`: the mask hides
-    tokens that are held.
+    - `valid`: (B, count), true for tokens that are not padding; None if all are.
+    - `gaps`: padding lies between tokens, so tokens are nearer in the caches than the model's positions.
+    - `hides`: the mask hides tokens that the caches hold.
     """
 
     count: int
@@ -29,16 +29,16 @@ class Step:
 
     @cached_property
     def lengths(self) -> Tensor | None:
-        """Valid tokens of each sequence (B,), None for all."""
+        """Return the number of valid tokens of each sequence, (B,); None if all are valid."""
         return None if self.valid is None else self.valid.sum(1)
 
     @cached_property
     def order(self) -> Tensor | None:
-        """The places of each sequence's valid tokens, then of others (B, longest); None for all in their order."""
+        """Return the indices of each sequence's valid tokens, filled up with others, (B, longest); None if all are."""
         return None if self.valid is None else _first(self.valid)
 
     def last(self, count: int) -> Step:
-        """Return the step of its last `count` tokens."""
+        """Return a step with only the last `count` tokens."""
         if count == self.count:
             return self
         return replace(self, count=count, valid=None if self.valid is None else self.valid[:, -count:])
@@ -46,22 +46,22 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """The tokens of a batch: `length` positions of the model, of which `valid` (B, length) are held, None for all."""
+    """The tokens of a batch: `length` positions of the model. `valid` (B, length): those in the caches; None: all."""
 
     length: int = 0
     valid: Tensor | None = None
     batch: int = 0
 
     def held(self, batch: int) -> list[int]:
-        """Return how many tokens of each sequence are held."""
+        """Return the number of tokens of each sequence that the caches hold."""
         found: list[int] = [self.length] * batch if self.valid is None else self.valid.sum(1).tolist()
         return found
 
     def step(self, mask: Tensor | None, count: int) -> Step:
-        """Return the step of a forward over `count` tokens, with a mask of positions (B, length + count).
+        """Return the step of a forward over `count` tokens.
 
-        True is a token that is no padding. A shorter mask hides the positions that it lacks; None hides nothing. Raises
-        InvalidInputError for a mask that shows tokens which are not held.
+        `mask` is (B, length + count), false for padding. A shorter mask hides the missing positions; None hides
+        nothing. Raises InvalidInputError for a mask that shows tokens that the caches do not hold.
         """
         whole = self.length + count
         if mask is None or (mask.shape[1] >= whole and bool(mask[:, :whole].all())):
@@ -79,7 +79,7 @@ class History:
         return Step(count, valid, gaps=bool((runs > 1).any()), hides=not torch.equal(before, held))
 
     def after(self, step: Step, batch: int) -> History:
-        """Return the history with the step's tokens."""
+        """Return the history after a step."""
         some = self.valid if step.valid is None else step.valid
         if some is None:
             return History(self.length + step.count, None, batch)
@@ -97,13 +97,13 @@ class History:
 
     @cached_property
     def columns(self) -> Tensor | None:
-        """The positions that are held of each sequence, then others (B, most); None for all."""
+        """Return the positions in each sequence's cache, filled up with others, (B, most); None for all."""
         return None if self.valid is None else _first(self.valid)
 
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """A forward over a batch: its history before it, the step that it adds, and where each cache is written."""
+    """A forward over a batch: the history before it, its step, and the position of its writes in each cache."""
 
     before: History
     step: Step
@@ -115,7 +115,7 @@ class Forward:
 
 
 def _first(valid: Tensor) -> Tensor:
-    """Return the places of each row's true elements, then of others, as many as the most that a row has."""
+    """Return the indices of each row's true elements, filled up with others to the largest number in a row."""
     return valid.int().argsort(dim=1, descending=True, stable=True)[:, : int(valid.sum(1).max())]
 
 

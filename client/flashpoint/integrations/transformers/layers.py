@@ -1,4 +1,4 @@
-"""The layers of a `RemoteCache`, as transformers asks for them, and what a layer is given."""
+"""The layers of a `RemoteCache`, with the interface that transformers needs, and the updates of a layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Owner(Protocol):
     """The cache of a layer."""
 
     def seen(self, layer: int) -> int:
-        """Return how many positions of the model a layer has."""
+        """Return the number of tokens of a layer, as the model counts them."""
 
     def take_update(self, layer: int, k: Tensor, v: Tensor) -> Update:
         """Take a layer's new keys and values. Raises InvalidInputError."""
@@ -35,11 +35,11 @@ class Owner(Protocol):
         """See `Update.attention`."""
 
     def drop_forward(self) -> None:
-        """Forget the forward that is under way: the next one writes in its place."""
+        """Forget the unfinished forward: the next forward writes at the same positions."""
 
 
 class RemoteLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """A layer of a `RemoteCache`, as transformers asks for it."""
+    """A layer of a `RemoteCache`, with the interface that transformers needs."""
 
     is_croppable = True
     supports_early_init = False
@@ -53,12 +53,12 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Do nothing: the first update makes the caches."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return stand-ins of new keys and values, for the attention that follows."""
+        """Return stand-ins for the new keys and values. The layer's attention uses them next."""
         update = self.cache.take_update(self.number, key_states, value_states)
         return HeldTensor.of(key_states, update), HeldTensor.of(value_states, update)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many positions a mask has, and the first of them."""
+        """Return the number of key positions of a mask, and the first position."""
         return LengthInCache(self.get_seq_length() + query_length, self.cache), 0
 
     def get_seq_length(self) -> int:
@@ -70,7 +70,7 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 @dataclass(eq=False)
 class Update:
-    """Keys and values (B,Hk,S,D) that a layer gave to its cache. With `forward`, the server has them."""
+    """Keys and values (B,Hk,S,D) that a layer gave to its cache. `forward` is set once the server has them."""
 
     cache: Owner
     layer: int
@@ -81,7 +81,7 @@ class Update:
     def attention(self, q: Tensor, mask: Tensor | None, causal: bool, window: int | None, **options: Any) -> Tensor:
         """Return o (B,Hq,Sq,Dv) of q (B,Hq,Sq,D). The first call writes the tokens. Raises FlashpointError.
 
-        `causal` and `window`, the number of tokens that a query sees, hold where there is no mask.
+        `causal` and `window`, the number of tokens that a query sees, apply only without a mask.
         """
         return self.cache.attention(self, q, mask, causal, window, options)
 
@@ -90,7 +90,7 @@ class Update:
 
 
 def layers_of(cache: Owner, config: Any) -> list[Any]:
-    """Return the layers of a model's cache, as transformers would make them. Raises InvalidInputError."""
+    """Return the layers of a model's cache, of the kinds that transformers makes. Raises InvalidInputError."""
     if getattr(config, "is_encoder_decoder", False):
         raise invalid("config", "is an encoder-decoder's, whose cross-attention a RemoteCache does not hold")
     layers: list[Any] = []

@@ -1,8 +1,8 @@
-"""Masks of a forward over a `RemoteCache`: a rule that the server knows, and a tensor only where it is needed.
+"""Masks of a forward over a `RemoteCache`: options that the server applies, and a tensor only if it is needed.
 
-transformers asks the cache for the sizes of a mask, and passes them to the mask function, which knows the cache by the
-`LengthInCache`. It returns a `HeldMask`, which has the padding, and becomes the mask (B,1,Sq,Sk) when something
-computes with it.
+transformers asks the cache for the sizes of a mask, and passes them to the mask function. One size is a
+`LengthInCache`, by which this function finds the cache. It returns a `HeldMask`, which keeps the padding and makes the
+mask (B,1,Sq,Sk) only when something computes with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 
 class LengthInCache(int):
-    """A number of keys, and the cache that has them."""
+    """A number of keys, with the cache that holds them."""
 
     cache: object
 
@@ -28,10 +28,10 @@ class LengthInCache(int):
 
 
 class HeldMask(Tensor):
-    """A mask of a forward over `cache`, which is made when something computes with it.
+    """A mask of a forward over `cache`. Its tensor is made when something computes with it.
 
-    `plain`: it says no more than causal, a window of `window` tokens (None for no bound), and `padding`
-    (B, Sk), false for tokens that are padding, None for no padding.
+    `plain`: the mask is causal, with a window of `window` tokens (None for no bound) and with `padding`, and hides
+    nothing else. `padding` is (B, Sk), false for padding tokens; None without padding.
     """
 
     cache: object
@@ -45,7 +45,7 @@ class HeldMask(Tensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute with the mask itself."""
+        """Make the tensor of the mask, and compute with it."""
         with torch._C.DisableTorchFunctionSubclass():
             return function(*map(_whole, args), **{name: _whole(value) for name, value in (kwargs or {}).items()})
 
@@ -53,7 +53,7 @@ class HeldMask(Tensor):
         """Return the mask (B, 1, Sq, Sk), bool."""
         if self._made is None:
             self._made = self._make()
-        assert self._made is not None  # it may not be skipped
+        assert self._made is not None  # `sdpa_mask` returns None only if it may skip the mask
         return self._made
 
 
@@ -75,7 +75,7 @@ def held_mask(
     device: Any = "cpu",
     **rest: Any,
 ) -> Tensor | None:
-    """`sdpa_mask` of transformers; a `HeldMask` where the keys are a `RemoteCache`'s."""
+    """Return a `HeldMask` for the keys of a `RemoteCache`, otherwise the mask of transformers' `sdpa_mask`."""
     asked = {
         **rest, "batch_size": batch_size, "q_length": q_length, "kv_length": int(kv_length), "use_vmap": use_vmap,
         "attention_mask": attention_mask, "local_size": local_size, "config": config, "device": device,
@@ -91,7 +91,7 @@ def held_mask(
     mask = Tensor._make_subclass(HeldMask, space)
     mask.cache = kv_length.cache
     mask.padding = attention_mask
-    # transformers lets no other rule be skipped but the causal one, here within `local_size`: a window, or a chunk.
+    # transformers allows skipping only for the causal mask, limited by `local_size`: a window, or a chunk.
     in_window = local_size is None or local_size == getattr(config, "sliding_window", None)
     chunked = local_size is not None and getattr(config, "attention_chunk_size", None) is not None
     mask.plain = allow_is_causal_skip and not use_vmap and in_window and not chunked
@@ -102,9 +102,9 @@ def held_mask(
 
 
 def biased_mask(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Return `bias` (B|1,H,Sq,Sk) with `mask` (B,1,Sq,Sk), bool or float, as one float mask; `mask` without a bias.
+    """Add `bias` (B|1,H,Sq,Sk) to `mask` (B,1,Sq,Sk), bool or float. Return a float mask; without a bias, `mask`.
 
-    Layers of T5 without a bias of their own pass zeros: these are not sent.
+    A bias of zeros is left out: T5 passes it in layers without a bias of their own.
     """
     if bias is None or not (bias.requires_grad or bias.any()):
         return mask
@@ -114,7 +114,7 @@ def biased_mask(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
 
 
 def packed_mask(mask: Tensor, columns: Tensor | None, rows: Tensor | None) -> Tensor:
-    """Return a mask (B|1,H|1,Sq,Sk) with the `columns` (B, n) and `rows` (B, m) of tokens that are held."""
+    """Select from a mask (B|1,H|1,Sq,Sk) the `columns` (B, n) and `rows` (B, m) of valid tokens; None selects all."""
     mask = _whole(mask)
     if columns is not None:
         mask = mask.expand(len(columns), -1, -1, -1)
