@@ -48,9 +48,9 @@ __all__ = [
 def attention(clients: Sequence[Client], q: Array, k: Array, v: Array, **keywords: Unpack[ShardedForward]) -> Any:
     """Return attention as `Client.attention` does, computed by the servers of all `clients`.
 
-    The shapes, dtypes, options and answers are the same; dropout is refused, because its mask counts positions in the
-    whole sequence. Where q is float16 or bfloat16, so is each part's o: send float32 to round once instead of twice.
-    float64 is merged with lse in float32, and its keys are cut only if `parts` says so.
+    The shapes, dtypes, options and answers are the same. Dropout and block masks are refused, because they count
+    positions in the whole sequence. If q is float16 or bfloat16, each part's o is, too: send float32 to round once
+    instead of twice. float64 is merged with lse in float32, and its keys are cut only if `parts` says so.
 
     Args:
         clients: Clients of the servers, one or more. Without `timeout` the first client's own holds for the whole
@@ -189,9 +189,9 @@ async def async_attention(
 ) -> Any:
     """Return attention as `Client.attention` does, computed by the servers of all `clients`.
 
-    The shapes, dtypes, options and answers are the same; dropout is refused, because its mask counts positions in the
-    whole sequence. Where q is float16 or bfloat16, so is each part's o: send float32 to round once instead of twice.
-    float64 is merged with lse in float32, and its keys are cut only if `parts` says so.
+    The shapes, dtypes, options and answers are the same. Dropout and block masks are refused, because they count
+    positions in the whole sequence. If q is float16 or bfloat16, each part's o is, too: send float32 to round once
+    instead of twice. float64 is merged with lse in float32, and its keys are cut only if `parts` says so.
 
     Args:
         clients: Clients of the servers, one or more. Without `timeout` the first client's own holds for the whole
