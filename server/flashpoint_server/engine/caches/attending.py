@@ -220,7 +220,7 @@ def _paged(tracks: Sequence[Track], pool: PagePool) -> tuple[Tensor, Tensor, Ten
 
 
 def _copied(tracks: Sequence[Track], starts: Sequence[int], q: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """As `_paged`, of copies in q's dtype of each track's tokens from a start on."""
+    """Return what `_paged` returns, for copies in q's dtype: each track's tokens from its start on."""
     size, lengths = tracks[0].size, [track.length - start for track, start in zip(tracks, starts, strict=True)]
     page = min(CHUNK, max(SMALLEST_CHUNK, -(-max(lengths) // SMALLEST_CHUNK) * SMALLEST_CHUNK))
     counts = [-(-length // page) for length in lengths]

@@ -53,7 +53,7 @@ class Block:
     def take(self, nbytes: int, unit: int) -> int:
         """Take `nbytes` that begin at a multiple of `unit`, from the first free piece that has room.
 
-        Return where they begin. Raises Refusal 503.
+        Return where they begin. Raises Refusal 429.
         """
         for n, (start, end) in enumerate(self._free):
             begin = -(-start // unit) * unit
@@ -91,7 +91,7 @@ class PagePool:
         self.k, self.v = pages(head_dim, 0), pages(value_dim, SMALLEST_CHUNK * heads * head_dim)
 
     def take(self, count: int) -> int:
-        """Take `count` pages in a row; return the number of the first. Raises Refusal 503."""
+        """Take `count` pages in a row; return the number of the first. Raises Refusal 429."""
         return self._block.take(count * self._nbytes, self._nbytes) // self._nbytes
 
     def give_back(self, first: int, count: int) -> None:

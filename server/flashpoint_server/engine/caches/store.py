@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class CacheStore:
         self._device = device
         self._paged = paged
         self._block: Block | None = None  # of all pages, from the first cache on
-        self._pools: dict[TokenSize, PagePool] = {}
+        self._pools: WeakValueDictionary[TokenSize, PagePool] = WeakValueDictionary()  # of the sizes in use
         self._answers: Remembered[list[int]] = Remembered(ANSWERS)  # by idempotency key
 
     # Create and delete caches
@@ -242,6 +243,7 @@ class CacheStore:
                 with self._lock:
                     self._let_go(write.cache, write.track, write.track.drop_before(write.at - kept))
             if released := write.track.write(write.at, k, v, write.made):
+                self._wait_for_copies()
                 with self._lock:
                     self._let_go(write.cache, write.track, released)
         return caches
@@ -318,12 +320,17 @@ class CacheStore:
             return None
         if self._block is None:
             self._block = Block.largest(self._ledger.limit + self._ledger.limit // SPARE, self._device)
-        if size not in self._pools:
-            self._pools[size] = PagePool(self._block, size.heads, size.head_dim, size.value_dim, size.dtype)
-        return self._pools[size]
+        if (pool := self._pools.get(size)) is None:
+            pool = self._pools[size] = PagePool(self._block, size.heads, size.head_dim, size.value_dim, size.dtype)
+        return pool
 
     def _check(self, terms: Terms, new: int, net: int, largest: int) -> None:
         self._ledger.check(terms.owner, terms.quota, new, net, largest, StoredCache.kind)
+
+    def _wait_for_copies(self) -> None:
+        """Wait until a GPU has copied from released chunks: another lane's stream may take their pages next."""
+        if self._device != "cpu":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _let_go(self, cache: StoredCache, track: Track, chunks: Sequence[Chunk]) -> None:
         """Release chunks of a cache; it keeps its reserved ones."""

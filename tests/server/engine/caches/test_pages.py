@@ -1,5 +1,7 @@
 """Caches whose chunks are pages of one block: how the block is shared out, and how its pages are read in place."""
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -155,3 +157,15 @@ def test_a_block_without_a_free_piece_is_said_and_nothing_is_lost():
     block.give_back(held, sum(end - start for start, end in free) - 4096)
     assert block._free == free
     assert len(store.listed(ALICE)) == 2
+
+
+def test_pools_of_shapes_that_no_cache_has_are_forgotten():
+    store = CacheStore(Ledger(1 << 20), 100.0, paged=True)
+    kept = create(store, 1)
+    for dim in range(1, 50):
+        shape = CacheShape((HK,), (dim,), (DV,), "float32")
+        (record,) = store.create(ALICE, shape, 1, None, [None], None)
+        store.delete(ALICE, [record.serial])
+    gc.collect()
+    assert len(store._pools) == 1
+    store.delete(ALICE, kept)
