@@ -16,7 +16,7 @@ $(VENV)/.server: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) -e '.[server]'
 	@touch $@
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	@echo "Installing the server and the tools of its tests into $(VENV): 3.8 GB, some minutes."
+	@echo "Installing the server and the tools of its tests into $(VENV): 4.2 GB, some minutes."
 	$(PIP) -e '.[dev]'
 	@touch $(VENV)/.server $@
 

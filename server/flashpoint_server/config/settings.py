@@ -109,7 +109,7 @@ class Settings(BaseSettings):
     shared_memory_bytes: Annotated[int, Field(ge=0)] = 0
     """maximum bytes of shared memory that callers on this host may register (docs/oip.md); 0: off. Needs one worker"""
     cache_bytes: Annotated[int, Field(ge=0)] = 4096 * MIB
-    """maximum bytes of caches and saved forwards in each engine (docs/http.md); 0: neither is available"""
+    """maximum bytes of caches and saved forwards in each engine; a GPU reserves them at the first cache. 0: neither"""
     cache_ttl: Seconds = 600.0
     """default time to live of a cache in seconds, from its last use"""
     cache_secret: SecretStr | None = None
