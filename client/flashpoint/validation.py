@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ _SAID = {
     "float_type": "must be a number",
     "string_type": "must be a string",
     "tuple_type": "must be a list",
+    "list_type": "must be a list",
     "model_type": "must be an object",
     "too_short": "takes {min_length} at least, not {actual_length}",
     "too_long": "takes {max_length} at most, not {actual_length}",
@@ -46,21 +48,30 @@ def field_problems(error: ValidationError, known: Iterable[str] = ()) -> list[Fi
     elsewhere = dict(caches.refused(unknown) + saved.refused(dict.fromkeys(unknown, True)))
     near = each_meant(unknown, (*known, *_CALLS))
     hints = {name: f"unknown option or tensor{hint}" for name, hint in near} | elsewhere
-    return [
-        FieldProblem(".".join(part for part in e["loc"] if isinstance(part, str)), _say(e, hints))
-        for e in found
-        if not _follows(e, found)
-    ]
+    return [FieldProblem(_field(e), _say(e, hints)) for e in found if not _follows(e, found)]
+
+
+# pydantic's name of a type in a union, in the path of an error: constrained-int, list[constrained-int]
+_OF_UNION = re.compile(r"constrained-\w+|\w+\[.*\]")
+
+
+def _field(error: Any) -> str:
+    """Return the path of a wrong field, without the numbers of items and the types of a union."""
+    return ".".join(part for part in error["loc"] if isinstance(part, str) and not _OF_UNION.fullmatch(part))
 
 
 def _follows(error: Any, found: list[Any]) -> bool:
     """Return whether an error only follows from another one.
 
-    A default that depends on a wrong field cannot be computed, and a list is too short because an item was wrong.
+    A default that depends on a wrong field cannot be computed, and a list is too short because an item was wrong. A
+    value of one type of a union is not of the others.
     """
     if error["type"] == "default_factory_not_called":
         return True
     place = error["loc"]
+    if error["type"].endswith("_type") and any(isinstance(part, str) and _OF_UNION.fullmatch(part) for part in place):
+        field = _field(error)
+        return any(_field(e) == field and not e["type"].endswith("_type") for e in found)
     return error["type"] == "too_short" and any(e is not error and e["loc"][: len(place)] == place for e in found)
 
 

@@ -40,6 +40,16 @@ REQUESTS = [
     ("POST", "/attention", json.dumps(GOOD), {"Accept": "text/html"}, 406, "application/json"),
     ("POST", "/attention", json.dumps(GOOD), {"X-Timeout-Ms": "soon"}, 422, "X-Timeout-Ms"),
     ("POST", "/attention/grad", json.dumps(GOOD), {}, 422, "do: "),
+    ("POST", "/caches", '{"kv_heads": 0}', {}, 422, "kv_heads: must be greater than or equal to 1\nkv"),
+    (
+        "POST",
+        "/caches",
+        '{"head_dim": [64, 0]}',
+        {},
+        422,
+        "head_dim: must be greater than or equal to 1\nhe",
+    ),
+    ("POST", "/caches", '{"value_dim": "64"}', {}, 422, "must be an integer; value_dim: must be a list"),
     ("GET", "/caches/none", "", {}, 404, "this cache does not exist, or belongs to another API key"),
     ("GET", "/benchmark/none", "", {}, 404, "the benchmark does not exist, or is no longer stored"),
 ]
