@@ -11,7 +11,7 @@ from torch import Tensor
 from flashpoint_kernels import Options, Problem, attention, run, verify
 from flashpoint_kernels.cost import NOMINAL, row_seconds
 from flashpoint_kernels.dispatch import run_part
-from flashpoint_kernels.reproducible import CHUNK, few_queries, split
+from flashpoint_kernels.reproducible import CHUNK, exactly, few_queries, split
 from tests.support.kernels.serving import in_pages
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
@@ -148,6 +148,35 @@ def test_scores_of_nan_and_minus_infinity_in_a_chunk() -> None:
     o, lse = attention(**t, return_lse=True)
     assert o[0, 0].eq(0).all()
     assert lse[0, 0].item() == -torch.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_of_minus_infinity_and_nan_in_pages_that_are_copied(dtype: torch.dtype) -> None:
+    """The copy of a chunk is overwritten by the next one; each is looked at before."""
+    t = {n: normal(1, 2, 1 if n == "q" else 3 * CHUNK, 16, dtype=dtype, seed=s) for s, n in enumerate("qkv")}
+    t["q"][..., 0] = 1.0
+    t["k"][0, 0, :CHUNK, 0] = -torch.inf
+    t["k"][0, 1, CHUNK + 3, 0] = torch.nan
+    expected = forward("torch", t)
+    found = forward("torch", in_pages(t, "bhsd", 16))
+    for name in ("o", "lse"):
+        assert torch.equal(found[name].nan_to_num(7.0), expected[name].nan_to_num(7.0)), name
+    assert found["o"][0, 0].isfinite().all()
+    assert found["o"][0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("kv_len", [1024, 1100, 3333])
+def test_bits_do_not_depend_on_the_number_of_threads(rows: int, kv_len: int) -> None:
+    """With AVX2, BLAS selects its code for up to three rows by the alignment, which differs between threads."""
+    for dim in (16, 64, 128):
+        t = {n: x for n, x in qkv(1, 3, rows, kv_len, dim).items() if n != "do"}
+        with exactly(1):
+            expected = forward("torch", t)
+        with exactly(2):
+            found = forward("torch", t)
+        for name, x in expected.items():
+            assert torch.equal(found[name], x), (name, dim)
 
 
 def test_work_is_cut_by_the_bytes_that_it_reads() -> None:

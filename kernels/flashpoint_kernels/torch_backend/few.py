@@ -6,28 +6,32 @@ edges of chunks are fixed positions of a sequence. Keys in pages are read in pla
 otherwise the chunk is copied together in the core's cache. float16 and bfloat16 are not converted: a conversion to
 float32 takes longer than everything else.
 
-The bits depend neither on the place of keys nor on what is computed together. Whole chunks give the same bits with any
-number of threads. The last chunk, of any length, gave other bits in 4 of 1,401 random cases, so it uses one thread.
+The bits depend neither on the place of keys nor on what is computed together. The operator gives whole chunks the same
+bits with any number of threads. The last chunk, of any length, gave other bits in 4 of 1,401 random cases, so it uses
+one thread. One to three float32 query rows for a key/value head have a method of their own (thin.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashpoint_contract.spec import Row
+from flashpoint_kernels.products import product
 from flashpoint_kernels.reproducible import CHUNK, aligned, aligned_heads, exactly
 from flashpoint_kernels.torch_backend.call import Call
+from flashpoint_kernels.torch_backend.thin import is_thin, solve
 
 _FEW_PAGES = 8  # of a chunk: each is copied separately
 _ALIGNMENT = 64  # bytes, see `reproducible.aligned`
 
-Run = tuple[Tensor, Tensor]  # k (m, H, c, D) and v (m, H, c, Dv): m chunks of c keys, of one sequence or of several
+# k (m, H, c, D) and v (m, H, c, Dv): m chunks of c keys, of one sequence or of several
+Run = tuple["Tensor | Copied", "Tensor | Copied"]
 
 
 @dataclass(eq=False, slots=True)
@@ -66,27 +70,46 @@ class FewQueries:
                 o, lse = torch.cat([o, last[:, None]], 1), torch.cat([lse, last_lse[:, None]], 1)
                 clean = clean and last_clean
         assert o is not None
-        o, lse = (o, lse) if o.shape[1] == 1 else _merged(o, lse, clean)
+        o, lse = (o, lse) if o.shape[1] == 1 else merged(o, lse, 1, clean)
         return o.reshape(*self.q.shape[:3], -1), lse.reshape(self.q.shape[:3])
 
     def _solve(self, rows: Tensor, runs: Iterable[Run]) -> tuple[Tensor, Tensor, bool]:
         """Return o (n, H, m, Dv) and lse (n, H, m) of rows (n, H, m, D), each over its own chunk; and if all have a
         largest score.
         """
-        calls, answers, first = [], [], 0
+        calls, answers, first, thin = [], [], 0, is_thin(rows, self.keys.k)
         for k, v in runs:
-            call = Call(rows[first : first + len(k)], k, v, None, False, self.scale)
+            asked = rows[first : first + len(k)]
             first += len(k)
-            with exactly(1 if len(k) * k.shape[1] == 1 else 0):  # inside a single task, BLAS's threads change bits
-                answers.append(call.unchecked_cpu())
-            calls.append(call)
-        o, lse = answers[0] if len(answers) == 1 else (torch.cat(each) for each in zip(*answers, strict=True))
-        if lse.all():  # one operation; NaN counts as true
+            if thin:
+                answers.append(solve(asked, k, v, self.scale))
+            elif isinstance(k, Copied) or isinstance(v, Copied):  # a later copy overwrites an earlier one
+                every = zip(asked[:, None], k, v, strict=True)
+                answers += [Call(q_, k_[None], v_[None], None, False, self.scale).forward() for q_, k_, v_ in every]
+            else:
+                turned = k.stride(0) < k.stride(1)  # a head's chunks are adjacent: the operator reads them in a row
+                if turned:
+                    asked, k, v = asked.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+                call = Call(asked, k, v, None, False, self.scale)
+                with exactly(1 if len(k) * k.shape[1] == 1 else 0):  # inside a single task, BLAS's threads change bits
+                    found = call.unchecked_cpu()
+                calls.append((call, found))
+                answers.append((found[0].transpose(0, 1), found[1].transpose(0, 1)) if turned else found)
+        o, lse = _joined(answers)
+        if thin or not calls:
+            return o, lse, bool(lse.amin() > -torch.inf)
+        if none_is_zero(lse):
             return o, lse, True
-        for call, answer in zip(calls, answers, strict=True):
-            call.put_right(*answer)
-        o, lse = (torch.cat(each) for each in zip(*answers, strict=True))
-        return o, lse, False
+        for call, found in calls:
+            call.put_right(*found)
+        return *_joined(answers), False
+
+
+def _joined(answers: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(answers) == 1:
+        return answers[0]
+    o, lse = (torch.cat(each) for each in zip(*answers, strict=True))
+    return o, lse
 
 
 class Lying(NamedTuple):
@@ -175,19 +198,20 @@ class Paged(NamedTuple):
         return places
 
     def _runs(self, places: Iterable[_Place]) -> Iterator[Run]:
-        """Yield the chunks of keys at these places; views at equal steps come together."""
-        rooms: tuple[_Room, _Room] | None = None
-        views: _Views | None = None
-        for place in places:
-            longer = views.longer(place) if place.lies and views is not None else None
-            if views is not None and longer is None:
+        """Yield the chunks of keys at these places; views at equal steps come together, and so do copies."""
+        for lies, own in groupby(places, lambda place: place.lies):
+            if not lies:
+                copied = tuple(own)
+                yield Copied.of(self.k, copied), Copied.of(self.v, copied)
+                continue
+            views: _Views | None = None
+            for place in own:
+                longer = None if views is None else views.longer(place)
+                if views is not None and longer is None:
+                    yield views.of(self.k), views.of(self.v)
+                views = longer or _Views(place.page, place.inside, place.length)
+            if views is not None:
                 yield views.of(self.k), views.of(self.v)
-            views = longer or (_Views(place.page, place.inside, place.length) if place.lies else None)
-            if not place.lies:
-                rooms = rooms or (_Room(self.k), _Room(self.v))
-                yield rooms[0].together(place), rooms[1].together(place)
-        if views is not None:
-            yield views.of(self.k), views.of(self.v)
 
 
 class _Place(NamedTuple):
@@ -224,29 +248,49 @@ class _Views(NamedTuple):
         return t.as_strided((self.chunks, t.shape[1], self.length, t.shape[3]), strides, first)
 
 
-class _Room:
-    """Memory into which a chunk is copied; the next chunk overwrites it, so the memory stays in the core's cache."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Copied:
+    """Chunks of pages (pool, H, page_size, D), in place of a tensor (m, H, c, D): each is copied when it is its turn.
 
-    def __init__(self, t: Tensor) -> None:
-        """Create the memory for chunks of pages t (pool, H, page_size, D)."""
-        self._pages = t
-        self._rows = _Rows.of(t)
-        self._held: dict[int, Tensor] = {}
+    The next copy overwrites it, so the memory stays in the core's cache.
+    """
 
-    def together(self, place: _Place) -> Tensor:
-        """Return a copy (1, H, count, D) of the keys at `place`."""
-        t, (_, inside, count, _, numbers) = self._pages, place
+    pages: Tensor
+    rows: _Rows | None
+    places: Sequence[_Place]
+    held: dict[int, Tensor]  # the memory, by the number of pages
+
+    @classmethod
+    def of(cls, pages: Tensor, places: Sequence[_Place]) -> Copied:
+        return cls(pages, _Rows.of(pages), places, {})
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return len(self.places), self.pages.shape[1], self.places[0].length, self.pages.shape[3]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, some: slice) -> Copied:
+        return replace(self, places=self.places[some])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield each chunk (H, c, D)."""
+        return map(self._copy, self.places)
+
+    def _copy(self, place: _Place) -> Tensor:
+        t, (_, inside, count, _, numbers) = self.pages, place
         _, heads, size, dim = t.shape
-        if (held := self._held.get(len(numbers))) is None:
-            held = self._held[len(numbers)] = t.new_empty(heads, len(numbers), size, dim)
+        if (held := self.held.get(len(numbers))) is None:
+            held = self.held[len(numbers)] = t.new_empty(heads, len(numbers), size, dim)
         if _is_row(numbers):
             held.copy_(t[numbers[0] : numbers[-1] + 1].transpose(0, 1))
-        elif len(numbers) <= _FEW_PAGES or self._rows is None:
+        elif len(numbers) <= _FEW_PAGES or self.rows is None:
             for n, number in enumerate(numbers):
                 held[:, n] = t[number]
         else:
-            self._rows.select(numbers, held)
-        return aligned_heads(held.view(1, heads, -1, dim)[:, :, inside : inside + count], t.dtype)
+            self.rows.select(numbers, held)
+        return aligned_heads(held.view(heads, -1, dim)[:, inside : inside + count], t.dtype)
 
 
 class _Rows(NamedTuple):
@@ -295,23 +339,25 @@ def _is_row(numbers: Sequence[int]) -> bool:
     return numbers[-1] - numbers[0] == len(numbers) - 1 and all(b - a == 1 for a, b in pairwise(numbers))
 
 
-def _merged(o: Tensor, lse: Tensor, clean: bool) -> tuple[Tensor, Tensor]:
-    """Return o (n, H, m, D) and lse (n, H, m) of answers o (n, chunks, H, m, D), each weighted by its share of the
+def merged(o: Tensor, lse: Tensor, chunks: int, clean: bool) -> tuple[Tensor, Tensor]:
+    """Return the answers o (…, Dv) and lse (…) over all keys from those over chunks, each weighted by its share of the
     softmax.
+
+    The chunks are dimension `chunks` of o and lse. `clean` is true if no lse is −∞. Sums run in an order that depends
+    only on the number of chunks; that of torch's `sum` depends on other sizes, too.
     """
-    base = lse.amax(1, keepdim=True)
+    each, answers = lse.movedim(chunks, -1).contiguous(), o.movedim(chunks, -2)
+    most = each.amax(-1, keepdim=True)
     if not clean:
-        base = base.clamp(min=torch.finfo(torch.float32).min)  # instead of the −∞ of a query without a score
-    shares = (lse - base).exp_()  # torch's softmax over this dimension gives other bits for other numbers of heads
-    total = _sum(shares)
-    o = _sum(o * shares[..., None])
-    o /= (total if clean else total.masked_fill(total == 0, 1.0))[..., None]
-    return o, total.log() + base[:, 0]
+        most = most.clamp(min=torch.finfo(torch.float32).min)  # instead of the −∞ of a query without a score
+    shares = (each - most).exp_()
+    total = shares.cumsum(-1)[..., -1:]
+    o = product(shares.view(-1, 1, each.shape[-1]), answers.reshape(-1, *answers.shape[-2:]).float())
+    o = o.view(*each.shape[:-1], o.shape[-1])
+    o /= total if clean else total.masked_fill(total == 0, 1.0)
+    return o, (total.log() + most)[..., 0]
 
 
-def _sum(t: Tensor) -> Tensor:
-    """Return the sum over dimension 1, in an order that depends only on its size; torch's may depend on other sizes."""
-    while (count := t.shape[1]) > 1:
-        half = t[:, : count // 2] + t[:, count // 2 : count // 2 * 2]
-        t = torch.cat([half, t[:, -1:]], 1) if count % 2 else half
-    return t[:, 0]
+def none_is_zero(lse: Tensor) -> bool:
+    """Return whether no number is 0; NaN is not. Usually all are above 0, which one fast operation finds."""
+    return bool(lse.amin() > 0) or bool(lse.all())
