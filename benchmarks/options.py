@@ -7,8 +7,9 @@ At (1,8,2048,64) in float32 on the CPU, `flashpoint_kernels.attention` with `aut
     decode              torch's fused operator, one query of 8 sequences over 4,096 keys, in pages too
     short               torch's fused operator without options, at several lengths
 
-`--only NAME` measures one of them, in four minutes at most each, and leaves what the file has of the others. Wanted:
-of FlexAttention's speed 0.85 in the geometric mean and 0.7 at least; twice as fast as the formula, in a quarter of the
+`--only NAME` measures one of them, in seven minutes at most, and leaves what the file has of the others. Of several
+`--runs`, each number is the median, and each row has the ratio of every run. Wanted: of
+FlexAttention's speed 0.85 in the geometric mean and 0.7 at least; twice as fast as the formula, in a quarter of the
 memory that it holds beside its inputs and answers; decode as each row says; within 5% of torch's operator at N 2048.
 
 Much of the formula's time is the system's, for memory that is new at each call: it is timed in a process as torch is,
@@ -25,10 +26,10 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 from typing import Any
 
 import torch
@@ -212,7 +213,26 @@ def measured(section: str, rounds: int, huge_pages: bool = False) -> list[dict[s
     return rows
 
 
-def rows_of(section: str, rounds: int) -> list[dict[str, Any]]:
+def rows_of(section: str, rounds: int, runs: int) -> list[dict[str, Any]]:
+    """The rows of a section; of several runs the median of each number, and the ratio of each run."""
+    every = [run_of(section, rounds) for _ in range(runs)]
+    if runs == 1:
+        return every[0]
+    return [medians(rows) | {"runs": [row["times"] for row in rows]} for rows in zip(*every, strict=True)]
+
+
+def medians(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One row from the same row of several runs."""
+    found = dict(rows[0])
+    for name, value in found.items():
+        if isinstance(value, dict):
+            found[name] = medians([row[name] for row in rows])
+        elif isinstance(value, float):
+            found[name] = median(row[name] for row in rows)
+    return found
+
+
+def run_of(section: str, rounds: int) -> list[dict[str, Any]]:
     rows = measured(section, rounds)
     if section in ("forward", "gradient"):
         for row, other in zip(rows, measured(section, rounds, True), strict=True):
@@ -248,6 +268,7 @@ def targets(rows: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--only", choices=SECTIONS, help="measure these rows alone")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--measure", choices=SECTIONS, help=argparse.SUPPRESS)
@@ -261,7 +282,7 @@ def main() -> int:
     rows, when = dict(kept.get("rows", {})), dict(kept.get("measured", {}))
     for section in (asked.only,) if asked.only else SECTIONS:
         when[section] = {name: environment()[name] for name in ("load_average", "commit", "date")}
-        rows[section] = rows_of(section, asked.rounds)
+        rows[section] = rows_of(section, asked.rounds, asked.runs)
     wanted = targets(rows)
     write(asked.out, "options", {"environment": made, "measured": when, "rows": rows, "targets": wanted})
     return 0 if all(t["met"] for t in wanted) else 1

@@ -182,8 +182,10 @@ def each_option() -> str:
     """Each option beside the formula written out and FlexAttention, and torch's own operator beside ours."""
     text = ""
     for _, result in results("options"):
-        text += f"\n{made_on(result['environment'], 'torch')}:\n\n{targets(result)}"
         rows = result["rows"]
+        runs = min((len(row.get("runs", [1])) for of_section in rows.values() for row in of_section), default=1)
+        repeated = f", medians of {runs} runs" if runs > 1 else ""
+        text += f"\n{made_on(result['environment'], 'torch')}{repeated}:\n\n{targets(result)}"
         formula = [
             (
                 r["option"], r["pass"], *map(number, (r["ms"], r["other_ms"], r["times"], r["memory"])),
