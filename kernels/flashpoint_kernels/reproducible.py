@@ -141,9 +141,13 @@ def sharing(problem: Problem, row: Row) -> int:
     """Return how many sequences with the lengths of `row` may share an operator call without a change of their bits.
 
     A sequence alone runs on one thread, and then so does the call. With all threads (`with_all_threads`), a call keeps
-    its bits if the sequences have no mask. tests/kernels/test_reproducible.py checks both for torch's operators.
+    its bits if the sequences have no mask. tests/kernels/test_reproducible.py checks both for torch's operators. Rows
+    that are not whole vectors are computed alone: other sequences in the call are not aligned, and BLAS for AVX2 then
+    has other bits for one to three rows.
     """
     spec = problem.spec
+    if not whole_vectors(spec):
+        return 1
     if problem.threads > 1 and spec.has("attn_mask"):
         return 1
     if not problem.threads and thread_count(problem, row) > 1:
