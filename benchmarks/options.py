@@ -7,10 +7,10 @@ At (1,8,2048,64) in float32 on the CPU, `flashpoint_kernels.attention` with `aut
     decode              torch's fused operator, one query of 8 sequences over 4,096 keys, in pages too
     short               torch's fused operator without options, at several lengths
 
-`--only NAME` measures one of them, in seven minutes at most, and leaves what the file has of the others. Of several
-`--runs`, each number is the median, and each row has the ratio of every run. Wanted: of
-FlexAttention's speed 0.85 in the geometric mean and 0.7 at least; twice as fast as the formula, in a quarter of the
-memory that it holds beside its inputs and answers; decode as each row says; within 5% of torch's operator at N 2048.
+`--only NAME` measures one of them, in at most 7 minutes, and leaves what the file has of the others. With `--runs N`
+the numbers are medians of N runs, and a row also has the ratio of every run. Wanted: of FlexAttention's speed 0.85 in
+the geometric mean and 0.7 at least; twice as fast as the formula, in a quarter of the memory that it holds beside its
+inputs and answers; decode as each row says; within 5% of torch's operator at N 2048.
 
 Much of the formula's time is the system's, for memory that is new at each call: it is timed in a process as torch is,
 where the option is to be twice as fast, and again in one where torch asks for huge pages (THP_MEM_ALLOC_ENABLE=1): 1.2
