@@ -125,7 +125,7 @@ def _route(options: Options, *found: Any) -> Route | None:
     elif not in_one_part(problem, backend) or thread_count(problem, row) > 1:
         return None
     few = few_queries(spec, row)
-    if in_blocks(spec, row) or not (few or sharing(whole, row) >= spec.batch):
+    if in_blocks(spec, row) or not (few or sharing(whole, row, "torch") >= spec.batch):
         return None
     causal = spec.window[1] < row.kv_len - 1 - spec.offset(row.q_len, row.kv_len)
     return Route(options, options.layout == "bshd", causal, spec.scale, few, threads, _differentiates(spec))
@@ -136,7 +136,7 @@ def _differentiates(spec: Spec) -> bool:
     infos = {"q": spec.tensors["q"], "k": spec.tensors["k"], "v": spec.tensors["v"], "do": o, "o": o, "lse": lse}
     problem = _alone(plan(infos, spec.options, "backward"))
     row = problem.rows[0]
-    few = thread_count(problem, row) == 1 and sharing(problem, row) >= spec.batch
+    few = thread_count(problem, row) == 1 and sharing(problem, row, "torch") >= spec.batch
     return few and in_one_part(problem, "torch")
 
 

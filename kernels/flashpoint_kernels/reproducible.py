@@ -35,6 +35,7 @@ PART_SECONDS = 3e-3
 CHUNK = 1024  # keys; see torch_backend.few
 _MOST_ROWS, _LEAST_KEYS = 64, 512  # limits of `few_queries`; with fewer keys, torch's operator is equally fast
 _VECTOR = 16  # float32s of an AVX-512 register
+_ANY_ALIGNMENT = torch.backends.cpu.get_cpu_capability() == "AVX512"  # BLAS selects no code by alignment
 _TOGETHER = 1 << 20  # elements of q, of k or of the scores in one call: 4 MiB in float32, which the call may copy
 
 
@@ -137,16 +138,16 @@ def can_be_cut(problem: Problem) -> bool:
     return spec.ragged or spec.rank == 4
 
 
-def sharing(problem: Problem, row: Row) -> int:
+def sharing(problem: Problem, row: Row, backend: str) -> int:
     """Return how many sequences with the lengths of `row` may share an operator call without a change of their bits.
 
     A sequence alone runs on one thread, and then so does the call. With all threads (`with_all_threads`), a call keeps
-    its bits if the sequences have no mask. tests/kernels/test_reproducible.py checks both for torch's operators. Rows
-    that are not whole vectors are computed alone: other sequences in the call are not aligned, and BLAS for AVX2 then
-    has other bits for one to three rows.
+    its bits if the sequences have no mask. tests/kernels/test_reproducible.py checks both for torch's operators.
+    Without AVX-512, these compute rows that are not whole vectors alone: other sequences in the call are not aligned,
+    and BLAS then has other bits for one to three rows.
     """
     spec = problem.spec
-    if not whole_vectors(spec):
+    if backend == "torch" and not (_ANY_ALIGNMENT or whole_vectors(spec)):
         return 1
     if problem.threads > 1 and spec.has("attn_mask"):
         return 1

@@ -146,7 +146,7 @@ def test_sequences_share_a_call_while_what_is_copied_for_it_is_small() -> None:
     """
     t = {name: x for name, x in qkv(64, 2, 65, 2048, 64, dtype=torch.bfloat16, seed=1).items() if name != "do"}
     problem = Problem.create(t, Options())
-    assert sharing(problem, problem.rows[0]) == 4
+    assert sharing(problem, problem.rows[0], "torch") == 4
     with Made() as made:
         forward("torch", t)
     if DEVICE == "cpu":

@@ -190,7 +190,7 @@ def _with_work(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Te
             return 0
         if not on_cpu:
             return 1
-        return len(problem.rows) if alike and where_they_lie(row) else sharing(problem, row)
+        return len(problem.rows) if alike and where_they_lie(row) else sharing(problem, row, "torch")
 
     def where_they_lie(row: Row) -> bool:
         return on_cpu and forward and not problem.spec.quantized and few_queries(problem.spec, row)
