@@ -268,7 +268,7 @@ def targets(rows: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=1, help="of which each number is the median")
     parser.add_argument("--only", choices=SECTIONS, help="measure these rows alone")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--measure", choices=SECTIONS, help=argparse.SUPPRESS)

@@ -1,5 +1,6 @@
 """Few queries over many keys: exact, with bits that neither threads, pages, heads nor neighbours change."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -169,14 +170,36 @@ def test_scores_of_minus_infinity_and_nan_in_pages_that_are_copied(dtype: torch.
 @pytest.mark.parametrize("kv_len", [1024, 1100, 3333])
 def test_bits_do_not_depend_on_the_number_of_threads(rows: int, kv_len: int) -> None:
     """With AVX2, BLAS selects its code for up to three rows by the alignment, which differs between threads."""
-    for dim in (16, 64, 128):
-        t = {n: x for n, x in qkv(1, 3, rows, kv_len, dim).items() if n != "do"}
+    for dim, heads in itertools.product((16, 64, 128), (1, 3)):
+        t = {n: x for n, x in qkv(1, heads, rows, kv_len, dim).items() if n != "do"}
+        paged = in_pages(t, "bhsd", CHUNK, strided=True)
         with exactly(1):
             expected = forward("torch", t)
         with exactly(2):
-            found = forward("torch", t)
-        for name, x in expected.items():
-            assert torch.equal(found[name], x), (name, dim)
+            every = [forward("torch", given) for given in (t, paged)]
+        for (name, x), found in itertools.product(expected.items(), every):
+            assert torch.equal(found[name], x), (name, dim, heads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_that_are_views_beside_chunks_that_are_copied(dtype: torch.dtype) -> None:
+    """In turns, and a query without a score in any of them."""
+    k, v = (normal(1, 2, 6 * CHUNK, 16, dtype=dtype, seed=seed) for seed in (1, 2))
+    q = normal(1, 2, 1, 16, dtype=dtype).fill_(1.0)
+    k[:, 1] = -torch.inf
+    per_chunk = CHUNK // 256
+    numbers = torch.arange(6 * per_chunk).view(6, per_chunk)
+    numbers[1::2] = numbers[1::2].flip(1)
+    table = numbers.flatten()
+    pages = [t.unflatten(2, (-1, 256))[0].transpose(0, 1)[table.argsort()].contiguous() for t in (k, v)]
+    found, lse = attention(
+        q, *pages, block_table=table[None].int(), kv_lengths=torch.tensor([6 * CHUNK]), return_lse=True
+    )
+    expected, expected_lse = attention(q, k, v, return_lse=True)
+    assert torch.equal(found, expected)
+    assert torch.equal(lse, expected_lse)
+    assert found[0, 1].eq(0).all()
+    assert lse[0, 1].item() == -torch.inf
 
 
 def test_work_is_cut_by_the_bytes_that_it_reads() -> None:

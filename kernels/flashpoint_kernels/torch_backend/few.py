@@ -81,28 +81,29 @@ class FewQueries:
         for k, v in runs:
             asked = rows[first : first + len(k)]
             first += len(k)
-            if thin:
-                answers.append(solve(asked, k, v, self.scale))
-            elif isinstance(k, Copied) or isinstance(v, Copied):  # a later copy overwrites an earlier one
-                every = zip(asked[:, None], k, v, strict=True)
-                answers += [Call(q_, k_[None], v_[None], None, False, self.scale).forward() for q_, k_, v_ in every]
-            else:
-                turned = k.stride(0) < k.stride(1)  # a head's chunks are adjacent: the operator reads them in a row
-                if turned:
-                    asked, k, v = asked.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-                call = Call(asked, k, v, None, False, self.scale)
-                with exactly(1 if len(k) * k.shape[1] == 1 else 0):  # inside a single task, BLAS's threads change bits
-                    found = call.unchecked_cpu()
-                calls.append((call, found))
-                answers.append((found[0].transpose(0, 1), found[1].transpose(0, 1)) if turned else found)
+            tasks = k.shape[1] * (len(k) if isinstance(k, Tensor) else 1)
+            with exactly(1 if tasks == 1 else 0):  # inside a single task, BLAS's threads change bits
+                if thin:
+                    answers.append(solve(asked, k, v, self.scale))
+                elif isinstance(k, Copied) or isinstance(v, Copied):  # the next copy overwrites it
+                    every = zip(asked[:, None], k, v, strict=True)
+                    answers += [Call(q_, k_[None], v_[None], None, False, self.scale).forward() for q_, k_, v_ in every]
+                else:
+                    turned = k.stride(0) < k.stride(1)  # a head's chunks are adjacent: they are read in a row
+                    if turned:
+                        asked, k, v = asked.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+                    call = Call(asked, k, v, None, False, self.scale)
+                    o, lse = call.unchecked_cpu()
+                    calls.append((call, o, lse))
+                    answers.append((o.transpose(0, 1), lse.transpose(0, 1)) if turned else (o, lse))
         o, lse = _joined(answers)
-        if thin or not calls:
-            return o, lse, bool(lse.amin() > -torch.inf)
-        if none_is_zero(lse):
+        if lse.amin() > 0:  # usually; one operation, which finds 0, −∞ and NaN
             return o, lse, True
-        for call, found in calls:
-            call.put_right(*found)
-        return *_joined(answers), False
+        if not lse.all():
+            for call, *answer in calls:
+                call.put_right(*answer)
+            o, lse = _joined(answers)
+        return o, lse, bool(lse.amin() > -torch.inf)
 
 
 def _joined(answers: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -199,10 +200,12 @@ class Paged(NamedTuple):
 
     def _runs(self, places: Iterable[_Place]) -> Iterator[Run]:
         """Yield the chunks of keys at these places; views at equal steps come together, and so do copies."""
+        copies: list[Copied] = []  # of k and of v; all of them have the same memory
         for lies, own in groupby(places, lambda place: place.lies):
             if not lies:
-                copied = tuple(own)
-                yield Copied.of(self.k, copied), Copied.of(self.v, copied)
+                copies = copies or [Copied.of(self.k), Copied.of(self.v)]
+                some = tuple(own)
+                yield replace(copies[0], places=some), replace(copies[1], places=some)
                 continue
             views: _Views | None = None
             for place in own:
@@ -261,8 +264,9 @@ class Copied:
     held: dict[int, Tensor]  # the memory, by the number of pages
 
     @classmethod
-    def of(cls, pages: Tensor, places: Sequence[_Place]) -> Copied:
-        return cls(pages, _Rows.of(pages), places, {})
+    def of(cls, pages: Tensor) -> Copied:
+        """Return no chunks yet."""
+        return cls(pages, _Rows.of(pages), (), {})
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -356,8 +360,3 @@ def merged(o: Tensor, lse: Tensor, chunks: int, clean: bool) -> tuple[Tensor, Te
     o = o.view(*each.shape[:-1], o.shape[-1])
     o /= total if clean else total.masked_fill(total == 0, 1.0)
     return o, (total.log() + most)[..., 0]
-
-
-def none_is_zero(lse: Tensor) -> bool:
-    """Return whether no number is 0; NaN is not. Usually all are above 0, which one fast operation finds."""
-    return bool(lse.amin() > 0) or bool(lse.all())
