@@ -95,6 +95,7 @@ class Problem:
         *,
         spec: Spec | None = None,
         outputs: Mapping[str, Tensor] | None = None,
+        trusted: bool = False,
     ) -> Problem:
         """Check tensors against the contract, read the index tensors, and allocate the answers.
 
@@ -104,6 +105,7 @@ class Problem:
             direction: `forward` or `backward`.
             spec: The result of `plan`, if the caller has it already.
             outputs: Buffers to write into, contiguous, of the shapes and dtypes of `Spec.outputs`. None allocates them.
+            trusted: Do not check the values of `block_table`, `k_scale` and `v_scale`.
 
         Raises:
             ProblemError: names each field that is not valid.
@@ -112,9 +114,9 @@ class Problem:
         device = tensors["q"].device
         given = {name: _placed(name, t, device) for name, t in tensors.items()}
         rows = spec.rows({name: tensors[name].tolist() for name in INDEX_TENSORS if name in tensors})
-        if spec.paged:
+        if spec.paged and not trusted:
             pages.check(spec, rows, tensors["block_table"])
-        if spec.quantized:
+        if spec.quantized and not trusted:
             check_scales(tensors)
         seed = options.dropout_seed
         if options.dropout_p and seed is None:
@@ -324,15 +326,16 @@ class Problem:
         return view[:, :, first.q_start : last.q_start + last.q_rows]
 
 
-def launch_key(spec: Spec, backend: str) -> tuple[Any, ...]:
+def launch_key(spec: Spec, backend: str, cached: str | None = None) -> tuple[Any, ...]:
     """Return the key that requests must share to run in one launch.
 
-    Lengths, batch sizes, head counts, scalars, page and block sizes and the shapes of scales may differ.
+    Lengths, batch sizes, head counts, scalars, page and block sizes and the shapes of scales may differ. `cached` is
+    the dtype of the pages that will replace k and v.
     """
     mask = spec.tensors["attn_mask"].dtype if spec.has("attn_mask") else None
-    dtypes = spec.dtype, spec.tensors["k"].dtype, mask
-    dims = spec.head_dim, spec.value_dim
-    return backend, spec.direction, dtypes, dims, spec.options.precision, spec.level, spec.paged, spec.has("block_mask")
+    dtypes = spec.dtype, cached or spec.tensors["k"].dtype, mask
+    dims, paged = (spec.head_dim, spec.value_dim), spec.paged or cached is not None
+    return backend, spec.direction, dtypes, dims, spec.options.precision, spec.level, paged, spec.has("block_mask")
 
 
 def check_scales(tensors: Mapping[str, Tensor]) -> None:

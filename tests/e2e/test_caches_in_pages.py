@@ -1,9 +1,13 @@
 """Triton's kernels over caches, whose pages they read in place: interpreted here, on a GPU by `make gpu-serve`."""
 
+import concurrent.futures
+
+import pytest
 import torch
 
 import flashpoint
-from tests.support.messages import normal
+from flashpoint_kernels import attention, quantize
+from tests.support.messages import message, normal
 
 
 def test_bits_are_those_of_a_call_that_sends_all_keys(gated):
@@ -22,3 +26,41 @@ def test_bits_are_those_of_a_call_that_sends_all_keys(gated):
                 cache.append(k[:, :, 17:], v[:, :, 17:], at=17)
                 both = client.attention(q[:, :, 4:].repeat(2, 1, 1, 1), caches=[cache, short], backend="triton")
         assert torch.equal(both, torch.cat((whole, cut)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_8_bit_tokens_are_read_with_their_scales(gated, dtype):
+    shapes = (1, 2, 2, 16), (1, 1, 40, 16), (1, 1, 40, 16)
+    q, k, v = (normal(*shape, seed=n) for n, shape in enumerate(shapes))
+    (k_values, k_scale), (v_values, v_scale) = quantize(k, dtype), quantize(v, dtype)
+    expected = attention(q, k_values, v_values, k_scale=k_scale, v_scale=v_scale, causal=True, backend="reference")
+    name = str(dtype).removeprefix("torch.")
+    with (
+        flashpoint.Client(gated.server.url, timeout=240) as client,
+        client.cache(kv_heads=1, head_dim=16, dtype=name) as cache,
+    ):
+        cache.append(k[:, :, :38], v[:, :, :38])
+        found = cache.attention(q, k[:, :, 38:], v[:, :, 38:], causal=True, backend="triton")
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+        moved, _ = cache.tensors(0, like=q)
+        assert torch.equal(moved, k_values.float() * k_scale[..., None])
+
+
+def test_calls_over_caches_of_one_dtype_share_a_launch(gated):
+    """Not with calls over caches of another dtype, and not with a call that has a block mask."""
+    tokens = {"k": normal(1, 20, 16), "v": normal(1, 20, 16)}
+    q = normal(1, 1, 2, 16, seed=3)
+    blocks = {"q": q, **{name: t[None] for name, t in tokens.items()}, "block_mask": torch.ones(1, 1, dtype=torch.bool)}
+    with flashpoint.Client(gated.server.url, timeout=240) as client, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        caches = [client.cache(kv_heads=1, head_dim=16, dtype=d) for d in ("float32", "float32", "int8", "int8")]
+        for cache in caches:
+            cache.append(tokens["k"], tokens["v"])
+        bodies = [message({"q": q}, backend="triton", caches=[cache.id]) for cache in caches]
+        bodies.append(message(blocks, backend="triton"))
+        with gated.busy(pool, message({"q": q, "k": q, "v": q}, backend="triton")) as held:
+            queued = [gated.post(pool, "mate", body, "/attention") for body in bodies]
+        assert held.result().status == 200
+        answers = [one.result() for one in queued]
+        for cache in caches:
+            cache.delete()
+    assert [answer.headers["x-batch-size"] for answer in answers] == ["2", "2", "2", "2", "1"]

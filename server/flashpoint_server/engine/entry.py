@@ -249,9 +249,8 @@ class Entry:
         planned = peer.plan(submit)
         key: Hashable | None = None
         if submit.backend == "triton":
-            key = launch_key(planned.spec, "triton")
-            if submit.held is not None:  # keys are in pages
-                key = (*key[:-1], True)
+            cached = None if submit.held is None else LayerShape(*submit.held.shape).dtype
+            key = launch_key(planned.spec, "triton", cached)
         elif not cuts(submit.backend):
             key = object()  # a unique key: no common launch, which would not help these backends
         return cls(submit, peer, planned, key, time.monotonic())

@@ -1,8 +1,9 @@
 """Attention over caches: write the new tokens, and make a problem of the tokens that the caches then hold.
 
 On the CPU the `torch` backend reads chunks in place (parts.py). On a GPU chunks are pages, and the kernels read them
-in place through a block table (pages.py). Otherwise keys are copied into pages: for the other backends on the CPU, for
-options that the operator over chunks does not support, and for 8-bit caches.
+in place through a block table (pages.py). Otherwise keys are copied into pages: on the CPU for the other backends and
+for options that the operator over chunks does not support, and on a GPU for masks and dropout over caches that have
+dropped tokens.
 """
 
 from __future__ import annotations
@@ -161,21 +162,20 @@ class HeldCall(NamedTuple):
         tracks = [cache.tracks[self.held.layer] for cache in caches]
         from_start = not self.of.tensors.keys().isdisjoint(_MASKS) or spec.options.dropout_p
         whole = from_start or spec.options.causal_alignment != "bottom_right"
-        pool = tracks[0].size.pool
-        if pool is not None and not (whole and any(track.first for track in tracks)):
-            k, v, table, lengths = _paged(tracks, pool)
-        else:
+        if (pool := tracks[0].size.pool) is None:
             starts = [
                 0 if whole else self.lowest(row.q_len, track.length)
                 for row, track in zip(self.of.rows, tracks, strict=True)
             ]
-            k, v, table, lengths = _copied(tracks, starts, q)
-        page = k.shape[2]
+            pages, table, lengths = _copied(tracks, starts, q)
+        elif whole and any(track.first for track in tracks):
+            pages, table, lengths = _from_start(tracks, pool)
+        else:
+            pages, table, lengths = _paged(tracks, pool)
+        page = pages["k"].shape[2]
         if spec.options.layout != "bhsd" and (spec.ragged or spec.rank == 4):
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
-        given = self._four_dimensional() | {
-            "k": k, "v": v, "block_table": table, "kv_lengths": torch.tensor(lengths),
-        }  # fmt: skip
+            pages = {name: t.transpose(1, 2) for name, t in pages.items()}
+        given = self._four_dimensional() | pages | {"block_table": table, "kv_lengths": torch.tensor(lengths)}
         if "attn_mask" in given:
             given["attn_mask"] = _columns(given["attn_mask"], table.shape[1] * page)
         if "block_mask" in given:
@@ -185,7 +185,7 @@ class HeldCall(NamedTuple):
         options = spec.options if spec.rank == 4 or spec.ragged else replace(spec.options, layout="bhsd")
         outputs = {name: self._heads(t, name != "lse") for name, t in self.of.outputs.items()}
         try:
-            return Problem.create(given, options, outputs=outputs)
+            return Problem.create(given, options, outputs=outputs, trusted=True)
         except ProblemError as error:
             raise invalid(error.errors) from None
 
@@ -209,17 +209,47 @@ def _own(view: Tensor, row: Row) -> Tensor:
     return view[row.batch].narrow(1, row.q_start, row.q_len)
 
 
-def _paged(tracks: Sequence[Track], pool: PagePool) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Return the pages k and v of a pool, and the numbers and keys of each track, from the first that it holds."""
+# Tensors in pages by the names of `attention`'s arguments, and the block table and lengths that name their tokens
+_Pages = tuple[dict[str, Tensor], Tensor, list[int]]
+
+
+def _paged(tracks: Sequence[Track], pool: PagePool) -> _Pages:
+    """Return a pool's pages, and the numbers and keys of each track, from the first token that it holds."""
     lengths = [track.length - track.first for track in tracks]
-    table = torch.zeros(len(tracks), max(1, -(-max(lengths) // SMALLEST_CHUNK)), dtype=torch.int32)
+    table = torch.zeros(len(tracks), _pages_of(max(lengths)), dtype=torch.int32)
     for row, track in zip(table, tracks, strict=True):
         numbers = track.numbers(track.first)
         row[: len(numbers)] = numbers
-    return pool.k, pool.v, table, lengths
+    return pool.tensors, table, lengths
 
 
-def _copied(tracks: Sequence[Track], starts: Sequence[int], q: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+def _from_start(tracks: Sequence[Track], pool: PagePool) -> _Pages:
+    """Return what `_paged` returns, from position 0: copies of the tracks' pages after a page of zeros, which stands
+    for dropped tokens.
+    """
+    lengths = [track.length for track in tracks]
+    table = torch.zeros(len(tracks), _pages_of(max(lengths)), dtype=torch.int32)
+    numbers = [track.numbers(track.first) for track in tracks]
+    count = 1
+    for row, track, own in zip(table, tracks, numbers, strict=True):
+        first = track.first // SMALLEST_CHUNK
+        row[first : first + len(own)] = torch.arange(count, count + len(own), dtype=torch.int32)
+        count += len(own)
+    index = torch.cat(numbers).to(pool.k.device)
+    pages = {}
+    for name, t in pool.tensors.items():
+        plain = t.view(torch.uint8) if t.itemsize == 1 else t  # torch cannot select float8 on every device
+        copy = plain.new_zeros(count, *t.shape[1:])
+        pages[name] = copy.view(t.dtype)
+        copy[1:] = plain.index_select(0, index)
+    return pages, table, lengths
+
+
+def _pages_of(length: int) -> int:
+    return max(1, -(-length // SMALLEST_CHUNK))
+
+
+def _copied(tracks: Sequence[Track], starts: Sequence[int], q: Tensor) -> _Pages:
     """Return what `_paged` returns, for copies in q's dtype: each track's tokens from its start on."""
     size, lengths = tracks[0].size, [track.length - start for track, start in zip(tracks, starts, strict=True)]
     page = min(CHUNK, max(SMALLEST_CHUNK, -(-max(lengths) // SMALLEST_CHUNK) * SMALLEST_CHUNK))
@@ -232,7 +262,7 @@ def _copied(tracks: Sequence[Track], starts: Sequence[int], q: Tensor) -> tuple[
     for n, (track, start, (first, last)) in enumerate(zip(tracks, starts, pairwise(edges), strict=True)):
         table[n, : last - first] = torch.arange(first, last, dtype=torch.int32)
         _gather(track, start, k[first:last], v[first:last])
-    return k, v, table, lengths
+    return {"k": k, "v": v}, table, lengths
 
 
 def _gather(track: Track, start: int, k: Tensor, v: Tensor) -> None:

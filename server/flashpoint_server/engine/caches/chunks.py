@@ -62,14 +62,13 @@ class Chunk:
         for t, scale, new in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
             if scale is not None:
                 new, own = quantize(new, t.dtype)
-                scale.narrow(2, at, new.shape[1]).copy_(own)
-            t.narrow(2, at, new.shape[1]).copy_(new)
+                self._put(scale, at, own)
+            self._put(t, at, new)
 
     def take_over(self, other: Chunk, count: int) -> None:
         """Copy the first `count` tokens of another chunk."""
         for name in ("k", "v") if self.k_scale is None else ("k", "v", "k_scale", "v_scale"):
-            t, source = getattr(self, name), getattr(other, name)
-            t.narrow(2, 0, count).copy_(source.narrow(2, 0, count))
+            self._take_over(getattr(self, name), getattr(other, name), count)
 
     def read(self, first: int, last: int, heads: slice | None = None) -> tuple[Tensor, Tensor]:
         """Return k (1, Hk, n, D) and v (1, Hk, n, Dv) of tokens [first, last), of some heads or of all.
@@ -89,6 +88,14 @@ class Chunk:
         assert self.v_scale is not None
         return self._part(self.k_scale, first, last, None), self._part(self.v_scale, first, last, None)
 
+    def _put(self, t: Tensor, at: int, new: Tensor) -> None:
+        """Write `new` (Hk, n, …) into `t` (1, Hk, capacity, …) at position `at`."""
+        t.narrow(2, at, new.shape[1]).copy_(new)
+
+    def _take_over(self, t: Tensor, source: Tensor, count: int) -> None:
+        """Copy the first `count` tokens from the same tensor of another chunk."""
+        t.narrow(2, 0, count).copy_(source.narrow(2, 0, count))
+
     def _part(self, t: Tensor, first: int, last: int, heads: slice | None) -> Tensor:
         if heads is not None:
             t = t[:, heads]
@@ -96,42 +103,43 @@ class Chunk:
 
 
 class PagedChunk(Chunk):
-    """A chunk as a run of pages: k (n, Hk, 16, D) and v (n, Hk, 16, Dv), the first of which has the number `place`."""
+    """A chunk as a run of pages: k (n, Hk, 16, D) and v (n, Hk, 16, Dv), the first of which has the number `place`.
+
+    The scales of 8-bit tokens are pages (n, Hk, 16).
+    """
 
     __slots__ = ("_pool",)
 
     def __init__(self, size: TokenSize, pool: PagePool, capacity: int) -> None:
-        count = capacity // SMALLEST_CHUNK
         self.capacity, self.holders, self.nbytes = capacity, 1, size.nbytes * capacity
         self.slab = self.k_scale = self.v_scale = None
+        count = capacity // SMALLEST_CHUNK
         self._pool, self.place = pool, pool.take(count)
-        self.k, self.v = (t[self.place : self.place + count] for t in (pool.k, pool.v))
+        for name, pages in pool.tensors.items():
+            setattr(self, name, pages[self.place : self.place + count])
 
     def give_back(self) -> None:
-        """Give its memory back: nobody holds it any more."""
+        """Return its pages to the pool. Nobody may hold the chunk any more."""
         self._pool.give_back(self.place, len(self.k))
 
-    def write(self, at: int, k: Tensor, v: Tensor) -> None:
-        """Write k (Hk, n, D) and v (Hk, n, Dv) at position `at` of the chunk: whole pages in one copy."""
-        for pages, new in ((self.k, k), (self.v, v)):
-            heads, count, dim = new.shape
-            head = min(-at % SMALLEST_CHUNK, count)
-            whole, rest = divmod(count - head, SMALLEST_CHUNK)
-            page, row = divmod(at, SMALLEST_CHUNK)
-            if head:
-                pages[page, :, row : row + head] = new[:, :head]
-            page = -(-at // SMALLEST_CHUNK)
-            if whole:
-                middle = new[:, head : count - rest].reshape(heads, whole, SMALLEST_CHUNK, dim)
-                pages[page : page + whole].copy_(middle.transpose(0, 1))
-            if rest:
-                pages[page + whole, :, :rest] = new[:, count - rest :]
+    def _put(self, t: Tensor, at: int, new: Tensor) -> None:
+        """Write `new` (Hk, n, …) into pages `t` (pages, Hk, 16, …) at position `at`: whole pages in one copy."""
+        heads, count, *width = new.shape
+        head = min(-at % SMALLEST_CHUNK, count)
+        whole, rest = divmod(count - head, SMALLEST_CHUNK)
+        page, row = divmod(at, SMALLEST_CHUNK)
+        if head:
+            t[page, :, row : row + head] = new[:, :head]
+        page = -(-at // SMALLEST_CHUNK)
+        if whole:
+            middle = new[:, head : count - rest].reshape(heads, whole, SMALLEST_CHUNK, *width)
+            t[page : page + whole].copy_(middle.transpose(0, 1))
+        if rest:
+            t[page + whole, :, :rest] = new[:, count - rest :]
 
-    def take_over(self, other: Chunk, count: int) -> None:
-        """Copy the first `count` tokens of another chunk, in whole pages."""
+    def _take_over(self, t: Tensor, source: Tensor, count: int) -> None:
         pages = -(-count // SMALLEST_CHUNK)
-        self.k[:pages].copy_(other.k[:pages])
-        self.v[:pages].copy_(other.v[:pages])
+        t[:pages].copy_(source[:pages])
 
     def _part(self, t: Tensor, first: int, last: int, heads: slice | None) -> Tensor:
         together = t.transpose(0, 1).flatten(1, 2)[None]

@@ -1,12 +1,14 @@
 """Memory of caches on a GPU: one block, cut into pages, which the kernels read where they are.
 
-A page holds SMALLEST_CHUNK tokens of one layer: k (Hk, 16, D), and v (Hk, 16, Dv) right behind it. A cache's chunks are
-runs of pages, so a call over caches names pages in a `block_table` and copies no keys. Layers of different shapes share
-the block: a page of n bytes begins at a multiple of n.
+A page holds SMALLEST_CHUNK tokens of one layer: k (Hk, 16, D), then v (Hk, 16, Dv), and for 8-bit tokens the float32
+scales of k and of v, (Hk, 16) each. A cache's chunks are runs of pages, so a call over caches names pages in a
+`block_table` and copies no keys. Layers of different shapes share the block: a page of n bytes begins at a multiple of
+n.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 
 import structlog
@@ -76,19 +78,38 @@ class Block:
 
 
 class PagePool:
-    """A block as pages of one shape: k (pages, Hk, 16, D) and v (pages, Hk, 16, Dv)."""
+    """A block as pages of one shape: k (pages, Hk, 16, D) and v (pages, Hk, 16, Dv).
 
-    def __init__(self, block: Block, heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
-        numbers = SMALLEST_CHUNK * heads * (head_dim + value_dim)
+    If `scaled`, also `k_scale` and `v_scale` (pages, Hk, 16) in float32; otherwise these are None.
+    """
+
+    def __init__(
+        self, block: Block, heads: int, head_dim: int, value_dim: int, dtype: torch.dtype, *, scaled: bool
+    ) -> None:
+        rows = heads * SMALLEST_CHUNK  # a key or a value of a head
+        k_bytes, v_bytes = (rows * dim * dtype.itemsize for dim in (head_dim, value_dim))
+        scale_bytes = 4 * rows if scaled else 0
         self._block = block
-        self._nbytes = numbers * dtype.itemsize  # of a page
-        memory, count = block.memory.view(dtype), len(block.memory) // self._nbytes
+        self._nbytes = k_bytes + v_bytes + 2 * scale_bytes  # of a page
+        count = len(block.memory) // self._nbytes
 
-        def pages(dim: int, start: int) -> Tensor:
-            strides = numbers, SMALLEST_CHUNK * dim, dim, 1
-            return memory.as_strided((count, heads, SMALLEST_CHUNK, dim), strides, start)
+        def pages(dtype: torch.dtype, start: int, *width: int) -> Tensor:
+            memory, shape = block.memory.view(dtype), (heads, SMALLEST_CHUNK, *width)
+            strides = self._nbytes // dtype.itemsize, math.prod(shape[1:]), *width, 1
+            return memory.as_strided((count, *shape), strides, start // dtype.itemsize)
 
-        self.k, self.v = pages(head_dim, 0), pages(value_dim, SMALLEST_CHUNK * heads * head_dim)
+        self.k, self.v = pages(dtype, 0, head_dim), pages(dtype, k_bytes, value_dim)
+        self.k_scale: Tensor | None = None
+        self.v_scale: Tensor | None = None
+        if scaled:
+            start = k_bytes + v_bytes
+            self.k_scale, self.v_scale = (pages(torch.float32, start + n * scale_bytes) for n in range(2))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its pages by the names of `attention`'s arguments."""
+        every = {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+        return {name: t for name, t in every.items() if t is not None}
 
     def take(self, count: int) -> int:
         """Take `count` pages in a row; return the number of the first. Raises Refusal 429."""

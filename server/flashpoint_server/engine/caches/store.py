@@ -42,7 +42,6 @@ ANSWERS = 1 << 16  # the maximum of caches in remembered answers to creations an
 class CacheStore:
     """The store of the module's docstring. `ttl` is in seconds of the ledger's clock.
 
-
     `paged`: chunks are pages of one block of the device's memory, where Triton's kernels read them (pages.py).
     """
 
@@ -312,7 +311,7 @@ class CacheStore:
         dtype = getattr(torch, shape.dtype)
         dims = zip(shape.kv_heads, shape.head_dim, shape.value_dim, strict=True)
         sizes = [TokenSize(*each, dtype, self._device) for each in dims]
-        return [size if size.quantized else replace(size, pool=self._pool(size)) for size in sizes]
+        return [replace(size, pool=self._pool(size)) for size in sizes]
 
     def _pool(self, size: TokenSize) -> PagePool | None:
         """Return the pages of a size, on a GPU. Raises MemoryError."""
@@ -321,7 +320,8 @@ class CacheStore:
         if self._block is None:
             self._block = Block.largest(self._ledger.limit + self._ledger.limit // SPARE, self._device)
         if (pool := self._pools.get(size)) is None:
-            pool = self._pools[size] = PagePool(self._block, size.heads, size.head_dim, size.value_dim, size.dtype)
+            shape = size.heads, size.head_dim, size.value_dim
+            pool = self._pools[size] = PagePool(self._block, *shape, size.dtype, scaled=size.quantized)
         return pool
 
     def _check(self, terms: Terms, new: int, net: int, largest: int) -> None:

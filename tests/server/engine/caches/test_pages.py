@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flashpoint_contract.caches import CHUNK, LayerShape, plan_cached
 from flashpoint_contract.options import Options
 from flashpoint_contract.tensors import TensorInfo
-from flashpoint_kernels import attention, run
+from flashpoint_kernels import attention, quantize, run
 from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
 from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.pages import Block
@@ -57,20 +57,21 @@ def normal(*shape, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
-def call_of(store, serials, q, tokens=None, lse=None, **options):
+def call_of(store, serials, q, tokens=None, dtype="float32", **options):
     """A call over caches, and its o; `tokens` are k and v of new ones."""
     tensors = {"q": q} | (dict(zip("kv", tokens, strict=True)) if tokens else {})
     if "attn_mask" in options:
         tensors["attn_mask"] = options.pop("attn_mask")
     infos = {name: TensorInfo(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}
-    spec = plan_cached(infos, Options(**options), LayerShape(HK, D, DV, "float32"), len(serials))
-    o = torch.empty(*q.shape[:3], DV)
+    spec = plan_cached(infos, Options(**options), LayerShape(HK, D, DV, dtype), len(serials))
+    o = torch.empty(*q.shape[:3], DV, dtype=q.dtype)
     held = Held("alice", serials, SHAPE, 0, None, "", None, -1)
     return HeldCall(CallTensors.of(spec, tensors, {"o": o}), held), o
 
 
-def create(store, count, keep=None):
-    return [record.serial for record in store.create(ALICE, SHAPE, count, None, [keep], None)]
+def create(store, count, keep=None, dtype="float32"):
+    shape = CacheShape((HK,), (D,), (DV,), dtype)
+    return [record.serial for record in store.create(ALICE, shape, count, None, [keep], None)]
 
 
 def attended(paged, lengths, q, cut=None, keep=None, in_pages=None, **options):
@@ -109,6 +110,49 @@ def test_pages_are_read_in_place_with_the_bits_of_a_copy(options):
         torch.testing.assert_close(found, copied, rtol=0, atol=1e-6)
         copied = attended(True, lengths, q, **options)
     assert torch.equal(found, copied)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("backend", ["triton", "tiled"])
+def test_8_bit_pages_are_read_in_place_with_their_scales(dtype, backend):
+    """In two layouts, after a fork has copied them, for a mask that counts tokens which `keep` has dropped, and NaN."""
+    store, name = CacheStore(Ledger(1 << 26), 100.0, paged=True), str(dtype).removeprefix("torch.")
+    lengths = [130, 17] if backend == "triton" else [2 * CHUNK + 30, 17]
+    serials = create(store, 2, keep=100, dtype=name)
+    q, tokens = normal(2, HQ, 3, D, seed=7), []
+    for n, (serial, length) in enumerate(zip(serials, lengths, strict=True)):
+        k, v = normal(HK, length, D, seed=n), normal(HK, length, DV, seed=n + 100)
+        tokens.append([quantize(t, dtype) for t in (k, v)])
+        store.write(ALICE, [serial], 0, None, [(k, v)])
+        (fork,) = store.fork(ALICE, [serial], [length - 3], [])
+        store.write(ALICE, [fork.serial], 0, None, [(k[:, -3:], v[:, -3:])])
+        serials[n] = fork.serial
+    for track in (cache.tracks[0] for cache in store.find(ALICE, serials)):
+        assert track.chunks[-1].nbytes == track.chunks[-1].capacity * HK * (D + DV + 8)
+    mask = torch.arange(max(lengths)) % 3 > 0
+    for more in ({}, {"layout": "bshd"}, {"attn_mask": mask}):
+        options = {"window": (40, 0), **more}
+        bshd = options.get("layout") == "bshd"
+        call, o = call_of(store, serials, q.transpose(1, 2).contiguous() if bshd else q, dtype=name, **options)
+        problem = call.problem(call.write(store))
+        in_place = problem.tensors["k"].data_ptr() == store._block.memory.data_ptr()
+        assert in_place == ("attn_mask" not in options or backend == "triton")
+        run([problem], backend)
+        for n, ((k, k_scale), (v, v_scale)) in enumerate(tokens):
+            own = dict(options, layout="bhsd")
+            if "attn_mask" in own:
+                own["attn_mask"] = mask[: lengths[n]]
+            expected = attention(
+                q[n : n + 1], k[None], v[None], k_scale=k_scale[None], v_scale=v_scale[None], backend="reference", **own
+            )
+            found = o[n].transpose(0, 1) if bshd else o[n]
+            torch.testing.assert_close(found, expected[0], rtol=0, atol=2e-6)
+    nothing = torch.full((HK, 1, D), torch.nan), normal(HK, 1, DV)
+    store.write(ALICE, serials[1:], 0, None, [nothing])
+    call, o = call_of(store, serials, q, dtype=name, window=(40, 0))
+    run([call.problem(call.write(store))], backend)
+    assert o[1, :, -1].isnan().all()
+    assert not o[0].isnan().any()
 
 
 def test_forks_share_pages_until_one_writes_and_kernels_read_both():
