@@ -56,8 +56,8 @@ def break_even() -> str:
         seconds, memory = _more(result) / 1e3, reads["memory"]
         made = result["environment"]
         text += (
-            f"\nA call costs {seconds * 1e3:.2f} ms more than at home, which reads keys at {number(memory / 1e9)} GB/s "
-            f"({made['device']}, {made['date'][:10]}). Predicted: remote is faster\n\n"
+            f"\nA call costs {seconds * 1e3:.2f} ms more than local attention, which reads keys at "
+            f"{number(memory / 1e9)} GB/s ({made['device']}, {made['date'][:10]}). Predicted: remote is faster\n\n"
         )
         for name, heads, dim, size in SHAPES:
             of_token = 2 * heads * dim * size
