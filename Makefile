@@ -68,6 +68,7 @@ lint: $(VENV)/.dev
 	$(BIN)/codespell
 	$(BIN)/python tests/words.py
 	$(BIN)/python docs/make_tables.py --check
+	$(PYTEST) tests/test_example_types.py
 
 # The documentation as a site, in build/site; every link must lead somewhere. docs-serve shows it while pages change.
 export NO_MKDOCS_2_WARNING = 1

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.documents import BLOCK
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full  # and `make lint`
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 ROOT = Path(__file__).resolve().parents[1]

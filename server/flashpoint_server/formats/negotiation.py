@@ -10,6 +10,9 @@ from flashpoint_server.formats.message import Format
 from flashpoint_server.formats.safetensors import OCTETS, SAFETENSORS, SAFETENSORS_AS_OCTETS
 from flashpoint_server.refusal import Refusal
 
+# between comments in an idle event stream: they keep it open, and tell a client that waits from one that is gone
+HEARTBEAT_SECONDS = 1.0
+
 SERVED = (SAFETENSORS.media_type, JSON.media_type)
 _TAKEN = {SAFETENSORS.media_type: SAFETENSORS, JSON.media_type: JSON, OCTETS: SAFETENSORS}
 

@@ -14,7 +14,7 @@ from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest, PlotKind
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.json import JSON
 from flashpoint_server.formats.message import read_model
-from flashpoint_server.formats.negotiation import request_format
+from flashpoint_server.formats.negotiation import HEARTBEAT_SECONDS, request_format
 from flashpoint_server.http.body import RequestBody
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes import openapi_examples, pictures
@@ -22,8 +22,6 @@ from flashpoint_server.routes.benchmark_state import Benchmarks, KnownBenchmark,
 from flashpoint_server.routes.problem_schema import problems
 from flashpoint_server.service import Service
 
-# between comments in an idle stream; also the delay until a stream notices that the server stops
-HEARTBEAT_SECONDS = 1.0
 CANCEL_SECONDS = 5.0  # maximum wait for a running slice, which cannot be interrupted
 
 REQUEST_LIMIT = 1 << 16  # bytes; enough for hundreds of shapes

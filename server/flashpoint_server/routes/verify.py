@@ -22,7 +22,7 @@ from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.json import JSON, JsonMessage
 from flashpoint_server.formats.message import TensorMessage, read_text
-from flashpoint_server.formats.negotiation import request_format, takes_events
+from flashpoint_server.formats.negotiation import HEARTBEAT_SECONDS, request_format, takes_events
 from flashpoint_server.http.body import ClientGoneError
 from flashpoint_server.ipc.job import ProofJob
 from flashpoint_server.ipc.messages import DeviceInfo
@@ -84,7 +84,8 @@ async def verify(request: RouteRequest) -> None:
 async def _stream(request: RouteRequest, job: ProofJob) -> None:
     """Send each VerifyProgress as an event, then the report. The answer starts with the first event.
 
-    So a verification that is refused before it runs has an error status; one that fails later ends with a problem
+    While there is no news, it sends a comment every HEARTBEAT_SECONDS: the system answers it with a reset if the client
+    has closed the connection, which looks like the end of the request's body until then. A verification that is refused before it runs has an error status; one that fails later ends with a problem
     event. Raises Refusal and ClientGoneError.
     """
     newest, news = b"", asyncio.Event()
@@ -99,7 +100,12 @@ async def _stream(request: RouteRequest, job: ProofJob) -> None:
     answer.add_done_callback(lambda _: news.set())
     try:
         while True:
-            await news.wait()
+            try:
+                await asyncio.wait_for(news.wait(), HEARTBEAT_SECONDS)
+            except TimeoutError:
+                if request.exchange.status is not None:
+                    await request.send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
+                continue
             news.clear()
             if answer.done():
                 break

@@ -118,7 +118,6 @@ def test_a_verification_is_cancelled_while_it_waits(open_page, gated):
     expect(form.get_by_role("button", name="Verify")).to_be_enabled()
 
 
-@pytest.mark.slow  # a minute, after which the kernel forgets a connection that the browser has closed
 def test_a_verification_shows_its_blocks_and_is_cancelled_while_it_runs(open_page, gated):
     """A gate holds it before its third block: the page says so, and no block begins once it is cancelled."""
     page = open_page(gated.server)
