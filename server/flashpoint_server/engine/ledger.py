@@ -155,7 +155,7 @@ class Ledger:
             return item
         until = self._lost.get(owner, serial)
         if until is not None and now < until:
-            return f"{of.word}_lost", "the {of.kind} expired, or its engine restarted"
+            return f"{of.word}_lost", f"the {of.kind} expired, or its engine restarted"
         return f"{of.word}_not_found", f"this {of.kind} does not exist, or belongs to another API key"
 
     def end(self, item: Owned) -> None:

@@ -342,7 +342,8 @@ def test_a_cache_in_use_does_not_expire_and_one_that_has_is_known_for_an_hour():
     clock.now += TTL - 1
     assert store.look(Terms("alice"), [serial])[0].expires_in == 1.0
     clock.now += 1
-    refused("cache_lost", store.look, Terms("alice"), [serial])
+    lost = refused("cache_lost", store.look, Terms("alice"), [serial])
+    assert lost.detail == "the cache expired, or its engine restarted"
     refused("cache_not_found", store.look, Terms("bob"), [serial])
     clock.now += 3601
     store._ledger.sweep()
