@@ -50,6 +50,7 @@ from flashpoint_server.ipc.messages import (
     ToEngine,
     Told,
     Unmapped,
+    encode,
 )
 from flashpoint_server.ipc.pace import Pace
 from flashpoint_server.ipc.price import PASSED
@@ -129,8 +130,8 @@ class Engine:
         self._sent: dict[int, Sent] = {}
         self._numbers = itertools.count()
         self._attached: set[int] = set()
-        # messages to send when the socket's buffer has room
-        self._unsent: deque[tuple[ToEngine, tuple[int, ...]]] = deque()
+        # messages to send when the socket's buffer has room; encoded, because one that cannot be would hold up the rest
+        self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
 
     def connect(self) -> None:
         """Connect to the listening socket, which exists before the engine does.
@@ -155,14 +156,15 @@ class Engine:
                 self._attached.add(segment.number)
                 self._send(Attach(segment.number, segment.mapped), (segment.fd,))
         number = sent.number = next(self._numbers)
+        wait = PASSED * job.price.seconds - job.priority * PRIORITY_SECONDS
+        message = encode(job.message(number, sent.since + wait))  # if this fails, the engine knows nothing of the job
         if not self._sent:
             self.pace.begin(time.monotonic())
         self._sent[number] = sent
         job.staging.slot.mark = False
         job.staging.hold()
         self.load += job.price.seconds
-        wait = PASSED * job.price.seconds - job.priority * PRIORITY_SECONDS
-        self._send(job.message(number, sent.since + wait))
+        self._send_encoded(message)
 
     @property
     def unbegun(self) -> Iterator[Sent]:
@@ -200,6 +202,9 @@ class Engine:
             self._send(Detach(number))
 
     def _send(self, message: ToEngine, descriptors: tuple[int, ...] = ()) -> None:
+        self._send_encoded(encode(message), descriptors)
+
+    def _send_encoded(self, message: bytes, descriptors: tuple[int, ...] = ()) -> None:
         self._unsent.append((message, descriptors))
         if len(self._unsent) == 1:
             self._flush()
@@ -209,7 +214,7 @@ class Engine:
             return
         try:
             while self._unsent:
-                self._channel.send(*self._unsent[0])
+                self._channel.send_encoded(*self._unsent[0])
                 self._unsent.popleft()
         except BlockingIOError:
             asyncio.get_running_loop().add_writer(self._channel, self._writable)

@@ -394,11 +394,11 @@ FromEngine = Hello | Broken | Done | Failed | Unmapped | Proving | Proven | Told
 
 Incoming = TypeVar("Incoming")
 
-_encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder().encode
 
 
 def pack_options(options: Options) -> msgspec.Raw:
-    return msgspec.Raw(_encode(options))
+    return msgspec.Raw(encode(options))
 
 
 def read_options(packed: msgspec.Raw) -> Options:
@@ -424,10 +424,14 @@ class Channel(Generic[Incoming]):
 
     def send(self, message: ToEngine | FromEngine, descriptors: tuple[int, ...] = ()) -> None:
         """Send a message. Raises BlockingIOError if the socket's buffer is full, OSError if the other end is gone."""
+        self.send_encoded(encode(message), descriptors)
+
+    def send_encoded(self, message: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        """Send a message that `encode` has made. Raises the same."""
         if descriptors:
-            socket.send_fds(self.sock, [_encode(message)], descriptors)
+            socket.send_fds(self.sock, [message], descriptors)
         else:
-            self.sock.send(_encode(message))
+            self.sock.send(message)
 
     def receive(self) -> tuple[Incoming, list[int]]:
         """Return a message and its descriptors, which the caller must close. At the descriptor limit there are none.

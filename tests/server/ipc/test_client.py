@@ -149,6 +149,20 @@ def test_order_cancelling_memory_and_closing(gate, monkeypatch):
     asyncio.run(run())
 
 
+def test_a_job_that_cannot_be_sent_fails_alone():
+    async def run():
+        async with bench() as b:
+            bad = b.job("\ud800")  # a text without an encoding
+            with pytest.raises(UnicodeEncodeError):
+                b.engines.submit(bad)
+            bad.staging.release()
+            async with asyncio.timeout(PATIENCE):
+                assert len(await b.answer(b.job("after"))) == 32
+            assert b.pool.taken == 0
+
+    asyncio.run(run())
+
+
 @pytest.mark.slow
 def test_a_killed_engine_fails_what_it_had_begun_and_another_does_the_rest(gate):
     async def run():
