@@ -259,6 +259,9 @@ def test_refusals_name_the_field(held):
         errors = problem(answer, 422, "invalid_request")["errors"]
         assert errors[0]["loc"] == [field], (options, errors)
     do = {"do": q, "q": q, "k": k, "v": v}
+    for options in ({"at": -1}, {"at": 1 << 31}, {"at": 10**30}, {"layer": 10**30}):
+        answer = post(held, f"/caches/{one}/append", message({"k": k, "v": v}, **options), **bearer("alice"))
+        assert problem(answer, 422, "invalid_request")["errors"][0]["loc"] == list(options), options
     for path in ("/attention/grad", "/verify"):
         answer = post(held, path, message(do, caches=[one]), **bearer("alice"))
         assert problem(answer, 422, "invalid_request")["errors"][0]["loc"] == ["caches"], path

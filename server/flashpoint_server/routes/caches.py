@@ -13,6 +13,7 @@ from starlette.routing import Route as StarletteRoute
 
 from flashpoint import jsonwire
 from flashpoint_contract import wire
+from flashpoint_contract.caches import MOST_TOKENS
 from flashpoint_contract.options import LAYOUTS
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.access.cache_ids import MOST_SIZES, CacheId
@@ -189,8 +190,8 @@ async def append(request: RouteRequest) -> None:
         errors.append(("layout", f"must be one of {', '.join(LAYOUTS)}"))
     if type(layer) is not int or not 0 <= layer < one.shape.layers:
         errors.append(("layer", f"must be an integer from 0 to {one.shape.layers - 1}"))
-    if at is not None and (type(at) is not int or at < 0):
-        errors.append(("at", "must be a position, 0 or more"))
+    if at is not None and not (type(at) is int and 0 <= at < MOST_TOKENS):
+        errors.append(("at", f"must be a position, from 0 to {MOST_TOKENS - 1}"))
     if errors:
         raise invalid(errors)
     shapes = _token_shapes(infos, one, layer, layout)
