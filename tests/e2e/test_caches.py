@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -266,6 +267,26 @@ def test_refusals_name_the_field(held):
         answer = post(held, path, message(do, caches=[one]), **bearer("alice"))
         assert problem(answer, 422, "invalid_request")["errors"][0]["loc"] == ["caches"], path
     posted(held, "/caches/delete", {"caches": [one, wide]})
+
+
+def test_tensors_are_read_as_one_request(start_server, tmp_path):
+    """Where the key and the queue have room for only one. The key pays for the bytes."""
+    limits = {"rights": ["attention"], "concurrent": 1, "bytes_per_second": 200_000}
+    digest = hashlib.sha256(KEYS["alice"].encode()).hexdigest()
+    file = tmp_path / "keys.toml"
+    lines = (f"{name} = {json.dumps(value)}\n" for name, value in {"sha256": digest, **limits}.items())
+    file.write_text("[alice]\n" + "".join(lines))
+    server = start_server(queue_limit=1, api_keys_file=file)
+    (one,), (k, v) = created(server), kv(1000, 0)
+    assert post(server, f"/caches/{one}/append", message({"k": k, "v": v}), **bearer("alice")).status == 200
+    answers = []
+
+    def read():
+        answers.append(ask(server, f"/caches/{one}/tensors", **bearer("alice")))
+        return answers[-1].status == 200
+
+    wait_for(read, lambda: answers[-1], seconds=10)  # the key has to pay for the tokens first
+    assert "bytes a second" in problem(ask(server, f"/caches/{one}", **bearer("alice")), 429, "key_limit")["detail"]
 
 
 def test_a_server_without_memory_has_no_caches_and_saves_nothing(start_server):

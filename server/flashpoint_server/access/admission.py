@@ -55,6 +55,12 @@ class Permit:
         """Count `nbytes` more. Raises Refusal 429."""
         self._admission.grow(self, nbytes)
 
+    def hold(self, nbytes: int) -> None:
+        """Count `nbytes` more of tensors, which the key pays for. Raises Refusal 429."""
+        self.grow(nbytes)
+        if self.quota is not None:
+            self.quota.take("bytes", nbytes)
+
     def settle(self, price: Price) -> None:
         """Replace the predicted price by the true price after the launch.
 

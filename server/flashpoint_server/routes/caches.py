@@ -246,7 +246,8 @@ async def tensors(request: RouteRequest) -> None:
     }
     if sizes.quantized:
         outputs |= {name: TensorInfo(dtype, (sizes.kv_heads, count)) for name in ("k_scale", "v_scale")}
-    admit(request, sum(info.nbytes for info in outputs.values()))
+    assert request.permit is not None  # `_ask` has admitted the request, before the tensors' size was known
+    request.permit.hold(sum(info.nbytes for info in outputs.values()))
     staging = stage(request, [], outputs)
     kind = partial(
         CacheJob, what="export", owner=_owner(request), caches=(one.serial,), incarnation=one.incarnation,
