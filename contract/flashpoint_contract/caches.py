@@ -19,7 +19,7 @@ MOST_CACHES = 4096  # maximum caches in one call
 MOST_TOKENS = 1 << 31  # maximum tokens in one cache
 CHUNK = 1024  # consecutive tokens of a layer in one piece of memory; compared with 256 and 512: docs/decisions
 SMALLEST_CHUNK = 16  # tokens: the rows of one head then fill whole cache lines, so every head is aligned
-ID_LENGTH = 1024  # maximum characters
+ID_LENGTH = 1152  # maximum characters
 _ANY_LENGTH = 1024  # number of keys in a plan; only the engine knows the true length
 _ELSEWHERE = "is only for POST /attention over caches, in JSON or safetensors, and for the SDK's attention"
 
