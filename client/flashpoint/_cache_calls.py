@@ -11,7 +11,7 @@ import numpy as np
 
 from flashpoint import jsonwire
 from flashpoint._arrays import Array, pack, unpack
-from flashpoint._calls import DEFAULT, Affinity, Answer, Call, HeldCache, forward, idempotent
+from flashpoint._calls import DEFAULT, Affinity, Answer, Call, HeldCache, forward, idempotent, plain
 from flashpoint._keywords import CacheSizes
 from flashpoint.errors import ProtocolError, invalid
 from flashpoint_contract import wire
@@ -54,7 +54,7 @@ class AnyCache(HeldCache):
 
 def create(shape: Mapping[str, Any], count: int = 1) -> Call:
     """Return the call that makes caches, for their descriptions."""
-    asked = {name: list(value) if isinstance(value, tuple) else value for name, value in shape.items()}
+    asked = dict(shape)
     if unknown := [name for name in asked if name not in CacheSizes.__annotations__]:
         raise invalid(unknown[0], "is not an option of a cache")
     affinity = Affinity()
@@ -76,7 +76,7 @@ def append(cache: AnyCache, k: Array, v: Array, layer: int, at: int | None, layo
     """Return the call that writes new tokens to a layer, for the new length of the layer."""
     packed = {"k": pack("k", k), "v": pack("v", v)}
     options = {"layer": layer, "layout": layout} | ({} if at is None else {"at": at})
-    head = wire.build_head([(n, p.dtype, p.shape) for n, p in packed.items()], wire.encode_options(options))
+    head = wire.build_head([(n, p.dtype, p.shape) for n, p in packed.items()], wire.encode_options(plain(options)))
 
     def read(document: Any) -> int:
         if type(length := document.get("length")) is not int:
@@ -149,7 +149,7 @@ def _asks(
     method: str, path: str, asked: Mapping[str, Any] | None, affinity: Affinity, read: Callable[[Any], Any],
     success: int = 200,
 ) -> Call:  # fmt: skip
-    headers, body = {"Accept": jsonwire.MEDIA_TYPE}, b"" if asked is None else json.dumps(asked).encode()
+    headers, body = {"Accept": jsonwire.MEDIA_TYPE}, b"" if asked is None else json.dumps(plain(asked)).encode()
     if asked is not None:
         headers |= {"Content-Type": jsonwire.MEDIA_TYPE, **idempotent()}
     parts = (memoryview(body),) if body else ()

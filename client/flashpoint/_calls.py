@@ -173,7 +173,7 @@ def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]
     layer, at = keywords.pop("layer", 0), keywords.pop("at", None)
     ids = [cache.id if isinstance(cache, HeldCache) else cache for cache in given]
     try:
-        said = CacheOptions.read({"caches": ids, "layer": layer, "at": _plain(at)})
+        said = CacheOptions.read({"caches": ids, "layer": plain(layer), "at": plain(at)})
     except ProblemError as error:
         raise all_invalid(error.errors) from None
     options = {"caches": list(said.caches), "layer": said.layer} | ({} if said.at is None else {"at": list(said.at)})
@@ -208,7 +208,7 @@ def backward(do: Array, q: Array | None, k: Array | None, v: Array | None, keywo
     if refused := refused_beside((), others):
         raise all_invalid(refused)
     # A default is sent too if the caller gave it.
-    options = {name: _plain(given[name]) for name in TAKEN_BESIDE[1] if name in given}
+    options = {name: plain(given[name]) for name in TAKEN_BESIDE[1] if name in given}
     return replace(_call("/attention/grad", given, {**options, "saved": saved}, needed=("do",)), affinity=affinity)
 
 
@@ -285,23 +285,22 @@ def call_headers(keywords: dict[str, Any]) -> dict[str, str]:
 
 def checked(model: type[Model], keywords: Mapping[str, Any]) -> Model:
     """Return `model` made from `keywords`, which may hold NumPy numbers. Raises InvalidInputError with each field."""
-    plain = {name: _plain(value) for name, value in keywords.items()}
     try:
-        return model.model_validate(plain)
+        return model.model_validate(plain(dict(keywords)))
     except ValidationError as error:
         problems = field_problems(error, model.model_fields)
         text = "; ".join(f"{field}: {message}" if field else message for field, message in problems)
         raise InvalidInputError(text, errors=problems) from None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Convert NumPy numbers and arrays to Python numbers and lists, also inside lists, tuples and dicts."""
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     return value
 
 

@@ -334,6 +334,19 @@ def test_calls_on_one_cache_keep_their_order_and_the_sdk_its_lengths(held):
     assert ask(held, "/caches", **bearer("alice")).json == {"caches": []}
 
 
+def test_the_sdk_takes_numpy_numbers_for_numbers(held):
+    q, (k, v) = normal(1, HQ, 3, D), kv(3, 2)
+    sizes = {"layers": np.int64(2), "kv_heads": np.array([HK, HK]), "head_dim": np.int32(D), "ttl_s": np.float32(60)}
+    with client(held) as alice, alice.caches(np.int64(1), **sizes)[0] as cache:
+        assert cache.append(k[0], v[0], layer=np.int64(1), at=np.int64(0)) == 3
+        cache.attention(q, k, v, layer=np.int64(0), at=np.int64(0))
+        copies = [cache.fork(np.int64(2)), *alice.fork_caches([cache, cache], np.array([1, 2]))]
+        assert [copy.lengths for copy in copies] == [[2, 2], [1, 1], [2, 2]]
+        alice.delete_caches(copies)
+        cache.truncate(np.int64(1))
+        assert cache.lengths == [1, 1]
+
+
 def test_the_asyncio_twin_does_the_same(held):
     async def run():
         async with flashpoint.AsyncClient(held.url, api_key=KEYS["bob"], timeout=240) as bob:
