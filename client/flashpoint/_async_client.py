@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from typing import Any, Self, Unpack
 
 import httpx
@@ -75,7 +74,7 @@ class AsyncClient(AsyncAttending, _Settings[httpx.AsyncClient]):
         Args:
             saved: The result of `attention` with `save=True`, or its id.
         """
-        with suppress(CacheError):
+        with _calls.unless_gone():
             await self._call(_saved.delete(saved))
 
     async def cache(self, **shape: Unpack[CacheSizes]) -> AsyncCache:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, Literal, Protocol, Self, Unpack, overload
 
 from flashpoint import _cache_calls
 from flashpoint._arrays import Array
 from flashpoint._attending import A
 from flashpoint._cache_calls import AnyCache, Described
-from flashpoint._calls import Call
+from flashpoint._calls import Call, unless_gone
 from flashpoint._keywords import Layer, OfLayer
-from flashpoint.errors import CacheError
 from flashpoint.meta import Meta
 
 
@@ -197,7 +195,7 @@ class Cache(AnyCache):
 
     def delete(self) -> None:
         """Free its memory. Do nothing if it is gone already."""
-        with suppress(CacheError):
+        with unless_gone():
             self._client._call(_cache_calls.delete(self))
 
     def __enter__(self) -> Self:
@@ -375,7 +373,7 @@ class AsyncCache(AnyCache):
 
     async def delete(self) -> None:
         """Free its memory. Do nothing if it is gone already."""
-        with suppress(CacheError):
+        with unless_gone():
             await self._client._call(_cache_calls.delete(self))
 
     async def __aenter__(self) -> Self:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from flashpoint import jsonwire
 from flashpoint._arrays import Array, pack, unpack
-from flashpoint.errors import FlashpointError, InvalidInputError, ProtocolError, all_invalid, invalid
+from flashpoint.errors import CacheError, FlashpointError, InvalidInputError, ProtocolError, all_invalid, invalid
 from flashpoint.meta import Meta
 from flashpoint.options import AttentionOptions
 from flashpoint.validation import field_problems
@@ -189,6 +190,16 @@ def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]
         return call.read(answer)
 
     return replace(call, headers={**call.headers, **idempotent()}, read=read)
+
+
+@contextmanager
+def unless_gone() -> Iterator[None]:
+    """Ignore that a cache or a saved forward to delete is gone. One that another replica holds is not."""
+    try:
+        yield
+    except CacheError as error:
+        if error.code == "cache_elsewhere":
+            raise
 
 
 def idempotent() -> dict[str, str]:

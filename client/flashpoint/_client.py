@@ -7,7 +7,6 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, Generic, Self, TypeVar, Unpack
 
 import httpx
@@ -145,7 +144,7 @@ class Client(Attending, _Settings[httpx.Client]):
         Args:
             saved: The result of `attention` with `save=True`, or its id.
         """
-        with suppress(CacheError):
+        with _calls.unless_gone():
             self._call(_saved.delete(saved))
 
     def cache(self, **shape: Unpack[CacheSizes]) -> Cache:

@@ -166,6 +166,8 @@ def test_a_balancer_that_does_not_lead_to_a_saved_forward_is_told_of(replicas):
         with pytest.raises(flashpoint.CacheError, match="X-Flashpoint-Replica: a") as error:
             through.attention_grad(q, saved=forward)
         assert (error.value.status, error.value.code) == (421, "cache_elsewhere")
+        with pytest.raises(flashpoint.CacheError, match="X-Flashpoint-Replica: a"):
+            through.delete_saved(forward)  # it is still there
         one.delete_saved(forward)
 
 
@@ -251,6 +253,23 @@ def test_a_balancer_that_does_not_route_by_name_is_told_of(replicas):
             through.attention(normal(1, 2, 1, 16), caches=[one])
         assert (error.value.status, error.value.code) == (421, "cache_elsewhere")
     ask(replicas["a"], f"/caches/{one}", "DELETE")
+
+
+def test_a_deletion_that_does_not_reach_the_cache_is_told_of(replicas):
+    """The cache is still there, and takes memory."""
+    lead = ["a"]
+    with balancer(lambda _: replicas[lead[0]]) as turning, client(turning) as through:
+        cache = through.cache(**SHAPE)
+        lead[0] = "b"
+        for delete in (cache.delete, lambda: through.delete_caches([cache])):
+            with pytest.raises(flashpoint.CacheError, match="X-Flashpoint-Replica: a") as error:
+                delete()
+            assert error.value.code == "cache_elsewhere"
+        assert held(replicas["a"]) == {cache.id}
+        lead[0] = "a"
+        cache.delete()
+        cache.delete()  # it is gone
+    assert held(replicas["a"]) == set()
 
 
 def test_a_cache_moves_to_another_server_with_its_bits(replicas):
