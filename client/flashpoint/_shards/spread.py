@@ -17,11 +17,11 @@ import numpy as np
 from flashpoint import _cache_calls, _calls
 from flashpoint._arrays import Array, to_like, to_numpy
 from flashpoint._cache_calls import AnyCache
-from flashpoint._calls import Call
+from flashpoint._calls import Call, unless_gone
 from flashpoint._keywords import CacheSizes
 from flashpoint._shards.problem import Numbers
 from flashpoint._shards.spans import Queries, SpanQuestion, merged
-from flashpoint.errors import CacheError, FlashpointError, ProtocolError, invalid
+from flashpoint.errors import FlashpointError, ProtocolError, invalid
 from flashpoint.meta import Meta
 
 SPAN = 1 << 16  # default number of tokens of a part
@@ -345,11 +345,12 @@ class _Tokens:
 
 
 def _freed(asks: Sequence[PartCall]) -> Steps[None]:
-    """Delete caches on all servers. Afterwards raise the first error that is not a CacheError."""
+    """Delete caches on all servers. Afterwards raise the first error, unless the cache was gone already."""
     results = yield Round(asks, whole=True)
     for found in results:
-        if isinstance(found, FlashpointError) and not isinstance(found, CacheError):
-            raise found
+        if isinstance(found, FlashpointError):
+            with unless_gone():
+                raise found
 
 
 def _first(results: Sequence[Any]) -> FlashpointError:

@@ -46,7 +46,7 @@ def reproduce(
     if plots is not None and not plots.is_dir():
         raise invalid("--plots", f"{plots} is no folder")
     try:
-        events = local("reproduce")(only or ())
+        events = local("reproduce", served=False)(only or ())
     except ValueError as error:
         raise invalid("--only", str(error)) from None
     found = _watched(events)

@@ -87,13 +87,17 @@ def client(url: str, api_key: str | None, timeout: float) -> Client:
     return Client(url, api_key=api_key, timeout=timeout)
 
 
-def local(name: str) -> Callable[..., Any]:
-    """Return the function that does `name` on this machine. Raises CommandError if a package is missing."""
+def local(name: str, *, served: bool = True) -> Callable[..., Any]:
+    """Return the function that does `name` on this machine. Raises CommandError if a package is missing.
+
+    `served`: the command can also ask a server.
+    """
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(LOCAL), name)
     except ModuleNotFoundError as error:
         message, hint = missing(error, LOCAL.partition(".")[0])
-        raise CommandError(f"{message} on this machine", f"{hint}; or ask a server with --url") from error
+        other = "; or ask a server with --url" if served else ""
+        raise CommandError(f"{message} on this machine", hint + other) from error
     return found
 
 

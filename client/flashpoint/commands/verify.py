@@ -160,8 +160,10 @@ def _kernel(name: str, keywords: dict[str, Any], json: Path | None, plot: Path |
     shape = keywords.get("shape")
     if shape is not None:
         keywords["shape"] = checked(Shape, shape)
-    requests = local("kernel_grid")(kernel, **keywords)
-    cases, code = verify_kernel.judge(local("verify_kernel")(kernel, requests), len(requests), console(json))
+    requests = local("kernel_grid", served=False)(kernel, **keywords)
+    cases, code = verify_kernel.judge(
+        local("verify_kernel", served=False)(kernel, requests), len(requests), console(json)
+    )
     write_json(json, [
         {"problem": case.problem, "ok": case.ok, "skipped": case.skipped, "note": case.note,
          "mistakes": dict(case.mistakes), "report": case.report and case.report.model_dump(mode="json")}

@@ -84,9 +84,11 @@ async def verify(request: RouteRequest) -> None:
 async def _stream(request: RouteRequest, job: ProofJob) -> None:
     """Send each VerifyProgress as an event, then the report. The answer starts with the first event.
 
-    While there is no news, it sends a comment every HEARTBEAT_SECONDS: the system answers it with a reset if the client
-    has closed the connection, which looks like the end of the request's body until then. A verification that is refused before it runs has an error status; one that fails later ends with a problem
-    event. Raises Refusal and ClientGoneError.
+    While there is no news, it sends a comment every HEARTBEAT_SECONDS. The system answers it with a reset if the client
+    has closed the connection, which looks like the end of the client's sending until then.
+
+    A verification that is refused before it runs has an error status; one that fails later ends with a problem event.
+    Raises Refusal and ClientGoneError.
     """
     newest, news = b"", asyncio.Event()
 
