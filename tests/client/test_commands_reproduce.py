@@ -11,6 +11,7 @@ import torch
 from flashpoint_kernels.reproduction import bench, claims
 
 
+@pytest.mark.slow
 def test_claims_are_measured_shown_written_and_drawn(run, tmp_path):
     code, out, err = run(
         "reproduce", "--only", "equations,table,flash-attn", "--json", tmp_path / "all.json", "--plots", tmp_path

@@ -281,6 +281,7 @@ def test_a_function_that_cannot_be_timed_says_why(run, kernels, tmp_path, kernel
     assert f"my_kernels:{kernel} ran no case; the table has the reasons" in err
 
 
+@pytest.mark.slow
 def test_the_fixture_fails_a_test_with_what_is_wrong(kernels):
     (kernels / "test_mine.py").write_text(TEST)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]

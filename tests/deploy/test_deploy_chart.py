@@ -62,6 +62,7 @@ def test_what_helm_renders_is_what_was_validated():
     assert VALIDATED.read_text() == report(), "run make charts"
 
 
+@pytest.mark.slow
 def test_what_helm_renders_is_valid_and_a_misspelt_field_would_be_seen():
     for manifest in render(EVERYTHING) + render(KEDA):
         validate(manifest, NEWEST)

@@ -232,6 +232,7 @@ def flops(tensors):
     return plan({n: TensorInfo("float32", tuple(t.shape)) for n, t in tensors.items()}, Options(), "forward").flops
 
 
+@pytest.mark.slow
 def test_a_full_queue_and_sigterm_under_load_lose_no_answer(mortal, pool):
     """Full by count, by bytes and by FLOPs: what is inside is answered, then and when the server ends.
 

@@ -199,6 +199,7 @@ def write_keys(file, *names):
     new.replace(file)
 
 
+@pytest.mark.slow
 def test_the_caches_of_a_removed_key_are_freed_behind_the_calls_that_run(start_server, tmp_path, pool):
     file = tmp_path / "keys.toml"
     write_keys(file, *KEYS)

@@ -263,6 +263,9 @@ def test_refusals_name_the_field(held):
     for options in ({"at": -1}, {"at": 1 << 31}, {"at": 10**30}, {"layer": 10**30}):
         answer = post(held, f"/caches/{one}/append", message({"k": k, "v": v}, **options), **bearer("alice"))
         assert problem(answer, 422, "invalid_request")["errors"][0]["loc"] == list(options), options
+    for query, field in (("layr=0", "layr"), ("layer=", "layer"), ("layer=9", "layer")):
+        answer = ask(held, f"/caches/{one}/tensors?{query}", **bearer("alice"))
+        assert problem(answer, 422, "invalid_request")["errors"][0]["loc"] == [field], query
     for path in ("/attention/grad", "/verify"):
         answer = post(held, path, message(do, caches=[one]), **bearer("alice"))
         assert problem(answer, 422, "invalid_request")["errors"][0]["loc"] == ["caches"], path

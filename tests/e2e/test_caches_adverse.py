@@ -55,6 +55,7 @@ def test_an_id_of_another_key_is_not_found_wherever_it_stands_and_nothing_else_h
     posted(held, "/caches/delete", {"caches": [yours]})
 
 
+@pytest.mark.slow
 def test_thousands_of_caches_are_made_listed_forked_and_deleted_by_one_call_each(held):
     ids = created(held, layers=1, count=MANY)
     assert len(set(ids)) == MANY
@@ -169,6 +170,7 @@ def test_a_call_that_is_refused_for_its_mask_has_written_nothing(held):
     posted(held, "/caches/delete", {"caches": [one, other]})
 
 
+@pytest.mark.slow
 def test_a_creation_that_its_engine_had_not_begun_may_be_sent_again(start_server):
     """It names no cache that could be lost, and neither does a list."""
     server = start_server()

@@ -126,6 +126,7 @@ def test_a_second_signal_ends_it_at_once(start_server, background, tmp_path):
         assert server.wait_exit() == 1
 
 
+@pytest.mark.slow
 def test_a_bug_of_ours_is_500_with_its_id_in_the_log(gated):
     """The real application with a route that fails (tests/support/faulty/server.py)."""
     server = gated.server

@@ -70,6 +70,7 @@ def unread():
     server.end()
 
 
+@pytest.mark.slow
 def test_a_server_whose_log_nobody_reads_serves_on_counts_what_it_drops_and_ends(unread):
     """The engine drops lines, too: its count comes with its next answer. A line says how many once there is room."""
     unread.fill()

@@ -112,6 +112,7 @@ def test_an_answer_that_nobody_takes_is_dropped_after_a_while(gated):
     assert post(gated.server, "/attention", SMALL).status == 200
 
 
+@pytest.mark.slow
 def test_a_time_may_be_as_long_as_the_settings_allow(patient):
     """Eleven days are not too much for any timer, of the kernel or of an event loop."""
     assert {"body_timeout", "header_timeout", "keep_alive", "max_timeout_ms", "shutdown_timeout"} <= set(longest())
@@ -147,6 +148,7 @@ def test_canary_on_a_server_that_is_not_ours(start_server, tmp_path):
     nothing_inside(server)
 
 
+@pytest.mark.slow
 def test_memory_is_reused_and_giants_are_given_back(server):
     nothing_inside(server)
     for _ in range(3):  # the pool grows to what it needs
@@ -257,6 +259,7 @@ def test_work_that_never_fits_the_staging_memory_is_413(gated):
     assert post(gated.server, "/attention", SMALL).status == 200
 
 
+@pytest.mark.slow
 def test_an_answer_given_up_is_never_another_requests(gated):
     """Clients read nothing until their answers are given up, and then all there is; others reuse the memory."""
     server, over = gated.server, threading.Event()

@@ -41,6 +41,7 @@ PYTHON = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "number"), SHELL)
 def test_a_shell_example_prints_what_the_page_says(server, page, number):
     code, kind, output = examples(page, "sh")[number]

@@ -102,6 +102,7 @@ class Histories(RuleBasedStateMachine):
         self.begin()
 
 
+@pytest.mark.slow
 def test_every_history_gives_the_models_own_logits(server):
     from flashpoint.integrations.transformers import register
 

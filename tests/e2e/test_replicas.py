@@ -182,6 +182,7 @@ def test_without_a_common_secret_an_id_is_unknown_elsewhere(replicas, server):
     ask(replicas["a"], f"/caches/{one}", "DELETE")
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_started_again_has_lost_its_caches(replicas, start_server):
     one = created(replicas["a"])
     again = start_server(replica="a", environment=SECRET)

@@ -267,6 +267,7 @@ def test_a_saved_forward_expires(start_server):
     wait_for(lambda: counted() == [0.0], lambda: "the metric did not fall")
 
 
+@pytest.mark.slow
 def test_what_an_engine_held_is_lost_with_it_and_with_its_owner(start_server, tmp_path_factory):
     server = started_small(start_server, tmp_path_factory)
     do = {"do": normal(2, HQ, S, D)}

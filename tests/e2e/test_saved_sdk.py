@@ -108,6 +108,7 @@ def test_the_asyncio_twin_does_the_same(server, client):
     assert not client.held()
 
 
+@pytest.mark.slow
 def test_without_memory_a_forward_runs_unsaved_at_once(full):
     q, k, v = qkv()
     first = full.attention(q, k, v, save=True)

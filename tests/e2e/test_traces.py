@@ -25,6 +25,7 @@ def attributes(span):
     return {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
 
 
+@pytest.mark.slow
 def test_a_request_and_the_parts_of_its_way_are_in_the_callers_trace(server, receiver):
     q = normal(1, 2, 5, 8).numpy()
     tracer = TracerProvider().get_tracer("test")

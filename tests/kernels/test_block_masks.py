@@ -126,6 +126,7 @@ def solved(requests: list[tuple[dict[str, torch.Tensor], Options]], direction: A
     return [problem.outputs for problem in made]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_neighbours_of_one_launch_change_no_bits(direction: str) -> None:
     requests = mixed() if direction == "forward" else mixed()[1:4]

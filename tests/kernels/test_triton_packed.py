@@ -58,6 +58,7 @@ def test_sequences_with_few_and_with_many_queries_in_one_request(band: str) -> N
     assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("q_len", "group"), [(1, 1), (1, 8), (2, 16), (8, 3), (8, 9)])
 def test_any_group_and_keys_in_many_parts(q_len: int, group: int) -> None:
     """Blocks of 16 and of 32 rows, one and several; parts of the keys are merged."""

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from tests.support.gated import parts_of, wait_for_parts
@@ -33,6 +34,7 @@ def test_over_grpc(held):
     wait_for_parts(held.server, name, 3)
 
 
+@pytest.mark.slow
 def test_over_http(held):
     tensors, options = short_sequences("plain")
     with ThreadPoolExecutor(1) as pool, held.shut("step") as name:
@@ -45,6 +47,7 @@ def test_over_http(held):
     wait_for_parts(held.server, name, 3)
 
 
+@pytest.mark.slow
 def test_a_cancelled_call_begins_no_further_part(held):
     with held.shut("step") as name:
         large = large_call(held, name)

@@ -33,6 +33,7 @@ def batch_size(call):
     return dict(call.trailing_metadata())["x-batch-size"]
 
 
+@pytest.mark.slow
 def test_a_cancelled_call_and_a_late_one_are_not_in_the_batch_and_the_others_are(held):
     expected = held.queue("alone").result(HANG)
     held.wait_inside(0)
@@ -140,6 +141,7 @@ def own(tmp_path):
         yield start
 
 
+@pytest.mark.slow
 def test_silent_calls_make_way(own):
     """A silent call loses its place to a later one. And the same server, told to stop, answers what is inside."""
     own = own(queue_limit=2, body_timeout=0.5)
@@ -234,6 +236,7 @@ def test_a_request_that_runs_keeps_its_region(held):
         wait_for(lambda: key not in maps.read_text(), lambda: "still mapped")
 
 
+@pytest.mark.slow
 def test_a_client_that_truncates_its_region_costs_an_engine_and_no_more(held):
     """The server has a new engine at the end, and is otherwise as it was."""
     before = held.server.engine_pid

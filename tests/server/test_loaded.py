@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 
 def test_a_server_imports_no_client():
     program = "import sys, flashpoint_server.cli.serving; print([name in sys.modules for name in NAMES])"
@@ -11,6 +13,7 @@ def test_a_server_imports_no_client():
     assert ran.stdout == "[True, False, False, False]\n"
 
 
+@pytest.mark.slow
 def test_an_engine_starts_without_sympy():
     """torch imports it where autograd gets gradients of outputs: half a second."""
     program = "import sys; from flashpoint_server.engine import proof; proof.start('cpu')"

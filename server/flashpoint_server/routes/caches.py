@@ -261,7 +261,10 @@ async def tensors(request: RouteRequest) -> None:
 
 
 def _layer(request: RouteRequest, one: CacheId) -> int:
-    text = parse_qs(request.query).get("layer", ["0"])[-1]
+    given = parse_qs(request.query, keep_blank_values=True)
+    if unknown := [name for name in given if name != "layer"]:
+        raise invalid([(name, "unknown parameter; known is layer") for name in unknown])
+    text = given.get("layer", ["0"])[-1]
     if not (text.isascii() and text.isdecimal() and len(text) < 6 and int(text) < one.shape.layers):
         raise invalid([("layer", f"must be an integer from 0 to {one.shape.layers - 1}")])
     return int(text)

@@ -250,6 +250,7 @@ def test_it_fits_and_is_accessible(open_page, server, scheme, width):
     assert [(v["id"], v["impact"], [n["target"] for n in v["nodes"]]) for v in violations] == []
 
 
+@pytest.mark.slow
 def test_with_keys_it_asks_for_one_and_holds_it_back(open_page, start_server):
     server = start_server(ready=False, api_keys="secret-1,secret-2:info")
     page = open_page(server)
