@@ -15,7 +15,7 @@ KEY = dict(ALL)
 
 
 def large_call(held, name):
-    tensors, options = short_sequences("plain")
+    tensors, options = short_sequences("plain", dim=1)
     question = request(tensors, outputs=["o"], **options)
     return held.caller.begin(question, metadata=(*ALL, ("x-request-id", name)))
 
@@ -36,7 +36,7 @@ def test_over_grpc(held):
 
 @pytest.mark.slow
 def test_over_http(held):
-    tensors, options = short_sequences("plain")
+    tensors, options = short_sequences("plain", dim=1)
     with ThreadPoolExecutor(1) as pool, held.shut("step") as name:
         how = {"headers": {**KEY, "x-request-id": name}, "outputs": [wanted("o", binary_data=True)]}
         large = pool.submit(infer, held.server.url, "attention", tensors, parameters=options, **how)

@@ -8,9 +8,12 @@ OPTIONS = {"softcap": {"softcap": 2.0}, "dropout": {"dropout_p": 0.5, "dropout_s
 KINDS = ("plain", "mask", "kv_lengths", "thd", *OPTIONS)
 
 
-def short_sequences(kind, count=COUNT):
-    """Return the tensors and the options of `count` sequences of one token; `kind` is one of KINDS."""
-    one = torch.ones(count, 1, 1, 1)
+def short_sequences(kind, count=COUNT, dim=16):
+    """Return the tensors and the options of `count` sequences of one token; `kind` is one of KINDS.
+
+    With a `dim` that is no multiple of 16 they do not share operators on every processor, which takes many seconds.
+    """
+    one = torch.ones(count, 1, 1, dim)
     tensors, options = {"q": one, "k": one, "v": one}, dict(OPTIONS.get(kind, {}))
     if kind == "mask":
         tensors["attn_mask"] = torch.zeros(count, 1, 1, 1)
