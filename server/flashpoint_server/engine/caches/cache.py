@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
@@ -99,6 +99,14 @@ def released(track: Track, chunks: Iterable[Chunk]) -> int:
                 chunk.give_back()
                 gone += chunk.nbytes
     return gone
+
+
+def freeable(caches: Iterable[StoredCache]) -> int:
+    """Return the bytes that the deletion of these caches frees: chunks that another track holds are not counted."""
+    tracks = [track for cache in dict.fromkeys(caches) for track in cache.tracks]
+    held = Counter(chunk for track in tracks for chunk in (*track.chunks, *track.spares) if chunk is not None)
+    chunks = sum(chunk.nbytes for chunk, holders in held.items() if chunk.holders == holders)
+    return chunks + sum(base_bytes(len(cache.tracks)) for cache in dict.fromkeys(caches))
 
 
 def reserved_chunks(max_length: int, keep: int | None) -> int:

@@ -24,6 +24,7 @@ from flashpoint_server.engine.caches.cache import (
     base_bytes,
     cut_problem,
     dropped,
+    freeable,
     released,
     reserved_chunks,
     write_problem,
@@ -108,7 +109,7 @@ class CacheStore:
             full = [own + sum(t.nbytes for t in some) for own, some in zip(base, tracks, strict=True)]
             try:
                 gone = sum(c.nbytes for c in dict.fromkeys(freed))
-                self._check(terms, sum(base), sum(full) - gone, max(base, default=0))
+                self._check(terms, sum(base) - freeable(freed), sum(full) - gone, max(base, default=0))
             except Refusal:
                 for track in itertools.chain(*tracks):
                     released(track, track.cut(0))  # other tracks still hold them

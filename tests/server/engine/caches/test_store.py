@@ -293,6 +293,22 @@ def test_forks_share_memory_until_one_writes():
     assert not np.array_equal(read(store, "alice", copy, 0)[1], read(store, "alice", serial, 0)[1])
 
 
+def test_a_fork_counts_the_memory_of_the_caches_that_it_deletes():
+    chunk = CHUNK * TOKEN
+    store = store_of(limit=2 * chunk + 3 * BASE)
+    one, two, empty = create(store, count=3)
+    store.write(Terms("alice"), [one, two], 0, None, [tokens(CHUNK), tokens(CHUNK, 1)])
+    assert store._ledger.used == store._ledger.limit
+    refused("cache_memory", store.fork, Terms("alice"), [one], None, [])
+    refused("cache_memory", store.fork, Terms("alice"), [one, two], None, [empty])  # one base too many
+    (copy,) = [record.serial for record in store.fork(Terms("alice"), [one], None, [empty, empty])]
+    refused("cache_memory", store.fork, Terms("alice"), [one] * 3, None, [one, copy])  # the forks hold its chunk
+    made = store.fork(Terms("alice"), [one] * 3, None, [two, two])  # its chunk has room for two more
+    assert store._ledger.used == chunk + 5 * BASE
+    for record in made:
+        np.testing.assert_array_equal(read(store, "alice", record.serial, 0)[1], read(store, "alice", one, 0)[1])
+
+
 def test_a_write_over_several_caches_happens_on_all_or_on_none():
     store = store_of()
     one, two = create(store, count=2)
