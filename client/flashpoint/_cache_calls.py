@@ -149,8 +149,18 @@ def _asks(
     method: str, path: str, asked: Mapping[str, Any] | None, affinity: Affinity, read: Callable[[Any], Any],
     success: int = 200,
 ) -> Call:  # fmt: skip
-    headers, body = {"Accept": jsonwire.MEDIA_TYPE}, b"" if asked is None else json.dumps(plain(asked)).encode()
+    headers, parts = {"Accept": jsonwire.MEDIA_TYPE}, tuple[memoryview, ...]()
     if asked is not None:
         headers |= {"Content-Type": jsonwire.MEDIA_TYPE, **idempotent()}
-    parts = (memoryview(body),) if body else ()
+        parts = (memoryview(_document(asked)),)
     return Call(method, path, jsonwire.MEDIA_TYPE, headers, parts, DEFAULT, read, success=success, affinity=affinity)
+
+
+def _document(asked: Mapping[str, Any]) -> bytes:
+    document = plain(dict(asked))
+    for name, value in document.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            raise invalid(name, f"must be text, finite numbers or lists of them, not {value!r}") from None
+    return json.dumps(document).encode()

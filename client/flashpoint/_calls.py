@@ -305,8 +305,8 @@ def checked(model: type[Model], keywords: Mapping[str, Any]) -> Model:
 
 
 def plain(value: Any) -> Any:
-    """Convert NumPy numbers and arrays to Python numbers and lists, also inside lists, tuples and dicts."""
-    if isinstance(value, (np.generic, np.ndarray)):
+    """Convert numbers and arrays of NumPy, torch and JAX to Python's, also inside lists, tuples and dicts."""
+    if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]

@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import hashlib
 import json
+import math
 import os
 import signal
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import flashpoint
+from flashpoint import InvalidInputError
 from flashpoint_kernels import attention, dequantize, quantize
 from tests.support.caches import (
     HK,
@@ -348,6 +350,14 @@ def test_the_sdk_takes_numpy_numbers_for_numbers(held):
         alice.delete_caches(copies)
         cache.truncate(np.int64(1))
         assert cache.lengths == [1, 1]
+        cache.truncate(torch.tensor(0))
+        assert cache.lengths == [0, 0]
+
+
+@pytest.mark.parametrize("ttl", [math.nan, np.float32("inf"), {60}, object()], ids=["nan", "inf", "set", "object"])
+def test_the_sdk_names_a_number_that_json_cannot_hold(held, ttl):
+    with client(held) as alice, pytest.raises(InvalidInputError, match="ttl_s: must be text, finite numbers"):
+        alice.cache(**SHAPE, ttl_s=ttl)
 
 
 def test_the_asyncio_twin_does_the_same(held):

@@ -23,7 +23,8 @@ from flashpoint_server.config.settings import Settings
 PREFIX = "FLASHPOINT_"
 DEFAULT = "default"
 FILES = ("CONFIG", "ENV_FILE")  # variables that name the files
-_ALIKE = 0.95  # differs in one letter; FLASHPOINT_PORT_8000_TCP, which Kubernetes sets, is not similar to any setting
+# Two swapped letters of the shortest name are similar; FLASHPOINT_PORT_8000_TCP, which Kubernetes sets, is not.
+_ALIKE = 0.93
 _OF_CLIENTS = ("API_KEY", "URL")
 _SECRET = ("api_keys", "cache_secret")
 

@@ -96,6 +96,7 @@ def test_config_prints_what_is_in_force_and_where_it_comes_from(files, monkeypat
         ["keep_alive = 3", f"FLASHPOINT_KEEP_ALIVE in {env}"],
         ["queue_limit = 1", f"queue_limit in {toml}"],
         ['# cache_secret = "**********"', "FLASHPOINT_CACHE_SECRET"],
+        ["# FLASHPOINT_PROT is not a setting: did you mean FLASHPOINT_PORT?"],
     ]
     assert main(["config", "--keep-alive", "7"]) == 0
     again = tmp_path / "again.toml"
