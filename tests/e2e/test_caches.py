@@ -268,6 +268,10 @@ def test_refusals_name_the_field(held):
     for query, field in (("layr=0", "layr"), ("layer=", "layer"), ("layer=9", "layer")):
         answer = ask(held, f"/caches/{one}/tensors?{query}", **bearer("alice"))
         assert problem(answer, 422, "invalid_request")["errors"][0]["loc"] == [field], query
+    answer = ask(held, f"/caches/{one}/tensors", accept="application/json", **bearer("alice"))
+    assert "application/vnd.safetensors" in problem(answer, 406, "not_acceptable")["detail"]
+    answer = ask(held, f"/caches/{one}/tensors", accept="application/json, */*;q=0.1", **bearer("alice"))
+    assert set(answer.tensors) == {"k", "v"}
     for path in ("/attention/grad", "/verify"):
         answer = post(held, path, message(do, caches=[one]), **bearer("alice"))
         assert problem(answer, 422, "invalid_request")["errors"][0]["loc"] == ["caches"], path

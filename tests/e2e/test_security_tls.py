@@ -142,7 +142,8 @@ def test_who_shows_no_certificate_or_another_ones_is_sent_nothing(server, author
     for context in (stranger, other):
         with connected(server, context) as connection, pytest.raises((ssl.SSLError, ConnectionError)):
             ask(connection)
-    with pytest.raises(flashpoint.ConnectionFailedError), client(server, authority, certificate=False) as asking:
+    asks = pytest.raises(flashpoint.ConnectionFailedError, match="asks for a client certificate; give `tls`")
+    with asks, client(server, authority, certificate=False) as asking:
         asking.attention(Q, Q, Q)
 
 

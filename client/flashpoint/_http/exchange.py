@@ -255,6 +255,10 @@ def _translated(error: httpx.TransportError, url: httpx.URL) -> FlashpointError:
         translated = ConnectionFailedError(
             f"the certificate of {server} is not trusted; set SSL_CERT_FILE to the PEM file of its authority: {error}"
         )
+    elif "CERTIFICATE_REQUIRED" in str(error):  # the alert of TLS 1.3
+        translated = ConnectionFailedError(
+            f"{server} asks for a client certificate; give `tls`, an ssl.SSLContext that has loaded one: {error}"
+        )
     elif isinstance(error, _BROKEN):
         translated = ConnectionFailedError(f"the connection to {server} failed: {error or type(error).__name__}")
     elif isinstance(error, httpx.TimeoutException):

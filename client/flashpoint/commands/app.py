@@ -163,7 +163,7 @@ def exit_code(error: errors.FlashpointError) -> int:
 def hint(error: errors.FlashpointError) -> str | None:
     """Return what the user can do about an error of a call; None if the command line has no remedy."""
     match error:
-        case errors.ConnectionFailedError() if "SSL_CERT_FILE" not in str(error):
+        case errors.ConnectionFailedError() if " certificate" not in str(error):
             return "is the server running? `flashpoint serve` starts one here; --url names another"
         case errors.AuthenticationError(status=401):
             return "give the server's key: FLASHPOINT_API_KEY, or --api-key"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from flashpoint._http.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint_server.formats.json import JSON
@@ -33,15 +33,28 @@ def request_format(headers: Mapping[str, str]) -> Format:
 
 def answer_format(headers: Mapping[str, str], request: Format) -> Format:
     """Return the format that Accept prefers (RFC 9110, §12.5.1), or else the request's format. Raises Refusal 406."""
-    ranges = _ranges(headers.get("accept", ""))
-    if not ranges:
-        return request
     other = JSON if request is SAFETENSORS else SAFETENSORS
-    # If several have the best quality, `max` takes the first.
-    best = max((request, other, SAFETENSORS_AS_OCTETS), key=lambda one: _quality(one.media_type, ranges))
-    if _quality(best.media_type, ranges) <= 0:
+    best = _preferred(headers, (request, other, SAFETENSORS_AS_OCTETS))
+    if best is None:
         raise Refusal("not_acceptable", f"answers are {' or '.join(SERVED)}, but Accept allows neither")
     return best
+
+
+def binary_format(headers: Mapping[str, str]) -> Format:
+    """Return the format of an answer that is always safetensors. Raises Refusal 406 if Accept does not allow it."""
+    best = _preferred(headers, (SAFETENSORS, SAFETENSORS_AS_OCTETS))
+    if best is None:
+        raise Refusal("not_acceptable", f"the answer is {SAFETENSORS.media_type}, but Accept does not allow it")
+    return best
+
+
+def _preferred(headers: Mapping[str, str], offered: Sequence[Format]) -> Format | None:
+    """Return the first of the formats with the best quality; None if Accept allows none of them."""
+    ranges = _ranges(headers.get("accept", ""))
+    if not ranges:
+        return offered[0]
+    best = max(offered, key=lambda one: _quality(one.media_type, ranges))
+    return best if _quality(best.media_type, ranges) > 0 else None
 
 
 def takes_events(headers: Mapping[str, str]) -> bool:

@@ -19,7 +19,7 @@ from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.access.cache_ids import MOST_SIZES, CacheId
 from flashpoint_server.formats.json import JSON
 from flashpoint_server.formats.message import read_model
-from flashpoint_server.formats.negotiation import request_format
+from flashpoint_server.formats.negotiation import binary_format, request_format
 from flashpoint_server.ipc.job import CacheJob, JobResult
 from flashpoint_server.ipc.messages import CacheRecord
 from flashpoint_server.ipc.price import Price
@@ -237,6 +237,7 @@ async def tensors(request: RouteRequest) -> None:
     """Read k and v of a layer, as safetensors: 200. An 8-bit cache gives float32 values, and their scales."""
     one = _named(request)
     layer = _layer(request, one)
+    answers = binary_format(request.headers)
     (record,) = (await _ask(request, one.incarnation, "look", [one])).caches
     first, length, sizes = record.firsts[layer], record.lengths[layer], one.layer(layer)
     count, dtype = length - first, "float32" if sizes.quantized else sizes.dtype
@@ -257,7 +258,7 @@ async def tensors(request: RouteRequest) -> None:
     listed_ = [(name, info.dtype, (1, *info.shape)) for name, info in outputs.items()]
     said = wire.encode_options({"first": first, "length": length})
     views = [view for view in staging.views(staging.outputs).values() if len(view)]
-    await reply(request, [wire.build_head(listed_, said), *views], {"content-type": wire.MEDIA_TYPE})
+    await reply(request, [wire.build_head(listed_, said), *views], {"content-type": answers.media_type})
 
 
 def _layer(request: RouteRequest, one: CacheId) -> int:

@@ -65,7 +65,8 @@ def add(document: dict[str, Any]) -> None:
     schemas["CacheList"]["properties"]["caches"]["items"] = {"$ref": "#/components/schemas/Cache"}
     schemas["SavedList"]["properties"]["saved"]["items"] = {"$ref": "#/components/schemas/SavedForward"}
     one = "/caches/{id}"
-    read = _operation("Read k and v of a layer", "cache_tensors", 200, None, None, *_CACHE, "cache_position")
+    codes = (*_CACHE, "cache_position", "not_acceptable")
+    read = _operation("Read k and v of a layer", "cache_tensors", 200, None, None, *codes)
     read["parameters"] = [_ID, _LAYER, REPLICA]
     read["responses"]["200"]["content"] = {wire.MEDIA_TYPE: _BINARY}
     document["paths"] |= {

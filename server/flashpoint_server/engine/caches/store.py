@@ -238,6 +238,7 @@ class CacheStore:
             writes = self._prepared(terms, caches, layer, at, [k.shape[1] for k, _ in tokens], lowest)
             for cache in caches:
                 cache.marked(mark)
+                cache.expires = self._ledger.clock() + cache.ttl  # also if the call's attention fails later
         for write, (k, v) in zip(writes, tokens, strict=True):
             if (kept := write.cache.keep[layer]) is not None:
                 with self._lock:

@@ -165,8 +165,9 @@ class Stateful(RuleBasedStateMachine):
         assert found in ((None, "cache_memory") if code is None else (None,) if code == "repeats" else (code,))
         if found is not None:
             return
-        self.store._ledger.enter([serial])
-        self.store._ledger.leave([serial], used=True)
+        if code == "repeats":
+            self.store._ledger.enter([serial])
+            self.store._ledger.leave([serial], used=True)
         model.expires = self.clock.now + TTL
         if code is None:
             new = np.concatenate((k.numpy(), v.numpy()), -1)
