@@ -92,7 +92,7 @@ def findings(module):
             yield from undocumented(full, said, parameters(function))
 
 
-@pytest.mark.parametrize("name", MODULES + OPTIONAL)
+@pytest.mark.parametrize("name", [*MODULES, *(pytest.param(name, marks=pytest.mark.slow) for name in OPTIONAL)])
 def test_every_parameter_is_in_the_docstring(name):
     if name in OPTIONAL:
         pytest.importorskip(name.rpartition(".")[2])

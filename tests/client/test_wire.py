@@ -152,6 +152,7 @@ TENSOR = st.tuples(NAME, st.sampled_from(sorted(ITEMSIZE)), st.lists(st.integers
 METADATA = st.dictionaries(NAME, st.text(st.characters(codec="utf-8"), max_size=20), max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.lists(TENSOR, max_size=6, unique_by=lambda t: t[0]), METADATA)
 def test_what_is_built_is_read_back(tensors, metadata):

@@ -18,6 +18,8 @@ from tests.support.messages import JSON, ask, message, normal, post, problem
 from tests.support.servers import wait_for
 from tests.support.sockets import send
 
+pytestmark = pytest.mark.slow  # a server of its own
+
 
 @pytest.fixture(scope="module")
 def slow(start_server, tmp_path_factory):
@@ -199,7 +201,6 @@ def write_keys(file, *names):
     new.replace(file)
 
 
-@pytest.mark.slow
 def test_the_caches_of_a_removed_key_are_freed_behind_the_calls_that_run(start_server, tmp_path, pool):
     file = tmp_path / "keys.toml"
     write_keys(file, *KEYS)

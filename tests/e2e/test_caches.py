@@ -278,6 +278,7 @@ def test_refusals_name_the_field(held):
     posted(held, "/caches/delete", {"caches": [one, wide]})
 
 
+@pytest.mark.slow
 def test_tensors_are_read_as_one_request(start_server, tmp_path):
     """Where the key and the queue have room for only one. The key pays for the bytes."""
     limits = {"rights": ["attention"], "concurrent": 1, "bytes_per_second": 200_000}
@@ -298,6 +299,7 @@ def test_tensors_are_read_as_one_request(start_server, tmp_path):
     assert "bytes a second" in problem(ask(server, f"/caches/{one}", **bearer("alice")), 429, "key_limit")["detail"]
 
 
+@pytest.mark.slow
 def test_a_server_without_memory_has_no_caches_and_saves_nothing(start_server):
     server = start_server(cache_bytes=0)
     problem(post(server, "/caches", json.dumps(SHAPE).encode(), JSON), 404, "not_found")
@@ -389,6 +391,7 @@ def test_the_asyncio_twin_does_the_same(held):
     np.testing.assert_allclose(o, attention(q, k, v, causal=True).numpy(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_removing_a_key_frees_its_caches(hurt):
     created(hurt, "bob", max_length=1024)
 

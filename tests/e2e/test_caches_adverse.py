@@ -12,6 +12,8 @@ from tests.support.dense_attention import dense
 from tests.support.messages import JSON, ask, message, normal, post, problem, read_metrics
 from tests.support.servers import wait_for
 
+pytestmark = pytest.mark.slow  # a server of its own
+
 MANY = 2000  # caches, of which the engine's answer takes several messages
 
 
@@ -55,7 +57,6 @@ def test_an_id_of_another_key_is_not_found_wherever_it_stands_and_nothing_else_h
     posted(held, "/caches/delete", {"caches": [yours]})
 
 
-@pytest.mark.slow
 def test_thousands_of_caches_are_made_listed_forked_and_deleted_by_one_call_each(held):
     ids = created(held, layers=1, count=MANY)
     assert len(set(ids)) == MANY
@@ -170,7 +171,6 @@ def test_a_call_that_is_refused_for_its_mask_has_written_nothing(held):
     posted(held, "/caches/delete", {"caches": [one, other]})
 
 
-@pytest.mark.slow
 def test_a_creation_that_its_engine_had_not_begun_may_be_sent_again(start_server):
     """It names no cache that could be lost, and neither does a list."""
     server = start_server()

@@ -284,6 +284,7 @@ class Calls(RuleBasedStateMachine):
         assert {cache["id"] for cache in listed} == {one for one, model in self.there.items() if model.owner == name}
 
 
+@pytest.mark.slow
 def test_every_call_does_what_the_model_does(held):
     Calls.server = held
     run_state_machine_as_test(Calls, settings=settings(max_examples=8, stateful_step_count=25, deadline=None))

@@ -58,6 +58,7 @@ def patient(start_server):
     return start_server(**longest())
 
 
+@pytest.mark.slow
 def test_canary_slow_readers_and_reused_memory_show_nobody_elses_bytes(patient):
     """Answers that wait unread while fifty others are computed, sent, cut off and cancelled."""
     server = patient
@@ -77,6 +78,7 @@ def test_canary_slow_readers_and_reused_memory_show_nobody_elses_bytes(patient):
     nothing_inside(server)
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads_holds_up_nobody(patient):
     server = patient
     with contextlib.ExitStack() as held:
@@ -105,6 +107,7 @@ def given_up(server, name):
     return line
 
 
+@pytest.mark.slow
 def test_an_answer_that_nobody_takes_is_dropped_after_a_while(gated):
     with unread(gated.server, 2, "untaken"):
         given_up(gated.server, "untaken")

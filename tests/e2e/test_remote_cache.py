@@ -153,6 +153,7 @@ def test_only_copies_of_beams_are_forked(client, models, server):
         assert (len(held()), cache.batch_size) == (2, 2)
 
 
+@pytest.mark.slow
 def test_a_deep_copy_goes_its_own_way(client, models):
     model = models("gemma3")
     with remote(client, model) as cache:

@@ -236,6 +236,7 @@ def test_the_asyncio_twin_does_the_same(replicas, balanced):
     assert not held(replicas["a"]) | held(replicas["b"])
 
 
+@pytest.mark.slow
 def test_a_balancer_that_hashes_the_header_needs_a_value_of_the_client(replicas):
     k, v = kv(2, 3)
     with balancer(by_hash(replicas)) as hashing:

@@ -251,6 +251,7 @@ def forward_and_delete(server):
     return answer.status == 200 and delete(server, saved_of(answer)).status == 204
 
 
+@pytest.mark.slow
 def test_a_saved_forward_expires(start_server):
     server = start_server(saved_ttl=0.2)
     answer = post(server, "/attention", message(qkv(), save=True))

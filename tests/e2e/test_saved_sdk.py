@@ -199,6 +199,7 @@ def test_torch_sends_everything_where_the_forward_was_lost(client):
     assert client.asked() == [("/attention", "save"), ("/attention/grad", "saved"), ("/attention/grad", "")]
 
 
+@pytest.mark.slow
 def test_torch_sends_everything_where_there_is_no_memory(full):
     expected = gradients(full)
     kept = full.attention(*qkv(), save=True)
@@ -208,6 +209,7 @@ def test_torch_sends_everything_where_there_is_no_memory(full):
     full.delete_saved(kept.saved)
 
 
+@pytest.mark.slow
 def test_jax_sends_do_alone_in_every_transformation_but_vmap(client):
     jax = pytest.importorskip("jax")
     from flashpoint.jax import attention

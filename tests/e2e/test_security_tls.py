@@ -142,7 +142,7 @@ def test_who_shows_no_certificate_or_another_ones_is_sent_nothing(server, author
     for context in (stranger, other):
         with connected(server, context) as connection, pytest.raises((ssl.SSLError, ConnectionError)):
             ask(connection)
-    asks = pytest.raises(flashpoint.ConnectionFailedError, match="asks for a client certificate; give `tls`")
+    asks = pytest.raises(flashpoint.ConnectionFailedError, match="if it asks for a client certificate, give `tls`")
     with asks, client(server, authority, certificate=False) as asking:
         asking.attention(Q, Q, Q)
 
@@ -179,6 +179,7 @@ def test_tls_1_2_has_forward_secrecy_and_authenticated_encryption(server, author
                 suite(port, weak)
 
 
+@pytest.mark.slow
 def test_its_health_is_asked_for_through_tls(server, authority, capsys, start_server):
     """The command has no certificate, and accepts the server's from any authority."""
     cert, key = authority.give("alive")

@@ -88,6 +88,7 @@ def turned(t, layout):
     return t.swapaxes(1, 2) if layout == "bshd" else t
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(problems(), st.integers(0, 100))
 def test_any_problem_is_as_float64_solves_it_over_the_whole(clients, problem, seed):

@@ -106,6 +106,7 @@ def problems(draw):
 BOUNDS = {np.dtype(np.float32): 4e-6, np.dtype(np.float16): 2**-9, np.dtype(BFLOAT16): 2**-6}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(problems(), st.sampled_from((None, None, (1, 3), (3, 1), (2, 3))), st.booleans(), st.booleans())
 def test_any_problem_is_as_one_server_in_float64_solves_it(clients, problem, parts, with_forward, with_dlse):

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+import pytest
 import torch
 
 from tests.support.messages import SAFETENSORS, message
@@ -34,6 +35,7 @@ def status_of(connection):
         return file.readline().split()[1]
 
 
+@pytest.mark.slow
 def test_a_body_that_arrived_while_the_server_was_stopped(gated):
     """Straight into the staging memory, and in chunks."""
     chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)

@@ -46,6 +46,7 @@ def problems(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], tuple[int, int],
     return tensors, size, options
 
 
+@pytest.mark.slow
 @given(problem=problems())
 @settings(max_examples=60, deadline=None)
 def test_any_blocks_in_tiles(problem: Any) -> None:

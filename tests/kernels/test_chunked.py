@@ -33,11 +33,24 @@ def problem(heads, kv_heads, queries, length, dim, dtype=torch.float32):
 LENGTHS = [1, 7, 1023, 1024, 1025, 2500]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 64), (4, 1, 32), (6, 3, 20)])
-@pytest.mark.parametrize("queries", [1, 3, 70])
-@pytest.mark.parametrize("causal", [False, True])
-def test_it_is_right_against_float64(dtype, heads, kv_heads, dim, queries, causal):
+HEADS = [(2, 2, 64), (4, 1, 32), (6, 3, 20)]
+FEW = {  # each value once; the other combinations are slow
+    (torch.float32, HEADS[0], 1, False),
+    (torch.bfloat16, HEADS[1], 3, True),
+    (torch.float16, HEADS[2], 70, True),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "queries", "causal"),
+    [
+        pytest.param(*case, marks=[] if case in FEW else pytest.mark.slow)
+        for case in itertools.product((torch.float32, torch.bfloat16, torch.float16), HEADS, (1, 3, 70), (False, True))
+    ],
+    ids=str,
+)
+def test_it_is_right_against_float64(dtype, sizes, queries, causal):
+    heads, kv_heads, dim = sizes
     for length in LENGTHS:
         q, k, v = problem(heads, kv_heads, queries, length, dim, dtype)
         edge = length - queries

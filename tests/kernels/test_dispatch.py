@@ -74,6 +74,7 @@ def test_unsupported_options_are_refused_before_any_work() -> None:
     assert problem.outputs["dq"].isnan().all()
 
 
+@pytest.mark.slow
 def test_torch_and_tiled_do_not_import_triton() -> None:
     """Two threads of an engine that first use two backends would find a part of Triton."""
     code = (

@@ -45,6 +45,7 @@ def test_which_problems_have_few_queries() -> None:
         assert not few(t, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @given(
     kv_heads=st.integers(1, 3), group=st.sampled_from([1, 4]), q_len=st.sampled_from([1, 2, 5, 16]), kv_len=LENGTHS,
     dim=st.sampled_from([16, 64]), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -73,9 +74,20 @@ def test_bits_are_those_of_a_sequence_alone_on_one_thread_however_it_is_cut(
             assert torch.equal(part.outputs["o"], expected), (heads, head)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
-@pytest.mark.parametrize("size", [16, 100, 256, 1024, 1500, 2048])
+PAGES = [16, 100, 256, 1024, 1500, 2048]
+LAYOUTS = ["bhsd", "bshd", "thd"]
+FEW = {  # each value once; the other combinations are slow
+    (size, LAYOUTS[n % 3], (torch.float32, torch.bfloat16)[n % 2]) for n, size in enumerate(PAGES)
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "dtype"),
+    [
+        pytest.param(*case, marks=[] if case in FEW else pytest.mark.slow)
+        for case in itertools.product(PAGES, LAYOUTS, (torch.float32, torch.bfloat16))
+    ],
+)
 def test_bits_are_the_same_in_pages_of_any_size_in_any_order(size: int, layout: str, dtype: torch.dtype) -> None:
     """Some sequences' pages lie in a row, others anywhere; strided or not."""
     t = {n: x for n, x in qkv(2, 4, 1, 2600, 16, kv_heads=2, dtype=dtype).items() if n != "do"}
@@ -167,7 +179,7 @@ def test_scores_of_minus_infinity_and_nan_in_pages_that_are_copied(dtype: torch.
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("kv_len", [1024, 1100, 3333])
+@pytest.mark.parametrize("kv_len", [1024, pytest.param(1100, marks=pytest.mark.slow), 3333])
 def test_bits_do_not_depend_on_the_number_of_threads(rows: int, kv_len: int) -> None:
     """With AVX2, BLAS selects its code for up to three rows by the alignment, which differs between threads."""
     for dim, heads in itertools.product((16, 64, 128), (1, 3)):

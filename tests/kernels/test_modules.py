@@ -100,6 +100,7 @@ def test_half_precision() -> None:
     assert block(normal(2, 9, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_block_compiles_whole_forward_and_backward() -> None:
     torch.compiler.reset()
     block = module(Block, 32, 4, 2)

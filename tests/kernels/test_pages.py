@@ -114,6 +114,7 @@ def _turned(name: str, t: torch.Tensor) -> torch.Tensor:
     return t.transpose(1, 2) if name in ("q", "k", "v", "k_scale", "v_scale") else t
 
 
+@pytest.mark.slow
 @given(problem=serving(), causal=st.booleans(), backend=st.sampled_from(BACKENDS))
 @settings(max_examples=60, deadline=None)
 def test_any_pages(problem: Any, causal: bool, backend: str) -> None:

@@ -50,6 +50,7 @@ def test_the_exercises_are_within_their_bounds() -> None:
     assert [word in str(found["measured"]) for word in ("dropout", "not causal", "ALiBi")] == [True] * 3
 
 
+@pytest.mark.slow
 def test_lengths_and_traffic_measure_each_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "LENGTHS", (64, 256))
     monkeypatch.setattr(claims, "GROWING", (64, 256))

@@ -243,6 +243,7 @@ def test_a_closed_measurement_stops_at_the_slice(time: Time) -> None:
         next(running)
 
 
+@pytest.mark.slow
 def test_a_grid_yields_the_device_then_rows_with_naive_first() -> None:
     shapes = [{"batch": 1, "q_heads": 1, "q_len": n, "head_dim": 16} for n in (16, 32)]
     cases = grid(shapes, backends=["tiled", "triton", "naive"], dtypes=["float32", "bfloat16"])

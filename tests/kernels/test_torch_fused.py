@@ -98,6 +98,7 @@ def test_blocks_of_queries_see_what_their_window_and_alibi_say(
     assert found.ok, "\n".join(str(e) for e in found.tensors if not e.ok)
 
 
+@pytest.mark.slow
 def test_alibi_is_as_exact_at_16k_keys_as_the_tile_loop() -> None:
     """With a slope of 0.5 scores reach −8,192, whose rounding alone would be 5e-4."""
     t = {name: x for name, x in qkv(1, 2, 300, 16384, 16).items() if name != "do"}

@@ -24,6 +24,7 @@ def small(held):
     return infer(held.server.url, "attention", {name: torch.ones(1, 2, 3, 4) for name in "qkv"}, headers=KEY)
 
 
+@pytest.mark.slow
 def test_over_grpc(held):
     with held.shut("step") as name:
         large = large_call(held, name)

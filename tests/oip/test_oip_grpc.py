@@ -402,6 +402,7 @@ def test_every_refusal_has_its_status():
     assert all(grpc.StatusCode[name] for name in STATUSES.values())
 
 
+@pytest.mark.slow
 def test_a_grpc_port_that_is_taken_ends_the_server(server):
     command = [sys.executable, "-m", "flashpoint_server.cli.serve", "--port=0", f"--grpc-port={port_of(server)}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)

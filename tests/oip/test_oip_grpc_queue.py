@@ -93,6 +93,7 @@ def test_a_full_queue_refuses_a_call_before_its_message_is_read_and_answers_heal
     assert len({call.result(HANG) for call in queued}) == 1
 
 
+@pytest.mark.slow
 def test_a_call_without_a_key_or_its_right_is_refused_before_its_message_is_read(held):
     for metadata, status, words in (((), "UNAUTHENTICATED", "no valid API key"), (LOOKS, "PERMISSION_DENIED", "key")):
         with unsent_message(held, metadata) as call:

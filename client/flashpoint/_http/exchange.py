@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 
 from flashpoint._calls import Answer, Call, Reader
+from flashpoint._http.http1 import CLOSED
 from flashpoint._http.readers import Document, Message
 from flashpoint.errors import (
     ConnectionFailedError,
@@ -255,12 +256,12 @@ def _translated(error: httpx.TransportError, url: httpx.URL) -> FlashpointError:
         translated = ConnectionFailedError(
             f"the certificate of {server} is not trusted; set SSL_CERT_FILE to the PEM file of its authority: {error}"
         )
-    elif "CERTIFICATE_REQUIRED" in str(error):  # the alert of TLS 1.3
-        translated = ConnectionFailedError(
-            f"{server} asks for a client certificate; give `tls`, an ssl.SSLContext that has loaded one: {error}"
-        )
     elif isinstance(error, _BROKEN):
-        translated = ConnectionFailedError(f"the connection to {server} failed: {error or type(error).__name__}")
+        said = f"the connection to {server} failed: {error or type(error).__name__}"
+        # The alert of TLS 1.3; or nothing, from a server under asyncio.
+        if url.scheme == "https" and ("CERTIFICATE_REQUIRED" in str(error) or CLOSED in str(error)):
+            said += "; if it asks for a client certificate, give `tls`, an ssl.SSLContext that has loaded one"
+        translated = ConnectionFailedError(said)
     elif isinstance(error, httpx.TimeoutException):
         translated = DeadlineExceededError("the timeout passed before the answer had come")
     else:

@@ -12,6 +12,7 @@ import h11
 import httpx
 
 HEAD_LIMIT = 100 * 1024  # largest head of an answer, in bytes
+CLOSED = "the server closed the connection without an answer"
 PACKET = 64 * 1024  # parts of a request are joined up to this number of bytes
 
 
@@ -70,7 +71,7 @@ class Reply:
     def receive(self, data: bytes) -> None:
         """Take bytes from the connection; empty if the server has closed it."""
         if not data and not self.begun:
-            raise httpx.RemoteProtocolError("the server closed the connection without an answer")
+            raise httpx.RemoteProtocolError(CLOSED)
         try:
             self._h11.receive_data(data)
             while not self._ended and self.left is None:

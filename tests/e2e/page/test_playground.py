@@ -147,6 +147,7 @@ def test_what_is_refused_leaves_no_result(page, play):
     expect(outcome).to_be_hidden()
 
 
+@pytest.mark.slow
 def test_a_server_that_was_busy_is_asked_again(open_page, server):
     asked_for = []
 

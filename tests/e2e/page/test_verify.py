@@ -95,6 +95,7 @@ def test_what_is_wrong_is_said_at_its_field(page):
     assert queries.get_attribute("aria-invalid") is None
 
 
+@pytest.mark.slow
 def test_a_verification_is_cancelled_while_it_waits(open_page, gated):
     """It waits for a launch that a gate holds: the server drops it, and the page shows no result."""
     page = open_page(gated.server)
@@ -118,6 +119,7 @@ def test_a_verification_is_cancelled_while_it_waits(open_page, gated):
     expect(form.get_by_role("button", name="Verify")).to_be_enabled()
 
 
+@pytest.mark.slow
 def test_a_verification_shows_its_blocks_and_is_cancelled_while_it_runs(open_page, gated):
     """A gate holds it before its third block: the page says so, and no block begins once it is cancelled."""
     page = open_page(gated.server)

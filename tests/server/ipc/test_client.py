@@ -149,6 +149,7 @@ def test_order_cancelling_memory_and_closing(gate, monkeypatch):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_be_sent_fails_alone():
     async def run():
         async with bench() as b:
