@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashpoint_kernels import Options, Problem, run, verify
+from flashpoint_kernels.reproducible import exactly
 from flashpoint_kernels.tiled_backend import tiles
+from flashpoint_kernels.tiled_backend.tanh import tanh_
 from tests.conftest import DEVICE
 from tests.support.kernels.made import Made
 from tests.support.kernels.solving import backward, forward, normal, qkv
@@ -185,3 +188,14 @@ def test_outputs_may_be_any_subset() -> None:
     tiles.forward([problem])
     assert torch.equal(problem.outputs["lse"], forward("tiled", t)["lse"])
     assert bool((o == 7.0).all())
+
+
+def test_tanh_is_exact_and_has_the_same_bits_at_each_position() -> None:
+    x = torch.cat([torch.linspace(-12, 12, 100_003), torch.tensor([0.0, 1e-40, 1e30, torch.inf, -torch.inf])])
+    with exactly(1):
+        found = tanh_(x.clone())
+        assert all(torch.equal(tanh_(x[n:-n].clone()), found[n:-n]) for n in range(1, 40))
+        assert tanh_(torch.tensor([torch.nan])).isnan().all()
+    exact = x.double().tanh()
+    unit = torch.from_numpy(np.spacing(exact.abs().float().numpy()))
+    assert ((found - exact).abs() <= 2 * unit).all()

@@ -28,6 +28,7 @@ from flashpoint_kernels.products import add_product, product
 from flashpoint_kernels.quantization import scaled
 from flashpoint_kernels.reproducible import aligned
 from flashpoint_kernels.tiled_backend.cells import Cells, Flags, Group, Numbers, groups
+from flashpoint_kernels.tiled_backend.tanh import tanh_
 
 INF = float("inf")
 _WAVE = 1 << 20  # maximum scores in a wave
@@ -242,7 +243,7 @@ class Strips:
         s = product(q, k.mT, _shaped(memory, (len(keys), *self.cells.size)))
         slope = None
         if softcap:
-            s.div_(softcap).tanh_()
+            tanh_(s.div_(softcap))
             slope = torch.addcmul(s.new_ones(()), s, s, value=-1.0) if with_slope else None
             s.mul_(softcap)
         if self.slopes is not None:

@@ -32,6 +32,7 @@ from flashpoint_kernels.products import add_product, product
 from flashpoint_kernels.quantization import scaled
 from flashpoint_kernels.reproducible import aligned, can_be_cut, flushing, sharing, threads
 from flashpoint_kernels.tiled_backend import blocks
+from flashpoint_kernels.tiled_backend.tanh import tanh_
 
 INF = float("inf")
 
@@ -324,7 +325,7 @@ class Tiles:
         s = s.view(self.heads, i1 - i0, j1 - j0)
         tanh = None
         if self.softcap:
-            tanh = s.tanh_()
+            tanh = tanh_(s)
             s = torch.mul(tanh, self.softcap, out=_shaped(memory, s.shape))
         if self.slopes is not None:
             s.addcmul_(self.slopes, self.ahead(i0, i1, j0, j1).abs_().float(), value=-1.0)
