@@ -72,7 +72,9 @@ def _pack_torch(name: str, tensor: torch.Tensor) -> Packed:
         raise invalid(name, f"dtype {tensor.dtype} cannot be sent")
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         raise invalid(name, "must be a dense tensor with memory of its own")
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    whole = tensor.detach().cpu().resolve_neg().contiguous()
+    # not reshape(-1), which keeps the stride of a tensor with one element
+    flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
     return Packed(dtype, tuple(tensor.shape), flat.numpy().data)
 
 

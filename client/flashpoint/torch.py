@@ -142,7 +142,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Clie
         return _method(client, "attention")(q, k, v, **keywords)
     if alone := [name for name in _FORWARD_ONLY if keywords.get(name) is not None]:
         raise invalid(alone[0], "has no gradient: detach q, k and v")
-    others: dict[str, Any] = dict(keywords)
+    others: dict[str, Any] = {name: value for name, value in keywords.items() if name not in _FORWARD_ONLY}
     return_lse, with_meta = others.pop("return_lse", False), others.pop("with_meta", False)
     o, lse, meta = _RemoteAttention.apply(client, save, others, *inputs)  # type: ignore[no-untyped-call]
     result = (o, lse) if return_lse else o

@@ -8,13 +8,14 @@ arguments that the dispatcher would coerce.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashpoint_contract.options import OPTIONS, Direction, Flag, Kind, Number, OneOf, Options, Pair, ProblemError
 from flashpoint_contract.spec import plan
@@ -56,6 +57,7 @@ for _schema in (
 def attention(tensors: Mapping[str, Tensor | None], options: Options) -> tuple[Tensor, Tensor]:
     """Return (o, lse) from the operator. Without a seed, each call with dropout draws one from torch's generator."""
     inputs = [tensors[name] for name in FORWARD_TENSORS]
+    _refuse_tangents(inputs)
     drawn = options.dropout_p and options.dropout_seed is None
     seed = torch.randint(1 << 53, (), device="cpu") if drawn else _seed(options)
     o, lse = torch.ops.flashpoint.attention.default(*inputs, seed, literal(options))
@@ -65,10 +67,21 @@ def attention(tensors: Mapping[str, Tensor | None], options: Options) -> tuple[T
 def attention_backward(tensors: Mapping[str, Tensor | None], options: Options) -> list[Tensor]:
     """Return the gradients in `options.grads` from the operator."""
     inputs, given = [tensors[name] for name in _BOTH], [tensors[name] for name in _GIVEN]
+    _refuse_tangents((*inputs, *given))
     answers: list[Tensor] = torch.ops.flashpoint.attention_backward.default(
         *inputs, _seed(options), *given, literal(options), options.grads
     )
     return answers
+
+
+def _refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
+    """Raise RuntimeError if a forward-mode derivative is asked for: without this, it would be 0."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None  # torch.func.jvp, jacfwd, hessian
+    unpack: Any = forward_ad.unpack_dual
+    if transformed or any(t is not None and unpack(t).tangent is not None for t in tensors):
+        raise RuntimeError("forward-mode derivatives of attention are not available; use backward()")
 
 
 def literal(options: Options) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.spec import Spec, plan
@@ -88,7 +89,12 @@ class Route(NamedTuple):
 
 def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor] | None:
     """Return o and lse, or None if the call needs the general path."""
-    if torch.compiler.is_compiling() or _dispatch_modes() or _transforms() is not None:
+    if (
+        torch.compiler.is_compiling()
+        or _dispatch_modes()
+        or _transforms() is not None
+        or forward_ad._current_level >= 0
+    ):
         return None
     if not (type(q) in _ORDINARY and type(k) in _ORDINARY and type(v) in _ORDINARY):
         return None

@@ -165,13 +165,23 @@ def spread(calls: Sequence[Callable[[], None]]) -> None:
     if len(calls) == 1:
         calls[0]()
         return
-    for done in [_pool().submit(call) for call in calls]:
+    inference = torch.is_inference_mode_enabled()  # each thread has its own mode
+    for done in [_pool().submit(_in_mode, inference, call) for call in calls]:
         done.result()
+
+
+def _in_mode(inference: bool, call: Callable[[], None]) -> None:
+    with torch.inference_mode(inference):
+        call()
 
 
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(CORES, "flashpoint-core")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked child has no threads of its parent
 
 
 def thread_count(problem: Problem, row: Row) -> int:

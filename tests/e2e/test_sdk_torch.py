@@ -93,3 +93,17 @@ def test_half_types_have_half_gradients(client, dtype):
     for found, expected in zip(inputs, wanted, strict=True):
         assert found.grad.dtype == dtype
         close(found.grad, expected.grad, bound=2**-8 if dtype == torch.float16 else 2**-6)
+
+
+def test_any_view_is_sent(client):
+    """A tensor with one element may have any stride, and torch negates some views only when they are read."""
+    q, lengths = torch.randn(1, 2, 8, 16), torch.tensor([[5, 8]])
+    expected = client.attention(-q, q, q, kv_lengths=torch.tensor([5]))
+    assert torch.equal(client.attention(torch._neg_view(q), q, q, kv_lengths=lengths[:, 0]), expected)
+
+
+def test_scales_of_none_have_a_backward(client):
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+    given = ({}, {"k_scale": None, "v_scale": None})
+    found = [torch.autograd.grad(attention(q, q, q, client=client, **none).sum(), q)[0] for none in given]
+    assert torch.equal(*found)
