@@ -169,8 +169,9 @@ def _saving(keywords: Mapping[str, Any]) -> Call:
 def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]) -> Call:
     """Return the call for attention over caches. A write has an idempotency key, so that it may be sent again."""
     given = keywords.pop("caches")
-    if isinstance(given, str | HeldCache):
+    if isinstance(given, str | HeldCache) or not isinstance(given, Iterable):
         raise invalid("caches", "must be a list, with one cache for each sequence of q")
+    given = list(given)
     layer, at = keywords.pop("layer", 0), keywords.pop("at", None)
     ids = [cache.id if isinstance(cache, HeldCache) else cache for cache in given]
     try:

@@ -152,3 +152,9 @@ def test_a_large_answer_arrives_whole(client):
     k, v = tensors(1, 4, 1, 64, n=2, seed=1)
     o = client.attention(q, k, v)
     assert torch.equal(o, v.expand_as(o))  # one key: the value itself
+
+
+@pytest.mark.parametrize("caches", [5, None, "x"], ids=str)
+def test_caches_that_are_no_list_are_refused_by_name(server, caches):
+    with flashpoint.Client(server.url) as client, pytest.raises(flashpoint.InvalidInputError, match="caches"):
+        client.attention(np.zeros((1, 1, 2, 4), np.float32), caches=caches, layer=0)

@@ -253,8 +253,30 @@ def test_what_no_server_alone_can_do_is_refused_by_name(clients, keywords, field
 
 
 @pytest.mark.parametrize(
-    "given", [{"span": 0}, {"keep": 3}, {"max_length": 5}, {"beside": "x"}, {"kvheads": 1}], ids=str
+    "given",
+    [
+        {"span": 0},
+        {"keep": 3},
+        {"max_length": 5},
+        {"beside": "x"},
+        {"kvheads": 1},
+        {"layers": "x"},
+        {"layers": None},
+        {"layers": 0},
+    ],
+    ids=str,
 )
 def test_sizes_that_it_does_not_take_are_refused_by_name(clients, given):
     with pytest.raises(flashpoint.InvalidInputError, match=next(iter(given))):
         sharded.cache(clients, **given)
+
+
+def test_sizes_may_be_numpys_numbers(clients):
+    k, v = tokens(5)
+    heads, dim = (np.int64(SHAPE[name]) for name in ("kv_heads", "head_dim"))
+    with sharded.cache(
+        clients, **{**SHAPE, "kv_heads": heads, "head_dim": dim, "layers": np.int64(1)}, span=3
+    ) as cache:
+        cache.append(k, v)
+        cache.append(k, v, at=1)
+        assert cache.length == 6

@@ -75,7 +75,7 @@ class Spread:
     """The parts of a cache, and the length of each layer."""
 
     def __init__(self, urls: Sequence[str], asked: Mapping[str, Any]) -> None:
-        shape = dict(asked)
+        shape = _calls.plain(dict(asked))
         span = shape.pop("span", SPAN)
         if type(span) is not int or span < 1:
             raise invalid("span", "must be a number of tokens, 1 or more")
@@ -84,9 +84,12 @@ class Spread:
                 raise invalid(name, f"{NOT_SPREAD[name]}: not for a cache of several servers")
             if name not in CacheSizes.__annotations__:
                 raise invalid(name, "is not an option of a cache")
+        layers = shape.get("layers", 1)
+        if type(layers) is not int or layers < 1:
+            raise invalid("layers", "must be a number of layers, 1 or more")
         self.urls, self.span, self._shape = urls, span, shape
         self.parts: list[AnyCache] = []
-        self.lengths = [0] * int(shape.get("layers", 1))
+        self.lengths = [0] * layers
         self._unsure: set[tuple[int, int]] = set()  # (part, layer) of each write that was not answered
         self._dtype = np.dtype(np.float32)  # dtype of the latest tokens
 

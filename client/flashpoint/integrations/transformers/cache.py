@@ -25,8 +25,8 @@ class RemoteCache(Cache):
             model.generate(**inputs, past_key_values=cache)
 
     The model's attention must be that of `register`. Every mode of `generate` works: greedy, sampling, beams, batches
-    with padding, assisted decoding, prefill in chunks, and a conversation that goes on with the same cache. The server
-    has a cache for each sequence; they are made at the first forward, for its batch and its dtype.
+    with padding on the left, assisted decoding, prefill in chunks, and a conversation that goes on with the same cache.
+    The server has a cache for each sequence; they are made at the first forward, for its batch and its dtype.
 
     Use it in a `with`, or call `close`, to free the server's memory at once. When the server has lost it, CacheError is
     raised, and the cache is empty: call `generate` again with all tokens.
