@@ -420,3 +420,48 @@ def test_a_cache_of_an_engine_that_died_is_lost_and_one_of_no_engine_never_was(h
     wait_for(lambda: ask(hurt, "/health/ready").status == 200, lambda: "not ready again")
     problem(attended(hurt, {"q": normal(1, HQ, 1, D)}, caches=[one]), 410, "cache_lost")
     problem(ask(hurt, f"/caches/{one}", **bearer("bob")), 404, "cache_not_found")
+
+
+@pytest.mark.parametrize("options", [{"dropout_p": 0.5, "dropout_seed": 1}, {"causal": True}], ids=str)
+def test_a_sequence_without_queries_may_have_a_cache_cut_to_its_first_kept_token(held, options):
+    one, two = created(held, count=2, layers=1, keep=1)
+    for count in (1024, 1, 1):
+        k, v = kv(count, 0)
+        assert post(held, f"/caches/{two}/append", message({"k": k, "v": v}), **bearer("alice")).status == 200
+    posted(held, f"/caches/{two}/truncate", {"length": 1024})
+    k, v = (torch.cat([t, t]) for t in kv(1, 1))
+    tensors = {"q": normal(2, HQ, 1, D), "k": k, "v": v, "q_lengths": torch.tensor([1, 0])}
+    answer = attended(held, tensors, caches=[one, two], **options)
+    assert answer.status == 200, answer.body
+    assert not answer.tensors["o"][1].any()
+    posted(held, "/caches/delete", {"caches": [one, two]})
+
+
+def test_a_repeated_write_has_the_seed_of_the_first(held):
+    (one,), (k, v) = created(held, layers=1), kv(3, 0)
+    body = message({"q": normal(1, HQ, 3, D), "k": k, "v": v}, caches=[one], dropout_p=0.5)
+    answers = [
+        post(held, "/attention", body, idempotency_key=key, **bearer("alice")) for key in ("first", "first", "second")
+    ]
+    assert [answer.status for answer in answers] == [200] * 3
+    first, again, second = (answer.tensors["o"] for answer in answers)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    posted(held, "/caches/delete", {"caches": [one]})
+
+
+def test_errors_name_the_field_of_an_id_and_a_key_belongs_to_its_kind_of_call(held):
+    (one,) = created(held, layers=1)
+    for path, document, field in (
+        ("/caches/fork", {"caches": [one], "free": ["nobody"]}, "free.0"),
+        ("/caches", {**SHAPE, "beside": "nobody"}, "beside"),
+    ):
+        answer = post(held, path, json.dumps(document).encode(), JSON, **bearer("alice"))
+        assert [error["loc"] for error in problem(answer, 404, "cache_not_found")["errors"]] == [[field]], path
+    made = [
+        post(held, path, json.dumps(document).encode(), JSON, idempotency_key="both", **bearer("alice"))
+        for path, document in (("/caches", SHAPE), ("/caches/fork", {"caches": [one]}), ("/caches", SHAPE))
+    ]
+    first, fork, again = ([cache["id"] for cache in answer.json["caches"]] for answer in made)
+    assert first == again != fork
+    posted(held, "/caches/delete", {"caches": [one, *first, *fork]})

@@ -165,9 +165,12 @@ class Scheduler:
 
     def forget(self, peer: Peer) -> None:
         """Drop all requests of an HTTP process that has disconnected."""
-        for entry in self._remove(lambda entry: entry.peer is peer):
-            if entry.caches or entry.kept is not None:  # others wait for its end, or for its memory
-                self._drop_parts(entry, out_of_time())
+        found = self._remove(lambda entry: entry.peer is peer)
+        found = [entry for entry in found if entry.caches or entry.kept is not None]  # others wait for them
+        for entry in found:
+            entry.failure = out_of_time()  # before the first is dropped, which ends the wait of the next
+        for entry in found:
+            self._drop_parts(entry, out_of_time())
         for entry in self._stoppable:
             if entry.peer is peer:
                 entry.failure = out_of_time()
@@ -204,8 +207,9 @@ class Scheduler:
             assert self._holder is not None
             self._holder.leave(entry.caches, used=entry.uses and entry.failure is None)
             for other in self._turns.leave(entry):
-                self._queue(other)
-                self._wake()
+                if other.failure is None:  # else `forget` drops it
+                    self._queue(other)
+                    self._wake()
 
     # Tasks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -57,6 +58,11 @@ async def compute_cached(
         raise invalid([("caches", "contains a cache twice, but the call writes to it")])
     if asked.at is not None and not writes:
         raise invalid([("at", "needs k and v: it says where they are written")])
+    key = idempotency_key(request) if writes else ""
+    if key and options.dropout_p and options.dropout_seed is None:
+        # The same key has the same answer, so also the same seed: of 53 bits, like one that is drawn.
+        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 11
+        options = replace(options, dropout_seed=seed)
     try:
         spec, left, backend = _planned(tuple(message.inputs), options, layer, len(ids), device.backends)
     except ProblemError as error:
@@ -84,7 +90,7 @@ async def compute_cached(
         shape=(layer.kv_heads, layer.head_dim, layer.value_dim, layer.dtype),
         layer=asked.layer,
         at=asked.at,
-        key=idempotency_key(request) if writes else "",
+        key=key,
         quota=cache_quota(request),
         left=left,
     )
@@ -180,8 +186,11 @@ def lead_here(request: RouteRequest) -> None:
     request.exchange.replica = sent if REPLICA.fullmatch(sent) else request.service.cache_ids.replica
 
 
-def found(request: RouteRequest, texts: Sequence[str]) -> list[CacheId]:
-    """Return the decoded ids of caches, all on one engine. Raises Refusal 404, 410, 421, 422 and 503."""
+def found(request: RouteRequest, texts: Sequence[str], fields: Sequence[str] = ()) -> list[CacheId]:
+    """Return the decoded ids of caches, all on one engine. Errors name each by its field, or else as `caches.0` ….
+
+    Raises Refusal 404, 410, 421, 422 and 503.
+    """
     assert request.caller is not None
     service, owner = request.service, request.caller.name
     ids = [service.cache_ids.read(owner, text) for text in texts]
@@ -189,15 +198,14 @@ def found(request: RouteRequest, texts: Sequence[str]) -> list[CacheId]:
     there = {incarnation: service.engine.holder(incarnation) for incarnation in here}
     errors = []
     for place, one in enumerate(ids):
+        field = fields[place] if fields else f"caches.{place}"
         if one is None:
-            errors.append(
-                (f"caches.{place}", "cache_not_found: this cache does not exist, or belongs to another API key")
-            )
+            errors.append((field, "cache_not_found: this cache does not exist, or belongs to another API key"))
         elif one.replica != service.cache_ids.replica:
             said = f"replica {one.replica!r} holds the cache: send X-Flashpoint-Replica: {one.replica}"
-            errors.append((f"caches.{place}", f"cache_elsewhere: {said}"))
+            errors.append((field, f"cache_elsewhere: {said}"))
         elif not there[one.incarnation]:
-            errors.append((f"caches.{place}", "cache_lost: the engine that held the cache restarted"))
+            errors.append((field, "cache_lost: the engine that held the cache restarted"))
     if errors:
         code, _, said = errors[0][1].partition(": ")
         if code == "cache_elsewhere":

@@ -100,7 +100,9 @@ async def create(request: RouteRequest) -> None:
         "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim, "dtype": asked.dtype, "count": asked.count,
         "max_length": asked.max_length, "keep": _each("keep", asked.keep, n), "ttl": asked.ttl_s,
     }  # fmt: skip
-    incarnation = found(request, [asked.beside])[0].incarnation if asked.beside is not None else _engine_for(request)
+    incarnation = (
+        found(request, [asked.beside], ["beside"])[0].incarnation if asked.beside is not None else _engine_for(request)
+    )
     answer = await _ask(request, incarnation, "create", arguments=arguments)
     await send_json(request, 201, {"caches": _described(request, incarnation, answer.caches)})
 
@@ -126,7 +128,8 @@ async def fork(request: RouteRequest) -> None:
     asked = await _read(request, ForkRequest)
     if asked.lengths is not None and len(asked.lengths) != len(asked.caches):
         raise invalid([("lengths", f"has {len(asked.lengths)} numbers for {len(asked.caches)} caches")])
-    ids = found(request, [*asked.caches, *asked.free])
+    fields = [f"{name}.{n}" for name in ("caches", "free") for n in range(len(getattr(asked, name)))]
+    ids = found(request, [*asked.caches, *asked.free], fields)
     _check_made("caches", sum(one.shape.layers for one in ids[: len(asked.caches)]))
     serials = [one.serial for one in ids]
     unique = list(dict.fromkeys(serials))

@@ -1,5 +1,6 @@
 """The scheduler alone, without sockets, torch or a device: what runs next, and what is answered when."""
 
+import collections
 import itertools
 import mmap
 from concurrent.futures import Future
@@ -13,9 +14,9 @@ from flashpoint_contract.options import Options
 from flashpoint_server.engine import scheduler as module
 from flashpoint_server.engine.entry import Peer
 from flashpoint_server.engine.scheduler import Scheduler
-from flashpoint_server.engine.tasks import Compute, Cut, Launch, Slice
+from flashpoint_server.engine.tasks import Ask, Compute, Cut, Launch, Slice
 from flashpoint_server.engine.waiting import Budget
-from flashpoint_server.ipc.messages import PlacedTensor, Prove, Submit, pack_options
+from flashpoint_server.ipc.messages import AskCaches, PlacedTensor, Prove, Submit, pack_options
 from flashpoint_server.ipc.price import PASSED
 
 NUMBERS = itertools.count()
@@ -235,6 +236,44 @@ def test_the_requests_of_a_process_that_is_gone_are_dropped(bench):
     assert bench.scheduler.take() is None
     bench.finish(running)
     assert (bench.answered, bench.peer.running) == ([], 0)
+
+
+class Uses:
+    """A holder that counts the calls on each cache."""
+
+    def __init__(self):
+        self.users = collections.Counter()
+
+    def enter(self, serials):
+        self.users.update(serials)
+
+    def leave(self, serials, *, used):
+        self.users.subtract(serials)
+
+    def next_look(self):
+        return None
+
+
+def test_calls_on_a_cache_of_a_process_that_is_gone_are_dropped_once():
+    """The second of them waits for the first, and a call of another process for both."""
+    bench, uses = Bench(), Uses()
+    bench.scheduler = Scheduler(bench.device, Budget(1 << 60, 1 << 60, 0.0), bench.answer, bench.wake, holder=uses)
+    other = Peer(channel=None, pinning=None, segments={0: mmap.mmap(-1, 4096)})
+    numbers = []
+    for peer, caches in ((bench.peer, (7,)), (bench.peer, (7, 8)), (bench.peer, (8,)), (other, (7, 8))):
+        numbers.append(next(NUMBERS))
+        asked = AskCaches(
+            numbers[-1], f"r{numbers[-1]}", "look", "alice", caches, {}, "", None, 0, [], [], 0, 0, SHORT, 0.0, None
+        )
+        bench.scheduler.admit(asked, peer)
+    bench.scheduler.forget(bench.peer)
+    assert sorted(bench.answered) == [(number, "deadline_exceeded") for number in numbers[:3]]
+    assert uses.users == {7: 1, 8: 1}
+    task = bench.take(Ask)
+    assert task.entries[0].submit.id == numbers[3]
+    bench.finish(task)
+    assert not any(uses.users.values())
+    assert bench.scheduler.take() is None
 
 
 def test_a_slice_of_a_plugin_runs_alone(monkeypatch):

@@ -269,7 +269,7 @@ def _gather(track: Track, start: int, k: Tensor, v: Tensor) -> None:
     """Copy a track's tokens from `start` on into pages (n, Hk, page, D); dropped tokens are 0."""
     page = k.shape[2]
     held = max(start, track.first)
-    for n in range((held - start) // page + 1 if held > start else 0):
+    for n in range(min(len(k), (held - start) // page + 1) if held > start else 0):
         k[n].zero_()
         v[n].zero_()
     for piece in track.pieces(held, track.length):

@@ -65,7 +65,7 @@ class CacheStore:
         """Create empty caches; with `max_length`, allocate their memory now. Raises Refusal 413 and 429."""
         with self._lock:
             self._ledger.sweep()
-            if (again := self._answered(terms)) is not None:
+            if (again := self._answered(terms, "create")) is not None:
                 return again
             sizes = self._sizes(shape)
             chunks = [reserved_chunks(max_length, kept) for kept in keep] if max_length else [0] * len(sizes)
@@ -89,7 +89,7 @@ class CacheStore:
                     raise
                 made.append(self._new(terms.owner, shape, ttl or self._ttl, tracks, tuple(keep), max_length))
                 self._ledger.add(made[-1], each, each)
-            return self._answer(terms, made)
+            return self._answer(terms, "create", made)
 
     def fork(
         self, terms: Terms, serials: Sequence[int], lengths: Sequence[int] | None, free: Sequence[int]
@@ -97,12 +97,13 @@ class CacheStore:
         """Copy caches, up to `lengths` tokens of each layer, and delete `free`. Raises Refusal 404, 409, 410, 429."""
         with self._lock:
             self._ledger.sweep()
-            if (again := self._answered(terms)) is not None:
+            if (again := self._answered(terms, "fork")) is not None:
                 return again
-            found = self._find(terms.owner, [*serials, *free])
+            fields = [f"{name}.{n}" for name, some in (("caches", serials), ("free", free)) for n in range(len(some))]
+            found = self._find(terms.owner, [*serials, *free], fields)
             sources, freed = found[: len(serials)], found[len(serials) :]
             ends = [None] * len(sources) if lengths is None else lengths
-            self._refuse("caches", [cut_problem(c, end) for c, end in zip(sources, ends, strict=True)])
+            self._refuse([cut_problem(c, end) for c, end in zip(sources, ends, strict=True)])
             tracks = [[t.fork(t.length if end is None else min(end, t.length)) for t in c.tracks]
                       for c, end in zip(sources, ends, strict=True)]  # fmt: skip
             base = [base_bytes(len(c.tracks)) for c in sources]
@@ -118,7 +119,7 @@ class CacheStore:
             for source, own, nbytes, some in zip(sources, base, full, tracks, strict=True):
                 made.append(self._new(terms.owner, source.shape, source.ttl, some, source.keep, source.max_length))
                 self._ledger.add(made[-1], nbytes, own)
-            answer = self._answer(terms, made)
+            answer = self._answer(terms, "fork", made)
             for cache in dict.fromkeys(freed):
                 self._ledger.end(cache)
             return answer
@@ -138,14 +139,17 @@ class CacheStore:
             tracks=tracks, keep=keep, max_length=max_length,
         )  # fmt: skip
 
-    def _answered(self, terms: Terms) -> list[CacheRecord] | None:
-        """Return the first answer to this key again. Raises Refusal 404 and 410 if its caches are gone."""
-        serials = self._answers.get(terms.owner, terms.key) if terms.key else None
+    def _answered(self, terms: Terms, what: str) -> list[CacheRecord] | None:
+        """Return the first answer to this key again, of a creation or of a fork.
+
+        Raises Refusal 404 and 410 if its caches are gone.
+        """
+        serials = self._answers.get(terms.owner, f"{what} {terms.key}") if terms.key else None
         return None if serials is None else [self.record(cache) for cache in self._find(terms.owner, serials)]
 
-    def _answer(self, terms: Terms, made: Sequence[StoredCache]) -> list[CacheRecord]:
+    def _answer(self, terms: Terms, what: str, made: Sequence[StoredCache]) -> list[CacheRecord]:
         if terms.key:
-            self._answers.put(terms.owner, terms.key, [cache.serial for cache in made], len(made))
+            self._answers.put(terms.owner, f"{what} {terms.key}", [cache.serial for cache in made], len(made))
         return [self.record(cache) for cache in made]
 
     # Reading
@@ -184,16 +188,20 @@ class CacheStore:
         with self._lock:
             return self._find(terms.owner, serials)
 
-    def _find(self, owner: str, serials: Sequence[int]) -> list[StoredCache]:
+    def _find(self, owner: str, serials: Sequence[int], fields: Sequence[str] = ()) -> list[StoredCache]:
         every = [self._ledger.find(StoredCache, owner, serial) for serial in serials]
-        self._refuse("caches", [one if isinstance(one, tuple) else None for one in every])
+        self._refuse([one if isinstance(one, tuple) else None for one in every], fields)
         return [one for one in every if isinstance(one, StoredCache)]
 
     @staticmethod
-    def _refuse(field_: str, problems: Sequence[tuple[str, str] | None]) -> None:
-        """Raise Refusal if there are problems (code, message). Its code is the first; its errors have their indices."""
+    def _refuse(problems: Sequence[tuple[str, str] | None], fields: Sequence[str] = ()) -> None:
+        """Raise Refusal if there are problems (code, message), with the code of the first.
+
+        Its errors have their fields, or else `caches.0` ….
+        """
         if any(problems):
-            errors = [(f"{field_}.{i}", f"{p[0]}: {p[1]}") for i, p in enumerate(problems) if p is not None]
+            fields = fields or [f"caches.{i}" for i in range(len(problems))]
+            errors = [(field, f"{p[0]}: {p[1]}") for field, p in zip(fields, problems, strict=True) if p is not None]
             code, said = next(p for p in problems if p is not None)
             raise Refusal(code, said, errors=errors)
 
@@ -205,7 +213,7 @@ class CacheStore:
             (cache,) = self._find(terms.owner, [serial])
             mark = Mark(terms.key, f"truncate {length}", 0)
             if not self._repeats([cache], mark):
-                self._refuse("caches", [cut_problem(cache, length)])
+                self._refuse([cut_problem(cache, length)])
                 for track in cache.tracks:
                     if track.length > length:
                         self._let_go(cache, track, track.cut(length))
@@ -251,7 +259,7 @@ class CacheStore:
 
     def readable(self, caches: Sequence[StoredCache], layer: int, first: Sequence[int]) -> None:
         """Check that each cache still holds the tokens from `first` on. Raises Refusal 409."""
-        self._refuse("caches", [dropped(c.tracks[layer].first, p) for c, p in zip(caches, first, strict=True)])
+        self._refuse([dropped(c.tracks[layer].first, p) for c, p in zip(caches, first, strict=True)])
 
     def _prepared(
         self, terms: Terms, caches: Sequence[StoredCache], layer: int, at: Sequence[int] | None, counts: Sequence[int],
@@ -261,7 +269,6 @@ class CacheStore:
         tracks = [cache.tracks[layer] for cache in caches]
         places = [track.length for track in tracks] if at is None else at
         self._refuse(
-            "caches",
             [write_problem(c, layer, p, n, lowest) for c, p, n in zip(caches, places, counts, strict=True)],
         )
         needs = [track.needs(p, n) for track, p, n in zip(tracks, places, counts, strict=True)]
@@ -304,7 +311,7 @@ class CacheStore:
         if all(cache.last == mark for cache in caches):
             return True
         stale = "cache_stale", STALE
-        self._refuse("caches", [stale if mark.key in cache.keys else None for cache in caches])
+        self._refuse([stale if mark.key in cache.keys else None for cache in caches])
         return False
 
     # Memory
