@@ -309,3 +309,15 @@ def test_long_names_are_shortened_in_errors(server):
 
 def test_health_in_one_answer(server):
     assert server.get("/health") == (200, {"status": "ok", "live": True, "ready": True, "reason": None})
+
+
+def test_a_refused_request_without_a_body_keeps_its_connection(server):
+    sockets = set()
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)) as connection:
+        for method, path in (("GET", "/caches/nobody"), ("DELETE", "/caches/nobody"), ("GET", "/saved/nobody")):
+            connection.request(method, path)
+            sockets.add(connection.sock)
+            answer = connection.getresponse()
+            assert json.loads(answer.read())["status"] == answer.status == 404
+            assert answer.getheader("connection") != "close"
+    assert len(sockets) == 1

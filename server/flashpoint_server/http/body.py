@@ -30,7 +30,8 @@ class RequestBody:
     """The body of one request, read in chunks or directly into memory.
 
     `length` is the Content-Length, `limit` the maximum number of bytes. `deadline` is that of the request, and `ended`
-    the time when the whole body had arrived, both in `time.monotonic` seconds. `complete` says whether it has arrived.
+    the time when the whole body had arrived, both in `time.monotonic` seconds. `complete` says whether it has arrived,
+    `absent` whether the request has none.
     `direct` is set only on our own server (protocol.py).
     """
 
@@ -43,6 +44,7 @@ class RequestBody:
         self._received = 0
         length = headers.get("content-length", "")
         self.length = int(length) if length.isdecimal() else None  # None: a chunked body
+        self.absent = not length and "transfer-encoding" not in headers  # RFC 9112, §6.3
         self.limit = settings.body_limit
         self.deadline: float | None = None
         self.complete = False

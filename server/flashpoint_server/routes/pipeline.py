@@ -102,7 +102,7 @@ class Route:
 async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: RequestBody) -> None:
     """Send an error so that a client that is still sending can read it. Only a long body makes the connection close."""
     last = refusal.code == "body_timeout" or "Connection" in refusal.headers
-    if body.complete or (body.nearly_there and not last):
+    if body.complete or body.absent or (body.nearly_there and not last):
         await send_refusal(send, exchange, refusal)
         return
     refusal.headers["Connection"] = "close"
