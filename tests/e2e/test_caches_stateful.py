@@ -82,10 +82,12 @@ class Calls(RuleBasedStateMachine):
                  for n, one in enumerate(ids) if one not in self.there}  # fmt: skip
         return (next(iter(ended.values())), list(ended)) if ended else None
 
-    def refused(self, answer, problem):
+    def refused(self, answer, problem, caches=None):
+        """The ids behind the first `caches` ones are those of `free`."""
         code, named = problem
         assert answer.json["code"] == code, answer
-        assert [error["loc"] for error in answer.json.get("errors", ())] == [[f"caches.{n}"] for n in named]
+        fields = [f"caches.{n}" if caches is None or n < caches else f"free.{n - caches}" for n in named]
+        assert [error["loc"] for error in answer.json.get("errors", ())] == [[field] for field in fields]
 
     def key(self, wanted):
         return f"{id(self)}-{next(self.keys)}" if wanted else None
@@ -117,7 +119,7 @@ class Calls(RuleBasedStateMachine):
             far = [n for n, one in enumerate(ids) if end > self.there[one].longest]
             problem = ("cache_position", far) if far else None
         if problem is not None:
-            self.refused(answers[0], problem)
+            self.refused(answers[0], problem, len(ids))
             return
         copies = [[cache["id"] for cache in answer.json["caches"]] for answer in answers]
         assert copies[-1] == copies[0]
