@@ -438,16 +438,16 @@ def test_a_sequence_without_queries_may_have_a_cache_cut_to_its_first_kept_token
 
 
 def test_a_repeated_write_has_the_seed_of_the_first(held):
-    (one,), (k, v) = created(held, layers=1), kv(3, 0)
-    body = message({"q": normal(1, HQ, 3, D), "k": k, "v": v}, caches=[one], dropout_p=0.5)
-    answers = [
-        post(held, "/attention", body, idempotency_key=key, **bearer("alice")) for key in ("first", "first", "second")
-    ]
-    assert [answer.status for answer in answers] == [200] * 3
-    first, again, second = (answer.tensors["o"] for answer in answers)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, second)
-    posted(held, "/caches/delete", {"caches": [one]})
+    """Other keys, layers and caches have other seeds."""
+    (one, two), (k, v), seeds = created(held, count=2), kv(3, 0), []
+    for key, cache, layer in (("a", one, 0), ("a", one, 0), ("b", one, 0), ("a", two, 0), ("c", two, 0), ("c", one, 1)):
+        tensors = {"q": normal(1, HQ, 3, D), "k": k, "v": v}
+        headers = {"idempotency_key": key}
+        answer = attended(held, tensors, headers=headers, caches=[cache], layer=layer, dropout_p=0.5)
+        seeds.append((json.loads(answer.metadata["dropout_seed"]), answer.tensors["o"].tolist()))
+    assert seeds[0] == seeds[1]
+    assert len({seed for seed, _ in seeds}) == 5
+    posted(held, "/caches/delete", {"caches": [one, two]})
 
 
 def test_errors_name_the_field_of_an_id_and_a_key_belongs_to_its_kind_of_call(held):

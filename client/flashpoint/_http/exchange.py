@@ -258,7 +258,7 @@ def _translated(error: httpx.TransportError, url: httpx.URL) -> FlashpointError:
         )
     elif isinstance(error, _BROKEN):
         said = f"the connection to {server} failed: {error or type(error).__name__}"
-        # The alert of TLS 1.3; or nothing, from a server under asyncio.
+        # TLS 1.3 has an alert for a missing certificate, but a server under asyncio closes the connection without it.
         if url.scheme == "https" and ("CERTIFICATE_REQUIRED" in str(error) or CLOSED in str(error)):
             said += "; if it asks for a client certificate, give `tls`, an ssl.SSLContext that has loaded one"
         translated = ConnectionFailedError(said)

@@ -166,10 +166,11 @@ class Scheduler:
     def forget(self, peer: Peer) -> None:
         """Drop all requests of an HTTP process that has disconnected."""
         found = self._remove(lambda entry: entry.peer is peer)
-        found = [entry for entry in found if entry.caches or entry.kept is not None]  # others wait for them
-        for entry in found:
-            entry.failure = out_of_time()  # before the first is dropped, which ends the wait of the next
-        for entry in found:
+        # others wait for their end, or for their memory
+        awaited = [entry for entry in found if entry.caches or entry.kept is not None]
+        for entry in awaited:  # all fail before the first ends, so that it does not queue the next
+            entry.failure = entry.failure or out_of_time()
+        for entry in awaited:
             self._drop_parts(entry, out_of_time())
         for entry in self._stoppable:
             if entry.peer is peer:
@@ -207,7 +208,7 @@ class Scheduler:
             assert self._holder is not None
             self._holder.leave(entry.caches, used=entry.uses and entry.failure is None)
             for other in self._turns.leave(entry):
-                if other.failure is None:  # else `forget` drops it
+                if other.failure is None:  # else `forget` is about to drop it
                     self._queue(other)
                     self._wake()
 

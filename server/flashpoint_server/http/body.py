@@ -31,8 +31,7 @@ class RequestBody:
 
     `length` is the Content-Length, `limit` the maximum number of bytes. `deadline` is that of the request, and `ended`
     the time when the whole body had arrived, both in `time.monotonic` seconds. `complete` says whether it has arrived,
-    `absent` whether the request has none.
-    `direct` is set only on our own server (protocol.py).
+    `absent` whether the request has none. `direct` is set only on our own server (protocol.py).
     """
 
     def __init__(self, scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings) -> None:

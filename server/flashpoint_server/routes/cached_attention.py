@@ -60,9 +60,7 @@ async def compute_cached(
         raise invalid([("at", "needs k and v: it says where they are written")])
     key = idempotency_key(request) if writes else ""
     if key and options.dropout_p and options.dropout_seed is None:
-        # The same key has the same answer, so also the same seed: of 53 bits, like one that is drawn.
-        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 11
-        options = replace(options, dropout_seed=seed)
+        options = replace(options, dropout_seed=_seed_of(key, asked))
     try:
         spec, left, backend = _planned(tuple(message.inputs), options, layer, len(ids), device.backends)
     except ProblemError as error:
@@ -105,6 +103,15 @@ async def compute_cached(
         service.cache_lengths.popitem(last=False)
     permit.settle(_price(spec, backend, device, lengths, width))
     return job, answer
+
+
+def _seed_of(key: str, asked: CacheOptions) -> int:
+    """Return the dropout seed of a write, of 53 bits: the same when the write is repeated, so that its answer is, too.
+
+    It depends on the caches and the layer, because callers may use a key for several of them.
+    """
+    text = json.dumps([key, asked.layer, *asked.caches])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 11
 
 
 class _Plan(NamedTuple):

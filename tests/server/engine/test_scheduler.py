@@ -1,6 +1,5 @@
 """The scheduler alone, without sockets, torch or a device: what runs next, and what is answered when."""
 
-import collections
 import itertools
 import mmap
 from concurrent.futures import Future
@@ -12,11 +11,14 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 from flashpoint_contract.options import Options
 from flashpoint_server.engine import scheduler as module
+from flashpoint_server.engine.caches.cache import Terms
+from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.entry import Peer
+from flashpoint_server.engine.ledger import Ledger
 from flashpoint_server.engine.scheduler import Scheduler
 from flashpoint_server.engine.tasks import Ask, Compute, Cut, Launch, Slice
 from flashpoint_server.engine.waiting import Budget
-from flashpoint_server.ipc.messages import AskCaches, PlacedTensor, Prove, Submit, pack_options
+from flashpoint_server.ipc.messages import AskCaches, CacheShape, PlacedTensor, Prove, Submit, pack_options
 from flashpoint_server.ipc.price import PASSED
 
 NUMBERS = itertools.count()
@@ -238,29 +240,17 @@ def test_the_requests_of_a_process_that_is_gone_are_dropped(bench):
     assert (bench.answered, bench.peer.running) == ([], 0)
 
 
-class Uses:
-    """A holder that counts the calls on each cache."""
-
-    def __init__(self):
-        self.users = collections.Counter()
-
-    def enter(self, serials):
-        self.users.update(serials)
-
-    def leave(self, serials, *, used):
-        self.users.subtract(serials)
-
-    def next_look(self):
-        return None
-
-
 def test_calls_on_a_cache_of_a_process_that_is_gone_are_dropped_once():
     """The second of them waits for the first, and a call of another process for both."""
-    bench, uses = Bench(), Uses()
-    bench.scheduler = Scheduler(bench.device, Budget(1 << 60, 1 << 60, 0.0), bench.answer, bench.wake, holder=uses)
+    bench, ledger = Bench(), Ledger(1 << 20)
+    bench.scheduler = Scheduler(bench.device, Budget(1 << 60, 1 << 60, 0.0), bench.answer, bench.wake, holder=ledger)
+    terms, store = Terms("alice"), CacheStore(ledger, ttl=60.0)
+    one, two = (
+        record.serial for record in store.create(terms, CacheShape((1,), (8,), (8,), "float32"), 2, None, [None], None)
+    )
     other = Peer(channel=None, pinning=None, segments={0: mmap.mmap(-1, 4096)})
     numbers = []
-    for peer, caches in ((bench.peer, (7,)), (bench.peer, (7, 8)), (bench.peer, (8,)), (other, (7, 8))):
+    for peer, caches in ((bench.peer, (one,)), (bench.peer, (one, two)), (bench.peer, (two,)), (other, (one, two))):
         numbers.append(next(NUMBERS))
         asked = AskCaches(
             numbers[-1], f"r{numbers[-1]}", "look", "alice", caches, {}, "", None, 0, [], [], 0, 0, SHORT, 0.0, None
@@ -268,11 +258,11 @@ def test_calls_on_a_cache_of_a_process_that_is_gone_are_dropped_once():
         bench.scheduler.admit(asked, peer)
     bench.scheduler.forget(bench.peer)
     assert sorted(bench.answered) == [(number, "deadline_exceeded") for number in numbers[:3]]
-    assert uses.users == {7: 1, 8: 1}
+    assert [cache.users for cache in store.find(terms, (one, two))] == [1, 1]
     task = bench.take(Ask)
     assert task.entries[0].submit.id == numbers[3]
     bench.finish(task)
-    assert not any(uses.users.values())
+    assert [cache.users for cache in store.find(terms, (one, two))] == [0, 0]
     assert bench.scheduler.take() is None
 
 

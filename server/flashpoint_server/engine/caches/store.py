@@ -268,9 +268,7 @@ class CacheStore:
         """Check a write, and allocate its memory: all steps that can fail."""
         tracks = [cache.tracks[layer] for cache in caches]
         places = [track.length for track in tracks] if at is None else at
-        self._refuse(
-            [write_problem(c, layer, p, n, lowest) for c, p, n in zip(caches, places, counts, strict=True)],
-        )
+        self._refuse([write_problem(c, layer, p, n, lowest) for c, p, n in zip(caches, places, counts, strict=True)])
         needs = [track.needs(p, n) for track, p, n in zip(tracks, places, counts, strict=True)]
         if not any(needs):
             return [Write(c, t, p, p + n, []) for c, t, p, n in zip(caches, tracks, places, counts, strict=True)]
