@@ -26,12 +26,16 @@ FROM base-${DEVICE} AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1
 WORKDIR /opt/flashpoint
+# For the CPU kernels, which are compiled with the package. The service's image does not need it for them.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 # torch first, in a layer of its own: it is gigabytes, and changes seldom.
 COPY constraints.txt ./
 RUN python3 -m venv venv \
     && venv/bin/pip install -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
     && venv/bin/pip install -c constraints.txt triton
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY contract contract
 COPY client client
 COPY kernels kernels

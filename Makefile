@@ -8,14 +8,17 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 
 .PHONY: install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-serve gpu-wheels docker-steps charts audit dist lock loadtest chaos soak overload clean examples fuzz
 
+# Changed sources of the CPU kernels are compiled again.
+NATIVE := hatch_build.py $(wildcard kernels/flashpoint_kernels/native/*.c) kernels/flashpoint_kernels/native/build.py
+
 install: $(VENV)/.server
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
-$(VENV)/.server: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.server: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
 	@echo "Installing the server into $(VENV): 1.9 GB, some minutes, most of it torch."
 	$(PIP) -e '.[server]'
 	@touch $@
-$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
 	@echo "Installing the server and the tools of its tests into $(VENV): 4.2 GB, some minutes."
 	$(PIP) -e '.[dev]'
 	@touch $(VENV)/.server $@

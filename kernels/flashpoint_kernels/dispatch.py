@@ -22,7 +22,7 @@ _MODULES = {
     "tiled": "tiled_backend.tiles",
     "reference": "reference_backend.formula",
 }
-_OWN_FORWARD = ("torch", "reference")  # their `backward` computes `o` and `lse` if they are missing
+_OWN_FORWARD = ("reference",)  # its `backward` computes `o` and `lse` if they are missing
 
 # Triton reads the variable when kernels are defined, so its value at import counts.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashpoint_contract.options import Options, ProblemError
-from flashpoint_contract.spec import Spec, plan
+from flashpoint_contract.spec import Row, Spec, plan
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import ops
 from flashpoint_kernels.dispatch import available_backends
 from flashpoint_kernels.problem import DTYPE_NAMES, Problem
 from flashpoint_kernels.reproducible import (
+    CORES,
     aligned,
     aligned_heads,
     exactly,
@@ -35,7 +36,7 @@ from flashpoint_kernels.reproducible import (
 )
 from flashpoint_kernels.support import choose_backend
 from flashpoint_kernels.torch_backend.call import Call
-from flashpoint_kernels.torch_backend.few import FewQueries, Lying
+from flashpoint_kernels.torch_backend.few import attend_dense
 
 _CPU = torch.device("cpu")
 _ORDINARY = (Tensor, torch.nn.Parameter)  # not subclasses, which may redefine operations
@@ -49,7 +50,7 @@ class Route(NamedTuple):
     turned: bool  # layout bshd: heads and rows are transposed
     causal: bool  # the operator's own causal mask, aligned top left
     scale: float
-    few: bool  # few queries over many keys
+    few: tuple[Spec, Row] | None  # few queries over many keys
     threads: int  # of the forward; 0: all of torch's threads
     differentiates: bool  # the gradient is also one call, on one thread
 
@@ -63,12 +64,10 @@ class Route(NamedTuple):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return o in the caller's layout and dtype, and lse (B,Hq,Sq)."""
+        if self.few is not None:
+            return self._few(*self.few, q, k, v)
         with exactly(self.threads):
-            if self.few:
-                q_, k_, v_ = (t.transpose(1, 2) for t in (q, k, v)) if self.turned else (q, k, v)
-                o, lse = FewQueries(q_, Lying(k_, v_), self.scale).forward()
-            else:
-                o, lse = self.call(q, k, v).forward()
+            o, lse = self.call(q, k, v).forward()
         return self._given(o, q.dtype).contiguous(), lse
 
     def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> list[Tensor]:
@@ -81,6 +80,13 @@ class Route(NamedTuple):
         with exactly(1):
             grads = self.call(q, k, v).backward(aligned_heads(do, kind), aligned_heads(o, kind), lse)
         return [self._given(grad, q.dtype) for grad in grads]
+
+    def _few(self, spec: Spec, row: Row, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        o = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = torch.empty(spec.lse_shape)
+        q, k, v, answer = (t.transpose(1, 2) for t in (q, k, v, o)) if self.turned else (q, k, v, o)
+        attend_dense(spec, row, q, k, v, answer, lse, CORES if self.threads == 0 else 1)
+        return o, lse
 
     def _given(self, t: Tensor, dtype: torch.dtype) -> Tensor:
         t = t if t.dtype == dtype else t.to(dtype)
@@ -130,8 +136,8 @@ def _route(options: Options, *found: Any) -> Route | None:
         threads = 0
     elif not in_one_part(problem, backend) or thread_count(problem, row) > 1:
         return None
-    few = few_queries(spec, row)
-    if in_blocks(spec, row) or not (few or sharing(whole, row, "torch") >= spec.batch):
+    few = (spec, row) if few_queries(spec, row) else None
+    if few is None and (in_blocks(spec, row) or sharing(whole, row, "torch") < spec.batch):
         return None
     causal = spec.window[1] < row.kv_len - 1 - spec.offset(row.q_len, row.kv_len)
     return Route(options, options.layout == "bshd", causal, spec.scale, few, threads, _differentiates(spec))

@@ -186,31 +186,25 @@ class Problem:
         shape = (*self.tensors["q"].shape[:-1], spec.value_dim)
         return torch.empty(shape, dtype=DTYPES[spec.dtype], device=self.device)
 
-    def batches(
-        self, most: Callable[[Row], int] | None = None, in_pages: Callable[[Row], bool] = lambda _: False
-    ) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
+    def batches(self, most: Callable[[Row], int] | None = None) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
         """Yield sequences of equal lengths with views of their valid rows: q (n,Hq,sq,D), lse (n,Hq,sq)…
 
         Inputs and outputs alike, by name, without masks and their gradients (see `mask_part`) and without gradients
         that all sequences add to; numbers per head are (Hq,) or (n,Hq). `most`(row) is how many sequences as long as
         `row` may come together, 0 to leave them out; by default each comes alone. Padding is not in the views: a
         backend that writes through them first calls `clear_outputs`. Sequences that do not lie together are copied,
-        and their outputs are copied back when the next ones are taken. Keys and values in pages are copied, too, but
-        for rows where `in_pages` says that the caller reads the pages: then k and v are not among the views.
+        and their outputs are copied back when the next ones are taken. Keys and values in pages are copied, too.
 
         8-bit k and v stay as they are; scales are (n,Hk,sk), or (n,Hk,1) where they are not of each row.
         """
         inputs = {name: self.canonical(name, t) for name, t in self.tensors.items() if name not in _NOT_OF_ROWS}
         outputs = {name: self.canonical(name, t) for name, t in self.outputs.items() if name not in _NOT_OF_ROWS}
         for rows in self._alike(most):
-            asked = inputs
-            if self.spec.paged and in_pages(rows[0]):
-                asked = {name: view for name, view in inputs.items() if not TENSORS[name].of_keys}
             if consecutive(rows):
-                own = {name: self._read(name, view, rows, _own) for name, view in asked.items()}
+                own = {name: self._read(name, view, rows, _own) for name, view in inputs.items()}
                 yield rows, own | {name: _own(name, view, rows) for name, view in outputs.items()}
                 continue
-            gathered = {name: self._read(name, view, rows, _gathered) for name, view in asked.items()}
+            gathered = {name: self._read(name, view, rows, _gathered) for name, view in inputs.items()}
             answers = {name: torch.empty_like(_gathered(name, view, rows)) for name, view in outputs.items()}
             yield rows, gathered | answers
             for name, view in outputs.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from flashpoint_contract.spec import Row, Spec
+from flashpoint_kernels import native
 from flashpoint_kernels.cost import NOMINAL, Rates, row_seconds
-from flashpoint_kernels.problem import Problem, shared_by_heads
+from flashpoint_kernels.problem import DTYPES, Problem, shared_by_heads
 
 # Measured on 2 CPU cores with 8 heads, D 64 and one call a millisecond, with sleeping waits as in the server: a second
 # thread costs 1/3 at 18 MiFLOP, 1/5 at 32 and 50, and saves 1/10 at 72 and 2/5 at 128.
@@ -32,10 +33,8 @@ FLOPS_PER_THREAD = 1 << 25
 # quarter, a gradient at (1,8,128,64) took 7.2 ms; in one part it took 4.6 ms (2 cores, busy with other work).
 PART_SECONDS = 3e-3
 
-CHUNK = 1024  # keys; see torch_backend.few
 _MOST_ROWS, _LEAST_KEYS = 64, 512  # limits of `few_queries`; with fewer keys, torch's operator is equally fast
 _VECTOR = 16  # float32s of an AVX-512 register
-_ANY_ALIGNMENT = torch.backends.cpu.get_cpu_capability() == "AVX512"  # BLAS selects no code by alignment
 _TOGETHER = 1 << 20  # elements of q, of k or of the scores in one call: 4 MiB in float32, which the call may copy
 
 
@@ -48,7 +47,17 @@ def _cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return max(1, granted)
 
 
+def _selects_by_alignment(processors: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether BLAS selects its code by alignment. With Intel's AVX-512 it does not; on AMD's processors with
+    AVX-512, MKL uses its code for AVX2, which does.
+    """
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not processors.exists():
+        return True
+    return "GenuineIntel" not in processors.read_text()
+
+
 CORES = _cores()
+_ANY_ALIGNMENT = not _selects_by_alignment()
 _ALIGNMENT = 64  # bytes: a cache line, an AVX-512 register, and the alignment of torch's allocator
 
 
@@ -143,8 +152,8 @@ def sharing(problem: Problem, row: Row, backend: str) -> int:
 
     A sequence alone runs on one thread, and then so does the call. With all threads (`with_all_threads`), a call keeps
     its bits if the sequences have no mask. tests/kernels/test_reproducible.py checks both for torch's operators.
-    Without AVX-512, these compute rows that are not whole vectors alone: other sequences in the call are not aligned,
-    and BLAS then has other bits for one to three rows.
+    Where BLAS selects its code by alignment, rows that are not whole vectors are computed alone: other sequences in the
+    call are not aligned, and have other bits for one to three rows.
     """
     spec = problem.spec
     if backend == "torch" and not (_ANY_ALIGNMENT or whole_vectors(spec)):
@@ -161,12 +170,18 @@ def sharing(problem: Problem, row: Row, backend: str) -> int:
 
 
 def spread(calls: Sequence[Callable[[], None]]) -> None:
-    """Run the calls on all cores, and return when all have ended. Raises the error of a failed call."""
-    if len(calls) == 1:
-        calls[0]()
-        return
+    """Run the calls on all cores, the first in this thread, and return when all have ended.
+
+    Raises the error of a failed call.
+    """
+    first, *others = calls
     inference = torch.is_inference_mode_enabled()  # each thread has its own mode
-    for done in [_pool().submit(_in_mode, inference, call) for call in calls]:
+    running = [_pool().submit(_in_mode, inference, call) for call in others]
+    try:
+        first()
+    finally:
+        wait(running)
+    for done in running:
         done.result()
 
 
@@ -199,16 +214,16 @@ def thread_count(problem: Problem, row: Row) -> int:
 
 
 def few_queries(spec: Spec, row: Row) -> bool:
-    """Return whether so few queries see all keys of a sequence that the speed of memory is the limit.
+    """Return whether a sequence has so few queries, and so many keys, that the speed of memory is the limit.
 
-    On the CPU, `torch` has its own method for them (torch_backend.few), with the same bits for all numbers of threads.
+    On the CPU, `torch` computes their forward with the kernels in C (torch_backend.few), where these were compiled.
+    They have no masks.
     """
     if row.kv_len < _LEAST_KEYS or not 0 < row.q_len * spec.q_heads <= _MOST_ROWS * spec.kv_heads:
         return False
-    if not whole_vectors(spec) or spec.has("attn_mask") or spec.has("alibi_slopes"):
+    if spec.has("attn_mask"):
         return False
-    offset, (left, right) = spec.offset(row.q_len, row.kv_len), spec.window
-    return right >= row.kv_len - 1 - offset and left >= row.q_len - 1 + offset
+    return native.supports(DTYPES[spec.dtype], DTYPES[spec.tensors["k"].dtype], spec.head_dim, spec.value_dim)
 
 
 # Observed with torch 2.13 and checked by a test: with rows of whole vectors and at least this many queries, the bits of
@@ -227,8 +242,7 @@ def with_all_threads(problem: Problem) -> Problem:
     if spec.direction == "backward" or not (problem.rows and whole_vectors(spec)):
         return problem
     few = [spec.kv_len >= _LEAST_KEYS and few_queries(spec, row) for row in problem.rows]
-    # else chunks are copied, which is faster in parallel parts
-    if all(few) and not (spec.paged and spec.page_size % CHUNK):
+    if all(few):
         return replace(problem, threads=torch.get_num_threads())
     if any(few):
         return problem

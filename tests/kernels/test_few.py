@@ -12,7 +12,9 @@ from torch import Tensor
 from flashpoint_kernels import Options, Problem, attention, run, verify
 from flashpoint_kernels.cost import NOMINAL, row_seconds
 from flashpoint_kernels.dispatch import run_part
-from flashpoint_kernels.reproducible import CHUNK, exactly, few_queries, split
+from flashpoint_kernels.native import CHUNK
+from flashpoint_kernels.reproducible import few_queries, split
+from flashpoint_kernels.torch_backend import few
 from tests.support.kernels.serving import in_pages
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
@@ -24,25 +26,23 @@ def problem_of(tensors: dict[str, Tensor], **options: Any) -> Problem:
 
 
 def test_which_problems_have_few_queries() -> None:
-    def few(t: dict[str, Tensor], **options: Any) -> bool:
+    def is_few(t: dict[str, Tensor], **options: Any) -> bool:
         problem = problem_of(t, **options)
         return few_queries(problem.spec, problem.rows[0])
 
-    assert few(qkv(2, 4, 1, 512, 16))
-    assert few(qkv(1, 8, 8, 600, 16, kv_heads=1))
-    assert few(qkv(1, 2, 1, 600, 16), causal=True)
-    assert few(qkv(1, 2, 1, 600, 16), window=(599, 0))
-    for t, options in (
-        (qkv(1, 2, 1, 511, 16), {}),
-        (qkv(1, 2, 65, 600, 16), {}),
-        (qkv(1, 8, 9, 600, 16, kv_heads=1), {}),
-        (qkv(1, 2, 1, 600, 24), {}),
-        (qkv(1, 2, 2, 600, 16), {"causal": True}),
-        (qkv(1, 2, 1, 600, 16), {"window": (598, 0)}),
-        (qkv(1, 2, 1, 600, 16) | {"alibi_slopes": normal(2)}, {}),
-        (qkv(1, 2, 1, 600, 16) | {"attn_mask": normal(1, 600)}, {}),
+    assert is_few(qkv(2, 4, 1, 512, 16))
+    assert is_few(qkv(1, 8, 8, 600, 16, kv_heads=1))
+    assert is_few(qkv(1, 2, 2, 600, 16), causal=True)
+    assert is_few(qkv(1, 2, 1, 600, 16), window=(99, 0))
+    assert is_few(qkv(1, 2, 1, 600, 16) | {"alibi_slopes": normal(2)})
+    for t in (
+        qkv(1, 2, 1, 511, 16),
+        qkv(1, 2, 65, 600, 16),
+        qkv(1, 8, 9, 600, 16, kv_heads=1),
+        qkv(1, 2, 1, 600, 24),
+        qkv(1, 2, 1, 600, 16) | {"attn_mask": normal(1, 600)},
     ):
-        assert not few(t, **options)  # type: ignore[arg-type]
+        assert not is_few(t)
 
 
 @pytest.mark.slow
@@ -164,8 +164,7 @@ def test_scores_of_nan_and_minus_infinity_in_a_chunk() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_of_minus_infinity_and_nan_in_pages_that_are_copied(dtype: torch.dtype) -> None:
-    """The copy of a chunk is overwritten by the next one; each is looked at before."""
+def test_scores_of_minus_infinity_and_nan_in_pages(dtype: torch.dtype) -> None:
     t = {n: normal(1, 2, 1 if n == "q" else 3 * CHUNK, 16, dtype=dtype, seed=s) for s, n in enumerate("qkv")}
     t["q"][..., 0] = 1.0
     t["k"][0, 0, :CHUNK, 0] = -torch.inf
@@ -178,40 +177,22 @@ def test_scores_of_minus_infinity_and_nan_in_pages_that_are_copied(dtype: torch.
     assert found["o"][0, 1].isnan().all()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("kv_len", [1024, pytest.param(1100, marks=pytest.mark.slow), 3333])
-def test_bits_do_not_depend_on_the_number_of_threads(rows: int, kv_len: int) -> None:
-    """With AVX2, BLAS selects its code for up to three rows by the alignment, which differs between threads."""
-    for dim, heads in itertools.product((16, 64, 128), (1, 3)):
-        t = {n: x for n, x in qkv(1, heads, rows, kv_len, dim).items() if n != "do"}
-        paged = in_pages(t, "bhsd", CHUNK, strided=True)
-        with exactly(1):
-            expected = forward("torch", t)
-        with exactly(2):
-            every = [forward("torch", given) for given in (t, paged)]
-        for (name, x), found in itertools.product(expected.items(), every):
-            assert torch.equal(found[name], x), (name, dim, heads)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_that_are_views_beside_chunks_that_are_copied(dtype: torch.dtype) -> None:
-    """In turns, and a query without a score in any of them."""
-    k, v = (normal(1, 2, 6 * CHUNK, 16, dtype=dtype, seed=seed) for seed in (1, 2))
-    q = normal(1, 2, 1, 16, dtype=dtype).fill_(1.0)
-    k[:, 1] = -torch.inf
-    per_chunk = CHUNK // 256
-    numbers = torch.arange(6 * per_chunk).view(6, per_chunk)
-    numbers[1::2] = numbers[1::2].flip(1)
-    table = numbers.flatten()
-    pages = [t.unflatten(2, (-1, 256))[0].transpose(0, 1)[table.argsort()].contiguous() for t in (k, v)]
-    found, lse = attention(
-        q, *pages, block_table=table[None].int(), kv_lengths=torch.tensor([6 * CHUNK]), return_lse=True
-    )
-    expected, expected_lse = attention(q, k, v, return_lse=True)
-    assert torch.equal(found, expected)
-    assert torch.equal(lse, expected_lse)
-    assert found[0, 1].eq(0).all()
-    assert lse[0, 1].item() == -torch.inf
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("kv_len", [1024, 3333])
+def test_bits_do_not_depend_on_the_number_of_threads(rows: int, kv_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads share the chunks of a head's keys, also where they see only a window of them."""
+    monkeypatch.setattr(few, "_LEAST_BYTES", 1)
+    for heads, options in itertools.product((1, 3), ({}, {"causal": True, "window": (1500, -1)})):
+        t = {n: x for n, x in qkv(2, heads, rows, kv_len, 64).items() if n != "do"}
+        found = []
+        for threads in (1, 2, 3, 5, 16):
+            problem = problem_of(t, **options)
+            few.compute(few.decode_of(problem, problem.rows), threads)
+            found.append(problem.outputs)
+        for other, name in itertools.product(found[1:], ("o", "lse")):
+            assert torch.equal(other[name], found[0][name]), (name, heads)
+        verified = verify(t, Options(backend="torch", **options))
+        assert verified.ok, [e for e in verified.tensors if not e.ok]
 
 
 def test_work_is_cut_by_the_bytes_that_it_reads() -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashpoint_contract.options import Direction
 from flashpoint_contract.spec import Row
 from flashpoint_kernels.masks import added
 from flashpoint_kernels.problem import Problem, consecutive
@@ -36,10 +35,9 @@ from flashpoint_kernels.reproducible import (
 )
 from flashpoint_kernels.torch_backend.blocks import Blocks, merge
 from flashpoint_kernels.torch_backend.call import Call
-from flashpoint_kernels.torch_backend.few import FewQueries, Lying, Paged
+from flashpoint_kernels.torch_backend.few import attend
 
 INF = float("inf")
-_TOGETHER = 64  # maximum sequences of few queries and equal lengths in one call, whose keys are read in place
 _memory: Any = torch.utils.deterministic  # mypy does not know its property
 
 
@@ -51,8 +49,10 @@ def forward(problems: Sequence[Problem]) -> None:
                 with exactly(count):
                     call.answer()
             continue
-        calls, in_place = [], not problem.spec.paged
-        for rows, x in _with_work(problem):
+        if few := _few(problem):
+            attend(problem, few)
+        calls, in_place = [], not (few or problem.spec.paged)
+        for rows, x in _with_work(problem, few):
             with threads(problem, rows[0]) as count, flushing(problem, count):
                 call = Prepared.of(problem, rows, x)
                 call.answer()
@@ -65,17 +65,14 @@ def forward(problems: Sequence[Problem]) -> None:
 
 
 def backward(problems: Sequence[Problem]) -> None:
-    """Compute gradients. Runs the forward itself if `o` and `lse` are missing."""
+    """Compute gradients from the forward's `o` and `lse`."""
     for problem in problems:
         problem.clear_outputs()
         asked = problem.outputs.get("dsinks")
         dsinks = None if asked is None else torch.zeros_like(asked, dtype=torch.float32)
         for rows, x in _with_work(problem):
             with threads(problem, rows[0]) as count, flushing(problem, count), _deterministic_on_cuda(problem):
-                own = Prepared.of(problem, rows, x)
-                if "lse" not in x:
-                    x["o"], x["lse"] = Prepared.of(problem, rows, x, "forward").solve()
-                own.differentiate(dsinks)
+                Prepared.of(problem, rows, x).differentiate(dsinks)
         if asked is not None and dsinks is not None:
             asked.copy_(dsinks)
 
@@ -85,16 +82,12 @@ class Prepared:
     """Sequences of equal lengths, ready for the operators. `x` are their tensors from `Problem.batches`."""
 
     x: dict[str, Tensor]
-    own: Call | Blocks | FewQueries
+    own: Call | Blocks
     turned: float  # the factor of q that makes the scale positive
 
     @classmethod
-    def of(
-        cls, problem: Problem, rows: Sequence[Row], x: dict[str, Tensor], direction: Direction | None = None
-    ) -> Prepared:
-        """Prepare the problem in its own direction, or in `direction`, for the forward of a gradient."""
+    def of(cls, problem: Problem, rows: Sequence[Row], x: dict[str, Tensor]) -> Prepared:
         spec, row = problem.spec, rows[0]
-        forward = (direction or spec.direction) == "forward"
         # The CPU operators' 16-bit arithmetic missed the test rule (float16 dv at 512 × 512), float32 does not. CUDA's
         # accept a mask only in q's dtype, which would round other numbers, and make −∞ of −1e6 in float16.
         mask = problem.tensors.get("attn_mask")
@@ -102,18 +95,10 @@ class Prepared:
         half = problem.device.type == "cuda" and exact and not spec.quantized
         dtype = x["q"].dtype if half else torch.float32
         turned, scale = (1.0, spec.scale) if spec.scale > 0 else (-1.0, -spec.scale) if spec.scale else (0.0, 1.0)
-        if few := forward and problem.device.type == "cpu" and few_queries(spec, row):
-            dtype = torch.float32 if spec.quantized else x["q"].dtype
-        if few and "k" not in x:
-            keys = Paged.of(problem.view("k"), problem.view("v"), problem.tensors["block_table"], rows)
-            return cls(x, FewQueries(x["q"] * turned, keys, scale), turned)
         if spec.quantized:  # in float32: products of a number and its scale must not be rounded to 16 bits
             k, v = (scaled(x[name], x[f"{name}_scale"]) for name in ("k", "v"))
         else:
             k, v = x["k"], x["v"]
-        if few:
-            own = FewQueries(x["q"].to(dtype) * turned, Lying(k, v), scale)
-            return cls(x, own, turned)
         q, k, v = (aligned_heads(t, dtype) for t in (x["q"], k, v))
         if turned != 1.0:
             q = q * turned
@@ -152,7 +137,6 @@ class Prepared:
     def differentiate(self, dsinks: Tensor | None) -> None:
         """Write dq, dk and dv if requested, and add to `dsinks` (Hq,). `x` has the forward's answers."""
         x, own = self.x, self.own
-        assert not isinstance(own, FewQueries)
         o, lse = x["o"], x["lse"]
         # Rounded like the forward's answer, so that callers who send it get the same bits.
         o = aligned_heads(o.to(x["q"].dtype), own.q.dtype)
@@ -178,30 +162,26 @@ def _only_sinks(problem: Problem) -> None:
             x["lse"].copy_(x["sinks"][:, None].expand(x["lse"].shape))
 
 
-def _with_work(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
-    """Return the sequences with queries and keys.
+def _with_work(problem: Problem, others: Sequence[Row] = ()) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
+    """Return the sequences with queries and keys, without `others`.
 
-    The operators divide by zero without, and other answers are written.
+    The operators divide by zero without keys, and other answers are written.
     """
-    on_cpu = problem.device.type == "cpu"
+    without = {row.index for row in others}
 
     def most(row: Row) -> int:
-        if not (row.q_len and row.kv_len):
+        if not (row.q_len and row.kv_len) or row.index in without:
             return 0
-        if not on_cpu:
-            return 1
-        return len(problem.rows) if alike and where_they_lie(row) else sharing(problem, row, "torch")
+        return sharing(problem, row, "torch") if problem.device.type == "cpu" else 1
 
-    def where_they_lie(row: Row) -> bool:
-        return on_cpu and forward and not problem.spec.quantized and few_queries(problem.spec, row)
+    return problem.batches(most)
 
-    forward = problem.spec.direction == "forward"
-    alike = (
-        0 < len(problem.rows) <= _TOGETHER
-        and consecutive(problem.rows)
-        and len({row[3:7:3] for row in problem.rows}) == 1
-    )
-    return problem.batches(most, where_they_lie)
+
+def _few(problem: Problem) -> list[Row]:
+    """Return the sequences of a forward that the kernels for few queries compute."""
+    if problem.device.type != "cpu" or problem.spec.direction != "forward":
+        return []
+    return [row for row in problem.rows if few_queries(problem.spec, row)]
 
 
 _asking = threading.Lock()

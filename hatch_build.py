@@ -1,0 +1,34 @@
+"""Build hook: compile the CPU kernels into the wheel, and beside the sources of an editable installation.
+
+Without a C compiler, or where it does not know an instruction set, the wheel has no compiled kernels: it is slower at
+decoding on the CPU, and says so in the output of the build.
+"""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+NATIVE = "kernels/flashpoint_kernels/native"
+
+
+class NativeKernels(BuildHookInterface[Any]):
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        folder = Path(self.root, NATIVE)
+        build = runpy.run_path(str(folder / "build.py"))
+        try:
+            library = build["compile_library"](folder)
+        except subprocess.CalledProcessError as error:
+            self.app.display_warning(f"The CPU kernels could not be compiled:\n{error.stderr}")
+            library = None
+        if library is None:
+            self.app.display_warning("The wheel has no compiled CPU kernels; decoding on the CPU will be slower.")
+            return
+        build_data["artifacts"].append(f"{NATIVE}/{library.name}")
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

@@ -1,0 +1,697 @@
+/* Attention of few queries over many keys on the CPU, as in decoding: keys are read once, in place, at memory speed.
+
+   The query heads that share a key/value head are rows of one block (grouped-query attention, Ainslie et al. 2023).
+   Keys come in blocks of BLOCK at fixed positions of the sequence. Each block goes through the online softmax of
+   FlashAttention (Dao et al. 2022, Algorithm 1). Each CHUNK of keys starts a new softmax, and the chunks are merged in
+   their order, so that threads may share a sequence.
+
+   The order of all sums is fixed by positions: the bits of a row depend neither on other rows, nor on the place of keys
+   in memory, nor on how chunks are distributed over threads. All arithmetic is float32 with fused multiply-add.
+
+   build.py compiles this file once for each instruction set, with ISA as the suffix of its functions. */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#define BLOCK 128  /* keys of one step of the online softmax */
+#define GROUP 16   /* keys whose products are summed together */
+#define CHUNK 1024 /* keys of one softmax; reproducible.CHUNK */
+
+/* LANES: floats of a register. MOST: vectors of q, or sums of values, that a loop has in registers. */
+#if defined(__AVX512F__)
+#define LANES 16
+#define MOST 16
+#elif defined(__AVX2__)
+#define LANES 8
+#define MOST 8
+#else
+#define LANES 4
+#define MOST 16
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
+#define PASTE_(a, b) a##b
+#define PASTE(a, b) PASTE_(a, b)
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
+enum type { FLOAT32, FLOAT16, BFLOAT16, INT8, FLOAT8_E4M3FN };
+
+/* `tokens` keys and values of all heads. Addresses of head 0; steps from head to head in bytes. */
+struct span {
+    const char *k, *v;
+    int64_t k_head, v_head;
+    const char *k_scale, *v_scale; /* float32, one for each key; null if the type has none */
+    int64_t k_scale_head, v_scale_head;
+};
+
+/* Some heads of one sequence. Query i sees the keys [i + low, i + high), among [start, stop). Steps are in bytes. */
+struct task {
+    const char *q;
+    int64_t q_head, q_row;
+    char *o;
+    int64_t o_head, o_row;
+    char *lse; /* null if not wanted */
+    int64_t lse_head, lse_row;
+    const float *slopes, *sinks; /* of its query heads; null for none */
+    int64_t queries, heads, first_head; /* of k and v: heads [first_head, first_head + heads) of the spans */
+    int64_t start, stop, low, high;
+    int64_t offset; /* ALiBi's distance of query i and key j is |i + offset - j| */
+    const struct span *spans;
+    int64_t first, tokens; /* position of the first span's first key; keys of a span */
+    float *parts;          /* null: write o and lse. Else write the state of each chunk, see `state_size` */
+};
+
+struct call {
+    int64_t k_type, q_type; /* enum type; v has k's, o has q's */
+    int64_t dim, value_dim, group;
+    int64_t k_row, v_row; /* steps from key to key in bytes */
+    double scale;
+    int64_t count;
+    const struct task *tasks;
+};
+
+/* ---- vectors ---- */
+
+INLINE floats splat(float x) { return x - (floats){0}; }
+
+INLINE floats load_floats(const void *p) {
+    floats x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+INLINE floats as_floats(words x) {
+    floats y;
+    memcpy(&y, &x, sizeof y);
+    return y;
+}
+
+INLINE words as_words(floats x) {
+    words y;
+    memcpy(&y, &x, sizeof y);
+    return y;
+}
+
+INLINE floats choose(ints which, floats a, floats b) {
+    return as_floats(((words)which & as_words(a)) | (~(words)which & as_words(b)));
+}
+
+/* Compilers widen such vectors in halves, which takes three times as long as these instructions. */
+#if LANES == 16
+INLINE words from_shorts(const char *p) { return (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)); }
+INLINE words from_bytes(const char *p) { return (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)); }
+INLINE floats from_int8(const char *p) {
+    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
+}
+INLINE floats from_float16(const char *p) { return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
+#elif LANES == 8
+INLINE words from_shorts(const char *p) { return (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)); }
+INLINE words from_bytes(const char *p) { return (words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)); }
+INLINE floats from_int8(const char *p) {
+    return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)));
+}
+INLINE floats from_float16(const char *p) { return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
+#else
+typedef uint16_t shorts __attribute__((vector_size(2 * LANES)));
+typedef uint8_t bytes __attribute__((vector_size(LANES)));
+typedef int8_t signed_bytes __attribute__((vector_size(LANES)));
+INLINE words from_shorts(const char *p) {
+    shorts x;
+    memcpy(&x, p, sizeof x);
+    return __builtin_convertvector(x, words);
+}
+INLINE words from_bytes(const char *p) {
+    bytes x;
+    memcpy(&x, p, sizeof x);
+    return __builtin_convertvector(x, words);
+}
+INLINE floats from_int8(const char *p) {
+    signed_bytes x;
+    memcpy(&x, p, sizeof x);
+    return __builtin_convertvector(x, floats);
+}
+/* Move exponent and mantissa to float32's places. A product corrects the exponent, also of subnormal numbers. Infinity
+   and NaN get the largest exponent. */
+INLINE floats from_float16(const char *p) {
+    words x = from_shorts(p), magnitude = (x & 0x7fff) << 13;
+    floats y = as_floats(magnitude) * splat(0x1p112f);
+    y = choose((ints)(magnitude >= 0xf800000u), as_floats(magnitude | 0x7f800000u), y);
+    return as_floats(as_words(y) | ((x & 0x8000) << 16));
+}
+#endif
+
+/* As float16 above, but without infinities: the largest magnitude is NaN. */
+INLINE floats from_float8(const char *p) {
+    words x = from_bytes(p), magnitude = (x & 0x7f) << 20;
+    floats y = as_floats(magnitude) * splat(0x1p120f);
+    y = choose((ints)(magnitude == 0x7f00000u), as_floats(magnitude | 0x7fc00000u), y);
+    return as_floats(as_words(y) | ((x & 0x80) << 24));
+}
+
+/* Load LANES numbers as float32; `type` is a constant. */
+INLINE floats load(const char *p, enum type type, int64_t place) {
+    switch (type) {
+    case FLOAT32: return load_floats(p + 4 * place);
+    case FLOAT16: return from_float16(p + 2 * place);
+    case BFLOAT16: return as_floats(from_shorts(p + 2 * place) << 16);
+    case INT8: return from_int8(p + place);
+    case FLOAT8_E4M3FN: return from_float8(p + place);
+    }
+    return splat(0);
+}
+
+INLINE int64_t size_of(enum type type) { return type == FLOAT32 ? 4 : type == FLOAT16 || type == BFLOAT16 ? 2 : 1; }
+
+/* Round to nearest even. */
+INLINE uint16_t to_bfloat16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (x != x) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE uint16_t to_float16(float x) {
+    uint32_t bits, sign;
+    memcpy(&bits, &x, sizeof bits);
+    sign = bits >> 16 & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (bits >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* rounds to 65536 or more */
+    if (bits < 0x38800000) { /* subnormal: adding 0.5 leaves units of 2^-24 in the lowest bits, rounded */
+        float y;
+        memcpy(&y, &bits, sizeof y);
+        y += 0.5f;
+        memcpy(&bits, &y, sizeof bits);
+        return (uint16_t)(sign | (bits - 0x3f000000));
+    }
+    return (uint16_t)(sign | ((bits + 0xfff + (bits >> 13 & 1) - 0x38000000) >> 13));
+}
+
+INLINE void store(char *p, enum type type, int64_t place, float x) {
+    uint16_t h;
+    if (type == FLOAT32) {
+        memcpy(p + 4 * place, &x, sizeof x);
+    } else {
+        h = type == FLOAT16 ? to_float16(x) : to_bfloat16(x);
+        memcpy(p + 2 * place, &h, sizeof h);
+    }
+}
+
+/* Return e^x for x <= 0, within 2 units in the last place; 0 below float32's normal numbers (Cephes, expf). */
+INLINE floats exponential(floats x) {
+    const floats magic = splat(0x1.8p23f); /* adding it rounds to an integer */
+    floats shifted = x * 0x1.715476p+0f + magic;
+    floats n = shifted - magic;
+    floats r = n * -0x1.62e400p-1f + x;
+    r = n * -0x1.7f7d1cp-20f + r;
+    floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    p = as_floats(as_words(p) + (as_words(shifted) << 23)); /* times 2^n: n is in the lowest bits */
+    p = choose(x < -87.0f, splat(0), p);
+    return choose(x != x, x, p);
+}
+
+INLINE float exponential1(float x) { return exponential(splat(x))[0]; }
+
+/* Return the natural logarithm of x >= 1 (Cephes, logf). */
+INLINE float logarithm(float x) {
+    uint32_t bits;
+    float n, m, z, y;
+    if (!(x < __builtin_inff())) return x;
+    memcpy(&bits, &x, sizeof bits);
+    n = (float)((int32_t)(bits >> 23) - 126);
+    bits = (bits & 0x7fffff) | 0x3f000000;
+    memcpy(&m, &bits, sizeof m);
+    if (m < 0.707106781186547524f) {
+        n -= 1;
+        m += m;
+    }
+    m -= 1;
+    z = m * m;
+    y = 7.0376836292e-2f;
+    y = y * m - 1.1514610310e-1f;
+    y = y * m + 1.1676998740e-1f;
+    y = y * m - 1.2420140846e-1f;
+    y = y * m + 1.4249322787e-1f;
+    y = y * m - 1.6668057665e-1f;
+    y = y * m + 2.0000714765e-1f;
+    y = y * m - 2.4999993993e-1f;
+    y = y * m + 3.3333331174e-1f;
+    y = y * m * z;
+    y += n * -2.12194440e-4f - 0.5f * z;
+    return m + y + n * 0.693359375f;
+}
+
+/* ---- sums over lanes, always in the order (l, l+8), (l, l+4), (l, l+2), (l, l+1) ---- */
+
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+
+/* Return the sums of LANES vectors. The levels below leave the sums in another order, so they begin with that. */
+INLINE floats lane_sums(const floats *a) {
+#if LANES == 16
+    static const int order[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};
+    floats x[8], y[4], z[2];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        floats p = a[order[i]], q = a[order[i + 8]];
+        x[i] = PICK(p, q, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               PICK(p, q, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        floats p = x[i], q = x[i + 4];
+        y[i] = PICK(p, q, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+               PICK(p, q, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        floats p = y[i], q = y[i + 2];
+        z[i] = PICK(p, q, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               PICK(p, q, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+    return PICK(z[0], z[1], 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+           PICK(z[0], z[1], 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+#elif LANES == 8
+    static const int order[8] = {0, 2, 1, 3, 4, 6, 5, 7};
+    floats y[4], z[2];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        floats p = a[order[i]], q = a[order[i + 4]];
+        y[i] = PICK(p, q, 0, 1, 2, 3, 8, 9, 10, 11) + PICK(p, q, 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        floats p = y[i], q = y[i + 2];
+        z[i] = PICK(p, q, 0, 1, 8, 9, 4, 5, 12, 13) + PICK(p, q, 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+    return PICK(z[0], z[1], 0, 2, 8, 10, 4, 6, 12, 14) + PICK(z[0], z[1], 1, 3, 9, 11, 5, 7, 13, 15);
+#else
+    floats z[2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
+        z[i] = PICK(a[i], a[i + 2], 0, 1, 4, 5) + PICK(a[i], a[i + 2], 2, 3, 6, 7);
+    return PICK(z[0], z[1], 0, 4, 2, 6) + PICK(z[0], z[1], 1, 5, 3, 7);
+#endif
+}
+
+INLINE float lane_sum(floats a) {
+    float x[LANES];
+    memcpy(x, &a, sizeof a);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) x[i] += x[i + width];
+    return x[0];
+}
+
+/* ---- one block of keys ---- */
+
+/* Load the cache line where a vector begins that is the `n`-th of a row's part, unless the one before it has. */
+INLINE void prefetch(const char *p, enum type type, int64_t at, int n) {
+    if (n * LANES * size_of(type) % 64 == 0) __builtin_prefetch(p + at * size_of(type), 0, 3);
+}
+
+/* Add to `sums` (rows, GROUP) the products of LANES·columns numbers of q and of GROUP keys, from `at` on. `rows` and
+   `columns` are constants. A load has the same step from key to key: the processor then loads ahead. */
+INLINE void multiply(floats *sums, const float *q, int64_t dim, const char *const *k, const char *const *next,
+                     enum type type, int64_t at, const int rows, const int columns) {
+    floats x[16];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; c++) x[r * columns + c] = load_floats(q + r * dim + at + c * LANES);
+#pragma GCC unroll 1
+    for (int j = 0; j < GROUP; j++) {
+        floats y[4];
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; c++) {
+            if (next) prefetch(next[j], type, at + c * LANES, c);
+            y[c] = load(k[j], type, at + c * LANES);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            floats sum = at ? sums[r * GROUP + j] : splat(0);
+#pragma GCC unroll 4
+            for (int c = 0; c < columns; c++) sum = x[r * columns + c] * y[c] + sum;
+            sums[r * GROUP + j] = sum;
+        }
+    }
+}
+
+/* Write q·k of `rows` rows and GROUP keys; `rows` is a constant. Keys at `next`, if not null, come soon. */
+INLINE void dot(const float *q, int64_t dim, const char *const *k, const char *const *next, enum type type,
+                float *scores, const int rows) {
+    floats sums[4 * GROUP];
+    int64_t at = 0;
+#define COVER(width)                                                                                                 \
+    if (width * rows <= MOST)                                                                                        \
+        for (; at + (width) * LANES <= dim; at += (width) * LANES)                                                   \
+            multiply(sums, q, dim, k, next, type, at, rows, width);
+    COVER(4) COVER(2) COVER(1)
+#undef COVER
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < GROUP; j += LANES) {
+            floats found = lane_sums(sums + r * GROUP + j);
+            memcpy(scores + r * BLOCK + j, &found, sizeof found);
+        }
+}
+
+/* Add to o (rows, value_dim), times `alpha`, the products of p (rows, BLOCK) and `count` values: LANES·columns numbers
+   of each, from `at` on. `rows` and `columns` are constants. */
+INLINE void weigh(float *o, int64_t value_dim, const float *p, const float *alpha, const char *const *v,
+                  const char *const *next, int64_t count, enum type type, int64_t at, const int rows,
+                  const int columns) {
+    floats sums[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < rows * columns; i++) sums[i] = splat(0);
+    for (int64_t j = 0; j < count; j++) {
+#pragma GCC unroll 8
+        for (int c = 0; c < columns; c++) {
+            floats y = load(v[j], type, at + c * LANES);
+            if (next) prefetch(next[j], type, at + c * LANES, c);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) sums[r * columns + c] = p[r * BLOCK + j] * y + sums[r * columns + c];
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < columns; c++) {
+            float *own = o + r * value_dim + at + c * LANES;
+            floats x = load_floats(own) * alpha[r] + sums[r * columns + c];
+            memcpy(own, &x, sizeof x);
+        }
+}
+
+INLINE void weigh_rows(float *o, int64_t value_dim, const float *p, const float *alpha, const char *const *v,
+                       const char *const *next, int64_t count, enum type type, const int rows) {
+    int64_t at = 0;
+#define COVER(width)                                                                                                 \
+    if (width * rows <= MOST)                                                                                        \
+        for (; at + (width) * LANES <= value_dim; at += (width) * LANES)                                             \
+            weigh(o, value_dim, p, alpha, v, next, count, type, at, rows, width);
+    COVER(8) COVER(4) COVER(2) COVER(1)
+#undef COVER
+}
+
+/* `dot` and `weigh_rows` of each type and number of rows. As functions of their own they keep their registers. */
+typedef void dot_function(const float *q, int64_t dim, const char *const *k, const char *const *next, float *scores);
+typedef void weigh_function(float *o, int64_t value_dim, const float *p, const float *alpha, const char *const *v,
+                            const char *const *next, int64_t count);
+
+#define DEFINE(type, rows)                                                                                           \
+    NOINLINE void dot_##type##_##rows(const float *q, int64_t dim, const char *const *k, const char *const *next,    \
+                                      float *scores) {                                                               \
+        if (next)                                                                                                    \
+            dot(q, dim, k, next, type, scores, rows);                                                                \
+        else                                                                                                         \
+            dot(q, dim, k, 0, type, scores, rows);                                                                   \
+    }                                                                                                                \
+    NOINLINE void weigh_##type##_##rows(float *o, int64_t value_dim, const float *p, const float *alpha,             \
+                                        const char *const *v, const char *const *next, int64_t count) {              \
+        if (next)                                                                                                    \
+            weigh_rows(o, value_dim, p, alpha, v, next, count, type, rows);                                          \
+        else                                                                                                         \
+            weigh_rows(o, value_dim, p, alpha, v, 0, count, type, rows);                                             \
+    }
+#define DEFINE_ALL(type) DEFINE(type, 1) DEFINE(type, 2) DEFINE(type, 4)
+DEFINE_ALL(FLOAT32) DEFINE_ALL(FLOAT16) DEFINE_ALL(BFLOAT16) DEFINE_ALL(INT8) DEFINE_ALL(FLOAT8_E4M3FN)
+
+#define LIST(name, type) {name##_##type##_1, name##_##type##_2, name##_##type##_4}
+#define LIST_ALL(name)                                                                                               \
+    {LIST(name, FLOAT32), LIST(name, FLOAT16), LIST(name, BFLOAT16), LIST(name, INT8), LIST(name, FLOAT8_E4M3FN)}
+static dot_function *const dots[5][3] = LIST_ALL(dot);
+static weigh_function *const weighs[5][3] = LIST_ALL(weigh);
+
+/* The softmax of one row over the keys of one chunk so far. */
+struct row {
+    float most, sum;
+};
+
+/* The keys of one block: addresses, and scales or null. */
+struct keys {
+    const char *k[BLOCK], *v[BLOCK];
+    float k_scale[BLOCK], v_scale[BLOCK];
+};
+
+struct scratch {
+    float *q, *o, *p, *alpha; /* (rows, dim), (rows, value_dim), (rows, BLOCK), (rows) */
+    float *total;             /* the merged o */
+    struct row *row, *merged;
+    struct keys keys[2];
+};
+
+/* Find `count` keys from `position` on, for one head. */
+INLINE void locate(struct keys *keys, const struct call *call, const struct task *task, int64_t head, int64_t position,
+                   int64_t count) {
+    head += task->first_head;
+    int64_t place = (position - task->first) / task->tokens, inside = (position - task->first) % task->tokens;
+    for (int64_t j = 0; j < count; place++, inside = 0) {
+        const struct span *span = task->spans + place;
+        int64_t here = task->tokens - inside;
+        if (here > count - j) here = count - j;
+        const char *k = span->k + head * span->k_head + inside * call->k_row;
+        const char *v = span->v + head * span->v_head + inside * call->v_row;
+        if (call->k_type >= INT8) {
+            memcpy(keys->k_scale + j, span->k_scale + head * span->k_scale_head + 4 * inside, sizeof(float) * here);
+            memcpy(keys->v_scale + j, span->v_scale + head * span->v_scale_head + 4 * inside, sizeof(float) * here);
+        }
+        for (int64_t i = 0; i < here; i++, j++) {
+            keys->k[j] = k + i * call->k_row;
+            keys->v[j] = v + i * call->v_row;
+        }
+    }
+    for (int64_t j = count; j < BLOCK; j++) { /* `dot` takes whole groups */
+        keys->k[j] = keys->k[count - 1];
+        keys->v[j] = keys->v[count - 1];
+        keys->k_scale[j] = keys->v_scale[j] = 0;
+    }
+}
+
+/* Make probabilities of one row's scores, and update its softmax. */
+INLINE void soften(const struct call *call, const struct task *task, float *s, struct row *row, float *alpha,
+                   const struct keys *keys, int64_t query, int64_t head, int64_t position, int64_t count) {
+    const float least = -__builtin_inff();
+    ints lanes;
+    for (int i = 0; i < LANES; i++) lanes[i] = i;
+    int64_t low = query + task->low - position, high = query + task->high - position;
+    if (low < 0) low = 0;
+    if (high > count) high = count;
+    floats most = splat(least), sum = splat(0);
+    const int64_t groups = (count + LANES - 1) / LANES;
+    for (int64_t g = 0; g < groups; g++) {
+        floats x = load_floats(s + g * LANES) * (float)call->scale;
+        if (call->k_type >= INT8) x = x * load_floats(keys->k_scale + g * LANES);
+        ints j = lanes + (int32_t)(g * LANES);
+        if (task->slopes) {
+            ints distance = j - (int32_t)(query + task->offset - position);
+            distance = (distance ^ (distance >> 31)) - (distance >> 31); /* absolute */
+            x = x - task->slopes[head] * __builtin_convertvector(distance, floats);
+        }
+        if (low > g * LANES || high < (g + 1) * LANES)
+            x = choose((j >= (int32_t)low) & (j < (int32_t)high), x, splat(least));
+        most = choose(x > most, x, most);
+        memcpy(s + g * LANES, &x, sizeof x);
+    }
+    float found = row->most;
+    for (int i = 0; i < LANES; i++) found = most[i] > found ? most[i] : found;
+    const float base = found > least ? found : 0;
+    for (int64_t g = 0; g < groups; g++) {
+        floats x = exponential(load_floats(s + g * LANES) - base);
+        sum = sum + x;
+        if (call->k_type >= INT8) x = x * load_floats(keys->v_scale + g * LANES);
+        memcpy(s + g * LANES, &x, sizeof x);
+    }
+    *alpha = exponential1(row->most - base);
+    row->sum = row->sum * *alpha + lane_sum(sum);
+    row->most = found;
+}
+
+/* Take one block into the softmax of all rows of a head. The first rows load the `next` block into the cache. */
+INLINE void step(const struct call *call, const struct task *task, struct scratch *own, const struct keys *keys,
+                 const struct keys *next, int64_t head, int64_t position, int64_t count) {
+    const int64_t rows = call->group * task->queries;
+    int together;
+    for (int64_t r = 0; r < rows; r += 1 << together) {
+        together = rows - r >= 4 ? 2 : rows - r >= 2;
+        dot_function *const dot = dots[call->k_type][together];
+        for (int64_t j = 0; j < count; j += GROUP)
+            dot(own->q + r * call->dim, call->dim, keys->k + j, r ? 0 : next->k + j, own->p + r * BLOCK + j);
+    }
+    for (int64_t r = 0; r < rows; r++)
+        soften(call, task, own->p + r * BLOCK, own->row + r, own->alpha + r, keys, r % task->queries,
+               head * call->group + r / task->queries, position, count);
+    for (int64_t r = 0; r < rows; r += 1 << together) {
+        together = rows - r >= 4 ? 2 : rows - r >= 2;
+        weighs[call->k_type][together](own->o + r * call->value_dim, call->value_dim, own->p + r * BLOCK,
+                                       own->alpha + r, keys->v, r ? 0 : next->v, count);
+    }
+}
+
+/* ---- chunks ---- */
+
+/* Merge the softmax of a later chunk into `total`: both have a largest score, a sum, and o that is not normalised. */
+INLINE void merge(struct row *total, float *total_o, const struct row *row, const float *o, int64_t value_dim) {
+    const float found = row->most > total->most ? row->most : total->most;
+    const float base = found > -__builtin_inff() ? found : 0;
+    const float a = exponential1(total->most - base), b = exponential1(row->most - base);
+    for (int64_t d = 0; d < value_dim; d += LANES) {
+        floats x = load_floats(total_o + d) * a + load_floats(o + d) * b;
+        memcpy(total_o + d, &x, sizeof x);
+    }
+    total->sum = total->sum * a + row->sum * b;
+    total->most = found;
+}
+
+/* Write o and lse of one row. */
+INLINE void finish(const struct call *call, const struct task *task, struct row row, float *o, int64_t query,
+                   int64_t head) {
+    if (task->sinks) {
+        const float sink = task->sinks[head], found = row.most > sink ? row.most : sink;
+        const float base = found > -__builtin_inff() ? found : 0;
+        const float a = exponential1(row.most - base);
+        for (int64_t d = 0; d < call->value_dim; d++) o[d] *= a;
+        row.sum = row.sum * a + exponential1(sink - base);
+        row.most = found;
+    }
+    const int dead = row.sum == 0;
+    char *to = task->o + head * task->o_head + query * task->o_row;
+    for (int64_t d = 0; d < call->value_dim; d++)
+        store(to, (enum type)call->q_type, d, dead ? 0 : o[d] / row.sum);
+    if (task->lse) {
+        const float lse = dead ? -__builtin_inff() : row.most + logarithm(row.sum);
+        memcpy(task->lse + head * task->lse_head + query * task->lse_row, &lse, sizeof lse);
+    }
+}
+
+/* Numbers of the state of one chunk of one head: for each row the largest score, the sum, and o. */
+INLINE int64_t state_size(const struct call *call, const struct task *task) {
+    return call->group * task->queries * (2 + call->value_dim);
+}
+
+INLINE void load_queries(const struct call *call, const struct task *task, float *q, int64_t head) {
+    for (int64_t r = 0; r < call->group * task->queries; r++) {
+        const char *from =
+            task->q + (head * call->group + r / task->queries) * task->q_head + r % task->queries * task->q_row;
+        for (int64_t d = 0; d < call->dim; d += LANES) {
+            floats x = call->q_type == FLOAT32    ? load(from, FLOAT32, d)
+                       : call->q_type == FLOAT16 ? load(from, FLOAT16, d)
+                                                 : load(from, BFLOAT16, d);
+            memcpy(q + r * call->dim + d, &x, sizeof x);
+        }
+    }
+}
+
+INLINE void attend(const struct call *call, const struct task *task, struct scratch *own, int64_t head) {
+    const int64_t rows = call->group * task->queries, value_dim = call->value_dim;
+    const struct row empty = {-__builtin_inff(), 0};
+    float *part = task->parts;
+    if (part) part += head * ((task->stop + CHUNK - 1) / CHUNK - task->start / CHUNK) * state_size(call, task);
+    load_queries(call, task, own->q, head);
+    for (int64_t r = 0; r < rows; r++) own->merged[r] = empty;
+    memset(own->total, 0, sizeof(float) * rows * value_dim);
+    int64_t position = task->start, count = BLOCK - position % BLOCK;
+    if (count > task->stop - position) count = task->stop - position;
+    struct keys *keys = own->keys, *next = own->keys + 1;
+    if (count > 0) locate(keys, call, task, head, position, count);
+    while (position < task->stop) {
+        int64_t end = (position / CHUNK + 1) * CHUNK;
+        if (end > task->stop) end = task->stop;
+        for (int64_t r = 0; r < rows; r++) own->row[r] = empty;
+        memset(own->o, 0, sizeof(float) * rows * value_dim);
+        while (position < end) {
+            int64_t ahead = task->stop - position - count;
+            if (ahead > BLOCK) ahead = BLOCK;
+            if (ahead > 0) locate(next, call, task, head, position + count, ahead);
+            step(call, task, own, keys, ahead > 0 ? next : keys, head, position, count);
+            position += count;
+            count = ahead;
+            struct keys *spare = keys;
+            keys = next;
+            next = spare;
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            const float *o = own->o + r * value_dim;
+            if (part) {
+                memcpy(part, own->row + r, sizeof *own->row);
+                memcpy(part + 2, o, sizeof(float) * value_dim);
+                part += 2 + value_dim;
+            } else {
+                merge(own->merged + r, own->total + r * value_dim, own->row + r, o, value_dim);
+            }
+        }
+    }
+    if (!part)
+        for (int64_t r = 0; r < rows; r++)
+            finish(call, task, own->merged[r], own->total + r * value_dim, r % task->queries,
+                   head * call->group + r / task->queries);
+}
+
+static struct scratch *scratch_for(const struct call *call) {
+    int64_t rows = 0;
+    for (int64_t n = 0; n < call->count; n++) {
+        int64_t own = call->group * call->tasks[n].queries;
+        if (own > rows) rows = own;
+    }
+    const size_t numbers = (size_t)rows * (call->dim + 2 * call->value_dim + BLOCK + 5);
+    struct scratch *own = malloc(sizeof *own + sizeof(float) * numbers);
+    if (!own) return 0;
+    float *at = (float *)(own + 1);
+    own->q = at, at += rows * call->dim;
+    own->o = at, at += rows * call->value_dim;
+    own->total = at, at += rows * call->value_dim;
+    own->p = at, at += rows * BLOCK;
+    own->alpha = at, at += rows;
+    own->row = (struct row *)at, at += 2 * rows;
+    own->merged = (struct row *)at;
+    return own;
+}
+
+/* Compute all tasks of a call. Return 0, or 1 if memory is missing. */
+int PASTE(flashpoint_decode_, ISA)(const struct call *call) {
+    struct scratch *own = scratch_for(call);
+    if (!own) return 1;
+    for (int64_t n = 0; n < call->count; n++) {
+        const struct task *task = call->tasks + n;
+        for (int64_t head = 0; head < task->heads; head++) attend(call, task, own, head);
+    }
+    free(own);
+    return 0;
+}
+
+/* Merge the states of all chunks, which calls with `parts` have written, in order; write o and lse. Return as above. */
+int PASTE(flashpoint_merge_, ISA)(const struct call *call) {
+    struct scratch *own = scratch_for(call);
+    if (!own) return 1;
+    const int64_t value_dim = call->value_dim;
+    for (int64_t n = 0; n < call->count; n++) {
+        const struct task *task = call->tasks + n;
+        const int64_t rows = call->group * task->queries, size = 2 + value_dim;
+        const int64_t chunks = (task->stop + CHUNK - 1) / CHUNK - task->start / CHUNK;
+        for (int64_t head = 0; head < task->heads; head++)
+            for (int64_t r = 0; r < rows; r++) {
+                struct row total = {-__builtin_inff(), 0}, row;
+                memset(own->total, 0, sizeof(float) * value_dim);
+                for (int64_t c = 0; c < chunks; c++) {
+                    const float *part = task->parts + ((head * chunks + c) * rows + r) * size;
+                    memcpy(&row, part, sizeof row);
+                    merge(&total, own->total, &row, part + 2, value_dim);
+                }
+                finish(call, task, total, own->total, r % task->queries, head * call->group + r / task->queries);
+            }
+    }
+    free(own);
+    return 0;
+}

@@ -1,0 +1,220 @@
+"""The CPU kernels in C: exact for each instruction set and dtype; their conversions; how they are built and found."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flashpoint_kernels import Options, attention, native, quantize, verify
+from flashpoint_kernels.native import build
+from flashpoint_kernels.torch_backend import few
+from tests.support.kernels.serving import in_pages
+from tests.support.kernels.solving import normal, qkv
+
+FOUND = native.library()
+LEVELS = ["v3", "v4"][: max(1, int(FOUND.level[1]) - 2)] if FOUND and FOUND.level in ("v3", "v4") else ["v1"]
+F8 = torch.float8_e4m3fn
+
+
+def test_this_machine_has_a_compiler_and_the_kernels() -> None:
+    """The other tests here prove nothing without them."""
+    assert build.compiler() is not None
+    assert native.library() is not None
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An instruction set, which the kernels then use."""
+    functions = native.level(request.param)
+    assert functions is not None
+    monkeypatch.setattr(native, "library", lambda: functions)
+    return str(request.param)
+
+
+def check(t: dict[str, Tensor], **options: Any) -> None:
+    found = verify(t, Options(backend="torch", **options))
+    assert found.ok, [e for e in found.tensors if not e.ok]
+
+
+@given(
+    kv_heads=st.integers(1, 3), group=st.sampled_from([1, 2, 3, 4, 7]), q_len=st.sampled_from([1, 2, 3, 5, 9]),
+    kv_len=st.sampled_from([512, 700, 1024, 1025, 2100]), dim=st.sampled_from([16, 48, 64, 112, 256]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), causal=st.booleans(),
+    window=st.sampled_from([(-1, -1), (0, 0), (63, -1), (1023, 5), (5, 600)]), top_left=st.booleans(),
+    scale=st.sampled_from([None, -0.2, 0.0]), alibi=st.sampled_from([0, 1, 2]), sinks=st.booleans(),
+    layout=st.sampled_from(["bhsd", "bshd"]), page=st.sampled_from([0, 16, 100]),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_any_problem_agrees_with_float64(
+    kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype, causal: bool,
+    window: tuple[int, int], top_left: bool, scale: float | None, alibi: int, sinks: bool, layout: str, page: int,
+) -> None:  # fmt: skip
+    heads = kv_heads * group
+    t = {n: x for n, x in qkv(2, heads, q_len, kv_len, dim, kv_heads=kv_heads, dtype=dtype).items() if n != "do"}
+    if layout == "bshd":
+        t = {name: x.transpose(1, 2).contiguous() for name, x in t.items()}
+    if page:
+        t["kv_lengths"] = torch.tensor([kv_len, max(512, kv_len - 300)])
+        t = in_pages(t, layout, page)
+    if alibi:
+        t["alibi_slopes"] = normal(*((heads,) if alibi == 1 else (2, heads))).abs() / 8
+    if sinks:
+        t["sinks"] = normal(heads)
+    alignment = "top_left" if top_left else "bottom_right"
+    check(t, causal=causal, window=window, causal_alignment=alignment, scale=scale, layout=layout, return_lse=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [1, 2, 4, 6])
+def test_each_instruction_set_is_exact(level: str, dtype: torch.dtype, group: int) -> None:
+    for q_len, dim in ((1, 64), (3, 80), (7, 160)):
+        t = {n: x for n, x in qkv(2, 2 * group, q_len, 1700, dim, kv_heads=2, dtype=dtype).items() if n != "do"}
+        check(t | {"alibi_slopes": normal(2 * group).abs() / 64}, causal=True, window=(1200, -1), return_lse=True)
+        check(t, scale=3.0, return_lse=True)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, F8])
+@pytest.mark.parametrize("scaled", ["rows", "heads", "number"])
+@pytest.mark.parametrize("page", [0, 16, 100])
+def test_8_bit_keys_are_read_as_they_are(level: str, kind: torch.dtype, scaled: str, page: int) -> None:
+    t = {n: x for n, x in qkv(2, 6, 2, 700, 48, kv_heads=2).items() if n != "do"}
+    for name in "kv":
+        t[name], t[f"{name}_scale"] = quantize(t[name], kind)
+        if scaled != "rows":
+            t[f"{name}_scale"] = t[f"{name}_scale"].amax(-1) if scaled == "heads" else torch.tensor(0.02)
+    if page:
+        t["kv_lengths"] = torch.tensor([700, 650])
+        t = in_pages(t, "bhsd", page)
+        t |= {n: t[n].nan_to_num() for n in ("k_scale", "v_scale")}  # of pages that are not read
+    check(t, return_lse=True)
+
+
+def one_key(v: Tensor, q_dtype: torch.dtype, scale: float | None = None) -> Tensor:
+    """Return o of queries that each see only the last of 512 keys, whose value is a row of v (n, Dv)."""
+    n, dim = v.shape
+    values = torch.zeros(n, 1, 512, dim).to(v.dtype)
+    values[:, 0, -1] = v
+    t = {"q": torch.zeros(n, 1, 1, dim, dtype=q_dtype), "k": torch.zeros_like(values), "v": values}
+    if scale is not None:
+        t |= {name: torch.tensor(scale) for name in ("k_scale", "v_scale")}
+    return attention(**t, window=(0, 0))[:, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_16_bit_number_comes_back(level: str, dtype: torch.dtype) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).view(-1, 256)
+    found = one_key(every, dtype)
+    assert torch.equal(found.isnan(), every.isnan())
+    assert torch.equal(found.nan_to_num(0.0, torch.inf, -torch.inf), every.nan_to_num(0.0, torch.inf, -torch.inf))
+
+
+@pytest.mark.parametrize("kind", [torch.int8, F8])
+def test_every_8_bit_number_is_read(level: str, kind: torch.dtype) -> None:
+    every = torch.arange(256, dtype=torch.int32).to(torch.int8).view(kind).view(-1, 16)
+    found = one_key(every, torch.float32, 0.25)
+    expected = every.float() * 0.25
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_answers_are_rounded_to_nearest_even(level: str, dtype: torch.dtype) -> None:
+    """Halves of int8 numbers times a scale, from subnormal to infinite ones."""
+    numbers = torch.arange(-128, 128, dtype=torch.int8).view(-1, 16)
+    for power in range(-34, 18):
+        scale = 2.0**power * (1 + 2.0**-9 + 2.0**-12)
+        found = one_key(numbers, dtype, scale)
+        assert torch.equal(found, (numbers.float() * scale).to(dtype)), power
+
+
+def test_keys_that_no_query_sees_are_not_read() -> None:
+    t = {n: x for n, x in qkv(1, 4, 2, 1500, 32, kv_heads=2).items() if n != "do"}
+    expected = attention(**t, causal=True, window=(700, 0))
+    for name in "kv":
+        t[name][:, :, : 1500 - 702] = torch.nan
+    assert torch.equal(attention(**t, causal=True, window=(700, 0)), expected)
+
+
+def test_without_the_library_torchs_operator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(few, "attend", None)
+    t = {n: x for n, x in qkv(2, 4, 1, 1100, 64, kv_heads=2).items() if n != "do"}
+    check(t, causal=True, return_lse=True)
+    check(in_pages(t | {"kv_lengths": torch.tensor([1100, 600])}, "bhsd", 16), return_lse=True)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    for name in build.SOURCES:
+        (tmp_path / name).write_bytes((build.HERE / name).read_bytes())
+    return tmp_path
+
+
+def test_a_machine_without_a_compiler_builds_nothing(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(sources))
+    monkeypatch.delenv("CC", raising=False)
+    assert build.compile_library(sources) is None
+    assert not (sources / build.LIBRARY).exists()
+
+
+def test_a_library_of_other_sources_is_not_used(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build.compile_library(sources)
+    assert built is not None
+    monkeypatch.setattr(native, "HERE", sources)
+    monkeypatch.setattr(native, "checksum", lambda: build.checksum(sources))
+    found = native.library.__wrapped__()
+    assert found is not None
+    assert FOUND is not None
+    assert found.level == FOUND.level
+    (sources / "isa.c").write_text((sources / "isa.c").read_text() + "\n/* changed */\n")
+    with pytest.warns(RuntimeWarning, match=r"compiled from other sources"):
+        assert native.library.__wrapped__() is None
+
+
+def test_the_script_reports_an_error_of_the_compiler(sources: Path) -> None:
+    (sources / "build.py").write_bytes((build.HERE / "build.py").read_bytes())
+    (sources / "decode.c").write_text("this is not C")
+    ran = subprocess.run([sys.executable, str(sources / "build.py")], capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert "decode.c" in ran.stderr
+
+
+def test_the_sources_compile_without_warnings(tmp_path: Path) -> None:
+    """Also for a processor without any of the known instruction sets."""
+    command = build.compiler()
+    assert command is not None
+    for march in ("x86-64-v2", "x86-64-v3", "x86-64-v4") if LEVELS != ["v1"] else ("native",):
+        flags = [*build.FLAGS, "-Werror", f"-march={march}", "-DISA=any", "-DSOURCES=0u"]
+        for name in build.SOURCES:
+            ran = subprocess.run(
+                [*command, *flags, "-c", str(build.HERE / name), "-o", str(tmp_path / "made.o")],
+                capture_output=True, text=True,
+            )  # fmt: skip
+            assert ran.returncode == 0, ran.stderr
+
+
+def test_lanes_of_four_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variant for other processors, in this processor's registers of four floats."""
+    import ctypes
+
+    command = build.compiler()
+    assert command is not None
+    made = tmp_path / "narrow.so"
+    flags = [*build.FLAGS, "-DISA=narrow", "-shared", str(build.HERE / "decode.c"), "-o", str(made)]
+    subprocess.run([*command, *flags], check=True, capture_output=True)
+    loaded = ctypes.CDLL(str(made))
+    functions = native.Library("narrow", loaded.flashpoint_decode_narrow, loaded.flashpoint_merge_narrow)
+    monkeypatch.setattr(native, "library", lambda: functions)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for group in (1, 2, 5):
+            t = {n: x for n, x in qkv(1, 2 * group, 3, 1100, 48, kv_heads=2, dtype=dtype).items() if n != "do"}
+            check(t, causal=True, return_lse=True)
+    test_every_16_bit_number_comes_back("narrow", torch.float16)
+    test_every_8_bit_number_is_read("narrow", F8)
+    test_every_8_bit_number_is_read("narrow", torch.int8)
