@@ -89,6 +89,9 @@ class Steps(NamedTuple):
     row: int
 
 
+NOWHERE = Steps(0, 0)  # of an lse that is not wanted
+
+
 class Spans:
     """Addresses of keys: for each span, k and v of head 0, their steps from head to head, and the same of their scales.
 
@@ -134,6 +137,22 @@ class Rows(NamedTuple):
     def chunks(self) -> int:
         return max(1, -(-self.stop // CHUNK) - self.start // CHUNK)
 
+    def of_queries(self, first: int, count: int, decode: Decode) -> Rows:
+        """Return `count` of these queries, from the query `first` on."""
+        low, high = self.low + first, self.high + first
+        start = min(max(self.start, low), self.stop)
+        return self._replace(
+            q=self.q + first * decode.q.row,
+            o=self.o + first * decode.o.row,
+            lse=self.lse and self.lse + first * decode.lse.row,
+            queries=count,
+            start=start,
+            stop=max(start, min(self.stop, high + count - 1)),
+            low=low,
+            high=high,
+            offset=self.offset + first,
+        )
+
 
 @dataclass(eq=False, slots=True)
 class Decode:
@@ -154,13 +173,19 @@ class Decode:
     lse: Steps
     k_row: int
     v_row: int
-    rows: Sequence[Rows]
+    rows: list[Rows]
     sinks: int = 0  # address
     held: object = None
 
     @property
     def units(self) -> int:
         return len(self.rows) * self.heads
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of keys and values that are read."""
+        token = self.heads * (self.head_dim + self.value_dim) * self.k_dtype.itemsize
+        return token * sum(row.stop - row.start for row in self.rows)
 
     def compute(self, first: int = 0, last: int | None = None) -> None:
         """Compute units [first, last), by default all, in this thread."""

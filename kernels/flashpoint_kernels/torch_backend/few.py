@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_contract.tensors import SCALES
-from flashpoint_kernels.native import Decode, Rows, Spans, Steps
+from flashpoint_kernels.native import NOWHERE, Decode, Rows, Spans, Steps
 from flashpoint_kernels.problem import Problem
 from flashpoint_kernels.reproducible import CORES, spread
 
@@ -55,8 +55,7 @@ def attend_dense(spec: Spec, row: Row, q: Tensor, k: Tensor, v: Tensor, o: Tenso
 
 def compute(decode: Decode, workers: int) -> None:
     """Compute all units on at most `workers` threads; the caller must not be one of the threads of `spread`."""
-    size = decode.k_dtype.itemsize * (decode.head_dim + decode.value_dim) * decode.heads
-    workers = min(workers, sum(row.stop - row.start for row in decode.rows) * size // _LEAST_BYTES)
+    workers = min(workers, decode.nbytes // _LEAST_BYTES)
     if workers < 2:
         decode.compute()
         return
@@ -81,9 +80,9 @@ def decode_of(problem: Problem, rows: Sequence[Row]) -> Decode:
         rows_of(
             spec,
             row,
-            _address(q, row.batch, row.q_start),
-            _address(o, row.batch, row.q_start),
-            0 if lse is None else _address(lse, row.batch, row.q_start),
+            address(q, row.batch, row.q_start),
+            address(o, row.batch, row.q_start),
+            0 if lse is None else address(lse, row.batch, row.q_start),
             spans.of_sequence(number),
             spans.tokens,
             0 if slopes is None else slopes.data_ptr() + (4 * spec.q_heads * row.index if slopes.ndim == 2 else 0),
@@ -92,18 +91,22 @@ def decode_of(problem: Problem, rows: Sequence[Row]) -> Decode:
     ]
     return Decode(
         q.dtype, k.dtype, spec.head_dim, spec.value_dim, spec.kv_heads, spec.q_heads // spec.kv_heads, spec.scale,
-        steps(q, 1), steps(o, 1), Steps(0, 0) if lse is None else steps(lse, 1), k.stride(2) * k.itemsize,
+        steps(q, 1), steps(o, 1), NOWHERE if lse is None else steps(lse, 1), k.stride(2) * k.itemsize,
         v.stride(2) * v.itemsize, own, 0 if sinks is None else sinks.data_ptr(), held,
     )  # fmt: skip
 
 
 def rows_of(
-    spec: Spec, row: Row, q: int, o: int, lse: int, spans: int, tokens: int, slopes: int = 0, first: int = 0
-) -> Rows:
-    """Return the queries of a sequence, whose keys [first, row.kv_len) are in `spans`. Addresses as in `Rows`."""
+    spec: Spec, row: Row, q: int, o: int, lse: int, spans: int, tokens: int, slopes: int = 0, first: int = 0,
+    start: int = 0,
+) -> Rows:  # fmt: skip
+    """Return the queries of a sequence, whose keys [first, row.kv_len) are in `spans`. Addresses as in `Rows`.
+
+    Keys before `start` are not seen.
+    """
     offset, (left, right) = spec.offset(row.q_len, row.kv_len), spec.window
     low, high = offset - left, offset + right + 1
-    start = min(max(low, first), row.kv_len)
+    start = min(max(low, start), row.kv_len)
     stop = max(min(row.kv_len, row.q_len - 1 + high), start)
     return Rows(q, o, lse, row.q_len, start, stop, spans, tokens, first, low, high, offset, slopes)
 
@@ -118,7 +121,8 @@ def _in_rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _address(t: Tensor, batch: int, row: int) -> int:
+def address(t: Tensor, batch: int, row: int) -> int:
+    """Return the address of a sequence's row in a canonical view, for head 0."""
     return t.data_ptr() + (batch * t.stride(0) + row * t.stride(2)) * t.itemsize
 
 

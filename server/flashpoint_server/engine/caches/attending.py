@@ -1,8 +1,8 @@
 """Attention over caches: write the new tokens, and make a problem of the tokens that the caches then hold.
 
 On the CPU the `torch` backend reads chunks in place (parts.py). On a GPU chunks are pages, and the kernels read them
-in place through a block table (pages.py). Otherwise keys are copied into pages: on the CPU for the other backends and
-for options that the operator over chunks does not support, and on a GPU for masks and dropout over caches that have
+in place through a block table (pages.py). Otherwise keys are copied into pages: on the CPU for the other backends, for
+masks, and for head dimensions that the kernels in C do not have; on a GPU for masks and dropout over caches that have
 dropped tokens.
 """
 
@@ -22,18 +22,19 @@ from flashpoint_contract.caches import CHUNK, SMALLEST_CHUNK
 from flashpoint_contract.options import ProblemError
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import Problem
+from flashpoint_kernels.native import NOWHERE, Decode, Steps, supports
 from flashpoint_kernels.reproducible import split
+from flashpoint_kernels.torch_backend.few import address, steps
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.chunks import Track
 from flashpoint_server.engine.caches.pages import PagePool
-from flashpoint_server.engine.caches.parts import Attended, CachedPart, cut
+from flashpoint_server.engine.caches.parts import CachedPart, cut, tiles
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.ipc.messages import Held
 from flashpoint_server.refusal import invalid
 
-# Options that the operator over chunks does not support: chunks are copied into pages, which the backend reads.
+_OF_HEADS = frozenset({"alibi_slopes", "sinks"})
 _MASKS = frozenset({"attn_mask", "block_mask"})  # the positions of masks count from a cache's first token
-_NEEDS_PAGES = frozenset({"bool_mask", "float_mask", "window", "alibi_slopes", "sinks"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,24 +66,27 @@ class CallTensors:
         """Return k (Hk, n, D) and v (Hk, n, Dv) of each sequence's new tokens; None for a call that only reads."""
         if "k" not in self.tensors:
             return None
-        shell = self._shell(self.tensors)
+        shell = self.shell(self.tensors)
         k, v = (shell.canonical(name, self.tensors[name]) for name in ("k", "v"))
         return [(_own(k, row), _own(v, row)) for row in self.rows]
 
     @cached_property
-    def views(self) -> list[dict[str, Tensor]]:
-        """Return q (Hq, sq, D), o (Hq, sq, Dv) and, if requested, lse (Hq, sq) of each sequence."""
-        shell = self._shell({"q": self.tensors["q"]})
+    def places(self) -> tuple[dict[str, Steps], list[dict[str, int]]]:
+        """Return the steps from head to head and from row to row of q, o and lse; and their addresses for each
+        sequence.
+        """
+        shell = self.shell({"q": self.tensors["q"]})
         whole = {name: shell.canonical(name, t) for name, t in (*shell.tensors.items(), *self.outputs.items())}
-        return [{name: _own(view, row) for name, view in whole.items()} for row in self.rows]
+        own = [{name: address(view, row.batch, row.q_start) for name, view in whole.items()} for row in self.rows]
+        return {name: steps(view, 1) for name, view in whole.items()}, own
 
     def clear_outputs(self) -> None:
         """Write the answer of a row without keys to the outputs, if the sequences may not cover them."""
         if self.spec.ragged or "q_lengths" in self.tensors:
-            self._shell({}).clear_outputs()
+            self.shell({}).clear_outputs()
 
-    def _shell(self, tensors: Mapping[str, Tensor]) -> Problem:
-        """Return a problem with the canonical views of the call's tensors."""
+    def shell(self, tensors: Mapping[str, Tensor]) -> Problem:
+        """Return a problem with the canonical views of these tensors, and of the outputs."""
         return Problem(self.spec, self.rows, None, self.tensors["q"].device, dict(tensors), dict(self.outputs))
 
 
@@ -134,27 +138,32 @@ class HeldCall(NamedTuple):
 
     def parts(self, caches: Sequence[StoredCache], backend: str, cores: int) -> Sequence[Problem | CachedPart]:
         """Return parts that `cores` cores of the CPU can compute in parallel, after the tokens are written."""
-        call = self.of
-        if backend != "torch" or call.spec.features & _NEEDS_PAGES:
-            return split(self.problem(caches), backend)
+        call, spec = self.of, self.of.spec
         tracks = [cache.tracks[self.held.layer] for cache in caches]
+        size, q = tracks[0].size, call.tensors["q"]
+        in_place = backend == "torch" and "attn_mask" not in call.tensors
+        if not (in_place and supports(q.dtype, size.dtype, size.head_dim, size.value_dim)):
+            return split(self.problem(caches), backend)
         call.clear_outputs()
-        sequences = [
-            Attended(
-                row._replace(kv_len=track.length),
-                track,
-                self.lowest(row.q_len, track.length),
-                self._edge(row, track),
-                views,
-            )
-            for row, track, views in zip(call.rows, tracks, call.views, strict=True)
-        ]
-        return cut(call.spec, sequences, cores)
-
-    def _edge(self, row: Row, track: Track) -> int | None:
-        spec = self.of.spec
-        offset = spec.offset(row.q_len, track.length)
-        return offset if spec.options.causal and offset < track.length - 1 else None
+        steps, places = call.places
+        shell, each = call.shell({n: t for n, t in call.tensors.items() if n in _OF_HEADS}), {}
+        for name in shell.tensors:
+            each[name] = shell.view(name).contiguous()
+        slopes, spans = each.get("alibi_slopes"), [track.spans() for track in tracks]
+        row_bytes = size.dtype.itemsize
+        decode = Decode(
+            q.dtype, size.dtype, size.head_dim, size.value_dim, size.heads, spec.q_heads // size.heads, spec.scale,
+            steps["q"], steps["o"], steps.get("lse", NOWHERE), size.head_dim * row_bytes, size.value_dim * row_bytes,
+            [], each["sinks"].data_ptr() if "sinks" in each else 0, (call, each, spans),
+        )  # fmt: skip
+        rows = [row._replace(kv_len=track.length) for row, track in zip(call.rows, tracks, strict=True)]
+        for row, track, place, span in zip(rows, tracks, places, spans, strict=True):
+            if not row.q_len:
+                continue
+            own = 0 if slopes is None else slopes[row.index if slopes.ndim == 2 else ...].data_ptr()
+            first, start = track.first // CHUNK * CHUNK, self.lowest(row.q_len, track.length)
+            decode.rows += tiles(spec, row, place, decode, span, first, max(start, track.first), own)
+        return cut(spec, decode, rows, cores)
 
     def problem(self, caches: Sequence[StoredCache]) -> Problem:
         """Return the problem with the caches' keys as pages. Raises Refusal 422."""

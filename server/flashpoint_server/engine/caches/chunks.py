@@ -8,6 +8,7 @@ chunk's memory is not cleared before it gets another owner.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flashpoint_contract.caches import CHUNK, SMALLEST_CHUNK, chunk_tokens
+from flashpoint_kernels.native import Spans
 from flashpoint_kernels.quantization import quantize, restored
 from flashpoint_server.engine.caches.pages import PagePool
 from flashpoint_server.engine.caches.slabs import LEAST_BYTES, MOST_CHUNKS, Slab
@@ -48,9 +50,14 @@ class Chunk:
             self.k_scale, self.v_scale = torch.empty(2, 1, size.heads, capacity, device=size.device).unbind(0)
         self.nbytes = size.nbytes * capacity
 
-    def behind(self, other: Chunk) -> bool:
-        """Return whether its memory comes directly after another chunk's."""
-        return self.slab is not None and self.slab is other.slab and self.place == other.place + 1
+    @property
+    def span(self) -> tuple[int, ...]:
+        """Return its addresses and steps, as `native.Spans` has them."""
+        size, scales, step = self.k.itemsize, (0, 0), 0
+        if self.k_scale is not None and self.v_scale is not None:
+            scales, step = (self.k_scale.data_ptr(), self.v_scale.data_ptr()), 4 * self.capacity
+        heads = self.k.stride(1) * size, self.v.stride(1) * size
+        return self.k.data_ptr(), self.v.data_ptr(), *heads, *scales, step, step
 
     def give_back(self) -> None:
         """Return its memory to the slab. Nobody may hold the chunk any more."""
@@ -188,10 +195,7 @@ class Change(NamedTuple):
 
 
 class TokenRun(NamedTuple):
-    """Keys and values of consecutive tokens from `start` on: k (1, Hk, n, D), v (1, Hk, n, Dv), never 8-bit numbers.
-
-    For several whole adjacent chunks k is (chunks, Hk, 1024, D), and v likewise.
-    """
+    """Keys and values of consecutive tokens from `start` on: k (1, Hk, n, D), v (1, Hk, n, Dv), never 8-bit numbers."""
 
     start: int
     k: Tensor
@@ -211,8 +215,8 @@ class Track:
     reserved: int = 0
     length: int = 0
     first: int = 0
-    # cached results of `runs` and `numbers`
-    _whole: dict[tuple[int, int, int, int], list[TokenRun]] = field(default_factory=dict, repr=False)
+    # cached results of `spans` and `numbers`
+    _spans: Spans | None = field(default=None, repr=False)
     _numbers: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def new_chunk(self, place: int, capacity: int, before: Chunk | None, more: int = 0) -> Chunk:
@@ -290,7 +294,7 @@ class Track:
 
     def _changed(self) -> None:
         """Clear the cached results: the list of chunks has changed."""
-        self._whole.clear()
+        self._spans = None
         self._numbers.clear()
 
     def drop_before(self, position: int) -> list[Chunk]:
@@ -317,36 +321,15 @@ class Track:
         for chunk, place, first, last in self._runs(start, stop):
             yield TokenRun(place + first, *chunk.read(first, last, heads))
 
-    def runs(self, start: int, stop: int, heads: slice | None = None) -> Iterator[TokenRun]:
-        """Yield the same as `pieces`, but whole chunks with adjacent memory come as one run."""
-        first, last = -(-start // CHUNK), stop // CHUNK
-        if last - first < 2 or self.size.quantized or self.size.pool is not None:
-            yield from self.pieces(start, stop, heads)
-            return
-        if start % CHUNK:
-            yield from self.pieces(start, first * CHUNK, heads)
-        key = first, last, *((0, self.size.heads) if heads is None else (heads.start, heads.stop))
-        if (found := self._whole.get(key)) is None:
-            found = self._whole[key] = list(self._together(*key))
-        yield from found
-        if stop % CHUNK:
-            yield from self.pieces(last * CHUNK, stop, heads)
-
-    def _together(self, first: int, last: int, head: int, end: int) -> Iterator[TokenRun]:
-        """Yield whole chunks [first, last), of heads [head, end), in as few runs as possible."""
-        while first < last:
-            begin = before = self.chunks[first]
-            stop = first + 1
-            assert begin is not None
-            while stop < last and (chunk := self.chunks[stop]) is not None and chunk.behind(before):  # type: ignore[arg-type]
-                before, stop = chunk, stop + 1
-            k, v = begin.k[:, head:end], begin.v[:, head:end]
-            if begin.slab is not None:
-                k, v = (
-                    t.as_strided((stop - first, *t.shape[1:]), (begin.slab.distance, *t.stride()[1:])) for t in (k, v)
-                )
-            yield TokenRun(first * CHUNK, k, v)
-            first = stop
+    def spans(self) -> Spans:
+        """Return the places of the chunks, from the one of `first` on, for the kernels on the CPU."""
+        if self._spans is None:
+            numbers = array("q")
+            for chunk in self.chunks[self.first // CHUNK :]:
+                assert chunk is not None
+                numbers.extend(chunk.span)
+            self._spans = Spans(numbers, CHUNK)
+        return self._spans
 
     def numbers(self, start: int) -> Tensor:
         """Return the page numbers (int32) of the tokens from `start` on, which is the first token of a held chunk."""

@@ -1,7 +1,7 @@
 """Memory of whole chunks: slabs of address space, in which the chunks of one layer are adjacent.
 
-Attention reads chunks at equal distances as one tensor (flashpoint_kernels.chunked). A slab is only address space: a
-chunk has memory from its first write until it is returned, independent of other chunks in the slab.
+A slab is only address space: a chunk has memory from its first write until it is returned, independent of other chunks
+in the slab. Chunks begin on huge pages, where they are large enough.
 """
 
 from __future__ import annotations

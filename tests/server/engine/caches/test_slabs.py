@@ -1,5 +1,6 @@
-"""Whole chunks of a layer lie behind each other, are read as one tensor, and give their memory back one by one."""
+"""Whole chunks of a layer are adjacent in a slab, and give their memory back one by one."""
 
+import ctypes
 import mmap
 
 import pytest
@@ -43,34 +44,40 @@ def write(store, serial, count, at=None, seed=0):
     return k, v
 
 
-def runs(track, heads=None):
-    """How many chunks each run has, once it is seen that runs are the pieces."""
-    found = list(track.runs(track.first, track.length, heads))
-    for name in "kv":
-        one = torch.cat([t for run in found for t in getattr(run, name)], 1)
-        assert torch.equal(
-            one, torch.cat([getattr(p, name)[0] for p in track.pieces(track.first, track.length, heads)], 1)
-        )
-    return [run.k.shape[0] for run in found]
+def adjacent(track):
+    """How many chunks are adjacent in memory, from the first on; the spans name each chunk's memory."""
+    spans = track.spans()
+    numbers = (ctypes.c_int64 * (8 * len([c for c in track.chunks if c is not None]))).from_address(
+        spans.of_sequence(0)
+    )
+    found = []
+    before = None
+    for place, chunk in enumerate(c for c in track.chunks if c is not None):
+        assert numbers[8 * place : 8 * place + 2] == [chunk.k.data_ptr(), chunk.v.data_ptr()]
+        assert numbers[8 * place + 2 : 8 * place + 4] == [4 * chunk.capacity * D, 4 * chunk.capacity * DV]
+        if (
+            before is not None
+            and chunk.slab is not None
+            and (chunk.slab, chunk.place) == (before.slab, before.place + 1)
+        ):
+            found[-1] += 1
+        else:
+            found.append(1)
+        before = chunk
+    return found
 
 
-def test_what_is_written_at_once_is_one_run_and_a_tail(store):
+def test_what_is_written_at_once_is_adjacent_but_for_its_tail(store):
     serial = create(store)
-    k, v = write(store, serial, 5 * CHUNK + 7)
-    track = track_of(store, serial)
-    assert runs(track) == [5, 1]
-    assert runs(track, slice(1, 2)) == [5, 1]
-    first, _ = track.runs(0, track.length)
-    assert torch.equal(first.k.transpose(0, 1).reshape(HEADS, -1, D), k[:, : 5 * CHUNK])
-    assert torch.equal(first.v.transpose(0, 1).reshape(HEADS, -1, DV), v[:, : 5 * CHUNK])
-    assert [run.k.shape[::2] for run in track.runs(CHUNK + 3, 4 * CHUNK)] == [(1, CHUNK - 3), (2, CHUNK)]
+    write(store, serial, 5 * CHUNK + 7)
+    assert adjacent(track_of(store, serial)) == [5, 1]
 
 
 def test_a_cache_that_grows_token_by_token_has_few_runs(store):
     serial = create(store)
     for start in range(0, 12 * CHUNK, 512):
         write(store, serial, 512, seed=start)
-    assert runs(track_of(store, serial)) == [4, 4, 4]  # room for as many chunks again as there are
+    assert adjacent(track_of(store, serial)) == [4, 4, 4]  # room for as many chunks again as there are
     assert MOST_CHUNKS >= 12
 
 
@@ -78,22 +85,22 @@ def test_forks_share_a_run_until_one_writes(store):
     serial = create(store)
     write(store, serial, 4 * CHUNK)
     (copy,) = [record.serial for record in store.fork(ALICE, [serial], None, [])]
-    held = runs(track_of(store, copy)), runs(track_of(store, serial))
+    held = adjacent(track_of(store, copy)), adjacent(track_of(store, serial))
     assert held == ([4], [4])
     write(store, copy, 2 * CHUNK, at=2 * CHUNK + 1, seed=1)
-    assert runs(track_of(store, copy)) == [2, 2, 1]
-    assert runs(track_of(store, serial)) == [4]
+    assert adjacent(track_of(store, copy)) == [2, 2, 1]
+    assert adjacent(track_of(store, serial)) == [4]
     store.delete(ALICE, [serial])
-    assert runs(track_of(store, copy)) == [2, 2, 1]
+    assert adjacent(track_of(store, copy)) == [2, 2, 1]
 
 
 def test_reserved_memory_is_one_run_also_when_it_is_used_again(store):
     serial = create(store, max_length=4 * CHUNK)
     write(store, serial, 4 * CHUNK)
-    assert runs(track_of(store, serial)) == [4]
+    assert adjacent(track_of(store, serial)) == [4]
     store.truncate(ALICE, serial, CHUNK)
     write(store, serial, 3 * CHUNK, seed=1)
-    assert runs(track_of(store, serial)) == [4]
+    assert adjacent(track_of(store, serial)) == [4]
 
 
 def test_dropped_chunks_give_their_memory_back_though_others_of_their_slab_stay(store):
@@ -104,7 +111,7 @@ def test_dropped_chunks_give_their_memory_back_though_others_of_their_slab_stay(
     write(store, serial, 1)
     assert track.first == 5 * CHUNK
     assert all(not chunk.k.any() and not chunk.v.any() for chunk in gone)  # pages that the system has anew
-    assert runs(track) == [1, 1]
+    assert adjacent(track) == [1, 1]
     used = store._ledger.used
     store.truncate(ALICE, serial, 5 * CHUNK + 1)
     assert store._ledger.used < used
@@ -133,7 +140,7 @@ def test_where_there_is_no_room_beyond_it_a_chunk_has_a_slab_of_its_own(store, m
     monkeypatch.setattr("flashpoint_server.engine.caches.chunks.Slab", Narrow)
     serial = create(store)
     write(store, serial, 3 * CHUNK)
-    assert runs(track_of(store, serial)) == [1, 1, 1]
+    assert adjacent(track_of(store, serial)) == [1, 1, 1]
 
 
 def test_address_space_that_there_is_not_is_no_memory():

@@ -64,7 +64,7 @@ def read(store, owner, serial, layer):
     """(first, k and v of the tokens that are there, side by side) of a layer."""
     (cache,) = store.find(Terms(owner), [serial])
     track = cache.tracks[layer]
-    runs = track.runs(track.first, track.length)
+    runs = track.pieces(track.first, track.length)
     pieces = [torch.cat((k, v), -1) for run in runs for k, v in zip(run.k, run.v, strict=True)]
     return track.first, torch.cat(pieces, 1).numpy() if pieces else np.zeros((HEADS, 0, D + DV), np.float32)
 
