@@ -306,58 +306,91 @@ INLINE floats lane_sums(const floats *a) {
 #endif
 }
 
+/* Return the vector with its halves, quarters … of `width` lanes exchanged. */
+INLINE floats exchange(floats a, int width) {
+#if LANES == 16
+    if (width == 8) return PICK(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    if (width == 4) return PICK(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    if (width == 2) return PICK(a, a, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    return PICK(a, a, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+#elif LANES == 8
+    if (width == 4) return PICK(a, a, 4, 5, 6, 7, 0, 1, 2, 3);
+    if (width == 2) return PICK(a, a, 2, 3, 0, 1, 6, 7, 4, 5);
+    return PICK(a, a, 1, 0, 3, 2, 5, 4, 7, 6);
+#else
+    if (width == 2) return PICK(a, a, 2, 3, 0, 1);
+    return PICK(a, a, 1, 0, 3, 2);
+#endif
+}
+
 INLINE float lane_sum(floats a) {
-    float x[LANES];
-    memcpy(x, &a, sizeof a);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) x[i] += x[i + width];
-    return x[0];
+#pragma GCC unroll 4
+    for (int width = LANES / 2; width; width /= 2) a = a + exchange(a, width);
+    return a[0];
+}
+
+INLINE float lane_max(floats a) {
+#pragma GCC unroll 4
+    for (int width = LANES / 2; width; width /= 2) {
+        floats b = exchange(a, width);
+        a = choose(b > a, b, a);
+    }
+    return a[0];
 }
 
 /* ---- one block of keys ---- */
+
+/* GROUP keys, or fewer at the end, with equal steps in memory. */
+struct group {
+    const char *k, *v;
+    int64_t k_step, v_step; /* bytes */
+};
 
 /* Load the cache line where a vector begins that is the `n`-th of a row's part, unless the one before it has. */
 INLINE void prefetch(const char *p, enum type type, int64_t at, int n) {
     if (n * LANES * size_of(type) % 64 == 0) __builtin_prefetch(p + at * size_of(type), 0, 3);
 }
 
-/* Add to `sums` (rows, GROUP) the products of LANES·columns numbers of q and of GROUP keys, from `at` on. `rows` and
+/* Add to `sums` (rows, GROUP) the products of LANES·columns numbers of q and of `count` keys, from `at` on. `rows` and
    `columns` are constants. A load has the same step from key to key: the processor then loads ahead. */
-INLINE void multiply(floats *sums, const float *q, int64_t dim, const char *const *k, const char *const *next,
-                     enum type type, int64_t at, const int rows, const int columns) {
+INLINE void multiply(floats *sums, const float *q, int64_t dim, const struct group *keys, const struct group *next,
+                     int64_t count, enum type type, int64_t at, const int rows, const int columns) {
     floats x[16];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int c = 0; c < columns; c++) x[r * columns + c] = load_floats(q + r * dim + at + c * LANES);
+    const char *k = keys->k, *soon = next ? next->k : 0;
 #pragma GCC unroll 1
-    for (int j = 0; j < GROUP; j++) {
-        floats y[4];
+    for (int64_t j = 0; j < count; j++) {
+        floats sum[4];
 #pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) sum[r] = at ? sums[r * GROUP + j] : splat(0);
+#pragma GCC unroll 8
         for (int c = 0; c < columns; c++) {
-            if (next) prefetch(next[j], type, at + c * LANES, c);
-            y[c] = load(k[j], type, at + c * LANES);
+            if (next) prefetch(soon, type, at + c * LANES, c);
+            floats y = load(k, type, at + c * LANES);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) sum[r] = x[r * columns + c] * y + sum[r];
         }
 #pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) {
-            floats sum = at ? sums[r * GROUP + j] : splat(0);
-#pragma GCC unroll 4
-            for (int c = 0; c < columns; c++) sum = x[r * columns + c] * y[c] + sum;
-            sums[r * GROUP + j] = sum;
-        }
+        for (int r = 0; r < rows; r++) sums[r * GROUP + j] = sum[r];
+        k += keys->k_step;
+        if (next) soon += next->k_step;
     }
 }
 
-/* Write q·k of `rows` rows and GROUP keys; `rows` is a constant. Keys at `next`, if not null, come soon. */
-INLINE void dot(const float *q, int64_t dim, const char *const *k, const char *const *next, enum type type,
-                float *scores, const int rows) {
+/* Write q·k of `rows` rows and a group of keys; `rows` is a constant. Keys of `next`, if not null, come soon. */
+INLINE void dot(const float *q, int64_t dim, const struct group *keys, const struct group *next, int64_t count,
+                enum type type, float *scores, const int rows) {
     floats sums[4 * GROUP];
+    if (count < GROUP) memset(sums, 0, sizeof sums);
     int64_t at = 0;
 #define COVER(width)                                                                                                 \
     if (width * rows <= MOST)                                                                                        \
         for (; at + (width) * LANES <= dim; at += (width) * LANES)                                                   \
-            multiply(sums, q, dim, k, next, type, at, rows, width);
-    COVER(4) COVER(2) COVER(1)
+            multiply(sums, q, dim, keys, next, count, type, at, rows, width);
+    COVER(8) COVER(4) COVER(2) COVER(1)
 #undef COVER
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
@@ -370,20 +403,27 @@ INLINE void dot(const float *q, int64_t dim, const char *const *k, const char *c
 
 /* Add to o (rows, value_dim), times `alpha`, the products of p (rows, BLOCK) and `count` values: LANES·columns numbers
    of each, from `at` on. `rows` and `columns` are constants. */
-INLINE void weigh(float *o, int64_t value_dim, const float *p, const float *alpha, const char *const *v,
-                  const char *const *next, int64_t count, enum type type, int64_t at, const int rows,
+INLINE void weigh(float *o, int64_t value_dim, const float *p, const float *alpha, const struct group *values,
+                  const struct group *next, int64_t count, enum type type, int64_t at, const int rows,
                   const int columns) {
     floats sums[16];
 #pragma GCC unroll 16
     for (int i = 0; i < rows * columns; i++) sums[i] = splat(0);
-    for (int64_t j = 0; j < count; j++) {
+    for (int64_t first = 0; first < count; first += GROUP, values++) {
+        const int64_t here = count - first < GROUP ? count - first : GROUP;
+        const char *v = values->v, *soon = next ? next->v : 0;
+        for (int64_t j = first; j < first + here; j++) {
 #pragma GCC unroll 8
-        for (int c = 0; c < columns; c++) {
-            floats y = load(v[j], type, at + c * LANES);
-            if (next) prefetch(next[j], type, at + c * LANES, c);
+            for (int c = 0; c < columns; c++) {
+                floats y = load(v, type, at + c * LANES);
+                if (next) prefetch(soon, type, at + c * LANES, c);
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) sums[r * columns + c] = p[r * BLOCK + j] * y + sums[r * columns + c];
+                for (int r = 0; r < rows; r++) sums[r * columns + c] = p[r * BLOCK + j] * y + sums[r * columns + c];
+            }
+            v += values->v_step;
+            if (next) soon += next->v_step;
         }
+        if (next) next++;
     }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
@@ -395,36 +435,37 @@ INLINE void weigh(float *o, int64_t value_dim, const float *p, const float *alph
         }
 }
 
-INLINE void weigh_rows(float *o, int64_t value_dim, const float *p, const float *alpha, const char *const *v,
-                       const char *const *next, int64_t count, enum type type, const int rows) {
+INLINE void weigh_rows(float *o, int64_t value_dim, const float *p, const float *alpha, const struct group *values,
+                       const struct group *next, int64_t count, enum type type, const int rows) {
     int64_t at = 0;
 #define COVER(width)                                                                                                 \
     if (width * rows <= MOST)                                                                                        \
         for (; at + (width) * LANES <= value_dim; at += (width) * LANES)                                             \
-            weigh(o, value_dim, p, alpha, v, next, count, type, at, rows, width);
+            weigh(o, value_dim, p, alpha, values, next, count, type, at, rows, width);
     COVER(8) COVER(4) COVER(2) COVER(1)
 #undef COVER
 }
 
 /* `dot` and `weigh_rows` of each type and number of rows. As functions of their own they keep their registers. */
-typedef void dot_function(const float *q, int64_t dim, const char *const *k, const char *const *next, float *scores);
-typedef void weigh_function(float *o, int64_t value_dim, const float *p, const float *alpha, const char *const *v,
-                            const char *const *next, int64_t count);
+typedef void dot_function(const float *q, int64_t dim, const struct group *keys, const struct group *next,
+                          int64_t count, float *scores);
+typedef void weigh_function(float *o, int64_t value_dim, const float *p, const float *alpha,
+                            const struct group *values, const struct group *next, int64_t count);
 
 #define DEFINE(type, rows)                                                                                           \
-    NOINLINE void dot_##type##_##rows(const float *q, int64_t dim, const char *const *k, const char *const *next,    \
-                                      float *scores) {                                                               \
+    NOINLINE void dot_##type##_##rows(const float *q, int64_t dim, const struct group *keys,                         \
+                                      const struct group *next, int64_t count, float *scores) {                      \
         if (next)                                                                                                    \
-            dot(q, dim, k, next, type, scores, rows);                                                                \
+            dot(q, dim, keys, next, count, type, scores, rows);                                                      \
         else                                                                                                         \
-            dot(q, dim, k, 0, type, scores, rows);                                                                   \
+            dot(q, dim, keys, 0, count, type, scores, rows);                                                         \
     }                                                                                                                \
     NOINLINE void weigh_##type##_##rows(float *o, int64_t value_dim, const float *p, const float *alpha,             \
-                                        const char *const *v, const char *const *next, int64_t count) {              \
+                                        const struct group *values, const struct group *next, int64_t count) {       \
         if (next)                                                                                                    \
-            weigh_rows(o, value_dim, p, alpha, v, next, count, type, rows);                                          \
+            weigh_rows(o, value_dim, p, alpha, values, next, count, type, rows);                                     \
         else                                                                                                         \
-            weigh_rows(o, value_dim, p, alpha, v, 0, count, type, rows);                                             \
+            weigh_rows(o, value_dim, p, alpha, values, 0, count, type, rows);                                        \
     }
 #define DEFINE_ALL(type) DEFINE(type, 1) DEFINE(type, 2) DEFINE(type, 4)
 DEFINE_ALL(FLOAT32) DEFINE_ALL(FLOAT16) DEFINE_ALL(BFLOAT16) DEFINE_ALL(INT8) DEFINE_ALL(FLOAT8_E4M3FN)
@@ -440,10 +481,11 @@ struct row {
     float most, sum;
 };
 
-/* The keys of one block: addresses, and scales or null. */
+/* The keys of one block. `copies` has room for the rows of groups whose keys have no equal steps. */
 struct keys {
-    const char *k[BLOCK], *v[BLOCK];
+    struct group groups[BLOCK / GROUP];
     float k_scale[BLOCK], v_scale[BLOCK];
+    char *copies;
 };
 
 struct scratch {
@@ -456,27 +498,42 @@ struct scratch {
 /* Find `count` keys from `position` on, for one head. */
 INLINE void locate(struct keys *keys, const struct call *call, const struct task *task, int64_t head, int64_t position,
                    int64_t count) {
+    const int64_t size = size_of((enum type)call->k_type), k_bytes = call->dim * size, v_bytes = call->value_dim * size;
+    char *copies = keys->copies;
     head += task->first_head;
     int64_t place = (position - task->first) / task->tokens, inside = (position - task->first) % task->tokens;
-    for (int64_t j = 0; j < count; place++, inside = 0) {
-        const struct span *span = task->spans + place;
-        int64_t here = task->tokens - inside;
-        if (here > count - j) here = count - j;
-        const char *k = span->k + head * span->k_head + inside * call->k_row;
-        const char *v = span->v + head * span->v_head + inside * call->v_row;
-        if (call->k_type >= INT8) {
-            memcpy(keys->k_scale + j, span->k_scale + head * span->k_scale_head + 4 * inside, sizeof(float) * here);
-            memcpy(keys->v_scale + j, span->v_scale + head * span->v_scale_head + 4 * inside, sizeof(float) * here);
+    const struct span *span = task->spans + place;
+    for (int64_t j = 0; j < count; j += GROUP) {
+        struct group *group = keys->groups + j / GROUP;
+        const int64_t wanted = count - j < GROUP ? count - j : GROUP;
+        const int apart = task->tokens - inside < wanted; /* the group is in several spans */
+        if (apart) {
+            *group = (struct group){copies, copies + GROUP * k_bytes, k_bytes, v_bytes};
+            copies += GROUP * (k_bytes + v_bytes);
         }
-        for (int64_t i = 0; i < here; i++, j++) {
-            keys->k[j] = k + i * call->k_row;
-            keys->v[j] = v + i * call->v_row;
+        for (int64_t done = 0; done < wanted;) {
+            const char *k = span->k + head * span->k_head + inside * call->k_row;
+            const char *v = span->v + head * span->v_head + inside * call->v_row;
+            int64_t here = task->tokens - inside;
+            if (here > wanted - done) here = wanted - done;
+            if (!apart) *group = (struct group){k, v, call->k_row, call->v_row};
+            for (int64_t i = 0; apart && i < here; i++) {
+                memcpy((char *)group->k + (done + i) * k_bytes, k + i * call->k_row, k_bytes);
+                memcpy((char *)group->v + (done + i) * v_bytes, v + i * call->v_row, v_bytes);
+            }
+            if (call->k_type >= INT8) {
+                const char *k_scale = span->k_scale + head * span->k_scale_head + 4 * inside;
+                const char *v_scale = span->v_scale + head * span->v_scale_head + 4 * inside;
+                memcpy(keys->k_scale + j + done, k_scale, sizeof(float) * here);
+                memcpy(keys->v_scale + j + done, v_scale, sizeof(float) * here);
+            }
+            done += here;
+            inside += here;
+            if (inside == task->tokens) {
+                inside = 0;
+                span++;
+            }
         }
-    }
-    for (int64_t j = count; j < BLOCK; j++) { /* `dot` takes whole groups */
-        keys->k[j] = keys->k[count - 1];
-        keys->v[j] = keys->v[count - 1];
-        keys->k_scale[j] = keys->v_scale[j] = 0;
     }
 }
 
@@ -505,8 +562,8 @@ INLINE void soften(const struct call *call, const struct task *task, float *s, s
         most = choose(x > most, x, most);
         memcpy(s + g * LANES, &x, sizeof x);
     }
-    float found = row->most;
-    for (int i = 0; i < LANES; i++) found = most[i] > found ? most[i] : found;
+    float found = lane_max(most);
+    found = found > row->most ? found : row->most;
     const float base = found > least ? found : 0;
     for (int64_t g = 0; g < groups; g++) {
         floats x = exponential(load_floats(s + g * LANES) - base);
@@ -528,7 +585,8 @@ INLINE void step(const struct call *call, const struct task *task, struct scratc
         together = rows - r >= 4 ? 2 : rows - r >= 2;
         dot_function *const dot = dots[call->k_type][together];
         for (int64_t j = 0; j < count; j += GROUP)
-            dot(own->q + r * call->dim, call->dim, keys->k + j, r ? 0 : next->k + j, own->p + r * BLOCK + j);
+            dot(own->q + r * call->dim, call->dim, keys->groups + j / GROUP, r ? 0 : next->groups + j / GROUP,
+                count - j < GROUP ? count - j : GROUP, own->p + r * BLOCK + j);
     }
     for (int64_t r = 0; r < rows; r++)
         soften(call, task, own->p + r * BLOCK, own->row + r, own->alpha + r, keys, r % task->queries,
@@ -536,7 +594,7 @@ INLINE void step(const struct call *call, const struct task *task, struct scratc
     for (int64_t r = 0; r < rows; r += 1 << together) {
         together = rows - r >= 4 ? 2 : rows - r >= 2;
         weighs[call->k_type][together](own->o + r * call->value_dim, call->value_dim, own->p + r * BLOCK,
-                                       own->alpha + r, keys->v, r ? 0 : next->v, count);
+                                       own->alpha + r, keys->groups, r ? 0 : next->groups, count);
     }
 }
 
@@ -646,9 +704,12 @@ static struct scratch *scratch_for(const struct call *call) {
         if (own > rows) rows = own;
     }
     const size_t numbers = (size_t)rows * (call->dim + 2 * call->value_dim + BLOCK + 5);
-    struct scratch *own = malloc(sizeof *own + sizeof(float) * numbers);
+    const size_t copies = BLOCK * (size_t)(call->dim + call->value_dim) * size_of((enum type)call->k_type);
+    struct scratch *own = calloc(1, sizeof *own + sizeof(float) * numbers + 2 * copies);
     if (!own) return 0;
-    float *at = (float *)(own + 1);
+    own->keys[0].copies = (char *)(own + 1);
+    own->keys[1].copies = own->keys[0].copies + copies;
+    float *at = (float *)(own->keys[1].copies + copies);
     own->q = at, at += rows * call->dim;
     own->o = at, at += rows * call->value_dim;
     own->total = at, at += rows * call->value_dim;
