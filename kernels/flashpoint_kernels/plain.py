@@ -1,4 +1,5 @@
-"""The fast path for plain calls: only q, k and v, on the CPU, answered by one call of torch's fused operator.
+"""The fast path for plain calls: only q, k and v, on the CPU, answered by one call of torch's fused operator or of
+our kernels in C.
 
 For short sequences, the operator takes a few microseconds; a problem, its views and torch's dispatcher take several
 times as long. So everything that follows from shapes, dtypes and options is computed once and cached (`Route`). A call
@@ -23,11 +24,10 @@ from flashpoint_kernels import ops
 from flashpoint_kernels.dispatch import available_backends
 from flashpoint_kernels.problem import DTYPE_NAMES, Problem
 from flashpoint_kernels.reproducible import (
-    CORES,
     aligned,
     aligned_heads,
     exactly,
-    few_queries,
+    has_native_forward,
     in_blocks,
     in_one_part,
     sharing,
@@ -36,7 +36,7 @@ from flashpoint_kernels.reproducible import (
 )
 from flashpoint_kernels.support import choose_backend
 from flashpoint_kernels.torch_backend.call import Call
-from flashpoint_kernels.torch_backend.few import attend_dense
+from flashpoint_kernels.torch_backend.forward import attend_dense
 
 _CPU = torch.device("cpu")
 _ORDINARY = (Tensor, torch.nn.Parameter)  # not subclasses, which may redefine operations
@@ -50,7 +50,7 @@ class Route(NamedTuple):
     turned: bool  # layout bshd: heads and rows are transposed
     causal: bool  # the operator's own causal mask, aligned top left
     scale: float
-    few: tuple[Spec, Row] | None  # few queries over many keys
+    native: tuple[Spec, Row] | None  # the forward is of the kernels in C
     threads: int  # of the forward; 0: all of torch's threads
     differentiates: bool  # the gradient is also one call, on one thread
 
@@ -64,8 +64,8 @@ class Route(NamedTuple):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return o in the caller's layout and dtype, and lse (B,Hq,Sq)."""
-        if self.few is not None:
-            return self._few(*self.few, q, k, v)
+        if self.native is not None:
+            return self._native(*self.native, q, k, v)
         with exactly(self.threads):
             o, lse = self.call(q, k, v).forward()
         return self._given(o, q.dtype).contiguous(), lse
@@ -81,11 +81,11 @@ class Route(NamedTuple):
             grads = self.call(q, k, v).backward(aligned_heads(do, kind), aligned_heads(o, kind), lse)
         return [self._given(grad, q.dtype) for grad in grads]
 
-    def _few(self, spec: Spec, row: Row, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _native(self, spec: Spec, row: Row, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         o = q.new_empty(*q.shape[:3], v.shape[3])
         lse = torch.empty(spec.lse_shape)
         q, k, v, answer = (t.transpose(1, 2) for t in (q, k, v, o)) if self.turned else (q, k, v, o)
-        attend_dense(spec, row, q, k, v, answer, lse, CORES if self.threads == 0 else 1)
+        attend_dense(spec, row, q, k, v, answer, lse, self.threads or torch.get_num_threads())
         return o, lse
 
     def _given(self, t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -136,11 +136,12 @@ def _route(options: Options, *found: Any) -> Route | None:
         threads = 0
     elif not in_one_part(problem, backend) or thread_count(problem, row) > 1:
         return None
-    few = (spec, row) if few_queries(spec, row) else None
-    if few is None and (in_blocks(spec, row) or sharing(whole, row, "torch") < spec.batch):
+    native = (spec, row) if has_native_forward(spec, row) else None
+    if native is None and (in_blocks(spec, row) or sharing(whole, row, "torch") < spec.batch):
         return None
     causal = spec.window[1] < row.kv_len - 1 - spec.offset(row.q_len, row.kv_len)
-    return Route(options, options.layout == "bshd", causal, spec.scale, few, threads, _differentiates(spec))
+    differentiates = not in_blocks(spec, row) and _differentiates(spec)
+    return Route(options, options.layout == "bshd", causal, spec.scale, native, threads, differentiates)
 
 
 def _differentiates(spec: Spec) -> bool:

@@ -33,7 +33,9 @@ FLOPS_PER_THREAD = 1 << 25
 # quarter, a gradient at (1,8,128,64) took 7.2 ms; in one part it took 4.6 ms (2 cores, busy with other work).
 PART_SECONDS = 3e-3
 
-_MOST_ROWS, _LEAST_KEYS = 64, 512  # limits of `few_queries`; with fewer keys, torch's operator is equally fast
+# Limits of `has_native_forward`: keys for any number of queries, and pairs of query and key. Torch's operator begins
+# sooner, but for windows and ALiBi it needs several calls.
+_LEAST_KEYS, _LEAST_PAIRS, _LEAST_IN_BLOCKS = 512, 1 << 16, 1 << 12
 _VECTOR = 16  # float32s of an AVX-512 register
 _TOGETHER = 1 << 20  # elements of q, of k or of the scores in one call: 4 MiB in float32, which the call may copy
 
@@ -213,15 +215,17 @@ def thread_count(problem: Problem, row: Row) -> int:
     return max(1, min(flops // FLOPS_PER_THREAD, CORES // max(side_by_side, 1)))
 
 
-def few_queries(spec: Spec, row: Row) -> bool:
-    """Return whether a sequence has so few queries, and so many keys, that the speed of memory is the limit.
+def has_native_forward(spec: Spec, row: Row) -> bool:
+    """Return whether `torch` computes a sequence's forward on the CPU with the kernels in C (torch_backend.forward).
 
-    On the CPU, `torch` computes their forward with the kernels in C (torch_backend.few), where these were compiled.
-    They have no masks.
+    They have no masks, and their head dimensions are multiples of 16. Short sequences take less time with torch's
+    operator.
     """
-    if row.kv_len < _LEAST_KEYS or not 0 < row.q_len * spec.q_heads <= _MOST_ROWS * spec.kv_heads:
+    if not row.q_len or spec.has("attn_mask"):
         return False
-    if spec.has("attn_mask"):
+    pairs = row.q_len * row.kv_len
+    few = pairs < _LEAST_IN_BLOCKS or (pairs < _LEAST_PAIRS and not in_blocks(spec, row))
+    if few and row.kv_len < _LEAST_KEYS:
         return False
     return native.supports(DTYPES[spec.dtype], DTYPES[spec.tensors["k"].dtype], spec.head_dim, spec.value_dim)
 
@@ -241,10 +245,10 @@ def with_all_threads(problem: Problem) -> Problem:
     spec = problem.spec
     if spec.direction == "backward" or not (problem.rows and whole_vectors(spec)):
         return problem
-    few = [spec.kv_len >= _LEAST_KEYS and few_queries(spec, row) for row in problem.rows]
-    if all(few):
+    own = [has_native_forward(spec, row) for row in problem.rows]
+    if all(own):
         return replace(problem, threads=torch.get_num_threads())
-    if any(few):
+    if any(own):
         return problem
     shortest = min(row.q_len for row in problem.rows)
     blocks = max(1, shortest // _BLOCK)  # of a query head's rows; each is a task
@@ -252,7 +256,7 @@ def with_all_threads(problem: Problem) -> Problem:
         return problem
     if shortest < _FEWEST_QUERIES or spec.q_heads * blocks < 2:
         return problem
-    if spec.q_heads < 2 and any(in_blocks(spec, row) for row in problem.rows):  # their calls have few queries
+    if spec.q_heads < 2 and any(in_blocks(spec, row) for row in problem.rows):  # their calls have fewer
         return problem
     # these threads are for BLAS, inside the one task
     if blocks < 2 and any(thread_count(problem, row) > 1 for row in problem.rows):

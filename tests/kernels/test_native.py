@@ -13,7 +13,6 @@ from torch import Tensor
 
 from flashpoint_kernels import Options, attention, native, quantize, verify
 from flashpoint_kernels.native import build
-from flashpoint_kernels.torch_backend import few
 from tests.support.kernels.serving import in_pages
 from tests.support.kernels.solving import normal, qkv
 
@@ -143,7 +142,7 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
 
 def test_without_the_library_torchs_operator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda: None)
-    monkeypatch.setattr(few, "attend", None)
+    monkeypatch.setattr("flashpoint_kernels.torch_backend.fused.compute", None)
     t = {n: x for n, x in qkv(2, 4, 1, 1100, 64, kv_heads=2).items() if n != "do"}
     check(t, causal=True, return_lse=True)
     check(in_pages(t | {"kv_lengths": torch.tensor([1100, 600])}, "bhsd", 16), return_lse=True)
@@ -179,10 +178,10 @@ def test_a_library_of_other_sources_is_not_used(sources: Path, monkeypatch: pyte
 
 def test_the_script_reports_an_error_of_the_compiler(sources: Path) -> None:
     (sources / "build.py").write_bytes((build.HERE / "build.py").read_bytes())
-    (sources / "decode.c").write_text("this is not C")
+    (sources / "forward.c").write_text("this is not C")
     ran = subprocess.run([sys.executable, str(sources / "build.py")], capture_output=True, text=True)
     assert ran.returncode == 1
-    assert "decode.c" in ran.stderr
+    assert "forward.c" in ran.stderr
 
 
 def test_the_sources_compile_without_warnings(tmp_path: Path) -> None:
@@ -206,10 +205,10 @@ def test_lanes_of_four_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     command = build.compiler()
     assert command is not None
     made = tmp_path / "narrow.so"
-    flags = [*build.FLAGS, "-DISA=narrow", "-shared", str(build.HERE / "decode.c"), "-o", str(made)]
+    flags = [*build.FLAGS, "-DISA=narrow", "-shared", str(build.HERE / "forward.c"), "-o", str(made)]
     subprocess.run([*command, *flags], check=True, capture_output=True)
     loaded = ctypes.CDLL(str(made))
-    functions = native.Library("narrow", loaded.flashpoint_decode_narrow, loaded.flashpoint_merge_narrow)
+    functions = native.Library("narrow", loaded.flashpoint_forward_narrow, loaded.flashpoint_merge_narrow)
     monkeypatch.setattr(native, "library", lambda: functions)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for group in (1, 2, 5):

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flashpoint_contract.spec import Row
-from flashpoint_kernels import Options, Problem, reproducible, run, verify
+from flashpoint_kernels import Options, Problem, native, reproducible, run, verify
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.reproducible import (
     CORES,
@@ -240,7 +240,9 @@ def test_more_sequences_have_the_same_bits_with_neighbours_and_with_all_threads(
     test_bits_are_the_same_with_neighbours_in_the_call_and_with_all_threads.hypothesis.inner_test(**drawn)  # type: ignore[attr-defined]
 
 
-def test_a_problem_has_all_threads_only_where_they_cannot_change_its_bits() -> None:
+def test_a_problem_has_all_threads_only_where_they_cannot_change_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's operators. The kernels in C have the same bits with any number of threads."""
+
     def threads_of(t: dict[str, torch.Tensor], direction: str = "forward") -> int:
         given = t if direction == "backward" else {name: x for name, x in t.items() if name != "do"}
         return with_all_threads(Problem.create(given, Options(), direction)).threads  # type: ignore[arg-type]
@@ -258,6 +260,9 @@ def test_a_problem_has_all_threads_only_where_they_cannot_change_its_bits() -> N
         given = {name: x for name, x in qkv(1, heads, q_len, kv_len, 32).items() if name != "do"}
         return with_all_threads(Problem.create(given, Options(**options))).threads  # type: ignore[arg-type]
 
+    for options in ({"causal": True}, {"window": (64, 0)}):
+        assert with_options(1, 512, 600, **options) == torch.get_num_threads()
+    monkeypatch.setattr(native, "library", lambda: None)
     assert with_options(1, 512, 512, causal=True) == torch.get_num_threads()
     assert with_options(1, 512, 600, causal=True) == 0  # in blocks, of which each call may be one task
     assert with_options(1, 512, 512, window=(64, 0)) == 0

@@ -1,7 +1,8 @@
-"""CPU kernels in C for attention of few queries over many keys, as in decoding: decode.c.
+"""CPU kernels in C for the forward without masks: forward.c.
 
-They read keys once and in place, whatever their layout: contiguous, in pages, or in chunks. The bits of a row depend on
-the row, its keys and the scale alone: not on other rows, on the place of the keys, or on the number of threads.
+They read keys in place, whatever their layout: contiguous, in pages, or in chunks; 8-bit keys, too. The bits of a row
+depend on the row, its keys and the options alone: not on other rows, on the place of the keys, or on the number of
+threads.
 
 The library is compiled when the package is installed (build.py). Without it `library` returns None.
 """
@@ -11,27 +12,31 @@ from __future__ import annotations
 import ctypes
 import warnings
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from flashpoint_kernels.native.build import HERE, LIBRARY, checksum
 
-CHUNK = 1024  # keys of one softmax, see decode.c
+CHUNK = 1024  # keys of one softmax, see forward.c
 VECTOR = 16  # head dimensions are multiples of it
 UNBOUNDED = 1 << 60
+TILE = 64  # rows of a key/value head that read the keys together: queries of its query heads
+_LEAST_BYTES, _LEAST_FLOPS = 1 << 19, 1 << 23  # work of a thread: to hand it over takes about half as long
 
-# enum type of decode.c
+# enum type of forward.c
 TYPES = {
     torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4,
 }  # fmt: skip
 
 
 class _Call(ctypes.Structure):
-    """struct call of decode.c."""
+    """struct call of forward.c."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("k_type", "q_type", "dim", "value_dim", "group", "k_row", "v_row")),
@@ -45,7 +50,7 @@ class Library(NamedTuple):
     """The functions of one instruction set."""
 
     level: str
-    decode: Any
+    forward: Any
     merge: Any
 
 
@@ -69,7 +74,7 @@ def level(name: str) -> Library | None:
     """Return the functions for one instruction set, such as `v3` (AVX2); None if the library does not have it."""
     loaded = ctypes.CDLL(str(HERE / LIBRARY))
     try:
-        functions = (getattr(loaded, f"flashpoint_{call}_{name}") for call in ("decode", "merge"))
+        functions = (getattr(loaded, f"flashpoint_{call}_{name}") for call in ("forward", "merge"))
         return Library(name, *functions)
     except AttributeError:
         return None
@@ -137,28 +142,33 @@ class Rows(NamedTuple):
     def chunks(self) -> int:
         return max(1, -(-self.stop // CHUNK) - self.start // CHUNK)
 
-    def of_queries(self, first: int, count: int, decode: Decode) -> Rows:
-        """Return `count` of these queries, from the query `first` on."""
-        low, high = self.low + first, self.high + first
-        start = min(max(self.start, low), self.stop)
-        return self._replace(
-            q=self.q + first * decode.q.row,
-            o=self.o + first * decode.o.row,
-            lse=self.lse and self.lse + first * decode.lse.row,
-            queries=count,
-            start=start,
-            stop=max(start, min(self.stop, high + count - 1)),
-            low=low,
-            high=high,
-            offset=self.offset + first,
-        )
+    def tiles(self, forward: Forward) -> Iterator[Rows]:
+        """Yield the queries in tiles of at most TILE rows. Each tile reads its keys once."""
+        height = max(1, TILE // forward.group)
+        if self.queries <= height:
+            yield self
+            return
+        for first in range(0, self.queries, height):
+            count, low, high = min(height, self.queries - first), self.low + first, self.high + first
+            start = min(max(self.start, low), self.stop)
+            yield self._replace(
+                q=self.q + first * forward.q.row,
+                o=self.o + first * forward.o.row,
+                lse=self.lse and self.lse + first * forward.lse.row,
+                queries=count,
+                start=start,
+                stop=max(start, min(self.stop, high + count - 1)),
+                low=low,
+                high=high,
+                offset=self.offset + first,
+            )
 
 
 @dataclass(eq=False, slots=True)
-class Decode:
-    """Attention of several sequences with `heads` key/value heads each, of `group` query heads.
+class Forward:
+    """Attention of several tiles of queries with `heads` key/value heads each, of `group` query heads.
 
-    A unit is one key/value head of a sequence. `held` keeps alive what the addresses point to.
+    A unit is one key/value head of a tile. `held` keeps alive what the addresses point to.
     """
 
     q_dtype: torch.dtype  # also o's
@@ -173,9 +183,13 @@ class Decode:
     lse: Steps
     k_row: int
     v_row: int
-    rows: list[Rows]
     sinks: int = 0  # address
     held: object = None
+    rows: list[Rows] = field(default_factory=list)
+
+    def add(self, rows: Rows) -> None:
+        """Add queries of a sequence."""
+        self.rows += rows.tiles(self)
 
     @property
     def units(self) -> int:
@@ -187,20 +201,35 @@ class Decode:
         token = self.heads * (self.head_dim + self.value_dim) * self.k_dtype.itemsize
         return token * sum(row.stop - row.start for row in self.rows)
 
+    def workers(self, most: int) -> int:
+        """Return the number of threads for this work, at most `most`."""
+        pairs = sum(row.queries * (row.stop - row.start) for row in self.rows)
+        flops = 2 * pairs * self.heads * self.group * (self.head_dim + self.value_dim)
+        return max(1, min(most, max(self.nbytes // _LEAST_BYTES, flops // _LEAST_FLOPS)))
+
     def compute(self, first: int = 0, last: int | None = None) -> None:
         """Compute units [first, last), by default all, in this thread."""
-        self._run("decode", self._whole(first, self.units if last is None else last))
+        self._run("forward", self._whole(first, self.units if last is None else last))
 
     def shares(self, workers: int) -> tuple[list[list[int]], list[tuple[list[int], torch.Tensor]]]:
-        """Cut the work into about equal tasks for `workers` threads, between units and between chunks of keys.
+        """Cut the work into about equal tasks for `workers` threads: between units, or between chunks if units are few.
 
         Return the tasks of each thread; and for each unit that threads share, its task for `merge` and its memory.
         """
+        if self.units >= 4 * workers:
+            weights = (row.queries * max(1, row.stop - row.start) for row in self.rows for _ in range(self.heads))
+            edges = [0, *accumulate(weights)]
+            cuts = [bisect_left(edges, edges[-1] * number // workers) for number in range(workers + 1)]
+            return [self._whole(first, last) for first, last in pairwise(cuts)], []
+        return self._shared(workers)
+
+    def _shared(self, workers: int) -> tuple[list[list[int]], list[tuple[list[int], torch.Tensor]]]:
         edges = [0]
         for row in self.rows:
             edges += [edges[-1] + row.chunks * (head + 1) for head in range(self.heads)]
-        total, shares, merged = edges[-1], [], {}
-        unit = 0
+        total, unit = edges[-1], 0
+        shares: list[list[int]] = []
+        merged: dict[int, torch.Tensor] = {}
         for number in range(workers):
             start, stop = number * total // workers, (number + 1) * total // workers
             tasks: list[int] = []
@@ -208,17 +237,14 @@ class Decode:
                 while edges[unit + 1] <= start:
                     unit += 1
                 if start == edges[unit] and edges[unit + 1] <= stop:
-                    last = unit + 1
-                    while last < self.units and edges[last + 1] <= stop:
-                        last += 1
+                    last = bisect_right(edges, stop) - 1
                     tasks += self._whole(unit, last)
                     start = edges[last]
                     continue
                 end = min(stop, edges[unit + 1])
                 if unit not in merged:
                     row = self.rows[unit // self.heads]
-                    size = self.group * row.queries * (2 + self.value_dim)
-                    merged[unit] = torch.empty(row.chunks, size)
+                    merged[unit] = torch.empty(row.chunks, self.group * row.queries * (2 + self.value_dim))
                 tasks += self._part(unit, start - edges[unit], end - edges[unit], merged[unit])
                 start = end
             shares.append(tasks)
@@ -226,7 +252,7 @@ class Decode:
 
     def run(self, tasks: list[int]) -> None:
         """Compute tasks from `shares` in this thread."""
-        self._run("decode", tasks)
+        self._run("forward", tasks)
 
     def merge(self, tasks: Sequence[tuple[list[int], torch.Tensor]]) -> None:
         """Write the answers of units that several threads have computed."""
@@ -254,7 +280,7 @@ class Decode:
         return self._task(row, head, 1, start, stop, address)
 
     def _task(self, row: Rows, head: int, heads: int, start: int, stop: int, states: int) -> list[int]:
-        """Return struct task of decode.c."""
+        """Return struct task of forward.c."""
         query = head * self.group
         return [
             row.q + query * self.q.head, *self.q,

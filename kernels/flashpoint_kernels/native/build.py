@@ -17,10 +17,10 @@ import zlib
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LIBRARY = "decode.so"
-SOURCES = ("decode.c", "isa.c")
+LIBRARY = "forward.so"
+SOURCES = ("forward.c", "isa.c")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi")
-# By the name of a machine: the instruction sets for which decode.c is compiled, and the compiler's names of them.
+# By the name of a machine: the instruction sets for which forward.c is compiled, and the compiler's names of them.
 LEVELS = {"x86_64": {"v3": "x86-64-v3", "v4": "x86-64-v4"}, "AMD64": {"v3": "x86-64-v3", "v4": "x86-64-v4"}}
 
 
@@ -40,7 +40,7 @@ def compiler() -> list[str] | None:
 
 
 def compile_library(folder: Path = HERE) -> Path | None:
-    """Compile the sources in `folder` into `folder`/decode.so and return its path; None without a C compiler.
+    """Compile the sources in `folder` into `folder`/forward.so and return its path; None without a C compiler.
 
     Raises:
         subprocess.CalledProcessError: the compiler reports an error, which is in `stderr`.
@@ -51,9 +51,9 @@ def compile_library(folder: Path = HERE) -> Path | None:
     with tempfile.TemporaryDirectory() as temporary:
         objects = []
         for name, march in levels.items():
-            objects.append(f"{temporary}/decode_{name}.o")
+            objects.append(f"{temporary}/forward_{name}.o")
             machine = [f"-march={march}"] if march else []
-            _run([*command, *FLAGS, *machine, f"-DISA={name}", "-c", str(folder / "decode.c"), "-o", objects[-1]])
+            _run([*command, *FLAGS, *machine, f"-DISA={name}", "-c", str(folder / "forward.c"), "-o", objects[-1]])
         objects.append(f"{temporary}/isa.o")
         sources = f"-DSOURCES={checksum(folder)}u"
         _run([*command, *FLAGS, sources, "-c", str(folder / "isa.c"), "-o", objects[-1]])

@@ -1,4 +1,4 @@
-/* Which instruction set of decode.c this processor has: the number of the x86-64 level, or 0 for none. */
+/* Which instruction set of forward.c this processor has: the number of the x86-64 level, or 0 for none. */
 
 #include <stdint.h>
 

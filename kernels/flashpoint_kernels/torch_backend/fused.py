@@ -1,6 +1,7 @@
 """torch's own fused attention as a backend, for the options that it supports (`support.SUPPORT["torch"]`).
 
-On the CPU it uses `_scaled_dot_product_flash_attention_for_cpu`. On CUDA it uses torch's FlashAttention-2 for 16-bit
+On the CPU it uses `_scaled_dot_product_flash_attention_for_cpu`; for most forwards without a mask, our own kernels in C
+(forward.py), which are faster. On CUDA it uses torch's FlashAttention-2 for 16-bit
 dtypes without a mask, and the memory-efficient kernel for the rest. Each has its own backward from the saved `o` and
 `lse`. call.py makes one call of them; blocks.py adds the windows, ALiBi and diagonals that they do not have. A sink is
 merged into the answer as a key with value 0.
@@ -11,9 +12,10 @@ Sequences share a call if this does not change their bits (`reproducible.sharing
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,15 +29,15 @@ from flashpoint_kernels.reproducible import (
     aligned,
     aligned_heads,
     exactly,
-    few_queries,
     flushing,
+    has_native_forward,
     in_blocks,
     sharing,
     threads,
 )
 from flashpoint_kernels.torch_backend.blocks import Blocks, merge
 from flashpoint_kernels.torch_backend.call import Call
-from flashpoint_kernels.torch_backend.few import attend
+from flashpoint_kernels.torch_backend.forward import compute, forward_of, repeats
 
 INF = float("inf")
 _memory: Any = torch.utils.deterministic  # mypy does not know its property
@@ -45,19 +47,21 @@ def forward(problems: Sequence[Problem]) -> None:
     for problem in problems:
         problem.clear_outputs()
         if problem.calls:
-            for call, count in problem.calls:
-                with exactly(count):
-                    call.answer()
+            for call in problem.calls:
+                call()
             continue
-        if few := _few(problem):
-            attend(problem, few)
-        calls, in_place = [], not (few or problem.spec.paged)
-        for rows, x in _with_work(problem, few):
+        calls: list[Callable[[], None]] = []
+        in_place = not problem.spec.paged
+        if own := _native(problem):
+            calls.append(partial(compute, forward_of(problem, own), problem.threads or 1))
+            calls[0]()
+            in_place = in_place and repeats(problem)
+        for rows, x in _with_work(problem, own):
             with threads(problem, rows[0]) as count, flushing(problem, count):
-                call = Prepared.of(problem, rows, x)
-                call.answer()
-            in_place = in_place and consecutive(rows) and call.in_place
-            calls.append((call, count))
+                prepared = Prepared.of(problem, rows, x)
+                prepared.answer()
+            in_place = in_place and consecutive(rows) and prepared.in_place
+            calls.append(partial(prepared.answer_on, count))
         if in_place:
             problem.calls = calls
         if problem.spec.has("sinks"):
@@ -118,6 +122,11 @@ class Prepared:
             return False
         return all(t.data_ptr() == x[name].data_ptr() for name, t in (("q", own.q), ("k", own.k), ("v", own.v)))
 
+    def answer_on(self, threads: int) -> None:
+        """Call `answer` with this number of threads."""
+        with exactly(threads):
+            self.answer()
+
     def answer(self) -> None:
         """Write o of a forward, and lse if requested."""
         o, lse = self.solve()
@@ -163,7 +172,7 @@ def _only_sinks(problem: Problem) -> None:
 
 
 def _with_work(problem: Problem, others: Sequence[Row] = ()) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
-    """Return the sequences with queries and keys, without `others`.
+    """Return the sequences with queries and keys, but not `others`.
 
     The operators divide by zero without keys, and other answers are written.
     """
@@ -177,11 +186,11 @@ def _with_work(problem: Problem, others: Sequence[Row] = ()) -> Iterator[tuple[t
     return problem.batches(most)
 
 
-def _few(problem: Problem) -> list[Row]:
-    """Return the sequences of a forward that the kernels for few queries compute."""
-    if problem.device.type != "cpu" or problem.spec.direction != "forward":
+def _native(problem: Problem) -> list[Row]:
+    """Return the sequences of a forward that the kernels in C compute."""
+    if problem.device.type != "cpu":
         return []
-    return [row for row in problem.rows if few_queries(problem.spec, row)]
+    return [row for row in problem.rows if has_native_forward(problem.spec, row)]
 
 
 _asking = threading.Lock()

@@ -22,13 +22,13 @@ from flashpoint_contract.caches import CHUNK, SMALLEST_CHUNK
 from flashpoint_contract.options import ProblemError
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import Problem
-from flashpoint_kernels.native import NOWHERE, Decode, Steps, supports
+from flashpoint_kernels.native import NOWHERE, Forward, Steps, supports
 from flashpoint_kernels.reproducible import split
-from flashpoint_kernels.torch_backend.few import address, steps
+from flashpoint_kernels.torch_backend.forward import address, rows_of, steps
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.chunks import Track
 from flashpoint_server.engine.caches.pages import PagePool
-from flashpoint_server.engine.caches.parts import CachedPart, cut, tiles
+from flashpoint_server.engine.caches.parts import CachedPart, cut
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.ipc.messages import Held
 from flashpoint_server.refusal import invalid
@@ -151,19 +151,20 @@ class HeldCall(NamedTuple):
             each[name] = shell.view(name).contiguous()
         slopes, spans = each.get("alibi_slopes"), [track.spans() for track in tracks]
         row_bytes = size.dtype.itemsize
-        decode = Decode(
+        forward = Forward(
             q.dtype, size.dtype, size.head_dim, size.value_dim, size.heads, spec.q_heads // size.heads, spec.scale,
             steps["q"], steps["o"], steps.get("lse", NOWHERE), size.head_dim * row_bytes, size.value_dim * row_bytes,
-            [], each["sinks"].data_ptr() if "sinks" in each else 0, (call, each, spans),
+            each["sinks"].data_ptr() if "sinks" in each else 0, (call, each, spans),
         )  # fmt: skip
         rows = [row._replace(kv_len=track.length) for row, track in zip(call.rows, tracks, strict=True)]
         for row, track, place, span in zip(rows, tracks, places, spans, strict=True):
             if not row.q_len:
                 continue
             own = 0 if slopes is None else slopes[row.index if slopes.ndim == 2 else ...].data_ptr()
-            first, start = track.first // CHUNK * CHUNK, self.lowest(row.q_len, track.length)
-            decode.rows += tiles(spec, row, place, decode, span, first, max(start, track.first), own)
-        return cut(spec, decode, rows, cores)
+            first, start = track.first // CHUNK * CHUNK, max(self.lowest(row.q_len, track.length), track.first)
+            addresses = place["q"], place["o"], place.get("lse", 0)
+            forward.add(rows_of(spec, row, *addresses, span.of_sequence(0), span.tokens, own, first, start))
+        return cut(spec, forward, rows, cores)
 
     def problem(self, caches: Sequence[StoredCache]) -> Problem:
         """Return the problem with the caches' keys as pages. Raises Refusal 422."""

@@ -1,4 +1,4 @@
-"""Few queries over many keys: exact, with bits that neither threads, pages, heads nor neighbours change."""
+"""The forward by the kernels in C: exact, with bits that neither threads, pages, heads nor neighbours change."""
 
 import itertools
 from typing import Any
@@ -13,8 +13,8 @@ from flashpoint_kernels import Options, Problem, attention, run, verify
 from flashpoint_kernels.cost import NOMINAL, row_seconds
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.native import CHUNK
-from flashpoint_kernels.reproducible import few_queries, split
-from flashpoint_kernels.torch_backend import few
+from flashpoint_kernels.reproducible import has_native_forward, split
+from flashpoint_kernels.torch_backend import forward as native_forward
 from tests.support.kernels.serving import in_pages
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
@@ -25,24 +25,23 @@ def problem_of(tensors: dict[str, Tensor], **options: Any) -> Problem:
     return Problem.create({n: t for n, t in tensors.items() if n != "do"}, Options(**options, return_lse=True))
 
 
-def test_which_problems_have_few_queries() -> None:
-    def is_few(t: dict[str, Tensor], **options: Any) -> bool:
+def test_which_sequences_the_kernels_in_c_compute() -> None:
+    def native_is_used(t: dict[str, Tensor], **options: Any) -> bool:
         problem = problem_of(t, **options)
-        return few_queries(problem.spec, problem.rows[0])
+        return has_native_forward(problem.spec, problem.rows[0])
 
-    assert is_few(qkv(2, 4, 1, 512, 16))
-    assert is_few(qkv(1, 8, 8, 600, 16, kv_heads=1))
-    assert is_few(qkv(1, 2, 2, 600, 16), causal=True)
-    assert is_few(qkv(1, 2, 1, 600, 16), window=(99, 0))
-    assert is_few(qkv(1, 2, 1, 600, 16) | {"alibi_slopes": normal(2)})
+    assert native_is_used(qkv(2, 4, 1, 512, 16))
+    assert native_is_used(qkv(1, 8, 256, 256, 16, kv_heads=1), causal=True)
+    assert native_is_used(qkv(1, 2, 64, 64, 16), window=(9, 0))
+    assert native_is_used(qkv(1, 2, 64, 64, 16) | {"alibi_slopes": normal(2)})
     for t in (
         qkv(1, 2, 1, 511, 16),
-        qkv(1, 2, 65, 600, 16),
-        qkv(1, 8, 9, 600, 16, kv_heads=1),
+        qkv(1, 2, 128, 511, 16),
         qkv(1, 2, 1, 600, 24),
         qkv(1, 2, 1, 600, 16) | {"attn_mask": normal(1, 600)},
+        qkv(1, 2, 63, 64, 16) | {"alibi_slopes": normal(2)},
     ):
-        assert not is_few(t)
+        assert not native_is_used(t)
 
 
 @pytest.mark.slow
@@ -181,13 +180,13 @@ def test_scores_of_minus_infinity_and_nan_in_pages(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kv_len", [1024, 3333])
 def test_bits_do_not_depend_on_the_number_of_threads(rows: int, kv_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads share the chunks of a head's keys, also where they see only a window of them."""
-    monkeypatch.setattr(few, "_LEAST_BYTES", 1)
+    monkeypatch.setattr("flashpoint_kernels.native._LEAST_BYTES", 1)
     for heads, options in itertools.product((1, 3), ({}, {"causal": True, "window": (1500, -1)})):
         t = {n: x for n, x in qkv(2, heads, rows, kv_len, 64).items() if n != "do"}
         found = []
         for threads in (1, 2, 3, 5, 16):
             problem = problem_of(t, **options)
-            few.compute(few.decode_of(problem, problem.rows), threads)
+            native_forward.compute(native_forward.forward_of(problem, problem.rows), threads)
             found.append(problem.outputs)
         for other, name in itertools.product(found[1:], ("o", "lse")):
             assert torch.equal(other[name], found[0][name]), (name, heads)

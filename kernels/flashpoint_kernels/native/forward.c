@@ -721,7 +721,7 @@ static struct scratch *scratch_for(const struct call *call) {
 }
 
 /* Compute all tasks of a call. Return 0, or 1 if memory is missing. */
-int PASTE(flashpoint_decode_, ISA)(const struct call *call) {
+int PASTE(flashpoint_forward_, ISA)(const struct call *call) {
     struct scratch *own = scratch_for(call);
     if (!own) return 1;
     for (int64_t n = 0; n < call->count; n++) {

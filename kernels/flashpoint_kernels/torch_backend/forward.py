@@ -1,8 +1,8 @@
-"""Attention of few queries over many keys on the CPU, as in decoding, by the kernels in C (flashpoint_kernels.native).
+"""The forward on the CPU by the kernels in C (flashpoint_kernels.native): all options of `torch` but masks.
 
-The query heads that share a key/value head are rows of one block, so each key is read once. Keys are read in place:
-contiguous, strided, or in pages of any size. 8-bit keys are read as they are. The bits of a row do not depend on the
-place of its keys, on other rows, or on the number of threads.
+Queries are cut into tiles. The query heads that share a key/value head are rows of one tile, so it reads each key once.
+Keys are read in place: contiguous, strided, or in pages of any size. 8-bit keys are read as they are. The bits of a row
+do not depend on the place of its keys, on other rows, or on the number of threads.
 """
 
 from __future__ import annotations
@@ -16,16 +16,9 @@ from torch import Tensor
 
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_contract.tensors import SCALES
-from flashpoint_kernels.native import NOWHERE, Decode, Rows, Spans, Steps
+from flashpoint_kernels.native import NOWHERE, Forward, Rows, Spans, Steps
 from flashpoint_kernels.problem import Problem
-from flashpoint_kernels.reproducible import CORES, spread
-
-_LEAST_BYTES = 1 << 19  # keys and values of one thread: to hand them over takes as long as to read a quarter of them
-
-
-def attend(problem: Problem, rows: Sequence[Row]) -> None:
-    """Write o and lse of sequences with few queries (see `reproducible.few_queries`)."""
-    compute(decode_of(problem, rows), CORES if problem.threads else 1)
+from flashpoint_kernels.reproducible import spread
 
 
 def attend_dense(spec: Spec, row: Row, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, threads: int) -> None:
@@ -39,33 +32,33 @@ def attend_dense(spec: Spec, row: Row, q: Tensor, k: Tensor, v: Tensor, o: Tenso
     spans = Spans(numbers, row.kv_len)
     one = rows_of(spec, row, q.data_ptr(), o.data_ptr(), lse.data_ptr(), spans.of_sequence(0), row.kv_len)
     q_step, o_step, lse_step = (t.stride(0) * t.itemsize for t in (q, o, lse))
-    rows = [one] + [
-        one._replace(q=one.q + n * q_step, o=one.o + n * o_step, lse=one.lse + n * lse_step, spans=spans.of_sequence(n))
-        for n in range(1, len(q))
-    ]
-    group = spec.q_heads // spec.kv_heads
-    compute(
-        Decode(
-            q.dtype, k.dtype, spec.head_dim, spec.value_dim, spec.kv_heads, group, spec.scale, steps(q, 1), steps(o, 1),
-            steps(lse, 1), k.stride(2) * size, v.stride(2) * size, rows, held=[q, k, v, o, lse, spans],
-        ),
-        threads,
+    forward = Forward(
+        q.dtype, k.dtype, spec.head_dim, spec.value_dim, spec.kv_heads, spec.q_heads // spec.kv_heads, spec.scale,
+        steps(q, 1), steps(o, 1), steps(lse, 1), k.stride(2) * size, v.stride(2) * size,
+        held=[q, k, v, o, lse, spans],
     )  # fmt: skip
+    for n in range(len(q)):
+        forward.add(
+            one._replace(
+                q=one.q + n * q_step, o=one.o + n * o_step, lse=one.lse + n * lse_step, spans=spans.of_sequence(n)
+            )
+        )
+    compute(forward, threads)
 
 
-def compute(decode: Decode, workers: int) -> None:
-    """Compute all units on at most `workers` threads; the caller must not be one of the threads of `spread`."""
-    workers = min(workers, decode.nbytes // _LEAST_BYTES)
+def compute(forward: Forward, threads: int) -> None:
+    """Compute all units on at most `threads` threads; the caller must not be one of the threads of `spread`."""
+    workers = forward.workers(threads)
     if workers < 2:
-        decode.compute()
+        forward.compute()
         return
-    shares, merged = decode.shares(workers)
-    spread([partial(decode.run, tasks) for tasks in shares])
+    shares, merged = forward.shares(workers)
+    spread([partial(forward.run, tasks) for tasks in shares if tasks])
     if merged:
-        decode.merge(merged)
+        forward.merge(merged)
 
 
-def decode_of(problem: Problem, rows: Sequence[Row]) -> Decode:
+def forward_of(problem: Problem, rows: Sequence[Row]) -> Forward:
     """Return the work for `rows` of a forward, which the kernels read and write in place."""
     spec = problem.spec
     q, o = _in_rows(problem.view("q")), problem.view("o")
@@ -75,25 +68,34 @@ def decode_of(problem: Problem, rows: Sequence[Row]) -> Decode:
     spans = _of_pages(problem, rows, k, v, scales) if spec.paged else _of_sequences(problem, rows, k, v, scales)
     slopes = problem.view("alibi_slopes").contiguous() if spec.has("alibi_slopes") else None
     sinks = problem.view("sinks").contiguous() if spec.has("sinks") else None
-    held = [q, o, lse, k, v, scales, spans, slopes, sinks]
-    own = [
-        rows_of(
-            spec,
-            row,
-            address(q, row.batch, row.q_start),
-            address(o, row.batch, row.q_start),
-            0 if lse is None else address(lse, row.batch, row.q_start),
-            spans.of_sequence(number),
-            spans.tokens,
-            0 if slopes is None else slopes.data_ptr() + (4 * spec.q_heads * row.index if slopes.ndim == 2 else 0),
-        )
-        for number, row in enumerate(rows)
-    ]
-    return Decode(
+    forward = Forward(
         q.dtype, k.dtype, spec.head_dim, spec.value_dim, spec.kv_heads, spec.q_heads // spec.kv_heads, spec.scale,
         steps(q, 1), steps(o, 1), NOWHERE if lse is None else steps(lse, 1), k.stride(2) * k.itemsize,
-        v.stride(2) * v.itemsize, own, 0 if sinks is None else sinks.data_ptr(), held,
+        v.stride(2) * v.itemsize, 0 if sinks is None else sinks.data_ptr(),
+        (q, o, lse, k, v, scales, spans, slopes, sinks),
     )  # fmt: skip
+    for number, row in enumerate(rows):
+        forward.add(
+            rows_of(
+                spec,
+                row,
+                address(q, row.batch, row.q_start),
+                address(o, row.batch, row.q_start),
+                0 if lse is None else address(lse, row.batch, row.q_start),
+                spans.of_sequence(number),
+                spans.tokens,
+                0 if slopes is None else slopes.data_ptr() + (4 * spec.q_heads * row.index if slopes.ndim == 2 else 0),
+            )
+        )
+    return forward
+
+
+def repeats(problem: Problem) -> bool:
+    """Return whether `forward_of` of the problem stays right when its tensors get other numbers: it has no copies."""
+    spec = problem.spec
+    if spec.paged or spec.quantized or spec.has("alibi_slopes") or spec.has("sinks"):
+        return False
+    return all(problem.view(name).stride(-1) == 1 for name in "qkv")
 
 
 def rows_of(
