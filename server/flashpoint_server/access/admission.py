@@ -20,6 +20,10 @@ WaitingSince = Callable[[], float | None]
 FEW = 4  # this many requests are admitted whatever the speed was, because an idle engine shows no speed
 
 
+def _never() -> None:
+    return None
+
+
 class Permit:
     """One admitted request: the bytes of its tensors, and its price. Leaving the context ends it.
 
@@ -40,6 +44,7 @@ class Permit:
 
     def __exit__(self, *_: object) -> None:
         self._admission.leave(self)
+        self.waiting_since = _never  # it may refer to an owner of this permit: a cycle of references
 
     def charge(self, price: Price, deadline: float | None = None, pace: float = 0.0) -> None:
         """Count the price, when it is known. Raises Refusal 429.
@@ -123,7 +128,7 @@ class Admission:
         oldest = min((began for began in since if began is not None), default=None)
         return 0.0 if oldest is None else time.monotonic() - oldest
 
-    def permit(self, nbytes: int, quota: Quota | None = None, waiting_since: WaitingSince = lambda: None) -> Permit:
+    def permit(self, nbytes: int, quota: Quota | None = None, waiting_since: WaitingSince = _never) -> Permit:
         """Admit a request with `nbytes` of tensors. Raises Refusal 429."""
         permit = Permit(self, nbytes, quota, waiting_since)
         self._enter(permit)

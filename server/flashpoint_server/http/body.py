@@ -36,7 +36,8 @@ class RequestBody:
 
     def __init__(self, scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings) -> None:
         self._receive = receive
-        self.direct: Direct | None = scope.get("extensions", {}).get(EXTENSION, {}).get("direct")
+        # Taken out of the scope, to which it refers: a cycle of references would wait for the garbage collector.
+        self.direct: Direct | None = scope.get("extensions", {}).pop(EXTENSION, {}).get("direct")
         self._draining: Direct | None = None
         self._settings = settings
         self._began = time.monotonic()
@@ -114,6 +115,8 @@ class RequestBody:
         if len(head) > waiting.left:
             raise _too_long()
         waiting.copy(memoryview(head))
+        if self.complete and waiting.full:
+            return
         if self.direct is not None and self.length is not None and self.length - self._received == waiting.left:
             await self._receive_directly(self.direct, waiting)
             return

@@ -160,6 +160,10 @@ class HttpProtocol(HttpToolsProtocol):
                 data = self._parse(data)
         except httptools.HttpParserError as error:
             self.send_400_response(str(error))
+            return
+        cycle = self.cycle
+        if cycle is not None and cycle.body and cycle.more_body and not cycle.response_complete:
+            self.flow.pause_reading()  # one chunk at a time: a body that a route receives directly must not be parsed
 
     def _parse(self, data: bytes) -> bytes:
         """Parse data, and return the bytes to parse next: a head with an Upgrade field, without the field (RFC 9110,
@@ -208,8 +212,6 @@ class HttpProtocol(HttpToolsProtocol):
         self.barren = 0
         if self.cycle.response_complete:
             self._await_head()  # no route reads the rest
-            return
-        self.flow.pause_reading()  # one chunk at a time: a body that a route receives directly must not be parsed
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self.running = cycle
