@@ -23,7 +23,7 @@ from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
 from flashpoint_server.ipc.regions import Region
-from flashpoint_server.ipc.staging import NOWHERE
+from flashpoint_server.ipc.staging import NOWHERE, Layout
 from flashpoint_server.refusal import Refusal, invalid
 
 M = TypeVar("M", bound=BaseModel)
@@ -32,12 +32,13 @@ _NUMBER = 25  # maximum bytes of a float and its comma, for example -1.234567880
 
 
 class RequestPlan(NamedTuple):
-    """A planned problem: its backend, device and price."""
+    """A planned problem: its backend, device and price; and its layout, unless that differs between requests."""
 
     spec: Spec
     backend: str
     price: Price
     device: DeviceInfo
+    layout: Layout | None = None
 
 
 Choose = Callable[[Spec, DeviceInfo], str]  # (problem, device) -> backend. Raises Refusal 413 and 422.
@@ -52,6 +53,7 @@ class TensorMessage(ABC):
 
     inputs: list[tuple[str, TensorInfo]]
     surface = "safetensors"
+    kept: dict[str, Any] | None = None  # what routes derive from the head alone, shared by requests with the same head
 
     @abstractmethod
     def options(self) -> Mapping[str, Any]:

@@ -18,6 +18,7 @@ from flashpoint_server.http.body import RequestBody
 from flashpoint_server.http.places import Part
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
+from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.refusal import Refusal
 
 OCTETS = "application/octet-stream"  # media type of callers that do not know safetensors' own
@@ -31,6 +32,7 @@ class _HeadReading:
     inputs: list[tuple[str, TensorInfo]]
     specs: dict[Direction, Spec] = field(default_factory=dict)
     plans: dict[Direction, RequestPlan] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def options(self) -> Mapping[str, Any]:
@@ -56,6 +58,7 @@ class SafetensorsMessage(TensorMessage):
         self._reading = reading
         self._rest = rest
         self.inputs = reading.inputs
+        self.kept = reading.kept
 
     @classmethod
     async def begin(cls, body: RequestBody, head_limit: int) -> SafetensorsMessage:
@@ -112,7 +115,8 @@ class SafetensorsMessage(TensorMessage):
         """Return the plan, which is cached with its head for one `device`. Raises Refusal 413 and 422."""
         plans = self._reading.plans
         if (plan := plans.get(direction)) is None or plan.device is not device:
-            plan = plans[direction] = super().plan(direction, device, choose)
+            plan = super().plan(direction, device, choose)
+            plan = plans[direction] = plan._replace(layout=Layout.of(self.inputs, plan.spec.outputs))
         return plan
 
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:

@@ -28,35 +28,36 @@ class Place(NamedTuple):
     region: Region | None = None
 
 
-@dataclass(eq=False)
-class Staging:
-    """A request's memory, from the first byte of its tensors to the last byte of its answer.
+class Layout(NamedTuple):
+    """The places of a request's tensors: inputs in the order of their bytes, then outputs.
 
-    `regions` are shared memory of callers that contains some of the tensors. Each holder calls `release` once.
+    They end at `end` of a slot with `size` bytes. `nbytes` are the bytes of all tensors, and `shapes` those of the
+    inputs as lists, for the log. `regions` are shared memory of callers that contains some of the tensors. Requests
+    may share a layout, so nobody may change it.
     """
 
-    slot: Slot
-    inputs: dict[str, Place]
-    outputs: dict[str, Place]
-    regions: tuple[Region, ...]
+    inputs: Mapping[str, Place]
+    outputs: Mapping[str, Place]
+    end: int
+    size: int
+    nbytes: int
+    shapes: Mapping[str, list[int]]
+    regions: tuple[Region, ...] = ()
 
     @classmethod
-    def take(
+    def of(
         cls,
-        pool: Pool,
         inputs: Iterable[tuple[str, TensorInfo]],
         outputs: Mapping[str, TensorInfo],
         elsewhere: Mapping[str, tuple[Region, int]] = NOWHERE,
-    ) -> Staging:
-        """Allocate memory for the inputs, in this order, and the outputs. Tensors in `elsewhere` need none.
-
-        Raises Refusal 429 if there is no room now, and 413 if there never will be.
-        """
-        end = 0
+    ) -> Layout:
+        """Lay out the inputs, in this order, and the outputs. Tensors in `elsewhere` need no place in the slot."""
+        end = nbytes = 0
 
         def place(name: str, info: TensorInfo) -> Place:
-            nonlocal end
+            nonlocal end, nbytes
             size = math.prod(info.shape) * ITEMSIZE[info.dtype]
+            nbytes += size
             if name in elsewhere:
                 region, start = elsewhere[name]
                 return Place(info.dtype, info.shape, start, size, region)
@@ -65,18 +66,38 @@ class Staging:
 
         placed = {name: place(name, info) for name, info in inputs}
         answers = {name: place(name, info) for name, info in outputs.items()}
-        if size_class(end) > pool.limit:
+        shapes = {name: list(one.shape) for name, one in placed.items()}
+        regions = tuple({region for region, _ in elsewhere.values()})
+        return cls(placed, answers, end, size_class(end), nbytes, shapes, regions)
+
+
+@dataclass(eq=False)
+class Staging:
+    """A request's memory, from the first byte of its tensors to the last byte of its answer.
+
+    `regions` are shared memory of callers that contains some of the tensors. Each holder calls `release` once.
+    """
+
+    slot: Slot
+    inputs: Mapping[str, Place]
+    outputs: Mapping[str, Place]
+    regions: tuple[Region, ...]
+
+    @classmethod
+    def take(cls, pool: Pool, layout: Layout) -> Staging:
+        """Allocate memory for a layout. Raises Refusal 429 if there is no room now, and 413 if there never will be."""
+        if layout.size > pool.limit:
             raise Refusal(
-                "work_too_large", f"the request needs {end} bytes of staging memory, over the limit of {pool.limit}"
+                "work_too_large",
+                f"the request needs {layout.end} bytes of staging memory, over the limit of {pool.limit}",
             )
         try:
-            slot = pool.take(end)
+            slot = pool.take(layout.size)
         except PoolFullError as error:
             raise Refusal("queue_full", str(error)) from None
-        regions = tuple({region for region, _ in elsewhere.values()})
-        for region in regions:
+        for region in layout.regions:
             region.hold()
-        return cls(slot, placed, answers, regions)
+        return cls(slot, layout.inputs, layout.outputs, layout.regions)
 
     @property
     def segments(self) -> tuple[Segment | Region, ...]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from pydantic import ValidationError
 
@@ -26,6 +26,7 @@ from flashpoint_server.formats.message import TensorMessage, read_options, text_
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo, Held
 from flashpoint_server.ipc.price import MOST_FLOPS, Price
+from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import RouteRequest, admit, make_job, stage, submit
 
@@ -33,6 +34,8 @@ from flashpoint_server.routes.pipeline import RouteRequest, admit, make_job, sta
 READ_SECONDS = 1e-10
 KEY_LENGTH = 128  # maximum characters of an Idempotency-Key
 REMEMBERED_TEXT = 512  # maximum characters of options whose checked form is cached
+_CALL, _PLAN = "call over caches", "plan over caches"  # in `TensorMessage.kept`
+_MANY = 1 << 30  # pairs of a call from whose price that of one pair follows
 REMEMBERED = 1 << 16  # number of caches whose lengths are stored here, for the prices of later calls
 
 
@@ -42,57 +45,46 @@ async def compute_cached(
     """Plan, admit, stage and submit attention over caches. Raises Refusal and ClientGoneError."""
     service, body, device = request.service, request.body, request.device
     assert device is not None
-    infos = dict(message.inputs)
     lead_here(request)
-    asked, options = _options(message)
+    asked, options = call = _call(message)
     ids = found(request, asked.caches)
-    if asked.layer >= ids[0].shape.layers:
-        raise invalid(
-            [("layer", f"{asked.layer} does not exist: the caches have {ids[0].shape.layers} layers, from 0")]
-        )
-    layer = ids[0].layer(asked.layer)
-    if any(one.shape.layers <= asked.layer or one.layer(asked.layer) != layer for one in ids):
-        raise invalid([("caches", "have different shapes or dtypes in this layer")])
-    writes = "k" in infos
-    if writes and len(set(asked.caches)) < len(asked.caches):
+    layer = _layer(asked, ids)
+    writes = any(name == "k" for name, _ in message.inputs)
+    if writes and len(asked.caches) > 1 and len(set(asked.caches)) < len(asked.caches):
         raise invalid([("caches", "contains a cache twice, but the call writes to it")])
     if asked.at is not None and not writes:
         raise invalid([("at", "needs k and v: it says where they are written")])
     key = idempotency_key(request) if writes else ""
     if key and options.dropout_p and options.dropout_seed is None:
-        options = replace(options, dropout_seed=_seed_of(key, asked))
-    try:
-        spec, left, backend = _planned(tuple(message.inputs), options, layer, len(ids), device.backends)
-    except ProblemError as error:
-        raise invalid(error.errors) from None
+        call = _CacheCall(asked, replace(options, dropout_seed=_seed_of(key, asked)))
+    plan = _plan(message, call, layer, device)
+    spec = plan.spec
     check_size(spec, device.memory, service.settings.sequence_limit)
     text = numbers(spec)
     if (size := sum(info.nbytes for info in text)) > (most := service.settings.json_limit):
         raise Refusal(
             "work_too_large", f"a JSON answer of {size} bytes exceeds the limit of {most}: request a binary answer"
         )
-    permit = request.permit or admit(request, sum(info.nbytes for info in infos.values()) + spec.output_bytes)
+    permit = request.permit or admit(request, plan.layout.nbytes)
     if text:
         permit.grow(text_bytes(text))
     known = [service.cache_lengths.get(one.serial, 0) for one in ids]
-    width = ITEMSIZE["float32" if layer.quantized else layer.dtype]
-    permit.charge(_price(spec, backend, device, known, width), body.deadline, service.engine.pace)
-    staging = stage(request, message.inputs, spec.outputs)
+    permit.charge(plan.rates.price(known), body.deadline, service.engine.pace)
+    staging = stage(request, plan.layout)
     await message.receive(body, staging.views(staging.inputs))
-    request.exchange.facts.update(backend=backend, shapes={n: list(i.shape) for n, i in infos.items()})
-    caller = request.caller
-    assert caller is not None
+    request.exchange.facts.update(backend=plan.backend, shapes=plan.layout.shapes)
+    assert request.caller is not None
     held = Held(
-        owner=caller.name,
-        caches=tuple(one.serial for one in ids),
-        shape=(layer.kv_heads, layer.head_dim, layer.value_dim, layer.dtype),
+        owner=request.caller.name,
+        caches=tuple([one.serial for one in ids]),
+        shape=layer,
         layer=asked.layer,
         at=asked.at,
         key=key,
         quota=cache_quota(request),
-        left=left,
+        left=plan.left,
     )
-    kind = partial(AttentionJob, spec=spec, backend=backend, held=held, incarnation=ids[0].incarnation)
+    kind = partial(AttentionJob, spec=spec, backend=plan.backend, held=held, incarnation=ids[0].incarnation)
     job = make_job(request, kind, staging, permit.price)
     answer = await submit(request, job)
     lengths: list[int] = answer.metadata["lengths"]
@@ -101,8 +93,18 @@ async def compute_cached(
         service.cache_lengths.move_to_end(one.serial)
     while len(service.cache_lengths) > REMEMBERED:
         service.cache_lengths.popitem(last=False)
-    permit.settle(_price(spec, backend, device, lengths, width))
+    permit.settle(plan.rates.price(lengths))
     return job, answer
+
+
+def _layer(asked: CacheOptions, ids: Sequence[CacheId]) -> LayerShape:
+    """Return the sizes of the layer, which all caches of the call must have. Raises Refusal 422."""
+    if asked.layer >= (layers := ids[0].shape.layers):
+        raise invalid([("layer", f"{asked.layer} does not exist: the caches have {layers} layers, from 0")])
+    layer = ids[0].layer(asked.layer)
+    if any(one.shape.layers <= asked.layer or one.layer(asked.layer) != layer for one in ids[1:]):
+        raise invalid([("caches", "have different shapes or dtypes in this layer")])
+    return layer
 
 
 def _seed_of(key: str, asked: CacheOptions) -> int:
@@ -114,29 +116,109 @@ def _seed_of(key: str, asked: CacheOptions) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 11
 
 
+class _Rates(NamedTuple):
+    """The price of a call as a function of its caches' lengths.
+
+    `queries` are those of each sequence, `batch` the number of sequences. `call` are the seconds without keys, `pair`
+    and `key` those of each (query, key) pair and of each key.
+    """
+
+    spec: Spec
+    queries: int
+    batch: int
+    call: float
+    pair: float
+    key: float
+
+    @classmethod
+    def of(cls, spec: Spec, backend: str, device: DeviceInfo, width: int) -> _Rates:
+        """Return the rates on a backend. `width`: bytes of each number that is read from the caches."""
+        queries = spec.q_len if not spec.ragged else -(-spec.q_len // max(spec.batch, 1))
+        row = spec.kv_heads * (spec.head_dim + spec.value_dim) * width
+
+        def seconds(pairs: int) -> float:
+            return seconds_of(spec, device.rates[backend], Extent(spec.batch, min(spec.batch, 1), pairs))
+
+        call = seconds(0)
+        key = READ_SECONDS * row if device.name == "cpu" else 0.0
+        return cls(spec, queries, spec.batch, call, (seconds(_MANY) - call) / _MANY, key)
+
+    def price(self, lengths: Sequence[int]) -> Price:
+        """Return the price over caches of these lengths: its products, and the keys and values that it reads."""
+        keys = sum(lengths)
+        pairs = self.queries * (keys + self.batch * self.queries)
+        seconds = self.call + self.pair * pairs + self.key * keys
+        return Price(min(flops_of(self.spec, pairs), MOST_FLOPS), seconds)
+
+
 class _Plan(NamedTuple):
-    """How to compute a call over caches. `left`: number of earlier keys that a single query sees; −1 for all."""
+    """How to compute a call over caches. `left`: number of earlier keys that a single query sees; −1 for all.
+
+    The plan is for caches of the sizes `layer` on `device`.
+    """
 
     spec: Spec
     left: int
     backend: str
+    layout: Layout
+    rates: _Rates
+    layer: LayerShape
+    device: DeviceInfo
+
+
+class _CacheCall(NamedTuple):
+    """The options of a call."""
+
+    asked: CacheOptions
+    options: Options
+
+
+def _call(message: TensorMessage) -> _CacheCall:
+    """Return the checked options, which are kept with the message's head. Raises Refusal 422."""
+    if message.kept is None:
+        return _options(message)
+    if (call := message.kept.get(_CALL)) is None:
+        call = message.kept[_CALL] = _options(message)
+    return cast(_CacheCall, call)
+
+
+def _plan(message: TensorMessage, call: _CacheCall, layer: LayerShape, device: DeviceInfo) -> _Plan:
+    """Return the plan of the call. It is kept with the head if it follows from the head, `layer` and `device` alone.
+
+    Raises Refusal 422.
+    """
+    kept = message.kept if message.kept is not None and message.kept.get(_CALL) is call else {}
+    plan: _Plan | None = kept.get(_PLAN)
+    if plan is None or plan.device is not device or plan.layer != layer:
+        try:
+            plan = kept[_PLAN] = _planned(message.inputs, call, layer, device)
+        except ProblemError as error:
+            raise invalid(error.errors) from None
+    return plan
+
+
+def _planned(inputs: list[tuple[str, TensorInfo]], call: _CacheCall, layer: LayerShape, device: DeviceInfo) -> _Plan:
+    """Plan the call. Raises ProblemError."""
+    spec, left, backend = _problem(tuple(inputs), call.options, layer, len(call.asked.caches), device.backends)
+    rates = _Rates.of(spec, backend, device, ITEMSIZE["float32" if layer.quantized else layer.dtype])
+    return _Plan(spec, left, backend, Layout.of(inputs, spec.outputs), rates, layer, device)
 
 
 @lru_cache(256)  # a model makes few kinds of calls
-def _planned(
+def _problem(
     inputs: tuple[tuple[str, TensorInfo], ...], options: Options, layer: LayerShape, caches: int,
     backends: tuple[str, ...],
-) -> _Plan:  # fmt: skip
-    """Plan the call. Raises ProblemError."""
+) -> tuple[Spec, int, str]:  # fmt: skip
+    """Return the problem, `left` of its plan, and its backend. Raises ProblemError."""
     infos = dict(inputs)
     spec = plan_cached(infos, options, layer, caches)
     options, left = _for_single_queries(spec)
     spec = plan_cached(infos, options, layer, caches)
-    return _Plan(spec, left, choose_backend(spec, backends))
+    return spec, left, choose_backend(spec, backends)
 
 
-def _options(message: TensorMessage) -> tuple[CacheOptions, Options]:
-    """Return the options about caches, and the other options. Raises Refusal 422."""
+def _options(message: TensorMessage) -> _CacheCall:
+    """Return the checked options. Raises Refusal 422."""
     said = message.options()
     try:
         asked = CacheOptions.read(said)
@@ -144,7 +226,7 @@ def _options(message: TensorMessage) -> tuple[CacheOptions, Options]:
             raise invalid(refused)
         plain = saved.plain({name: value for name, value in said.items() if name not in CACHE_OPTIONS})
         text = json.dumps(plain)
-        return asked, _checked(text) if len(text) <= REMEMBERED_TEXT else _checked.__wrapped__(text)
+        return _CacheCall(asked, _checked(text) if len(text) <= REMEMBERED_TEXT else _checked.__wrapped__(text))
     except ValidationError as error:
         raise invalid(field_problems(error)) from None
     except ProblemError as error:
@@ -168,20 +250,6 @@ def _for_single_queries(spec: Spec) -> tuple[Options, int]:
     if not one or options.dropout_p or spec.has("attn_mask") or spec.has("block_mask"):
         return options, -1
     return replace(options, window=(-1, -1), causal=False), options.window[0]
-
-
-def _price(spec: Spec, backend: str, device: DeviceInfo, lengths: Sequence[int], width: int) -> Price:
-    """Return the price of a call over caches of these lengths: its products, and the keys and values that it reads.
-
-    `width`: bytes of each number that is read.
-    """
-    queries = spec.q_len if not spec.ragged else -(-spec.q_len // max(spec.batch, 1))
-    pairs = queries * (sum(lengths) + spec.batch * queries)
-    row = spec.kv_heads * (spec.head_dim + spec.value_dim) * width
-    seconds = seconds_of(spec, device.rates[backend], Extent(spec.batch, min(spec.batch, 1), pairs))
-    if device.name == "cpu":
-        seconds += READ_SECONDS * sum(lengths) * row
-    return Price(min(flops_of(spec, pairs), MOST_FLOPS), seconds)
 
 
 def lead_here(request: RouteRequest) -> None:

@@ -23,6 +23,7 @@ from flashpoint_server.formats.negotiation import binary_format, request_format
 from flashpoint_server.ipc.job import CacheJob, JobResult
 from flashpoint_server.ipc.messages import CacheRecord
 from flashpoint_server.ipc.price import Price
+from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.cache_schema import (
     CacheRequest,
@@ -200,11 +201,10 @@ async def append(request: RouteRequest) -> None:
     shapes = _token_shapes(infos, one, layer, layout)
     permit = request.permit or admit(request, sum(info.nbytes for info in infos.values()))
     permit.charge(LITTLE, request.body.deadline, request.service.engine.pace)
-    staging = stage(request, message.inputs, {})
+    staging = stage(request, Layout.of(message.inputs, {}))
     await message.receive(request.body, staging.views(staging.inputs))
-    for name, shape in shapes.items():  # without a batch dimension of 1
-        staging.inputs[name] = staging.inputs[name]._replace(shape=shape)
-    staging.inputs = {name: staging.inputs[name] for name in ("k", "v")}
+    # without a batch dimension of 1
+    staging.inputs = {name: staging.inputs[name]._replace(shape=shapes[name]) for name in ("k", "v")}
     kind = partial(
         CacheJob, what="append", owner=_owner(request), caches=(one.serial,), incarnation=one.incarnation,
         arguments={"layout": layout, "layer": layer, "at": at}, key=idempotency_key(request),
@@ -252,7 +252,7 @@ async def tensors(request: RouteRequest) -> None:
         outputs |= {name: TensorInfo(dtype, (sizes.kv_heads, count)) for name in ("k_scale", "v_scale")}
     assert request.permit is not None  # `_ask` has admitted the request, before the tensors' size was known
     request.permit.hold(sum(info.nbytes for info in outputs.values()))
-    staging = stage(request, [], outputs)
+    staging = stage(request, Layout.of([], outputs))
     kind = partial(
         CacheJob, what="export", owner=_owner(request), caches=(one.serial,), incarnation=one.incarnation,
         arguments={"layer": layer, "first": first, "length": length},
@@ -312,7 +312,7 @@ async def _ask(
         CacheJob, what=what, owner=_owner(request), caches=tuple(one.serial for one in ids), incarnation=incarnation,
         arguments=dict(arguments or {}), key=idempotency_key(request), quota=cache_quota(request),
     )  # fmt: skip
-    return await submit(request, make_job(request, kind, stage(request, [], {}), LITTLE))
+    return await submit(request, make_job(request, kind, stage(request, Layout.of([], {})), LITTLE))
 
 
 def _described(request: RouteRequest, incarnation: int, records: Sequence[CacheRecord]) -> list[dict[str, Any]]:

@@ -33,8 +33,7 @@ from flashpoint_server.http.places import Part
 from flashpoint_server.ipc.job import AttentionJob, Job, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
-from flashpoint_server.ipc.regions import Region
-from flashpoint_server.ipc.staging import NOWHERE, Staging
+from flashpoint_server.ipc.staging import Layout, Staging
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.service import Service
 
@@ -162,14 +161,9 @@ def admit(request: RouteRequest, nbytes: int) -> Permit:
     return permit
 
 
-def stage(
-    request: RouteRequest,
-    inputs: list[tuple[str, TensorInfo]],
-    outputs: Mapping[str, TensorInfo],
-    elsewhere: Mapping[str, tuple[Region, int]] = NOWHERE,
-) -> Staging:
+def stage(request: RouteRequest, layout: Layout) -> Staging:
     """Allocate the request's staging memory until its answer has left. Raises Refusal 413 and 429."""
-    staging = Staging.take(request.service.pool, inputs, outputs, elsewhere)
+    staging = Staging.take(request.service.pool, layout)
     request.inside.callback(staging.release)
     return staging
 
@@ -207,7 +201,7 @@ async def carry_out(
     from the values of the index tensors. Raises Refusal and ClientGoneError.
     """
     service, body = request.service, request.body
-    spec, backend, price, device = plan
+    spec, backend, price, device, _ = plan
     if (size := sum(info.nbytes for info in text)) > (most := service.settings.json_limit):
         raise Refusal(
             "work_too_large", f"a JSON answer of {size} bytes exceeds the limit of {most}: request a binary answer"
@@ -216,12 +210,12 @@ async def carry_out(
     if text:
         permit.grow(text_bytes(text))
     permit.charge(price, body.deadline, service.engine.pace)
-    staging = stage(request, message.inputs, spec.outputs, message.elsewhere(spec))
+    layout = plan.layout or Layout.of(message.inputs, spec.outputs, message.elsewhere(spec))
+    staging = stage(request, layout)
     await message.receive(body, staging.views(staging.inputs))
     if index := staging.index():  # the body contained the lengths
         permit.correct(price_of(spec, backend, device, index))
-    shapes = {name: list(place.shape) for name, place in staging.inputs.items()}
-    request.exchange.facts.update(backend=backend, shapes=shapes)
+    request.exchange.facts.update(backend=backend, shapes=layout.shapes)
     job = make_job(request, partial(kind(index), spec=spec, backend=backend), staging, permit.price)
     return job, await submit(request, job)
 

@@ -13,6 +13,7 @@ from flashpoint_contract.saved import saved_tensors
 from flashpoint_server.access.saved_ids import SavedIds
 from flashpoint_server.ipc.job import CacheJob
 from flashpoint_server.ipc.messages import MOST_LISTED, SavedRecord
+from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.routes.caches import LITTLE, send_json, served
 from flashpoint_server.routes.pipeline import RouteRequest, admit, make_job, stage, submit
 from flashpoint_server.routes.saved_forward import found_saved
@@ -82,7 +83,7 @@ async def _ask(
         CacheJob, what=what, owner=request.caller.name, caches=serials, incarnation=incarnation,
         arguments=dict(arguments or {}), lost="saved_lost",
     )  # fmt: skip
-    answer = await submit(request, make_job(request, kind, stage(request, [], {}), LITTLE))
+    answer = await submit(request, make_job(request, kind, stage(request, Layout.of([], {})), LITTLE))
     return answer.saved
 
 

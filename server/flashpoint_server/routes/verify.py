@@ -27,6 +27,7 @@ from flashpoint_server.http.body import ClientGoneError
 from flashpoint_server.ipc.job import ProofJob
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, proof_price
+from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import (
     RouteRequest,
@@ -71,7 +72,7 @@ async def verify(request: RouteRequest) -> None:
         asked, price = _check(message, device, service.settings)
     permit = request.permit or admit(request, sum(info.nbytes for _, info in inputs))
     permit.charge(price)
-    staging = stage(request, inputs, {})
+    staging = stage(request, Layout.of(inputs, {}))
     if message is not None:
         await message.receive(body, staging.views(staging.inputs))
     job = make_job(request, partial(ProofJob, request=asked), staging, price)

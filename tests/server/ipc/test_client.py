@@ -27,7 +27,7 @@ from flashpoint_server.ipc.job import AttentionJob
 from flashpoint_server.ipc.memory import Pool
 from flashpoint_server.ipc.messages import PlacedTensor, Submit, pack_options
 from flashpoint_server.ipc.processes import running_engines
-from flashpoint_server.ipc.staging import Staging
+from flashpoint_server.ipc.staging import Layout, Staging
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import Refusal
 
@@ -59,7 +59,7 @@ class Bench:
         """A forward job on 4 queries and keys. The launch of one named "gate-…" waits for the gate `.gate`."""
         info = TensorInfo("float32", (1, 1, 4, 8))
         spec = plan(dict.fromkeys("qkv", info), Options(), "forward")
-        staging = Staging.take(self.pool, [(n, info) for n in "qkv"], spec.outputs)
+        staging = Staging.take(self.pool, Layout.of([(n, info) for n in "qkv"], spec.outputs))
         data = np.random.default_rng(0).standard_normal(info.shape, np.float32)
         for view in staging.views(staging.inputs).values():
             view[:] = data.reshape(-1).view(np.uint8).data

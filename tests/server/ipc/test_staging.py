@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.http.places import MOST_AT_ONCE, Places
 from flashpoint_server.ipc.memory import ALIGNMENT, Pool
-from flashpoint_server.ipc.staging import Staging
+from flashpoint_server.ipc.staging import Layout, Staging
 from flashpoint_server.refusal import Refusal
 
 INPUTS = [
@@ -32,7 +32,7 @@ def pool():
 
 @pytest.mark.parametrize("pieces", [1, 3, 7, 60, 61, 1000])
 def test_every_tensor_is_whole_and_aligned_however_the_chunks_fall(pool, pieces):
-    staging = Staging.take(pool, INPUTS, OUTPUTS)
+    staging = Staging.take(pool, Layout.of(INPUTS, OUTPUTS))
     size = sum(info.nbytes for _, info in INPUTS)
     data = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
     places = Places(staging.views(staging.inputs).values())
@@ -58,13 +58,13 @@ def test_every_tensor_is_whole_and_aligned_however_the_chunks_fall(pool, pieces)
 def test_no_room_is_429_and_what_never_fits_is_413():
     pool = Pool(4 << 20)
     info = TensorInfo("float32", (1 << 18,))
-    taken = [Staging.take(pool, [("q", info)], {}) for _ in range(4)]
+    taken = [Staging.take(pool, Layout.of([("q", info)], {})) for _ in range(4)]
     for size, status in ((1 << 18, 429), (1 << 21, 413)):
         with pytest.raises(Refusal) as caught:
-            Staging.take(pool, [("q", TensorInfo("float32", (size,)))], {})
+            Staging.take(pool, Layout.of([("q", TensorInfo("float32", (size,)))], {}))
         assert caught.value.status == status
     taken[0].release()
-    Staging.take(pool, [("q", info)], {})
+    Staging.take(pool, Layout.of([("q", info)], {}))
 
 
 @given(st.lists(st.integers(0, 3 * MOST_AT_ONCE // 2), max_size=4), st.integers(0, 1000))
