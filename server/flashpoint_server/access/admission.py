@@ -43,6 +43,10 @@ class Permit:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """End the request."""
         self._admission.leave(self)
         self.waiting_since = _never  # it may refer to an owner of this permit: a cycle of references
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import lru_cache
 
 from flashpoint._http.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint_server.formats.json import JSON
@@ -13,13 +14,17 @@ from flashpoint_server.refusal import Refusal
 # between comments in an idle event stream: they keep it open, and tell a client that waits from one that is gone
 HEARTBEAT_SECONDS = 1.0
 
+_SHORT = 256  # characters of an Accept field whose result is cached
+
 SERVED = (SAFETENSORS.media_type, JSON.media_type)
 _TAKEN = {SAFETENSORS.media_type: SAFETENSORS, JSON.media_type: JSON, OCTETS: SAFETENSORS}
 
 
 def request_format(headers: Mapping[str, str]) -> Format:
     """Return the format that Content-Type names. Raises Refusal 415."""
-    given = headers.get("content-type", "").partition(";")[0].strip().lower()
+    given = headers.get("content-type", "")
+    if given not in _TAKEN:
+        given = given.partition(";")[0].strip().lower()
     if given not in _TAKEN:
         raise Refusal(
             "unsupported_media_type",
@@ -48,9 +53,15 @@ def binary_format(headers: Mapping[str, str]) -> Format:
     return best
 
 
-def _preferred(headers: Mapping[str, str], offered: Sequence[Format]) -> Format | None:
+def _preferred(headers: Mapping[str, str], offered: tuple[Format, ...]) -> Format | None:
     """Return the first of the formats with the best quality; None if Accept allows none of them."""
-    ranges = _ranges(headers.get("accept", ""))
+    accept = headers.get("accept", "")
+    return (_best if len(accept) <= _SHORT else _best.__wrapped__)(accept, offered)
+
+
+@lru_cache(256)
+def _best(accept: str, offered: tuple[Format, ...]) -> Format | None:
+    ranges = _ranges(accept)
     if not ranges:
         return offered[0]
     best = max(offered, key=lambda one: _quality(one.media_type, ranges))

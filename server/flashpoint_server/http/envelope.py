@@ -24,7 +24,7 @@ log = structlog.stdlib.get_logger("flashpoint.http")
 
 _PARTS = 8  # maximum parts of a path; the longest path of /v2 has 7
 CLIENT_GONE = 499  # not an HTTP status: nginx logs it for a client that disconnects before its answer
-REPLICA_FIELD = b"x-flashpoint-replica"
+REPLICA_FIELD = "x-flashpoint-replica"
 _NO_GUESSING = (b"x-content-type-options", b"nosniff")  # browsers must not guess the media type
 
 
@@ -80,7 +80,7 @@ class Envelope:
                 exchange.status = message["status"]
                 fields = [*message.get("headers", ()), (b"x-request-id", exchange.request_id.encode()), _NO_GUESSING]
                 if exchange.replica:
-                    fields.append((REPLICA_FIELD, exchange.replica.encode()))
+                    fields.append((REPLICA_FIELD.encode(), exchange.replica.encode()))
                 message["headers"] = fields
             else:
                 exchange.bytes_out += len(message.get("body", b""))

@@ -16,7 +16,7 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import httptools
 import structlog
@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from flashpoint_server.exchange import Exchange
+from flashpoint_server.exchange import FIELDS, Exchange, combined
 from flashpoint_server.http.half_closed import HalfClosed
 from flashpoint_server.http.heads import HEAD_BYTES, too_large, with_host_of, wrong
 from flashpoint_server.http.places import Part, Places
@@ -73,6 +73,8 @@ class HttpProtocol(HttpToolsProtocol):
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
         transport.set_write_buffer_limits(high=int(self.secure))  # TLS pauses at `high`, plain TCP above it
         self.barren = 0
+        self._head: tuple[str, bytes, list[tuple[bytes, bytes]]] | None = None  # of the last request, and its fields
+        self._fields: Mapping[str, str] = {}
         self._late: asyncio.TimerHandle | None = None
         self._await_head()
         self.parsing = _Parsing(self)
@@ -189,9 +191,14 @@ class HttpProtocol(HttpToolsProtocol):
         version = self.parser.get_http_version()
         if not self.url.startswith(b"/"):
             self.headers[:] = with_host_of(self.url, self.headers)
-        if refusal := wrong(version, self.url, self.headers):
-            self.wrong = refusal
-            raise ValueError(refusal.code)  # the parser turns it into its own error
+        head = version, self.url, self.headers
+        if head != self._head:  # most requests of a connection have the same head
+            if refusal := wrong(version, self.url, self.headers):
+                self.wrong = refusal
+                raise ValueError(refusal.code)  # the parser turns it into its own error
+            self._head = version, self.url, list(self.headers)  # a copy: trailers will be appended to the list
+            self._fields = combined(self.headers)
+        self.scope[FIELDS] = self._fields  # type: ignore[literal-required]  # not ASGI's
         super().on_headers_complete()
         if version == "1.0":
             self.cycle.keep_alive = self.parser.should_keep_alive()
@@ -326,7 +333,7 @@ class Direct:
     def unwatch(self) -> None:
         self._http.watcher = None
 
-    async def answer(self, status: int, headers: list[tuple[bytes, bytes]], parts: list[Part], seconds: float) -> bool:
+    async def answer(self, status: int, headers: Mapping[str, str], parts: list[Part], seconds: float) -> bool:
         """Send the whole answer in one write. Return whether the client received it within `seconds`.
 
         When this returns, the transport holds no memory of `parts`. `headers` must be valid and contain the length.
@@ -335,8 +342,9 @@ class Direct:
         if self.gone:
             return True
         cycle.response_started = True
-        fields = [*cycle.default_headers, *headers, *_persistence(cycle)]
-        head = b"".join((STATUS_LINE[status], *(b"%s: %s\r\n" % field for field in fields), b"\r\n"))
+        named = "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode()
+        first, last = ([b"%s: %s\r\n" % one for one in some] for some in (cycle.default_headers, _persistence(cycle)))
+        head = b"".join((STATUS_LINE[status], *first, named, *last, b"\r\n"))
         end = http.loop.time() + seconds
         for piece in _pieces([head, *parts]) if http.secure else [[head, *parts]]:
             if http.transport.is_closing():

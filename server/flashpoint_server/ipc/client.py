@@ -390,7 +390,8 @@ class Engines:
     @property
     def device(self) -> DeviceInfo | None:
         """The device of the ready engines, which are all of one kind; None if no engine is ready."""
-        return next((engine.device for engine in self._ready()), None)
+        ready = self._ready()
+        return ready[0].device if ready else None
 
     @property
     def waiting_seconds(self) -> float:
@@ -401,14 +402,14 @@ class Engines:
     @property
     def pace(self) -> float:
         """Predicted seconds that the engines answer in one second under load; 0 as long as it is unknown."""
-        return sum(engine.pace.rate for engine in self._ready())
+        return sum([engine.pace.rate for engine in self._ready()])
 
     def processes(self) -> Iterator[tuple[str, int]]:
         """Return name and process id of each engine whose device is known; the id is 0 if the engine has died."""
         return (engine.process for engine in self._engines if engine.device)
 
-    def _ready(self) -> Iterator[Engine]:
-        return (engine for engine in self._engines if engine.state is State.READY)
+    def _ready(self) -> list[Engine]:
+        return [engine for engine in self._engines if engine.state is State.READY]
 
     def submit(self, job: Job) -> asyncio.Future[JobResult]:
         """Submit a job, and return the future of its answer; the tensors will be in the job's staging memory.
@@ -433,7 +434,7 @@ class Engines:
 
     def holder(self, incarnation: int) -> bool:
         """Return whether the engine is ready; False if it died. Raises Refusal 503 if this is not known yet."""
-        if any(engine.incarnation == incarnation for engine in self._ready()):
+        if incarnation in self.incarnations():
             return True
         known_dead = any(incarnation in engine.before for engine in self._engines)
         if not known_dead and any(engine.state is State.STARTING for engine in self._engines):
@@ -462,7 +463,7 @@ class Engines:
         return Holding(*(sum(counts) for counts in zip(*map(msgspec.structs.astuple, found), strict=True)))
 
     def _check_ready(self) -> None:
-        if next(self._ready(), None) is None:
+        if not self._ready():
             raise Refusal("not_ready", f"the engine is {self.state.value}")
 
     def _send(self, sent: Sent) -> None:
@@ -475,7 +476,7 @@ class Engines:
                 refusal = Refusal("engine_lost", "the engine died before it started this request; retry")
             sent.future.set_exception(refusal)
             return
-        engine = min(able, key=lambda engine: engine.load)
+        engine = min(able, key=lambda engine: engine.load) if len(able) > 1 else able[0]
         engine.submit(sent)
         sent.future.add_done_callback(lambda _: engine.cancel(sent))
 

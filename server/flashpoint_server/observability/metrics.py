@@ -11,9 +11,11 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Mapping
+from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
@@ -28,6 +30,7 @@ DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 _SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 STAGES = ("decode", "queue", "copy_in", "compute", "copy_out", "encode")
 ENDS = ("answered", "refused", "cancelled")
+M = TypeVar("M", Counter, Histogram)
 _PROCESS_ID = "flashpoint_process_id"
 
 
@@ -36,6 +39,7 @@ class Metrics(Listener):
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        self._children: dict[tuple[object, ...], MetricWrapperBase] = {}
 
         def counter(name: str, help_: str, *labels: str) -> Counter:
             return Counter(f"flashpoint_{name}", help_, labels, registry=registry)
@@ -99,12 +103,20 @@ class Metrics(Listener):
             "log_lines_dropped", "Log lines dropped because the log was not read in time", "process"
         )
 
+    def _of(self, metric: M, *labels: str) -> M:
+        """Return the metric with these labels, of which there are few: `labels` checks them and takes a lock."""
+        found = self._children.get(key := (metric, *labels))
+        if found is None:
+            found = self._children[key] = metric.labels(*labels)
+        return cast(M, found)
+
     def ended(self, exchange: Exchange, route: str, seconds: float) -> None:
         """Count a request that has ended, with or without an answer."""
-        self._requests.labels(route, str(exchange.status), exchange.code or "ok").inc()
+        reason = exchange.code or "ok"
+        self._of(self._requests, route, str(exchange.status), reason).inc()
         if exchange.key:
-            self._by_key.labels(exchange.key, exchange.code or "ok").inc()
-        self._seconds.labels(route).observe(seconds)
+            self._of(self._by_key, exchange.key, reason).inc()
+        self._of(self._seconds, route).observe(seconds)
         self._bytes_in.inc(exchange.bytes_in)
         self._bytes_out.inc(exchange.bytes_out)
 
@@ -132,11 +144,13 @@ class Metrics(Listener):
         seconds = max(done.ended - done.began - done.copy_in - done.copy_out, 1e-9)
         self._batch_size.observe(done.batch_size)
         self._batch_fill.observe(batch.fill)
-        self._padding.inc(batch.padding)
-        self._flops.labels(backend).inc(batch.flops)
-        self._compute.labels(backend).inc(seconds)
+        self._of(self._flops, backend).inc(batch.flops)
+        self._of(self._compute, backend).inc(seconds)
         self._speed.set(batch.flops / seconds / 1e12)
-        self._splits.inc(batch.splits)
+        if batch.padding:
+            self._padding.inc(batch.padding)
+        if batch.splits:
+            self._splits.inc(batch.splits)
 
     def held(self, engine: Engine, said: Holding) -> None:
         self._caches.labels(engine.process[0]).set(said.caches)

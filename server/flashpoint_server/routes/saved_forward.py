@@ -67,7 +67,7 @@ async def compute_saving(
     job.staging.outputs = {name: job.staging.outputs[name] for name in told.outputs}
     engine, serial = answer.incarnation, answer.metadata["saved"]
 
-    def left(kind: type[BaseException] | None, *_: object) -> None:
+    def left(kind: type[BaseException] | None) -> None:
         if kind is not None or request.exchange.code is not None:  # the caller does not know the id
             service.engine.forget_saved(engine, serial)
 
