@@ -115,10 +115,9 @@ class RequestBody:
         if len(head) > waiting.left:
             raise _too_long()
         waiting.copy(memoryview(head))
-        if self.complete and waiting.full:
-            return
         if self.direct is not None and self.length is not None and self.length - self._received == waiting.left:
-            await self._receive_directly(self.direct, waiting)
+            if not self.complete:
+                await self._receive_directly(self.direct, waiting)
             return
         while chunk := await self.next():
             if len(chunk) > waiting.left:
