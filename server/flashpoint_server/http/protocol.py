@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator, Mapping
 import httptools
 import structlog
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from flashpoint_server.exchange import FIELDS, Exchange, combined
 from flashpoint_server.http.half_closed import HalfClosed
 from flashpoint_server.http.heads import HEAD_BYTES, too_large, with_host_of, wrong
+from flashpoint_server.http.persistence import answering, persistence
 from flashpoint_server.http.places import Part, Places
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import MEDIA_TYPE, Refusal
@@ -40,6 +40,8 @@ _SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # shared by all connections: d
 # An event loop that had to wait for a core runs its timers before it reads its sockets: late data may already be there.
 GRACE = 0.02  # seconds to check for that data
 ENCRYPTED_AT_ONCE = 1 << 20  # bytes that take half a millisecond, in which all other connections wait
+
+JOINED = 1 << 14  # bytes of an answer that costs less in one buffer than in several
 
 MALFORMED = "malformed"  # the route in metrics of input that is not an HTTP request
 
@@ -76,6 +78,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._head: tuple[str, bytes, list[tuple[bytes, bytes]]] | None = None  # of the last request, and its fields
         self._fields: Mapping[str, str] = {}
         self._late: asyncio.TimerHandle | None = None
+        self._idle: asyncio.TimerHandle | None = None
+        self._idle_since: float | None = None  # in the loop's seconds; None while a request arrives or is answered
         self._await_head()
         self.parsing = _Parsing(self)
         self.running: RequestResponseCycle | None = None
@@ -210,9 +214,30 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self._idle_since = self.loop.time()
+            if self._idle is None:
+                self._idle = self.loop.call_later(self.timeout_keep_alive, self._look_whether_idle)
         if self.pipeline:
             self.flow.pause_reading()  # answer pipelined requests before more is read; otherwise they accumulate here
+
+    def _unset_keepalive_if_required(self) -> None:
+        """Called when data arrives: the connection is not idle. One timer serves many requests."""
+        self._idle_since = None
+
+    def _look_whether_idle(self) -> None:
+        self._idle = None
+        if self._idle_since is not None and not self.transport.is_closing():
+            if (left := self._idle_since + self.timeout_keep_alive - self.loop.time()) > 0:
+                self._idle = self.loop.call_later(left, self._look_whether_idle)
+            else:
+                self.transport.close()
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
@@ -223,7 +248,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self.running = cycle
         if cycle.scope["http_version"] == "1.0":
-            app = _answering(app, cycle)  # type: ignore[arg-type, assignment]  # the library's types are narrower
+            app = answering(app, cycle)  # type: ignore[arg-type, assignment]  # the library's types are narrower
         super()._start_asgi_task(cycle, app)
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -259,6 +284,9 @@ class HttpProtocol(HttpToolsProtocol):
             self.running.disconnected = True  # uvicorn marks only the last request, which may wait behind this one
         super().connection_lost(exc)
         self._head_is_there()
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
         if self.watcher is not None:
             self.watcher()
 
@@ -343,10 +371,13 @@ class Direct:
             return True
         cycle.response_started = True
         named = "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode()
-        first, last = ([b"%s: %s\r\n" % one for one in some] for some in (cycle.default_headers, _persistence(cycle)))
+        first, last = ([b"%s: %s\r\n" % one for one in some] for some in (cycle.default_headers, persistence(cycle)))
         head = b"".join((STATUS_LINE[status], *first, named, *last, b"\r\n"))
         end = http.loop.time() + seconds
-        for piece in _pieces([head, *parts]) if http.secure else [[head, *parts]]:
+        whole: list[Part] = [head, *parts]
+        if sum(map(len, whole)) <= JOINED:
+            whole = [b"".join(whole)]
+        for piece in _pieces(whole) if http.secure else [whole]:
             if http.transport.is_closing():
                 return True
             http.transport.writelines(piece)
@@ -460,36 +491,3 @@ def _switch(http: HttpProtocol, protocol: _State) -> None:
     http.transport.pause_reading()
     http.transport.set_protocol(protocol)
     http.transport.resume_reading()
-
-
-def _persistence(cycle: RequestResponseCycle) -> list[tuple[bytes, bytes]]:
-    """Return the Connection field; nothing if the HTTP version implies it."""
-    if not cycle.keep_alive:
-        return [(b"connection", b"close")]
-    return [(b"connection", b"keep-alive")] if cycle.scope["http_version"] == "1.0" else []
-
-
-def _answering(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """Return `app` for an HTTP/1.0 request: an answer without a length ends with its connection.
-
-    HTTP/1.0 has no chunks, and keeps a connection only if the client asks for it. uvicorn implements neither.
-    """
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        endless = False
-
-        async def send_sized(message: Message) -> None:
-            nonlocal endless
-            if message["type"] == "http.response.start":
-                names = {name.lower() for name, _ in message.get("headers", ())}
-                if endless := b"content-length" not in names:
-                    cycle.keep_alive = cycle.chunked_encoding = False
-                elif cycle.keep_alive and b"connection" not in names:
-                    message["headers"] = [*message["headers"], *_persistence(cycle)]
-            elif endless:
-                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares the two lengths
-            await send(message)
-
-        await app(scope, receive, send_sized)
-
-    return answer
