@@ -41,8 +41,6 @@ _SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # shared by all connections: d
 GRACE = 0.02  # seconds to check for that data
 ENCRYPTED_AT_ONCE = 1 << 20  # bytes that take half a millisecond, in which all other connections wait
 
-JOINED = 1 << 14  # bytes of an answer that costs less in one buffer than in several
-
 MALFORMED = "malformed"  # the route in metrics of input that is not an HTTP request
 
 log = structlog.stdlib.get_logger("flashpoint.http")
@@ -374,10 +372,7 @@ class Direct:
         first, last = ([b"%s: %s\r\n" % one for one in some] for some in (cycle.default_headers, persistence(cycle)))
         head = b"".join((STATUS_LINE[status], *first, named, *last, b"\r\n"))
         end = http.loop.time() + seconds
-        whole: list[Part] = [head, *parts]
-        if sum(map(len, whole)) <= JOINED:
-            whole = [b"".join(whole)]
-        for piece in _pieces(whole) if http.secure else [whole]:
+        for piece in _pieces([head, *parts]) if http.secure else [[head, *parts]]:
             if http.transport.is_closing():
                 return True
             http.transport.writelines(piece)
