@@ -278,6 +278,23 @@ def test_refusals_name_the_field(held):
     posted(held, "/caches/delete", {"caches": [one, wide]})
 
 
+def test_a_head_that_was_seen_before_means_the_same_only_to_its_owner(held):
+    """The server keeps what follows from a head: neither another key nor other options or lengths get it."""
+    (one,), (k, v), q = created(held), kv(3, 0), normal(1, HQ, 3, D, seed=1)
+    body = message({"q": q, "k": k, "v": v}, caches=[one], causal=True)
+    for length in (3, 6):
+        answer = post(held, "/attention", body, **bearer("alice"))
+        assert (answer.status, json.loads(answer.metadata["lengths"])) == (200, [length])
+    problem(post(held, "/attention", body, **bearer("bob")), 404, "cache_not_found")
+    keys, values = (torch.cat([tensor, tensor], 2) for tensor in (k, v))
+    for query, options in ((q, {}), (q[:, :, :1], {}), (q, {"causal": True}), (q[:, :, :1], {"scale": 0.5})):
+        for _ in range(2):  # the second time with what was kept
+            answer = post(held, "/attention", message({"q": query}, caches=[one], **options), **bearer("alice"))
+            expected = attention(query, keys, values, **options)
+            torch.testing.assert_close(answer.tensors["o"], expected, rtol=1e-4, atol=1e-5)
+    posted(held, "/caches/delete", {"caches": [one]})
+
+
 @pytest.mark.slow
 def test_tensors_are_read_as_one_request(start_server, tmp_path):
     """Where the key and the queue have room for only one. The key pays for the bytes."""

@@ -49,6 +49,24 @@ def test_a_request_has_one_valid_host(server, what):
     assert found.headers["connection"] == "close"
 
 
+def test_trailers_are_no_part_of_a_head_that_is_repeated(server):
+    """The second head is the first one and its trailers: two hosts, though the first request was valid."""
+    lines = "POST /nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    with connect(server) as connection:
+        connection.sendall(f"{lines}\r\n1\r\nx\r\n0\r\nHost: localhost\r\n\r\n".encode())
+        first = http.client.HTTPResponse(connection)
+        first.begin()
+        assert (first.status, len(first.read()) > 0) == (404, True)
+        connection.sendall(f"{lines}Host: localhost\r\n\r\n0\r\n\r\n".encode())
+        problem(one(read_to_end(connection)), 400, "malformed_head")
+
+
+def test_a_head_that_differs_from_the_last_one_is_read_anew(server):
+    heads = [post("/attention", GOOD, SAFETENSORS, f"X-Priority: {n}") for n in (1, 1, 10, 2)]
+    found = answers(talk(server, b"".join(heads) + post("/attention", GOOD, SAFETENSORS, CLOSE)))
+    assert [answer.status for answer in found] == [200, 200, 422, 200, 200]
+
+
 def test_a_request_of_http_1_0_has_one_host_at_most(server):
     assert one(talk(server, get("/health", version="1.0", host=""))).status == 200
     assert one(talk(server, get("/health", version="1.0"))).status == 200

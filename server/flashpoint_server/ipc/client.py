@@ -240,6 +240,8 @@ class Engine:
                     self._died()
                     return
                 match message:
+                    case Done() | Failed() | Proven() | Told():
+                        self._settle(message)
                     case Hello() if self.device is not None and message.device.name != self.device.name:
                         # Waiting jobs were planned for the first device, and a CPU must not replace a GPU silently.
                         found = (
@@ -253,8 +255,6 @@ class Engine:
                         self._ready()
                     case Broken():
                         self.state, self.failure = State.FAILED, message.reason
-                    case Done() | Failed() | Proven() | Told():
-                        self._settle(message)
                     case Proving():
                         self._proceeds(message)
                     case JobOpened() | JobEvent() | JobDropped():
@@ -282,7 +282,7 @@ class Engine:
         self._let_go(sent)
         if isinstance(message, Done):
             self.pace.did(sent.job.price.seconds, time.monotonic())
-            asyncio.get_running_loop().call_soon(self._computed, message)  # after the callbacks of the waiting caller
+            sent.future.get_loop().call_soon(self._computed, message)  # after the callbacks of the waiting caller
         if sent.future.done():
             if isinstance(message, Done) and (saved := message.metadata.get("saved")) is not None:
                 self.tell(Forget(saved))  # the caller has disconnected

@@ -269,14 +269,17 @@ def found(request: RouteRequest, texts: Sequence[str], fields: Sequence[str] = (
     assert request.caller is not None
     service, owner = request.service, request.caller.name
     ids = [service.cache_ids.read(owner, text) for text in texts]
-    here = {one.incarnation for one in ids if one is not None and one.replica == service.cache_ids.replica}
+    own = service.cache_ids.replica
+    if len(ids) == 1 and ids[0] is not None and ids[0].replica == own and service.engine.holder(ids[0].incarnation):
+        return [ids[0]]  # most calls: nothing to compare
+    here = {one.incarnation for one in ids if one is not None and one.replica == own}
     there = {incarnation: service.engine.holder(incarnation) for incarnation in here}
     errors = []
     for place, one in enumerate(ids):
         field = fields[place] if fields else f"caches.{place}"
         if one is None:
             errors.append((field, "cache_not_found: this cache does not exist, or belongs to another API key"))
-        elif one.replica != service.cache_ids.replica:
+        elif one.replica != own:
             said = f"replica {one.replica!r} holds the cache: send X-Flashpoint-Replica: {one.replica}"
             errors.append((field, f"cache_elsewhere: {said}"))
         elif not there[one.incarnation]:
@@ -284,7 +287,6 @@ def found(request: RouteRequest, texts: Sequence[str], fields: Sequence[str] = (
     if errors:
         code, _, said = errors[0][1].partition(": ")
         if code == "cache_elsewhere":
-            own = service.cache_ids.replica
             request.exchange.replica = next(one.replica for one in ids if one is not None and one.replica != own)
         raise Refusal(code, said, errors=errors)
     known = [one for one in ids if one is not None]
