@@ -46,6 +46,18 @@ def test_a_body_that_nobody_reads_leaves_its_connection_usable(server):
         assert second.status == 200
 
 
+@pytest.mark.slow
+def test_an_idle_connection_is_closed_after_the_last_of_its_requests(start_server):
+    server = start_server(keep_alive=1)
+    with connect(server) as connection:
+        for _ in range(3):
+            connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            assert (answer.status, len(answer.read()) > 0) == (200, True)
+        assert connection.recv(1) == b""
+
+
 def test_a_deadline_that_passes_while_the_body_comes_is_504(server):
     with connect(server) as connection:
         connection.sendall(
