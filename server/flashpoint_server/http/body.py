@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from starlette.types import Receive, Scope
 
@@ -134,14 +134,15 @@ class RequestBody:
         over: asyncio.Future[None] = loop.create_future()  # received or given up
         timer: asyncio.TimerHandle | None = None
 
-        def look(grace: float = GRACE) -> None:
+        def look(again: Callable[..., None], grace: float = GRACE) -> None:
+            # `again` is this function: if it named itself, the cycle of references would wait for the garbage collector
             nonlocal timer
             self._received = before + places.filled_bytes
             due = self._patience(max(began, places.filled_last))
             if (left := due - time.monotonic()) > 0:
-                timer = loop.call_later(left, look)
+                timer = loop.call_later(left, again, again)
             elif grace:
-                timer = loop.call_later(grace, look, 0.0)
+                timer = loop.call_later(grace, again, again, 0.0)
             elif not over.done():
                 over.set_exception(self._too_late(due))
 
@@ -151,7 +152,7 @@ class RequestBody:
                 over.set_result(None)
 
         received.add_done_callback(end)
-        look()
+        look(look)
         try:
             await over
             received.result()
