@@ -45,9 +45,11 @@ def _read(text: bytes) -> _HeadReading:
     return _HeadReading(head, [(t.name, TensorInfo(t.dtype, t.shape)) for t in head.tensors])
 
 
-# A model repeats the same few heads. A long head is not cached, which bounds the memory of the cache.
-_SHORT = 4096  # bytes
+# A model repeats the same few heads; over caches it has a short one for each layer and sequence. A long head is not
+# cached, which bounds the memory of the caches: about 5 KB for a head with three tensors.
+_SHORT, _SHORTEST = 4096, 512  # bytes
 _read_again = lru_cache(256)(_read)
+_read_shortest_again = lru_cache(2048)(_read)
 
 
 class SafetensorsMessage(TensorMessage):
@@ -76,7 +78,7 @@ class SafetensorsMessage(TensorMessage):
                     if size > head_limit:
                         raise wire.WireError(f"a head of {size} bytes exceeds the limit of {head_limit}")
             text = bytes(start[:size])
-            reading = _read_again(text) if size <= _SHORT else _read(text)
+            reading = (_read_shortest_again if size <= _SHORTEST else _read_again if size <= _SHORT else _read)(text)
         except wire.WireError as error:
             raise Refusal("malformed_body", str(error)) from None
         total = reading.head.size + reading.head.data_size
