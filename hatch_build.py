@@ -1,7 +1,7 @@
 """Build hook: compile the CPU kernels into the wheel, and beside the sources of an editable installation.
 
-Without a C compiler, or where it does not know an instruction set, the wheel has no compiled kernels: it is slower at
-decoding on the CPU, and says so in the output of the build.
+Without a C compiler, or where it reports an error, the wheel has no compiled kernels: forwards on the CPU are slower,
+and the output of the build says so.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ class NativeKernels(BuildHookInterface[Any]):
         build = runpy.run_path(str(folder / "build.py"))
         try:
             library = build["compile_library"](folder)
-        except subprocess.CalledProcessError as error:
-            self.app.display_warning(f"The CPU kernels could not be compiled:\n{error.stderr}")
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
+            self.app.display_warning(f"The CPU kernels could not be compiled:\n{said}")
             library = None
         if library is None:
-            self.app.display_warning("The wheel has no compiled CPU kernels; decoding on the CPU will be slower.")
+            self.app.display_warning("The wheel has no compiled CPU kernels: forwards on the CPU will be slower.")
             return
         build_data["artifacts"].append(f"{NATIVE}/{library.name}")
         build_data["pure_python"] = False

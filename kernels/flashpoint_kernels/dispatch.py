@@ -60,7 +60,7 @@ def run(problems: Sequence[Problem], backend: str) -> None:
         return
     if len({(launch_key(p.spec, backend), p.device) for p in problems}) > 1:
         raise ValueError("the problems of one launch must share one launch key and one device")
-    if errors := [e for p in problems for e in unsupported(backend, p.spec)]:
+    if errors := [e for p in problems for e in unsupported(backend, p.spec, p.device.type)]:
         raise ProblemError(dict.fromkeys(errors))
     if problems[0].device.type == "cpu" and backend in ("torch", "tiled"):
         if backend == "torch" and len(problems) == 1 and (whole := with_all_threads(problems[0])).threads:

@@ -34,7 +34,7 @@ from flashpoint_kernels.reproducible import (
     thread_count,
     with_all_threads,
 )
-from flashpoint_kernels.support import choose_backend
+from flashpoint_kernels.support import choose_backend, unsupported
 from flashpoint_kernels.torch_backend.call import Call
 from flashpoint_kernels.torch_backend.forward import attend_dense
 
@@ -148,6 +148,8 @@ def _differentiates(spec: Spec) -> bool:
     o, lse = TensorInfo(spec.dtype, spec.shape_of("o")), TensorInfo("float32", spec.lse_shape)
     infos = {"q": spec.tensors["q"], "k": spec.tensors["k"], "v": spec.tensors["v"], "do": o, "o": o, "lse": lse}
     problem = _alone(plan(infos, spec.options, "backward"))
+    if unsupported("torch", problem.spec):
+        return False
     row = problem.rows[0]
     few = thread_count(problem, row) == 1 and sharing(problem, row, "torch") >= spec.batch
     return few and in_one_part(problem, "torch")

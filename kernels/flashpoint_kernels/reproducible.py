@@ -23,7 +23,7 @@ from torch import Tensor
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import native
 from flashpoint_kernels.cost import NOMINAL, Rates, row_seconds
-from flashpoint_kernels.problem import DTYPES, Problem, shared_by_heads
+from flashpoint_kernels.problem import Problem, shared_by_heads
 
 # Measured on 2 CPU cores with 8 heads, D 64 and one call a millisecond, with sleeping waits as in the server: a second
 # thread costs 1/3 at 18 MiFLOP, 1/5 at 32 and 50, and saves 1/10 at 72 and 2/5 at 128.
@@ -218,16 +218,17 @@ def thread_count(problem: Problem, row: Row) -> int:
 def has_native_forward(spec: Spec, row: Row) -> bool:
     """Return whether `torch` computes a sequence's forward on the CPU with the kernels in C (torch_backend.forward).
 
-    They have no masks, and their head dimensions are multiples of 16. Short sequences take less time with torch's
-    operator.
+    Short sequences take less time with torch's operator, if it has their options.
     """
-    if not row.q_len or spec.has("attn_mask"):
+    if not (row.q_len and row.kv_len):
         return False
+    if spec.features & native.FEATURES:
+        return native.supports(spec)
     pairs = row.q_len * row.kv_len
     few = pairs < _LEAST_IN_BLOCKS or (pairs < _LEAST_PAIRS and not in_blocks(spec, row))
     if few and row.kv_len < _LEAST_KEYS:
         return False
-    return native.supports(DTYPES[spec.dtype], DTYPES[spec.tensors["k"].dtype], spec.head_dim, spec.value_dim)
+    return native.supports(spec)
 
 
 # Observed with torch 2.13 and checked by a test: with rows of whole vectors and at least this many queries, the bits of

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from flashpoint_contract.options import ProblemError
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import FEATURES
-from flashpoint_kernels import reference_backend, tiled_backend, torch_backend, triton_backend
+from flashpoint_kernels import native, reference_backend, tiled_backend, torch_backend, triton_backend
 
 SUPPORT = {
     "triton": triton_backend.SUPPORT,
@@ -17,9 +15,15 @@ SUPPORT = {
 }
 
 
-def unsupported(backend: str, spec: Spec) -> list[tuple[str, str]]:
-    """Return (field, message) for each feature that `spec` needs and `backend` does not support."""
+def unsupported(backend: str, spec: Spec, device: str = "cpu") -> list[tuple[str, str]]:
+    """Return (field, message) for each feature that `spec` needs and `backend` does not support.
+
+    On the CPU, the forward of `torch` also has the features of the kernels in C, where these were compiled.
+    """
     missing = spec.features - SUPPORT[backend]
+    own = backend == "torch" and device == "cpu" and spec.direction == "forward"
+    if missing and own and missing <= native.FEATURES and native.supports(spec):
+        return []
     return [
         (field, f"the {backend} backend does not support {what}")
         for feature in sorted(missing)
@@ -33,21 +37,22 @@ def said(feature: str) -> tuple[str, str]:
     return field, row.said or feature
 
 
-def choose_backend(spec: Spec, available: Sequence[str]) -> str:
+def choose_backend(spec: Spec, available: tuple[str, ...]) -> str:
     """Return the backend for `spec`: the one chosen by name, which is never replaced, or else the first that supports
     it.
 
-    `available` lists the device's backends in order of preference. Raises ProblemError, which names `backend`, or the
-    fields that the chosen backend does not support.
+    `available` lists the device's backends in order of preference, which begins with `triton` on a GPU. Raises
+    ProblemError, which names `backend`, or the fields that the chosen backend does not support.
     """
+    device = "cuda" if available[:1] == ("triton",) else "cpu"
     asked = spec.options.backend
     if asked != "auto":
         if asked not in available:
             raise ProblemError([("backend", f"{asked} is not available on this device; use {' or '.join(available)}")])
-        if errors := unsupported(asked, spec):
+        if errors := unsupported(asked, spec, device):
             raise ProblemError(errors)
         return asked
     for backend in available:
-        if not unsupported(backend, spec):
+        if not unsupported(backend, spec, device):
             return backend
     raise ProblemError([("backend", "no backend of this device supports this problem")])

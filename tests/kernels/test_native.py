@@ -1,5 +1,6 @@
 """The CPU kernels in C: exact for each instruction set and dtype; their conversions; how they are built and found."""
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flashpoint_kernels import Options, attention, native, quantize, verify
+from flashpoint_contract.options import ProblemError
+from flashpoint_kernels import Options, Problem, attention, native, quantize, verify
 from flashpoint_kernels.native import build
+from flashpoint_kernels.support import choose_backend
 from tests.support.kernels.serving import in_pages
 from tests.support.kernels.solving import normal, qkv
 
@@ -46,16 +49,19 @@ def check(t: dict[str, Tensor], **options: Any) -> None:
     kv_len=st.sampled_from([512, 700, 1024, 1025, 2100]), dim=st.sampled_from([16, 48, 64, 112, 256]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), causal=st.booleans(),
     window=st.sampled_from([(-1, -1), (0, 0), (63, -1), (1023, 5), (5, 600)]), top_left=st.booleans(),
+    value_dim=st.sampled_from([16, 64, 144]), softcap=st.sampled_from([0.0, 0.0, 0.7, 30.0]),
     scale=st.sampled_from([None, -0.2, 0.0]), alibi=st.sampled_from([0, 1, 2]), sinks=st.booleans(),
     layout=st.sampled_from(["bhsd", "bshd"]), page=st.sampled_from([0, 16, 100]),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_any_problem_agrees_with_float64(
     kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype, causal: bool,
-    window: tuple[int, int], top_left: bool, scale: float | None, alibi: int, sinks: bool, layout: str, page: int,
+    window: tuple[int, int], top_left: bool, value_dim: int, softcap: float, scale: float | None, alibi: int,
+    sinks: bool, layout: str, page: int,
 ) -> None:  # fmt: skip
     heads = kv_heads * group
     t = {n: x for n, x in qkv(2, heads, q_len, kv_len, dim, kv_heads=kv_heads, dtype=dtype).items() if n != "do"}
+    t["v"] = normal(2, kv_heads, kv_len, value_dim, dtype=dtype, seed=5)
     if layout == "bshd":
         t = {name: x.transpose(1, 2).contiguous() for name, x in t.items()}
     if page:
@@ -66,7 +72,16 @@ def test_any_problem_agrees_with_float64(
     if sinks:
         t["sinks"] = normal(heads)
     alignment = "top_left" if top_left else "bottom_right"
-    check(t, causal=causal, window=window, causal_alignment=alignment, scale=scale, layout=layout, return_lse=True)
+    check(
+        t,
+        causal=causal,
+        window=window,
+        causal_alignment=alignment,
+        scale=scale,
+        softcap=softcap,
+        layout=layout,
+        return_lse=True,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -75,7 +90,7 @@ def test_each_instruction_set_is_exact(level: str, dtype: torch.dtype, group: in
     for q_len, dim in ((1, 64), (3, 80), (7, 160)):
         t = {n: x for n, x in qkv(2, 2 * group, q_len, 1700, dim, kv_heads=2, dtype=dtype).items() if n != "do"}
         check(t | {"alibi_slopes": normal(2 * group).abs() / 64}, causal=True, window=(1200, -1), return_lse=True)
-        check(t, scale=3.0, return_lse=True)
+        check(t, scale=3.0, softcap=4.0, return_lse=True)
 
 
 @pytest.mark.parametrize("kind", [torch.int8, F8])
@@ -155,6 +170,33 @@ def sources(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_gradient_of_what_only_the_kernels_in_c_have_is_computed_by_tiles() -> None:
+    leaves = {n: x.requires_grad_() for n, x in qkv(1, 2, 70, 90, 16).items() if n != "do"}
+    for options in ({"softcap": 2.0}, {"softcap": 2.0, "causal": True, "window": (9, 0)}):
+        found = torch.autograd.grad(attention(**leaves, **options).square().sum(), list(leaves.values()))
+        right = torch.autograd.grad(
+            attention(**leaves, **options, backend="tiled").square().sum(), list(leaves.values())
+        )
+        for one, other in zip(found, right, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ProblemError, match="softcap"):
+        attention(**leaves, softcap=2.0, backend="torch").sum().backward()
+
+
+def test_which_problems_torch_has_through_the_kernels() -> None:
+    def chosen(t: dict[str, Tensor], device: tuple[str, ...] = ("torch", "tiled", "reference"), **options: Any) -> str:
+        return choose_backend(Problem.create(t, Options(**options)).spec, device)
+
+    t = {n: x for n, x in qkv(1, 2, 3, 5, 32).items() if n != "do"}
+    assert chosen(t, softcap=2.0) == "torch"
+    assert chosen(t | {"v": normal(1, 2, 5, 48)}) == "torch"
+    assert chosen(t, softcap=2.0, dropout_p=0.1, dropout_seed=1) == "tiled"
+    assert chosen(t | {"attn_mask": normal(3, 5)}, softcap=2.0) == "tiled"
+    assert chosen(t | {"v": normal(1, 2, 5, 24)}) == "tiled"
+    with pytest.raises(ProblemError, match="softcap"):
+        chosen(t, ("triton", "torch", "tiled"), softcap=2.0, backend="torch")
+
+
 def test_a_machine_without_a_compiler_builds_nothing(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(sources))
     monkeypatch.delenv("CC", raising=False)
@@ -188,8 +230,8 @@ def test_the_sources_compile_without_warnings(tmp_path: Path) -> None:
     """Also for a processor without any of the known instruction sets."""
     command = build.compiler()
     assert command is not None
-    for march in ("x86-64-v2", "x86-64-v3", "x86-64-v4") if LEVELS != ["v1"] else ("native",):
-        flags = [*build.FLAGS, "-Werror", f"-march={march}", "-DISA=any", "-DSOURCES=0u"]
+    for options in ("", *build.LEVELS.get(platform.machine(), {}).values()):
+        flags = [*build.FLAGS, "-Werror", *options.split(), "-DISA=any", "-DSOURCES=0u"]
         for name in build.SOURCES:
             ran = subprocess.run(
                 [*command, *flags, "-c", str(build.HERE / name), "-o", str(tmp_path / "made.o")],

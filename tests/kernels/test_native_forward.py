@@ -12,7 +12,7 @@ from torch import Tensor
 from flashpoint_kernels import Options, Problem, attention, run, verify
 from flashpoint_kernels.cost import NOMINAL, row_seconds
 from flashpoint_kernels.dispatch import run_part
-from flashpoint_kernels.native import CHUNK
+from flashpoint_kernels.native.forward import CHUNK
 from flashpoint_kernels.reproducible import has_native_forward, split
 from flashpoint_kernels.torch_backend import forward as native_forward
 from tests.support.kernels.serving import in_pages
@@ -180,7 +180,7 @@ def test_scores_of_minus_infinity_and_nan_in_pages(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kv_len", [1024, 3333])
 def test_bits_do_not_depend_on_the_number_of_threads(rows: int, kv_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads share the chunks of a head's keys, also where they see only a window of them."""
-    monkeypatch.setattr("flashpoint_kernels.native._LEAST_BYTES", 1)
+    monkeypatch.setattr("flashpoint_kernels.native.forward._LEAST_BYTES", 1)
     for heads, options in itertools.product((1, 3), ({}, {"causal": True, "window": (1500, -1)})):
         t = {n: x for n, x in qkv(2, heads, rows, kv_len, 64).items() if n != "do"}
         found = []

@@ -1,7 +1,7 @@
 """Compile the CPU kernels with the system's C compiler: `python kernels/flashpoint_kernels/native/build.py`.
 
 The build of the wheel, and of an editable installation, calls `compile_library` (hatch_build.py). Nothing is compiled
-when the package runs. Without a compiler the package works as well: the `torch` backend then answers few queries with
+when the package runs. Without a compiler the package works as well: the `torch` backend then computes all forwards with
 torch's own operator.
 """
 
@@ -17,11 +17,13 @@ import zlib
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LIBRARY = "forward.so"
+LIBRARY = "libforward.so"
 SOURCES = ("forward.c", "isa.c")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi")
-# By the name of a machine: the instruction sets for which forward.c is compiled, and the compiler's names of them.
-LEVELS = {"x86_64": {"v3": "x86-64-v3", "v4": "x86-64-v4"}, "AMD64": {"v3": "x86-64-v3", "v4": "x86-64-v4"}}
+# The instruction sets for which forward.c is compiled, and the compiler's options for them.
+_AVX2 = "-mavx2 -mfma -mf16c -mbmi2"
+X86_64 = {"v3": _AVX2, "v4": f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"}
+LEVELS = {"x86_64": X86_64, "AMD64": X86_64}  # by the name of the machine
 
 
 def checksum(folder: Path = HERE) -> int:
@@ -40,20 +42,31 @@ def compiler() -> list[str] | None:
 
 
 def compile_library(folder: Path = HERE) -> Path | None:
-    """Compile the sources in `folder` into `folder`/forward.so and return its path; None without a C compiler.
+    """Compile the sources in `folder` into `folder`/libforward.so and return its path; None without a C compiler.
 
     Raises:
         subprocess.CalledProcessError: the compiler reports an error, which is in `stderr`.
+        OSError: there is no such compiler as $CC.
     """
     if (command := compiler()) is None:
         return None
     levels = LEVELS.get(platform.machine(), {"v1": ""})
     with tempfile.TemporaryDirectory() as temporary:
         objects = []
-        for name, march in levels.items():
+        for name, options in levels.items():
             objects.append(f"{temporary}/forward_{name}.o")
-            machine = [f"-march={march}"] if march else []
-            _run([*command, *FLAGS, *machine, f"-DISA={name}", "-c", str(folder / "forward.c"), "-o", objects[-1]])
+            _run(
+                [
+                    *command,
+                    *FLAGS,
+                    *options.split(),
+                    f"-DISA={name}",
+                    "-c",
+                    str(folder / "forward.c"),
+                    "-o",
+                    objects[-1],
+                ]
+            )
         objects.append(f"{temporary}/isa.o")
         sources = f"-DSOURCES={checksum(folder)}u"
         _run([*command, *FLAGS, sources, "-c", str(folder / "isa.c"), "-o", objects[-1]])
@@ -74,3 +87,5 @@ if __name__ == "__main__":
         print(compile_library() or "no C compiler was found: set CC, or install gcc")
     except subprocess.CalledProcessError as error:
         sys.exit(f"{' '.join(error.cmd)}\n{error.stderr}")
+    except OSError as error:
+        sys.exit(f"{error}: set CC to a C compiler")

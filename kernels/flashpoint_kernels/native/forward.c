@@ -1,4 +1,4 @@
-/* Attention of few queries over many keys on the CPU, as in decoding: keys are read once, in place, at memory speed.
+/* The forward of attention on the CPU, without masks and dropout: keys are read in place, at memory speed.
 
    The query heads that share a key/value head are rows of one block (grouped-query attention, Ainslie et al. 2023).
    Keys come in blocks of BLOCK at fixed positions of the sequence. Each block goes through the online softmax of
@@ -19,7 +19,7 @@
 
 #define BLOCK 128  /* keys of one step of the online softmax */
 #define GROUP 16   /* keys whose products are summed together */
-#define CHUNK 1024 /* keys of one softmax; reproducible.CHUNK */
+#define CHUNK 1024 /* keys of one softmax; also in native/forward.py */
 
 /* LANES: floats of a register. MOST: vectors of q, or sums of values, that a loop has in registers. */
 #if defined(__AVX512F__)
@@ -73,7 +73,7 @@ struct call {
     int64_t k_type, q_type; /* enum type; v has k's, o has q's */
     int64_t dim, value_dim, group;
     int64_t k_row, v_row; /* steps from key to key in bytes */
-    double scale;
+    double scale, softcap; /* softcap: 0 is off */
     int64_t count;
     const struct task *tasks;
 };
@@ -254,9 +254,28 @@ INLINE float logarithm(float x) {
     return m + y + n * 0.693359375f;
 }
 
+/* Return softcap·tanh(x / softcap): tanh(y) = (1 - e) / (1 + e) with e = exp(-2·|y|), or its series (Cephes, tanhf)
+   where that cancels. */
+INLINE floats capped(floats x, float softcap) {
+    floats y = x / softcap, z = y * y, magnitude = as_floats(as_words(y) & 0x7fffffffu);
+    floats e = exponential(magnitude * -2.0f), t = (1.0f - e) / (1.0f + e);
+    floats p = z * -5.70498872745e-3f + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    p = p * z * magnitude + magnitude;
+    t = choose(magnitude < 0.625f, p, t);
+    t = as_floats(as_words(t) | (as_words(y) & 0x80000000u));
+    return choose(x != x, x, t * softcap);
+}
+
 /* ---- sums over lanes, always in the order (l, l+8), (l, l+4), (l, l+2), (l, l+1) ---- */
 
+#ifdef __clang__
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
+#endif
 
 /* Return the sums of LANES vectors. The levels below leave the sums in another order, so they begin with that. */
 INLINE floats lane_sums(const floats *a) {
@@ -551,6 +570,7 @@ INLINE void soften(const struct call *call, const struct task *task, float *s, s
     for (int64_t g = 0; g < groups; g++) {
         floats x = load_floats(s + g * LANES) * (float)call->scale;
         if (call->k_type >= INT8) x = x * load_floats(keys->k_scale + g * LANES);
+        if (call->softcap != 0) x = capped(x, (float)call->softcap);
         ints j = lanes + (int32_t)(g * LANES);
         if (task->slopes) {
             ints distance = j - (int32_t)(query + task->offset - position);

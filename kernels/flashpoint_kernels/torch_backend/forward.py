@@ -1,4 +1,4 @@
-"""The forward on the CPU by the kernels in C (flashpoint_kernels.native): all options of `torch` but masks.
+"""The forward on the CPU by the kernels in C (flashpoint_kernels.native): all options but masks and dropout.
 
 Queries are cut into tiles. The query heads that share a key/value head are rows of one tile, so it reads each key once.
 Keys are read in place: contiguous, strided, or in pages of any size. 8-bit keys are read as they are. The bits of a row
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_contract.tensors import SCALES
-from flashpoint_kernels.native import NOWHERE, Forward, Rows, Spans, Steps
+from flashpoint_kernels.native.forward import NOWHERE, Forward, Rows, Spans, Steps
 from flashpoint_kernels.problem import Problem
 from flashpoint_kernels.reproducible import spread
 
@@ -34,7 +34,7 @@ def attend_dense(spec: Spec, row: Row, q: Tensor, k: Tensor, v: Tensor, o: Tenso
     q_step, o_step, lse_step = (t.stride(0) * t.itemsize for t in (q, o, lse))
     forward = Forward(
         q.dtype, k.dtype, spec.head_dim, spec.value_dim, spec.kv_heads, spec.q_heads // spec.kv_heads, spec.scale,
-        steps(q, 1), steps(o, 1), steps(lse, 1), k.stride(2) * size, v.stride(2) * size,
+        spec.options.softcap, steps(q, 1), steps(o, 1), steps(lse, 1), k.stride(2) * size, v.stride(2) * size,
         held=[q, k, v, o, lse, spans],
     )  # fmt: skip
     for n in range(len(q)):
@@ -70,8 +70,8 @@ def forward_of(problem: Problem, rows: Sequence[Row]) -> Forward:
     sinks = problem.view("sinks").contiguous() if spec.has("sinks") else None
     forward = Forward(
         q.dtype, k.dtype, spec.head_dim, spec.value_dim, spec.kv_heads, spec.q_heads // spec.kv_heads, spec.scale,
-        steps(q, 1), steps(o, 1), NOWHERE if lse is None else steps(lse, 1), k.stride(2) * k.itemsize,
-        v.stride(2) * v.itemsize, 0 if sinks is None else sinks.data_ptr(),
+        spec.options.softcap, steps(q, 1), steps(o, 1), NOWHERE if lse is None else steps(lse, 1),
+        k.stride(2) * k.itemsize, v.stride(2) * v.itemsize, 0 if sinks is None else sinks.data_ptr(),
         (q, o, lse, k, v, scales, spans, slopes, sinks),
     )  # fmt: skip
     for number, row in enumerate(rows):

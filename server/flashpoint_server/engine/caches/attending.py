@@ -22,7 +22,8 @@ from flashpoint_contract.caches import CHUNK, SMALLEST_CHUNK
 from flashpoint_contract.options import ProblemError
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import Problem
-from flashpoint_kernels.native import NOWHERE, Forward, Steps, supports
+from flashpoint_kernels.native import supports
+from flashpoint_kernels.native.forward import NOWHERE, Forward, Steps
 from flashpoint_kernels.reproducible import split
 from flashpoint_kernels.torch_backend.forward import address, rows_of, steps
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
@@ -141,20 +142,19 @@ class HeldCall(NamedTuple):
         call, spec = self.of, self.of.spec
         tracks = [cache.tracks[self.held.layer] for cache in caches]
         size, q = tracks[0].size, call.tensors["q"]
-        in_place = backend == "torch" and "attn_mask" not in call.tensors
-        if not (in_place and supports(q.dtype, size.dtype, size.head_dim, size.value_dim)):
+        if backend != "torch" or not supports(spec):
             return split(self.problem(caches), backend)
         call.clear_outputs()
-        steps, places = call.places
+        step, places = call.places
         shell, each = call.shell({n: t for n, t in call.tensors.items() if n in _OF_HEADS}), {}
         for name in shell.tensors:
             each[name] = shell.view(name).contiguous()
         slopes, spans = each.get("alibi_slopes"), [track.spans() for track in tracks]
-        row_bytes = size.dtype.itemsize
+        itemsize = size.dtype.itemsize
         forward = Forward(
             q.dtype, size.dtype, size.head_dim, size.value_dim, size.heads, spec.q_heads // size.heads, spec.scale,
-            steps["q"], steps["o"], steps.get("lse", NOWHERE), size.head_dim * row_bytes, size.value_dim * row_bytes,
-            each["sinks"].data_ptr() if "sinks" in each else 0, (call, each, spans),
+            spec.options.softcap, step["q"], step["o"], step.get("lse", NOWHERE), size.head_dim * itemsize,
+            size.value_dim * itemsize, each["sinks"].data_ptr() if "sinks" in each else 0, (call, each, spans),
         )  # fmt: skip
         rows = [row._replace(kv_len=track.length) for row, track in zip(call.rows, tracks, strict=True)]
         for row, track, place, span in zip(rows, tracks, places, spans, strict=True):

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels.cost import NOMINAL, row_seconds
-from flashpoint_kernels.native import Forward
+from flashpoint_kernels.native.forward import Forward
 from flashpoint_kernels.reproducible import PART_SECONDS
 
 # Bytes of keys and values. A smaller part takes less time than a part costs; a larger one uses a core for milliseconds.
