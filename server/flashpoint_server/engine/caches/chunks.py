@@ -50,14 +50,15 @@ class Chunk:
             self.k_scale, self.v_scale = torch.empty(2, 1, size.heads, capacity, device=size.device).unbind(0)
         self.nbytes = size.nbytes * capacity
 
-    @property
-    def span(self) -> tuple[int, ...]:
-        """Return its addresses and steps, as `native.Spans` has them."""
-        size, scales, step = self.k.itemsize, (0, 0), 0
-        if self.k_scale is not None and self.v_scale is not None:
-            scales, step = (self.k_scale.data_ptr(), self.v_scale.data_ptr()), 4 * self.capacity
-        heads = self.k.stride(1) * size, self.v.stride(1) * size
-        return self.k.data_ptr(), self.v.data_ptr(), *heads, *scales, step, step
+    def spans(self) -> Iterator[tuple[int, ...]]:
+        """Yield its addresses and steps, as `native.forward.Spans` has them: once, or once for each page."""
+        size, k, v = self.k.itemsize, self.k, self.v
+        heads, scales, step = (k.stride(1) * size, v.stride(1) * size), (0, 0), 0
+        for page in range(len(k)):
+            if self.k_scale is not None and self.v_scale is not None:
+                scales = self.k_scale[page].data_ptr(), self.v_scale[page].data_ptr()
+                step = 4 * self.k_scale.stride(1)
+            yield k[page].data_ptr(), v[page].data_ptr(), *heads, *scales, step, step
 
     def give_back(self) -> None:
         """Return its memory to the slab. Nobody may hold the chunk any more."""
@@ -327,8 +328,9 @@ class Track:
             numbers = array("q")
             for chunk in self.chunks[self.first // CHUNK :]:
                 assert chunk is not None
-                numbers.extend(chunk.span)
-            self._spans = Spans(numbers, CHUNK)
+                for span in chunk.spans():
+                    numbers.extend(span)
+            self._spans = Spans(numbers, CHUNK if self.size.pool is None else SMALLEST_CHUNK)
         return self._spans
 
     def numbers(self, start: int) -> Tensor:

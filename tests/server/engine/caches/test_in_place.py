@@ -36,10 +36,11 @@ class Caches:
     """Caches of these lengths; `dims` are D and Dv, and `keep` is as in POST /caches."""
 
     def __init__(
-        self, lengths: list[int], dtype: str, keep: int | None = None, dims: tuple[int, int] = (D, DV)
-    ) -> None:
+        self, lengths: list[int], dtype: str, keep: int | None = None, dims: tuple[int, int] = (D, DV),
+        paged: bool = False,
+    ) -> None:  # fmt: skip
         self.shape = CacheShape((HK,), dims[:1], dims[1:], dtype)
-        self.store = CacheStore(Ledger(1 << 28), 100.0)
+        self.store = CacheStore(Ledger(1 << 26), 100.0, paged=paged)
         made = self.store.create(ALICE, self.shape, len(lengths), None, [keep], None)
         self.serials = [record.serial for record in made]
         kind = getattr(torch, dtype) if dtype in ("float16", "bfloat16") else torch.float32
@@ -87,14 +88,15 @@ class Caches:
     lengths=st.lists(st.sampled_from([1, 15, 130, CHUNK, CHUNK + 1, 2300]), min_size=1, max_size=3),
     q_len=st.sampled_from([1, 2, 70, 150]), group=st.sampled_from([1, 3]), causal=st.booleans(),
     window=st.sampled_from([(-1, -1), (0, 0), (40, 3), (1500, -1)]), alibi=st.booleans(), sinks=st.booleans(),
-    cores=st.sampled_from([1, 2, 5]), scale=st.sampled_from([None, -0.3]),
+    cores=st.sampled_from([1, 2, 5]), scale=st.sampled_from([None, -0.3]), paged=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
 def test_any_call_is_right_and_has_the_bits_of_each_sequence_alone(
     dtype: str, lengths: list[int], q_len: int, group: int, causal: bool, window: tuple[int, int], alibi: bool,
-    sinks: bool, cores: int, scale: float | None,
+    sinks: bool, cores: int, scale: float | None, paged: bool,
 ) -> None:  # fmt: skip
-    caches, heads = Caches(lengths, dtype), HK * group
+    """Also where chunks are pages, as in a server whose backends include `triton`."""
+    caches, heads = Caches(lengths, dtype, paged=paged), HK * group
     kind = getattr(torch, dtype) if dtype in ("float16", "bfloat16") else torch.float32
     q = normal(len(lengths), heads, q_len, D, seed=7).to(kind)
     extra = ({"alibi_slopes": normal(heads, seed=8).abs() / 16} if alibi else {}) | (
