@@ -30,7 +30,7 @@ from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import RouteRequest, admit, make_job, stage, submit
 
-# seconds a byte of keys or values that one core reads; 8-bit values take as long as the float32 values they become
+# seconds a byte of keys or values that one core reads; 8-bit values count as float32, because they are converted
 READ_SECONDS = 1e-10
 KEY_LENGTH = 128  # maximum characters of an Idempotency-Key
 REMEMBERED_TEXT = 512  # maximum characters of options whose checked form is cached

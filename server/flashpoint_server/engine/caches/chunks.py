@@ -78,15 +78,15 @@ class Chunk:
         for name in ("k", "v") if self.k_scale is None else ("k", "v", "k_scale", "v_scale"):
             self._take_over(getattr(self, name), getattr(other, name), count)
 
-    def read(self, first: int, last: int, heads: slice | None = None) -> tuple[Tensor, Tensor]:
-        """Return k (1, Hk, n, D) and v (1, Hk, n, Dv) of tokens [first, last), of some heads or of all.
+    def read(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return k (1, Hk, n, D) and v (1, Hk, n, Dv) of tokens [first, last).
 
         They are views; 8-bit tokens come as new tensors in float32.
         """
-        k, v = self._part(self.k, first, last, heads), self._part(self.v, first, last, heads)
+        k, v = self._part(self.k, first, last), self._part(self.v, first, last)
         if self.k_scale is None or self.v_scale is None:
             return k, v
-        scales = (self._part(scale, first, last, heads) for scale in (self.k_scale, self.v_scale))
+        scales = (self._part(scale, first, last) for scale in (self.k_scale, self.v_scale))
         k, v = map(restored, (k, v), scales)
         return k, v
 
@@ -94,7 +94,7 @@ class Chunk:
         """Return the scales (1, Hk, n) of k and of v for 8-bit tokens [first, last)."""
         assert self.k_scale is not None
         assert self.v_scale is not None
-        return self._part(self.k_scale, first, last, None), self._part(self.v_scale, first, last, None)
+        return self._part(self.k_scale, first, last), self._part(self.v_scale, first, last)
 
     def _put(self, t: Tensor, at: int, new: Tensor) -> None:
         """Write `new` (Hk, n, …) into `t` (1, Hk, capacity, …) at position `at`."""
@@ -104,9 +104,7 @@ class Chunk:
         """Copy the first `count` tokens from the same tensor of another chunk."""
         t.narrow(2, 0, count).copy_(source.narrow(2, 0, count))
 
-    def _part(self, t: Tensor, first: int, last: int, heads: slice | None) -> Tensor:
-        if heads is not None:
-            t = t[:, heads]
+    def _part(self, t: Tensor, first: int, last: int) -> Tensor:
         return t.narrow(2, first, last - first) if first or last < self.capacity else t
 
 
@@ -149,9 +147,8 @@ class PagedChunk(Chunk):
         pages = -(-count // SMALLEST_CHUNK)
         t[:pages].copy_(source[:pages])
 
-    def _part(self, t: Tensor, first: int, last: int, heads: slice | None) -> Tensor:
-        together = t.transpose(0, 1).flatten(1, 2)[None]
-        return together[:, slice(None) if heads is None else heads, first:last]
+    def _part(self, t: Tensor, first: int, last: int) -> Tensor:
+        return t.transpose(0, 1).flatten(1, 2)[None, :, first:last]
 
 
 @dataclass(frozen=True)
@@ -178,11 +175,6 @@ class TokenSize:
     def memory(self) -> int:
         """Return the bytes of a token's keys and values, without scales."""
         return self.heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
-
-    @cached_property
-    def read_bytes(self) -> int:
-        """Return the bytes that determine the time to read a token: 8-bit numbers are converted to float32."""
-        return self.heads * (self.head_dim + self.value_dim) * (4 if self.quantized else self.dtype.itemsize)
 
 
 class Change(NamedTuple):
@@ -317,10 +309,10 @@ class Track:
                 chunk.holders += 1
         return other
 
-    def pieces(self, start: int, stop: int, heads: slice | None = None) -> Iterator[TokenRun]:
-        """Yield the tokens [start, stop), chunk by chunk, of some heads or of all. The track must hold them."""
+    def pieces(self, start: int, stop: int) -> Iterator[TokenRun]:
+        """Yield the tokens [start, stop), chunk by chunk. The track must hold them."""
         for chunk, place, first, last in self._runs(start, stop):
-            yield TokenRun(place + first, *chunk.read(first, last, heads))
+            yield TokenRun(place + first, *chunk.read(first, last))
 
     def spans(self) -> Spans:
         """Return the places of the chunks, from the one of `first` on, for the kernels on the CPU."""

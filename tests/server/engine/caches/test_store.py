@@ -435,8 +435,8 @@ def test_8_bits_have_a_scale_for_each_token_and_head(dtype):
         found = [getattr(piece, name)[0] for piece in track.pieces(0, track.length)]
         assert torch.equal(torch.cat(found, 1), dequantize(values, scale))
         assert torch.equal(torch.cat([getattr(run, name)[0] for run in track.scales(0, track.length)], 1), scale)
-        (part,) = track.pieces(3, 9, slice(1, 2))
-        assert torch.equal(getattr(part, name)[0], dequantize(values, scale)[1:, 3:9])
+        (part,) = track.pieces(3, 9)
+        assert torch.equal(getattr(part, name)[0], dequantize(values, scale)[:, 3:9])
 
 
 def test_chunks_as_large_as_a_huge_page_begin_on_one():
