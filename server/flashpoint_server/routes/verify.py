@@ -91,7 +91,8 @@ async def _stream(request: RouteRequest, job: ProofJob) -> None:
     A verification that is refused before it runs has an error status; one that fails later ends with a problem event.
     Raises Refusal and ClientGoneError.
     """
-    newest, news = b"", asyncio.Event()
+    newest: bytes | None = None  # that was not sent yet
+    news = asyncio.Event()
 
     def proceeds(progress: bytes) -> None:
         nonlocal newest
@@ -110,9 +111,11 @@ async def _stream(request: RouteRequest, job: ProofJob) -> None:
                     await request.send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
                 continue
             news.clear()
-            if answer.done():
+            done, progress, newest = answer.done(), newest, None
+            if progress is not None:  # also if the report came together with it
+                await _send_event(request, "progress", progress)
+            if done:
                 break
-            await _send_event(request, "progress", newest)
         try:
             report = answer.result().report
         except Refusal as refusal:
