@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Direction = Literal["forward", "backward", "both"]
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NUMBER_SCHEMA = {"anyOf": [{"type": "number"}, {"enum": list(_WORDS)}]}
 
 
 def _read(value: Any) -> Any:
@@ -24,7 +25,13 @@ def _write(value: float) -> float | str:
 
 
 # A float. In JSON, NaN and infinities are the strings "NaN", "Infinity" and "-Infinity".
-Number = Annotated[float, Field(strict=True), BeforeValidator(_read), PlainSerializer(_write, when_used="json")]
+Number = Annotated[
+    float,
+    Field(strict=True),
+    BeforeValidator(_read),
+    PlainSerializer(_write, when_used="json"),
+    WithJsonSchema(NUMBER_SCHEMA),
+]
 Size = Annotated[int, Field(ge=0, le=1 << 31)]
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from tests.support.messages import JSON, ask, post
@@ -43,6 +44,16 @@ def test_schemathesis_finds_nothing(bounded, tmp_path):
     assert {phase["status"] for phase in found["phases"].values()} == {"success"}
     assert not any(found["warnings"].values())
     assert not [line for line in bounded.lines if line.get("event") == "failed"]
+
+
+def test_infinite_values_of_a_report_fit_the_schema(server):
+    """Without keys lse is -inf, which a report in JSON writes as a string."""
+    body = {"shape": {"q_len": 3, "kv_len": 0, "head_dim": 16}}
+    report = post(server, "/verify", json.dumps(body).encode(), JSON).json
+    assert {"worst_value": "-Infinity", "worst_expected": "-Infinity"}.items() <= report["tensors"][1].items()
+    document = ask(server, "/openapi.json").json
+    content = document["paths"]["/verify"]["post"]["responses"]["200"]["content"][JSON]
+    jsonschema.Draft202012Validator(content["schema"] | {"components": document["components"]}).validate(report)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from flashpoint import jsonwire
 from flashpoint._http.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint.benchmark_schema import BenchmarkRequest
 from flashpoint.options import AttentionOptions
+from flashpoint.shape_schema import NUMBER_SCHEMA
 from flashpoint.verify_schema import ProblemEvent, ReportEvent, VerifyProgress, VerifyReport, VerifyRequest
 from flashpoint_contract import wire
 from flashpoint_contract.caches import CACHE_OPTIONS, MOST_CACHES
@@ -93,9 +94,8 @@ def _without_the_frameworks_own(responses: dict[str, Any]) -> None:
 
 
 def _add_schemas(schemas: dict[str, Any]) -> None:
-    number = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
     integer = {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}
-    for kind, element in (("Tensor", number), ("Booleans", {"type": "boolean"}), ("Integers", integer)):
+    for kind, element in (("Tensor", NUMBER_SCHEMA), ("Booleans", {"type": "boolean"}), ("Integers", integer)):
         rows = {"$ref": f"#/components/schemas/{kind}Rows"}
         schemas[f"{kind}Rows"] = {"type": "array", "items": {"anyOf": [element, rows]}}
         schemas[f"Json{kind}"] = _json_tensor(element, rows)
