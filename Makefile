@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 .PHONY: install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-serve gpu-wheels docker-steps charts audit dist lock loadtest chaos soak overload clean examples fuzz
 
 # Changed sources of the CPU kernels are compiled again.
-NATIVE := hatch_build.py $(wildcard kernels/flashpoint_kernels/native/*.c) kernels/flashpoint_kernels/native/build.py
+NATIVE := hatch_build.py $(wildcard kernels/flashpoint_kernels/native/*.[ch]) kernels/flashpoint_kernels/native/build.py
 
 install: $(VENV)/.server
 $(VENV)/bin/python:

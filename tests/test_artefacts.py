@@ -71,7 +71,7 @@ def test_both_files_have_what_is_needed_and_nothing_else(built):
     assert all(f"{package}/py.typed" in names for package in packages)
     for needed in ("page/templates/errors.html", "page/static/page.js", "oip/grpc/descriptors.binpb"):
         assert f"flashpoint_server/{needed}" in names
-    assert "flashpoint_kernels/native/libforward.so" in names
+    assert "flashpoint_kernels/native/libflashpoint.so" in names
     assert wheel.name.split("-", 2)[2] == f"py3-none-{sysconfig.get_platform().replace('-', '_')}.whl"
     with tarfile.open(sdist) as archive:
         sources = {name.split("/")[1] for name in archive.getnames() if "/" in name}

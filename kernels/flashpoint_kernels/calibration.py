@@ -19,7 +19,7 @@ from flashpoint_kernels.cost import NOMINAL, SCORE_FEATURES, Rates
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.problem import DTYPES, Problem
 from flashpoint_kernels.reproducible import split
-from flashpoint_kernels.support import SUPPORT
+from flashpoint_kernels.support import features
 
 _REPEATS = 2  # the minimum of these counts
 _LENGTH = {"torch": 256, "tiled": 256, "reference": 96}  # sequence lengths that take some milliseconds
@@ -46,7 +46,7 @@ def measure(backend: str) -> Rates:
     score = max((slow - one - narrow.flops * flop) / scores, _LEAST * least.score)
     options = {}
     for name in SCORE_FEATURES:
-        if name in SUPPORT[backend]:
+        if name in features(backend):
             problem = _with_feature(narrow, name)
             taken = _seconds(partial(run_part, problem, backend)) - slow
             options[name] = max(taken / scores, _LEAST * least.options[name])

@@ -34,7 +34,8 @@ class Rates(NamedTuple):
 
 # One thread on an AMD EPYC with two cores. Requests are cut by these, so that parts are equal on all machines.
 NOMINAL: dict[str, Rates] = {
-    "torch": Rates(1e-4, 1e-6, 2e-11, 4e-10, {"bool_mask": 1e-9, "float_mask": 1e-9, "alibi_slopes": 5e-10},
+    "torch": Rates(5e-5, 1e-6, 5e-12, 1e-9,
+                   {"softcap": 4e-10, "dropout": 8e-10, "bool_mask": 6e-10, "float_mask": 6e-10, "alibi_slopes": 5e-10},
                    7e-11),
     "tiled": Rates(5e-4, 3e-6, 2e-11, 2e-9,
                    {"softcap": 1e-9, "dropout": 2e-8, "bool_mask": 5e-10, "float_mask": 5e-10, "alibi_slopes": 5e-10}),

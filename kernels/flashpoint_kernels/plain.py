@@ -1,5 +1,5 @@
-"""The fast path for plain calls: only q, k and v, on the CPU, answered by one call of torch's fused operator or of
-our kernels in C.
+"""The fast path for plain calls: only q, k and v, on the CPU, answered by one call of our kernels in C, or of torch's
+fused operator.
 
 For short sequences, the operator takes a few microseconds; a problem, its views and torch's dispatcher take several
 times as long. So everything that follows from shapes, dtypes and options is computed once and cached (`Route`). A call
@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.spec import Row, Spec, plan
 from flashpoint_contract.tensors import TensorInfo
-from flashpoint_kernels import ops
+from flashpoint_kernels import native, ops
 from flashpoint_kernels.dispatch import available_backends
 from flashpoint_kernels.problem import DTYPE_NAMES, Problem
 from flashpoint_kernels.reproducible import (
@@ -35,6 +35,7 @@ from flashpoint_kernels.reproducible import (
     with_all_threads,
 )
 from flashpoint_kernels.support import choose_backend, unsupported
+from flashpoint_kernels.torch_backend.backward import gradients
 from flashpoint_kernels.torch_backend.call import Call
 from flashpoint_kernels.torch_backend.forward import attend_dense
 
@@ -52,7 +53,8 @@ class Route(NamedTuple):
     scale: float
     native: tuple[Spec, Row] | None  # the forward is of the kernels in C
     threads: int  # of the forward; 0: all of torch's threads
-    differentiates: bool  # the gradient is also one call, on one thread
+    differentiates: bool  # the gradient is also one call of the operator, on one thread, or of these kernels
+    native_gradient: Spec | None  # the gradient is of these kernels
 
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Call:
         if self.turned:
@@ -74,6 +76,8 @@ class Route(NamedTuple):
         """Return dq, dk and dv, in the layout of q, k and v."""
         if self.turned:
             do, o = do.transpose(1, 2), o.transpose(1, 2)
+        if self.native_gradient is not None:
+            return self._native_gradient(self.native_gradient, do, q, k, v, o, lse)
         kind = torch.float32
         lse = aligned(lse, kind)
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # see `Call.backward`
@@ -87,6 +91,16 @@ class Route(NamedTuple):
         q, k, v, answer = (t.transpose(1, 2) for t in (q, k, v, o)) if self.turned else (q, k, v, o)
         attend_dense(spec, row, q, k, v, answer, lse, self.threads or torch.get_num_threads())
         return o, lse
+
+    def _native_gradient(
+        self, spec: Spec, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
+    ) -> list[Tensor]:
+        """Return dq, dk and dv of canonical do and o, in the layout of q, k and v."""
+        given = {"q": q, "k": k, "v": v}
+        found = {f"d{name}": torch.empty(t.shape, dtype=t.dtype) for name, t in given.items()}
+        views = {name: t.transpose(1, 2) if self.turned else t for name, t in (given | found).items()}
+        gradients(spec, spec.rows({}), views | {"do": do, "o": o, "lse": lse}, torch.get_num_threads())
+        return list(found.values())
 
     def _given(self, t: Tensor, dtype: torch.dtype) -> Tensor:
         t = t if t.dtype == dtype else t.to(dtype)
@@ -119,7 +133,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
 def _route(options: Options, *found: Any) -> Route | None:
     """Return the route for these shapes and dtypes of q, k and v; None without one, or if there is an error."""
     shapes, dtypes = found[:3], found[3:]
-    if len(shapes[0]) != 4 or any(dtype not in DTYPE_NAMES for dtype in dtypes):
+    if len(shapes[0]) != 4 or options.dropout_p or any(dtype not in DTYPE_NAMES for dtype in dtypes):
         return None
     infos = {n: TensorInfo(DTYPE_NAMES[t], tuple(s)) for n, s, t in zip("qkv", shapes, dtypes, strict=True)}
     try:
@@ -136,19 +150,27 @@ def _route(options: Options, *found: Any) -> Route | None:
         threads = 0
     elif not in_one_part(problem, backend) or thread_count(problem, row) > 1:
         return None
-    native = (spec, row) if has_native_forward(spec, row) else None
-    if native is None and (in_blocks(spec, row) or sharing(whole, row, "torch") < spec.batch):
+    in_c = (spec, row) if has_native_forward(spec, row) else None
+    if in_c is None and (in_blocks(spec, row) or sharing(whole, row, "torch") < spec.batch):
         return None
     causal = spec.window[1] < row.kv_len - 1 - spec.offset(row.q_len, row.kv_len)
-    differentiates = not in_blocks(spec, row) and _differentiates(spec)
-    return Route(options, options.layout == "bshd", causal, spec.scale, native, threads, differentiates)
+    gradient = _gradient(spec)
+    own = gradient if native.supports(gradient) else None
+    differentiates = own is not None or (not in_blocks(spec, row) and _differentiates(gradient))
+    return Route(options, options.layout == "bshd", causal, spec.scale, in_c, threads, differentiates, own)
+
+
+def _gradient(spec: Spec) -> Spec:
+    """Return the gradient problem of a plain forward."""
+    o, lse = TensorInfo(spec.dtype, spec.shape_of("o")), TensorInfo("float32", spec.lse_shape)
+    infos = {"q": spec.tensors["q"], "k": spec.tensors["k"], "v": spec.tensors["v"], "do": o, "o": o, "lse": lse}
+    return plan(infos, spec.options, "backward")
 
 
 def _differentiates(spec: Spec) -> bool:
-    o, lse = TensorInfo(spec.dtype, spec.shape_of("o")), TensorInfo("float32", spec.lse_shape)
-    infos = {"q": spec.tensors["q"], "k": spec.tensors["k"], "v": spec.tensors["v"], "do": o, "o": o, "lse": lse}
-    problem = _alone(plan(infos, spec.options, "backward"))
-    if unsupported("torch", problem.spec):
+    """Return whether a gradient is one call of torch's operator."""
+    problem = _alone(spec)
+    if unsupported("torch", spec):
         return False
     row = problem.rows[0]
     few = thread_count(problem, row) == 1 and sharing(problem, row, "torch") >= spec.batch

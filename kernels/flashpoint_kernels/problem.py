@@ -118,15 +118,12 @@ class Problem:
             pages.check(spec, rows, tensors["block_table"])
         if spec.quantized and not trusted:
             check_scales(tensors)
-        seed = options.dropout_seed
-        if options.dropout_p and seed is None:
-            seed = int(torch.randint(1 << 53, ()).item())
         places = outputs or {}
         made = {
             name: places[name] if name in places else torch.empty(info.shape, dtype=DTYPES[info.dtype], device=device)
             for name, info in spec.outputs.items()
         }
-        return cls(spec, rows, seed, device, given, made)
+        return cls(spec, rows, drawn_seed(options), device, given, made)
 
     def view(self, name: str) -> Tensor:
         """Return the canonical view of the input or output `name` (see the module)."""
@@ -318,6 +315,13 @@ class Problem:
         if row.of_keys:
             return view[:, :, first.kv_start : last.kv_start + last.kv_rows]
         return view[:, :, first.q_start : last.q_start + last.q_rows]
+
+
+def drawn_seed(options: Options) -> int | None:
+    """Return the seed of dropout, drawn if the caller gives none; None without dropout."""
+    if options.dropout_p and options.dropout_seed is None:
+        return int(torch.randint(1 << 53, ()).item())
+    return options.dropout_seed
 
 
 def launch_key(spec: Spec, backend: str, cached: str | None = None) -> tuple[Any, ...]:

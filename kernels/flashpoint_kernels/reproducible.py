@@ -224,6 +224,8 @@ def has_native_forward(spec: Spec, row: Row) -> bool:
         return False
     if spec.features & native.FEATURES:
         return native.supports(spec)
+    if spec.head_dim % native.VECTOR or spec.value_dim % native.VECTOR:  # some of these are faster with the operator
+        return False
     pairs = row.q_len * row.kv_len
     few = pairs < _LEAST_IN_BLOCKS or (pairs < _LEAST_PAIRS and not in_blocks(spec, row))
     if few and row.kv_len < _LEAST_KEYS:
@@ -240,11 +242,13 @@ _BLOCK = 256  # maximum queries in one task of the forward
 def with_all_threads(problem: Problem) -> Problem:
     """Return the problem with all of torch's threads if they do not change its bits, else the problem unchanged.
 
-    Never for gradients: on an Intel Xeon, the bits of the operator's backward differed between one and two threads in
-    462 of 1,076 random cases; those of its forward never did.
+    For gradients only by the kernels in C: on an Intel Xeon, the bits of the operator's backward differed between one
+    and two threads in 462 of 1,076 random cases; those of its forward never did.
     """
     spec = problem.spec
-    if spec.direction == "backward" or not (problem.rows and whole_vectors(spec)):
+    if spec.direction == "backward":
+        return replace(problem, threads=torch.get_num_threads()) if native.supports(spec) else problem
+    if not (problem.rows and whole_vectors(spec)):
         return problem
     own = [has_native_forward(spec, row) for row in problem.rows]
     if all(own):

@@ -15,14 +15,20 @@ SUPPORT = {
 }
 
 
-def unsupported(backend: str, spec: Spec, device: str = "cpu") -> list[tuple[str, str]]:
-    """Return (field, message) for each feature that `spec` needs and `backend` does not support.
+def features(backend: str, device: str = "cpu") -> frozenset[str]:
+    """Return the features of a backend on a device, `cpu` or `cuda`.
 
-    On the CPU, the forward of `torch` also has the features of the kernels in C, where these were compiled.
+    On the CPU `torch` also has those of the kernels in C, where these were compiled; the gradient of a mask only if the
+    mask has a number for each score.
     """
+    own = backend == "torch" and device == "cpu" and native.library() is not None
+    return SUPPORT[backend] | native.FEATURES if own else SUPPORT[backend]
+
+
+def unsupported(backend: str, spec: Spec, device: str = "cpu") -> list[tuple[str, str]]:
+    """Return (field, message) for each feature that `spec` needs and `backend` does not support."""
     missing = spec.features - SUPPORT[backend]
-    own = backend == "torch" and device == "cpu" and spec.direction == "forward"
-    if missing and own and missing <= native.FEATURES and native.supports(spec):
+    if missing and missing <= features(backend, device) and native.supports(spec):
         return []
     return [
         (field, f"the {backend} backend does not support {what}")

@@ -129,18 +129,18 @@ OPTIONS = problems(512)
 SHORT = problems(96)  # half types: torch's own half arithmetic is slow on a CPU
 
 
-def features(tensors, options, direction):
+def spec_of(tensors, options, direction):
     infos = {n: TensorInfo(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()}
     if direction == "forward":
         infos = {n: info for n, info in infos.items() if n in FORWARD_TENSORS}
         options = {n: value for n, value in options.items() if n != "grads"}
-    return plan(infos, Options(**options), direction).features
+    return plan(infos, Options(**options), direction)
 
 
 def claims(backend, name, dtype=torch.float32):
     tensors, options = OPTIONS[name]
     cast = {n: t.to(dtype) if n in ("q", "k", "v", "do") else t for n, t in tensors.items()}
-    return features(cast, options, "backward") <= support.SUPPORT[backend]
+    return not support.unsupported(backend, spec_of(cast, options, "backward"))
 
 
 CLAIMED = [(backend, name) for backend in CPU_BACKENDS for name in OPTIONS if claims(backend, name)]

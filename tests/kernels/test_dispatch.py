@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from flashpoint_kernels import Options, Problem, ProblemError, available_backends, run
+from flashpoint_kernels import Options, Problem, ProblemError, available_backends, native, run
 from flashpoint_kernels.support import choose_backend
 from tests.conftest import DEVICE
 from tests.support.kernels.solving import backward, forward, poisoned, qkv, spec_of
@@ -67,7 +67,8 @@ def test_autocast_of_the_caller_does_not_reach_the_products() -> None:
         assert torch.equal(forward("tiled", t)["o"], expected)
 
 
-def test_unsupported_options_are_refused_before_any_work() -> None:
+def test_unsupported_options_are_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
     problem = poisoned(qkv(1, 2, 5, 5, 8), Options(softcap=2.0), "backward")
     with pytest.raises(ProblemError, match="softcap: the torch backend does not support softcap"):
         run([problem], "torch")

@@ -1,4 +1,4 @@
-"""The CPU kernels in C: exact for each instruction set and dtype; their conversions; how they are built and found."""
+"""The forward in C: exact for each instruction set and dtype; conversions; how the kernels are built and found."""
 
 import platform
 import subprocess
@@ -46,18 +46,19 @@ def check(t: dict[str, Tensor], **options: Any) -> None:
 
 @given(
     kv_heads=st.integers(1, 3), group=st.sampled_from([1, 2, 3, 4, 7]), q_len=st.sampled_from([1, 2, 3, 5, 9]),
-    kv_len=st.sampled_from([512, 700, 1024, 1025, 2100]), dim=st.sampled_from([16, 48, 64, 112, 256]),
+    kv_len=st.sampled_from([512, 700, 1024, 1025, 2100]), dim=st.sampled_from([1, 16, 40, 64, 111, 256]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), causal=st.booleans(),
     window=st.sampled_from([(-1, -1), (0, 0), (63, -1), (1023, 5), (5, 600)]), top_left=st.booleans(),
-    value_dim=st.sampled_from([16, 64, 144]), softcap=st.sampled_from([0.0, 0.0, 0.7, 30.0]),
+    value_dim=st.sampled_from([5, 16, 64, 144]), softcap=st.sampled_from([0.0, 0.0, 0.7, 30.0]),
     scale=st.sampled_from([None, -0.2, 0.0]), alibi=st.sampled_from([0, 1, 2]), sinks=st.booleans(),
     layout=st.sampled_from(["bhsd", "bshd"]), page=st.sampled_from([0, 16, 100]),
+    mask=st.sampled_from(["", "bool", "float"]), dropout_p=st.sampled_from([0.0, 0.4]),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_any_problem_agrees_with_float64(
     kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype, causal: bool,
     window: tuple[int, int], top_left: bool, value_dim: int, softcap: float, scale: float | None, alibi: int,
-    sinks: bool, layout: str, page: int,
+    sinks: bool, layout: str, page: int, mask: str, dropout_p: float,
 ) -> None:  # fmt: skip
     heads = kv_heads * group
     t = {n: x for n, x in qkv(2, heads, q_len, kv_len, dim, kv_heads=kv_heads, dtype=dtype).items() if n != "do"}
@@ -71,6 +72,11 @@ def test_any_problem_agrees_with_float64(
         t["alibi_slopes"] = normal(*((heads,) if alibi == 1 else (2, heads))).abs() / 8
     if sinks:
         t["sinks"] = normal(heads)
+    if mask:
+        numbers = normal(1, heads, q_len, kv_len)
+        t["attn_mask"] = numbers > -1 if mask == "bool" else numbers.to(dtype)
+        if page:
+            t["attn_mask"] = torch.nn.functional.pad(t["attn_mask"], (0, -kv_len % page))
     alignment = "top_left" if top_left else "bottom_right"
     check(
         t,
@@ -80,6 +86,8 @@ def test_any_problem_agrees_with_float64(
         scale=scale,
         softcap=softcap,
         layout=layout,
+        dropout_p=dropout_p,
+        dropout_seed=7 if dropout_p else None,
         return_lse=True,
     )
 
@@ -170,19 +178,6 @@ def sources(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_gradient_of_what_only_the_kernels_in_c_have_is_computed_by_tiles() -> None:
-    leaves = {n: x.requires_grad_() for n, x in qkv(1, 2, 70, 90, 16).items() if n != "do"}
-    for options in ({"softcap": 2.0}, {"softcap": 2.0, "causal": True, "window": (9, 0)}):
-        found = torch.autograd.grad(attention(**leaves, **options).square().sum(), list(leaves.values()))
-        right = torch.autograd.grad(
-            attention(**leaves, **options, backend="tiled").square().sum(), list(leaves.values())
-        )
-        for one, other in zip(found, right, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ProblemError, match="softcap"):
-        attention(**leaves, softcap=2.0, backend="torch").sum().backward()
-
-
 def test_which_problems_torch_has_through_the_kernels() -> None:
     def chosen(t: dict[str, Tensor], device: tuple[str, ...] = ("torch", "tiled", "reference"), **options: Any) -> str:
         return choose_backend(Problem.create(t, Options(**options)).spec, device)
@@ -190,11 +185,21 @@ def test_which_problems_torch_has_through_the_kernels() -> None:
     t = {n: x for n, x in qkv(1, 2, 3, 5, 32).items() if n != "do"}
     assert chosen(t, softcap=2.0) == "torch"
     assert chosen(t | {"v": normal(1, 2, 5, 48)}) == "torch"
-    assert chosen(t, softcap=2.0, dropout_p=0.1, dropout_seed=1) == "tiled"
-    assert chosen(t | {"attn_mask": normal(3, 5)}, softcap=2.0) == "tiled"
-    assert chosen(t | {"v": normal(1, 2, 5, 24)}) == "tiled"
+    assert chosen(t, softcap=2.0, dropout_p=0.1, dropout_seed=1) == "torch"
+    assert chosen(t | {"attn_mask": normal(3, 5)}, softcap=2.0) == "torch"
+    assert chosen(t | {"v": normal(1, 2, 5, 24)}) == "torch"
+    assert chosen({n: x.double() for n, x in t.items()}) == "reference"
+    assert chosen(t | {"block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}) == "tiled"
     with pytest.raises(ProblemError, match="softcap"):
         chosen(t, ("triton", "torch", "tiled"), softcap=2.0, backend="torch")
+
+    def of_mask(*shape: int, dtype: torch.dtype = torch.float32) -> str:
+        given = qkv(2, 2, 3, 5, 32) | {"attn_mask": normal(*shape, dtype=dtype)}
+        spec = Problem.create(given, Options(grads=["dattn_mask"]), "backward").spec
+        return choose_backend(spec, ("torch", "tiled", "reference"))
+
+    assert of_mask(2, 2, 3, 5) == "torch"
+    assert of_mask(1, 2, 3, 5) == of_mask(3, 5) == of_mask(2, 2, 3, 5, dtype=torch.float64) == "tiled"
 
 
 def test_a_machine_without_a_compiler_builds_nothing(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +237,7 @@ def test_the_sources_compile_without_warnings(tmp_path: Path) -> None:
     assert command is not None
     for options in ("", *build.LEVELS.get(platform.machine(), {}).values()):
         flags = [*build.FLAGS, "-Werror", *options.split(), "-DISA=any", "-DSOURCES=0u"]
-        for name in build.SOURCES:
+        for name in (name for name in build.SOURCES if name.endswith(".c")):
             ran = subprocess.run(
                 [*command, *flags, "-c", str(build.HERE / name), "-o", str(tmp_path / "made.o")],
                 capture_output=True, text=True,
@@ -247,15 +252,17 @@ def test_lanes_of_four_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     command = build.compiler()
     assert command is not None
     made = tmp_path / "narrow.so"
-    flags = [*build.FLAGS, "-DISA=narrow", "-shared", str(build.HERE / "forward.c"), "-o", str(made)]
+    sources = [str(build.HERE / f"{name}.c") for name in build.KERNELS]
+    flags = [*build.FLAGS, "-DISA=narrow", "-shared", *sources, "-o", str(made)]
     subprocess.run([*command, *flags], check=True, capture_output=True)
     loaded = ctypes.CDLL(str(made))
-    functions = native.Library("narrow", loaded.flashpoint_forward_narrow, loaded.flashpoint_merge_narrow)
+    functions = native.Library("narrow", *(loaded[f"flashpoint_{name}_narrow"] for name in native.Library._fields[1:]))
     monkeypatch.setattr(native, "library", lambda: functions)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for group in (1, 2, 5):
             t = {n: x for n, x in qkv(1, 2 * group, 3, 1100, 48, kv_heads=2, dtype=dtype).items() if n != "do"}
             check(t, causal=True, return_lse=True)
+            check(qkv(1, 2 * group, 66, 70, 40, kv_heads=2, dtype=dtype), causal=True, dropout_p=0.3, dropout_seed=1)
     test_every_16_bit_number_comes_back("narrow", torch.float16)
     test_every_8_bit_number_is_read("narrow", F8)
     test_every_8_bit_number_is_read("narrow", torch.int8)

@@ -131,7 +131,7 @@ def test_what_cannot_run_is_a_row_with_the_reason() -> None:
         (small("triton"), "CUDA"),
         (small("sdpa_cudnn"), "No viable backend"),
         (small("xformers"), "not installed"),
-        (small("torch", value_dim=8), "value head dimension"),
+        (small("torch", head_dim=577), "head dimension above 576"),
         (small("naive", q_len=1 << 24), "GiB"),  # refused before anything is allocated
     ]:
         row, _ = finish(measure(case, timing=QUICK))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashpoint_kernels import Options, Problem, ProblemError, attention, attention_backward, verify
+from flashpoint_kernels import Options, Problem, ProblemError, attention, attention_backward, native, verify
 from flashpoint_kernels.reproducible import sharing
 from flashpoint_kernels.torch_backend import call as operators
 from flashpoint_kernels.torch_backend import fused
@@ -166,9 +166,10 @@ def test_sequences_share_a_call_while_what_is_copied_for_it_is_small() -> None:
         ({"v": torch.ones(1, 2, 5, 9)}, {}, "v"),
     ],
 )
-def test_what_it_does_not_do_is_refused_by_name_and_auto_goes_elsewhere(
-    more: dict[str, torch.Tensor], options: dict[str, object], field: str
+def test_what_torchs_operators_lack_is_refused_by_name_and_auto_goes_elsewhere(
+    more: dict[str, torch.Tensor], options: dict[str, object], field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
     t = {name: x for name, x in qkv(1, 2, 5, 5, 8).items() if name != "do"}
     t |= {name: x.to(DEVICE) for name, x in more.items()}
     with pytest.raises(ProblemError) as refused:
@@ -177,7 +178,8 @@ def test_what_it_does_not_do_is_refused_by_name_and_auto_goes_elsewhere(
     assert torch.isfinite(attention(**t, **options)).all()  # type: ignore[arg-type]
 
 
-def test_gradients_of_lse_and_masks_are_refused() -> None:
+def test_torchs_operators_have_no_gradients_of_lse_and_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
     t = qkv(1, 2, 5, 5, 8)
     saved = forward("torch", t)
     with pytest.raises(ProblemError, match="dlse"):

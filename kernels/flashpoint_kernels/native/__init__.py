@@ -1,8 +1,8 @@
-"""CPU kernels in C for the forward without masks and dropout: forward.c, and forward.py, which calls it.
+"""CPU kernels in C: the forward (forward.c, called by forward.py) and the gradient (backward.c, backward.py).
 
-They read keys in place, whatever their layout: contiguous, in pages, or in chunks; 8-bit keys, too. The bits of a row
-depend on the row, its keys and the options alone: not on other rows, on the place of the keys, or on the number of
-threads.
+The forward reads keys in place, whatever their layout: contiguous, in pages, or in chunks; 8-bit keys, too. The bits of
+a row depend on the row, its keys and the options alone: not on other rows, on the place of the keys, or on the number
+of threads. Nor do the bits of a gradient depend on other sequences or on the number of threads.
 
 The library is compiled when the package is installed (build.py). Without it `library` returns None. Does not import
 torch.
@@ -11,6 +11,7 @@ torch.
 from __future__ import annotations
 
 import ctypes
+import math
 import warnings
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,10 +19,10 @@ from typing import Any, NamedTuple
 from flashpoint_contract.spec import Spec
 from flashpoint_kernels.native.build import HERE, LIBRARY, checksum
 
-VECTOR = 16  # head dimensions are multiples of it
-DTYPES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")  # enum type of forward.c
-# Features that torch's own operators do not have. With them, `torch` computes forwards on the CPU.
-FEATURES = frozenset({"softcap", "value_dim", "wide_head_dim"})
+VECTOR = 16  # rows of o in the states of chunks are filled up to a multiple of it
+DTYPES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "bool")  # enum type of vectors.h
+# Features that torch's own operators do not have. On the CPU `torch` has them, by these kernels.
+FEATURES = frozenset({"softcap", "value_dim", "wide_head_dim", "dropout", "dlse", "dattn_mask"})
 
 
 class Library(NamedTuple):
@@ -30,6 +31,7 @@ class Library(NamedTuple):
     level: str
     forward: Any
     merge: Any
+    backward: Any
 
 
 @cache
@@ -52,16 +54,18 @@ def level(name: str) -> Library | None:
     """Return the functions for one instruction set, such as `v3` (AVX2); None if the library does not have it."""
     loaded = ctypes.CDLL(str(HERE / LIBRARY))
     try:
-        functions = (getattr(loaded, f"flashpoint_{call}_{name}") for call in ("forward", "merge"))
+        functions = (getattr(loaded, f"flashpoint_{call}_{name}") for call in Library._fields[1:])
         return Library(name, *functions)
     except AttributeError:
         return None
 
 
 def supports(spec: Spec) -> bool:
-    """Return whether the kernels are there and can compute the problem's forward on the CPU."""
-    if spec.head_dim % VECTOR or spec.value_dim % VECTOR or spec.has("attn_mask") or spec.has("block_mask"):
+    """Return whether the kernels are there and can compute the problem on the CPU."""
+    if spec.has("block_mask") or spec.dtype not in DTYPES or spec.tensors["k"].dtype not in DTYPES:
         return False
-    if spec.options.dropout_p or spec.dtype not in DTYPES or spec.tensors["k"].dtype not in DTYPES:
-        return False
+    if "dattn_mask" in spec.features:  # each number is of one score: no thread adds to another's
+        mask = spec.tensors["attn_mask"]
+        if mask.dtype not in DTYPES or math.prod(mask.shape) != math.prod(spec.shape_of("attn_mask")):
+            return False
     return library() is not None

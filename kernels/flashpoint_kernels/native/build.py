@@ -1,8 +1,8 @@
 """Compile the CPU kernels with the system's C compiler: `python kernels/flashpoint_kernels/native/build.py`.
 
 The build of the wheel, and of an editable installation, calls `compile_library` (hatch_build.py). Nothing is compiled
-when the package runs. Without a compiler the package works as well: the `torch` backend then computes all forwards with
-torch's own operator.
+when the package runs. Without a compiler the package works as well: the `torch` backend then computes with torch's own
+operators.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from itertools import product
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LIBRARY = "libforward.so"
-SOURCES = ("forward.c", "isa.c")
+LIBRARY = "libflashpoint.so"
+KERNELS = ("forward", "backward")
+SOURCES = ("forward.c", "backward.c", "options.h", "vectors.h", "isa.c")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi")
-# The instruction sets for which forward.c is compiled, and the compiler's options for them.
+# The instruction sets for which the kernels are compiled, and the compiler's options for them.
 _AVX2 = "-mavx2 -mfma -mf16c -mbmi2"
 X86_64 = {"v3": _AVX2, "v4": f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"}
 LEVELS = {"x86_64": X86_64, "AMD64": X86_64}  # by the name of the machine
@@ -42,7 +44,7 @@ def compiler() -> list[str] | None:
 
 
 def compile_library(folder: Path = HERE) -> Path | None:
-    """Compile the sources in `folder` into `folder`/libforward.so and return its path; None without a C compiler.
+    """Compile the sources in `folder` into `folder`/libflashpoint.so and return its path; None without a C compiler.
 
     Raises:
         subprocess.CalledProcessError: the compiler reports an error, which is in `stderr`.
@@ -53,20 +55,10 @@ def compile_library(folder: Path = HERE) -> Path | None:
     levels = LEVELS.get(platform.machine(), {"v1": ""})
     with tempfile.TemporaryDirectory() as temporary:
         objects = []
-        for name, options in levels.items():
-            objects.append(f"{temporary}/forward_{name}.o")
-            _run(
-                [
-                    *command,
-                    *FLAGS,
-                    *options.split(),
-                    f"-DISA={name}",
-                    "-c",
-                    str(folder / "forward.c"),
-                    "-o",
-                    objects[-1],
-                ]
-            )
+        for (level, options), kernel in product(levels.items(), KERNELS):
+            objects.append(f"{temporary}/{kernel}_{level}.o")
+            source = str(folder / f"{kernel}.c")
+            _run([*command, *FLAGS, *options.split(), f"-DISA={level}", "-c", source, "-o", objects[-1]])
         objects.append(f"{temporary}/isa.o")
         sources = f"-DSOURCES={checksum(folder)}u"
         _run([*command, *FLAGS, sources, "-c", str(folder / "isa.c"), "-o", objects[-1]])

@@ -1,4 +1,4 @@
-/* The forward of attention on the CPU, without masks and dropout: keys are read in place, at memory speed.
+/* The forward of attention on the CPU: keys are read in place, at memory speed.
 
    The query heads that share a key/value head are rows of one block (grouped-query attention, Ainslie et al. 2023).
    Keys come in blocks of BLOCK at fixed positions of the sequence. Each block goes through the online softmax of
@@ -10,39 +10,12 @@
 
    build.py compiles this file once for each instruction set, with ISA as the suffix of its functions. */
 
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
+#include "options.h"
 
 #define BLOCK 128  /* keys of one step of the online softmax */
 #define GROUP 16   /* keys whose products are summed together */
 #define CHUNK 1024 /* keys of one softmax; also in native/forward.py */
-
-/* LANES: floats of a register. MOST: vectors of q, or sums of values, that a loop has in registers. */
-#if defined(__AVX512F__)
-#define LANES 16
-#define MOST 16
-#elif defined(__AVX2__)
-#define LANES 8
-#define MOST 8
-#else
-#define LANES 4
-#define MOST 16
-#endif
-
-#define INLINE static inline __attribute__((always_inline))
-#define NOINLINE static __attribute__((noinline))
-#define PASTE_(a, b) a##b
-#define PASTE(a, b) PASTE_(a, b)
-
-typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-
-enum type { FLOAT32, FLOAT16, BFLOAT16, INT8, FLOAT8_E4M3FN };
+#define MOST (LANES == 8 ? 8 : 16) /* vectors of q, or sums of values, that a loop has in registers */
 
 /* `tokens` keys and values of all heads. Addresses of head 0; steps from head to head in bytes. */
 struct span {
@@ -61,12 +34,15 @@ struct task {
     char *lse; /* null if not wanted */
     int64_t lse_head, lse_row;
     const float *slopes, *sinks; /* of its query heads; null for none */
+    const char *mask;            /* of query 0 and key 0; null for none */
+    int64_t mask_head, mask_row;
     int64_t queries, heads, first_head; /* of k and v: heads [first_head, first_head + heads) of the spans */
     int64_t start, stop, low, high;
     int64_t offset; /* ALiBi's distance of query i and key j is |i + offset - j| */
     const struct span *spans;
     int64_t first, tokens; /* position of the first span's first key; keys of a span */
     float *parts;          /* null: write o and lse. Else write the state of each chunk, see `state_size` */
+    int64_t sequence, query_head, first_query; /* of the task's first query, for dropout */
 };
 
 struct call {
@@ -74,288 +50,12 @@ struct call {
     int64_t dim, value_dim, group;
     int64_t k_row, v_row; /* steps from key to key in bytes */
     double scale, softcap; /* softcap: 0 is off */
+    int64_t mask_type, mask_step; /* step from key to key in bytes, 0 for one number for all keys */
+    double keep;                  /* 1 - dropout_p */
+    struct dropout dropout;
     int64_t count;
     const struct task *tasks;
 };
-
-/* ---- vectors ---- */
-
-INLINE floats splat(float x) { return x - (floats){0}; }
-
-INLINE floats load_floats(const void *p) {
-    floats x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
-
-INLINE floats as_floats(words x) {
-    floats y;
-    memcpy(&y, &x, sizeof y);
-    return y;
-}
-
-INLINE words as_words(floats x) {
-    words y;
-    memcpy(&y, &x, sizeof y);
-    return y;
-}
-
-INLINE floats choose(ints which, floats a, floats b) {
-    return as_floats(((words)which & as_words(a)) | (~(words)which & as_words(b)));
-}
-
-/* Compilers widen such vectors in halves, which takes three times as long as these instructions. */
-#if LANES == 16
-INLINE words from_shorts(const char *p) { return (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)); }
-INLINE words from_bytes(const char *p) { return (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)); }
-INLINE floats from_int8(const char *p) {
-    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
-}
-INLINE floats from_float16(const char *p) { return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
-#elif LANES == 8
-INLINE words from_shorts(const char *p) { return (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)); }
-INLINE words from_bytes(const char *p) { return (words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)); }
-INLINE floats from_int8(const char *p) {
-    return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)));
-}
-INLINE floats from_float16(const char *p) { return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
-#else
-typedef uint16_t shorts __attribute__((vector_size(2 * LANES)));
-typedef uint8_t bytes __attribute__((vector_size(LANES)));
-typedef int8_t signed_bytes __attribute__((vector_size(LANES)));
-INLINE words from_shorts(const char *p) {
-    shorts x;
-    memcpy(&x, p, sizeof x);
-    return __builtin_convertvector(x, words);
-}
-INLINE words from_bytes(const char *p) {
-    bytes x;
-    memcpy(&x, p, sizeof x);
-    return __builtin_convertvector(x, words);
-}
-INLINE floats from_int8(const char *p) {
-    signed_bytes x;
-    memcpy(&x, p, sizeof x);
-    return __builtin_convertvector(x, floats);
-}
-/* Move exponent and mantissa to float32's places. A product corrects the exponent, also of subnormal numbers. Infinity
-   and NaN get the largest exponent. */
-INLINE floats from_float16(const char *p) {
-    words x = from_shorts(p), magnitude = (x & 0x7fff) << 13;
-    floats y = as_floats(magnitude) * splat(0x1p112f);
-    y = choose((ints)(magnitude >= 0xf800000u), as_floats(magnitude | 0x7f800000u), y);
-    return as_floats(as_words(y) | ((x & 0x8000) << 16));
-}
-#endif
-
-/* As float16 above, but without infinities: the largest magnitude is NaN. */
-INLINE floats from_float8(const char *p) {
-    words x = from_bytes(p), magnitude = (x & 0x7f) << 20;
-    floats y = as_floats(magnitude) * splat(0x1p120f);
-    y = choose((ints)(magnitude == 0x7f00000u), as_floats(magnitude | 0x7fc00000u), y);
-    return as_floats(as_words(y) | ((x & 0x80) << 24));
-}
-
-/* Load LANES numbers as float32; `type` is a constant. */
-INLINE floats load(const char *p, enum type type, int64_t place) {
-    switch (type) {
-    case FLOAT32: return load_floats(p + 4 * place);
-    case FLOAT16: return from_float16(p + 2 * place);
-    case BFLOAT16: return as_floats(from_shorts(p + 2 * place) << 16);
-    case INT8: return from_int8(p + place);
-    case FLOAT8_E4M3FN: return from_float8(p + place);
-    }
-    return splat(0);
-}
-
-INLINE int64_t size_of(enum type type) { return type == FLOAT32 ? 4 : type == FLOAT16 || type == BFLOAT16 ? 2 : 1; }
-
-/* Round to nearest even. */
-INLINE uint16_t to_bfloat16(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    if (x != x) return (uint16_t)(bits >> 16 | 0x40);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-INLINE uint16_t to_float16(float x) {
-    uint32_t bits, sign;
-    memcpy(&bits, &x, sizeof bits);
-    sign = bits >> 16 & 0x8000;
-    bits &= 0x7fffffff;
-    if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
-    if (bits >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* rounds to 65536 or more */
-    if (bits < 0x38800000) { /* subnormal: adding 0.5 leaves units of 2^-24 in the lowest bits, rounded */
-        float y;
-        memcpy(&y, &bits, sizeof y);
-        y += 0.5f;
-        memcpy(&bits, &y, sizeof bits);
-        return (uint16_t)(sign | (bits - 0x3f000000));
-    }
-    return (uint16_t)(sign | ((bits + 0xfff + (bits >> 13 & 1) - 0x38000000) >> 13));
-}
-
-INLINE void store(char *p, enum type type, int64_t place, float x) {
-    uint16_t h;
-    if (type == FLOAT32) {
-        memcpy(p + 4 * place, &x, sizeof x);
-    } else {
-        h = type == FLOAT16 ? to_float16(x) : to_bfloat16(x);
-        memcpy(p + 2 * place, &h, sizeof h);
-    }
-}
-
-/* Return e^x for x <= 0, within 2 units in the last place; 0 below float32's normal numbers (Cephes, expf). */
-INLINE floats exponential(floats x) {
-    const floats magic = splat(0x1.8p23f); /* adding it rounds to an integer */
-    floats shifted = x * 0x1.715476p+0f + magic;
-    floats n = shifted - magic;
-    floats r = n * -0x1.62e400p-1f + x;
-    r = n * -0x1.7f7d1cp-20f + r;
-    floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    p = as_floats(as_words(p) + (as_words(shifted) << 23)); /* times 2^n: n is in the lowest bits */
-    p = choose(x < -87.0f, splat(0), p);
-    return choose(x != x, x, p);
-}
-
-INLINE float exponential1(float x) { return exponential(splat(x))[0]; }
-
-/* Return the natural logarithm of x >= 1 (Cephes, logf). */
-INLINE float logarithm(float x) {
-    uint32_t bits;
-    float n, m, z, y;
-    if (!(x < __builtin_inff())) return x;
-    memcpy(&bits, &x, sizeof bits);
-    n = (float)((int32_t)(bits >> 23) - 126);
-    bits = (bits & 0x7fffff) | 0x3f000000;
-    memcpy(&m, &bits, sizeof m);
-    if (m < 0.707106781186547524f) {
-        n -= 1;
-        m += m;
-    }
-    m -= 1;
-    z = m * m;
-    y = 7.0376836292e-2f;
-    y = y * m - 1.1514610310e-1f;
-    y = y * m + 1.1676998740e-1f;
-    y = y * m - 1.2420140846e-1f;
-    y = y * m + 1.4249322787e-1f;
-    y = y * m - 1.6668057665e-1f;
-    y = y * m + 2.0000714765e-1f;
-    y = y * m - 2.4999993993e-1f;
-    y = y * m + 3.3333331174e-1f;
-    y = y * m * z;
-    y += n * -2.12194440e-4f - 0.5f * z;
-    return m + y + n * 0.693359375f;
-}
-
-/* Return softcap·tanh(x / softcap): tanh(y) = (1 - e) / (1 + e) with e = exp(-2·|y|), or its series (Cephes, tanhf)
-   where that cancels. */
-INLINE floats capped(floats x, float softcap) {
-    floats y = x / softcap, z = y * y, magnitude = as_floats(as_words(y) & 0x7fffffffu);
-    floats e = exponential(magnitude * -2.0f), t = (1.0f - e) / (1.0f + e);
-    floats p = z * -5.70498872745e-3f + 2.06390887954e-2f;
-    p = p * z - 5.37397155531e-2f;
-    p = p * z + 1.33314422036e-1f;
-    p = p * z - 3.33332819422e-1f;
-    p = p * z * magnitude + magnitude;
-    t = choose(magnitude < 0.625f, p, t);
-    t = as_floats(as_words(t) | (as_words(y) & 0x80000000u));
-    return choose(x != x, x, t * softcap);
-}
-
-/* ---- sums over lanes, always in the order (l, l+8), (l, l+4), (l, l+2), (l, l+1) ---- */
-
-#ifdef __clang__
-#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define PICK(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
-#endif
-
-/* Return the sums of LANES vectors. The levels below leave the sums in another order, so they begin with that. */
-INLINE floats lane_sums(const floats *a) {
-#if LANES == 16
-    static const int order[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};
-    floats x[8], y[4], z[2];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        floats p = a[order[i]], q = a[order[i + 8]];
-        x[i] = PICK(p, q, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               PICK(p, q, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        floats p = x[i], q = x[i + 4];
-        y[i] = PICK(p, q, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-               PICK(p, q, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-        floats p = y[i], q = y[i + 2];
-        z[i] = PICK(p, q, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               PICK(p, q, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-    return PICK(z[0], z[1], 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
-           PICK(z[0], z[1], 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
-#elif LANES == 8
-    static const int order[8] = {0, 2, 1, 3, 4, 6, 5, 7};
-    floats y[4], z[2];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        floats p = a[order[i]], q = a[order[i + 4]];
-        y[i] = PICK(p, q, 0, 1, 2, 3, 8, 9, 10, 11) + PICK(p, q, 4, 5, 6, 7, 12, 13, 14, 15);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-        floats p = y[i], q = y[i + 2];
-        z[i] = PICK(p, q, 0, 1, 8, 9, 4, 5, 12, 13) + PICK(p, q, 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-    return PICK(z[0], z[1], 0, 2, 8, 10, 4, 6, 12, 14) + PICK(z[0], z[1], 1, 3, 9, 11, 5, 7, 13, 15);
-#else
-    floats z[2];
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++)
-        z[i] = PICK(a[i], a[i + 2], 0, 1, 4, 5) + PICK(a[i], a[i + 2], 2, 3, 6, 7);
-    return PICK(z[0], z[1], 0, 4, 2, 6) + PICK(z[0], z[1], 1, 5, 3, 7);
-#endif
-}
-
-/* Return the vector with its halves, quarters … of `width` lanes exchanged. */
-INLINE floats exchange(floats a, int width) {
-#if LANES == 16
-    if (width == 8) return PICK(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    if (width == 4) return PICK(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    if (width == 2) return PICK(a, a, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    return PICK(a, a, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-#elif LANES == 8
-    if (width == 4) return PICK(a, a, 4, 5, 6, 7, 0, 1, 2, 3);
-    if (width == 2) return PICK(a, a, 2, 3, 0, 1, 6, 7, 4, 5);
-    return PICK(a, a, 1, 0, 3, 2, 5, 4, 7, 6);
-#else
-    if (width == 2) return PICK(a, a, 2, 3, 0, 1);
-    return PICK(a, a, 1, 0, 3, 2);
-#endif
-}
-
-INLINE float lane_sum(floats a) {
-#pragma GCC unroll 4
-    for (int width = LANES / 2; width; width /= 2) a = a + exchange(a, width);
-    return a[0];
-}
-
-INLINE float lane_max(floats a) {
-#pragma GCC unroll 4
-    for (int width = LANES / 2; width; width /= 2) {
-        floats b = exchange(a, width);
-        a = choose(b > a, b, a);
-    }
-    return a[0];
-}
 
 /* ---- one block of keys ---- */
 
@@ -370,15 +70,21 @@ INLINE void prefetch(const char *p, enum type type, int64_t at, int n) {
     if (n * LANES * size_of(type) % 64 == 0) __builtin_prefetch(p + at * size_of(type), 0, 3);
 }
 
-/* Add to `sums` (rows, GROUP) the products of LANES·columns numbers of q and of `count` keys, from `at` on. `rows` and
-   `columns` are constants. A load has the same step from key to key: the processor then loads ahead. */
+/* Add to `sums` (rows, GROUP) the products of LANES·given numbers of q and of `count` keys, from `at` on; of the row's
+   end if `given` is 0. `rows` and `given` are constants. A load has the same step from key to key: the processor
+   then loads ahead. */
 INLINE void multiply(floats *sums, const float *q, int64_t dim, const struct group *keys, const struct group *next,
-                     int64_t count, enum type type, int64_t at, const int rows, const int columns) {
+                     int64_t count, enum type type, int64_t at, const int rows, const int given) {
+    const int columns = given ? given : 1;
+    const int64_t width = padded(dim);
+    const ints lanes = each_lane();
     floats x[16];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < columns; c++) x[r * columns + c] = load_floats(q + r * dim + at + c * LANES);
+        for (int c = 0; c < columns; c++)
+            x[r * columns + c] = given ? load_floats(q + r * width + at + c * LANES)
+                                       : load_end((const char *)(q + r * width), FLOAT32, dim, dim - at, lanes);
     const char *k = keys->k, *soon = next ? next->k : 0;
 #pragma GCC unroll 1
     for (int64_t j = 0; j < count; j++) {
@@ -388,7 +94,7 @@ INLINE void multiply(floats *sums, const float *q, int64_t dim, const struct gro
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++) {
             if (next) prefetch(soon, type, at + c * LANES, c);
-            floats y = load(k, type, at + c * LANES);
+            floats y = given ? load(k, type, at + c * LANES) : load_end(k, type, dim, dim - at, lanes);
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++) sum[r] = x[r * columns + c] * y + sum[r];
         }
@@ -411,6 +117,7 @@ INLINE void dot(const float *q, int64_t dim, const struct group *keys, const str
             multiply(sums, q, dim, keys, next, count, type, at, rows, width);
     COVER(8) COVER(4) COVER(2) COVER(1)
 #undef COVER
+    if (at < dim) multiply(sums, q, dim, keys, next, count, type, at, rows, 0);
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -420,11 +127,14 @@ INLINE void dot(const float *q, int64_t dim, const struct group *keys, const str
         }
 }
 
-/* Add to o (rows, value_dim), times `alpha`, the products of p (rows, BLOCK) and `count` values: LANES·columns numbers
-   of each, from `at` on. `rows` and `columns` are constants. */
+/* Add to o (rows, value_dim), times `alpha`, the products of p (rows, BLOCK) and `count` values: LANES·given numbers
+   of each, from `at` on; the row's end if `given` is 0. `rows` and `given` are constants. */
 INLINE void weigh(float *o, int64_t value_dim, const float *p, const float *alpha, const struct group *values,
                   const struct group *next, int64_t count, enum type type, int64_t at, const int rows,
-                  const int columns) {
+                  const int given) {
+    const int columns = given ? given : 1;
+    const int64_t width = padded(value_dim);
+    const ints lanes = each_lane();
     floats sums[16];
 #pragma GCC unroll 16
     for (int i = 0; i < rows * columns; i++) sums[i] = splat(0);
@@ -434,7 +144,7 @@ INLINE void weigh(float *o, int64_t value_dim, const float *p, const float *alph
         for (int64_t j = first; j < first + here; j++) {
 #pragma GCC unroll 8
             for (int c = 0; c < columns; c++) {
-                floats y = load(v, type, at + c * LANES);
+                floats y = given ? load(v, type, at + c * LANES) : load_end(v, type, value_dim, value_dim - at, lanes);
                 if (next) prefetch(soon, type, at + c * LANES, c);
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; r++) sums[r * columns + c] = p[r * BLOCK + j] * y + sums[r * columns + c];
@@ -448,8 +158,10 @@ INLINE void weigh(float *o, int64_t value_dim, const float *p, const float *alph
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++) {
-            float *own = o + r * value_dim + at + c * LANES;
-            floats x = load_floats(own) * alpha[r] + sums[r * columns + c];
+            const int end = !given && value_dim > LANES; /* the row's last lanes, beside lanes that are ready */
+            float *own = o + r * width + (end ? value_dim - LANES : at + c * LANES);
+            floats old = load_floats(own), x = old * alpha[r] + sums[r * columns + c];
+            if (end) x = choose(lanes >= (int32_t)(LANES - (value_dim - at)), x, old);
             memcpy(own, &x, sizeof x);
         }
 }
@@ -463,6 +175,7 @@ INLINE void weigh_rows(float *o, int64_t value_dim, const float *p, const float 
             weigh(o, value_dim, p, alpha, values, next, count, type, at, rows, width);
     COVER(8) COVER(4) COVER(2) COVER(1)
 #undef COVER
+    if (at < value_dim) weigh(o, value_dim, p, alpha, values, next, count, type, at, rows, 0);
 }
 
 /* `dot` and `weigh_rows` of each type and number of rows. As functions of their own they keep their registers. */
@@ -508,10 +221,11 @@ struct keys {
 };
 
 struct scratch {
-    float *q, *o, *p, *alpha; /* (rows, dim), (rows, value_dim), (rows, BLOCK), (rows) */
+    float *q, *o, *p, *alpha; /* (rows, dim), (rows, value_dim), (rows, BLOCK), (rows); dimensions are `padded` */
     float *total;             /* the merged o */
     struct row *row, *merged;
     struct keys keys[2];
+    uint32_t room[ROOM(BLOCK)];
 };
 
 /* Find `count` keys from `position` on, for one head. */
@@ -558,10 +272,15 @@ INLINE void locate(struct keys *keys, const struct call *call, const struct task
 
 /* Make probabilities of one row's scores, and update its softmax. */
 INLINE void soften(const struct call *call, const struct task *task, float *s, struct row *row, float *alpha,
-                   const struct keys *keys, int64_t query, int64_t head, int64_t position, int64_t count) {
+                   const struct keys *keys, uint32_t *room, int64_t query, int64_t head, int64_t position,
+                   int64_t count) {
     const float least = -__builtin_inff();
-    ints lanes;
-    for (int i = 0; i < LANES; i++) lanes[i] = i;
+    const char *mask = task->mask ? task->mask + head * task->mask_head + query * task->mask_row : 0;
+    const uint32_t *drawn = 0;
+    if (call->dropout.on)
+        drawn = draw(&call->dropout, room, task->sequence, task->query_head + head, task->first_query + query, position,
+                     count);
+    const ints lanes = each_lane();
     int64_t low = query + task->low - position, high = query + task->high - position;
     if (low < 0) low = 0;
     if (high > count) high = count;
@@ -577,6 +296,7 @@ INLINE void soften(const struct call *call, const struct task *task, float *s, s
             distance = (distance ^ (distance >> 31)) - (distance >> 31); /* absolute */
             x = x - task->slopes[head] * __builtin_convertvector(distance, floats);
         }
+        if (mask) x = x + masked(mask, (enum type)call->mask_type, call->mask_step, position + g * LANES, position + count);
         if (low > g * LANES || high < (g + 1) * LANES)
             x = choose((j >= (int32_t)low) & (j < (int32_t)high), x, splat(least));
         most = choose(x > most, x, most);
@@ -588,6 +308,7 @@ INLINE void soften(const struct call *call, const struct task *task, float *s, s
     for (int64_t g = 0; g < groups; g++) {
         floats x = exponential(load_floats(s + g * LANES) - base);
         sum = sum + x;
+        if (drawn) x = kept(&call->dropout, drawn + g * LANES, x);
         if (call->k_type >= INT8) x = x * load_floats(keys->v_scale + g * LANES);
         memcpy(s + g * LANES, &x, sizeof x);
     }
@@ -605,15 +326,15 @@ INLINE void step(const struct call *call, const struct task *task, struct scratc
         together = rows - r >= 4 ? 2 : rows - r >= 2;
         dot_function *const dot = dots[call->k_type][together];
         for (int64_t j = 0; j < count; j += GROUP)
-            dot(own->q + r * call->dim, call->dim, keys->groups + j / GROUP, r ? 0 : next->groups + j / GROUP,
+            dot(own->q + r * padded(call->dim), call->dim, keys->groups + j / GROUP, r ? 0 : next->groups + j / GROUP,
                 count - j < GROUP ? count - j : GROUP, own->p + r * BLOCK + j);
     }
     for (int64_t r = 0; r < rows; r++)
-        soften(call, task, own->p + r * BLOCK, own->row + r, own->alpha + r, keys, r % task->queries,
+        soften(call, task, own->p + r * BLOCK, own->row + r, own->alpha + r, keys, own->room, r % task->queries,
                head * call->group + r / task->queries, position, count);
     for (int64_t r = 0; r < rows; r += 1 << together) {
         together = rows - r >= 4 ? 2 : rows - r >= 2;
-        weighs[call->k_type][together](own->o + r * call->value_dim, call->value_dim, own->p + r * BLOCK,
+        weighs[call->k_type][together](own->o + r * padded(call->value_dim), call->value_dim, own->p + r * BLOCK,
                                        own->alpha + r, keys->groups, r ? 0 : next->groups, count);
     }
 }
@@ -645,9 +366,10 @@ INLINE void finish(const struct call *call, const struct task *task, struct row 
         row.most = found;
     }
     const int dead = row.sum == 0;
+    const float divisor = row.sum * (float)call->keep;
     char *to = task->o + head * task->o_head + query * task->o_row;
     for (int64_t d = 0; d < call->value_dim; d++)
-        store(to, (enum type)call->q_type, d, dead ? 0 : o[d] / row.sum);
+        store(to, (enum type)call->q_type, d, dead ? 0 : o[d] / divisor);
     if (task->lse) {
         const float lse = dead ? -__builtin_inff() : row.most + logarithm(row.sum);
         memcpy(task->lse + head * task->lse_head + query * task->lse_row, &lse, sizeof lse);
@@ -656,24 +378,19 @@ INLINE void finish(const struct call *call, const struct task *task, struct row 
 
 /* Numbers of the state of one chunk of one head: for each row the largest score, the sum, and o. */
 INLINE int64_t state_size(const struct call *call, const struct task *task) {
-    return call->group * task->queries * (2 + call->value_dim);
+    return call->group * task->queries * (2 + padded(call->value_dim));
 }
 
 INLINE void load_queries(const struct call *call, const struct task *task, float *q, int64_t head) {
     for (int64_t r = 0; r < call->group * task->queries; r++) {
         const char *from =
             task->q + (head * call->group + r / task->queries) * task->q_head + r % task->queries * task->q_row;
-        for (int64_t d = 0; d < call->dim; d += LANES) {
-            floats x = call->q_type == FLOAT32    ? load(from, FLOAT32, d)
-                       : call->q_type == FLOAT16 ? load(from, FLOAT16, d)
-                                                 : load(from, BFLOAT16, d);
-            memcpy(q + r * call->dim + d, &x, sizeof x);
-        }
+        read_row(q + r * padded(call->dim), from, (enum type)call->q_type, call->dim);
     }
 }
 
 INLINE void attend(const struct call *call, const struct task *task, struct scratch *own, int64_t head) {
-    const int64_t rows = call->group * task->queries, value_dim = call->value_dim;
+    const int64_t rows = call->group * task->queries, value_dim = padded(call->value_dim);
     const struct row empty = {-__builtin_inff(), 0};
     float *part = task->parts;
     if (part) part += head * ((task->stop + CHUNK - 1) / CHUNK - task->start / CHUNK) * state_size(call, task);
@@ -723,16 +440,17 @@ static struct scratch *scratch_for(const struct call *call) {
         int64_t own = call->group * call->tasks[n].queries;
         if (own > rows) rows = own;
     }
-    const size_t numbers = (size_t)rows * (call->dim + 2 * call->value_dim + BLOCK + 5);
+    const int64_t dim = padded(call->dim), value_dim = padded(call->value_dim);
+    const size_t numbers = (size_t)rows * (dim + 2 * value_dim + BLOCK + 5);
     const size_t copies = BLOCK * (size_t)(call->dim + call->value_dim) * size_of((enum type)call->k_type);
     struct scratch *own = calloc(1, sizeof *own + sizeof(float) * numbers + 2 * copies);
     if (!own) return 0;
     own->keys[0].copies = (char *)(own + 1);
     own->keys[1].copies = own->keys[0].copies + copies;
     float *at = (float *)(own->keys[1].copies + copies);
-    own->q = at, at += rows * call->dim;
-    own->o = at, at += rows * call->value_dim;
-    own->total = at, at += rows * call->value_dim;
+    own->q = at, at += rows * dim;
+    own->o = at, at += rows * value_dim;
+    own->total = at, at += rows * value_dim;
     own->p = at, at += rows * BLOCK;
     own->alpha = at, at += rows;
     own->row = (struct row *)at, at += 2 * rows;
@@ -756,7 +474,7 @@ int PASTE(flashpoint_forward_, ISA)(const struct call *call) {
 int PASTE(flashpoint_merge_, ISA)(const struct call *call) {
     struct scratch *own = scratch_for(call);
     if (!own) return 1;
-    const int64_t value_dim = call->value_dim;
+    const int64_t value_dim = padded(call->value_dim);
     for (int64_t n = 0; n < call->count; n++) {
         const struct task *task = call->tasks + n;
         const int64_t rows = call->group * task->queries, size = 2 + value_dim;

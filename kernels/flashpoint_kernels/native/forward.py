@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from flashpoint_kernels import native
+from flashpoint_kernels.dropout import drop_below
 
 CHUNK = 1024  # keys of one softmax, see forward.c
 UNBOUNDED = 1 << 60
@@ -22,6 +23,19 @@ _LEAST_BYTES, _LEAST_FLOPS = 1 << 19, 1 << 23  # work of a thread: to hand it ov
 TYPES = {getattr(torch, name): number for number, name in enumerate(native.DTYPES)}
 
 
+class Dropped(ctypes.Structure):
+    """struct dropout of options.h: the seed's low and high word, the last word that is dropped, and whether any is."""
+
+    _fields_ = tuple((name, ctypes.c_uint32) for name in ("low", "high", "last", "on"))
+
+    @classmethod
+    def of(cls, seed: int | None, p: float) -> Dropped:
+        """Return dropout with probability p; off for 0."""
+        if not p or seed is None:
+            return cls()
+        return cls(seed & 0xFFFFFFFF, seed >> 32, drop_below(p) - 1, 1)
+
+
 class _Call(ctypes.Structure):
     """struct call of forward.c."""
 
@@ -29,6 +43,10 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("k_type", "q_type", "dim", "value_dim", "group", "k_row", "v_row")),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
+        ("mask_type", ctypes.c_int64),
+        ("mask_step", ctypes.c_int64),
+        ("keep", ctypes.c_double),
+        ("dropout", Dropped),
         ("count", ctypes.c_int64),
         ("tasks", ctypes.c_void_p),
     )
@@ -41,7 +59,7 @@ class Steps(NamedTuple):
     row: int
 
 
-NOWHERE = Steps(0, 0)  # of an lse that is not wanted
+NOWHERE = Steps(0, 0)  # of an lse that is not wanted, or a mask that is not there
 
 
 class Spans:
@@ -66,9 +84,9 @@ class Spans:
 class Rows(NamedTuple):
     """The queries of one sequence and their keys.
 
-    `q`, `o`, `lse` and `slopes` are addresses (`lse`: 0 if not wanted; `slopes`: 0 without ALiBi). Query i sees the
-    keys [i + low, i + high) among [start, stop). `spans` is an address in a `Spans`, whose first key has position
-    `first`.
+    `q`, `o`, `lse`, `slopes` and `mask` are addresses (`lse`: 0 if not wanted; `slopes`, `mask`: 0 without one). Query
+    i sees the keys [i + low, i + high) among [start, stop). `spans` is an address in a `Spans`, whose first key has
+    position `first`. `mask` is of query 0 and key 0.
     """
 
     q: int
@@ -84,6 +102,9 @@ class Rows(NamedTuple):
     high: int = UNBOUNDED
     offset: int = 0
     slopes: int = 0
+    mask: int = 0
+    sequence: int = 0  # for dropout, and the number of the first query
+    query: int = 0
 
     @property
     def chunks(self) -> int:
@@ -108,6 +129,8 @@ class Rows(NamedTuple):
                 low=low,
                 high=high,
                 offset=self.offset + first,
+                mask=self.mask and self.mask + first * forward.mask.row,
+                query=self.query + first,
             )
 
 
@@ -132,6 +155,12 @@ class Forward:
     k_row: int
     v_row: int
     sinks: int = 0  # address
+    mask: Steps = NOWHERE
+    mask_dtype: torch.dtype = torch.bool
+    mask_step: int = 0  # from key to key, in bytes; 0 for one number for all keys
+    keep: float = 1.0  # 1 - dropout_p
+    dropped: Dropped = field(default_factory=Dropped)
+    first_head: int = 0  # of the request's query heads, for dropout
     held: object = None
     rows: list[Rows] = field(default_factory=list)
 
@@ -192,7 +221,9 @@ class Forward:
                 end = min(stop, edges[unit + 1])
                 if unit not in merged:
                     row = self.rows[unit // self.heads]
-                    merged[unit] = torch.empty(row.chunks, self.group * row.queries * (2 + self.value_dim))
+                    merged[unit] = torch.empty(
+                        row.chunks, self.group * row.queries * (2 + -(-self.value_dim // native.VECTOR) * native.VECTOR)
+                    )
                 tasks += self._part(unit, start - edges[unit], end - edges[unit], merged[unit])
                 start = end
             shares.append(tasks)
@@ -235,10 +266,11 @@ class Forward:
             row.o + query * self.o.head, *self.o,
             row.lse and row.lse + query * self.lse.head, *self.lse,
             row.slopes and row.slopes + 4 * query, self.sinks and self.sinks + 4 * query,
+            row.mask and row.mask + query * self.mask.head, *self.mask,
             row.queries, heads, head,
             start, stop, row.low, row.high, row.offset,
             row.spans, row.first, row.tokens,
-            states,
+            states, row.sequence, self.first_head + query, row.query,
         ]  # fmt: skip
 
     def _run(self, name: str, tasks: list[int]) -> None:
@@ -247,10 +279,11 @@ class Forward:
         memory = array("q", tasks)
         call = _Call(
             TYPES[self.k_dtype], TYPES[self.q_dtype], self.head_dim, self.value_dim, self.group, self.k_row,
-            self.v_row, self.scale, self.softcap, len(tasks) // TASK, memory.buffer_info()[0],
+            self.v_row, self.scale, self.softcap, TYPES[self.mask_dtype], self.mask_step, self.keep, self.dropped,
+            len(tasks) // TASK, memory.buffer_info()[0],
         )  # fmt: skip
         if getattr(functions, name)(ctypes.byref(call)):
             raise MemoryError
 
 
-TASK = 23  # integers of a struct task
+TASK = 29  # integers of a struct task

@@ -1,4 +1,4 @@
-"""The forward on the CPU by the kernels in C (flashpoint_kernels.native): all options but masks and dropout.
+"""The forward on the CPU by the kernels in C (flashpoint_kernels.native): all options but block masks.
 
 Queries are cut into tiles. The query heads that share a key/value head are rows of one tile, so it reads each key once.
 Keys are read in place: contiguous, strided, or in pages of any size. 8-bit keys are read as they are. The bits of a row
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_contract.tensors import SCALES
-from flashpoint_kernels.native.forward import NOWHERE, Forward, Rows, Spans, Steps
-from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.native.forward import NOWHERE, Dropped, Forward, Rows, Spans, Steps
+from flashpoint_kernels.problem import Problem, narrowed
 from flashpoint_kernels.reproducible import spread
 
 
 def attend_dense(spec: Spec, row: Row, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, threads: int) -> None:
     """Write o and lse (B,Hq,Sq) of q, k and v (B,H,S,D), where all sequences are like `row`."""
-    q, k, v = map(_in_rows, (q, k, v))
+    q, k, v = map(in_rows, (q, k, v))
     size, (k_step, v_step) = k.itemsize, (t.stride(0) * t.itemsize for t in (k, v))
     k_address, v_address, k_head, v_head = k.data_ptr(), v.data_ptr(), k.stride(1) * size, v.stride(1) * size
     numbers = array("q")
@@ -61,18 +61,21 @@ def compute(forward: Forward, threads: int) -> None:
 def forward_of(problem: Problem, rows: Sequence[Row]) -> Forward:
     """Return the work for `rows` of a forward, which the kernels read and write in place."""
     spec = problem.spec
-    q, o = _in_rows(problem.view("q")), problem.view("o")
+    q, o = in_rows(problem.view("q")), problem.view("o")
     lse = problem.view("lse") if "lse" in problem.outputs else None
-    k, v = _in_rows(problem.view("k")), _in_rows(problem.view("v"))
+    k, v = in_rows(problem.view("k")), in_rows(problem.view("v"))
     scales = [_scale(problem, name) for name in SCALES] if spec.quantized else []
     spans = _of_pages(problem, rows, k, v, scales) if spec.paged else _of_sequences(problem, rows, k, v, scales)
     slopes = problem.view("alibi_slopes").contiguous() if spec.has("alibi_slopes") else None
     sinks = problem.view("sinks").contiguous() if spec.has("sinks") else None
+    mask, p = mask_of(problem), spec.options.dropout_p
     forward = Forward(
         q.dtype, k.dtype, spec.head_dim, spec.value_dim, spec.kv_heads, spec.q_heads // spec.kv_heads, spec.scale,
         spec.options.softcap, steps(q, 1), steps(o, 1), NOWHERE if lse is None else steps(lse, 1),
         k.stride(2) * k.itemsize, v.stride(2) * v.itemsize, 0 if sinks is None else sinks.data_ptr(),
-        (q, o, lse, k, v, scales, spans, slopes, sinks),
+        NOWHERE if mask is None else steps(mask, 1), torch.bool if mask is None else mask.dtype,
+        0 if mask is None else mask.stride(3) * mask.itemsize, 1.0 - p, Dropped.of(problem.seed, p),
+        problem.first_head, (q, o, lse, k, v, scales, spans, slopes, sinks, mask),
     )  # fmt: skip
     for number, row in enumerate(rows):
         forward.add(
@@ -85,6 +88,7 @@ def forward_of(problem: Problem, rows: Sequence[Row]) -> Forward:
                 spans.of_sequence(number),
                 spans.tokens,
                 0 if slopes is None else slopes.data_ptr() + (4 * spec.q_heads * row.index if slopes.ndim == 2 else 0),
+                mask=0 if mask is None else address(mask, row.batch, 0),
             )
         )
     return forward
@@ -93,14 +97,19 @@ def forward_of(problem: Problem, rows: Sequence[Row]) -> Forward:
 def repeats(problem: Problem) -> bool:
     """Return whether `forward_of` of the problem stays right when its tensors get other numbers: it has no copies."""
     spec = problem.spec
-    if spec.paged or spec.quantized or spec.has("alibi_slopes") or spec.has("sinks"):
+    if (
+        spec.paged
+        or spec.quantized
+        or spec.options.dropout_p
+        or any(spec.has(name) for name in ("alibi_slopes", "sinks", "attn_mask"))
+    ):
         return False
     return all(problem.view(name).stride(-1) == 1 for name in "qkv")
 
 
 def rows_of(
     spec: Spec, row: Row, q: int, o: int, lse: int, spans: int, tokens: int, slopes: int = 0, first: int = 0,
-    start: int = 0,
+    start: int = 0, mask: int = 0,
 ) -> Rows:  # fmt: skip
     """Return the queries of a sequence, whose keys [first, row.kv_len) are in `spans`. Addresses as in `Rows`.
 
@@ -110,7 +119,7 @@ def rows_of(
     low, high = offset - left, offset + right + 1
     start = min(max(low, start), row.kv_len)
     stop = max(min(row.kv_len, row.q_len - 1 + high), start)
-    return Rows(q, o, lse, row.q_len, start, stop, spans, tokens, first, low, high, offset, slopes)
+    return Rows(q, o, lse, row.q_len, start, stop, spans, tokens, first, low, high, offset, slopes, mask, row.index)
 
 
 def steps(t: Tensor, head: int) -> Steps:
@@ -118,7 +127,20 @@ def steps(t: Tensor, head: int) -> Steps:
     return Steps(t.stride(head) * t.itemsize, t.stride(head + 1) * t.itemsize)
 
 
-def _in_rows(t: Tensor) -> Tensor:
+def mask_of(problem: Problem) -> Tensor | None:
+    """Return the caller's mask as a canonical view that the kernels can read, or None without one."""
+    t = problem.tensors.get("attn_mask")
+    return None if t is None else problem.canonical("attn_mask", readable_mask(t))
+
+
+def readable_mask(t: Tensor) -> Tensor:
+    """Return a mask in a dtype that the kernels have, with adjacent numbers in each row: itself, or a copy."""
+    if t.dtype == torch.float64:
+        t = narrowed(t)
+    return t.contiguous() if t.ndim and t.shape[-1] > 1 and t.stride(-1) != 1 else t
+
+
+def in_rows(t: Tensor) -> Tensor:
     """Return the tensor with adjacent numbers in each row: itself, or a copy."""
     return t if t.stride(-1) == 1 else t.contiguous()
 

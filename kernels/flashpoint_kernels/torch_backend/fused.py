@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from flashpoint_contract.spec import Row
+from flashpoint_kernels import native
 from flashpoint_kernels.masks import added
 from flashpoint_kernels.problem import Problem, consecutive
 from flashpoint_kernels.quantization import scaled
@@ -35,6 +36,7 @@ from flashpoint_kernels.reproducible import (
     sharing,
     threads,
 )
+from flashpoint_kernels.torch_backend.backward import differentiate
 from flashpoint_kernels.torch_backend.blocks import Blocks, merge
 from flashpoint_kernels.torch_backend.call import Call
 from flashpoint_kernels.torch_backend.forward import compute, forward_of, repeats
@@ -72,6 +74,9 @@ def backward(problems: Sequence[Problem]) -> None:
     """Compute gradients from the forward's `o` and `lse`."""
     for problem in problems:
         problem.clear_outputs()
+        if problem.device.type == "cpu" and native.supports(problem.spec):
+            differentiate(problem, problem.threads or 1)
+            continue
         asked = problem.outputs.get("dsinks")
         dsinks = None if asked is None else torch.zeros_like(asked, dtype=torch.float32)
         for rows, x in _with_work(problem):

@@ -44,7 +44,7 @@ from flashpoint_kernels.mistakes import explain
 from flashpoint_kernels.own_kernel import Kernel, NotTakenError, answers_of, parameters
 from flashpoint_kernels.problem import DTYPES
 from flashpoint_kernels.reproduction.claims import reproduce as reproduce
-from flashpoint_kernels.support import SUPPORT
+from flashpoint_kernels.support import features
 from flashpoint_kernels.timing import Timing, describe, run_grid
 from flashpoint_kernels.verification import Progress, Verification
 from flashpoint_kernels.verification import verify as judge
@@ -237,7 +237,7 @@ def info() -> dict[str, Any]:
         "versions": {package: found[package] for package in ("python", "torch", "triton")},
         "device": {"name": name, "title": found["device"], "memory": found.get("memory_bytes")},
         "backends": list(backends),
-        "options": {backend: sorted(SUPPORT[backend]) for backend in backends},
+        "options": {backend: sorted(features(backend, name)) for backend in backends},
     }
 
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from flashpoint_contract.tensors import MAX_HEAD_DIM
-from flashpoint_kernels.support import SUPPORT
+from flashpoint_kernels.support import features
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.observability.metrics import MEDIA_TYPE
 from flashpoint_server.observability.observed import versions
@@ -93,7 +93,7 @@ def router(service: Service) -> APIRouter:
             versions=versions(),
             device=Device(name=device.name, title=device.title, memory=device.memory) if device else None,
             backends=backends,
-            options={backend: sorted(SUPPORT[backend]) for backend in backends},
+            options={name: sorted(features(name, device.name)) for name in backends} if device else {},
             load={"requests": int(service.counts.requests.total), "bytes": int(service.counts.bytes.total)},
             caches={
                 "caches": held.caches,

@@ -2,8 +2,8 @@
 
 On the CPU the `torch` backend reads chunks in place (parts.py). On a GPU chunks are pages, and the kernels read them
 in place through a block table (pages.py). Otherwise keys are copied into pages: on the CPU for the other backends, for
-masks, and for head dimensions that the kernels in C do not have; on a GPU for masks and dropout over caches that have
-dropped tokens.
+block masks, and for head dimensions that the kernels in C do not have; on a GPU for masks and dropout over caches that
+have dropped tokens.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from flashpoint_contract.options import ProblemError
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import Problem
 from flashpoint_kernels.native import supports
-from flashpoint_kernels.native.forward import NOWHERE, Forward, Steps
+from flashpoint_kernels.native.forward import NOWHERE, Dropped, Forward, Steps
+from flashpoint_kernels.problem import drawn_seed
 from flashpoint_kernels.reproducible import split
-from flashpoint_kernels.torch_backend.forward import address, rows_of, steps
+from flashpoint_kernels.torch_backend.forward import address, readable_mask, rows_of, steps
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.chunks import Track
 from flashpoint_server.engine.caches.pages import PagePool
@@ -150,11 +151,14 @@ class HeldCall(NamedTuple):
         for name in shell.tensors:
             each[name] = shell.view(name).contiguous()
         slopes, spans = each.get("alibi_slopes"), [track.spans() for track in tracks]
-        itemsize = size.dtype.itemsize
+        itemsize, mask, dropout_p = size.dtype.itemsize, self._mask(), spec.options.dropout_p
         forward = Forward(
             q.dtype, size.dtype, size.head_dim, size.value_dim, size.heads, spec.q_heads // size.heads, spec.scale,
             spec.options.softcap, step["q"], step["o"], step.get("lse", NOWHERE), size.head_dim * itemsize,
-            size.value_dim * itemsize, each["sinks"].data_ptr() if "sinks" in each else 0, (call, each, spans),
+            size.value_dim * itemsize, each["sinks"].data_ptr() if "sinks" in each else 0,
+            NOWHERE if mask is None else steps(mask, 1), torch.bool if mask is None else mask.dtype,
+            0 if mask is None or mask.shape[3] == 1 else mask.itemsize, 1.0 - dropout_p,
+            Dropped.of(drawn_seed(spec.options), dropout_p), 0, (call, each, spans, mask),
         )  # fmt: skip
         rows = [row._replace(kv_len=track.length) for row, track in zip(call.rows, tracks, strict=True)]
         for row, track, place, span in zip(rows, tracks, places, spans, strict=True):
@@ -163,7 +167,8 @@ class HeldCall(NamedTuple):
             own = 0 if slopes is None else slopes[row.index if slopes.ndim == 2 else ...].data_ptr()
             first, start = track.first // CHUNK * CHUNK, max(self.lowest(row.q_len, track.length), track.first)
             addresses = place["q"], place["o"], place.get("lse", 0)
-            forward.add(rows_of(spec, row, *addresses, span.of_sequence(0), span.tokens, own, first, start))
+            masked = 0 if mask is None else address(mask, row.batch, 0)
+            forward.add(rows_of(spec, row, *addresses, span.of_sequence(0), span.tokens, own, first, start, masked))
         return cut(spec, forward, rows, cores)
 
     def problem(self, caches: Sequence[StoredCache]) -> Problem:
@@ -198,6 +203,13 @@ class HeldCall(NamedTuple):
             return Problem.create(given, options, outputs=outputs, trusted=True)
         except ProblemError as error:
             raise invalid(error.errors) from None
+
+    def _mask(self) -> Tensor | None:
+        """Return the mask as (B, Hq, Sq, its columns), which the kernels in C can read; None without one."""
+        if "attn_mask" not in self.of.tensors:
+            return None
+        spec, t = self.of.spec, readable_mask(self._four_dimensional()["attn_mask"])
+        return t.reshape((1,) * (4 - t.ndim) + tuple(t.shape)).expand(spec.batch, spec.q_heads, spec.q_len, -1)
 
     def _four_dimensional(self) -> dict[str, Tensor]:
         """Return the call's tensors without k and v; tensors without a dimension of heads get one."""

@@ -1,0 +1,88 @@
+/* What the caller's mask and dropout do to the scores of one query, for forward.c and backward.c. */
+
+#ifndef FLASHPOINT_OPTIONS
+#define FLASHPOINT_OPTIONS
+
+#include "vectors.h"
+
+/* Return what a mask adds to the scores of the keys [key, key + LANES), of which only those below `stop` are read.
+   `row` is the address of the query's number for key 0. The step from key to key is the number's size, or 0. */
+INLINE floats masked(const char *row, enum type type, int64_t step, int64_t key, int64_t stop) {
+    const int64_t size = type == BOOL ? 1 : size_of(type);
+    char copy[4 * LANES] = {0};
+    if (!step || key + LANES > stop) {
+        for (int64_t i = 0; i < LANES && (!step || key + i < stop); i++)
+            memcpy(copy + i * size, row + (key + i) * step, size);
+        row = copy;
+        key = 0;
+    }
+    if (type == BOOL) return choose((ints)(from_bytes(row + key) != 0), splat(0), splat(-__builtin_inff()));
+    return type == FLOAT32 ? load(row, FLOAT32, key) : type == FLOAT16 ? load(row, FLOAT16, key) : load(row, BFLOAT16, key);
+}
+
+/* Dropout as the contract defines it: key j of query i is kept if word j mod 4 of Philox4x32-10 (Salmon et al. 2011) is
+   above `last`. The key of Philox is the seed, and its counter is (j div 4, i, head, sequence). */
+struct dropout {
+    uint32_t seed[2], last, on;
+};
+
+typedef uint64_t longs __attribute__((vector_size(4 * LANES)));
+
+#define ROOM(keys) ((keys) + 4 + 2 * LANES) /* numbers that `draw` needs for so many keys */
+
+/* Return the products of the low halves of `a` and of b. */
+INLINE longs product32(longs a, uint32_t b) {
+#if LANES == 16
+    return (longs)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(b));
+#elif LANES == 8
+    return (longs)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(b));
+#else
+    return (a & 0xffffffffu) * b;
+#endif
+}
+
+/* Write words for the keys [key, key + count) of one query to `room`, and return the place of the first. */
+INLINE const uint32_t *draw(const struct dropout *dropout, uint32_t *room, int64_t sequence, int64_t head,
+                            int64_t query, int64_t key, int64_t count) {
+    const int64_t first = key / 4, end = (key + count + 3) / 4;
+    longs lanes;
+    for (int i = 0; i < LANES / 2; i++) lanes[i] = i;
+    uint32_t *to = room;
+    for (int64_t at = first; at < end; at += LANES / 2, to += 2 * LANES) {
+        /* The high halves of these numbers have no meaning: products do not read them. */
+        longs a = lanes + (uint64_t)at, b = lanes * 0 + (uint64_t)query, c = lanes * 0 + (uint64_t)head;
+        longs d = lanes * 0 + (uint64_t)sequence;
+        uint32_t k0 = dropout->seed[0], k1 = dropout->seed[1];
+#pragma GCC unroll 10
+        for (int round = 0; round < 10; round++) {
+            const longs p = product32(a, 0xD2511F53u), q = product32(c, 0xCD9E8D57u);
+            a = (q >> 32) ^ b ^ k0;
+            c = (p >> 32) ^ d ^ k1;
+            b = q;
+            d = p;
+            k0 += 0x9E3779B9u;
+            k1 += 0xBB67AE85u;
+        }
+        const words x = (words)((a & 0xffffffffu) | (b << 32)), y = (words)((c & 0xffffffffu) | (d << 32));
+#if LANES == 16
+        const words low = PICK(x, y, 0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23);
+        const words high = PICK(x, y, 8, 9, 24, 25, 10, 11, 26, 27, 12, 13, 28, 29, 14, 15, 30, 31);
+#elif LANES == 8
+        const words low = PICK(x, y, 0, 1, 8, 9, 2, 3, 10, 11), high = PICK(x, y, 4, 5, 12, 13, 6, 7, 14, 15);
+#else
+        const words low = PICK(x, y, 0, 1, 4, 5), high = PICK(x, y, 2, 3, 6, 7);
+#endif
+        memcpy(to, &low, sizeof low);
+        memcpy(to + LANES, &high, sizeof high);
+    }
+    return room + key % 4;
+}
+
+/* Return x where keys are kept, and 0 where they are dropped. `drawn` has the words of these keys. */
+INLINE floats kept(const struct dropout *dropout, const uint32_t *drawn, floats x) {
+    words w;
+    memcpy(&w, drawn, sizeof w);
+    return choose((ints)(w > dropout->last), x, splat(0));
+}
+
+#endif
