@@ -60,7 +60,7 @@ def test_the_events_of_a_verification_are_asked_for_by_name(server, tensors):
         assert answer.headers["cache-control"] == "no-store"
         kinds = re.findall(rb"^event: (\w+)$", answer.body, re.MULTILINE)
         assert (set(kinds[:-1]), kinds[-1]) == ({b"progress"}, b"report")
-    refused = json.dumps({"shape": SHAPE, "backend": "torch", "softcap": 2}).encode()
+    refused = json.dumps({"shape": SHAPE, "backend": "torch", "dtype": "float64"}).encode()
     problem(post(server, "/verify", refused, JSON, accept="text/event-stream"), 422, "invalid_request")
 
 

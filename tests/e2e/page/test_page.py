@@ -184,7 +184,7 @@ def test_features_are_grouped_and_each_backend_has_those_of_info(page, server):
         backend: len(features) for backend, features in info["options"].items()
     }
     assert count == len({feature for features in info["options"].values() for feature in features})
-    assert "softcap" in able["tiled"] - able["torch"]  # which does not do it
+    assert "block mask" in able["tiled"] - able["torch"]  # which does not do it
 
 
 def test_a_feature_that_the_page_does_not_know_is_shown(open_page, server):

@@ -151,14 +151,15 @@ class HeldCall(NamedTuple):
         for name in shell.tensors:
             each[name] = shell.view(name).contiguous()
         slopes, spans = each.get("alibi_slopes"), [track.spans() for track in tracks]
-        itemsize, mask, dropout_p = size.dtype.itemsize, self._mask(), spec.options.dropout_p
+        itemsize, mask, seed = size.dtype.itemsize, self._mask(), drawn_seed(spec.options)
+        dropout_p = spec.options.dropout_p
         forward = Forward(
             q.dtype, size.dtype, size.head_dim, size.value_dim, size.heads, spec.q_heads // size.heads, spec.scale,
             spec.options.softcap, step["q"], step["o"], step.get("lse", NOWHERE), size.head_dim * itemsize,
             size.value_dim * itemsize, each["sinks"].data_ptr() if "sinks" in each else 0,
             NOWHERE if mask is None else steps(mask, 1), torch.bool if mask is None else mask.dtype,
             0 if mask is None or mask.shape[3] == 1 else mask.itemsize, 1.0 - dropout_p,
-            Dropped.of(drawn_seed(spec.options), dropout_p), 0, (call, each, spans, mask),
+            Dropped.of(seed, dropout_p), 0, (call, each, spans, mask),
         )  # fmt: skip
         rows = [row._replace(kv_len=track.length) for row, track in zip(call.rows, tracks, strict=True)]
         for row, track, place, span in zip(rows, tracks, places, spans, strict=True):
@@ -169,7 +170,7 @@ class HeldCall(NamedTuple):
             addresses = place["q"], place["o"], place.get("lse", 0)
             masked = 0 if mask is None else address(mask, row.batch, 0)
             forward.add(rows_of(spec, row, *addresses, span.of_sequence(0), span.tokens, own, first, start, masked))
-        return cut(spec, forward, rows, cores)
+        return cut(spec, forward, rows, cores, seed)
 
     def problem(self, caches: Sequence[StoredCache]) -> Problem:
         """Return the problem with the caches' keys as pages. Raises Refusal 422."""

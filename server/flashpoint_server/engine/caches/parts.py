@@ -23,17 +23,14 @@ LEAST_BYTES, MOST_BYTES = 1 << 21, 1 << 26
 class CachedPart:
     """One core's part of a call: units [first, last) of `forward`, which are key/value heads of tiles of queries.
 
-    `rows` are the sequences that begin in this part.
+    `rows` are the sequences that begin in this part. `seed` is that of dropout.
     """
 
     forward: Forward
     first: int
     last: int
     rows: Sequence[Row]
-
-    @property
-    def seed(self) -> None:
-        return None
+    seed: int | None
 
     @property
     def first_head(self) -> int:
@@ -45,18 +42,18 @@ class CachedPart:
         self.forward.compute(self.first, self.last)
 
 
-def cut(spec: Spec, forward: Forward, every: Sequence[Row], cores: int) -> list[CachedPart]:
+def cut(spec: Spec, forward: Forward, every: Sequence[Row], cores: int, seed: int | None = None) -> list[CachedPart]:
     """Cut a call into parts of about equal work, between tiles of queries and between key/value heads.
 
     There are enough parts for `cores` cores. The cut does not change the bits.
     """
     rows = [row for row in every if row.q_len]
     if forward.units < 2:
-        return [CachedPart(forward, 0, forward.units, rows)]
+        return [CachedPart(forward, 0, forward.units, rows, seed)]
     total, seconds = forward.nbytes, 0.0
     if spec.q_len > 1 or spec.q_heads > spec.kv_heads:  # otherwise most of the time is for reading keys
         seconds = sum(row_seconds(spec, NOMINAL["torch"], row) for row in rows)
     wanted = max(min(cores, total // LEAST_BYTES), total // MOST_BYTES, int(seconds / PART_SECONDS), 1)
     count = min(wanted, forward.units)
     edges = [n * forward.units // count for n in range(count + 1)]
-    return [CachedPart(forward, start, stop, () if start else rows) for start, stop in pairwise(edges)]
+    return [CachedPart(forward, start, stop, () if start else rows, seed) for start, stop in pairwise(edges)]

@@ -89,28 +89,39 @@ class Caches:
     q_len=st.sampled_from([1, 2, 70, 150]), group=st.sampled_from([1, 3]), causal=st.booleans(),
     window=st.sampled_from([(-1, -1), (0, 0), (40, 3), (1500, -1)]), alibi=st.booleans(), sinks=st.booleans(),
     cores=st.sampled_from([1, 2, 5]), scale=st.sampled_from([None, -0.3]), paged=st.booleans(),
+    mask=st.sampled_from(["", "bool", "float", "float64", "row"]), dropout_p=st.sampled_from([0.0, 0.0, 0.3]),
+    dims=st.sampled_from([(D, DV), (D, DV), (24, 40)]),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
 def test_any_call_is_right_and_has_the_bits_of_each_sequence_alone(
     dtype: str, lengths: list[int], q_len: int, group: int, causal: bool, window: tuple[int, int], alibi: bool,
-    sinks: bool, cores: int, scale: float | None, paged: bool,
+    sinks: bool, cores: int, scale: float | None, paged: bool, mask: str, dropout_p: float, dims: tuple[int, int],
 ) -> None:  # fmt: skip
     """Also where chunks are pages, as in a server whose backends include `triton`."""
-    caches, heads = Caches(lengths, dtype, paged=paged), HK * group
+    caches, heads = Caches(lengths, dtype, paged=paged, dims=dims), HK * group
     kind = getattr(torch, dtype) if dtype in ("float16", "bfloat16") else torch.float32
-    q = normal(len(lengths), heads, q_len, D, seed=7).to(kind)
+    q = normal(len(lengths), heads, q_len, dims[0], seed=7).to(kind)
+    masks = normal(len(lengths), 1 if mask == "float" else heads, q_len, 1 if mask == "row" else max(lengths) + 5)
+    masks = masks > -1 if mask == "bool" else masks.double() if mask == "float64" else masks
+
+    def masked(n: int, length: int | None = None) -> dict[str, Tensor]:
+        return {"attn_mask": masks[n : n + 1, ..., :length]} if mask else {}
+
     extra = ({"alibi_slopes": normal(heads, seed=8).abs() / 16} if alibi else {}) | (
         {"sinks": normal(heads, seed=9)} if sinks else {}
     )
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+    if dropout_p:
+        options |= {"dropout_p": dropout_p, "dropout_seed": 3}
     every = list(range(len(lengths)))
-    o, lse, parts = caches.attend(every, {"q": q, **extra}, cores, **options)
+    given_mask = {"attn_mask": masks} if mask else {}
+    o, lse, parts = caches.attend(every, {"q": q, **extra, **given_mask}, cores, **options)
     assert all(isinstance(part, CachedPart) for part in parts)
-    for n in every:
-        own_o, own_lse, _ = caches.attend([n], {"q": q[n : n + 1], **extra}, 1, **options)
+    for n in every[:1] if dropout_p else every:  # a sequence's dropout depends on its number
+        own_o, own_lse, _ = caches.attend([n], {"q": q[n : n + 1], **extra, **masked(n)}, 1, **options)
         assert torch.equal(own_o[0], o[n])
         assert torch.equal(own_lse[0], lse[n])
-        right, right_lse = caches.expected(n, {"q": q[n : n + 1], **extra}, **options)
+        right, right_lse = caches.expected(n, {"q": q[n : n + 1], **extra, **masked(n, lengths[n])}, **options)
         tolerance = {"float32": 5e-6, "bfloat16": 2e-2, "float16": 3e-3}.get(dtype, 5e-6)
         torch.testing.assert_close(o[n].float(), right.float(), rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(lse[n], right_lse, rtol=1e-5, atol=1e-5)
@@ -151,15 +162,10 @@ def test_a_large_call_has_parts_of_about_equal_work_and_a_small_one_has_one() ->
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (30, 0), "causal": True}], ids=["plain", "window"])
-def test_head_dimensions_that_the_kernels_lack_and_machines_without_them(
+def test_without_the_kernels_tokens_are_copied_into_pages(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens are copied into pages, which torch's operator reads."""
-    odd = Caches([1100], "float32", dims=(24, 24))
-    q = normal(1, 4, 2, 24, seed=7)
-    o, _, parts = odd.attend([0], {"q": q}, **options)
-    assert isinstance(parts[0], Problem)
-    torch.testing.assert_close(o[0], odd.expected(0, {"q": q}, **options)[0], rtol=5e-6, atol=5e-6)
+    """torch's operator reads them."""
     monkeypatch.setattr(native, "library", lambda: None)
     caches = Caches([1100, 3], "float32")
     q = normal(2, 4, 2, D, seed=7)
