@@ -86,11 +86,11 @@ def test_what_is_wrong_is_said_at_its_field(page):
     expect(queries).to_have_attribute("aria-invalid", "true")
     expect(queries).to_be_focused()
     fill(form, shape__q_len=8, shape__head_dim=16)
-    form.locator("[name=backend]").select_option("torch")
-    form.locator("[name=dtype]").select_option("float64")
+    form.locator("summary").click()
+    fill(form, seed=10**19)
     verify.click()
-    expect(alert).to_contain_text("float64")  # the server's words
-    expect(form.locator("[name=softcap]")).to_have_attribute("aria-invalid", "true")
+    expect(alert).to_contain_text("seed")  # the server's words
+    expect(form.locator("[name=seed]")).to_have_attribute("aria-invalid", "true")
     assert queries.get_attribute("aria-invalid") is None
 
 
