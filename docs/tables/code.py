@@ -18,6 +18,7 @@ from flashpoint_contract.caches import CACHE_OPTIONS, CacheOption
 from flashpoint_contract.options import BACKENDS, LAYOUTS
 from flashpoint_contract.saved import SAVED_OPTIONS
 from flashpoint_contract.tensors import FLOATS, INPUT_TENSORS, TENSORS, Tensor
+from flashpoint_kernels import native
 from flashpoint_kernels.support import SUPPORT, said
 from flashpoint_kernels.timing.case import ALGORITHMS
 from flashpoint_kernels.timing.device import SHEETS
@@ -105,13 +106,19 @@ def commands() -> str:
 
 
 def support() -> str:
-    """A row a feature, those that every backend has first; a column a backend."""
+    """A row a feature, those that every backend has first; a column a backend, and for torch a column a device."""
+    columns: dict[str, frozenset[str]] = {}
+    for name in BACKENDS:
+        if name == "torch":
+            columns |= {"torch, CPU": SUPPORT[name] | native.FEATURES, "torch, CUDA": SUPPORT[name]}
+        elif name in SUPPORT:
+            columns[name] = SUPPORT[name]
     rows = []
-    for feature in set().union(*SUPPORT.values()):
+    for feature in set().union(*columns.values()):
         field, what = said(feature)
         name = f"`{field}`" if field == what else f"`{field}`: {what}"
-        rows.append((name, *("yes" if feature in SUPPORT[backend] else "–" for backend in BACKENDS)))
-    return table(["", *BACKENDS], sorted(rows, key=lambda row: (row.count("–"), row)))
+        rows.append((name, *("yes" if feature in own else "–" for own in columns.values())))
+    return table(["", *columns], sorted(rows, key=lambda row: (row.count("–"), row)))
 
 
 def extremes() -> str:
