@@ -32,12 +32,12 @@ struct part {
     int64_t lse_head, lse_row;
     const char *dlse; /* float32; null is 0 */
     int64_t dlse_head, dlse_row;
+    char *dq;
+    int64_t dq_head, dq_row;
     const char *k;
     int64_t k_head, k_row;
     const char *v;
     int64_t v_head, v_row;
-    char *dq;
-    int64_t dq_head, dq_row;
     char *dk;
     int64_t dk_head, dk_row;
     char *dv;

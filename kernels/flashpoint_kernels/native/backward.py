@@ -1,13 +1,12 @@
-"""Call backward.c: the gradient of attention, on one thread or shared by several."""
+"""Call backward.c: the gradient of attention, in shares for one or several threads."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashpoint_kernels import native
-from flashpoint_kernels.native.forward import TYPES, Dropped, Steps
+from flashpoint_kernels.native.forward import TYPES, Dropped
 
 QUERIES = 64  # of a block, see backward.c
 _ROWS = 2048  # of a part, at least: the gradients of its keys take as much memory again
@@ -39,53 +38,40 @@ class _Call(ctypes.Structure):
     )
 
 
-class Place(NamedTuple):
-    """Address of a sequence's first row for head 0, and steps in bytes; 0 for a tensor that is not there."""
+class _Place(NamedTuple):
+    """Address of a tensor (N, H, S, …), and its steps in bytes; all 0 for a tensor that is not there."""
 
     address: int = 0
+    batch: int = 0
     head: int = 0
     row: int = 0
 
-    def at(self, head: int) -> tuple[int, int, int]:
-        """Return the address for a head, and both steps."""
-        return self.address and self.address + head * self.head, self.head, self.row
-
     @classmethod
-    def of(cls, t: Tensor | None, batch: int, row: int) -> Place:
-        """Return the place of a sequence in a canonical view (N, H, S, …)."""
-        if t is None:
-            return NOWHERE
-        steps = Steps(*(t.stride(n) * t.itemsize for n in (1, 2)))
-        return cls(t.data_ptr() + batch * t.stride(0) * t.itemsize + row * steps.row, *steps)
+    def of(cls, t: Tensor | None) -> _Place:
+        return cls() if t is None else cls(t.data_ptr(), *(step * t.itemsize for step in t.stride()[:3]))
 
-
-NOWHERE = Place()
+    def at(self, batch: int, row: int, head: int) -> tuple[int, int, int]:
+        """Return the address of a sequence's first row for a head, and the steps from head to head and row to row."""
+        if not self.address:
+            return 0, 0, 0
+        return self.address + batch * self.batch + row * self.row + head * self.head, self.head, self.row
 
 
 class Sequence(NamedTuple):
-    """The tensors of one sequence. Query i sees the keys [i + low, i + high) among `keys`."""
+    """The place of a sequence, and what its queries see: query i the keys [i + low, i + high) among `keys`.
 
-    q: Place
-    o: Place
-    do: Place
-    lse: Place
-    dlse: Place
-    k: Place
-    v: Place
-    dq: Place
-    dk: Place
-    dv: Place
-    mask: Place
-    dmask: Place
-    slopes: int  # address, or 0; of the first head
+    `batch`, `q_start` and `kv_start` are its place in the tensors, `number` is for dropout and for slopes.
+    """
+
+    batch: int
+    q_start: int
+    kv_start: int
+    number: int
     queries: int
     keys: int
     low: int
     high: int
     offset: int
-    number: int  # for dropout
-    dk_view: Tensor | None  # (Hk, keys, D)
-    dv_view: Tensor | None  # (Hk, keys, Dv)
 
     def pairs(self, first: int, count: int) -> int:
         """Return about how many keys some queries see, at least one each."""
@@ -96,130 +82,135 @@ class Sequence(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Queries of one sequence and one key/value head.
+    """Queries of one sequence and some key/value heads; `pairs`: about how many keys they see.
 
-    `pairs`: about how many keys they see. `shared`: sequence and head, if other parts have the same keys; else sequence
-    and −1.
+    `cut`: other parts have the same keys, and this one has a single head.
     """
 
-    sequence: int
+    sequence: Sequence
     head: int
+    heads: int
     first: int
     queries: int
     pairs: int
-    shared: tuple[int, int]
+    cut: bool
 
 
 @dataclass(eq=False, slots=True)
 class Backward:
-    """The gradients of several sequences. `held` keeps alive what the addresses point to."""
+    """The gradients of several sequences.
 
-    dtype: torch.dtype
-    head_dim: int
-    value_dim: int
-    heads: int  # of k and v
-    group: int
+    `t` has the tensors by name, as canonical views (see `problem`), with adjacent numbers in the rows of q, k, v, o and
+    do; lse, dlse, alibi_slopes and sinks are float32. It has dq, dk, dv, dattn_mask and dsinks as far as they are
+    wanted.
+    """
+
+    t: Mapping[str, Tensor]
     scale: float
     softcap: float
-    mask_dtype: torch.dtype
-    mask_step: int
-    keep: float
+    keep: float  # 1 - dropout_p
     dropped: Dropped
     first_head: int  # of the request's query heads, for dropout
-    sinks: int  # address, or 0
-    has_dsinks: bool
-    held: object
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[Sequence]
+    _places: dict[str, _Place] = field(init=False)
+    _sums: dict[tuple[Sequence, int], list[Tensor]] = field(default_factory=dict, init=False)
+    _dsinks: Tensor | None = field(default=None, init=False)
 
-    def compute(self, threads: int) -> Tensor | None:
-        """Write all gradients, on at most `threads` threads. Return that of the sinks, (Hq,) float64, if wanted.
+    def __post_init__(self) -> None:
+        self._places = {name: _Place.of(self.t.get(name)) for name in (*_OF_QUERIES, *_OF_KEYS, *_OF_PAIRS)}
 
-        The caller must not be one of the threads of `spread`.
-        """
-        from flashpoint_kernels.reproducible import spread
-
-        parts = list(self._parts())
+    def shares(self, threads: int) -> list[list[int]]:
+        """Cut the work into about equal tasks for at most `threads` threads; `run` computes them, `finish` ends it."""
+        (_, heads, _, dim), (_, kv_heads, _, value_dim) = self.t["q"].shape, self.t["v"].shape
+        pairs = sum(own.pairs(0, own.queries) for own in self.sequences) * heads
+        workers = max(1, min(threads, 5 * pairs * (dim + value_dim) // _LEAST_FLOPS))
+        whole = workers == 1 or len(self.sequences) >= 4 * workers
+        parts = list(self._parts(kv_heads if whole else 1))
         edges = [0, *accumulate(part.pairs for part in parts)]
-        flops = 5 * edges[-1] * self.group * (self.head_dim + self.value_dim)
-        workers = max(1, min(threads, flops // _LEAST_FLOPS))
         cuts = [bisect_left(edges, edges[-1] * n // workers) for n in range(workers)] + [len(parts)]
-        dsinks = torch.zeros(len(parts), self.heads * self.group, dtype=torch.float64) if self.has_dsinks else None
-        sums: dict[tuple[int, int], list[Tensor]] = {}
-        shares = []
-        for first, last in pairwise(cuts):
-            tasks: list[int] = []
-            for (number, head), own in groupby(range(first, last), lambda n: parts[n].shared):
-                run = list(own)
-                if head < 0:
-                    tasks += self._task(parts[run[0]], len(run), 0, False, dsinks, run[0])
-                    continue
-                held = sums.setdefault((number, head), [])
-                for n in run:
-                    adds = n > run[0] and not parts[run[0]].first  # sums are added in the order of parts
-                    if not adds:
-                        held.append(torch.empty(self.sequences[number].keys, self.head_dim + self.value_dim))
-                    tasks += self._task(parts[n], 1, held[-1].data_ptr(), adds, dsinks, n)
-            if tasks:
-                shares.append(tasks)
-        if len(shares) > 1:
-            spread([partial(self._run, tasks) for tasks in shares])
-        elif shares:
-            self._run(*shares)
-        for (number, head), own_sums in sums.items():
-            self._gather(self.sequences[number], head, own_sums)
-        return None if dsinks is None else torch.from_numpy(dsinks.numpy().sum(0))
+        if "dsinks" in self.t:
+            self._dsinks = torch.zeros(len(parts), heads, dtype=torch.float64)
+        shares = [self._share(parts, range(first, last)) for first, last in pairwise(cuts)]
+        return [share for share in shares if share]
 
-    def _parts(self) -> Iterator[_Part]:
-        for number, sequence in enumerate(self.sequences):
-            queries = max(_ROWS // self.group, -(-sequence.queries // _PARTS))
-            queries += -queries % QUERIES
-            chunks = [
-                (first, count, sequence.pairs(first, count))
-                for first in range(0, sequence.queries, queries)
-                for count in [min(queries, sequence.queries - first)]
-            ]
-            for head in range(self.heads):
-                shared = number, head if len(chunks) > 1 else -1
-                for chunk in chunks:
-                    yield _Part(number, head, *chunk, shared)
-
-    def _task(self, part: _Part, heads: int, sums: int, adds: bool, dsinks: Tensor | None, number: int) -> list[int]:
-        """Return struct part of backward.c: the part, and the same of the next heads. `number`: its row of `dsinks`."""
-        own = self.sequences[part.sequence]
-        query, step = part.head * self.group, 4 * part.head * self.group
-        return [
-            heads, *own.q.at(query), *own.o.at(query), *own.do.at(query), *own.lse.at(query), *own.dlse.at(query),
-            *own.k.at(part.head), *own.v.at(part.head), *own.dq.at(query), *own.dk.at(part.head),
-            *own.dv.at(part.head), sums, adds,
-            own.slopes and own.slopes + step, self.sinks and self.sinks + step,
-            0 if dsinks is None else dsinks[number, query:].data_ptr(),
-            part.first, part.queries, own.keys, own.low, own.high, own.offset,
-            *own.mask.at(query), *own.dmask.at(query), own.number, self.first_head + query,
-        ]  # fmt: skip
-
-    def _run(self, tasks: list[int]) -> None:
+    def run(self, tasks: list[int]) -> None:
+        """Compute one of the shares in this thread."""
         functions = native.library()
         assert functions is not None
-        memory = array("q", tasks)
+        memory, mask, q, v = array("q", tasks), self.t.get("attn_mask"), self.t["q"], self.t["v"]
         call = _Call(
-            TYPES[self.dtype], self.head_dim, self.value_dim, self.group, self.scale, self.softcap,
-            TYPES[self.mask_dtype], self.mask_step, self.keep, self.dropped, len(tasks) // _TASK,
-            memory.buffer_info()[0],
+            TYPES[q.dtype], q.shape[3], v.shape[3], q.shape[1] // v.shape[1], self.scale, self.softcap,
+            TYPES[torch.bool if mask is None else mask.dtype], 0 if mask is None else mask.stride(3) * mask.itemsize,
+            self.keep, self.dropped, len(tasks) // _TASK, memory.buffer_info()[0],
         )  # fmt: skip
         if functions.backward(ctypes.byref(call)):
             raise MemoryError
 
-    def _gather(self, sequence: Sequence, head: int, sums: list[Tensor]) -> None:
-        if not sums:
-            return
-        total, *others = sums
-        for more in others:
-            total += more
-        for view, own in zip(
-            (sequence.dk_view, sequence.dv_view), torch.split(total, [self.head_dim, self.value_dim], 1), strict=True
-        ):
-            if view is not None:
-                view[head].copy_(own)
+    def finish(self) -> Tensor | None:
+        """Write the gradients of keys that parts share. Return dsinks, (Hq,) float64, if it is wanted."""
+        for (sequence, head), (total, *others) in self._sums.items():
+            for more in others:
+                total += more
+            widths = [self.t[name].shape[3] for name in "kv"]
+            for name, own in zip(("dk", "dv"), torch.split(total, widths, 1), strict=True):
+                if name in self.t:
+                    self.t[name][sequence.batch, head].narrow(0, sequence.kv_start, sequence.keys).copy_(own)
+        return None if self._dsinks is None else torch.from_numpy(self._dsinks.numpy().sum(0))
+
+    def _parts(self, together: int) -> Iterator[_Part]:
+        """Yield the parts: all queries of so many heads, or for a long sequence some queries of one head."""
+        heads = self.t["k"].shape[1]
+        for sequence in self.sequences:
+            queries = max(_ROWS * heads // self.t["q"].shape[1], -(-sequence.queries // _PARTS))
+            queries += -queries % QUERIES
+            chunks = [(n, min(queries, sequence.queries - n)) for n in range(0, sequence.queries, queries)]
+            cut = len(chunks) > 1
+            pairs = [sequence.pairs(*chunk) for chunk in chunks]
+            step = 1 if cut else together
+            for head in range(0, heads, step):
+                for chunk, own in zip(chunks, pairs, strict=True):
+                    yield _Part(sequence, head, step, *chunk, step * own, cut)
+
+    def _share(self, parts: list[_Part], numbers: range) -> list[int]:
+        """Return the tasks of one thread. It adds the sums of parts itself if it has the first of them, in order."""
+        tasks: list[int] = []
+        for _, group in groupby(numbers, lambda n: parts[n][:2] if parts[n].cut else n):
+            for place, n in enumerate(run := list(group)):
+                part, adds, address = parts[n], False, 0
+                if part.cut:
+                    sums = self._sums.setdefault((part.sequence, part.head), [])
+                    adds = place > 0 and not parts[run[0]].first
+                    if not adds:
+                        sums.append(torch.empty(part.sequence.keys, sum(self.t[name].shape[3] for name in "kv")))
+                    address = sums[-1].data_ptr()
+                tasks += self._task(part, address, adds, n)
+        return tasks
+
+    def _task(self, part: _Part, sums: int, adds: bool, number: int) -> list[int]:
+        """Return struct part of backward.c. `number`: the part's row of the gradients of sinks."""
+        own, t = part.sequence, self.t
+        query = part.head * t["q"].shape[1] // t["k"].shape[1]
+        numbers = [part.heads]
+        for name in _OF_QUERIES:
+            numbers += self._places[name].at(own.batch, own.q_start, query)
+        for name in _OF_KEYS:
+            numbers += self._places[name].at(own.batch, own.kv_start, part.head)
+        slopes, sinks = t.get("alibi_slopes"), t.get("sinks")
+        first_slope = query if slopes is None or slopes.ndim == 1 else query + own.number * slopes.shape[1]
+        numbers += (
+            sums, adds,
+            0 if slopes is None else slopes.data_ptr() + 4 * first_slope,
+            0 if sinks is None else sinks.data_ptr() + 4 * query,
+            0 if self._dsinks is None else self._dsinks[number, query:].data_ptr(),
+            part.first, part.queries, own.keys, own.low, own.high, own.offset,
+        )  # fmt: skip
+        for name in _OF_PAIRS:
+            numbers += self._places[name].at(own.batch, 0, query)
+        return [*numbers, own.number, self.first_head + query]
 
 
+# The tensors of struct part, in its order.
+_OF_QUERIES = ("q", "o", "do", "lse", "dlse", "dq")
+_OF_KEYS = ("k", "v", "dk", "dv")
+_OF_PAIRS = ("attn_mask", "dattn_mask")
 _TASK = 50  # integers of a struct part

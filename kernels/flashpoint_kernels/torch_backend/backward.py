@@ -6,15 +6,18 @@ The bits of a gradient depend neither on other sequences nor on the number of th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from flashpoint_contract.spec import Row, Spec
-from flashpoint_kernels.native.backward import Backward, Place, Sequence
+from flashpoint_kernels.native.backward import Backward, Sequence
 from flashpoint_kernels.native.forward import Dropped
 from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.reproducible import spread
 from flashpoint_kernels.torch_backend.forward import in_rows, mask_of
+
+_IN_ROWS = ("q", "k", "v", "o", "do")
 
 
 def differentiate(problem: Problem, threads: int) -> None:
@@ -22,10 +25,10 @@ def differentiate(problem: Problem, threads: int) -> None:
 
     The caller must not be one of the threads of `spread`.
     """
-    t = {name: problem.view(name) for name in ("q", "k", "v", "o", "do")}
+    t = {name: problem.view(name) for name in _IN_ROWS}
     t |= {name: problem.view(name).float() for name in ("lse", "dlse") if name in problem.tensors}
-    t |= {n: problem.view(n).contiguous() for n in ("alibi_slopes", "sinks") if n in problem.tensors}
-    t |= {name: problem.view(name) for name in ("dq", "dk", "dv", "dattn_mask", "dsinks") if name in problem.outputs}
+    t |= {name: problem.view(name).contiguous() for name in ("alibi_slopes", "sinks") if name in problem.tensors}
+    t |= {name: problem.view(name) for name in problem.outputs}
     if (mask := mask_of(problem)) is not None:
         t["attn_mask"] = mask
     dsinks = gradients(problem.spec, problem.rows, t, threads, problem.seed, problem.first_head)
@@ -40,35 +43,29 @@ def gradients(
 
     `t` has canonical views (see `problem`), with o and lse of the forward. For threads see `differentiate`.
     """
-    t = {name: in_rows(x) if name in ("q", "k", "v", "o", "do") else x for name, x in t.items()}
-    options, mask, sinks = spec.options, t.get("attn_mask"), t.get("sinks")
+    p = spec.options.dropout_p
     backward = Backward(
-        t["q"].dtype, spec.head_dim, spec.value_dim, spec.kv_heads, spec.q_heads // spec.kv_heads, spec.scale,
-        options.softcap, torch.bool if mask is None else mask.dtype,
-        0 if mask is None else mask.stride(3) * mask.itemsize, 1.0 - options.dropout_p,
-        Dropped.of(seed, options.dropout_p), first_head, 0 if sinks is None else sinks.data_ptr(), "dsinks" in t, t,
+        {name: in_rows(x) if name in _IN_ROWS else x for name, x in t.items()}, spec.scale, spec.options.softcap,
+        1.0 - p, Dropped.of(seed, p), first_head, [_sequence(spec, row) for row in rows if row.q_len],
     )  # fmt: skip
-    backward.sequences += (_sequence(spec, row, t) for row in rows if row.q_len)
-    return backward.compute(threads)
+    shares = backward.shares(threads)
+    if len(shares) > 1:
+        spread([partial(backward.run, tasks) for tasks in shares])
+    elif shares:
+        backward.run(*shares)
+    return backward.finish()
 
 
-def _sequence(spec: Spec, row: Row, t: Mapping[str, Tensor]) -> Sequence:
+def _sequence(spec: Spec, row: Row) -> Sequence:
     offset, (left, right) = spec.offset(row.q_len, row.kv_len), spec.window
-
-    def queries(name: str) -> Place:
-        return Place.of(t.get(name), row.batch, row.q_start)
-
-    def keys(name: str) -> Place:
-        return Place.of(t.get(name), row.batch, row.kv_start)
-
-    def view(name: str) -> Tensor | None:
-        return t[name][row.batch, :, row.kv_start : row.kv_start + row.kv_len] if name in t else None
-
-    slopes = t.get("alibi_slopes")
-    own = slopes is not None and slopes.ndim == 2
     return Sequence(
-        queries("q"), queries("o"), queries("do"), queries("lse"), queries("dlse"), keys("k"), keys("v"),
-        queries("dq"), keys("dk"), keys("dv"), queries("attn_mask"), queries("dattn_mask"),
-        0 if slopes is None else slopes.data_ptr() + (4 * spec.q_heads * row.index if own else 0),
-        row.q_len, row.kv_len, offset - left, offset + right + 1, offset, row.index, view("dk"), view("dv"),
-    )  # fmt: skip
+        row.batch,
+        row.q_start,
+        row.kv_start,
+        row.index,
+        row.q_len,
+        row.kv_len,
+        offset - left,
+        offset + right + 1,
+        offset,
+    )
