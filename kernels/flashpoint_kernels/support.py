@@ -18,8 +18,7 @@ SUPPORT = {
 def features(backend: str, device: str = "cpu") -> frozenset[str]:
     """Return the features of a backend on a device, `cpu` or `cuda`.
 
-    On the CPU `torch` also has those of the kernels in C, where these were compiled; the gradient of a mask only if the
-    mask has a number for each score.
+    On the CPU `torch` also has those of the kernels in C, where these were compiled.
     """
     own = backend == "torch" and device == "cpu" and native.library() is not None
     return SUPPORT[backend] | native.FEATURES if own else SUPPORT[backend]

@@ -193,14 +193,6 @@ def test_which_problems_torch_has_through_the_kernels() -> None:
     with pytest.raises(ProblemError, match="softcap"):
         chosen(t, ("triton", "torch", "tiled"), softcap=2.0, backend="torch")
 
-    def of_mask(*shape: int, dtype: torch.dtype = torch.float32) -> str:
-        given = qkv(2, 2, 3, 5, 32) | {"attn_mask": normal(*shape, dtype=dtype)}
-        spec = Problem.create(given, Options(grads=["dattn_mask"]), "backward").spec
-        return choose_backend(spec, ("torch", "tiled", "reference"))
-
-    assert of_mask(2, 2, 3, 5) == "torch"
-    assert of_mask(1, 2, 3, 5) == of_mask(3, 5) == of_mask(2, 2, 3, 5, dtype=torch.float64) == "tiled"
-
 
 def test_a_machine_without_a_compiler_builds_nothing(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(sources))

@@ -40,7 +40,8 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     window=st.sampled_from([(-1, -1), (0, 0), (63, -1), (20, 5), (5, 200)]), top_left=st.booleans(),
     softcap=st.sampled_from([0.0, 0.0, 0.7, 30.0]), scale=st.sampled_from([None, -0.2, 0.0]),
     alibi=st.sampled_from([0, 1, 2]), sinks=st.booleans(), layout=st.sampled_from(["bhsd", "bshd"]),
-    mask=st.sampled_from(["", "bool", "float", "own", "row", "column"]), dropout_p=st.sampled_from([0.0, 0.0, 0.4]),
+    mask=st.sampled_from(["", "bool", "float", "own", "double", "queries", "keys", "head", "batch", "one"]),
+    dropout_p=st.sampled_from([0.0, 0.0, 0.4]),
     dlse=st.booleans(), lengths=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=120, deadline=None)
@@ -59,10 +60,14 @@ def test_any_problem_agrees_with_float64(
         t["sinks"] = normal(heads)
         grads.append("dsinks")
     if mask:
-        shape = {"own": (2, heads, q_len, kv_len), "row": (q_len, 1), "column": (2, 1, 1, kv_len)}
+        whole = (2, heads, q_len, kv_len)
+        shape = {
+            "own": whole, "double": whole, "queries": (q_len, 1), "keys": (2, 1, 1, kv_len), "head": (heads, 1, 1),
+            "batch": (2, 1, q_len, kv_len), "one": (1,),
+        }  # fmt: skip
         numbers = normal(*shape.get(mask, (heads, q_len, kv_len)), seed=9)
-        t["attn_mask"] = numbers > -1 if mask == "bool" else numbers.to(dtype)
-        if mask == "own":
+        t["attn_mask"] = numbers > -1 if mask == "bool" else numbers.to(torch.float64 if mask == "double" else dtype)
+        if mask != "bool":
             grads.append("dattn_mask")
     if dlse:
         t["dlse"] = normal(2, heads, q_len)
@@ -83,6 +88,24 @@ def test_each_instruction_set_is_exact(level: str, dtype: torch.dtype) -> None:
         check(t | {"sinks": normal(4)}, softcap=4.0, dropout_p=0.2, dropout_seed=3, grads=[*GRADS, "dsinks"])
         own = normal(2, 4, 130, 200, dtype=dtype)
         check(t | {"attn_mask": own}, causal=True, grads=["dattn_mask"])
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 500, 300), (4, 500, 300), (500, 300), (2, 1, 1, 300), (4, 500, 1)], ids=str)
+def test_the_gradient_of_a_shared_mask_has_the_same_bits_on_any_number_of_threads(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "_ROWS", 128)
+    monkeypatch.setattr(parts, "_LEAST_FLOPS", 1)
+    t = qkv(2, 4, 500, 300, 16, kv_heads=2) | {"attn_mask": normal(*shape)}
+    check(t, grads=[*GRADS, "dattn_mask"], causal=True)
+    t |= forward("torch", t, causal=True)
+    found = []
+    for threads in (1, 2, 3, 5, 16):
+        problem = Problem.create(t, Options(causal=True, grads=[*GRADS, "dattn_mask"]), "backward")
+        differentiate(problem, threads)
+        found.append(problem.outputs)
+    for other in found[1:]:
+        assert all(torch.equal(other[name], found[0][name]) for name in other)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (700, 90)}, {"dropout_p": 0.3}], ids=str)

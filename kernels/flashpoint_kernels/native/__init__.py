@@ -11,7 +11,6 @@ torch.
 from __future__ import annotations
 
 import ctypes
-import math
 import warnings
 from functools import cache
 from typing import Any, NamedTuple
@@ -64,8 +63,4 @@ def supports(spec: Spec) -> bool:
     """Return whether the kernels are there and can compute the problem on the CPU."""
     if spec.has("block_mask") or spec.dtype not in DTYPES or spec.tensors["k"].dtype not in DTYPES:
         return False
-    if "dattn_mask" in spec.features:  # each number is of one score: no thread adds to another's
-        mask = spec.tensors["attn_mask"]
-        if mask.dtype not in DTYPES or math.prod(mask.shape) != math.prod(spec.shape_of("attn_mask")):
-            return False
     return library() is not None

@@ -50,7 +50,7 @@ struct part {
     int64_t offset; /* ALiBi's distance of query i and key j is |i + offset - j| */
     const char *mask;
     int64_t mask_head, mask_row;
-    char *dmask; /* of the mask's type, a number for each query and key */
+    char *dmask;
     int64_t dmask_head, dmask_row;
     int64_t sequence, head; /* dropout's */
 };
@@ -58,7 +58,8 @@ struct part {
 struct call {
     int64_t type, dim, value_dim, group;
     double scale, softcap; /* softcap: 0 is off */
-    int64_t mask_type, mask_step;
+    int64_t mask_type, mask_step;   /* step from key to key in bytes, 0 for one number for all keys */
+    int64_t dmask_step, dmask_adds; /* dmask is float32, and parts add to it; else it has the mask's type and all pairs */
     double keep; /* 1 - dropout_p */
     struct dropout dropout;
     int64_t count;
@@ -240,11 +241,30 @@ INLINE void store_keys(char *row, enum type type, int64_t key, int64_t stop, flo
         for (int i = 0; i < LANES && key + i < stop; i++) store(row, type, key + i, x[i]);
 }
 
-/* Write zeros as the mask's gradient of some queries and the keys [from, to). */
+/* Add a number for each of the keys [key, key + LANES) that is below `stop`, or with a step of 0 their sum. */
+INLINE void add_keys(char *row, int64_t step, int64_t key, int64_t stop, floats x) {
+    float sum;
+    if (!step) {
+        memcpy(&sum, row, sizeof sum);
+        sum += lane_sum(x);
+        memcpy(row, &sum, sizeof sum);
+        return;
+    }
+    if (key + LANES <= stop)
+        x = x + load_floats(row + 4 * key);
+    else
+        for (int i = 0; i < LANES && key + i < stop; i++) {
+            memcpy(&sum, row + 4 * (key + i), sizeof sum);
+            x[i] += sum;
+        }
+    store_keys(row, FLOAT32, key, stop, x);
+}
+
+/* Write zeros as the mask's gradient of some queries and the keys [from, to), unless it is a sum. */
 INLINE void clear_mask(const struct call *call, const struct part *part, int64_t head, int64_t first, int64_t count,
                        int64_t from, int64_t to) {
     const int64_t size = size_of((enum type)call->mask_type);
-    if (part->dmask && from < to)
+    if (part->dmask && !call->dmask_adds && from < to)
         for (int64_t i = first; i < first + count; i++)
             memset(part->dmask + head * part->dmask_head + i * part->dmask_row + from * size, 0, (to - from) * size);
 }
@@ -291,7 +311,10 @@ INLINE void differentiate(const struct call *call, const struct part *part, stru
             dx = choose(visible, dx, splat(0));
         }
         memcpy(p + c, &weight, sizeof weight);
-        if (dmask) store_keys(dmask, (enum type)call->mask_type, position + c, part->keys, dx);
+        if (dmask && call->dmask_adds)
+            add_keys(dmask, call->dmask_step, position + c, part->keys, dx);
+        else if (dmask)
+            store_keys(dmask, (enum type)call->mask_type, position + c, part->keys, dx);
         dx = dx * slope;
         memcpy(ds + c, &dx, sizeof dx);
     }

@@ -31,6 +31,8 @@ class _Call(ctypes.Structure):
         ("softcap", ctypes.c_double),
         ("mask_type", ctypes.c_int64),
         ("mask_step", ctypes.c_int64),
+        ("dmask_step", ctypes.c_int64),
+        ("dmask_adds", ctypes.c_int64),
         ("keep", ctypes.c_double),
         ("dropout", Dropped),
         ("count", ctypes.c_int64),
@@ -102,7 +104,8 @@ class Backward:
 
     `t` has the tensors by name, as canonical views (see `problem`), with adjacent numbers in the rows of q, k, v, o and
     do; lse, dlse, alibi_slopes and sinks are float32. It has dq, dk, dv, dattn_mask and dsinks as far as they are
-    wanted.
+    wanted. `adds`: dattn_mask is float32 and 0, and its dimensions of step 0 are summed over; else it has the mask's
+    dtype and a number for each score.
     """
 
     t: Mapping[str, Tensor]
@@ -112,9 +115,10 @@ class Backward:
     dropped: Dropped
     first_head: int  # of the request's query heads, for dropout
     sequences: list[Sequence]
+    adds: bool
     _places: dict[str, _Place] = field(init=False)
     _sums: dict[tuple[Sequence, int], list[Tensor]] = field(default_factory=dict, init=False)
-    _dsinks: Tensor | None = field(default=None, init=False)
+    _dsinks: list[Tensor] = field(default_factory=list, init=False)  # of each part
 
     def __post_init__(self) -> None:
         self._places = {name: _Place.of(self.t.get(name)) for name in (*_OF_QUERIES, *_OF_KEYS, *_OF_PAIRS)}
@@ -125,23 +129,22 @@ class Backward:
         pairs = sum(own.pairs(0, own.queries) for own in self.sequences) * heads
         workers = max(1, min(threads, 5 * pairs * (dim + value_dim) // _LEAST_FLOPS))
         whole = workers == 1 or len(self.sequences) >= 4 * workers
-        parts = list(self._parts(kv_heads if whole else 1))
-        edges = [0, *accumulate(part.pairs for part in parts)]
-        cuts = [bisect_left(edges, edges[-1] * n // workers) for n in range(workers)] + [len(parts)]
-        if "dsinks" in self.t:
-            self._dsinks = torch.zeros(len(parts), heads, dtype=torch.float64)
-        shares = [self._share(parts, range(first, last)) for first, last in pairwise(cuts)]
+        groups = self._groups(kv_heads if whole else 1)
+        edges = [0, *accumulate(sum(part.pairs for part in group) for group in groups)]
+        cuts = [bisect_left(edges, edges[-1] * n // workers) for n in range(workers)] + [len(groups)]
+        shares = [self._share([p for group in groups[first:last] for p in group]) for first, last in pairwise(cuts)]
         return [share for share in shares if share]
 
     def run(self, tasks: list[int]) -> None:
         """Compute one of the shares in this thread."""
         functions = native.library()
         assert functions is not None
-        memory, mask, q, v = array("q", tasks), self.t.get("attn_mask"), self.t["q"], self.t["v"]
+        memory, q, v = array("q", tasks), self.t["q"], self.t["v"]
+        mask, dmask = self.t.get("attn_mask"), self.t.get("dattn_mask")
         call = _Call(
             TYPES[q.dtype], q.shape[3], v.shape[3], q.shape[1] // v.shape[1], self.scale, self.softcap,
             TYPES[torch.bool if mask is None else mask.dtype], 0 if mask is None else mask.stride(3) * mask.itemsize,
-            self.keep, self.dropped, len(tasks) // _TASK, memory.buffer_info()[0],
+            0 if dmask is None else dmask.stride(3) * dmask.itemsize, self.adds, self.keep, self.dropped, len(tasks) // _TASK, memory.buffer_info()[0],
         )  # fmt: skip
         if functions.backward(ctypes.byref(call)):
             raise MemoryError
@@ -155,7 +158,23 @@ class Backward:
             for name, own in zip(("dk", "dv"), torch.split(total, widths, 1), strict=True):
                 if name in self.t:
                     self.t[name][sequence.batch, head].narrow(0, sequence.kv_start, sequence.keys).copy_(own)
-        return None if self._dsinks is None else torch.from_numpy(self._dsinks.numpy().sum(0))
+        if "dsinks" not in self.t:
+            return None
+        total = torch.zeros(self.t["q"].shape[1], dtype=torch.float64)
+        for own in self._dsinks:
+            total += own
+        return total
+
+    def _groups(self, together: int) -> list[list[_Part]]:
+        """Return the parts of the work. Those that add to the same numbers of a mask's gradient are one group."""
+        if not self.adds:
+            return [[part] for part in self._parts(together)]
+        groups: dict[tuple[int, int], list[_Part]] = {}
+        place = self._places["dattn_mask"]
+        for part in self._parts(1):
+            shared = part.sequence.batch if place.batch else 0, part.head if place.head else 0
+            groups.setdefault(shared, []).append(part)
+        return list(groups.values())
 
     def _parts(self, together: int) -> Iterator[_Part]:
         """Yield the parts: all queries of so many heads, or for a long sequence some queries of one head."""
@@ -171,23 +190,24 @@ class Backward:
                 for chunk, own in zip(chunks, pairs, strict=True):
                     yield _Part(sequence, head, step, *chunk, step * own, cut)
 
-    def _share(self, parts: list[_Part], numbers: range) -> list[int]:
-        """Return the tasks of one thread. It adds the sums of parts itself if it has the first of them, in order."""
+    def _share(self, parts: list[_Part]) -> list[int]:
+        """Return the tasks of one thread. It adds the sums of a head's parts itself, in order, if it has the first."""
         tasks: list[int] = []
-        for _, group in groupby(numbers, lambda n: parts[n][:2] if parts[n].cut else n):
-            for place, n in enumerate(run := list(group)):
-                part, adds, address = parts[n], False, 0
+        for _, alike in groupby(parts, lambda part: part[:2]):
+            run = list(alike)
+            for part in run:
+                adds, address = False, 0
                 if part.cut:
                     sums = self._sums.setdefault((part.sequence, part.head), [])
-                    adds = place > 0 and not parts[run[0]].first
+                    adds = part is not run[0] and not run[0].first
                     if not adds:
                         sums.append(torch.empty(part.sequence.keys, sum(self.t[name].shape[3] for name in "kv")))
                     address = sums[-1].data_ptr()
-                tasks += self._task(part, address, adds, n)
+                tasks += self._task(part, address, adds)
         return tasks
 
-    def _task(self, part: _Part, sums: int, adds: bool, number: int) -> list[int]:
-        """Return struct part of backward.c. `number`: the part's row of the gradients of sinks."""
+    def _task(self, part: _Part, sums: int, adds: bool) -> list[int]:
+        """Return struct part of backward.c."""
         own, t = part.sequence, self.t
         query = part.head * t["q"].shape[1] // t["k"].shape[1]
         numbers = [part.heads]
@@ -195,14 +215,16 @@ class Backward:
             numbers += self._places[name].at(own.batch, own.q_start, query)
         for name in _OF_KEYS:
             numbers += self._places[name].at(own.batch, own.kv_start, part.head)
-        slopes, sinks = t.get("alibi_slopes"), t.get("sinks")
+        slopes, sinks, dsinks = t.get("alibi_slopes"), t.get("sinks"), 0
         first_slope = query if slopes is None or slopes.ndim == 1 else query + own.number * slopes.shape[1]
+        if "dsinks" in t:
+            self._dsinks.append(torch.zeros(t["q"].shape[1], dtype=torch.float64))
+            dsinks = self._dsinks[-1].data_ptr() + 8 * query
         numbers += (
             sums, adds,
             0 if slopes is None else slopes.data_ptr() + 4 * first_slope,
             0 if sinks is None else sinks.data_ptr() + 4 * query,
-            0 if self._dsinks is None else self._dsinks[number, query:].data_ptr(),
-            part.first, part.queries, own.keys, own.low, own.high, own.offset,
+            dsinks, part.first, part.queries, own.keys, own.low, own.high, own.offset,
         )  # fmt: skip
         for name in _OF_PAIRS:
             numbers += self._places[name].at(own.batch, 0, query)

@@ -5,9 +5,12 @@ The bits of a gradient depend neither on other sequences nor on the number of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from flashpoint_contract.spec import Row, Spec
@@ -31,22 +34,44 @@ def differentiate(problem: Problem, threads: int) -> None:
     t |= {name: problem.view(name) for name in problem.outputs}
     if (mask := mask_of(problem)) is not None:
         t["attn_mask"] = mask
-    dsinks = gradients(problem.spec, problem.rows, t, threads, problem.seed, problem.first_head)
+    total = None if "dattn_mask" not in problem.outputs or _of_each_score(problem) else _sum_of_masks(problem)
+    if total is not None:
+        t["dattn_mask"] = total.view("dattn_mask")
+    dsinks = gradients(problem.spec, problem.rows, t, threads, problem.seed, problem.first_head, adds=total is not None)
     if dsinks is not None:
         problem.outputs["dsinks"].copy_(dsinks)
+    if total is not None:
+        problem.own_part("dattn_mask").copy_(total.own_part("dattn_mask"))
+
+
+def _of_each_score(problem: Problem) -> bool:
+    """Return whether the mask has a number for each score, in a dtype that the kernels write."""
+    mask = problem.tensors["attn_mask"]
+    return mask.dtype != torch.float64 and mask.numel() == math.prod(problem.spec.shape_of("attn_mask"))
+
+
+def _sum_of_masks(problem: Problem) -> Problem:
+    """Return the problem with memory for the float32 sum of a mask's gradient. What it does not use takes no memory."""
+    return replace(problem, outputs={"dattn_mask": torch.zeros(problem.outputs["dattn_mask"].shape)})
 
 
 def gradients(
-    spec: Spec, rows: Iterable[Row], t: Mapping[str, Tensor], threads: int, seed: int | None = None, first_head: int = 0
+    spec: Spec,
+    rows: Iterable[Row],
+    t: Mapping[str, Tensor],
+    threads: int,
+    seed: int | None = None,
+    first_head: int = 0,
+    adds: bool = False,
 ) -> Tensor | None:
-    """Write dq, dk, dv and dattn_mask, as far as `t` has them. Return dsinks, (Hq,) float64, if `t` has it.
+    """Write dq, dk, dv and dattn_mask (with `adds`, add to it), as far as `t` has them.
 
-    `t` has canonical views (see `problem`), with o and lse of the forward. For threads see `differentiate`.
+    Return dsinks, (Hq,) float64, if `t` has it. `t` has canonical views (see `problem`), with o and lse of the forward. For threads see `differentiate`.
     """
     p = spec.options.dropout_p
     backward = Backward(
         {name: in_rows(x) if name in _IN_ROWS else x for name, x in t.items()}, spec.scale, spec.options.softcap,
-        1.0 - p, Dropped.of(seed, p), first_head, [_sequence(spec, row) for row in rows if row.q_len],
+        1.0 - p, Dropped.of(seed, p), first_head, [_sequence(spec, row) for row in rows if row.q_len], adds,
     )  # fmt: skip
     shares = backward.shares(threads)
     if len(shares) > 1:
