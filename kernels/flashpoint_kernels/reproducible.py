@@ -34,8 +34,8 @@ FLOPS_PER_THREAD = 1 << 25
 PART_SECONDS = 3e-3
 
 # Limits of `has_native_forward`: keys for any number of queries, and pairs of query and key. Torch's operator begins
-# sooner, but for windows and ALiBi it needs several calls.
-_LEAST_KEYS, _LEAST_PAIRS, _LEAST_IN_BLOCKS = 512, 1 << 16, 1 << 12
+# sooner.
+_LEAST_KEYS, _LEAST_PAIRS = 512, 1 << 16
 _VECTOR = 16  # float32s of an AVX-512 register
 _TOGETHER = 1 << 20  # elements of q, of k or of the scores in one call: 4 MiB in float32, which the call may copy
 
@@ -218,17 +218,15 @@ def thread_count(problem: Problem, row: Row) -> int:
 def has_native_forward(spec: Spec, row: Row) -> bool:
     """Return whether `torch` computes a sequence's forward on the CPU with the kernels in C (torch_backend.forward).
 
-    Short sequences take less time with torch's operator, if it has their options.
+    Short sequences take less time with torch's operator, if one call computes their options.
     """
     if not (row.q_len and row.kv_len):
         return False
-    if spec.features & native.FEATURES:
+    if spec.features & native.FEATURES or in_blocks(spec, row):
         return native.supports(spec)
     if spec.head_dim % native.VECTOR or spec.value_dim % native.VECTOR:  # some of these are faster with the operator
         return False
-    pairs = row.q_len * row.kv_len
-    few = pairs < _LEAST_IN_BLOCKS or (pairs < _LEAST_PAIRS and not in_blocks(spec, row))
-    if few and row.kv_len < _LEAST_KEYS:
+    if row.kv_len < _LEAST_KEYS and row.q_len * row.kv_len < _LEAST_PAIRS:
         return False
     return native.supports(spec)
 

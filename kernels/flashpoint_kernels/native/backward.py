@@ -144,7 +144,8 @@ class Backward:
         call = _Call(
             TYPES[q.dtype], q.shape[3], v.shape[3], q.shape[1] // v.shape[1], self.scale, self.softcap,
             TYPES[torch.bool if mask is None else mask.dtype], 0 if mask is None else mask.stride(3) * mask.itemsize,
-            0 if dmask is None else dmask.stride(3) * dmask.itemsize, self.adds, self.keep, self.dropped, len(tasks) // _TASK, memory.buffer_info()[0],
+            0 if dmask is None else dmask.stride(3) * dmask.itemsize, self.adds, self.keep, self.dropped,
+            len(tasks) // _TASK, memory.buffer_info()[0],
         )  # fmt: skip
         if functions.backward(ctypes.byref(call)):
             raise MemoryError

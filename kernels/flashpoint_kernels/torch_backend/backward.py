@@ -66,7 +66,8 @@ def gradients(
 ) -> Tensor | None:
     """Write dq, dk, dv and dattn_mask (with `adds`, add to it), as far as `t` has them.
 
-    Return dsinks, (Hq,) float64, if `t` has it. `t` has canonical views (see `problem`), with o and lse of the forward. For threads see `differentiate`.
+    Return dsinks, (Hq,) float64, if `t` has it. `t` has canonical views (see `problem`), with o and lse of the forward.
+    For threads see `differentiate`.
     """
     p = spec.options.dropout_p
     backward = Backward(
