@@ -74,8 +74,8 @@ class _ToldApart(AbstractContextManager[None]):
 class TorchDevice:
     """One device and its backends.
 
-    `lanes` threads serve it. They run at most `launches` launches and `cores` parts at the same time. If all of these
-    parts are long, they also run one short part (see scheduler.py).
+    `lanes` threads serve it. They run at most `launches` launches and `cores` parts at the same time. On the CPU they
+    also run one more short part (see scheduler.py).
     """
 
     ledger: Ledger  # set before the device serves, as are the stores that it counts

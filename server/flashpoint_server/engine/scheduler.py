@@ -2,8 +2,9 @@
 
 On a CPU a request is cut into parts, between its sequences and its heads. Tasks take the parts one by one in the
 queue's order (waiting.py). So all waiting requests share the cores, and a request that is cancelled or late ends
-between two parts. A part runs on one core. If all cores run long parts, one additional lane runs short ones. On a GPU,
-and under Triton's interpreter, a task is a launch of all requests that may share it.
+between two parts. A part runs on one core. One additional lane runs short parts, so that no core is idle while a lane
+waits for Python's lock or for the core of an HTTP process. On a GPU, and under Triton's interpreter, a task is a launch
+of all requests that may share it.
 
     admitted → waiting → started → answered      waiting → cancelled or late: answered without a start
 
@@ -323,12 +324,16 @@ class Scheduler:
         return free and self._launches < self._device.launches
 
     def _has_lane(self, entry: Entry) -> bool:
-        """Return whether a part of the request may start: if a core is free, or if it is short and all cores run long
-        parts.
+        """Return whether a part of the request may start: on a free core, or on the additional lane.
+
+        The additional lane takes a short part if it is the first in the queue, or if all cores run long parts. So a
+        request that needs a free core is not passed for ever.
         """
         if self._running < self._device.cores:
             return True
-        return not entry.long and self._long >= self._device.cores and self._running == self._long
+        if entry.long or self._running > self._device.cores:
+            return False
+        return self._waiting.first is entry or self._running == self._long
 
     def _begins(self, entry: Entry) -> bool:
         """Start a request that has not started. Return False if it failed or is late, and was answered."""

@@ -59,6 +59,11 @@ class Waiting(Generic[W]):
     def __len__(self) -> int:
         return len(self._queue)
 
+    @property
+    def first(self) -> W:
+        """The first item."""
+        return self._queue[0]
+
     def put(self, item: W) -> None:
         bisect.insort(self._queue, item, key=lambda waits: waits.rank)  # behind items of equal rank
 

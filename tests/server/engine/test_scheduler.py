@@ -147,6 +147,27 @@ def test_a_short_part_runs_beside_long_ones_on_every_core(bench):
     bench.finish(short, *held)
 
 
+def test_one_short_part_more_runs_than_there_are_cores(bench):
+    numbers = [bench.admit() for _ in range(4)]
+    tasks = [bench.take() for _ in range(3)]
+    assert bench.scheduler.take() is None
+    bench.finish(tasks[0])
+    assert bench.take().entries[0].submit.id == numbers[3]
+
+
+def test_short_parts_do_not_pass_a_long_one_for_ever(bench):
+    """The long one is first in the queue, and needs a core: no short part takes the additional lane before it."""
+    for _ in range(3):
+        bench.admit(rank=0.0)
+    tasks = [bench.take() for _ in range(3)]
+    long = bench.admit(seconds=LONG, rank=1.0)
+    bench.admit(rank=2.0)
+    bench.finish(tasks[0])
+    assert bench.scheduler.take() is None
+    bench.finish(tasks[1])
+    assert bench.take().entries[0].submit.id == long
+
+
 def test_nobody_need_listen_during_a_small_part_when_nothing_else_waits(bench):
     bench.admit()
     bench.admit()
