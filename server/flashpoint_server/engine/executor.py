@@ -7,6 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import structlog
@@ -18,6 +19,7 @@ from flashpoint_server.engine.caches.attending import HeldCall
 from flashpoint_server.engine.caches.parts import CachedPart
 from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, Stages, TorchDevice
 from flashpoint_server.engine.entry import Entry, OutOfMemoryError, account
+from flashpoint_server.engine.kernel_threads import KernelThreads
 from flashpoint_server.engine.tasks import Ask, Compute, Cut, Keep, Launch, Task
 from flashpoint_server.engine.waiting import Budget
 from flashpoint_server.ipc.messages import (
@@ -48,6 +50,7 @@ class Executor:
         self.device = device
         self._budget = budget
         self._watchdog = Watchdog(hang_timeout)
+        self._kernels = KernelThreads(device.cores - 1)
         self._numbers = itertools.count(1 + secrets.randbits(62))  # of launches; they must be unique, for traces
 
     def run(self, task: Task) -> Exception | None:
@@ -103,7 +106,11 @@ class Executor:
                     backend = entry.placed.submit.backend
                     parts = self.device.attend(self._call(entry), backend, cores)
                     if alone := len(parts) == 1 and entry.failure is None:
-                        self._run_part(parts[0], backend)
+                        run = partial(self._run_part, parts[0], backend)
+                        if cores > 1 or entry.long:
+                            run()
+                        else:  # other requests need the cores, too
+                            self._kernels.run(run)
                     entry.cut_held(parts, computed=alone)
             else:
                 entry.cut(self.device.parts)
