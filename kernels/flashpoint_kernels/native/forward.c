@@ -317,16 +317,21 @@ INLINE void soften(const struct call *call, const struct task *task, float *s, s
     row->most = found;
 }
 
-/* Take one block into the softmax of all rows of a head. The first rows load the `next` block into the cache. */
+/* Take one block into the softmax of all rows of a head. The first rows load keys into the cache that come soon: float32
+   the next group, which is read at the speed of memory; other types the same group of the `next` block. */
 INLINE void step(const struct call *call, const struct task *task, struct scratch *own, const struct keys *keys,
                  const struct keys *next, int64_t head, int64_t position, int64_t count) {
-    const int64_t rows = call->group * task->queries;
+    const int64_t rows = call->group * task->queries, groups = (count + GROUP - 1) / GROUP;
+    const int64_t ahead = call->k_type == FLOAT32 ? 1 : groups;
+    struct group soon[BLOCK / GROUP];
     int together;
+    for (int64_t g = 0; g < groups; g++)
+        soon[g] = g + ahead < groups ? keys->groups[g + ahead] : next->groups[g + ahead - groups];
     for (int64_t r = 0; r < rows; r += 1 << together) {
         together = rows - r >= 4 ? 2 : rows - r >= 2;
         dot_function *const dot = dots[call->k_type][together];
         for (int64_t j = 0; j < count; j += GROUP)
-            dot(own->q + r * padded(call->dim), call->dim, keys->groups + j / GROUP, r ? 0 : next->groups + j / GROUP,
+            dot(own->q + r * padded(call->dim), call->dim, keys->groups + j / GROUP, r ? 0 : soon + j / GROUP,
                 count - j < GROUP ? count - j : GROUP, own->p + r * BLOCK + j);
     }
     for (int64_t r = 0; r < rows; r++)
@@ -335,7 +340,7 @@ INLINE void step(const struct call *call, const struct task *task, struct scratc
     for (int64_t r = 0; r < rows; r += 1 << together) {
         together = rows - r >= 4 ? 2 : rows - r >= 2;
         weighs[call->k_type][together](own->o + r * padded(call->value_dim), call->value_dim, own->p + r * BLOCK,
-                                       own->alpha + r, keys->groups, r ? 0 : next->groups, count);
+                                       own->alpha + r, keys->groups, r ? 0 : soon, count);
     }
 }
 
