@@ -51,7 +51,7 @@ def _of_each_score(problem: Problem) -> bool:
 
 
 def _sum_of_masks(problem: Problem) -> Problem:
-    """Return the problem with memory for the float32 sum of a mask's gradient. What it does not use takes no memory."""
+    """Return the problem with memory for the float32 sum of a mask's gradient; unused memory costs nothing."""
     return replace(problem, outputs={"dattn_mask": torch.zeros(problem.outputs["dattn_mask"].shape)})
 
 
