@@ -98,6 +98,13 @@ class _Part(NamedTuple):
     cut: bool
 
 
+class Step(NamedTuple):
+    """Tasks of one call, and the sum and the mask's gradient of one sequence that it then takes; None without these."""
+
+    tasks: list[int]
+    sum_and_own: tuple[Tensor, Tensor] | None
+
+
 @dataclass(eq=False, slots=True)
 class Backward:
     """The gradients of several sequences.
@@ -105,7 +112,7 @@ class Backward:
     `t` has the tensors by name, as canonical views (see `problem`), with adjacent numbers in the rows of q, k, v, o and
     do; lse, dlse, alibi_slopes and sinks are float32. It has dq, dk, dv, dattn_mask and dsinks as far as they are
     wanted. `adds`: dattn_mask is float32 and 0, and its dimensions of step 0 are summed over; else it has the mask's
-    dtype and a number for each score.
+    dtype and a number for each score. A sum over sequences is of each one's sum: its bits are those of calls for each.
     """
 
     t: Mapping[str, Tensor]
@@ -119,11 +126,14 @@ class Backward:
     _places: dict[str, _Place] = field(init=False)
     _sums: dict[tuple[Sequence, int], list[Tensor]] = field(default_factory=dict, init=False)
     _dsinks: list[Tensor] = field(default_factory=list, init=False)  # of each part
+    _dmask: Tensor | None = field(default=None, init=False)  # the sum over sequences, with dimensions of step 0 as 1
 
     def __post_init__(self) -> None:
         self._places = {name: _Place.of(self.t.get(name)) for name in (*_OF_QUERIES, *_OF_KEYS, *_OF_PAIRS)}
+        if self.adds and not self._places["dattn_mask"].batch and len(self.sequences) > 1:
+            self._dmask = torch.zeros_like(_once(self.t["dattn_mask"]))
 
-    def shares(self, threads: int) -> list[list[int]]:
+    def shares(self, threads: int) -> list[list[Step]]:
         """Cut the work into about equal tasks for at most `threads` threads; `run` computes them, `finish` ends it."""
         (_, heads, _, dim), (_, kv_heads, _, value_dim) = self.t["q"].shape, self.t["v"].shape
         pairs = sum(own.pairs(0, own.queries) for own in self.sequences) * heads
@@ -132,11 +142,18 @@ class Backward:
         groups = self._groups(kv_heads if whole else 1)
         edges = [0, *accumulate(sum(part.pairs for part in group) for group in groups)]
         cuts = [bisect_left(edges, edges[-1] * n // workers) for n in range(workers)] + [len(groups)]
-        shares = [self._share([p for group in groups[first:last] for p in group]) for first, last in pairwise(cuts)]
-        return [share for share in shares if share]
+        return [self._share(groups[first:last]) for first, last in pairwise(cuts) if first < last]
 
-    def run(self, tasks: list[int]) -> None:
+    def run(self, share: list[Step]) -> None:
         """Compute one of the shares in this thread."""
+        for tasks, sum_and_own in share:
+            self._call(tasks)
+            if sum_and_own is not None:
+                total, own = sum_and_own
+                total += own
+                own.zero_()
+
+    def _call(self, tasks: list[int]) -> None:
         functions = native.library()
         assert functions is not None
         memory, q, v = array("q", tasks), self.t["q"], self.t["v"]
@@ -151,7 +168,9 @@ class Backward:
             raise MemoryError
 
     def finish(self) -> Tensor | None:
-        """Write the gradients of keys that parts share. Return dsinks, (Hq,) float64, if it is wanted."""
+        """Write the gradients that parts share. Return dsinks, (Hq,) float64, if it is wanted."""
+        if self._dmask is not None:
+            _once(self.t["dattn_mask"]).copy_(self._dmask)
         for (sequence, head), (total, *others) in self._sums.items():
             for more in others:
                 total += more
@@ -191,8 +210,21 @@ class Backward:
                 for chunk, own in zip(chunks, pairs, strict=True):
                     yield _Part(sequence, head, step, *chunk, step * own, cut)
 
-    def _share(self, parts: list[_Part]) -> list[int]:
-        """Return the tasks of one thread. It adds the sums of a head's parts itself, in order, if it has the first."""
+    def _share(self, groups: list[list[_Part]]) -> list[Step]:
+        """Return the steps of one thread: a single one, or with a sum over sequences one for each of a group."""
+        if self._dmask is None:
+            return [Step(self._tasks([part for group in groups for part in group]), None)]
+        steps, (dmask, each) = [], (_once(self.t["dattn_mask"]), self.t["q"].shape[1] // self.t["k"].shape[1])
+        for group in groups:
+            heads = slice(None)
+            if self._places["dattn_mask"].head:
+                heads = slice(group[0].head * each, (group[0].head + 1) * each)
+            for _, alike in groupby(group, lambda part: part.sequence):
+                steps.append(Step(self._tasks(list(alike)), (self._dmask[:, heads], dmask[:, heads])))
+        return steps
+
+    def _tasks(self, parts: list[_Part]) -> list[int]:
+        """Return the tasks for a call. It adds the sums of a head's parts itself, in order, if it has the first."""
         tasks: list[int] = []
         for _, alike in groupby(parts, lambda part: part[:2]):
             run = list(alike)
@@ -230,6 +262,14 @@ class Backward:
         for name in _OF_PAIRS:
             numbers += self._places[name].at(own.batch, 0, query)
         return [*numbers, own.number, self.first_head + query]
+
+
+def _once(t: Tensor) -> Tensor:
+    """Return a view of size 1 in the dimensions whose step is 0."""
+    for axis, step in enumerate(t.stride()):
+        if not step:
+            t = t.narrow(axis, 0, min(1, t.shape[axis]))
+    return t
 
 
 # The tensors of struct part, in its order.
