@@ -20,7 +20,6 @@ from tests.support.kernels.serving import in_pages
 from tests.support.kernels.solving import normal, qkv
 
 FOUND = native.library()
-LEVELS = ["v3", "v4"][: max(1, int(FOUND.level[1]) - 2)] if FOUND and FOUND.level in ("v3", "v4") else ["v1"]
 F8 = torch.float8_e4m3fn
 
 
@@ -28,15 +27,6 @@ def test_this_machine_has_a_compiler_and_the_kernels() -> None:
     """The other tests here prove nothing without them."""
     assert build.compiler() is not None
     assert native.library() is not None
-
-
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An instruction set, which the kernels then use."""
-    functions = native.level(request.param)
-    assert functions is not None
-    monkeypatch.setattr(native, "library", lambda: functions)
-    return str(request.param)
 
 
 def check(t: dict[str, Tensor], **options: Any) -> None:

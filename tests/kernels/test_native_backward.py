@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flashpoint_kernels import Options, Problem, attention, attention_backward, native, run, verify
+from flashpoint_kernels import Options, Problem, attention, attention_backward, run, verify
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.native import backward as parts
 from flashpoint_kernels.torch_backend.backward import differentiate
-from tests.kernels.test_native import LEVELS
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
 GRADS = ("dq", "dk", "dv")
@@ -21,15 +20,6 @@ GRADS = ("dq", "dk", "dv")
 def check(t: dict[str, Tensor], **options: Any) -> None:
     found = verify(t, Options(backend="torch", **options))
     assert found.ok, [e for e in found.tensors if not e.ok]
-
-
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An instruction set, which the kernels then use."""
-    functions = native.level(request.param)
-    assert functions is not None
-    monkeypatch.setattr(native, "library", lambda: functions)
-    return str(request.param)
 
 
 @given(

@@ -294,11 +294,7 @@ INLINE void differentiate(const struct call *call, const struct part *part, stru
             slope = slope * (1.0f - t * t);
         }
         const ints j = lanes + (int32_t)c;
-        if (part->slopes) {
-            ints distance = j - (int32_t)(query + part->offset - position);
-            distance = (distance ^ (distance >> 31)) - (distance >> 31); /* absolute */
-            x = x - part->slopes[head] * __builtin_convertvector(distance, floats);
-        }
+        if (part->slopes) x = less_alibi(x, part->slopes[head], j, (int32_t)(query + part->offset - position));
         if (mask) x = x + masked(mask, (enum type)call->mask_type, call->mask_step, position + c, part->keys);
         x = x - lse;
         x = choose(x > 88.0f, splat(__builtin_inff()), exponential(x)); /* above 0 with an lse of other numbers */

@@ -291,11 +291,7 @@ INLINE void soften(const struct call *call, const struct task *task, float *s, s
         if (call->k_type >= INT8) x = x * load_floats(keys->k_scale + g * LANES);
         if (call->softcap != 0) x = capped(x, (float)call->softcap);
         ints j = lanes + (int32_t)(g * LANES);
-        if (task->slopes) {
-            ints distance = j - (int32_t)(query + task->offset - position);
-            distance = (distance ^ (distance >> 31)) - (distance >> 31); /* absolute */
-            x = x - task->slopes[head] * __builtin_convertvector(distance, floats);
-        }
+        if (task->slopes) x = less_alibi(x, task->slopes[head], j, (int32_t)(query + task->offset - position));
         if (mask) x = x + masked(mask, (enum type)call->mask_type, call->mask_step, position + g * LANES, position + count);
         if (low > g * LANES || high < (g + 1) * LANES)
             x = choose((j >= (int32_t)low) & (j < (int32_t)high), x, splat(least));

@@ -1,4 +1,4 @@
-/* What the caller's mask and dropout do to the scores of one query, for forward.c and backward.c. */
+/* What the caller's mask, ALiBi and dropout do to the scores of one query, for forward.c and backward.c. */
 
 #ifndef FLASHPOINT_OPTIONS
 #define FLASHPOINT_OPTIONS
@@ -18,6 +18,13 @@ INLINE floats masked(const char *row, enum type type, int64_t step, int64_t key,
     }
     if (type == BOOL) return choose((ints)(from_bytes(row + key) != 0), splat(0), splat(-__builtin_inff()));
     return type == FLOAT32 ? load(row, FLOAT32, key) : type == FLOAT16 ? load(row, FLOAT16, key) : load(row, BFLOAT16, key);
+}
+
+/* Return scores of a query minus ALiBi's slope·|query - key|. */
+INLINE floats less_alibi(floats x, float slope, ints keys, int32_t query) {
+    ints distance = keys - query;
+    distance = (distance ^ (distance >> 31)) - (distance >> 31); /* absolute */
+    return x - slope * __builtin_convertvector(distance, floats);
 }
 
 /* Dropout as the contract defines it: key j of query i is kept if word j mod 4 of Philox4x32-10 (Salmon et al. 2011) is
