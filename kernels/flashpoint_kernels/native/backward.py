@@ -112,7 +112,7 @@ class Backward:
     `t` has the tensors by name, as canonical views (see `problem`), with adjacent numbers in the rows of q, k, v, o and
     do; lse, dlse, alibi_slopes and sinks are float32. It has dq, dk, dv, dattn_mask and dsinks as far as they are
     wanted. `adds`: dattn_mask is float32 and 0, and its dimensions of step 0 are summed over; else it has the mask's
-    dtype and a number for each score. A sum over sequences is of each one's sum: its bits are those of calls for each.
+    dtype and a number for each score. Sequences that share a mask are summed one by one, as by a call for each.
     """
 
     t: Mapping[str, Tensor]
