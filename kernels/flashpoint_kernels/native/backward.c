@@ -58,10 +58,10 @@ struct part {
 struct call {
     int64_t type, dim, value_dim, group;
     double scale, softcap; /* softcap: 0 is off */
-    int64_t mask_type, mask_step;   /* step from key to key in bytes, 0 for one number for all keys */
-    int64_t dmask_step, dmask_adds; /* dmask is float32, and parts add to it; else it has the mask's type and all pairs */
-    double keep; /* 1 - dropout_p */
+    int64_t mask_type, mask_step; /* step from key to key in bytes, 0 for one number for all keys */
+    double keep;                  /* 1 - dropout_p */
     struct dropout dropout;
+    int64_t dmask_step, dmask_adds; /* dmask is float32, and parts add to it; else it has the mask's type and all pairs */
     int64_t count;
     const struct part *parts;
 };

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashpoint_kernels import native
-from flashpoint_kernels.native.forward import TYPES, Dropped
+from flashpoint_kernels.native.forward import OF_SCORES, TYPES, Dropped
 
 QUERIES = 64  # of a block, see backward.c
 _ROWS = 2048  # of a part, at least: the gradients of its keys take as much memory again
@@ -27,15 +27,8 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("type", "dim", "value_dim", "group")),
-        ("scale", ctypes.c_double),
-        ("softcap", ctypes.c_double),
-        ("mask_type", ctypes.c_int64),
-        ("mask_step", ctypes.c_int64),
-        ("dmask_step", ctypes.c_int64),
-        ("dmask_adds", ctypes.c_int64),
-        ("keep", ctypes.c_double),
-        ("dropout", Dropped),
-        ("count", ctypes.c_int64),
+        *OF_SCORES,
+        *((name, ctypes.c_int64) for name in ("dmask_step", "dmask_adds", "count")),
         ("parts", ctypes.c_void_p),
     )
 
@@ -161,7 +154,7 @@ class Backward:
         call = _Call(
             TYPES[q.dtype], q.shape[3], v.shape[3], q.shape[1] // v.shape[1], self.scale, self.softcap,
             TYPES[torch.bool if mask is None else mask.dtype], 0 if mask is None else mask.stride(3) * mask.itemsize,
-            0 if dmask is None else dmask.stride(3) * dmask.itemsize, self.adds, self.keep, self.dropped,
+            self.keep, self.dropped, 0 if dmask is None else dmask.stride(3) * dmask.itemsize, self.adds,
             len(tasks) // _TASK, memory.buffer_info()[0],
         )  # fmt: skip
         if functions.backward(ctypes.byref(call)):

@@ -36,17 +36,23 @@ class Dropped(ctypes.Structure):
         return cls(seed & 0xFFFFFFFF, seed >> 32, drop_below(p) - 1, 1)
 
 
+# Members of struct call of forward.c and of backward.c: what makes probabilities of q·k.
+OF_SCORES = (
+    ("scale", ctypes.c_double),
+    ("softcap", ctypes.c_double),
+    ("mask_type", ctypes.c_int64),
+    ("mask_step", ctypes.c_int64),
+    ("keep", ctypes.c_double),
+    ("dropout", Dropped),
+)
+
+
 class _Call(ctypes.Structure):
     """struct call of forward.c."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("k_type", "q_type", "dim", "value_dim", "group", "k_row", "v_row")),
-        ("scale", ctypes.c_double),
-        ("softcap", ctypes.c_double),
-        ("mask_type", ctypes.c_int64),
-        ("mask_step", ctypes.c_int64),
-        ("keep", ctypes.c_double),
-        ("dropout", Dropped),
+        *OF_SCORES,
         ("count", ctypes.c_int64),
         ("tasks", ctypes.c_void_p),
     )

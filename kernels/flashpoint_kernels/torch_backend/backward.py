@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,8 +52,12 @@ def _of_each_score(problem: Problem) -> bool:
 
 
 def _sum_of_masks(problem: Problem) -> Problem:
-    """Return the problem with memory for the float32 sum of a mask's gradient; unused memory costs nothing."""
-    return replace(problem, outputs={"dattn_mask": torch.zeros(problem.outputs["dattn_mask"].shape)})
+    """Return the problem with memory for the float32 sum of a mask's gradient.
+
+    numpy's zeros take memory only where they are used; a part of a problem uses those of its sequences.
+    """
+    zeros = np.zeros(problem.outputs["dattn_mask"].shape, np.float32)
+    return replace(problem, outputs={"dattn_mask": torch.from_numpy(zeros)})
 
 
 def gradients(
