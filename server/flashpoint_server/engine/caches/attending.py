@@ -2,8 +2,7 @@
 
 On the CPU the `torch` backend reads chunks in place (parts.py). On a GPU chunks are pages, and the kernels read them
 in place through a block table (pages.py). Otherwise keys are copied into pages: on the CPU for the other backends, for
-block masks, and for head dimensions that the kernels in C do not have; on a GPU for masks and dropout over caches that
-have dropped tokens.
+block masks, and without the kernels in C; on a GPU for masks and dropout over caches that have dropped tokens.
 """
 
 from __future__ import annotations
