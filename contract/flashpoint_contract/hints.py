@@ -98,3 +98,8 @@ def each_meant(names: Iterable[str], known: Iterable[str] = NAMES) -> Iterator[t
     """Yield each name with its `did_you_mean`, which is "" for all but the first few."""
     for count, name in enumerate(names):
         yield name, did_you_mean(name, known) if count < _MOST else ""
+
+
+def how_to_install(extra: str) -> str:
+    """Return the hint how to install an extra, from a checkout or from the wheel."""
+    return f"install it with: pip install '.[{extra}]' in a checkout, or pip install 'flashpoint-….whl[{extra}]'"

@@ -26,11 +26,18 @@ UNBOUNDED = 1 << 30  # means "no bound" in a window: larger than any length, and
 LARGEST_FLOAT32, LEAST_NORMAL_FLOAT32 = 3.4028234663852886e38, 1.1754943508222875e-38
 
 
+class FieldProblem(NamedTuple):
+    """The error of one field: `field` is its name, such as `q` or `window`, `message` says what is wrong."""
+
+    field: str
+    message: str
+
+
 class ProblemError(ValueError):
-    """The problem is not valid. `errors` has a (field, message) pair for each error."""
+    """The problem is not valid. `errors` has a `FieldProblem` for each error."""
 
     def __init__(self, errors: Iterable[tuple[str, str]]) -> None:
-        self.errors = tuple(errors)
+        self.errors = tuple(FieldProblem(*each) for each in errors)
         super().__init__("; ".join(f"{field}: {message}" for field, message in self.errors))
 
 
@@ -123,6 +130,14 @@ class Names:
 
 
 Kind = OneOf | Flag | Number | Integer | Pair | Names
+
+
+_PYTHONS = {bool, int, float, str, type(None)}
+
+
+def number_of(value: Any) -> Any:
+    """Return a number, or a list of numbers, of NumPy, torch or JAX as Python's; anything else unchanged."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _is_integer(value: Any) -> bool:
@@ -258,9 +273,14 @@ class Options:
     def __post_init__(self) -> None:
         errors = []
         for name, option in OPTIONS.items():
-            value = getattr(self, name)
-            if isinstance(option.default, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
-                value = tuple(value)
+            given = value = getattr(self, name)
+            if isinstance(option.default, tuple):
+                value = option.default if value is None and isinstance(option.kind, Pair) else number_of(value)
+                if isinstance(value, Sequence) and not isinstance(value, str):
+                    value = tuple(map(number_of, value))
+            elif type(value) not in _PYTHONS:
+                value = number_of(value)
+            if value is not given:
                 object.__setattr__(self, name, value)
             if (value is not option.default) and (error := option.kind.error(value)):
                 errors.append((name, error))

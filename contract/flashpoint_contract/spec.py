@@ -99,7 +99,7 @@ class Spec:
     @property
     def scale(self) -> float:
         scale = self.options.scale
-        return 1.0 / math.sqrt(self.head_dim) if scale is None else float(scale)
+        return 1.0 / math.sqrt(max(1, self.head_dim)) if scale is None else float(scale)  # without columns, q·k is 0
 
     @cached_property
     def window(self) -> tuple[int, int]:
@@ -113,29 +113,20 @@ class Spec:
         """Return the offset of the diagonal: query i is at key i + offset."""
         return kv_len - q_len if self.options.causal_alignment == "bottom_right" else 0
 
+    @property
+    def has_columns(self) -> bool:
+        """Whether q, k and v have columns, D and Dv: without those of q and k, each score is 0 before its mask."""
+        return min(self.head_dim, self.value_dim) > 0
+
     def has(self, name: str) -> bool:
         return name in self.tensors
 
     @cached_property
     def features(self) -> frozenset[str]:
         """The features that the problem needs of a backend: keys of `tensors.FEATURES`."""
-        used = {self.dtype}
-        for name, option in OPTIONS.items():
-            if option.feature is not None and option.asks(getattr(self.options, name)):
-                used.add(option.feature.name)
-        for name, info in self.tensors.items():
-            if (feature := TENSORS[name].feature(info.dtype)) is not None:
-                used.add(feature.name)
-        if self.q_heads != self.kv_heads:
-            used.add("gqa")
-        if self.head_dim != self.value_dim:
-            used.add("value_dim")
-        if (widest := max(self.head_dim, self.value_dim)) > MAX_HEAD_DIM:
-            is_wide = widest <= MAX_WIDE_HEAD_DIM and self.direction == "forward"
-            used.add("wide_head_dim" if is_wide else "large_head_dim")
-        if self.direction == "backward":
-            used.update({"backward", *(name for name in self.options.grads if name in FEATURES)})
-        return frozenset(used)
+        dtypes = tuple((name, info.dtype) for name, info in self.tensors.items())
+        dims = self.head_dim, self.value_dim
+        return _features(self.direction, self.options, self.dtype, dtypes, self.q_heads != self.kv_heads, *dims)
 
     @cached_property
     def level(self) -> int:
@@ -146,8 +137,7 @@ class Spec:
         There are only three, so that few variants are compiled; options that are cheap to switch at run time do not
         get their own variant.
         """
-        least = 1 if self.scale < LEAST_NORMAL_FLOAT32 else 0
-        return max(least, *(FEATURES[name][1].level for name in self.features))
+        return max(1 if self.scale < LEAST_NORMAL_FLOAT32 else 0, _level(self.features))
 
     @cached_property
     def outputs(self) -> dict[str, TensorInfo]:
@@ -182,6 +172,13 @@ class Spec:
         """For a gradient problem, the forward that returns its `o` and `lse`."""
         infos = {name: info for name, info in self.tensors.items() if name in FORWARD_TENSORS}
         return plan(infos, replace(self.options, return_lse=True), "forward")
+
+    def with_keys(self, kv_len: int, tensors: Mapping[str, TensorInfo]) -> Spec:
+        """Return this forward problem with another length of keys; what does not depend on it is not computed again."""
+        found = replace(self, kv_len=kv_len, tensors=tensors)
+        same = {name: getattr(self, name) for name in ("features", "level", "window", "outputs", "lse_shape")}
+        found.__dict__.update(same)
+        return found
 
     @property
     def has_forward(self) -> bool:
@@ -234,6 +231,14 @@ class Spec:
 
         Raises ProblemError if the values do not fit the shapes.
         """
+        return self._rows_of(index) if index else self._whole_rows
+
+    @cached_property
+    def _whole_rows(self) -> tuple[Row, ...]:
+        """The table of sequences without index tensors."""
+        return self._rows_of({})
+
+    def _rows_of(self, index: Mapping[str, Sequence[int]]) -> tuple[Row, ...]:
         errors = []
         for name, total in (("cu_seqlens_q", self.q_len), ("cu_seqlens_k", self.kv_len)):
             if name in index and not _covers(index[name], total):
@@ -254,6 +259,37 @@ class Spec:
         elif self.ragged:
             k = _between(index["cu_seqlens_k"])
         return _rows(self.batch, batch, *q, *k)
+
+
+@lru_cache(1024)  # lengths are not among its arguments: each call of a loop whose keys grow has another spec
+def _features(
+    direction: Direction, options: Options, dtype: str, dtypes: tuple[tuple[str, str], ...], grouped: bool,
+    head_dim: int, value_dim: int,
+) -> frozenset[str]:  # fmt: skip
+    """Return `Spec.features`; `dtypes` are those of the tensors, by their names."""
+    used = {dtype}
+    for name, option in OPTIONS.items():
+        if option.feature is not None and option.asks(getattr(options, name)):
+            used.add(option.feature.name)
+    for name, of in dtypes:
+        if (feature := TENSORS[name].feature(of)) is not None:
+            used.add(feature.name)
+    if grouped:
+        used.add("gqa")
+    if head_dim != value_dim:
+        used.add("value_dim")
+    if (widest := max(head_dim, value_dim)) > MAX_HEAD_DIM:
+        is_wide = widest <= MAX_WIDE_HEAD_DIM and direction == "forward"
+        used.add("wide_head_dim" if is_wide else "large_head_dim")
+    if direction == "backward":
+        used.update({"backward", *(name for name in options.grads if name in FEATURES)})
+    return frozenset(used)
+
+
+@lru_cache(1024)
+def _level(features: frozenset[str]) -> int:
+    """Return the highest level of these features."""
+    return max(FEATURES[name][1].level for name in features)
 
 
 def _covers(starts: Sequence[int], total: int) -> bool:
@@ -281,6 +317,42 @@ def plan(tensors: Mapping[str, TensorInfo], options: Options, direction: Directi
 
 @lru_cache(1024)  # a model repeats a few problems
 def _plan(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction: Direction) -> Spec:
+    return _grown(named, options, direction) or _planned(named, options, direction)
+
+
+def _grown(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction: Direction) -> Spec | None:
+    """Return the problem from that of another length of keys; None if lengths decide whether it is valid, or which it
+    is.
+
+    In a loop that adds a key in each call, every call has another length.
+    """
+    tensors = dict(named)
+    k, v = tensors.get("k"), tensors.get("v")
+    if direction == "backward" or k is None or v is None or not _ANY_LENGTH.issuperset(tensors):
+        return None
+    axis = 0 if options.layout == "thd" or len(k.shape) < 3 else len(k.shape) - 2 if options.layout == "bhsd" else 1
+    if len(k.shape) != len(v.shape) or len(k.shape) < 2 or k.shape[axis] != v.shape[axis] or k.shape[axis] < 1:
+        return None
+    short = tuple((name, _one_key(info, axis) if name in ("k", "v") else info) for name, info in named)
+    try:
+        found = _planned(short, options, direction)
+    except ProblemError:
+        return None  # whose sizes are not those of this call
+    return found.with_keys(k.shape[axis], tensors)
+
+
+# tensors whose shapes do not depend on the number of keys, and k and v
+_ANY_LENGTH = frozenset(
+    ("q", "k", "v", "alibi_slopes", "sinks", "q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k")
+)
+
+
+def _one_key(info: TensorInfo, axis: int) -> TensorInfo:
+    return TensorInfo(info.dtype, (*info.shape[:axis], 1, *info.shape[axis + 1 :]))
+
+
+@lru_cache(1024)
+def _planned(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction: Direction) -> Spec:
     tensors = dict(named)
     known = TAKEN[direction]
     if refused := [name for name in tensors if name not in known]:
@@ -378,8 +450,6 @@ def _sizes(tensors: Mapping[str, TensorInfo], options: Options, direction: Direc
         errors.append(("k", f"head dimension {kd} must be q's, {head_dim}"))
     if q_heads == 0 or kv_heads == 0 or q_heads % kv_heads:
         errors.append(("q", f"its {q_heads} heads must be a positive multiple of k's {kv_heads}"))
-    if head_dim < 1 or value_dim < 1:
-        errors.append(("q" if head_dim < 1 else "v", "the head dimension must be at least 1"))
     if ragged:
         ends = "cu_seqlens_q" if paged else "cu_seqlens_k"
         shapes = [tensors["cu_seqlens_q"].shape, tensors[ends].shape]

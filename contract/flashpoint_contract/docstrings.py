@@ -1,0 +1,112 @@
+"""Docstrings of calls, completed at import: each parameter is described once, and shown wherever it is taken.
+
+The descriptions of options are the `Args:` of `Options`, those of optional tensors stand here, and those of other
+keywords are the `Args:` of the TypedDict that a call unpacks. An editor reads the source: it shows types, and the
+docstring without the added entries.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+from flashpoint_contract.options import Options
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_TENSORS = """Optional tensors.
+
+    Args:
+        attn_mask: Mask, broadcastable to (B, Hq, Sq, Sk): bool (true: attend) or float (added to the scaled scores).
+            Not in layout `thd`.
+        block_mask: Mask of blocks, bool, (B or 1, Hq or 1, ceil(Sq/Mq), ceil(Sk/Mk)): blocks of `block_size` that are
+            false are skipped. Blocks count from each sequence's first row. Not in layout `thd`.
+            `flashpoint_kernels.create_block_mask` makes one.
+        alibi_slopes: Slopes, float, (Hq,) or (B, Hq): slope·|i + offset − j| is subtracted from the score of query i
+            and key j (ALiBi, Press et al. 2022). Not differentiable.
+        sinks: Logits, float, (Hq,): one more per head in the softmax's denominator, without a value (gpt-oss).
+        q_lengths: Number of valid queries of each padded sequence, int32 or int64, (B,). Rows beyond are not read;
+            their o is 0 and their lse −∞. Not in layout `thd`.
+        kv_lengths: Number of valid keys of each padded sequence, int32 or int64, (B,). Rows beyond are not read. Not in
+            layout `thd`.
+        cu_seqlens_q: Rows of q where the n sequences of layout `thd` start, and then Tq: int32 or int64, (n + 1,).
+        cu_seqlens_k: Rows of k where the n sequences of layout `thd` start, and then Tk: int32 or int64, (n + 1,).
+        k_scale: Scale of an 8-bit k, which stands for k·k_scale: a number, a float tensor (B, Hk) or (1, Hk), or one of
+            k's shape without D. Finite. `flashpoint_kernels.quantize` makes it. Forward only.
+        v_scale: Scale of an 8-bit v, which stands for v·v_scale: as `k_scale`.
+    """
+
+
+def documented(function: F, raises: str = "") -> F:
+    """Add to a function's docstring an entry for each parameter and keyword that it takes and does not describe.
+
+    `raises` are its errors, where the docstring names none.
+    """
+    if function.__doc__ is None:  # python -OO
+        return function
+    text = inspect.cleandoc(function.__doc__)
+    before, *sections = re.split(r"\n\n(?=(?:Args|Returns|Raises):\n)", text)
+    code, own = function.__code__, entries(text)
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    known = _shared() | own
+    taken = [known[name] for name in arguments if name in known]
+    behind = [section for section in sections if not section.startswith("Args:")]
+    if raises and not (behind and behind[-1].startswith("Raises:")):
+        behind.append(f"Raises:\n    {raises}")
+    unpacked = re.search(r"Unpack\[(\w+)\]", str(function.__annotations__))
+    keywords = _of_keywords(function.__globals__[unpacked[1]]) if unpacked else {}
+    added = [
+        "\n".join([f"{head}:", *said]) for head, said in (("Args", taken), ("Keyword Args", keywords.values())) if said
+    ]
+    function.__doc__ = "\n\n".join([before, *added, *behind])
+    return function
+
+
+def twin_of(source: Any) -> Callable[[F], F]:
+    """Return a decorator that completes a function's docstring, or those of a class's methods, by a namesake's.
+
+    A docstring of one line, which is the first line of the namesake's, becomes the whole.
+    """
+
+    def fill(twin: F) -> F:
+        pairs = [(twin, source)]
+        if isinstance(twin, type):
+            pairs = [(each, getattr(source, name, None)) for name, each in vars(twin).items()]
+        for each, like in pairs:
+            whole = like.__doc__ if inspect.isfunction(each) and like else None
+            if whole and each.__doc__ == whole.partition("\n")[0]:
+                each.__doc__ = whole
+        return twin
+
+    return fill
+
+
+def section_of_options(names: Any) -> str:
+    """Return the `Args:` of these options, for the docstring of a class that has them."""
+    return "\n".join(["Args:", *(_shared()[name] for name in names)])
+
+
+def entries(docstring: str | None) -> dict[str, str]:
+    """Return the lines of each entry of the `Args:` of a docstring, by its parameter's name."""
+    _, _, after = inspect.cleandoc(docstring or "").partition("\n\nArgs:\n")
+    lines = re.split(r"\n(?=    \S)", after.partition("\n\n")[0])
+    return {line.partition(":")[0].strip(): line for line in lines if line}
+
+
+@cache
+def _shared() -> dict[str, str]:
+    return entries(_TENSORS) | entries(Options.__doc__)
+
+
+@cache
+def _of_keywords(kind: type) -> dict[str, str]:
+    """Return the entries of a TypedDict: of its own fields, and then of its bases'."""
+    inherited: dict[str, str] = {}
+    for base in getattr(kind, "__orig_bases__", ()):
+        if isinstance(base, type):
+            inherited |= {name: said for name, said in _of_keywords(base).items() if name not in inherited}
+    known = _shared() | entries(kind.__doc__)
+    return {name: known[name] for name in kind.__annotations__ if name not in inherited} | inherited

@@ -1,0 +1,244 @@
+"""The report of the judge, and its JSON schema: which cases were judged, what is wrong, why, and how to repeat it."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Verdict = Literal["right", "imprecise", "wrong", "not judged"]
+Standing = Literal["holds", "fails", "not tested"]
+REQUIREMENTS = ("accurate", "deterministic", "batch-invariant", "masked-nan", "lse-gradient", "all")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A reason for failures.
+
+    - `code`: a short fixed name, such as `missing-rescale`; `unknown` if no known mistake explains the failures.
+    - `text`: what is wrong, in a sentence. `advice`: what to do.
+    - `confirmed`: the mistake was made on purpose, and gave the function's wrong numbers.
+    - `explains`: the number of failures that it explains.
+    """
+
+    code: str
+    text: str
+    advice: str
+    confirmed: bool
+    explains: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One case or relation that failed.
+
+    - `relation`: `accuracy`, or the property that does not hold, such as `inputs unchanged`.
+    - `case`: the fields of the case; `problem`: the same as text.
+    - `output`: the answer with the largest error: o, lse, dq, dk or dv; None if there is none.
+    - `error`, `allowed`, `accurate`: the error at `index`, and its bounds L and S. `excess`: the largest error/L.
+    - `elements`: how many elements are wrong, of `of`. `where`: which rows, heads or keys these are.
+    """
+
+    relation: str
+    problem: str
+    case: dict[str, Any]
+    text: str
+    output: str | None = None
+    error: float | None = None
+    accurate: float | None = None
+    allowed: float | None = None
+    excess: float | None = None
+    index: tuple[int, ...] | None = None
+    value: float | None = None
+    expected: float | None = None
+    elements: int = 0
+    of: int = 0
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Property:
+    """A property that is reported, and fails only if `required`, such as `batch-invariant`."""
+
+    name: str
+    standing: Standing
+    text: str
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class NotJudged:
+    """A part that was not judged, and the reason: the function refused it, or there was no time."""
+
+    what: str
+    reason: str
+    cases: int
+
+
+@dataclass(frozen=True)
+class Race:
+    """Repeated calls: with `calls` of them, a wrong answer in a fraction `excluded` of calls is found with 99%."""
+
+    calls: int
+    excluded: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of the judge.
+
+    - `verdict`: `right`; `imprecise`: some errors are above S, none above L; `wrong`; or `not judged`.
+    - `ok`: nothing that is required fails.
+    - `outputs`: answers that were judged. `gradients`: whether gradients were.
+    - `cases`: calls that were judged, of relations too; `failed`: those that failed, of which `failures` has some.
+    - `refused`: cases that the function refused by a clear exception. `not_run`: cases without time.
+    - `smallest`: the smallest failing case that was found. `command` repeats it.
+    - `judge_seconds`: the judge's own work; `kernel_seconds`: time inside the function.
+    """
+
+    function: str
+    signature: str
+    layout: str
+    device: str
+    verdict: Verdict
+    ok: bool
+    dtypes: tuple[str, ...]
+    outputs: tuple[str, ...]
+    gradients: bool
+    cases: int
+    calls: int
+    seed: int
+    seconds: float
+    judge_seconds: float
+    kernel_seconds: float
+    versions: dict[str, str]
+    failures: tuple[Failure, ...] = ()
+    imprecise: tuple[Failure, ...] = ()
+    causes: tuple[Cause, ...] = ()
+    properties: tuple[Property, ...] = ()
+    refused: tuple[NotJudged, ...] = ()
+    not_run: tuple[NotJudged, ...] = ()
+    race: Race | None = None
+    smallest: Failure | None = None
+    command: str | None = None
+    saved: str | None = None
+    failed: int = 0
+    version: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dicts, lists, numbers and strings. Numbers that JSON does not have are strings, as `NaN`."""
+        found: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return found
+
+    def lines(self) -> list[str]:
+        """Return the report as text: what was judged, causes, the smallest failing case, and what was not judged."""
+        answers = ", ".join(self.outputs) or "nothing"
+        found = [
+            f"{self.function} · {self.layout} · {self.device} · {self.cases} cases, {self.calls} calls · "
+            f"{self.seconds:.1f} s, {self.kernel_seconds:.1f} s of them in the function",
+            f"judged: {answers} in {', '.join(self.dtypes) or 'no data type'}"
+            + ("" if self.gradients or not self.outputs else "; forward only: autograd finds no gradient on o"),
+        ]  # fmt: skip
+        if self.outputs and not self.gradients:
+            found.append("hint: call your backward from a torch.autograd.Function")
+        for cause in self.causes:
+            how = "confirmed" if cause.confirmed else "probable"
+            found.append(f"cause: {cause.text} [{cause.code}, {how}, {cause.explains} failures]")
+            found.append(f"  hint: {cause.advice}")
+        if self.smallest is not None:
+            found += _said(self.smallest, "smallest failing case")
+        shown = {self.smallest.relation} if self.smallest is not None else set()
+        for failure in self.failures:
+            if failure.relation not in shown:
+                found += _said(failure, failure.relation)
+                shown.add(failure.relation)
+        if self.imprecise and not self.failures:
+            worst = max(self.imprecise, key=lambda f: (f.error or 0) / (f.accurate or 1))
+            found.append(
+                f"imprecise: {len(self.imprecise)} cases have larger errors than scores in float32 explain "
+                f"(--require accurate fails them); such as {worst.problem}: {worst.text}"
+            )
+        for each in self.properties:
+            if each.required:
+                found.append(f"{each.name}: {each.standing}, required: {each.text}")
+            elif each.standing == "fails" and each.name not in ("accurate", "all"):  # other lines have these
+                found.append(f"reported, no failure: {each.text} (--require {each.name} fails it)")
+        for part in self.refused:
+            found.append(f"unsupported: {part.what} ({part.cases} cases): {part.reason}")
+        for part in self.not_run:
+            found.append(f"not run: {part.what} ({part.cases} cases): {part.reason}")
+        if self.race is not None:
+            found.append(
+                f"races: {self.race.calls} equal calls; 99% of races in {self.race.excluded:.2%} of calls would show"
+            )
+        if self.saved is not None:
+            found.append(f"saved: {self.saved}, which flashpoint verify and POST /verify take")
+        if self.command is not None:
+            found.append(f"repeat it: {self.command}")
+        if self.smallest is not None and self.saved is None:
+            found.append("its inputs and answers: add --save case.safetensors")
+        what = {"right": "every error is within its bound", "imprecise": "no error is above L, some are above S"}
+        said = what.get(
+            self.verdict,
+            "no case could be judged"
+            if self.verdict == "not judged"
+            else f"{self.failed} of {self.cases} calls and cases fail",
+        )
+        lacking = [each.name for each in self.properties if each.required and each.standing != "holds"]
+        said += f"; required, but lacking: {', '.join(lacking)}" if lacking else ""
+        found.append(f"{'PASS' if self.ok else 'FAIL'}: {self.verdict}: {said}")
+        return found
+
+
+def _said(failure: Failure, title: str) -> list[str]:
+    found = [f"{title}: {failure.problem}", f"  {failure.text}"]
+    return found + ([f"  wrong: {failure.where}"] if failure.where else [])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema (2020-12) of `Report.to_dict`."""
+    classes = (Report, Failure, Cause, Property, NotJudged, Race)
+    definitions = {each.__name__: _object(each) for each in classes}
+    root = definitions.pop("Report")
+    about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Report of the judge"}
+    return about | root | {"$defs": definitions}
+
+
+def _object(of: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(of)
+    fields = {each.name: _type(hints[each.name]) for each in dataclasses.fields(of)}
+    text = " ".join((of.__doc__ or "").split())
+    return {
+        "type": "object", "description": text, "properties": fields, "required": list(fields),
+        "additionalProperties": False,
+    }  # fmt: skip
+
+
+def _type(hint: Any) -> dict[str, Any]:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return {"anyOf": [_type(each) for each in arguments]}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin is tuple:
+        return {"type": "array", "items": _type(arguments[0])}
+    if origin is dict:
+        more = {} if arguments[1] is Any else {"additionalProperties": _type(arguments[1])}
+        return {"type": "object", **more}
+    if dataclasses.is_dataclass(hint):
+        return {"$ref": f"#/$defs/{hint.__name__}"}  # type: ignore[union-attr]
+    if hint is float:
+        return {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+    return {"type": {str: "string", int: "integer", bool: "boolean", type(None): "null"}[hint]}

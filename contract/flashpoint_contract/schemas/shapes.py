@@ -1,0 +1,74 @@
+"""Parts of the schemas of /verify and /benchmark: the sizes of a problem, and floats that JSON cannot write."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
+
+Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+Direction = Literal["forward", "backward", "both"]
+
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NUMBER_SCHEMA = {"anyOf": [{"type": "number"}, {"enum": list(_WORDS)}]}
+
+
+def _read(value: Any) -> Any:
+    return _WORDS.get(value, value) if isinstance(value, str) else value
+
+
+def _write(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+# A float. In JSON, NaN and infinities are the strings "NaN", "Infinity" and "-Infinity".
+Number = Annotated[
+    float,
+    Field(strict=True),
+    BeforeValidator(_read),
+    PlainSerializer(_write, when_used="json"),
+    WithJsonSchema(NUMBER_SCHEMA),
+]
+Size = Annotated[int, Field(ge=0, le=1 << 31)]
+Count = Annotated[int, Field(ge=1, le=1 << 31)]
+
+
+class Answer(BaseModel):
+    """Part of an answer: plain data, whose times are read from text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Request(BaseModel):
+    """Part of a request. Strict: nothing is coerced, and an unknown name is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Shape(Request):
+    """The sizes of an attention problem in any layout. A size that is not given defaults to its counterpart's."""
+
+    batch: Size = Field(default=1, description="sequences, B")
+    q_heads: Count = Field(default=1, description="query heads, Hq")
+    kv_heads: Count = Field(
+        default_factory=lambda data: data.get("q_heads", 1),
+        description="key/value heads, Hk, of which q_heads is a multiple; q_heads if not given",
+    )
+    q_len: Size = Field(description="queries of a sequence, Sq")
+    kv_len: Size = Field(
+        default_factory=lambda data: data.get("q_len", 0), description="keys of a sequence, Sk; q_len if not given"
+    )
+    head_dim: Count = Field(description="columns of q and k, D")
+    value_dim: Count = Field(
+        default_factory=lambda data: data.get("head_dim", 1),
+        description="columns of v and o, Dv; head_dim if not given",
+    )
+
+    @model_validator(mode="after")
+    def _shared_evenly(self) -> Self:
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"q_heads {self.q_heads} is not a multiple of kv_heads {self.kv_heads}")
+        return self

@@ -1,0 +1,91 @@
+"""Turn a pydantic error into the contract's messages, one for each field."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from flashpoint_contract import caches, saved
+from flashpoint_contract.caches import CACHE_OPTIONS
+from flashpoint_contract.hints import NAMES, each_meant
+from flashpoint_contract.options import FieldProblem
+from flashpoint_contract.saved import SAVED_OPTIONS
+
+# Message by the type of the pydantic error, formatted with its context. Pydantic's messages name Python types.
+_SAID = {
+    "missing": "is missing",
+    "bool_type": "must be true or false",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "int_parsing": "must be an integer",
+    "float_parsing": "must be a number",
+    "bool_parsing": "must be true or false",
+    "float_type": "must be a number",
+    "string_type": "must be a string",
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
+    "model_type": "must be an object",
+    "too_short": "takes {min_length} at least, not {actual_length}",
+    "too_long": "takes {max_length} at most, not {actual_length}",
+    "value_error": "{error}",
+}
+
+
+_CALLS = (*NAMES, *CACHE_OPTIONS, *SAVED_OPTIONS)
+
+
+def field_problems(error: ValidationError, known: Iterable[str] = ()) -> list[FieldProblem]:
+    """Return the problem of each wrong field. A field is named by its path (`shapes.q_len`), the whole by "".
+
+    The message of an unknown name suggests a name of the contract or of `known`. The message of another call's option
+    names that call.
+    """
+    found = error.errors(include_url=False)
+    unknown = [str(e["loc"][0]) for e in found if e["type"] == "extra_forbidden" and len(e["loc"]) == 1]
+    elsewhere = dict(caches.refused(unknown) + saved.refused(dict.fromkeys(unknown, True)))
+    near = each_meant(unknown, (*known, *_CALLS))
+    hints = {name: f"unknown option or tensor{hint}" for name, hint in near} | elsewhere
+    return [FieldProblem(_field(e), _say(e, hints)) for e in found if not _follows(e, found)]
+
+
+# pydantic's name of a type in a union, in the path of an error: constrained-int, list[constrained-int]
+_OF_UNION = re.compile(r"constrained-\w+|\w+\[.*\]")
+
+
+def _field(error: Any) -> str:
+    """Return the path of a wrong field, without the numbers of items and the types of a union."""
+    return ".".join(part for part in error["loc"] if isinstance(part, str) and not _OF_UNION.fullmatch(part))
+
+
+def _follows(error: Any, found: list[Any]) -> bool:
+    """Return whether an error only follows from another one.
+
+    A default that depends on a wrong field cannot be computed, and a list is too short because an item was wrong. A
+    value of one type of a union is not of the others.
+    """
+    if error["type"] == "default_factory_not_called":
+        return True
+    place = error["loc"]
+    if error["type"].endswith("_type") and any(isinstance(part, str) and _OF_UNION.fullmatch(part) for part in place):
+        field = _field(error)
+        return any(_field(e) == field and not e["type"].endswith("_type") for e in found)
+    return error["type"] == "too_short" and any(e is not error and e["loc"][: len(place)] == place for e in found)
+
+
+def _say(error: Any, hints: Mapping[str, str]) -> str:
+    if error["type"] == "extra_forbidden":
+        return hints.get(str(error["loc"][0]), "unknown option or tensor")
+    return said(error)
+
+
+def said(error: Any) -> str:
+    """Return the message for a pydantic error."""
+    kind, place = error["type"], error["loc"]
+    if kind == "missing" and isinstance(place[-1], int):
+        return f"item {place[-1] + 1} is missing"
+    if kind in _SAID:
+        return _SAID[kind].format_map(error.get("ctx", {}))
+    return str(error["msg"]).replace("Input should be", "must be")
