@@ -1,0 +1,332 @@
+"""The problems that a function is judged on: sizes, options and values, and a covering array of them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from flashpoint_kernels.judging.values import EXACT, KINDS
+
+HALF = ("bfloat16", "float16")
+TYPES = ("float32", *HALF)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: sizes, data type, options, values, and the seed that they are drawn from.
+
+    - `mask`: `bool`, `float` or none; `extras`: other tensors, of `alibi_slopes`, `sinks` and `kv_lengths`.
+    - `ones`: the gradient of o is 1 everywhere, as after `o.sum().backward()`.
+    - `forward`: no gradient is asked.
+    """
+
+    values: str = "normal"
+    batch: int = 1
+    q_heads: int = 1
+    kv_heads: int = 1
+    q_len: int = 1
+    kv_len: int = 1
+    head_dim: int = 16
+    value_dim: int = 16
+    dtype: str = "float32"
+    seed: int = 0
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    scale: float | None = None
+    mask: str = ""
+    extras: tuple[str, ...] = ()
+    ones: bool = False
+    forward: bool = False
+    alignment: str = "bottom_right"
+    layout: str = field(default="", compare=False)
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    @property
+    def scores(self) -> int:
+        return self.batch * self.q_heads * self.q_len * self.kv_len
+
+    @property
+    def options(self) -> frozenset[str]:
+        """The names of the options that differ from their defaults."""
+        used = {name for name in ("causal", "softcap") if getattr(self, name)}
+        used |= {"window"} if self.window != (-1, -1) else set()
+        used |= {"scale"} if self.scale is not None else set()
+        return frozenset(used | ({"attn_mask"} if self.mask else set()) | set(self.extras))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim, self.value_dim)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, for `from_dict`."""
+        own, usual = asdict(self), asdict(Case())
+        sizes = ("values", "batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim", "dtype", "seed")
+        kept = {name: v for name, v in own.items() if name in sizes or v != usual[name]}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in kept.items()}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Case:
+        """Return the case that `to_dict` has written. Raises ValueError."""
+        fields = cls.__dataclass_fields__
+        if unknown := [name for name in given if name not in fields]:
+            raise ValueError(f"a case has no field {unknown[0]!r}; it has {', '.join(fields)}")
+        made: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+        for name, usual in asdict(cls()).items():
+            if (
+                name in made
+                and name != "scale"
+                and type(made[name]) is not type(usual)
+                and not isinstance(made[name], int)
+            ):
+                raise ValueError(f"{name} must be of type {type(usual).__name__}, not {made[name]!r}")
+        case = cls(**made)
+        sizes = case.shape
+        if any(not isinstance(n, int) or n < 1 for n in sizes) or case.q_heads % case.kv_heads:
+            raise ValueError(f"sizes must be positive, and q_heads a multiple of kv_heads: {sizes}")
+        if case.values not in KINDS:
+            raise ValueError(f"values must be one of {', '.join(KINDS)}, not {case.values!r}")
+        if case.dtype not in TYPES:
+            raise ValueError(f"dtype must be one of {', '.join(TYPES)}, not {case.dtype!r}")
+        return case
+
+    def __str__(self) -> str:
+        sizes = [f"B {self.batch}"]
+        pairs = (
+            ("H", self.q_heads, self.kv_heads),
+            ("N", self.q_len, self.kv_len),
+            ("D", self.head_dim, self.value_dim),
+        )
+        sizes += [f"{name} {a}" if a == b else f"{name} {a}/{b}" for name, a, b in pairs]
+        said = [f"{n}={getattr(self, n)}" for n in ("softcap", "scale") if n in self.options]
+        said += ["causal"] if self.causal else []
+        said += [f"window={list(self.window)}"] if "window" in self.options else []
+        said += [f"{self.mask} attn_mask"] if self.mask else []
+        said += [*self.extras, *(["do = 1"] if self.ones else [])]
+        values = [] if self.values == "normal" else [f"values {self.values!r}"]
+        return ", ".join([f"{self.dtype} {' '.join(sizes)}", *said, *values])
+
+
+def _case(values: str, shape: Sequence[int], **more: Any) -> Case:
+    names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim")
+    sizes: dict[str, Any] = dict(zip(names, (*shape, shape[-1]) if len(shape) == 6 else shape, strict=True))
+    return Case(values=values, **sizes, **more)
+
+
+_WORK = 1 << 23  # products that `quick` spends on one more pair of values of the covering array
+BASE = (2, 4, 2, 33, 77, 64)  # what relations and unusual memory forms are tried on
+
+
+def hostile(seed: int, quick: bool) -> Iterator[Case]:
+    """Yield the cases with values that break kernels, for each data type."""
+    for dtype in TYPES:
+        half = dtype != "float32"
+        exact = {"dtype": dtype, "seed": seed}
+        for values in EXACT:  # scores that each data type represents, so that even its own rounding explains nothing
+            for causal in (False, True):
+                yield _case(values, (1, 4, 2, 33, 200, 16), causal=causal, **exact)
+        yield _case("low-exact", (1, 2, 2, 64, 128, 16), **exact)
+        yield _case("rising-exact", (1, 1, 1, 8, 1100, 16), **exact)
+        yield _case("edges", (1, 1, 1, 24, 1100, 64), **exact)
+        yield _case("edges", (1, 1, 1, 24, 4200, 16), forward=quick, **exact)
+        yield _case("gap-exact", (1, 1, 1, 8, 4200, 16), forward=quick, **exact)
+        yield _case("flat", (1, 2, 1, 3, 4200, 16), **exact)
+        yield _case("flat", (1, 2, 1, 1100, 40, 64), **exact)
+        for values in ("massive", "low", "neg", "high", "gap", "rising", "lastmax", "ties", "dup", "edges", "offset"):
+            causal = values in ("neg", "high", "ties", "offset")
+            yield _case(values, (1, 4, 2, 33, 200, 64), causal=causal, **exact)
+            if not half and not quick:
+                yield _case(values, (2, 2, 1, 70, 130, 80), causal=not causal, **exact)
+        yield _case("unseen", (1, 4, 2, 40, 60, 64), causal=True, **exact)
+        yield _case("unseen", (2, 2, 2, 100, 40, 64), causal=True, **exact)
+        yield _case("massive", (2, 2, 1, 20, 50, 80), causal=True, **exact)
+        yield _case("rising", (1, 2, 1, 40, 150, 16), causal=True, **exact)
+        yield _case("small", (1, 2, 2, 33, 77, 64), **exact)
+        yield _case("normal", (1, 2, 2, 33, 77, 64), ones=True, **exact)
+        yield _case("sharp", (1, 2, 1, 33, 130, 64), causal=True, **exact)
+
+
+def options(seed: int, quick: bool) -> Iterator[Case]:
+    """Yield cases with each option alone, and with the values that its mistakes need."""
+    for number, dtype in enumerate(TYPES):
+        more: dict[str, Any] = {"dtype": dtype, "seed": seed}
+        for scale in (0.3, 1.0, 0.04):
+            yield _case("normal", (1, 2, 1, 33, 77, 64), scale=scale, **more)
+        yield _case("normal", (1, 2, 2, 33, 77, 40), scale=0.25, causal=True, **more)
+        for window in ((16, 0), (5, 7), (0, 0), (64, -1), (-1, 9), (127, 0), (300, 300)):
+            yield _case("normal", (1, 4, 2, 40, 100, 32), window=window, **more)
+            if window[1] >= 0 or not quick:
+                yield _case("normal", (2, 4, 2, 100, 40, 64), window=window, **more)
+        yield _case("normal", (1, 4, 2, 40, 100, 32), window=(16, 0), causal=True, **more)
+        yield _case("normal", (1, 2, 2, 150, 150, 64), window=(31, -1), causal=True, **more)
+        yield _case("normal", (1, 1, 1, 70, 300, 64), window=(100, 20), **more)
+        yield _case("normal", (1, 2, 2, 33, 77, 64), softcap=2.0, causal=True, **more)
+        yield _case("normal", (1, 2, 2, 33, 77, 64), softcap=30.0, causal=True, **more)
+        yield _case("high", (1, 2, 2, 33, 77, 64), softcap=20.0, causal=True, **more)
+        yield _case("high", (1, 2, 2, 33, 77, 64), softcap=20.0, causal=True, window=(9, 0), **more)
+        yield _case("normal", (2, 4, 2, 33, 77, 64), softcap=5.0, scale=0.3, **more)
+        yield _case("sharp", (1, 2, 1, 70, 77, 64), softcap=5.0, **more)
+        yield _case("neg", (1, 2, 2, 33, 77, 64), softcap=15.0, **more)
+        for mask in ("bool", "float"):
+            yield _case("normal", (2, 4, 2, 33, 77, 64), mask=mask, **more)
+            yield _case("normal", (1, 2, 2, 70, 64, 40), mask=mask, causal=number == 1, **more)
+            yield _case("high", (2, 2, 2, 33, 77, 64), mask=mask, **more)
+            yield _case("normal", (3, 4, 4, 20, 33, 32), mask=f"{mask}-keys", **more)
+            yield _case("normal", (1, 4, 4, 33, 50, 32), mask=f"{mask}-heads", **more)
+        for extra in ("alibi_slopes", "sinks", "kv_lengths"):
+            yield _case("normal", (3, 4, 2, 33, 77, 64), extras=(extra,), **more)
+            yield _case("normal", (2, 4, 2, 33, 50, 64), extras=(extra,), causal=True, **more)
+
+
+def large(seed: int, quick: bool) -> Iterator[Case]:
+    """Yield cases of many keys, queries, heads or programs."""
+    more: dict[str, Any] = {"seed": seed}
+    for number, dtype in enumerate(TYPES):
+        yield _case("normal", (1, 70, 70, 5, 20, 16), dtype=dtype, **more)
+        yield _case("normal", (1, 1, 1, 1100, 77, 64), dtype=dtype, causal=number == 1, **more)
+        yield _case("normal", (1, 2, 1, 257, 257, 128), dtype=dtype, causal=True, **more)
+        yield _case("edges", (1, 1, 1, 6, 17000, 16), dtype=dtype, forward=True, **more)
+        if not quick:
+            yield _case("normal", (1, 2, 2, 600, 600, 64), dtype=dtype, causal=True, **more)
+            yield _case("sharp", (1, 1, 1, 300, 2100, 64), dtype=dtype, causal=True, **more)
+    yield _case("normal", (8200, 8, 8, 1, 2, 16), forward=True, **more)
+    yield _case("edges", (1, 1, 1, 6, 70000, 16), forward=True, **more)
+
+
+# Axes of the covering array. Lengths have tails of tiles, whole tiles, one query, and fewer keys than queries.
+AXES: dict[str, tuple[Any, ...]] = {
+    "heads": ((2, 2), (4, 2), (6, 3), (5, 1), (8, 2)),
+    "lengths": ((64, 64), (33, 130), (128, 128), (1, 77), (40, 20), (100, 64), (130, 77), (257, 129)),
+    "dims": ((64, 64), (128, 128), (16, 16), (80, 80), (40, 40), (96, 96), (64, 32), (32, 64)),
+    "causal": (False, True),
+    "batch": (1, 2, 3),
+    "dtype": TYPES,
+    "option": ("none", "scale", "window", "softcap", "attn_mask", "alibi_slopes"),
+}
+
+
+def covering(seed: int, quick: bool, takes: Iterable[str], unlike_dims: bool) -> list[Case]:
+    """Return cases in which every two values of the axes meet.
+
+    Without `quick`, every three values of heads, causal, lengths and dims meet, too. `takes` are the options of the
+    function; `unlike_dims`: whether D and Dv may differ.
+    """
+    takes = set(takes)
+    axes = dict(AXES)
+    if quick:  # `large` has such lengths
+        axes["lengths"] = tuple(each for each in AXES["lengths"] if max(each) < 200)
+    axes["option"] = tuple(each for each in AXES["option"] if each == "none" or each in takes)
+    if "causal" not in takes:
+        axes["causal"] = (False,)
+    if not unlike_dims:
+        axes["dims"] = tuple(each for each in AXES["dims"] if each[0] == each[1])
+    names = list(axes)
+    wanted = {
+        tuple(sorted(pair)) for a, b in itertools.combinations(names, 2)
+        for pair in itertools.product([(a, v) for v in axes[a]], [(b, v) for v in axes[b]])
+    }  # fmt: skip
+    strong = ("heads", "causal", "lengths", "dims")
+    if not quick:
+        wanted |= {
+            tuple(sorted(each)) for three in itertools.combinations(strong, 3)
+            for each in itertools.product(*([(name, v) for v in axes[name]] for name in three))
+        }  # fmt: skip
+    generator = random.Random(seed * 7919 + 1)
+    rows = [_forced(axes, generator)] if "causal" in takes else []
+    for row in rows:
+        wanted -= _met(row, wanted)
+    while wanted:
+        start = dict(min(wanted, key=repr) if not rows else generator.choice(sorted(wanted, key=repr)[:8]))
+        tries = [start | {n: generator.choice(axes[n]) for n in names if n not in start} for _ in range(12)]
+        best = max(tries, key=lambda row: len(_met(row, wanted)) - (_work(row) / _WORK if quick else 0))
+        rows.append(best)
+        wanted -= _met(best, wanted)
+    return [_covered(row, seed + n) for n, row in enumerate(rows)]
+
+
+def _forced(axes: Mapping[str, Sequence[Any]], generator: random.Random) -> dict[str, Any]:
+    """Return grouped heads, causal, more queries than keys and D 128 together, which no covering of pairs has."""
+    fixed = {"heads": (4, 2), "causal": True, "lengths": (40, 20), "dims": (128, 128), "option": "none"}
+    return fixed | {name: generator.choice(axes[name]) for name in ("batch", "dtype")}
+
+
+def _work(row: Mapping[str, Any]) -> int:
+    """Return about how many products the scores and sums of a row of the covering array take."""
+    (n, m), (dim, value_dim) = row["lengths"], row["dims"]
+    return int(row["batch"] * row["heads"][0] * n * m * (dim + value_dim + 64))
+
+
+def _met(row: Mapping[str, Any], wanted: set[Any]) -> set[Any]:
+    pairs = sorted(row.items())
+    met = {tuple(each) for each in itertools.combinations(pairs, 2)} | {
+        tuple(each) for each in itertools.combinations(pairs, 3)
+    }
+    return met & wanted
+
+
+def _covered(row: Mapping[str, Any], seed: int) -> Case:
+    (q_heads, kv_heads), (q_len, kv_len), (dim, value_dim) = row["heads"], row["lengths"], row["dims"]
+    options: dict[str, dict[str, Any]] = {
+        "none": {}, "scale": {"scale": 0.3}, "window": {"window": (20, 0) if row["causal"] else (20, 11)},
+        "softcap": {"softcap": 3.0}, "attn_mask": {"mask": "float"}, "alibi_slopes": {"extras": ("alibi_slopes",)},
+    }  # fmt: skip
+    sizes = (row["batch"], q_heads, kv_heads, q_len, kv_len, dim, value_dim)
+    return _case("normal", sizes, dtype=row["dtype"], causal=row["causal"], seed=seed, **options[row["option"]])
+
+
+def edges(seed: int) -> Iterator[Case]:
+    """Yield the smallest and the oddest shapes."""
+    for dtype in TYPES:
+        more: dict[str, Any] = {"dtype": dtype, "seed": seed}
+        yield _case("normal", (1, 1, 1, 16, 1, 16), **more)
+        yield _case("normal", (1, 2, 2, 1, 1, 64), causal=True, **more)
+        yield _case("normal", (3, 2, 2, 1, 64, 64), causal=True, **more)
+        yield _case("normal", (2, 2, 2, 65, 63, 64), causal=True, **more)
+        yield _case("normal", (1, 2, 2, 129, 128, 64), causal=True, **more)
+        yield _case("normal", (1, 1, 1, 200, 3, 32), causal=True, **more)
+        yield _case("normal", (2, 4, 2, 1, 300, 64), causal=True, **more)  # decoding, with splits of the keys
+        yield _case("normal", (1, 2, 1, 5, 1030, 64), causal=True, **more)
+        yield _case("normal", (1, 2, 1, 33, 70, 192), causal=True, **more)
+        yield _case("normal", (1, 1, 1, 20, 50, 256), **more)
+
+
+def usual(seed: int) -> Iterator[Case]:
+    """Yield the first cases: the ones that most functions take."""
+    for dtype in TYPES:
+        yield _case("normal", (2, 2, 2, 64, 64, 64), dtype=dtype, seed=seed)
+        yield _case("normal", BASE, dtype=dtype, seed=seed)
+        yield _case("normal", (1, 2, 2, 130, 130, 64), dtype=dtype, causal=True, seed=seed)
+        yield _case("normal", (2, 4, 2, 33, 130, 64), dtype=dtype, causal=True, seed=seed)
+
+
+def listed(seed: int, *, quick: bool, takes: Iterable[str], unlike_dims: bool) -> list[Case]:
+    """Return all cases in the order in which they are judged, each once."""
+    takes = set(takes)
+    found = [*usual(seed), *hostile(seed, quick), *edges(seed), *options(seed, quick)]
+    found += [*covering(seed, quick, takes, unlike_dims), *large(seed, quick)]
+    kept = dict.fromkeys(
+        case for case in found if case.options <= takes | {"causal"} and ("causal" in takes or not case.causal)
+    )
+    return list(kept)
+
+
+def random_case(seed: int, takes: Iterable[str]) -> Case:
+    """Return one case with everything drawn from the seed."""
+    generator = random.Random(seed)
+    takes = set(takes)
+    heads, dims = generator.choice(AXES["heads"]), generator.choice(AXES["dims"][:6])
+    n, m = generator.choice([1, 5, 33, 64, 100, 130, 257]), generator.choice([1, 7, 64, 77, 128, 200, 300])
+    option = generator.choice([each for each in AXES["option"] if each == "none" or each in takes])
+    row = {
+        "heads": heads, "dims": dims, "lengths": (n, m), "causal": "causal" in takes and generator.random() < 0.5,
+        "batch": generator.choice((1, 2, 3)), "dtype": generator.choice(TYPES), "option": option,
+    }  # fmt: skip
+    return replace(
+        _covered(row, seed), values=generator.choice([kind for kind in KINDS if kind != "massive"] + ["massive"])
+    )

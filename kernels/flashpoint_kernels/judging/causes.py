@@ -1,0 +1,463 @@
+"""Find the causes of failures: a relation that fails, a mistake that gives the same wrong numbers, or where it is wrong.
+
+First what is no matter of one call: crashes, changed inputs, answers of an earlier call, races. Then known mistakes are
+made on purpose (`mutants`), and compared with the wrong numbers. The rest is described by the cases that fail and by
+where their wrong elements are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from flashpoint_contract.judging import Cause
+from flashpoint_kernels.judging import places, values
+from flashpoint_kernels.judging.cases import Case
+from flashpoint_kernels.judging.matching import WrongNumbers, causes_of, excess
+from flashpoint_kernels.judging.mutants import Mistake
+from flashpoint_kernels.judging.process import EndedError
+from flashpoint_kernels.judging.trial import OUTPUTS, Outcome, StopError, Trial
+
+_TRIED = 6  # failures with which mistakes are compared
+_SMALL = 300_000  # scores of a case in which mistakes are made
+_MOST = 4  # causes that are named
+_OF_RELATION = {
+    "new inputs at the same address": ("replay", "an earlier answer is returned for new inputs at the same address", "do not cache by address or shape; capture graphs with static inputs that are copied into"),
+    "new inputs of the same shape": ("replay", "an earlier answer is returned for new inputs of the same shape", "do not cache answers by shape"),
+    "another shape after this one": ("state", "a call depends on the shape of an earlier one", "do not keep sizes, masks or buffers between calls, or key them by all that they depend on"),
+    "a shape again after another": ("state", "a call depends on an earlier one", "do not keep results or buffers between calls"),
+    "no mask after a causal call": ("state", "a call depends on the options of an earlier one", "key what is kept by all options"),
+    "transposed inputs": ("strides", "strides of the inputs are ignored", "read with the tensors' strides, or call contiguous()"),
+    "inputs that are rows of a wider tensor": ("strides", "strides of the inputs are ignored", "read with the tensors' strides, or call contiguous()"),
+    "inputs in column order": ("strides", "strides of the inputs are ignored", "read with the tensors' strides, or call contiguous()"),
+    "inputs with a strided last dimension": ("strides", "the stride of the last dimension is ignored", "call contiguous() if stride(-1) is not 1, or raise an error"),
+    "inputs at an offset of their storage": ("offsets", "the offset of the inputs in their storage is ignored", "use data_ptr() of the tensor, not of its storage"),
+    "inputs at an address that is not aligned": ("alignment", "inputs at an address that is not aligned are read wrongly", "use vector loads only for aligned addresses"),
+    "a gradient of o in another memory form": ("gradient-strides", "strides of the gradient of o are ignored", "call do.contiguous(), or read with its strides"),
+    "the gradient of a sum, one number in memory": ("gradient-strides", "a gradient of o with strides of 0, as of o.sum(), is read wrongly", "call do.contiguous(), or read with its strides"),
+    "a second backward": ("second-backward", "a second backward gives other gradients", "do not change what is saved for the backward, nor add into buffers that are kept"),
+    "memory that is not initialised": ("uninitialised", "memory from torch.empty is read before it is written", "zero the buffer, or write all of it"),
+    "another stream": ("stream", "the kernel does not run on the current stream", "launch on torch.cuda.current_stream()"),
+    "gradients of q and k alone": ("needs-input-grad", "gradients depend on which inputs want one", "return each gradient in its own place, whatever ctx.needs_input_grad says"),
+    "the gradient of lse": ("lse-gradient", "the gradient of lse is wrong", "dS = P · (dP - delta + dlse)"),
+}  # fmt: skip
+
+
+def explain(trial: Trial, outcomes: Sequence[Outcome]) -> list[Cause]:
+    """Return the causes of the outcomes that failed, the one that explains most first."""
+    failed = [o for o in outcomes if o.failed]
+    left = list(failed)
+    found: list[Cause] = []
+    try:
+        for cause, explained in _beyond_accuracy(trial, outcomes, failed):
+            found.append(replace(cause, explains=len(explained)))
+            left = [o for o in left if o not in explained]
+        numbers = [o for o in left if o.wrong_outputs and o.status == "wrong"]
+        race = next((n for n, cause in enumerate(found) if cause.code == "race"), None)
+        if race is not None and numbers and not _wrong_again(trial, numbers):
+            found[race] = replace(found[race], explains=found[race].explains + len(numbers))
+            left = [o for o in left if o not in numbers]
+            numbers = []
+        if numbers and (constant := _constant(numbers, outcomes)) is not None:
+            found.append(constant)
+            left = [o for o in left if o not in numbers]
+        elif numbers:
+            for cause, explained in _mistakes(trial, numbers):
+                found.append(replace(cause, explains=len(explained)))
+                left = [o for o in left if o not in explained]
+    except StopError:
+        pass
+    left = [o for o in left if o.status == "wrong"]
+    if left and (not found or len(left) > 0.1 * len(failed)):
+        found.append(_pattern(left, outcomes))
+    unique: dict[str, Cause] = {}
+    for cause in found:
+        unique.setdefault(cause.code, cause)
+    return sorted(unique.values(), key=lambda c: (-c.explains, not c.confirmed))[:_MOST]
+
+
+def _beyond_accuracy(
+    trial: Trial, outcomes: Sequence[Outcome], failed: list[Outcome]
+) -> Iterator[tuple[Cause, list[Outcome]]]:
+    """Yield causes that are no matter of one call's numbers."""
+
+    def having(words: str) -> list[Outcome]:
+        return [o for o in failed if words in o.text]
+
+    def cause(code: str, text: str, advice: str, *, confirmed: bool = True) -> Cause:
+        return Cause(code, text, advice, confirmed, 0)
+
+    ended = [o for o in failed if o.status == "ended"]
+    if ended:
+        kind = "hang" if "did not return" in ended[0].text else "memory" if "memory" in ended[0].text else "crash"
+        text = {
+            "hang": "the function does not return",
+            "memory": "the function needs too much memory",
+            "crash": "the function ends its process",
+        }[kind]
+        first = min(ended, key=lambda o: o.case.scores)
+        yield cause(kind, f"{text}: {first.text}", f"run the smallest such case under a debugger: {first.case}"), ended
+    for words, code, advice in (
+        ("changes its input", "mutation", "write into new memory, not into the inputs"),
+        ("of an earlier call", "aliasing", "return new memory from each call, or copy the buffer that is kept"),
+        ("shares memory with", "aliasing", "return new memory from each call"),
+        ("overwrites the gradients of the first", "aliasing", "return new memory from each backward"),
+        ("changes torch's", "global-state", "leave torch's global settings as they were"),
+        ("no gradient reaches", "gradient-missing", "return a gradient for each input that wants one"),
+        ("has no gradient, though", "gradient-missing", "do not detach o"),
+    ):
+        if hit := having(words):
+            text = next(part for part in hit[0].text.split("; ") if words in part)
+            only = [o for o in hit if not o.wrong_outputs]
+            yield cause(code, text, advice), only or hit
+    raised = [o for o in failed if o.status == "wrong" and ("raised" in o.text and not o.wrong_outputs)]
+    if raised:
+        yield (
+            cause("exception", raised[0].text, "support the case, or refuse it everywhere with a clear exception"),
+            raised,
+        )
+    shaped = [o for o in failed if "has shape" in o.text or "must be" in o.text or "it returned" in o.text]
+    if shaped:
+        yield cause("answer-form", shaped[0].text, "return o in the shape and type of q"), shaped
+    repeated = [
+        o for o in failed if o.relation == "repeated calls" and ("equal" in o.text or "bits of the forward" in o.text)
+    ]
+    numbers = [o for o in failed if o.wrong_outputs and o.relation == "accuracy"]
+    steady, changing = _again(trial, numbers)
+    if repeated:
+        gradient = all(n.startswith("d") for o in repeated for n in o.wrong_outputs) and any(
+            o.wrong_outputs for o in repeated
+        )
+        what = "gradients differ" if gradient else "answers differ"
+        text = f"a race: {what} from call to call with equal inputs ({repeated[0].text})"
+        advice = "look for a missing barrier or atomic, and for memory that two programs write"
+        code = "race"
+        if any(o.facts.get("always") for o in repeated):
+            code, text = "state", f"{what} with each call, though inputs are equal: {repeated[0].text}"
+            advice = "clear the buffers that gradients are added to; write memory before it is read"
+        hit = repeated + [o for o in failed if o.wrong_outputs and o not in repeated and not steady]
+        yield cause(code, text, advice), hit
+    elif numbers and not steady:
+        firsts = _first(outcomes)
+        if all(o in firsts for o in numbers):
+            yield (
+                cause(
+                    "first-call",
+                    "the first call is wrong, and the same call later is right",
+                    "do not return what a warm-up or autotuning has left",
+                ),
+                numbers,
+            )
+        elif any(_same_as_earlier(o, outcomes) for o in numbers):
+            yield (
+                cause("replay", "the answer of an earlier call is returned", "do not cache by address or shape"),
+                numbers,
+            )
+        else:
+            text = (
+                "the same call is wrong in one place of the order, and right in another"
+                if changing
+                else "a wrong answer was not repeated: a race, or state that is kept between calls"
+            )
+            yield (
+                cause(
+                    "state" if changing else "race",
+                    text,
+                    "do not keep buffers between calls without clearing them; look for a missing barrier",
+                ),
+                numbers,
+            )
+    elif numbers and any(_same_as_earlier(o, outcomes) for o in numbers):
+        yield cause("replay", "the answer of an earlier call is returned", "do not cache by address or shape"), numbers
+    # Where plain calls of the same kind are wrong, a relation that fails says nothing of its own.
+    inaccurate = {
+        (o.case.dtype, o.case.causal, bool(o.asked.get("leaves")))
+        for o in numbers
+        if o.case.values == "normal" and o.case.options <= {"causal"}
+    }
+    unsteady = any(o.wrong_outputs for o in repeated) or not steady
+    for o in [] if unsteady else failed:
+        relation = o.relation.partition(" (")[0]
+        grads, plain = bool(o.asked.get("leaves")), (o.case.dtype, o.case.causal)
+        if o.relation == "accuracy" or not o.wrong_outputs or (*plain, True) in inaccurate:
+            continue
+        if relation != "repeated calls" and (*plain, grads) in inaccurate:
+            continue
+        if relation.startswith("a gradient of ") and relation.endswith("alone"):
+            yield (
+                cause(
+                    "needs-input-grad",
+                    f"the gradient is wrong if one input alone wants it: {relation}",
+                    "return each gradient in its own place, whatever ctx.needs_input_grad says",
+                ),
+                [x for x in failed if x.relation.endswith("alone")],
+            )
+        if relation == "repeated calls" and not repeated:
+            text = "with" if grads else "without"
+            yield (
+                cause(
+                    "grad-mode",
+                    f"the answer is wrong {text} gradients wanted",
+                    "one function must give the same o with and without autograd",
+                ),
+                [x for x in failed if x.wrong_outputs and bool(x.asked.get("leaves")) == grads],
+            )
+        if relation in _OF_RELATION:
+            code, text, advice = _OF_RELATION[relation]
+            yield (
+                cause(code, text, advice),
+                [
+                    x
+                    for x in failed
+                    if x.relation.partition(" (")[0] in _OF_RELATION
+                    and _OF_RELATION[x.relation.partition(" (")[0]][0] == code
+                ],
+            )
+
+
+def _constant(numbers: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Cause | None:
+    """Return the cause of an output that is one number in all wrong answers, where no normal values have a right one."""
+    grads = all("o" not in o.wrong_outputs for o in numbers)
+    plain = [o for o in outcomes if o.case.values == "normal" and o.case.scores > 1 and o.relation == "accuracy"]
+    if any(o.status in ("right", "imprecise") for o in plain if not grads or "dq" in o.excess):
+        return None
+    names = sorted({n for o in numbers for n in o.wrong_outputs}, key=list(OUTPUTS).index)
+    firsts = set()
+    for o in numbers:
+        for t in (o.answers[n].double() for n in o.wrong_outputs if o.answers[n].numel() > 1):
+            firsts.add(str(float(t.flatten()[0])))
+            if not bool(t.isnan().all() or (t == t.flatten()[0]).all()):
+                return None
+    if len(firsts) != 1 or ("o" in names and any("o" not in o.wrong_outputs for o in numbers)):
+        return None
+    are = "are" if len(names) > 1 else "is"
+    advice = "check that the kernel is launched, and that it writes the tensor that is returned"
+    return Cause("constant", f"{', '.join(names)} {are} {firsts.pop()} everywhere", advice, True, len(numbers))
+
+
+def _first(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return the first outcome of each data type, shape and set of options."""
+    seen: dict[object, Outcome] = {}
+    for o in outcomes:
+        seen.setdefault((o.case.dtype, o.case.shape), o)
+    return [*outcomes[:1], *seen.values()]
+
+
+def _again(trial: Trial, numbers: Sequence[Outcome]) -> tuple[bool, bool]:
+    """Return whether wrong answers are wrong again, and whether they depend on earlier calls.
+
+    The smallest ones are called again, and in a new process.
+    """
+    if not numbers:
+        return True, False
+    steady, changing = 0, False
+    chosen = sorted(numbers, key=lambda o: o.case.scores)[:3]
+    for o in chosen:
+        steady += trial.run(o.case).status == "wrong"
+    if steady == len(chosen):
+        try:
+            trial.worker.start()
+        except EndedError:
+            return True, False
+        fresh = [trial.run(o.case).status == "wrong" for o in chosen[:1]]
+        if not all(fresh):
+            return False, True
+    return steady > 0, changing or 0 < steady < len(chosen)
+
+
+def _wrong_again(trial: Trial, numbers: Sequence[Outcome]) -> bool:
+    """Return whether one of the smallest wrong answers is wrong in each of three more calls."""
+    chosen = sorted(numbers, key=lambda o: o.case.scores)[:4]
+    return any(all(trial.run(o.case).status == "wrong" for _ in range(3)) for o in chosen)
+
+
+def _same_as_earlier(o: Outcome, outcomes: Sequence[Outcome]) -> bool:
+    """Return whether the answer has the numbers of an earlier call with other inputs."""
+    if "o" not in o.answers or bool((o.answers["o"] == o.answers["o"].flatten()[:1]).all()):
+        return False
+    for other in outcomes:
+        if other is o:
+            return False
+        own = other.answers.get("o")
+        if (
+            own is not None
+            and own.shape == o.answers["o"].shape
+            and other.case.seed != o.case.seed
+            and torch.equal(own, o.answers["o"])
+        ):
+            return True
+    return False
+
+
+def _mistakes(trial: Trial, numbers: Sequence[Outcome]) -> Iterator[tuple[Cause, list[Outcome]]]:
+    """Yield known mistakes that give the wrong numbers, until every failure that was tried is explained."""
+    chosen = _representative(numbers)
+    simple = [o for o in chosen if not trial.signature.ragged]
+    texts: dict[tuple[str, str], tuple[Mistake, list[Outcome]]] = {}
+    for o in simple:
+        earlier = [mistake for mistake, _ in texts.values() if mistake.forward or mistake.backward]
+        hits = causes_of(_numbers(o), earlier)
+        for mistake in _unrefuted(trial, o, hits):
+            texts.setdefault((mistake.code, mistake.text), (mistake, []))[1].append(o)
+    left = list(simple)
+    while left and texts:
+        mistake, explained = max(texts.values(), key=lambda each: len([o for o in each[1] if o in left]))
+        now = [o for o in explained if o in left]
+        if not now:
+            return
+        like = [o for o in numbers if o in now or (o not in simple and any(_alike(o, x) for x in now))]
+        yield Cause(mistake.code, mistake.text, mistake.advice, True, 0), like
+        left = [o for o in left if o not in now]
+
+
+def _numbers(o: Outcome) -> WrongNumbers:
+    top_left = o.call.problem.spec.options.causal_alignment == "top_left"
+    return WrongNumbers(o.case, values.draw(o.case), top_left, o.answers, o.limits, o.wrong_outputs)
+
+
+def _unrefuted(trial: Trial, o: Outcome, hits: list[Mistake]) -> list[Mistake]:
+    """Return the mistakes that do not predict an error on normal values where the function is right there."""
+    if len({mistake.code for mistake in hits}) < 2 or o.case.values == "normal":
+        return hits
+    normal = trial.run(replace(o.case, values="normal"))
+    if normal.status not in ("right", "imprecise"):
+        return hits
+    right = _numbers(normal)
+    kept = []
+    for mistake in hits:
+        gradients = bool(mistake.backward)
+        theirs = right.with_mistake(mistake, gradients)
+        names = [n for n in OUTPUTS if n in theirs and n in normal.answers and n in normal.limits]
+        if all(excess(right, n, theirs[n]) <= 3 for n in names):
+            kept.append(mistake)
+    return kept or hits
+
+
+def _alike(o: Outcome, other: Outcome) -> bool:
+    return (
+        o.case.options == other.case.options
+        or o.case.values == other.case.values
+        or set(o.wrong_outputs) == set(other.wrong_outputs)
+    )
+
+
+def _representative(numbers: Sequence[Outcome]) -> list[Outcome]:
+    """Return failures of different options, values and outputs; the small ones, and those with the largest errors."""
+    kept: dict[object, Outcome] = {}
+    plain = [o for o in numbers if o.relation == "accuracy"] or list(numbers)
+    for o in sorted(plain, key=lambda o: (o.case.dtype != "float32", o.case.scores)):
+        if o.case.scores <= _SMALL or not kept:
+            kept.setdefault((o.case.options, o.case.window, o.case.values, "o" in o.wrong_outputs), o)
+    chosen = list(kept.values())
+    chosen.sort(key=lambda o: (len(o.case.options) + (o.case.values != "normal"), o.case.dtype != "float32"))
+    return chosen[:_TRIED]
+
+
+_Feature = tuple[str, Callable[[Case], bool], str, str]
+_FEATURES: tuple[_Feature, ...] = (
+    ("sentinel", lambda c: c.values.startswith("low"), "all scores are below -5e4", "start the running maximum at -inf; a finite sentinel is above such scores"),
+    ("no-maximum", lambda c: c.values.startswith(("high", "neg", "low")), "all scores are far from 0", "subtract the running maximum before exp"),
+    ("no-maximum", lambda c: c.values.startswith("high"), "scores are above 88", "subtract the running maximum before exp"),
+    ("clamped-exponent", lambda c: c.values.startswith("gap"), "scores are 12 to 80 below the largest", "do not clamp exponents, nor skip small weights"),
+    ("missing-rescale", lambda c: c.values.startswith(("rising", "lastmax")), "the maximum rises from tile to tile", "rescale sum and accumulator when the maximum rises"),
+    ("low-precision", lambda c: c.values.startswith(("massive", "offset", "flat")), "values are large or have one sign", "keep scores, sums and accumulators in float32"),
+    ("low-precision-sum", lambda c: c.values == "flat", "many numbers of one sign are summed", "accumulate in float32"),
+    ("low-precision-scores", lambda c: c.values in ("massive", "low", "neg", "high", "sharp"), "scores are large", "keep scores in float32"),
+    ("cancellation", lambda c: c.values == "offset", "v and do have a large constant part", "keep o, delta and sums in float32"),
+    ("ties", lambda c: c.values in ("ties", "dup"), "keys are equal", "treat equal scores alike"),
+    ("mask-leak", lambda c: c.values == "unseen", "hidden keys are large", "hide keys before the maximum, with -inf"),
+    ("key-limit", lambda c: c.kv_len > 16384, "there are more than 16,384 keys", "check the width of indices and limits of the loop"),
+    ("key-limit", lambda c: c.kv_len > 4096, "there are more than 4,096 keys", "check the width of indices and limits of the loop"),
+    ("key-limit", lambda c: c.kv_len > 1024, "there are more than 1,024 keys", "check the width of indices and limits of the loop"),
+    ("query-limit", lambda c: c.q_len > 1024, "there are more than 1,024 queries", "check the grid's size"),
+    ("grid-limit", lambda c: c.batch * c.q_heads > 65535, "there are more than 65,535 programs", "a grid's second and third dimension end at 65,535: use the first"),
+    ("heads", lambda c: c.q_heads > 64, "there are more than 64 heads", "check limits of heads"),
+    ("group", lambda c: c.group > 1, "query heads share key heads", "query head h uses key head h // (Hq / Hk); dk and dv are sums over a group"),
+    ("batch", lambda c: c.batch > 1, "there are several sequences", "check the batch strides"),
+    ("head-dim", lambda c: c.head_dim & (c.head_dim - 1) != 0, "D is no power of 2", "pad D, and mask loads and stores"),
+    ("head-dim", lambda c: c.head_dim >= 128, "D is 128", "check the tile's sizes for this D"),
+    ("value-dim", lambda c: c.head_dim != c.value_dim, "Dv is not D", "use Dv for v and o"),
+    ("key-tail", lambda c: c.kv_len % 64 != 0, "the number of keys is no multiple of 64", "mask the last tile of keys"),
+    ("key-tail", lambda c: c.kv_len % 16 != 0, "the number of keys is no multiple of 16", "mask the last tile of keys"),
+    ("whole-tiles", lambda c: c.kv_len % 64 == 0, "the number of keys is a multiple of 64", "check the end of the loop over keys"),
+    ("query-tail", lambda c: c.q_len % 64 != 0, "the number of queries is no multiple of 64", "mask the last tile of queries"),
+    ("one-query", lambda c: c.q_len == 1, "there is one query", "check the path for decoding"),
+    ("one-key", lambda c: c.kv_len == 1, "there is one key", "check the last tile"),
+    ("empty-rows", lambda c: c.causal and c.q_len > c.kv_len, "rows see no key", "write 0 for rows without keys, in o and in gradients"),
+    ("causal-lengths", lambda c: c.causal and c.q_len != c.kv_len, "a causal mask has other lengths of keys and queries", "the offset of the diagonal is Sk - Sq"),
+    ("causal", lambda c: c.causal, "the mask is causal", "check the mask, and which tiles are skipped"),
+    ("window", lambda c: c.window != (-1, -1), "a window is given", "check both sides of the window, and which tiles are skipped"),
+    ("softcap", lambda c: c.softcap > 0, "a softcap is given", "s = softcap · tanh(s / softcap), before the mask; its derivative is 1 - tanh²"),
+    ("scale", lambda c: c.scale is not None, "a scale is given", "use the given scale in forward and backward"),
+    ("mask", lambda c: bool(c.mask), "attn_mask is given", "add it after the scale; check its strides"),
+    ("alibi", lambda c: "alibi_slopes" in c.extras, "alibi_slopes are given", "subtract slope · |i + offset - j|"),
+    ("sinks", lambda c: "sinks" in c.extras, "sinks are given", "add exp(sink) to the sum of weights"),
+    ("lengths", lambda c: "kv_lengths" in c.extras, "kv_lengths are given", "hide keys beyond each sequence's length"),
+    ("half-types", lambda c: c.dtype != "float32", "the data type has 16 bits", "keep scores, sums and accumulators in float32"),
+    ("bfloat16", lambda c: c.dtype == "bfloat16", "the data type is bfloat16", "keep scores, sums and accumulators in float32"),
+    ("float16", lambda c: c.dtype == "float16", "the data type is float16", "float16 ends at 65,504: keep scores and sums in float32"),
+    ("float32", lambda c: c.dtype == "float32", "the data type is float32", "ask for full float32 products"),
+)  # fmt: skip
+
+
+def _pattern(left: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Cause:
+    """Describe failures by the cases that fail, and by where these are wrong."""
+    known = [o for o in outcomes if o.relation == "accuracy" and o.excess]
+    hit = [o for o in left if o.relation == "accuracy"] or list(left)
+    wanted = {id(o) for o in hit}
+    best = (0.0, "unknown", "", "compare the numbers of the smallest failing case with float64, tile by tile")
+    pairs = [(f,) for f in _FEATURES] + [
+        (f, g) for n, f in enumerate(_FEATURES) for g in _FEATURES[n + 1 :] if f[0] != g[0]
+    ]
+    for features in pairs:
+        having = [o for o in known if all(f[1](o.case) for f in features)]
+        inside = sum(id(o) in wanted for o in having)
+        if inside < 0.9 * len(hit) or not having:
+            continue
+        score = 2 * inside / (len(having) + len(hit)) - 0.05 * (len(features) - 1)
+        if score > best[0]:
+            best = (score, features[0][0], " and ".join(f[2] for f in features), features[0][3])
+    outputs = sorted({n for o in hit for n in o.wrong_outputs}, key=list(OUTPUTS).index)
+    first = min(hit, key=lambda o: o.case.scores)
+    what = f"{', '.join(outputs) or 'the answer'} {'are' if len(outputs) > 1 else 'is'} wrong"
+    condition = f" where {best[2]}" if best[0] > 0.55 and best[2] else ""
+    code = best[1] if condition else "unknown"
+    if outputs and all(n.startswith("d") for n in outputs) and condition:
+        code = f"gradient-{code}"
+    where = _where(first)
+    small = _noise(hit)
+    if small is not None:
+        return Cause(
+            "low-precision",
+            f"{what}{condition} by about {small:.1e} of the largest value: like rounding to few bits",
+            "keep scores, weights, sums and accumulators in float32",
+            False,
+            len(left),
+        )
+    advice = best[3] if condition else "compare the smallest failing case with float64, tile by tile"
+    return Cause(
+        code, f"{what}{condition}" + (f"; in the smallest case: {where}" if where else ""), advice, False, len(left)
+    )
+
+
+def _where(o: Outcome) -> str:
+    if not o.wrong_outputs or o.call.signature.ragged:
+        return ""
+    name = o.wrong_outputs[0]
+    wrong = o.limits[name].excess(o.answers[name], o.dtype_of(name))[1] > 1
+    return f"{name}: {places.where(wrong, name)}"
+
+
+def _noise(hit: Sequence[Outcome]) -> float | None:
+    """Return the size of errors that look like rounding: small, in all elements, of both signs. Else None."""
+    sizes = []
+    for o in hit:
+        for name in o.wrong_outputs:
+            off = (o.answers[name].double() - o.limits[name].value).flatten()
+            largest = float(o.limits[name].value.abs().nan_to_num(0, 0, 0).max())
+            if not bool(off.isfinite().all()) or not largest:
+                return None
+            sizes.append(float(off.abs().max()) / largest)
+    return max(sizes) if sizes and max(sizes) < 0.02 else None

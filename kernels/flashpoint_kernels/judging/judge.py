@@ -1,0 +1,455 @@
+"""Judge a function: run the cases and the relations, find causes, shrink, and write the report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashpoint_contract.judging import (
+    REQUIREMENTS,
+    Cause,
+    Failure,
+    NotJudged,
+    Property,
+    Race,
+    Report,
+    Standing,
+    Verdict,
+)
+from flashpoint_kernels.judging import cases, causes, relations, saving, shrink, signatures
+from flashpoint_kernels.judging.cases import TYPES, Case
+from flashpoint_kernels.judging.process import EndedError, NotLoadedError, Worker, target_of
+from flashpoint_kernels.judging.signatures import Signature, UnusableError
+from flashpoint_kernels.judging.trial import OUTPUTS, Clock, Outcome, StopError, Trial, reseeded
+
+MOST = 40  # failures and imprecise cases in a report; the smallest ones
+QUICK_SECONDS, SECONDS = 120.0, 600.0  # of all, with the function's own time
+REPEATS, QUICK_REPEATS = 12.0, 1.5  # seconds of repeated calls
+AHEAD = 6  # cases whose exact answers are computed while the function runs
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a judgement is: cases done, cases in all, and what runs."""
+
+    done: int
+    total: int
+    stage: str
+
+
+def judge(
+    function: Callable[..., Any] | str,
+    *,
+    quick: bool = False,
+    dtypes: Sequence[str] = (),
+    layout: str | None = None,
+    causal_alignment: str | None = None,
+    empty_rows: str | None = None,
+    precision: str = "ieee",
+    require: Sequence[str] = (),
+    seed: int = 0,
+    seconds: float | None = None,
+    timeout: float | None = None,
+    device: str | None = None,
+    only: Mapping[str, Any] | None = None,
+    save: str | Path | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Report:
+    """Judge an attention function against float64: accuracy, purity, repeatability, and the causes of what is wrong.
+
+    The function runs in a process of its own: what it does there cannot end the judge.
+
+    Args:
+        function: Called as function(q, k, v, causal=…, …) with torch tensors; or its name, MODULE:FUNCTION. Parameters
+            of flash-attn, SDPA, FlashInfer and `flashpoint_kernels.attention` are recognised, and so are their layouts.
+        quick: About 10 seconds of the judge's own work in place of 60.
+        dtypes: Data types to judge, of float32, bfloat16 and float16; all that the function takes by default.
+        layout: Layout of q, k and v: bhsd, bshd, sbhd, shd, hsd, bsd or sd. Found by trial by default.
+        causal_alignment: top_left or bottom_right; by default bottom_right, and top_left for `is_causal`.
+        empty_rows: Rows without keys must be: `zero`, or `nan` to accept NaN, the default for SDPA's signature.
+        precision: `tf32` allows products of float32 in TF32.
+        require: More that must hold: accurate, deterministic, batch-invariant, masked-nan, lse-gradient, all.
+        seed: Seed of all values.
+        seconds: Most seconds in all. The report lists the rest.
+        timeout: Seconds that one call may take; by default 60, and 20 with `quick`.
+        device: `cpu` or `cuda`; by default `cuda` where torch finds one.
+        only: One case, as a report has it (`Failure.case`); or sizes and options that all cases have.
+        save: File for the smallest failing case with its answers, as safetensors.
+        progress: Called before each case. An exception that it raises ends the judgement.
+
+    Returns:
+        The report. `report.ok` is the verdict.
+
+    Raises:
+        UnusableError: the function cannot be imported or called, or an argument is not valid. It is a ValueError.
+    """
+    _check(dtypes, layout, causal_alignment, empty_rows, precision, require)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    clock = Clock(seconds or (QUICK_SECONDS if quick else SECONDS))
+    worker = Worker(target_of(function), device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    trial: Trial | None = None
+    try:
+        about = worker.start()
+        top_left = None if causal_alignment is None else causal_alignment == "top_left"
+        signature = signatures.signature_of(about, layout, top_left)
+        nan_rows = (empty_rows or ("nan" if signature.style == "sdpa" else "zero")) == "nan"
+        trial = Trial(
+            worker,
+            signature,
+            clock,
+            precision=precision,
+            timeout=timeout or (20.0 if quick else 60.0),
+            nan_rows=nan_rows,
+        )
+        name = function if isinstance(function, str) else f"{about['module']}:{about['name']}"
+        own = _Judgement(trial, name, tuple(dtypes) or TYPES, quick, seed, tuple(require), progress, layout is None)
+        return own.run(only, Path(save) if save is not None else None)
+    except NotLoadedError as error:
+        raise UnusableError(str(error)) from None
+    except EndedError as error:
+        raise UnusableError(f"it cannot be imported: {error}") from None
+    finally:
+        if trial is not None:
+            trial.close()
+        worker.close()
+        torch.set_num_threads(threads)
+
+
+def _check(
+    dtypes: Sequence[str],
+    layout: str | None,
+    alignment: str | None,
+    empty: str | None,
+    precision: str,
+    require: Sequence[str],
+) -> None:
+    allowed: list[tuple[str, Iterable[str | None], Sequence[str]]] = [
+        ("dtypes", dtypes, TYPES), ("layout", [layout], signatures.LAYOUTS), ("require", require, REQUIREMENTS),
+        ("causal_alignment", [alignment], ("top_left", "bottom_right")), ("empty_rows", [empty], ("zero", "nan")),
+        ("precision", [precision], ("ieee", "tf32")),
+    ]  # fmt: skip
+    for name, given, known in allowed:
+        for each in given:
+            if each is not None and each not in known:
+                raise UnusableError(f"{name} must be one of {', '.join(known)}, not {each!r}")
+
+
+class _Judgement:
+    """One judgement while it runs."""
+
+    def __init__(
+        self, trial: Trial, name: str, dtypes: tuple[str, ...], quick: bool, seed: int, require: tuple[str, ...],
+        progress: Callable[[Progress], None] | None, find_layout: bool,
+    ) -> None:  # fmt: skip
+        self.trial, self.name, self.dtypes, self.quick, self.seed = trial, name, dtypes, quick, seed
+        self.require, self.progress, self.find_layout = require, progress, find_layout
+        self.outcomes: list[Outcome] = []
+        self.properties: list[Property] = []
+        self.not_run: dict[tuple[str, str], int] = {}
+        self.race: Race | None = None
+        self.done = self.total = 0
+
+    def tell(self, stage: str) -> None:
+        if self.progress is not None:
+            self.progress(Progress(self.done, max(self.total, self.done), stage))
+
+    def run(self, only: Mapping[str, Any] | None, save: Path | None) -> Report:
+        trial = self.trial
+        try:
+            if self.find_layout:
+                self.recognise()
+            listed, relate = self.cases(only)
+            self.total = len(listed) + 40 * relate
+            self.accuracy(listed)
+            if relate:
+                self.relate()
+        except StopError as error:
+            self.skip("relations", str(error))
+        self.settle()
+        failed = [o for o in self.outcomes if o.failed]
+        found: list[Cause] = []
+        smallest = None
+        if failed:
+            self.tell("the cause")
+            found = causes.explain(trial, self.outcomes)
+            self.tell("the smallest failing case")
+            smallest = shrink.smallest(trial, failed, 2.0 if self.quick else 6.0)
+        if save is not None and smallest is not None:
+            saving.save(save, smallest)
+        return self.report(found, smallest, save)
+
+    def recognise(self) -> None:
+        """Choose the layout in which the function is right, or that it accepts: the guess first."""
+        trial = self.trial
+        if trial.signature.packed or trial.signature.ragged or trial.signature.style in ("sdpa", "flashpoint"):
+            return
+        guess = trial.signature.layout
+        best: tuple[float, Signature] | None = None
+        first: Outcome | None = None
+        for layout in dict.fromkeys((guess, *signatures.LAYOUTS)):
+            signature = replace(trial.signature, layout=layout)
+            one = "b" not in layout
+            case = Case(
+                batch=1 if one else 2, q_heads=3 if "h" in layout else 1, kv_heads=3 if "h" in layout else 1, q_len=5,
+                kv_len=5, head_dim=16, value_dim=16, dtype=self.dtypes[0], seed=11, forward=True,
+            )  # fmt: skip
+            trial.signature = signature
+            outcome = trial.run(case)
+            first = first or outcome
+            if outcome.status == "ended":  # a crash or a hang tells nothing of the layout
+                self.outcomes.append(outcome)
+                trial.signature = replace(trial.signature, layout=guess)
+                return
+            if outcome.status == "refused" and layout == guess:
+                outcome = trial.run(
+                    replace(case, head_dim=64, value_dim=64, q_len=64, kv_len=64, dtype=self.dtypes[-1])
+                )
+            excess = outcome.excess.get("o", math.inf)
+            if outcome.status in ("right", "imprecise") or excess <= 1:  # another answer may be wrong
+                return
+            if outcome.status == "wrong" and "o" in outcome.excess and (best is None or excess < 0.01 * best[0]):
+                best = (excess, signature)
+        trial.signature = best[1] if best is not None and best[0] < 1e3 else replace(trial.signature, layout=guess)
+        trial.accepted.clear()
+        if first is not None and first.status == "wrong" and trial.signature.layout == guess:
+            self.outcomes.append(first)  # the first call counts like the others
+
+    def cases(self, only: Mapping[str, Any] | None) -> tuple[list[Case], bool]:
+        """Return the cases to judge, and whether relations are tried."""
+        takes = self.trial.signature.options
+        listed = cases.listed(self.seed, quick=self.quick, takes=takes, unlike_dims=True)
+        if only is not None and "seed" in only and "values" in only:
+            return [Case.from_dict(only)], False
+        if only:
+            fixed = {n: tuple(v) if isinstance(v, list) else v for n, v in only.items()}
+            sizes = {"batch": 1, "q_heads": 1, "kv_heads": fixed.get("q_heads", 1)}
+            sizes |= {"kv_len": fixed.get("q_len", 64), "value_dim": fixed.get("head_dim", 64)}
+            kinds = dict.fromkeys(case.values for case in listed) if {"q_len", "head_dim"} <= fixed.keys() else None
+            if kinds is not None:
+                listed = [
+                    Case.from_dict({"values": kind, "dtype": dtype, **sizes, **fixed})
+                    for dtype in self.dtypes for kind in kinds if not kind.endswith("-exact") or fixed["head_dim"] == 16
+                ]  # fmt: skip
+            else:
+                usual = Case().to_dict()
+                listed = list(dict.fromkeys(Case.from_dict(case.to_dict() | fixed) for case in listed if usual))
+        listed = [reseeded(case, self.seed) for case in listed if case.dtype in self.dtypes]
+        return listed, not only
+
+    def skip(self, what: str, reason: str, count: int = 1) -> None:
+        self.not_run[what, reason] = self.not_run.get((what, reason), 0) + count
+
+    def accuracy(self, listed: Sequence[Case]) -> None:
+        trial = self.trial
+        coming = [case for case in listed if trial.signature.refuses(case) is None]
+        for case in listed:
+            self.done += 1
+            if coming and case is coming[0]:
+                del coming[0]
+                trial.prepare(each for each in coming[:AHEAD] if trial.affordable(each))
+            if (reason := trial.signature.refuses(case)) is not None:
+                self.skip(", ".join(sorted(case.options)) or "shape", reason)
+                continue
+            if not trial.affordable(case):
+                self.skip("large cases", "they would have taken too long")
+                continue
+            self.tell(f"{case.values} values, {case.dtype}")
+            outcome = trial.run(case)
+            if outcome.status == "refused" and outcome.asked["leaves"]:
+                forward = trial.run(replace(case, forward=True))
+                if forward.status != "refused":
+                    forward.facts["raised"] = outcome.facts["raised"]
+                    forward.facts["refused_gradient"] = outcome.text
+                    outcome = forward
+            if outcome.ill > 0.1 and case.values != "normal":  # too many ill-posed rows: another case
+                self.skip(f"{case.values} values", "more than a tenth of the rows are ill-posed")
+                continue
+            self.outcomes.append(outcome)
+
+    def relate(self) -> None:
+        trial = self.trial
+        chosen = relations.chosen(trial, self.dtypes, self.seed + 1)
+        for number, case in enumerate(chosen):
+            for outcome in relations.purity(trial, case):
+                self.done += 1
+                self.tell(f"{outcome.relation}, {case.dtype}")
+                self.outcomes.append(outcome)
+            if number == 0:
+                self.properties += [relations.batch_invariant(trial, case), relations.masked_nan(trial, case)]
+                found, outcome_of_lse = relations.lse_gradient(trial, case)
+                self.properties.append(found)
+                if outcome_of_lse is not None:
+                    outcome_of_lse.status, outcome_of_lse.relation = "wrong", "the gradient of lse"
+                    self.outcomes.append(outcome_of_lse)
+        if chosen:
+            self.repeat(chosen)
+
+    def repeat(self, chosen: list[Case]) -> None:
+        trial = self.trial
+        small = chosen[0]
+        wide = replace(small, batch=1, q_len=130, kv_len=257, causal="causal" in trial.signature.options)
+        wide = replace(wide, q_heads=2, kv_heads=2) if trial.signature.packed != "qkv" else small
+        listed = list(
+            dict.fromkeys(case for case in (small, wide, *chosen[1:]) if trial.signature.refuses(case) is None)
+        )
+        calls, forward, gradient = [], False, False
+        for found in relations.repeats(trial, listed, QUICK_REPEATS if self.quick else REPEATS, self.tell):
+            if isinstance(found, Outcome):
+                self.outcomes.append(found)
+                continue
+            calls.append(found[0])
+            forward |= found[1]
+            gradient |= found[2]
+        total = sum(calls)
+        if total > 1:
+            self.race = Race(total, 1 - 0.01 ** (1 / total))
+        if forward and not any(o.relation == "repeated calls" and o.failed for o in self.outcomes):
+            outcome = trial.run(listed[0], "repeated calls")
+            outcome.status = "wrong"
+            outcome.text = "the bits of the forward differ from call to call"
+            self.outcomes.append(outcome)
+        text = "the bits of gradients differ from call to call" if gradient else "equal calls have equal bits"
+        standing: Standing = "not tested" if total < 2 else "fails" if forward or gradient else "holds"
+        self.properties.append(Property("deterministic", standing, text if total > 1 else "no repeated call ran"))
+
+    def settle(self) -> None:
+        """Turn a refusal of what the function accepts elsewhere into a failure."""
+        trial = self.trial
+        for outcome in self.outcomes:
+            key = (outcome.case.dtype, outcome.case.shape, outcome.case.options)
+            plain, facts = outcome.relation == "accuracy", outcome.facts
+            if outcome.status == "refused" and plain and key in trial.accepted:
+                outcome.status = "wrong"
+                outcome.text += ", though it accepts this shape, type and options with other values"
+            if key not in trial.with_gradients or not plain:
+                continue
+            if "grad_error" in facts or "refused_gradient" in facts:
+                outcome.status = "wrong"
+            elif (
+                outcome.asked.get("leaves") and outcome.status in ("right", "imprecise") and facts.get("grad") is False
+            ):
+                outcome.status, outcome.text = "wrong", "o has no gradient, though it has one with other values"
+
+    def report(self, found: list[Cause], smallest: Outcome | None, save: Path | None) -> Report:
+        trial, clock = self.trial, self.trial.clock
+        judged = [o for o in self.outcomes if o.status != "refused"]
+        failed = sorted((o for o in judged if o.failed), key=lambda o: (o.relation != "accuracy", o.case.scores))
+        imprecise = sorted((o for o in judged if o.status == "imprecise"), key=lambda o: o.case.scores)
+        outputs = tuple(n for n in OUTPUTS if any(n in o.excess for o in judged))
+        refused: dict[str, tuple[str, int]] = {}
+        for o in self.outcomes:
+            text = o.facts.get("refused_gradient") or ("" if o.status != "refused" else o.text)
+            if text and not o.failed:
+                what = _refused_what(o, self.outcomes)
+                first, count = refused.get(what, (text[:300], 0))
+                refused[what] = first, count + 1
+        if self.trial.signature.ambiguous:
+            for text in self.trial.signature.ambiguous:
+                self.skip("window", text)
+        properties = self.demanded(imprecise, refused)
+        lacking = [p for p in properties if p.required and p.standing != "holds"]
+        answered = [o for o in judged if o.excess]
+        verdict: Verdict = (
+            "wrong" if failed else "not judged" if not answered else "imprecise" if imprecise else "right"
+        )
+        spent = clock.spent
+        return Report(
+            function=self.name, signature=trial.signature.style,
+            layout="thd" if trial.signature.ragged else trial.signature.layout,
+            device=trial.worker.device, verdict=verdict,
+            ok=verdict in ("right", "imprecise") and not lacking,
+            dtypes=tuple(t for t in TYPES if any(o.case.dtype == t and o.excess for o in judged)), outputs=outputs,
+            gradients=any(n.startswith("d") for n in outputs), cases=len(judged), calls=clock.calls, seed=self.seed,
+            seconds=round(spent, 3),
+            judge_seconds=round(max(0.0, spent - clock.waiting), 3), kernel_seconds=round(clock.kernel, 3),
+            versions=_versions(), failures=_spread(failed),
+            imprecise=tuple(o.failure(imprecise=True) for o in imprecise[:MOST]),
+            causes=tuple(found), properties=tuple(properties),
+            refused=tuple(NotJudged(what, reason, n) for what, (reason, n) in refused.items()),
+            not_run=tuple(NotJudged(what, reason, n) for (what, reason), n in self.not_run.items()), race=self.race,
+            smallest=None if smallest is None else smallest.failure(), command=self.command(smallest),
+            failed=len(failed), saved=str(save) if save is not None and smallest is not None else None,
+        )  # fmt: skip
+
+    def demanded(self, imprecise: list[Outcome], refused: Mapping[str, tuple[str, int]]) -> list[Property]:
+        """Return all properties, with what `require` asks of them."""
+        found = list(self.properties)
+        worst = max((max(o.strict.values()) for o in imprecise), default=0.0)
+        text = (
+            f"{len(imprecise)} cases are between S and L, by up to {worst:.3g} times S"
+            if imprecise
+            else "every error is within S"
+        )
+        found.append(Property("accurate", "fails" if imprecise else "holds", text))
+        text = f"{sum(n for _, n in refused.values())} cases were refused" if refused else "no case was refused"
+        found.append(Property("all", "fails" if refused else "holds", text))
+        return [replace(p, required=p.name in self.require) for p in found] + [
+            Property(name, "not tested", "it was not tested", required=True)
+            for name in self.require if name not in {p.name for p in found}
+        ]  # fmt: skip
+
+    def command(self, smallest: Outcome | None) -> str | None:
+        """Return the command that repeats a case."""
+        if smallest is None or ":" not in self.name or "<" in self.name:
+            return None
+        case = {n: v for n, v in smallest.case.to_dict().items() if n != "layout"}
+        signature = self.trial.signature
+        parts = ["flashpoint", "verify", "--kernel", self.name, "--case", json.dumps(case, separators=(",", ":"))]
+        if not signature.ragged and self.find_layout:
+            parts += ["--layout", signature.layout]
+        if self.trial.precision != "ieee":
+            parts += ["--precision", self.trial.precision]
+        return shlex.join(parts)
+
+
+def _refused_what(outcome: Outcome, outcomes: Sequence[Outcome]) -> str:
+    """Return which part of a case the function seems to refuse."""
+    case = outcome.case
+    if outcome.facts.get("refused_gradient"):
+        return "gradients"
+    if outcome.relation != "accuracy":
+        return outcome.relation
+    accepted = [o.case for o in outcomes if o.status in ("right", "imprecise", "wrong") and o.excess]
+    checks: list[tuple[str, Callable[[Case], object]]] = [
+        (case.dtype, lambda c: c.dtype == case.dtype),
+        (f"head dimension {case.head_dim}", lambda c: c.head_dim == case.head_dim),
+        ("Dv different from D", lambda c: c.value_dim != c.head_dim or case.value_dim == case.head_dim),
+        ("grouped heads", lambda c: c.group > 1 or case.group == 1),
+        *((name, lambda c, name=name: name in c.options) for name in sorted(case.options)),
+        ("fewer keys than queries", lambda c: c.kv_len < c.q_len or case.kv_len >= case.q_len),
+        ("other lengths of keys and queries", lambda c: c.kv_len != c.q_len or case.kv_len == case.q_len),
+    ]
+    for text, has in checks:
+        if not any(has(each) for each in accepted):
+            return text
+    return "some shapes"
+
+
+def _spread(failed: Sequence[Outcome]) -> tuple[Failure, ...]:
+    """Return failures of each relation, the smallest cases first."""
+    kept: list[Outcome] = []
+    counts: dict[str, int] = {}
+    for outcome in failed:
+        counts[outcome.relation] = counts.get(outcome.relation, 0) + 1
+        if counts[outcome.relation] <= (MOST if outcome.relation == "accuracy" else 3):
+            kept.append(outcome)
+    return tuple(o.failure() for o in kept[:MOST])
+
+
+def _versions() -> dict[str, str]:
+    found = {"torch": str(torch.__version__)}
+    for name in ("flashpoint", "triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found | {"date": time.strftime("%Y-%m-%d")}

@@ -1,0 +1,195 @@
+"""Find the mistakes that give the wrong numbers of one problem, of a function or captured elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from flashpoint_kernels.judging import mutants
+from flashpoint_kernels.judging.bounds import Limits
+from flashpoint_kernels.judging.cases import Case
+from flashpoint_kernels.judging.catalogue import TILES, known, of_gradients
+from flashpoint_kernels.judging.mutants import Mistake
+
+LEFT = 0.08  # part of the error that a mistake may leave
+OUTPUTS = ("o", "lse", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True, eq=False)
+class WrongNumbers:
+    """A problem, bhsd, with its wrong answers. `names`: the wrong ones, in the order of OUTPUTS."""
+
+    case: Case
+    tensors: Mapping[str, Tensor]
+    top_left: bool
+    answers: Mapping[str, Tensor]
+    limits: Mapping[str, Limits]
+    names: tuple[str, ...]
+
+    def with_mistake(self, mistake: Mistake, gradients: bool) -> dict[str, Tensor]:
+        return mutants.answers(mistake, self.tensors, self.case, self.top_left, gradients)
+
+
+def causes_of(w: WrongNumbers, earlier: Iterable[Mistake] = ()) -> list[Mistake]:
+    """Return the mistakes that explain the numbers; `earlier` ones, of other cases, are tried first."""
+    forward = "o" in w.names or "lse" in w.names
+    kinds = [known] if forward else [of_gradients, known]
+    texts = {(mistake.code, mistake.text.partition(" (in ")[0]) for mistake in earlier}
+    hits: list[Mistake] = []
+    if texts:
+        hits = list(matching(w, (m for kind in kinds for m in kind(w.case) if (m.code, m.text) in texts)))
+    for kind in kinds:
+        hits = hits or list(matching(w, kind(w.case)))
+    if all(mistake.code.startswith("low-precision") for mistake in hits):
+        direct = of_the_numbers(w) or _of_rows(w)
+        return [direct] if direct is not None else hits
+    return hits
+
+
+def _of_rows(w: WrongNumbers) -> Mistake | None:
+    """Return a mistake that shows in the rows of o: NaN, or a factor for each row."""
+    if "o" not in w.names or w.answers["o"].ndim != 4:
+        return None
+    answer, exact = w.answers["o"].double(), w.limits["o"].value
+    lost = answer.isnan().any(-1)
+    if bool(lost.any()):
+        return _of_lost(w, lost.flatten(0, 1).any(0), "NaN")
+    zero = ~answer.any(-1) & exact.any(-1)
+    if bool(zero.any()) and not bool((w.limits["o"].excess(w.answers["o"], w.case.dtype)[1] > 1)[~zero].any()):
+        return _of_lost(w, zero.flatten(0, 1).any(0), "0")
+    if not bool(answer.isfinite().all()):
+        return None
+    factor = (answer * exact).sum(-1) / exact.square().sum(-1).clamp_min(1e-300)
+    off = (answer - exact).norm()
+    if float((answer - factor[..., None] * exact).norm()) > 0.1 * float(off):
+        return None
+    low, high = float(factor[exact.any(-1)].min()), float(factor[exact.any(-1)].max())
+    text = f"each row of o has a factor, from {low:.6g} to {high:.6g}: the sum of weights is wrong, or its reciprocal"
+    code = "low-precision-sum" if max(abs(low - 1), abs(high - 1)) < 0.02 else "row-factor"
+    return Mistake(code, text, "keep the sum of weights and its reciprocal in float32, and add nothing to it")
+
+
+def _of_lost(w: WrongNumbers, rows: Tensor, what: str) -> Mistake:
+    """Return the mistake that leaves `rows` (queries) NaN, or 0."""
+    seen = mutants.Forward(w.tensors, w.case, w.top_left, {}).seen()
+    for tile in TILES:
+        hidden = ~seen[:, :tile].any(-1) & seen.any(-1)
+        if bool(hidden.any()) and bool((rows == hidden).all()):
+            text = f"rows are {what} whose first tile of {tile} keys is hidden: exp(-inf - (-inf))"
+            return Mistake("nan", text, "subtract 0 in place of a maximum that is still -inf")
+    empty = ~seen.any(-1)
+    if bool(empty.any()) and not bool((rows & ~empty).any()):
+        return Mistake("empty-rows", f"rows without keys are {what}", "write 0 where no key is visible")
+    code, advice = ("nan", "look for 0 / 0 and inf - inf") if what == "NaN" else ("zero-rows", "write these rows")
+    return Mistake(code, f"o is {what} in {int(rows.sum())} of {len(rows)} rows", advice)
+
+
+def matching(w: WrongNumbers, mistakes: Iterable[Mistake]) -> Iterator[Mistake]:
+    """Yield the mistakes that give the wrong numbers."""
+    own = w.names
+    names: list[str] = [n for n in OUTPUTS[:2] if n in own] or [n for n in own if n.startswith("d")]
+    for mistake in mistakes:
+        gradients = names[0].startswith("d")
+        try:
+            theirs = w.with_mistake(mistake, gradients)
+        except (IndexError, RuntimeError):
+            continue
+        left = max(unexplained(w, n, theirs.get(n)) for n in names)
+        low = mistake.code.startswith("low-precision") or mistake.code == "tf32"
+        if left > (0.5 if low else LEFT):
+            continue
+        # All that the mistake predicts to be wrong beside these outputs must be wrong.
+        others = [n for n in ("dq", "dk", "dv") if gradients and n not in own and n in theirs and n in w.limits]
+        if all(excess(w, n, theirs[n]) <= 3 for n in others):
+            yield mistake
+        elif mistake.backward:
+            yield replace(mistake, text=f"{mistake.text} (in {', '.join(names)} alone)")
+
+
+def excess(w: WrongNumbers, name: str, theirs: Tensor) -> float:
+    """Return the largest error/L of an answer with a mistake."""
+    found = w.limits[name].excess(theirs.to(w.answers[name].dtype), w.case.dtype)[1]
+    return float(found.max()) if found.numel() else 0.0
+
+
+def unexplained(w: WrongNumbers, name: str, theirs: Tensor | None) -> float:
+    """Return the part of an answer's error that a mistake leaves: 0 if it gives the same numbers."""
+    if theirs is None:
+        return math.inf
+    answer, exact = w.answers[name].double(), w.limits[name].value
+    if theirs.shape != answer.shape:
+        return math.inf
+    odd = ~answer.isfinite()
+    if bool(odd.any()) or bool((~theirs.isfinite()).any()):
+        same = (odd == ~theirs.isfinite()) | (exact.isinf())
+        if float(same.double().mean()) < 0.98:
+            return math.inf
+        both = answer.isfinite() & theirs.isfinite() & exact.isfinite()
+        if not bool(both.any()) or float((answer - exact)[both].norm()) == 0:
+            return 0.0
+        answer, exact, theirs = answer[both], exact[both], theirs[both]
+    finite = answer.isfinite() & exact.isfinite() & theirs.isfinite()
+    off = float((answer - exact)[finite].norm())
+    if off == 0:
+        return math.inf
+    return float((answer - theirs)[finite].norm()) / off
+
+
+def of_the_numbers(w: WrongNumbers) -> Mistake | None:
+    """Return a mistake that shows in the numbers alone."""
+    name = "o" if "o" in w.names else w.names[0]
+    answer, exact = w.answers[name].double(), w.limits[name].value
+    finite = answer.isfinite() & exact.isfinite()
+    a, e = answer[finite], exact[finite]
+    largest = float(e.abs().max()) if e.numel() else 0.0
+
+    def near(t: Tensor) -> bool:
+        return bool((t - e).abs().max() <= 1e-3 * largest) if e.numel() and largest else False
+
+    if name == "lse" and "o" not in w.names:
+        if near(a * math.log(2)):
+            return Mistake("lse-base-2", "lse is in base 2", "multiply it by ln 2")
+        if near(-a):
+            return Mistake(
+                "lse-sign", "lse has the wrong sign", "return the natural logarithm of the sum, plus the maximum"
+            )
+        shift = a - e
+        if (
+            e.numel() > 1
+            and float(shift.std()) < 1e-3 * max(1.0, float(shift.abs().mean()))
+            and float(shift.abs().mean()) > 1e-2
+        ):
+            return Mistake(
+                "lse-shift",
+                f"lse is off by {float(shift.mean()):.4g} everywhere",
+                "return the natural logarithm of the sum, plus the maximum",
+            )
+        scale = w.case.head_dim**-0.5 if w.case.scale is None else w.case.scale
+        for factor, what in ((scale, "the scale is applied to it"), (1 / scale, "it lacks the scale")):
+            if near(a / factor):
+                return Mistake(
+                    "lse-scale",
+                    f"lse is off by a factor: {what}",
+                    "return the natural logarithm of the sum, plus the maximum",
+                )
+    if answer.ndim == 4 and name == "o" and answer.shape[1] != answer.shape[2]:
+        turned = exact.transpose(1, 2).reshape(answer.shape)
+        told = largest and bool((exact - turned).abs().max() > 0.1 * largest)
+        if told and bool((answer - turned).abs().nan_to_num(nan=math.inf).max() <= 1e-3 * largest):
+            advice = "o must be (B, Hq, Sq, Dv) in layout bhsd"
+            return Mistake("transposed", "heads and rows are transposed in memory", advice)
+    if largest and not bool(answer.any()) and name != "o":
+        return Mistake("gradient-zero", f"{name} is 0 everywhere", "write it")
+    factor = float(a @ e / (e @ e)) if largest else 0.0
+    if factor and abs(factor - 1) > 2e-3 and near(a / factor) and name.startswith("d") and len(w.names) == 1:
+        scale = w.case.head_dim**-0.5 if w.case.scale is None else w.case.scale
+        why = ": the scale is missing" if math.isclose(factor, 1 / scale, rel_tol=2e-3) else ""
+        return Mistake(
+            "gradient-factor",
+            f"{name} is {factor:.4g} times the right one{why}",
+            "ds is multiplied by the scale once, for dq and for dk; dv has none",
+        )
+    return None

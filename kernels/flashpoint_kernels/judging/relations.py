@@ -1,0 +1,180 @@
+"""Properties beside accuracy: purity, memory forms, repeatability, and those that are reported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from flashpoint_contract.judging import Property
+from flashpoint_kernels.judging import values
+from flashpoint_kernels.judging.bounds import Limits
+from flashpoint_kernels.judging.cases import BASE, Case
+from flashpoint_kernels.judging.trial import Outcome, Trial, reseeded
+
+VIEWS = ("transposed", "rows", "strided", "offset", "misaligned", "columns")
+_VIEWED = {
+    "transposed": "transposed inputs", "rows": "inputs that are rows of a wider tensor",
+    "strided": "inputs with a strided last dimension", "offset": "inputs at an offset of their storage",
+    "misaligned": "inputs at an address that is not aligned", "columns": "inputs in column order",
+}  # fmt: skip
+
+
+def base(dtype: str, seed: int, **more: object) -> Case:
+    names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim")
+    return Case(**dict(zip(names, (*BASE, BASE[-1]), strict=True)), dtype=dtype, seed=seed, **more)  # type: ignore[arg-type]
+
+
+def chosen(trial: Trial, dtypes: tuple[str, ...], seed: int) -> list[Case]:
+    """Return the cases that relations are tried on: one that the function accepts, for each of at most two types."""
+    found = []
+    shapes = [(2, 4, 2, 33, 77, 64, 64), (2, 2, 2, 64, 64, 64, 64)]
+    for dtype in dtypes:
+        for shape in shapes:
+            if (dtype, shape, frozenset()) in trial.accepted:
+                names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim")
+                found.append(Case(**dict(zip(names, shape, strict=True)), dtype=dtype, seed=seed))  # type: ignore[arg-type]
+                break
+    return found[:1] + found[1:2]
+
+
+def purity(trial: Trial, case: Case) -> Iterator[Outcome]:
+    """Yield calls that test purity and memory forms. Each answer is held against its bounds."""
+    other, third = (reseeded(case, case.seed + n) for n in (1, 2))
+    yield trial.run(case, "repeated calls")
+    yield trial.run(other, "new inputs at the same address", reuse=True)
+    yield trial.run(third, "new inputs of the same shape")
+    yield trial.run(case, "repeated calls", no_grad=True, leaves=[])
+    yield trial.run(other, "new inputs at the same address", no_grad=True, leaves=[], reuse=True)
+    longer = reseeded(replace(case, q_len=case.q_len + 17, kv_len=case.kv_len - 9, batch=case.batch + 1), case.seed)
+    yield trial.run(longer, "another shape after this one")
+    yield trial.run(third, "a shape again after another")
+    for view in VIEWS:
+        views = dict.fromkeys(("q", "k", "v", "qkv", "kv"), view)
+        yield trial.run(case, _VIEWED[view], views=views, leaves=[])
+        yield trial.run(other, _VIEWED[view], views=views | {"do": view})
+    for name in ("q", "k", "v"):
+        for view in ("transposed", "rows"):
+            yield trial.run(case, f"{_VIEWED[view]} ({name} alone)", views={name: view})
+    for view in ("transposed", "strided", "rows", "misaligned"):
+        yield trial.run(case, "a gradient of o in another memory form", views={"do": view})
+    ones = replace(case, ones=True)
+    yield trial.run(ones, "the gradient of a sum, one number in memory", views={"do": "expanded"})
+    if not trial.signature.packed:
+        for name in ("q", "k", "v"):
+            yield trial.run(other, f"a gradient of {name} alone", leaves=[name])
+        yield trial.run(case, "gradients of q and k alone", leaves=["q", "k"])
+    yield trial.run(case, "a second backward", twice=True)
+    yield trial.run(other, "memory that is not initialised", poison=True)
+    if trial.worker.device == "cuda":
+        yield trial.run(other, "another stream", stream=True)
+    if "causal" in trial.signature.options and not trial.signature.refuses(replace(case, causal=True)):
+        causal = replace(case, causal=True)
+        yield trial.run(
+            causal, "inputs at an offset of their storage", views=dict.fromkeys(("q", "k", "v", "do"), "offset")
+        )
+        yield trial.run(causal, "memory that is not initialised", poison=True)
+        yield trial.run(case, "no mask after a causal call")
+
+
+def batch_invariant(trial: Trial, case: Case) -> Property:
+    """Compare the bits of a sequence in a batch with those of the sequence alone."""
+    name = "batch-invariant"
+    if trial.signature.ragged or case.batch < 2:
+        return Property(name, "not tested", "the function has no batch of this shape")
+    whole = trial.run(case, name, leaves=[])
+    last = {n: t[-1:] for n, t in values.draw(case).items()}
+    alone = trial.run(replace(case, batch=1), name, change=last, leaves=[])
+    if "o" not in whole.answers or "o" not in alone.answers:
+        return Property(name, "not tested", "the function refused the shape")
+    if torch.equal(whole.answers["o"][-1:], alone.answers["o"]):
+        return Property(name, "holds", "a sequence has the same bits alone and in a batch")
+    return Property(name, "fails", "the bits of a sequence depend on its batch")
+
+
+def masked_nan(trial: Trial, case: Case) -> Property:
+    """Put NaN into keys and values that most rows may not see."""
+    name = "masked-nan"
+    causal = replace(case, causal=True)
+    if "causal" not in trial.signature.options or trial.signature.refuses(causal):
+        return Property(name, "not tested", "the function has no mask")
+    tensors = values.draw(causal)
+    spoilt = {n: tensors[n].clone() for n in "kv"}
+    top_left = trial.signature.top_left
+    at = min(causal.q_len, causal.kv_len) - 1 if top_left else causal.kv_len - 1
+    for t in spoilt.values():
+        t[:, :, at:] = math.nan
+    first = trial.run(causal, name, leaves=[])
+    known = {n: Limits(x.value, x.accurate, torch.full_like(x.allowed, math.inf)) for n, x in first.limits.items()}
+    outcome = trial.run(causal, name, change=spoilt, known=(known, torch.zeros(0)), leaves=[])
+    if "o" not in outcome.answers or trial.signature.ragged:
+        return Property(name, "not tested", "the function refused it")
+    rows = outcome.answers["o"][:, :, : at if top_left else -1]
+    if not rows.shape[2] or bool(rows.isfinite().all()):
+        return Property(name, "holds", "NaN in a key reaches only the rows that see it")
+    return Property(name, "fails", "NaN in a key reaches rows that may not see it")
+
+
+def lse_gradient(trial: Trial, case: Case) -> tuple[Property, Outcome | None]:
+    """Ask for the gradient of lse, where autograd offers one."""
+    name = "lse-gradient"
+    outcome = trial.run(case, name)
+    if (
+        "lse" not in outcome.answers
+        or not outcome.facts.get("lse_grad")
+        or trial.signature.ragged
+        or trial.signature.base_2
+    ):
+        return Property(name, "not tested", "the function offers no gradient of lse"), None
+    tensors = values.draw(case)
+    dlse = torch.randn(tensors["q"].shape[:3], generator=torch.Generator().manual_seed(case.seed + 5))
+    outcome = trial.run(case, name, change={"dlse": dlse}, dlse=True)
+    if outcome.status in ("right", "imprecise"):
+        return Property(name, "holds", "the gradient of lse is right"), None
+    ignored = trial.run(case, name)
+    same = all(
+        torch.equal(outcome.answers[n], ignored.answers[n])
+        for n in ("dq", "dk")
+        if n in outcome.answers and n in ignored.answers
+    )
+    if same and outcome.answers:
+        return Property(
+            name, "fails", "the backward ignores the gradient of lse: mark lse as not differentiable, or use it"
+        ), None
+    return Property(name, "fails", "the gradient of lse is wrong"), outcome
+
+
+def repeats(
+    trial: Trial, cases: list[Case], seconds: float, tell: Callable[[str], None]
+) -> Iterator[Outcome | tuple[int, bool, bool]]:
+    """Call again and again. Yield wrong outcomes, and for each case its calls, and whether bits differed."""
+    for number, case in enumerate(cases):
+        tell("repeated calls")
+        within = max(0.05, seconds / len(cases))
+        for outcome, calls, forward, gradient in repeated(trial, case, within, 1 << 16 if number == 0 else 1 << 12):
+            if outcome is not None:
+                yield outcome
+            yield calls, forward, gradient
+
+
+def repeated(trial: Trial, case: Case, within: float, times: int) -> Iterator[tuple[Outcome | None, int, bool, bool]]:
+    first = trial.run(case, "repeated calls")
+    if first.status in ("refused", "ended"):
+        yield (first if first.failed else None), 0, False, False
+        return
+    outcome, others = trial.repeat(case, within, times)
+    facts = outcome.facts
+    for each in others:
+        if each.status == "wrong":
+            share = max(1, facts.get("forward", 0), facts.get("gradient", 0)) / max(1, facts.get("calls", 1))
+            each.relation = "repeated calls"
+            each.text = f"{share:.0%} of {facts.get('calls', 0)} equal calls gave other numbers"
+            facts["always"] = share > 0.9
+            each.facts = facts
+            yield each, 0, False, False
+            break
+    if outcome.failed:
+        yield outcome, 0, False, False
+    yield None, facts.get("calls", 0), facts.get("forward", 0) > 0, facts.get("gradient", 0) > 0

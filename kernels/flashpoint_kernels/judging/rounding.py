@@ -1,0 +1,80 @@
+"""Units of rounding of the data types, and how rounding passes through maxima."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashpoint_kernels.problem import DTYPES
+
+ROUND = 2.0  # roundings to the type of each 16-bit result
+_UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+_TINY = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
+LARGEST = {name: torch.finfo(DTYPES[name]).max for name in _UNIT}
+
+
+class Unit(NamedTuple):
+    """Units of rounding for one data type."""
+
+    w: float  # of float32, in which a kernel computes at least; of float64 for float64
+    u: float  # of the type
+    half: float  # 2u for 16-bit types, 0 for the others
+    eta: float
+    tiny: float
+    tf32: float  # relative error of a product of two numbers in TF32; 0 without TF32
+    to: torch.dtype
+
+
+def unit_of(dtype: str, precision: str = "ieee") -> Unit:
+    u = _UNIT[dtype]
+    w = min(u, 2.0**-24)
+    tf32 = 2.0**-10 if precision == "tf32" and dtype == "float32" else 0.0
+    # Processors may take numbers below the normal ones for 0, except in float16.
+    return Unit(w, u, ROUND * u if u > w else 0.0, _TINY[dtype] / 2, _TINY[dtype], tf32, DTYPES[dtype])
+
+
+def rounded(t: Tensor, to: torch.dtype) -> Tensor:
+    """Return `t` rounded to a type, in float64; what overflows the type is infinite."""
+    return t.to(to).double()
+
+
+class Maxima:
+    """The keys of scores (…, keys) that are the largest of a tile.
+
+    Autograd passes the gradient of a tile's maximum to its key. In exact numbers it is 0; in others it is the sum of
+    the errors of the tile's dS. A kernel's tiles are not known, so each key has the largest tile of which it is the
+    maximum, or the whole row where it is the running maximum.
+    """
+
+    def __init__(self, s: Tensor) -> None:
+        self.keys = s.shape[-1]
+        self.running = s >= s.cummax(-1)[0] if self.keys else s
+        self.tiles: list[tuple[int, Tensor]] = []
+        tile = 16
+        while tile < self.keys:
+            tops = self.by_tiles(s, tile, -math.inf).amax(-1, keepdim=True)
+            self.tiles.append((tile, (s >= self.to_keys(tops, tile)) & (s > -math.inf)))
+            tile *= 2
+
+    def by_tiles(self, t: Tensor, tile: int, fill: float) -> Tensor:
+        """Return (…, tiles, tile): the keys are filled up to whole tiles."""
+        padded = torch.nn.functional.pad(t, (0, -self.keys % tile), value=fill)
+        found: Tensor = padded.unflatten(-1, (-1, tile))  # type: ignore[no-untyped-call]
+        return found
+
+    def to_keys(self, t: Tensor, tile: int) -> Tensor:
+        """Return one number of each tile for each of its keys."""
+        return t.expand(*t.shape[:-1], tile).flatten(-2)[..., : self.keys]
+
+    def through(self, moved: Tensor) -> Tensor:
+        """Return the error of dS that comes through maxima, from the errors of all dS."""
+        if not self.keys:
+            return torch.zeros_like(moved)
+        more = self.running * moved.sum(-1, keepdim=True)
+        for tile, largest in self.tiles:
+            sums = self.to_keys(self.by_tiles(moved, tile, 0.0).sum(-1, keepdim=True), tile)
+            more = torch.maximum(more, largest * sums)
+        return more

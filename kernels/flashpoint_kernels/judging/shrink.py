@@ -1,0 +1,71 @@
+"""Find a smaller case that still fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from flashpoint_kernels.judging.cases import Case
+from flashpoint_kernels.judging.trial import Outcome, StopError, Trial
+
+_LENGTHS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1024, 1025, 4096, 4097)
+
+
+def smallest(trial: Trial, failed: Sequence[Outcome], seconds: float) -> Outcome:
+    """Return the smallest failing call that is found within `seconds`."""
+    accuracy = [o for o in failed if o.relation == "accuracy" and o.status == "wrong"]
+    start = time.monotonic()
+    if not accuracy:
+        return min(failed, key=lambda o: o.case.scores)
+    best = min(accuracy, key=lambda o: (o.case.scores, len(o.case.options)))
+    tried = {best.case}
+    again = True
+    try:
+        while again:
+            again = False
+            for case in _smaller(best.case):
+                if time.monotonic() - start > seconds:
+                    return best
+                if case in tried or trial.signature.refuses(case) is not None:
+                    continue
+                tried.add(case)
+                outcome = trial.run(case)
+                same = set(outcome.wrong_outputs) & set(best.wrong_outputs) or (
+                    not best.wrong_outputs and outcome.failed
+                )
+                if outcome.status == "wrong" and same:
+                    best, again = outcome, True
+                    break
+    except StopError:
+        pass
+    return best
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    """Yield cases that are smaller in one way, the largest steps first."""
+    if case.batch > 1:
+        yield replace(case, batch=1)
+    if case.q_heads > 1:
+        if case.group > 1:
+            yield replace(case, q_heads=case.group, kv_heads=1)
+            yield replace(case, q_heads=case.kv_heads)
+            if case.group > 2:
+                yield replace(case, q_heads=2 * case.kv_heads)
+        yield replace(case, q_heads=1, kv_heads=1)
+    for name in ("q_len", "kv_len"):
+        for length in _LENGTHS:
+            if length < getattr(case, name):
+                yield replace(case, q_len=length) if name == "q_len" else replace(case, kv_len=length)
+    if case.head_dim == case.value_dim:
+        for dim in (16, 32, 40, 64, 80):
+            if dim < case.head_dim:
+                yield replace(case, head_dim=dim, value_dim=dim)
+    if case.values != "normal":
+        yield replace(case, values="normal")
+    if case.causal:
+        yield replace(case, causal=False)
+    if case.window != (-1, -1):
+        yield replace(case, window=(-1, -1))
+    if case.dtype != "float32":
+        yield replace(case, dtype="float32")

@@ -1,0 +1,400 @@
+"""Make one call of a function in its process, and hold its answers against their bounds."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashpoint_contract.judging import Failure
+from flashpoint_kernels.judging import bounds, places, values
+from flashpoint_kernels.judging.bounds import Limits
+from flashpoint_kernels.judging.cases import Case
+from flashpoint_kernels.judging.matching import OUTPUTS as OUTPUTS
+from flashpoint_kernels.judging.process import EndedError, Worker
+from flashpoint_kernels.judging.signatures import Call, Signature, call_of
+
+CACHE_BYTES = 192 << 20  # exact answers that are kept for the next function
+_BUGS = {
+    "ZeroDivisionError",
+    "UnboundLocalError",
+    "RecursionError",
+    "SystemExit",
+    "KeyboardInterrupt",
+    "AssertionError",
+}
+_CUDA = ("CUDA error", "illegal memory access", "device-side assert", "misaligned address")
+Exact = tuple[dict[str, Limits], Tensor]  # the limits of each answer, and which rows are ill-posed
+
+
+@dataclass(eq=False)
+class Outcome:
+    """The result of one call.
+
+    - `status`: `right`, `imprecise`, `wrong`, `refused` (a clear exception), or `ended` (a crash, a hang, no memory).
+    - `relation`: `accuracy`, or the property that the call tested.
+    - `excess`: error/L of each answer; `strict`: error/S.
+    """
+
+    case: Case
+    call: Call
+    relation: str = "accuracy"
+    status: str = "right"
+    text: str = ""
+    answers: dict[str, Tensor] = field(default_factory=dict)
+    limits: dict[str, Limits] = field(default_factory=dict)
+    excess: dict[str, float] = field(default_factory=dict)
+    strict: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    ill: float = 0.0  # part of the rows that are ill-posed
+    asked: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        return self.status in ("wrong", "ended")
+
+    @property
+    def wrong_outputs(self) -> tuple[str, ...]:
+        return tuple(n for n in OUTPUTS if self.excess.get(n, 0.0) > 1)
+
+    def failure(self, *, imprecise: bool = False) -> Failure:
+        """Return this outcome for the report."""
+        ratios = self.strict if imprecise else self.excess
+        about: dict[str, Any] = {"relation": self.relation, "problem": str(self.case), "case": self.case.to_dict()}
+        bad = [n for n in OUTPUTS if ratios.get(n, 0.0) > 1]
+        if not bad:
+            return Failure(**about, text=self.text)
+        name = bad[0] if "o" in bad else max(bad, key=lambda n: ratios[n])
+        limits, answer = self.limits[name], self.answers[name].double()
+        ratio = limits.excess(self.answers[name], self.dtype_of(name))[0 if imprecise else 1]
+        at = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape))
+        value, expected = float(answer[at]), float(limits.value[at])
+        error = abs(value - expected) if math.isfinite(value - expected) else math.inf
+        allowed, accurate = float(limits.allowed[at]), float(limits.accurate[at])
+        wrong = ratio > 1
+        ragged = self.call.signature.ragged
+        where = places.where(wrong, name) if not ragged else ""
+        limit = f"a right kernel is within {accurate:.1e}" if imprecise else f"allowed is {allowed:.1e}"
+        text = f"{name} is off by {error:.1e} at {places.index(at, name, ragged)}: {value:.6g}, "
+        text += f"float64 has {expected:.6g}; {limit}"
+        if self.text:
+            text = f"{self.text}; {text}"
+        return Failure(
+            **about, text=text, output=name, error=error, accurate=accurate, allowed=allowed,
+            excess=self.excess.get(name, 0.0), index=at, value=value, expected=expected, elements=int(wrong.sum()),
+            of=wrong.numel(), where=where,
+        )  # fmt: skip
+
+    def dtype_of(self, name: str) -> str:
+        return "float32" if name == "lse" else self.case.dtype
+
+
+class StopError(Exception):
+    """There is no time left, or the function's process has ended too often."""
+
+
+@dataclass(eq=False)
+class Clock:
+    """The time that a judgement has, and where it goes."""
+
+    seconds: float  # of all, with the function's own
+    started: float = field(default_factory=time.monotonic)
+    kernel: float = 0.0
+    waiting: float = 0.0
+    calls: int = 0
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def left(self) -> float:
+        return self.seconds - self.spent
+
+
+class Trial:
+    """A function under judgement: its process, its signature, and what it accepted."""
+
+    def __init__(
+        self, worker: Worker, signature: Signature, clock: Clock, *, precision: str, timeout: float, nan_rows: bool
+    ) -> None:
+        self.worker, self.signature, self.clock = worker, signature, clock
+        self.precision, self.timeout, self.nan_rows = precision, timeout, nan_rows
+        self.ended = 0
+        self.forward_only = False
+        self.timed: list[tuple[int, float]] = []  # scores and seconds of each call
+        self.ahead: dict[Case, Future[tuple[Call, Exact]]] = {}
+        self.pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+        self.accepted: set[Any] = set()
+        self.with_gradients: set[Any] = set()
+
+    def prepare(self, cases: Iterable[Case]) -> None:
+        """Begin to compute the exact answers of coming cases, while the function works on another."""
+        for case in cases:
+            if case not in self.ahead:
+                self.ahead[case] = self.pool.submit(self._prepared, case)
+
+    def _prepared(self, case: Case) -> tuple[Call, Exact]:
+        call = call_of(self.signature, case, values.draw(case), self.precision)
+        return call, exact(call, gradients=bool(call.asked["leaves"]) and not self.forward_only)
+
+    def close(self) -> None:
+        self.pool.shutdown(cancel_futures=True)
+
+    def run(
+        self,
+        case: Case,
+        relation: str = "accuracy",
+        *,
+        change: Mapping[str, Tensor] | None = None,
+        known: Exact | None = None,
+        **mode: Any,
+    ) -> Outcome:
+        """Call the function on a case, and judge its answers. Raises StopError.
+
+        Args:
+            case: The case.
+            relation: The property that the call tests, for the report.
+            change: Tensors in place of the case's own, bhsd.
+            known: Exact answers, if they are not those of the tensors.
+            mode: Entries of the call, see `child.Session`: leaves, views, reuse, twice, no_grad, poison, stream.
+        """
+        ahead = self.ahead.pop(case, None)
+        if ahead is not None and not change:
+            call, found = ahead.result()
+            known = known or (None if mode else found)
+        else:
+            call = call_of(self.signature, case, values.draw(case) | dict(change or {}), self.precision)
+        asked = call.asked | mode
+        if self.forward_only or case.forward:
+            asked["leaves"] = []
+        if asked["leaves"] and self.signature.packed and "leaves" in mode:
+            asked["leaves"] = call.asked["leaves"]
+        if not asked["leaves"]:
+            asked.pop("twice", None)
+        sent = call.tensors if asked["leaves"] else {n: t for n, t in call.tensors.items() if n != "do"}
+        outcome = Outcome(case, call, relation, asked=asked)
+        try:
+            self._ask(outcome, sent, known)
+        except EndedError as error:
+            self.ended += 1
+            outcome.status, outcome.text = "ended", str(error)
+            if error.kind == "hang":
+                self.ended += 1
+        if outcome.status == "right" and not outcome.failed:
+            self._judge(outcome)
+        return outcome
+
+    def _ask(self, outcome: Outcome, sent: Mapping[str, Tensor], known: Any) -> None:
+        clock = self.clock
+        if clock.left < 0:
+            raise StopError("there was no time left")
+        if self.ended > 5:
+            raise StopError("the function's process had ended too often")
+        self.worker.ask(outcome.asked, sent)
+        found = known or exact(outcome.call, gradients=bool(outcome.asked["leaves"]))
+        facts, answers = self._answer(min(self.timeout, max(5.0, clock.left)))
+        clock.calls += 1
+        outcome.facts = facts
+        clock.kernel += facts.get("seconds", 0.0)
+        error = facts.get("error")
+        if error is None:
+            self.timed.append((max(1000, outcome.case.scores), facts.get("seconds", 0.0)))
+        if error is not None:
+            self._refused(outcome, error)
+            return
+        if "grad_error" in facts and not answers:
+            self._refused(outcome, facts["grad_error"])
+            return
+        if "bad" in facts:
+            outcome.status, outcome.text = "wrong", facts["bad"]
+            return
+        outcome.answers, bad = outcome.call.canonical(answers)
+        if bad is not None:
+            outcome.status, outcome.text = "wrong", bad
+            return
+        limits, ill = found
+        outcome.limits, outcome.ill = limits, float(ill.float().mean()) if ill.numel() else 0.0
+
+    def _answer(self, timeout: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Wait for the answer of the function's process. Raises EndedError."""
+        start = time.monotonic()
+        try:
+            return self.worker.answer(timeout)
+        finally:
+            self.clock.waiting += time.monotonic() - start
+
+    def _refused(self, outcome: Outcome, error: Mapping[str, Any]) -> None:
+        outcome.text = f"it raised {error['type']}: {error['text']}"
+        outcome.facts["raised"] = error
+        outcome.status = "refused"
+        if error["type"] in _BUGS or not error["clear"] or any(word in error["text"] for word in _CUDA):
+            outcome.status = "wrong"
+            if error["type"] == "AssertionError" and error["clear"]:
+                outcome.status = "refused"
+        if error["memory"]:
+            outcome.status = "ended"
+        if any(word in error["text"] for word in _CUDA):  # such an error stays
+            self.worker.stop()
+
+    def repeat(self, case: Case, within: float, times: int) -> tuple[Outcome, list[Outcome]]:
+        """Call many times with the same inputs. Return the first answers, and those with other bits, judged."""
+        call = call_of(self.signature, case, values.draw(case), self.precision)
+        asked = call.asked | {"op": "repeat", "within": within, "times": times}
+        if self.forward_only or case.forward:
+            asked["leaves"] = []
+        outcome = Outcome(case, call, "repeated calls", asked=asked)
+        clock = self.clock
+        if clock.left < 0:
+            raise StopError("there was no time left")
+        try:
+            sent = call.tensors if asked["leaves"] else {n: t for n, t in call.tensors.items() if n != "do"}
+            self.worker.ask(asked, sent)
+            limits, _ = exact(call, gradients=bool(asked["leaves"]))
+            facts, answers = self._answer(self.timeout + within)
+        except EndedError as error:
+            self.ended += 1
+            outcome.status, outcome.text = "ended", str(error)
+            return outcome, []
+        clock.kernel += facts.get("seconds", 0.0)
+        clock.calls += facts.get("calls", 0)
+        outcome.facts, outcome.limits = facts, limits
+        raised = facts.get("error") or facts.get("grad_error")
+        if (raised is not None or "bad" in facts) and facts.get("calls", 0) < 2:  # as each other call does
+            outcome.status = "refused"
+        elif raised is not None or "bad" in facts:
+            outcome.status = "wrong"
+            what = facts["bad"] if raised is None else f"it raised {raised['type']}: {raised['text']}"
+            outcome.text = f"call {facts.get('calls', 0)} of equal ones differs: {what}"
+        found = []
+        for number in facts.get("other", []):
+            own = {n.partition(".")[2]: t for n, t in answers.items() if n.partition(".")[0] == str(number)}
+            each = Outcome(case, call, "repeated calls", asked=asked, limits=limits)
+            each.answers, bad = call.canonical(own)
+            if bad is None:
+                self._judge(each)
+            found.append(each)
+        return outcome, found
+
+    def _judge(self, outcome: Outcome) -> None:
+        case, facts, limits = outcome.case, outcome.facts, outcome.limits
+        problems = []
+        for name, answer in outcome.answers.items():
+            if name not in limits:
+                continue
+            if self.nan_rows and name in ("o", "dq", "dk", "dv"):
+                answer = self._without_empty(name, answer, outcome)
+                outcome.answers[name] = answer
+            if answer.shape != limits[name].value.shape:
+                problems.append(f"{name} has shape {list(answer.shape)}, not {list(limits[name].value.shape)}")
+                continue
+            strict, loose = limits[name].excess(answer, outcome.dtype_of(name))
+            outcome.strict[name] = float(strict.max()) if strict.numel() else 0.0
+            outcome.excess[name] = float(loose.max()) if loose.numel() else 0.0
+        if "grad_error" in facts:
+            outcome.text = f"its gradient raised {facts['grad_error']['type']}: {facts['grad_error']['text']}"
+        unused = [n for n in facts.get("unused", ()) if n in outcome.asked["leaves"]]
+        if unused and len(unused) < len(outcome.asked["leaves"]):
+            problems.append(f"no gradient reaches {', '.join(unused)}")
+        if facts.get("changed"):
+            problems.append(f"the call changes its input {', '.join(facts['changed'])}")
+        if facts.get("overwritten"):
+            problems.append(f"the call overwrites {', '.join(facts['overwritten'])} of an earlier call")
+        if facts.get("overwritten_by_second"):
+            problems.append("the second backward overwrites the gradients of the first")
+        for name, other in facts.get("aliases", ()):
+            problems.append(
+                f"{name} shares memory with {'the input ' + other if other != 'an earlier answer' else other}"
+            )
+        if facts.get("state"):
+            problems.append(f"the call changes torch's {', '.join(facts['state'])}")
+        if outcome.wrong_outputs or problems:
+            outcome.status = "wrong"
+        elif any(ratio > 1 for ratio in outcome.strict.values()):
+            outcome.status = "imprecise"
+        outcome.text = "; ".join(filter(None, [outcome.text, *dict.fromkeys(problems)]))
+        key = (case.dtype, case.shape, case.options)
+        self.accepted.add(key)
+        if facts.get("grad") and outcome.asked["leaves"] and "grad_error" not in facts:
+            self.with_gradients.add(key)
+
+    def _without_empty(self, name: str, answer: Tensor, outcome: Outcome) -> Tensor:
+        """Return an answer with 0 where NaN of rows without keys may be."""
+        lse = outcome.limits["lse"].value
+        empty = lse == -math.inf
+        if not bool(empty.any()):
+            return answer
+        if name in ("o", "dq") and answer.shape[:-1] == empty.shape:
+            return answer.masked_fill(empty[..., None] & answer.isnan(), 0.0)
+        if name in ("dk", "dv") and answer.shape == outcome.limits[name].value.shape:
+            # NaN of one row reaches all keys of its head: nothing is known of them.
+            heads = empty.any(-1).unflatten(1, (outcome.case.kv_heads, -1)).any(-1)  # type: ignore[no-untyped-call]
+            spoilt = heads[..., None, None] & answer.isnan()
+            return torch.where(spoilt, outcome.limits[name].value.to(answer.dtype), answer)
+        return answer
+
+    def affordable(self, case: Case) -> bool:
+        """Return whether a case fits into the time that is left, as far as earlier calls of similar size tell.
+
+        The first call does not count, and the fastest of the large calls does: others may have imported or compiled.
+        """
+        known = self.timed[1:]
+        largest = max((scores for scores, _ in known), default=0)
+        rate = min((seconds / scores for scores, seconds in known if 4 * scores >= largest), default=0.0)
+        return rate * case.scores < min(0.3 * self.timeout, max(1.0, self.clock.left / 4))
+
+
+class _Cache:
+    """Exact answers that are kept for further calls, and for the next function; the oldest are dropped."""
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[Any, Exact] = OrderedDict()
+        self.bytes = 0
+        self.lock = threading.Lock()
+
+    def get(self, key: Any) -> Exact | None:
+        with self.lock:
+            if key in self.kept:
+                self.kept.move_to_end(key)
+            return self.kept.get(key)
+
+    def put(self, key: Any, found: Exact) -> None:
+        with self.lock:
+            if key not in self.kept:
+                self.kept[key] = found
+                self.bytes += _bytes(found)
+            while self.bytes > CACHE_BYTES and len(self.kept) > 1:
+                self.bytes -= _bytes(self.kept.popitem(last=False)[1])
+
+
+_cache = _Cache()
+
+
+def _bytes(found: Exact) -> int:
+    return sum(3 * 8 * limits.value.numel() for limits in found[0].values())
+
+
+def exact(call: Call, *, gradients: bool) -> Exact:
+    """Return the limits of all answers of a call, and its ill-posed rows."""
+    own = [t for n, t in call.tensors.items() if n != "cu_seqlens_q"]
+    sums = tuple((tuple(t.shape), float(t.double().nan_to_num(7).sum())) for t in own)
+    key = (call.case, gradients, call.problem.spec.options, sums, call.signature.ragged)
+    found = _cache.get(key)
+    if found is None:
+        found = bounds.limits(call.problem, OUTPUTS if gradients else OUTPUTS[:2])
+        _cache.put(key, found)
+    return found
+
+
+def reseeded(case: Case, seed: int) -> Case:
+    """Return the case with a seed of its own, which depends on its fields and on `seed`."""
+    return replace(case, seed=zlib.crc32(repr(replace(case, seed=seed)).encode()))

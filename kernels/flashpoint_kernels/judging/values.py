@@ -1,0 +1,279 @@
+"""Values of q, k, v and do that break kernels, beside normal ones.
+
+A kind whose name ends with `-exact` has scores that float16 and bfloat16 represent: only two channels of q and k are
+not zero. Rounding to the data type then explains no error, so that the bound L stays narrow for 16-bit types.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashpoint_kernels.problem import DTYPES
+
+_EDGES = (0, 15, 16, 31, 32, 63, 64, 127, 128, 255, 256, 511, 512, 1023, 1024, 1025, 2047, 2048, 4095, 4096)
+_FAR_EDGES = (8191, 8192, 16383, 16384, 32767, 32768, 65535, 65536)
+
+
+@dataclass
+class Draw:
+    """The tensors of a case while its values are made: bhsd, float32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    case: Any  # a cases.Case
+    generator: torch.Generator
+
+    @property
+    def root(self) -> float:
+        """The square root of D, or what else makes a score q·k of 1 after the scale."""
+        scale: float | None = self.case.scale
+        return float(self.case.head_dim**0.5 if scale is None else 1 / scale)
+
+    def clear(self) -> None:
+        """Leave nothing of q and k."""
+        self.q.zero_()
+        self.k.zero_()
+
+    def add(self, scores: Tensor, channel: int = 0) -> None:
+        """Add a number for each key to all scores, by one channel, with a power of 2 in q."""
+        factor = _power(self.root)
+        self.q[..., channel] = factor
+        self.k[..., channel] = scores * (self.root / factor)
+
+    def uniform(self, *size: int) -> Tensor:
+        return torch.rand(size, generator=self.generator)
+
+    def key(self) -> int:
+        return int(torch.randint(self.case.kv_len, (1,), generator=self.generator))
+
+
+def _power(x: float) -> float:
+    return 2.0 ** math.floor(math.log2(abs(x)))
+
+
+def _shift(d: Draw, target: float) -> None:
+    """Add about the same number to all scores."""
+    root = _power(math.sqrt(abs(target) * d.root))
+    d.q[..., 0] = root
+    d.k[..., 0] = math.copysign(root, target)
+
+
+def _massive(d: Draw) -> None:
+    channels = torch.randperm(d.case.head_dim, generator=d.generator)[:3]
+    factor = 20.0 if d.case.dtype == "float16" else 100.0
+    for t in (d.q, d.k):
+        t[..., channels] *= factor
+    d.v[..., channels[0] % d.case.value_dim] *= factor
+
+
+def _low(d: Draw) -> None:
+    """All scores are below −5e4 (float16: −3,000). No output is near 0, which is what a finite sentinel leaves."""
+    d.q.mul_(0.5)
+    d.v.add_(3)
+    if d.case.dtype == "float16":
+        _shift(d, -3000.0)
+    else:
+        d.q[..., 0], d.k[..., 0] = _lowest(d)
+
+
+def _lowest(d: Draw) -> tuple[float, float]:
+    """Return numbers of q and k that make a score of −65,536 to −131,072."""
+    return 512.0, -128.0 * 2.0 ** math.ceil(math.log2(abs(d.root)))
+
+
+def _low_exact(d: Draw) -> None:
+    d.clear()
+    d.v.add_(3)
+    if d.case.dtype == "float16":
+        d.q[..., 0], d.k[..., 0] = 128.0, -128.0
+    else:
+        d.q[..., 0], d.k[..., 0] = _lowest(d)
+
+
+def _neg_exact(d: Draw) -> None:
+    """Scores of −512 and −640: exp of each is 0 without the maximum."""
+    d.clear()
+    d.add(torch.where(torch.arange(d.case.kv_len) % 3 == 0, -512.0, -516.0))
+
+
+def _high_exact(d: Draw) -> None:
+    d.clear()
+    d.add(torch.where(torch.arange(d.case.kv_len) % 3 == 0, 512.0, 508.0))
+
+
+def _gap_exact(d: Draw) -> None:
+    """One key has almost all weight, and a value of 0: o is what the others leave."""
+    d.clear()
+    x = -12.0 - torch.floor(68 * d.uniform(d.case.kv_len))
+    at = d.key()
+    x[at] = 0.0
+    d.add(x)
+    d.v.mul_(30)
+    d.v[:, :, at] = 0
+
+
+def _rising_exact(d: Draw) -> None:
+    d.clear()
+    d.add((torch.arange(d.case.kv_len) // 16) * 2.0)
+
+
+def _lastmax_exact(d: Draw) -> None:
+    d.clear()
+    x = torch.zeros(d.case.kv_len)
+    x[-1:] = 12.0
+    d.add(x)
+    d.v[:, :, -1:] *= 4
+
+
+def _falling_exact(d: Draw) -> None:
+    """The first key has the largest score: a first tile that is skipped shows."""
+    d.clear()
+    d.add(-2.0 * (torch.arange(d.case.kv_len) // 16))
+
+
+def _mixed_exact(d: Draw) -> None:
+    """Scores of 0 to 8 in any order."""
+    d.clear()
+    d.add(torch.floor(9 * d.uniform(d.case.kv_len)))
+    d.v += 2
+
+
+def _gap(d: Draw) -> None:
+    x = -12 - 68 * d.uniform(d.case.kv_len)
+    at = d.key()
+    x[at] = 0
+    d.q.mul_(0.1)
+    d.add(x)
+    d.v.mul_(30)
+    d.v[:, :, at] = 0
+
+
+def _rising(d: Draw) -> None:
+    d.q.mul_(0.5)
+    d.add((torch.arange(d.case.kv_len) // 16) * 2.0)
+
+
+def _lastmax(d: Draw) -> None:
+    x = torch.zeros(d.case.kv_len)
+    x[-1:] = 12.0
+    d.q.mul_(0.5)
+    d.add(x)
+    d.v[:, :, -1:] *= 4
+
+
+def _neg(d: Draw) -> None:
+    d.q.mul_(0.5)
+    _shift(d, -400.0)
+
+
+def _high(d: Draw) -> None:
+    d.q.mul_(0.5)
+    _shift(d, 300.0)
+
+
+def _ties(d: Draw) -> None:
+    d.k[:] = d.k[:, :, :1].clone()
+
+
+def _dup(d: Draw) -> None:
+    pairs = d.case.kv_len // 2 * 2
+    d.k[:, :, 1::2] = d.k[:, :, 0:pairs:2].clone()
+
+
+def _edges(d: Draw) -> None:
+    """Each query looks at one key: at the edge of a tile, of a power of 2, or at the end."""
+    m, n = d.case.kv_len, d.case.q_len
+    at = [x for x in (*_EDGES, *_FAR_EDGES, m - 17, m - 16, m - 2, m - 1) if 0 <= x < m]
+    chosen = torch.tensor([at[-1 - i % len(at)] for i in range(n)])
+    keys = torch.nn.functional.normalize(d.k[:, :, chosen], dim=-1).repeat_interleave(d.case.group, 1)
+    d.q[:] = 3 * keys * d.root
+    if m > 4096:  # so that no other of many keys has any weight
+        d.q *= 2
+
+
+def _offset(d: Draw) -> None:
+    d.v += 100
+    d.do += 3
+
+
+def _flat(d: Draw) -> None:
+    """All weights are equal, and everything has one sign: sums in few bits stop growing."""
+    d.clear()
+    d.v.abs_().add_(1)
+    d.do.abs_().add_(1)
+
+
+def _unseen(d: Draw) -> None:
+    """Keys that the last query alone sees have large scores and values, so that a mask that leaks shows."""
+    tail = max(1, d.case.kv_len // 4)
+    d.k[:, :, -tail:] *= 4
+    d.v[:, :, -tail:] *= 100
+
+
+def _small(d: Draw) -> None:
+    d.v.mul_(1 / 1024)
+    d.do.mul_(1 / 64)
+    d.q.mul_(0.1)
+
+
+def _sharp(d: Draw) -> None:
+    """Scores with a standard deviation of 4: most weight is on few keys."""
+    d.q.mul_(4)
+
+
+KINDS: Mapping[str, Callable[[Draw], None]] = {
+    "normal": lambda d: None,
+    "massive": _massive, "low": _low, "neg": _neg, "high": _high, "gap": _gap, "rising": _rising, "lastmax": _lastmax,
+    "ties": _ties, "dup": _dup, "edges": _edges, "offset": _offset, "flat": _flat, "unseen": _unseen, "small": _small,
+    "sharp": _sharp, "low-exact": _low_exact, "neg-exact": _neg_exact, "high-exact": _high_exact,
+    "gap-exact": _gap_exact, "rising-exact": _rising_exact, "lastmax-exact": _lastmax_exact,
+    "falling-exact": _falling_exact, "mixed-exact": _mixed_exact,
+}  # fmt: skip
+EXACT = tuple(name for name in KINDS if name.endswith("-exact"))
+MEANING = {
+    "massive": "a few channels 100 times larger (20 in float16)",
+    "low": "all scores below -5e4", "neg": "all scores near -400", "high": "all scores above 88",
+    "gap": "scores 12 to 80 below the largest, whose value is 0", "rising": "a larger maximum in each tile",
+    "lastmax": "the largest score at the last key", "falling": "the largest scores at the first keys",
+    "mixed": "scores of 0 to 8", "ties": "equal keys", "dup": "each key twice",
+    "edges": "one hot key for each query, at edges of tiles", "offset": "v and do with a large constant part",
+    "flat": "equal weights, all values positive", "unseen": "large keys and values that few queries see",
+    "small": "small values", "sharp": "most weight on few keys", "normal": "normal values",
+}  # fmt: skip
+
+
+def draw(case: Any) -> dict[str, Tensor]:
+    """Return q, k, v and do, and the masks and extra tensors of a Case: bhsd, in its data type, on the CPU."""
+    g = torch.Generator().manual_seed(case.seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=g)
+
+    b, hq, hk, n, m, d, dv = case.shape
+    own = Draw(normal(b, hq, n, d), normal(b, hk, m, d), normal(b, hk, m, dv), normal(b, hq, n, dv), case, g)
+    KINDS[case.values](own)
+    if case.ones:
+        own.do.fill_(1.0)
+    to = DTYPES[case.dtype]
+    tensors = {"q": own.q.to(to), "k": own.k.to(to), "v": own.v.to(to), "do": own.do.to(to)}
+    kind, _, form = case.mask.partition("-")
+    if kind:
+        size = {"": (b, hq, n, m), "keys": (b, 1, 1, m), "heads": (1, hq, n, m)}[form]
+        mask = torch.rand(size, generator=g) < 0.7
+        mask[..., 0] = True  # every row sees a key: rows without keys are a matter of causal cases
+        tensors["attn_mask"] = mask if kind == "bool" else normal(*size).mul_(2).masked_fill(~mask, -math.inf).to(to)
+    if "alibi_slopes" in case.extras:
+        tensors["alibi_slopes"] = torch.exp2(-8.0 * torch.arange(1, hq + 1) / hq)
+    if "sinks" in case.extras:
+        tensors["sinks"] = normal(hq)
+    if "kv_lengths" in case.extras:
+        tensors["kv_lengths"] = torch.randint(1, m + 1, (b,), generator=g, dtype=torch.int32)
+    return tensors

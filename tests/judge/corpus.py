@@ -1,0 +1,52 @@
+"""The corpus: wrong kernels with the codes that name them, their 16-bit-only variants, and right kernels.
+
+All are functions of this module, so that `flashpoint verify --kernel tests.judge.corpus:NAME` finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.judge import siblings
+from tests.judge.right import RIGHT as FIRST_RIGHT
+from tests.judge.tiled import kernel
+from tests.judge.wrong import STEPS
+from tests.judge.wrong_calls import CALLS
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A wrong kernel: its function, its mistake in words, and the codes of causes that name it."""
+
+    function: Callable[..., Any]
+    text: str
+    codes: tuple[str, ...]
+
+
+# In float32 alone can they be seen: 16-bit types allow such rounding, or have no such case.
+_FLOAT32_ALONE = ("scores_in_bfloat16", "sum_in_bfloat16", "products_in_bfloat16")
+
+
+def _wrong() -> dict[str, Wrong]:
+    found = {}
+    for name, (steps, codes) in STEPS.items():
+        text = (steps.__doc__ or "").strip()
+        found[name] = Wrong(kernel(steps), text, codes)
+        if name not in _FLOAT32_ALONE:
+            found[f"{name}_half"] = Wrong(kernel(steps, "half"), f"In 16-bit types alone: {text}", codes)
+    for name, (steps, codes) in siblings.STEPS.items():
+        found[name] = Wrong(kernel(steps), (steps.__doc__ or "").strip(), codes)
+    calls = CALLS | siblings.CALLS
+    return found | {n: Wrong(each, (each.__doc__ or "").strip(), codes) for n, (each, codes) in calls.items()}
+
+
+WRONG = _wrong()
+RIGHT = FIRST_RIGHT | siblings.RIGHT
+
+for _name, _function in [*((n, each.function) for n, each in WRONG.items()), *RIGHT.items()]:
+    if _function.__module__.startswith("tests."):
+        _function.__module__ = __name__
+        _function.__qualname__ = _function.__name__ = _name
+        globals()[_name] = _function

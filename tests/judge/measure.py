@@ -1,0 +1,160 @@
+"""Judge the corpus, and write what was caught, named and blamed: python -m tests.judge.measure [--quick] [NAME…]."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def judged(name: str, *, quick: bool, seed: int) -> dict[str, Any]:
+    """Judge one kernel in this process, and return a row of the table."""
+    import flashpoint_kernels
+    from tests.judge.corpus import RIGHT, WRONG
+
+    function = WRONG[name].function if name in WRONG else RIGHT[name]
+    report = flashpoint_kernels.judge(function, quick=quick, seed=seed)
+    codes = [cause.code for cause in report.causes]
+    row: dict[str, Any] = {
+        "name": name, "wrong": name in WRONG, "verdict": report.verdict, "codes": codes,
+        "caught": report.verdict == "wrong", "seconds": report.seconds, "judge_seconds": report.judge_seconds,
+        "cases": report.cases, "calls": report.calls, "versions": report.versions,
+        "failures": [[f.problem, f.relation, f.text[:200]] for f in report.failures[:3]],
+        "causes": [cause.text for cause in report.causes],
+        "relation": report.smallest.relation if report.smallest else None,
+        "case": report.smallest.case if report.smallest else None,
+    }  # fmt: skip
+    if name in WRONG:
+        row |= {"text": WRONG[name].text, "named": bool(set(codes[:3]) & set(WRONG[name].codes))}
+    return row
+
+
+def gates(name: str) -> dict[str, bool]:
+    """Return whether usual checks on Gaussian inputs pass a kernel: forward and gradients, with and without causal.
+
+    `allclose`: within 1e-2 + 1e-2·|exact| of float64. `twice`: within twice the error of the formula in the type of the
+    inputs, as flash-attn's tests ask, plus 1e-5.
+    """
+    import torch
+
+    from tests.judge.corpus import RIGHT, WRONG
+    from tests.judge.right import _formula
+
+    function = WRONG[name].function if name in WRONG else RIGHT[name]
+    if name == "flash_layout":  # (batch, length, heads, D)
+        inner = function
+
+        def function(q: Any, k: Any, v: Any, **options: Any) -> Any:
+            return inner(*(t.transpose(1, 2) for t in (q, k, v)), **options).transpose(1, 2)
+
+    close = twice = True
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for n, m, dim, causal in ((128, 128, 64, True), (100, 100, 128, False), (33, 77, 40, False)):
+            generator = torch.Generator().manual_seed(n)
+            shapes = [(2, 4, n, dim), (2, 2, m, dim), (2, 2, m, dim), (2, 4, n, dim)]
+            q, k, v, do = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+
+            def answers(call: Callable[..., Any], *leaves: Any, causal: bool = causal) -> list[Any]:
+                own = [t.clone().requires_grad_() for t in leaves[:3]]
+                o = call(*own, causal)
+                o = o[0] if isinstance(o, tuple) else o
+                found = [o.detach()]
+                if o.requires_grad:
+                    found += torch.autograd.grad(o, own, leaves[3].to(o.dtype))
+                return [t.double() for t in found]
+
+            exact = answers(_formula, *(t.double() for t in (q, k, v, do)))
+            usual = answers(_formula, q, k, v, do)
+            keyword = "is_causal" if name.startswith("sdpa") else "causal"
+            try:
+                own = answers(
+                    lambda q, k, v, c, keyword=keyword, m=m, n=n: function(q, k, v, **{keyword: c}
+                        | ({"enable_gqa": True} if keyword == "is_causal" else {})), q, k, v, do)  # fmt: skip
+            except (RuntimeError, ValueError, NotImplementedError):
+                continue
+            for x, y, z in zip(own, exact, usual, strict=False):
+                close &= torch.allclose(x, y, 1e-2, 1e-2)
+                twice &= bool((x - y).abs().max() <= 2 * (z - y).abs().max() + 1e-5)
+    return {"allclose": close, "twice": twice}
+
+
+def measured(name: str, *, quick: bool, seed: int) -> dict[str, Any]:
+    """Return a row of the table, also where the judge itself fails."""
+    import torch
+
+    from tests.judge.corpus import WRONG
+
+    try:
+        return judged(name, quick=quick, seed=seed) | gates(name)
+    except Exception as error:
+        nothing: dict[str, Any] = {"verdict": "error", "codes": [], "caught": False, "named": False, "relation": None}
+        return {"name": name, "wrong": name in WRONG, "error": repr(error)[-800:], **nothing}
+    finally:
+        torch.set_default_dtype(torch.float32)  # a wrong kernel changes it
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rows", type=Path, help="file to which each row is added as it comes; rows in it are kept")
+    parser.add_argument("--collect", action="store_true", help="judge nothing; write the rows of --rows to --json")
+    parser.add_argument("--note", default="", help="what a reader of the record must know")
+    given = parser.parse_args()
+    from flashpoint_kernels.judging import trial
+    from tests.judge.corpus import RIGHT, WRONG
+
+    trial.CACHE_BYTES = 4 << 30  # all kernels share exact answers: seconds here are less than those of one alone
+    known = {}
+    if given.rows and given.rows.exists():
+        known = {row["name"]: row for row in map(json.loads, given.rows.read_text().splitlines())}
+    names = [*known] if given.collect else given.names or [*WRONG, *RIGHT]
+    rows = []
+    for name in names:
+        start = time.monotonic()
+        row = known.get(name) or measured(name, quick=given.quick, seed=given.seed)
+        rows.append(row)
+        if name in known:
+            continue
+        if given.rows:
+            with given.rows.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        mark = "ok" if row["caught"] == row["wrong"] and row.get("named", True) else "??"
+        print(f"{mark} {name}: {row['verdict']} {row['codes']} {time.monotonic() - start:.1f} s", row.get("error", ""))
+        if row["caught"] != row["wrong"]:
+            print("   ", row.get("failures"))
+        sys.stdout.flush()
+    wrong = [row for row in rows if row["wrong"]]
+    blamed = [row["name"] for row in rows if not row["wrong"] and row["verdict"] not in ("right", "imprecise")]
+    summary = {
+        "wrong": len(wrong), "caught": sum(row["caught"] for row in wrong),
+        "named": sum(row["named"] for row in wrong), "right": len(rows) - len(wrong), "blamed": blamed,
+    }  # fmt: skip
+    print(summary)
+    if given.json:
+        git = {"cwd": ROOT, "capture_output": True, "text": True}
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], **git).stdout.strip()  # type: ignore[call-overload]
+        changed = subprocess.run(["git", "status", "--porcelain", "kernels", "tests/judge"], **git).stdout  # type: ignore[call-overload]
+        code = f"commit {commit[:10]}{' with changes that were not committed' if changed else ''}"
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((x.partition(":")[2].strip() for x in lines if "model name" in x), "")
+        if given.collect:
+            code = f"several states of the code before commit {commit[:10]}"
+        about = {
+            "command": " ".join(["python -m tests.judge.measure", *sys.argv[1:]]), "code": code, "cpu": cpu,
+            "kernels": len(WRONG) + len(RIGHT), "note": given.note,
+        }  # fmt: skip
+        given.json.write_text(json.dumps(about | {"summary": summary, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

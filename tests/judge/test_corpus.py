@@ -1,0 +1,110 @@
+"""The judge over the corpus: wrong kernels are caught and named, right ones are not blamed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flashpoint_kernels
+from flashpoint_kernels.judging.cases import random_case
+from tests.judge.corpus import RIGHT, WRONG
+from tests.judge.seeds import verdicts_of
+
+SHAPE = {"q_heads": 4, "kv_heads": 2, "q_len": 33, "kv_len": 77, "head_dim": 64, "causal": True}
+QUICK_WRONG = ("finite_start", "clipped_gradient", "top_left")
+QUICK_RIGHT = ("online", "ours")
+MEASURED = Path(__file__).parents[2] / "benchmarks/results/judge-corpus.json"
+
+
+def _rows() -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in json.loads(MEASURED.read_text())["rows"]}
+
+
+def _caught(name: str, **arguments: Any) -> None:
+    wrong = WRONG[name]
+    report = flashpoint_kernels.judge(wrong.function, quick=True, **arguments)
+    found = [cause.code for cause in report.causes]
+    assert report.verdict == "wrong", f"{name} ({wrong.text}) was not caught: {report.lines()}"
+    assert set(found) & set(wrong.codes), f"{name} was named {found}, not {wrong.codes}"
+
+
+def test_the_corpus_is_as_large_as_the_page_says():
+    assert len([name for name in WRONG if not name.endswith("_half")]) >= 40
+    assert any(name.endswith("_half") for name in WRONG)
+    assert len(RIGHT) >= 15
+
+
+@pytest.mark.parametrize("name", QUICK_WRONG)
+def test_a_wrong_kernel_is_caught_and_named(name):
+    _caught(name, only=SHAPE, dtypes=("float32",))
+
+
+def test_a_mistake_is_told_from_one_that_is_equal_in_the_smallest_case():
+    """Without keys to the left of the window, a missing window is a window without a right side."""
+    report = flashpoint_kernels.judge(WRONG["window_of_future"].function, quick=True, dtypes=("float32",))
+    assert [cause.code for cause in report.causes] == ["window-right"]
+
+
+@pytest.mark.parametrize("name", QUICK_RIGHT)
+def test_a_right_kernel_is_not_blamed(name):
+    report = flashpoint_kernels.judge(RIGHT[name], quick=True, only=SHAPE, dtypes=("bfloat16",), seed=1)
+    assert report.verdict in ("right", "imprecise"), report.lines()
+    assert report.gradients
+
+
+def test_a_right_kernel_keeps_every_relation():
+    """All cases and relations of one type, which a single shape does not have."""
+    report = flashpoint_kernels.judge(RIGHT["half_weights"], quick=True, dtypes=("float32",), seed=4)
+    assert report.verdict == "right", report.lines()
+    assert report.race is not None
+    assert report.calls > report.cases > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in RIGHT if n not in QUICK_RIGHT])
+def test_each_right_kernel_is_not_blamed(name):
+    """At one shape in all types; `python -m tests.judge.measure` judges all cases."""
+    report = flashpoint_kernels.judge(RIGHT[name], quick=True, only=SHAPE, seed=2)
+    assert report.verdict in ("right", "imprecise"), report.lines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_no_right_kernel_is_blamed_on_random_cases(seed: int) -> None:
+    """A shard of 20: ten random cases for each; `python -m tests.judge.seeds` takes 500 seeds."""
+    found = [failure for _, _, failure in verdicts_of(list(RIGHT), range(10 * seed, 10 * seed + 10))]
+    assert [each for each in found if each is not None] == []
+
+
+def test_a_random_case_finds_a_wrong_kernel() -> None:
+    """The seeds' judgement can fail."""
+    case = random_case(4, ("causal",)).to_dict()
+    assert flashpoint_kernels.judge(WRONG["no_rescale"].function, only=case | {"kv_len": 300}).verdict == "wrong"
+
+
+# Wrong beside other calls alone: they refuse what they take elsewhere, add to or repeat an earlier answer, or race.
+BESIDE_OTHERS = {"raises_at_some", "added_gradients", "replay", "gradient_race"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, row in _rows().items()
+        if row["wrong"] and row["relation"] == "accuracy" and name not in BESIDE_OTHERS
+    ],
+)
+def test_each_measured_case_fails_again(name):
+    """The smallest failing case of the record is wrong by itself, as `--case` runs it."""
+    report = flashpoint_kernels.judge(WRONG[name].function, quick=True, only=_rows()[name]["case"])
+    assert report.verdict == "wrong", report.lines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["same_buffer", "do_strides"])
+def test_a_mistake_that_no_single_call_shows_is_named(name):
+    _caught(name)

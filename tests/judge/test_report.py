@@ -1,0 +1,117 @@
+"""The report: its published schema, its text, its files, and the workflow that makes one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+import flashpoint_kernels
+from flashpoint.cases import read_case
+from flashpoint_contract.judging import REQUIREMENTS, Report, schema
+from flashpoint_kernels import judging
+from tests.judge.corpus import WRONG
+from tests.judge.right import formula_in_float32
+
+ROOT = Path(__file__).parents[2]
+PUBLISHED = ROOT / "docs/reference/judge-report.schema.json"
+SMALL = {"q_len": 20, "head_dim": 16}
+
+
+def judged(function: Any, **more: Any) -> Report:
+    return flashpoint_kernels.judge(function, quick=True, only=SMALL, dtypes=("float32",), **more)
+
+
+def test_the_published_schema_is_that_of_the_class() -> None:
+    """`python docs/make_tables.py` writes it."""
+    assert json.loads(PUBLISHED.read_text()) == schema()
+    jsonschema.Draft202012Validator.check_schema(schema())
+
+
+@pytest.mark.parametrize("name", ["no_maximum", "formula_in_float32"])
+def test_a_report_is_valid_by_the_schema(name: str) -> None:
+    function = WRONG[name].function if name in WRONG else formula_in_float32
+    found = json.loads(json.dumps(judged(function).to_dict(), allow_nan=False))
+    jsonschema.validate(found, schema())
+    assert found["ok"] == (name not in WRONG)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(found | {"verdict": "perhaps"}, schema())
+
+
+def late(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Keys from 16 on are ignored."""
+    s = q[..., :16, :] @ k[:, :, :16].mT * q.shape[-1] ** -0.5 if q.shape[2] < 17 else q @ k[:, :, :16].mT / 4
+    return s.softmax(-1) @ v[:, :, :16]
+
+
+def test_the_saved_case_and_the_command_repeat_the_failure(tmp_path: Path) -> None:
+    report = judged(late, save=tmp_path / "case.safetensors")
+    assert report.verdict == "wrong"
+    assert report.causes[0].code in ("key-limit", "last-tile")
+    assert report.smallest is not None
+    assert report.saved == str(tmp_path / "case.safetensors")
+    tensors, options = read_case(tmp_path / "case.safetensors")
+    problem = {n: torch.from_numpy(t) for n, t in tensors.items()}
+    answers = {n: problem.pop(n) for n in ("o", "dq", "dk", "dv") if n in problem}
+    found = flashpoint_kernels.verify(problem, flashpoint_kernels.Options(**options), answers=answers)
+    assert not found.ok
+    assert report.command is not None
+    words = shlex.split(report.command)
+    case = json.loads(words[words.index("--case") + 1])
+    again = flashpoint_kernels.judge(late, only=case)
+    assert (again.verdict, again.cases) == ("wrong", 1)
+    assert again.failures[0].error == report.smallest.error
+
+
+def test_a_requirement_that_is_lacking_fails() -> None:
+    assert judged(formula_in_float32).ok
+    report = flashpoint_kernels.judge(
+        formula_in_float32, quick=True, dtypes=("float32",), require=("masked-nan",), seconds=20
+    )
+    assert not report.ok
+    assert "masked-nan" in report.lines()[-1]
+    with pytest.raises(judging.UnusableError, match="require must be one of"):
+        judged(formula_in_float32, require=("speed",))
+
+
+def test_progress_names_the_stage_and_may_end_the_judgement() -> None:
+    seen: list[judging.Progress] = []
+
+    def told(at: judging.Progress) -> None:
+        seen.append(at)
+        if len(seen) == 5:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        judged(formula_in_float32, progress=told)
+    assert [at.done for at in seen] == sorted(at.done for at in seen)
+    assert seen[0].total >= 5
+    assert "values" in seen[0].stage
+
+
+def test_the_workflow_calls_commands_that_there_are() -> None:
+    """A workflow that a kernel project copies: its flags are known, and it keeps the report."""
+    text = (ROOT / "examples/workflows/judge-attention.yml").read_text()
+    workflow = yaml.safe_load(text)
+    assert set(workflow[True]) == {"push", "pull_request"}  # YAML 1.1 reads `on` as true
+    assert workflow["permissions"] == {"contents": "read"}
+    page = (ROOT / "docs/reference/commands.md").read_text()
+    flags = set(re.findall(r"--[\w-]+", page))
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] <= 30
+        steps = [step for step in job["steps"] if "flashpoint verify" in step.get("run", "")]
+        assert len(steps) == 1
+        words = shlex.split(steps[0]["run"])
+        assert words[:4] == ["flashpoint", "verify", "--kernel", "$KERNEL"]
+        assert {word for word in words if word.startswith("--")} <= flags
+        kept = next(step["with"]["path"] for step in job["steps"] if "upload-artifact" in step.get("uses", ""))
+        assert {words[words.index(flag) + 1] for flag in ("--json", "--save")} == set(kept.split())
+    assert set(REQUIREMENTS) >= {"accurate", "deterministic"}
