@@ -11,26 +11,44 @@ torch.
 from __future__ import annotations
 
 import ctypes
+import os
 import warnings
 from functools import cache
 from typing import Any, NamedTuple
 
 from flashpoint_contract.spec import Spec
+from flashpoint_contract.tensors import EVERY_FEATURE
 from flashpoint_kernels.native.build import HERE, LIBRARY, checksum
 
+LEVELS = ("avx2", "avx512", "amx")
+FLOAT32 = "FLASHPOINT_CPU_FLOAT32"  # variable: float32 arithmetic for all types, without AMX
 VECTOR = 16  # rows of o in the states of chunks are filled up to a multiple of it
 DTYPES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "bool")  # enum type of vectors.h
-# Features that torch's own operators do not have. On the CPU `torch` has them, by these kernels.
-FEATURES = frozenset({"softcap", "value_dim", "wide_head_dim", "dropout", "dlse", "dattn_mask"})
+SUPPORT = EVERY_FEATURE - {"float64", "wide_head_dim", "large_head_dim"}
+MISSING = (
+    "the kernels in C are not there: install a C compiler (gcc or clang) and Flashpoint again; "
+    "on x86-64 they need a processor with AVX2"
+)
 
 
-class Library(NamedTuple):
-    """The functions of one instruction set."""
+class Functions(NamedTuple):
+    """The functions of one kernel, and its name in answers, such as `c-avx512`."""
 
-    level: str
+    kernel: str
     forward: Any
     merge: Any
     backward: Any
+
+
+class Library(NamedTuple):
+    """The kernels of one level: those for bfloat16, and those for other types of q."""
+
+    bfloat16: Functions
+    others: Functions
+
+    def of(self, q_dtype: str) -> Functions:
+        """Return the functions for a type of q: they follow from it and from the processor alone."""
+        return self.bfloat16 if q_dtype == "bfloat16" else self.others
 
 
 @cache
@@ -46,21 +64,40 @@ def library() -> Library | None:
             stacklevel=2,
         )
         return None
-    return level(f"v{loaded.flashpoint_isa()}")
+    loaded.flashpoint_level.restype = ctypes.c_char_p
+    best = loaded.flashpoint_level().decode()
+    if best not in LEVELS:
+        return level(best)
+    lower = LEVELS[: LEVELS.index(best) + 1]
+    if float32_only():
+        lower = tuple(name for name in lower if name != "amx")
+    return next((found for name in reversed(lower) if (found := level(name)) is not None), None)
+
+
+def names() -> dict[str, str]:
+    """Return the name of the kernel for each data type of q, such as `c-amx`; empty without the library."""
+    own = library()
+    return {} if own is None else {name: own.of(name).kernel for name in ("float32", "float16", "bfloat16")}
+
+
+def float32_only() -> bool:
+    """Return whether FLASHPOINT_CPU_FLOAT32 asks for float32 arithmetic for all types, without AMX."""
+    return os.environ.get(FLOAT32, "").lower() in ("1", "true", "yes", "on")
 
 
 def level(name: str) -> Library | None:
-    """Return the functions for one instruction set, such as `v3` (AVX2); None if the library does not have it."""
+    """Return the kernels of one level, such as `avx2`; None if the library does not have it."""
     loaded = ctypes.CDLL(str(HERE / LIBRARY))
-    try:
-        functions = (getattr(loaded, f"flashpoint_{call}_{name}") for call in Library._fields[1:])
-        return Library(name, *functions)
-    except AttributeError:
-        return None
+
+    def functions(own: str) -> Functions:
+        names = Functions._fields[1:]
+        found = [getattr(loaded, f"flashpoint_{call}_{own}", None) for call in names]
+        return Functions(f"c-{own}", *found)
+
+    kernels = Library(functions(name), functions("avx512" if name == "amx" else name))
+    return kernels if all(f is not None for own in kernels for f in own) else None
 
 
 def supports(spec: Spec) -> bool:
     """Return whether the kernels are there and can compute the problem on the CPU."""
-    if spec.has("block_mask") or spec.dtype not in DTYPES or spec.tensors["k"].dtype not in DTYPES:
-        return False
-    return library() is not None
+    return library() is not None and spec.features <= SUPPORT

@@ -7,19 +7,22 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby, pairwise
-from typing import NamedTuple
+from functools import partial
+from itertools import accumulate, chain, groupby, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashpoint_kernels import native
+from flashpoint_kernels.native import calls
 from flashpoint_kernels.native.forward import OF_SCORES, TYPES, Dropped
+from flashpoint_kernels.reproducible import spread
 
-QUERIES = 64  # of a block, see backward.c
+QUERIES = 128  # a multiple of a block's, see backward.c
 _ROWS = 2048  # of a part, at least: the gradients of its keys take as much memory again
 _PARTS = 8  # of a key/value head, at most
-_LEAST_FLOPS = 1 << 23  # work of a thread: to hand it over takes about half as long
+_LEAST_FLOPS = 1 << 21  # work of a thread: to wake one takes about half as long
 
 
 class _Call(ctypes.Structure):
@@ -28,7 +31,7 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("type", "dim", "value_dim", "group")),
         *OF_SCORES,
-        *((name, ctypes.c_int64) for name in ("dmask_step", "dmask_adds", "count")),
+        *((name, ctypes.c_int64) for name in ("dmask_step", "dmask_adds", "block_queries", "block_keys", "count")),
         ("parts", ctypes.c_void_p),
     )
 
@@ -94,7 +97,7 @@ class _Part(NamedTuple):
 class Step(NamedTuple):
     """Tasks of one call, and the sum and the mask's gradient of one sequence that it then takes; None without these."""
 
-    tasks: list[int]
+    tasks: array[int]
     sum_and_own: tuple[Tensor, Tensor] | None
 
 
@@ -116,6 +119,7 @@ class Backward:
     first_head: int  # of the request's query heads, for dropout
     sequences: list[Sequence]
     adds: bool
+    block_size: tuple[int, int] = (128, 128)  # queries and keys of a block of the block mask
     _places: dict[str, _Place] = field(init=False)
     _sums: dict[tuple[Sequence, int], list[Tensor]] = field(default_factory=dict, init=False)
     _dsinks: list[Tensor] = field(default_factory=list, init=False)  # of each part
@@ -137,28 +141,52 @@ class Backward:
         cuts = [bisect_left(edges, edges[-1] * n // workers) for n in range(workers)] + [len(groups)]
         return [self._share(groups[first:last]) for first, last in pairwise(cuts) if first < last]
 
-    def run(self, share: list[Step]) -> None:
-        """Compute one of the shares in this thread."""
-        for tasks, sum_and_own in share:
-            self._call(tasks)
-            if sum_and_own is not None:
-                total, own = sum_and_own
+    def run(self, shares: list[list[Step]]) -> None:
+        """Compute the shares, each in a thread of its own."""
+        if self._dmask is not None:
+            spread([partial(self._add, share) for share in shares])
+        elif shares:
+            calls.share(self._function(), [self._call(step.tasks) for share in shares for step in share])
+
+    def _add(self, share: list[Step]) -> None:
+        """Compute a share in this thread, and add the gradient of each sequence's mask to their sum."""
+        for step in share:
+            calls.share(self._function(), [self._call(step.tasks)])
+            if step.sum_and_own is not None:
+                total, own = step.sum_and_own
                 total += own
                 own.zero_()
 
-    def _call(self, tasks: list[int]) -> None:
-        functions = native.library()
-        assert functions is not None
-        memory, q, v = array("q", tasks), self.t["q"], self.t["v"]
+    def replay(self, shares: list[list[Step]], tensors: Mapping[str, int]) -> calls.Replay | None:
+        """Return the shares as a call of the tensors whose addresses now are in `tensors`: there are no others.
+
+        None if several parts add to the same numbers.
+        """
+        if self._sums or self._dmask is not None or not shares:
+            return None
+        steps = [step.tasks for share in shares for step in share]
+        called, parts = calls.Table.of(list(map(self._call, steps))), calls.Table(chain(*steps), len(PART))
+        called.followed_by(-1, steps)
+        for number, (name, address) in enumerate(tensors.items()):
+            parts.of_tensor(PART.index(name), number, address)
+        return calls.Replay(self._function(), called, parts)
+
+    def _function(self) -> Any:
+        library = native.library()
+        assert library is not None
+        return library.of(native.DTYPES[TYPES[self.t["q"].dtype]]).backward
+
+    def _call(self, tasks: array[int]) -> _Call:
+        q, v = self.t["q"], self.t["v"]
         mask, dmask = self.t.get("attn_mask"), self.t.get("dattn_mask")
-        call = _Call(
-            TYPES[q.dtype], q.shape[3], v.shape[3], q.shape[1] // v.shape[1], self.scale, self.softcap,
-            TYPES[torch.bool if mask is None else mask.dtype], 0 if mask is None else mask.stride(3) * mask.itemsize,
-            self.keep, self.dropped, 0 if dmask is None else dmask.stride(3) * dmask.itemsize, self.adds,
-            len(tasks) // _TASK, memory.buffer_info()[0],
+        return _Call(
+            type=TYPES[q.dtype], dim=q.shape[3], value_dim=v.shape[3], group=q.shape[1] // v.shape[1],
+            scale=self.scale, softcap=self.softcap, mask_type=TYPES[torch.bool if mask is None else mask.dtype],
+            mask_step=0 if mask is None else mask.stride(3) * mask.itemsize, keep=self.keep, dropout=self.dropped,
+            dmask_step=0 if dmask is None else dmask.stride(3) * dmask.itemsize, dmask_adds=self.adds,
+            block_queries=self.block_size[0], block_keys=self.block_size[1], count=len(tasks) // len(PART),
+            parts=tasks.buffer_info()[0],
         )  # fmt: skip
-        if functions.backward(ctypes.byref(call)):
-            raise MemoryError
 
     def finish(self) -> Tensor | None:
         """Write the gradients that parts share. Return dsinks, (Hq,) float64, if it is wanted."""
@@ -216,9 +244,9 @@ class Backward:
                 steps.append(Step(self._tasks(list(alike)), (self._dmask[:, heads], dmask[:, heads])))
         return steps
 
-    def _tasks(self, parts: list[_Part]) -> list[int]:
+    def _tasks(self, parts: list[_Part]) -> array[int]:
         """Return the tasks for a call. It adds the sums of a head's parts itself, in order, if it has the first."""
-        tasks: list[int] = []
+        tasks = array("q")
         for _, alike in groupby(parts, lambda part: part[:2]):
             run = list(alike)
             for part in run:
@@ -229,7 +257,7 @@ class Backward:
                     if not adds:
                         sums.append(torch.empty(part.sequence.keys, sum(self.t[name].shape[3] for name in "kv")))
                     address = sums[-1].data_ptr()
-                tasks += self._task(part, address, adds)
+                tasks.extend(self._task(part, address, adds))
         return tasks
 
     def _task(self, part: _Part, sums: int, adds: bool) -> list[int]:
@@ -268,5 +296,11 @@ def _once(t: Tensor) -> Tensor:
 # The tensors of struct part, in its order.
 _OF_QUERIES = ("q", "o", "do", "lse", "dlse", "dq")
 _OF_KEYS = ("k", "v", "dk", "dv")
-_OF_PAIRS = ("attn_mask", "dattn_mask")
-_TASK = 50  # integers of a struct part
+_OF_PAIRS = ("attn_mask", "dattn_mask", "block_mask")
+
+# Members of struct part: 8 bytes each.
+PART = (
+    "heads", *(f"{name}{member}" for name in (*_OF_QUERIES, *_OF_KEYS) for member in ("", "_head", "_row")), "sums",
+    "add", "slopes", "sinks", "dsinks", "first", "count", "keys", "low", "high", "offset",
+    *(f"{name}{member}" for name in _OF_PAIRS for member in ("", "_head", "_row")), "sequence", "head",
+)  # fmt: skip

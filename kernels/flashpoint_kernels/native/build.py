@@ -14,18 +14,23 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from itertools import product
 from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARY = "libflashpoint.so"
 KERNELS = ("forward", "backward")
-SOURCES = ("forward.c", "backward.c", "options.h", "vectors.h", "isa.c")
-FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi")
-# The instruction sets for which the kernels are compiled, and the compiler's options for them.
+SOURCES = (
+    "forward.c", "forward.h", "forward_float32.h", "forward_amx.h", "backward.c", "backward.h", "backward_float32.h",
+    "backward_amx.h", "memory.h", "options.h", "products.h", "tiles.h", "vectors.h", "isa.c", "threads.c",
+)  # fmt: skip
+FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi")
+# The levels for which the kernels are compiled, and the compiler's options for them. Each has the ones before it.
 _AVX2 = "-mavx2 -mfma -mf16c -mbmi2"
-X86_64 = {"v3": _AVX2, "v4": f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"}
+_AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
+_AMX = f"{_AVX512} -mavx512bf16 -mamx-tile -mamx-bf16"
+X86_64 = {"avx2": _AVX2, "avx512": _AVX512, "amx": _AMX}
 LEVELS = {"x86_64": X86_64, "AMD64": X86_64}  # by the name of the machine
+OTHERS = {"generic": ""}
 
 
 def checksum(folder: Path = HERE) -> int:
@@ -52,22 +57,34 @@ def compile_library(folder: Path = HERE) -> Path | None:
     """
     if (command := compiler()) is None:
         return None
-    levels = LEVELS.get(platform.machine(), {"v1": ""})
     with tempfile.TemporaryDirectory() as temporary:
         objects = []
-        for (level, options), kernel in product(levels.items(), KERNELS):
-            objects.append(f"{temporary}/{kernel}_{level}.o")
-            source = str(folder / f"{kernel}.c")
-            _run([*command, *FLAGS, *options.split(), f"-DISA={level}", "-c", source, "-o", objects[-1]])
-        objects.append(f"{temporary}/isa.o")
-        sources = f"-DSOURCES={checksum(folder)}u"
-        _run([*command, *FLAGS, sources, "-c", str(folder / "isa.c"), "-o", objects[-1]])
+        for level, options in LEVELS.get(platform.machine(), OTHERS).items():
+            if not _knows(command, options, temporary):
+                print(f"{command[0]} does not know {options}: the kernels for {level} are left out", file=sys.stderr)
+                continue
+            for kernel in KERNELS:
+                objects.append(f"{temporary}/{kernel}_{level}.o")
+                source = str(folder / f"{kernel}.c")
+                _run([*command, *FLAGS, *options.split(), f"-DISA={level}", "-c", source, "-o", objects[-1]])
+        for name in ("isa", "threads"):
+            objects.append(f"{temporary}/{name}.o")
+            sources = f"-DSOURCES={checksum(folder)}u"
+            _run([*command, *FLAGS, sources, "-pthread", "-c", str(folder / f"{name}.c"), "-o", objects[-1]])
         made = f"{temporary}/{LIBRARY}"
-        _run([*command, "-shared", *objects, "-o", made])
+        _run([*command, "-shared", *objects, "-o", made, "-pthread", "-lm"])
         target = folder / LIBRARY
         target.unlink(missing_ok=True)  # a process that has loaded the old file keeps it
         shutil.copyfile(made, target)
     return target
+
+
+def _knows(command: list[str], options: str, folder: str) -> bool:
+    """Return whether the compiler has these options."""
+    empty = f"{folder}/empty.c"
+    Path(empty).write_text("")
+    tried = [*command, *options.split(), "-c", empty, "-o", f"{folder}/empty.o"]
+    return subprocess.run(tried, check=False, capture_output=True).returncode == 0
 
 
 def _run(command: list[str]) -> None:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import ctypes
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from flashpoint_kernels import native
 from flashpoint_kernels.dropout import drop_below
+from flashpoint_kernels.native import calls
 
 CHUNK = 1024  # keys of one softmax, see forward.c
 UNBOUNDED = 1 << 60
-TILE = 64  # rows of a key/value head that read the keys together: queries of its query heads
-_LEAST_BYTES, _LEAST_FLOPS = 1 << 19, 1 << 23  # work of a thread: to hand it over takes about half as long
+TILE = 384  # rows of a key/value head that read the keys together: queries of its query heads
+_STEP = 96  # rows: tiles have a multiple of it
+_TOGETHER = 256  # sequences: from this number on their tasks are made together
+_LEAST_BYTES, _LEAST_FLOPS = 1 << 18, 1 << 21  # work of a thread: to wake one takes about half as long
 
 TYPES = {getattr(torch, name): number for number, name in enumerate(native.DTYPES)}
 
@@ -47,13 +51,22 @@ OF_SCORES = (
 )
 
 
+# Members of struct task of forward.h: 8 bytes each.
+TASK = (
+    "q", "q_head", "q_row", "o", "o_head", "o_row", "lse", "lse_head", "lse_row", "slopes", "sinks",
+    "mask", "mask_head", "mask_row", "blocks", "blocks_head", "blocks_row", "queries", "heads", "first_head",
+    "start", "stop", "low", "high", "offset", "spans", "first", "tokens", "parts", "sequence", "query_head",
+    "first_query",
+)  # fmt: skip
+
+
 class _Call(ctypes.Structure):
-    """struct call of forward.c."""
+    """struct call of forward.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("k_type", "q_type", "dim", "value_dim", "group", "k_row", "v_row")),
         *OF_SCORES,
-        ("count", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("block_queries", "block_keys", "count")),
         ("tasks", ctypes.c_void_p),
     )
 
@@ -74,25 +87,25 @@ class Spans:
     Each span has `tokens` keys, and each sequence `count` spans. `numbers` are 8 integers for each span, int64.
     """
 
-    __slots__ = ("_address", "_count", "_held", "tokens")
+    __slots__ = ("_address", "_count", "numbers", "tokens")
 
     def __init__(self, numbers: array[int] | torch.Tensor, tokens: int, count: int = 1) -> None:
-        self._held = numbers
+        self.numbers = numbers
         self._address = numbers.data_ptr() if isinstance(numbers, torch.Tensor) else numbers.buffer_info()[0]
         self._count = count
         self.tokens = tokens
 
-    def of_sequence(self, number: int) -> int:
-        """Return the address of a sequence's first span."""
+    def of_sequence(self, number: Any) -> Any:
+        """Return the address of the first span of a sequence, or those of an array of sequences."""
         return self._address + 64 * self._count * number
 
 
 class Rows(NamedTuple):
     """The queries of one sequence and their keys.
 
-    `q`, `o`, `lse`, `slopes` and `mask` are addresses (`lse`: 0 if not wanted; `slopes`, `mask`: 0 without one). Query
-    i sees the keys [i + low, i + high) among [start, stop). `spans` is an address in a `Spans`, whose first key has
-    position `first`. `mask` is of query 0 and key 0.
+    `q`, `o`, `lse`, `slopes`, `mask` and `blocks` are addresses (`lse`: 0 if not wanted; the others: 0 without one).
+    Query i sees the keys [i + low, i + high) among [start, stop). `spans` is an address in a `Spans`, whose first key
+    has position `first`. `mask` and `blocks`, the block mask, are of query 0 and key 0 of the sequence.
     """
 
     q: int
@@ -109,6 +122,7 @@ class Rows(NamedTuple):
     offset: int = 0
     slopes: int = 0
     mask: int = 0
+    blocks: int = 0
     sequence: int = 0  # for dropout, and the number of the first query
     query: int = 0
 
@@ -118,10 +132,11 @@ class Rows(NamedTuple):
 
     def tiles(self, forward: Forward) -> Iterator[Rows]:
         """Yield the queries in tiles of at most TILE rows. Each tile reads its keys once."""
-        height = max(1, TILE // forward.group)
-        if self.queries <= height:
+        count = -(-self.queries * forward.group // TILE)
+        if count < 2:
             yield self
             return
+        height = max(1, -(-(self.queries * forward.group) // (count * _STEP)) * _STEP // forward.group)
         for first in range(0, self.queries, height):
             count, low, high = min(height, self.queries - first), self.low + first, self.high + first
             start = min(max(self.start, low), self.stop)
@@ -168,6 +183,8 @@ class Forward:
     dropped: Dropped = field(default_factory=Dropped)
     first_head: int = 0  # of the request's query heads, for dropout
     held: object = None
+    blocks: Steps = NOWHERE
+    block_size: tuple[int, int] = (1, 1)
     rows: list[Rows] = field(default_factory=list)
 
     def add(self, rows: Rows) -> None:
@@ -181,29 +198,36 @@ class Forward:
     @property
     def nbytes(self) -> int:
         """Return the bytes of keys and values that are read."""
-        token = self.heads * (self.head_dim + self.value_dim) * self.k_dtype.itemsize
-        return token * sum(row.stop - row.start for row in self.rows)
+        return self._nbytes(sum(row.stop - row.start for row in self.rows))
+
+    def _nbytes(self, keys: int) -> int:
+        return keys * self.heads * (self.head_dim + self.value_dim) * self.k_dtype.itemsize
 
     def workers(self, most: int) -> int:
         """Return the number of threads for this work, at most `most`."""
-        pairs = sum(row.queries * (row.stop - row.start) for row in self.rows)
-        flops = 2 * pairs * self.heads * self.group * (self.head_dim + self.value_dim)
-        return max(1, min(most, max(self.nbytes // _LEAST_BYTES, flops // _LEAST_FLOPS)))
+        keys = sum(row.stop - row.start for row in self.rows)
+        return self._workers(most, keys, sum(row.queries * (row.stop - row.start) for row in self.rows))
 
-    def compute(self, first: int = 0, last: int | None = None) -> None:
-        """Compute units [first, last), by default all, in this thread."""
-        self._run("forward", self._whole(first, self.units if last is None else last))
+    def _workers(self, most: int, keys: int, pairs: int) -> int:
+        flops = 2 * pairs * self.heads * self.group * (self.head_dim + self.value_dim)
+        return max(1, min(most, max(self._nbytes(keys) // _LEAST_BYTES, flops // _LEAST_FLOPS)))
+
+    def compute(self, first: int, last: int) -> None:
+        """Compute units [first, last) in this thread."""
+        self.run([self._whole(first, last)])
 
     def shares(self, workers: int) -> tuple[list[list[int]], list[tuple[list[int], torch.Tensor]]]:
         """Cut the work into about equal tasks for `workers` threads: between units, or between chunks if units are few.
 
         Return the tasks of each thread; and for each unit that threads share, its task for `merge` and its memory.
         """
+        if workers < 2:
+            return [self._whole(0, self.units)], []
         if self.units >= 4 * workers:
             weights = (row.queries * max(1, row.stop - row.start) for row in self.rows for _ in range(self.heads))
             edges = [0, *accumulate(weights)]
             cuts = [bisect_left(edges, edges[-1] * number // workers) for number in range(workers + 1)]
-            return [self._whole(first, last) for first, last in pairwise(cuts)], []
+            return [self._whole(first, last) for first, last in pairwise(cuts) if first < last], []
         return self._shared(workers)
 
     def _shared(self, workers: int) -> tuple[list[list[int]], list[tuple[list[int], torch.Tensor]]]:
@@ -232,16 +256,54 @@ class Forward:
                     )
                 tasks += self._part(unit, start - edges[unit], end - edges[unit], merged[unit])
                 start = end
-            shares.append(tasks)
+            if tasks:
+                shares.append(tasks)
         return shares, [(self._part(unit, None, None, t), t) for unit, t in merged.items()]
 
-    def run(self, tasks: list[int]) -> None:
-        """Compute tasks from `shares` in this thread."""
-        self._run("forward", tasks)
+    def takes_together(self, rows: int, queries: int) -> bool:
+        """Return whether `compute_together` takes `rows` sequences, of which the longest has this many queries."""
+        return rows >= _TOGETHER and queries * self.group <= TILE
+
+    def compute_together(self, rows: Rows, threads: int) -> None:
+        """Compute many short sequences on at most `threads` threads.
+
+        `rows` has an array (n,) in the place of each number that differs between them: Python would take longer to
+        make their tasks one by one than the kernel to compute them.
+        """
+        queries, keys = np.asarray(rows.queries), np.asarray(rows.stop - rows.start)
+        tasks = np.empty((len(queries), len(TASK)), np.int64)
+        for column, member in enumerate(self._task(rows, 0, self.heads, rows.start, rows.stop, 0)):
+            tasks[:, column] = member
+        workers = self._workers(threads, int(keys.sum()), int((queries * keys).sum()))
+        edges = (queries * np.maximum(keys, 1)).cumsum()
+        cuts = [0, *np.searchsorted(edges, edges[-1] * np.arange(1, workers) // workers), len(tasks)]
+        self._run([array("q", tasks[first:last].tobytes()) for first, last in pairwise(cuts) if first < last])
+
+    def run(self, shares: Sequence[list[int]]) -> None:
+        """Compute shares of the work, each in a thread of its own."""
+        self._run([array("q", tasks) for tasks in shares])
+
+    def _run(self, memory: Sequence[array[int]]) -> None:
+        calls.share(self._functions().forward, [self._call(tasks) for tasks in memory])
 
     def merge(self, tasks: Sequence[tuple[list[int], torch.Tensor]]) -> None:
         """Write the answers of units that several threads have computed."""
-        self._run("merge", [number for task, _ in tasks for number in task])
+        memory = array("q", [number for task, _ in tasks for number in task])
+        calls.share(self._functions().merge, [self._call(memory)])
+
+    def replay(self, shares: Sequence[list[int]], spans: Spans, tensors: Mapping[str, int]) -> calls.Replay:
+        """Return the shares as a call of q, k, v, o and lse, whose addresses now are in `tensors`, in any order."""
+        number = {name: place for place, name in enumerate(tensors)}
+        memory = [array("q", tasks) for tasks in shares]
+        called = calls.Table.of([self._call(tasks) for tasks in memory])
+        tasks, keys = calls.Table(chain(*shares), len(TASK)), calls.Table(spans.numbers, 8)
+        at = called.followed_by(-1, memory)
+        tasks.of_itself(TASK.index("spans"), spans.of_sequence(0) - at)
+        for name in ("q", "o", "lse"):
+            tasks.of_tensor(TASK.index(name), number[name], tensors[name])
+        for column, name in enumerate("kv"):
+            keys.of_tensor(column, number[name], tensors[name])
+        return calls.Replay(self._functions().forward, called, tasks, keys)
 
     def _whole(self, first: int, last: int) -> list[int]:
         tasks = []
@@ -265,31 +327,36 @@ class Forward:
         return self._task(row, head, 1, start, stop, address)
 
     def _task(self, row: Rows, head: int, heads: int, start: int, stop: int, states: int) -> list[int]:
-        """Return struct task of forward.c."""
+        """Return struct task of forward.h: the members of TASK, in their order."""
         query = head * self.group
         return [
             row.q + query * self.q.head, *self.q,
             row.o + query * self.o.head, *self.o,
-            row.lse and row.lse + query * self.lse.head, *self.lse,
-            row.slopes and row.slopes + 4 * query, self.sinks and self.sinks + 4 * query,
-            row.mask and row.mask + query * self.mask.head, *self.mask,
+            _moved(row.lse, query * self.lse.head), *self.lse,
+            _moved(row.slopes, 4 * query), _moved(self.sinks, 4 * query),
+            _moved(row.mask, query * self.mask.head), *self.mask,
+            _moved(row.blocks, query * self.blocks.head), *self.blocks,
             row.queries, heads, head,
             start, stop, row.low, row.high, row.offset,
             row.spans, row.first, row.tokens,
             states, row.sequence, self.first_head + query, row.query,
         ]  # fmt: skip
 
-    def _run(self, name: str, tasks: list[int]) -> None:
-        functions = native.library()
-        assert functions is not None
-        memory = array("q", tasks)
-        call = _Call(
-            TYPES[self.k_dtype], TYPES[self.q_dtype], self.head_dim, self.value_dim, self.group, self.k_row,
-            self.v_row, self.scale, self.softcap, TYPES[self.mask_dtype], self.mask_step, self.keep, self.dropped,
-            len(tasks) // TASK, memory.buffer_info()[0],
+    def _functions(self) -> native.Functions:
+        library = native.library()
+        assert library is not None
+        return library.of(native.DTYPES[TYPES[self.q_dtype]])
+
+    def _call(self, tasks: array[int]) -> _Call:
+        return _Call(
+            k_type=TYPES[self.k_dtype], q_type=TYPES[self.q_dtype], dim=self.head_dim, value_dim=self.value_dim,
+            group=self.group, k_row=self.k_row, v_row=self.v_row, scale=self.scale, softcap=self.softcap,
+            mask_type=TYPES[self.mask_dtype], mask_step=self.mask_step, keep=self.keep, dropout=self.dropped,
+            block_queries=self.block_size[0], block_keys=self.block_size[1], count=len(tasks) // len(TASK),
+            tasks=tasks.buffer_info()[0],
         )  # fmt: skip
-        if getattr(functions, name)(ctypes.byref(call)):
-            raise MemoryError
 
 
-TASK = 29  # integers of a struct task
+def _moved(address: Any, by: int) -> Any:
+    """Return an address, or an array of addresses, moved by some bytes; 0, for what is not there, stays."""
+    return address + by if isinstance(address, np.ndarray) or address else 0

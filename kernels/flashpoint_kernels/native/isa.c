@@ -1,18 +1,48 @@
-/* Which instruction set of forward.c this processor has: the number of the x86-64 level, or 0 for none. */
+/* Which of the compiled kernels this processor has. */
 
+#define _GNU_SOURCE
 #include <stdint.h>
-
-int flashpoint_isa(void) {
 #ifdef __x86_64__
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
-    const int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return wide ? 4 : 3;
-#else
-    return 1;
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
+
+#ifdef __x86_64__
+
+#define XTILEDATA 18 /* the tiles' part of a thread's state */
+#define ARCH_REQ_XCOMP_PERM 0x1023
+
+/* Return whether the processor has AMX for bfloat16, and the system lets this process use it. */
+static int has_amx(void) {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & 1u << 22) || !(d & 1u << 24)) return 0; /* AMX-BF16, AMX-TILE */
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & 1u << 5)) return 0;                    /* AVX512-BF16 */
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
 }
+
+static const char *find_level(void) {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return "none";
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+        return "avx2";
+    return has_amx() ? "amx" : "avx512";
+}
+
+#else
+
+static const char *find_level(void) { return "generic"; }
+
+#endif
+
+static const char *level;
+
+/* The permission for AMX is asked for once, when the library is loaded: a process has the same kernels all its life. */
+__attribute__((constructor)) static void find(void) { level = find_level(); }
+
+/* Return the highest level that this processor has, and "none" if it has none of them. */
+const char *flashpoint_level(void) { return level; }
 
 /* The checksum of the sources that this library was compiled from. */
 uint32_t flashpoint_sources(void) { return SOURCES; }

@@ -5,6 +5,13 @@
 
 #include "vectors.h"
 
+#define MOST 3.40282346638528859812e+38f /* the largest float32 */
+
+INLINE ints is_number(floats x) { return (ints)((as_words(x) & 0x7f800000u) != 0x7f800000u); }
+
+/* Return x within float32's range: infinities become its largest numbers. NaN stays. */
+INLINE floats within_range(floats x) { return choose(x > MOST, splat(MOST), choose(x < -MOST, splat(-MOST), x)); }
+
 /* Return what a mask adds to the scores of the keys [key, key + LANES), of which only those below `stop` are read.
    `row` is the address of the query's number for key 0. The step from key to key is the number's size, or 0. */
 INLINE floats masked(const char *row, enum type type, int64_t step, int64_t key, int64_t stop) {
@@ -24,7 +31,7 @@ INLINE floats masked(const char *row, enum type type, int64_t step, int64_t key,
 INLINE floats less_alibi(floats x, float slope, ints keys, int32_t query) {
     ints distance = keys - query;
     distance = (distance ^ (distance >> 31)) - (distance >> 31); /* absolute */
-    return x - slope * __builtin_convertvector(distance, floats);
+    return multiply_add(splat(-slope), __builtin_convertvector(distance, floats), x);
 }
 
 /* Dropout as the contract defines it: key j of query i is kept if word j mod 4 of Philox4x32-10 (Salmon et al. 2011) is

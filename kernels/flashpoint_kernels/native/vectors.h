@@ -1,6 +1,7 @@
 /* Vectors of floats of the processor's width, for forward.c and backward.c: conversions, functions, sums over lanes.
 
-   All arithmetic is float32 with fused multiply-add. */
+   All arithmetic is float32. Where a product is added to a sum, `multiply_add` says so: the compiler fuses nothing by
+   itself, so that every instruction set has the same bits. */
 
 #ifndef FLASHPOINT_VECTORS
 #define FLASHPOINT_VECTORS
@@ -8,8 +9,10 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX2__
+#if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 /* Floats of a register. */
@@ -56,6 +59,61 @@ INLINE words as_words(floats x) {
 
 INLINE floats choose(ints which, floats a, floats b) {
     return as_floats(((words)which & as_words(a)) | (~(words)which & as_words(b)));
+}
+
+/* Return x where `which` is set, else 0. */
+INLINE floats only(ints which, floats x) { return as_floats((words)which & as_words(x)); }
+
+INLINE floats absolute(floats x) { return as_floats(as_words(x) & 0x7fffffffu); }
+
+INLINE void store_floats(void *p, floats x) { memcpy(p, &x, sizeof x); }
+
+/* Return a·b + c, rounded once. */
+INLINE floats multiply_add(floats a, floats b, floats c) {
+#if LANES == 16
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+/* Return the larger of x and y, and y where one of them is NaN. */
+INLINE floats largest(floats x, floats y) {
+#if LANES == 16
+    return (floats)_mm512_max_ps((__m512)x, (__m512)y);
+#elif LANES == 8
+    return (floats)_mm256_max_ps((__m256)x, (__m256)y);
+#else
+    return choose(x > y, x, y);
+#endif
+}
+
+/* Return the smaller of x and y, and y where one of them is NaN. */
+INLINE floats smallest(floats x, floats y) {
+#if LANES == 16
+    return (floats)_mm512_min_ps((__m512)x, (__m512)y);
+#elif LANES == 8
+    return (floats)_mm256_min_ps((__m256)x, (__m256)y);
+#else
+    return choose(x < y, x, y);
+#endif
+}
+
+/* Return the larger of each pair of absolute values as bits: those of infinity and NaN are above all others. */
+INLINE ints larger_bits(ints a, floats x) {
+    const ints b = (ints)(as_words(x) & 0x7fffffffu);
+#if LANES == 16
+    return (ints)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif LANES == 8
+    return (ints)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    return (ints)choose(a > b, (floats)a, (floats)b);
+#endif
 }
 
 /* Compilers widen such vectors in halves, which takes three times as long as these instructions. */
@@ -125,15 +183,6 @@ INLINE floats load(const char *p, enum type type, int64_t place) {
 
 INLINE int64_t size_of(enum type type) { return type == FLOAT32 ? 4 : type == FLOAT16 || type == BFLOAT16 ? 2 : 1; }
 
-/* Load the last `count` < LANES of a row's `dim` numbers as float32, in the last lanes, or for short rows in the first;
-   other lanes are 0. `type` is a constant. */
-INLINE floats load_end(const char *p, enum type type, int64_t dim, int64_t count, ints lanes) {
-    char row[4 * LANES] = {0};
-    if (dim >= LANES) return choose(lanes >= (int32_t)(LANES - count), load(p, type, dim - LANES), splat(0));
-    memcpy(row, p, dim * size_of(type));
-    return load(row, type, 0);
-}
-
 INLINE ints each_lane(void) {
     ints lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i;
@@ -153,14 +202,16 @@ INLINE void read_row_of(float *to, const char *from, enum type type, int64_t dim
     }
 }
 
-/* Write a row of float32, float16 or bfloat16 as float32, with zeros up to `padded`. */
+/* Write a row as float32, with zeros up to `padded`. */
 INLINE void read_row(float *to, const char *from, enum type type, int64_t dim) {
-    if (type == FLOAT32)
-        read_row_of(to, from, FLOAT32, dim);
-    else if (type == FLOAT16)
-        read_row_of(to, from, FLOAT16, dim);
-    else
-        read_row_of(to, from, BFLOAT16, dim);
+    switch (type) {
+    case FLOAT32: read_row_of(to, from, FLOAT32, dim); break;
+    case FLOAT16: read_row_of(to, from, FLOAT16, dim); break;
+    case BFLOAT16: read_row_of(to, from, BFLOAT16, dim); break;
+    case INT8: read_row_of(to, from, INT8, dim); break;
+    case FLOAT8_E4M3FN: read_row_of(to, from, FLOAT8_E4M3FN, dim); break;
+    case BOOL: break;
+    }
 }
 
 /* Round to nearest even. */
@@ -188,6 +239,34 @@ INLINE uint16_t to_float16(float x) {
     return (uint16_t)(sign | ((bits + 0xfff + (bits >> 13 & 1) - 0x38000000) >> 13));
 }
 
+/* Write LANES numbers as 16-bit ones, rounded to nearest even. */
+INLINE void store_shorts(char *p, enum type type, floats x) {
+#if LANES == 16
+    if (type == FLOAT16) {
+        _mm256_storeu_si256((void *)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+        return;
+    }
+#elif LANES == 8
+    if (type == FLOAT16) {
+        _mm_storeu_si128((void *)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+        return;
+    }
+#endif
+    uint16_t numbers[LANES];
+    if (type == FLOAT16) {
+        for (int i = 0; i < LANES; i++) numbers[i] = to_float16(x[i]);
+    } else {
+        const words bits = as_words(x), up = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        const words rounded = (words)choose(x == x, as_floats(up), as_floats(bits >> 16 | 0x40));
+#if LANES == 16
+        _mm256_storeu_si256((void *)numbers, _mm512_cvtepi32_epi16((__m512i)rounded));
+#else
+        for (int i = 0; i < LANES; i++) numbers[i] = (uint16_t)rounded[i];
+#endif
+    }
+    memcpy(p, numbers, sizeof numbers);
+}
+
 INLINE void store(char *p, enum type type, int64_t place, float x) {
     uint16_t h;
     if (type == FLOAT32) {
@@ -198,24 +277,62 @@ INLINE void store(char *p, enum type type, int64_t place, float x) {
     }
 }
 
-/* Return e^x for x <= 0, within 2 units in the last place; 0 below float32's normal numbers (Cephes, expf). */
-INLINE floats exponential(floats x) {
-    const floats magic = splat(0x1.8p23f); /* adding it rounds to an integer */
-    floats shifted = x * 0x1.715476p+0f + magic;
-    floats n = shifted - magic;
-    floats r = n * -0x1.62e400p-1f + x;
-    r = n * -0x1.7f7d1cp-20f + r;
-    floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    p = as_floats(as_words(p) + (as_words(shifted) << 23)); /* times 2^n: n is in the lowest bits */
-    p = choose(x < -87.0f, splat(0), p);
-    return choose(x != x, x, p);
+/* Write `dim` numbers of a row of float32, float16 or bfloat16. */
+INLINE void write_row(char *to, enum type type, const float *from, int64_t dim) {
+    if (type == FLOAT32) {
+        memcpy(to, from, sizeof(float) * dim);
+        return;
+    }
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) store_shorts(to + 2 * d, type, load_floats(from + d));
+    for (; d < dim; d++) store(to, type, d, from[d]);
 }
 
+/* Return the nearest whole number. */
+INLINE floats nearest(floats x) {
+#if LANES == 16
+    return (floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif LANES == 8
+    return (floats)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__aarch64__)
+    return (floats)vrndnq_f32((float32x4_t)x);
+#else
+    const floats shift = splat(0x1.8p23f); /* for numbers below 2^22 */
+    return x + shift - shift;
+#endif
+}
+
+/* Return 2^x within 2 units in the last place, and 0 where that is below float32's normal numbers: with x = n + r and
+   |r| <= 1/2, it is 2^n times a polynomial of r, which is 1 for r = 0. */
+INLINE floats exponential2(floats x) {
+    const ints lost = x < -126.0f;
+#if LANES != 16
+    x = choose(x < -252.0f, splat(-252.0f), choose(x > 252.0f, splat(252.0f), x));
+#endif
+    const floats n = nearest(x), r = x - n;
+    floats p = splat(1.326472731e-3f);
+    p = multiply_add(p, r, splat(9.671512991e-3f));
+    p = multiply_add(p, r, splat(5.550733581e-2f));
+    p = multiply_add(p, r, splat(2.402224243e-1f));
+    p = multiply_add(p, r, splat(6.931470037e-1f));
+    p = multiply_add(p, r, splat(1));
+#if LANES == 16
+    (void)lost;
+    return (floats)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126), _CMP_NLT_UQ), (__m512)p,
+                                          (__m512)n);
+#else
+    const words whole = (words)__builtin_convertvector(n, ints), half = (words)((ints)whole >> 1);
+    p = p * as_floats((half + 127) << 23) * as_floats((whole - half + 127) << 23);
+    return only(~lost, p);
+#endif
+}
+
+#define LOG2_E 1.4426950408889634f
+
+/* Return e^x. */
+INLINE floats exponential(floats x) { return exponential2(x * LOG2_E); }
+
+INLINE float exponential2_1(float x) { return exponential2(splat(x))[0]; }
 INLINE float exponential1(float x) { return exponential(splat(x))[0]; }
 
 /* Return the natural logarithm of x >= 1 (Cephes, logf). */
@@ -234,29 +351,29 @@ INLINE float logarithm(float x) {
     m -= 1;
     z = m * m;
     y = 7.0376836292e-2f;
-    y = y * m - 1.1514610310e-1f;
-    y = y * m + 1.1676998740e-1f;
-    y = y * m - 1.2420140846e-1f;
-    y = y * m + 1.4249322787e-1f;
-    y = y * m - 1.6668057665e-1f;
-    y = y * m + 2.0000714765e-1f;
-    y = y * m - 2.4999993993e-1f;
-    y = y * m + 3.3333331174e-1f;
+    y = __builtin_fmaf(y, m, -1.1514610310e-1f);
+    y = __builtin_fmaf(y, m, 1.1676998740e-1f);
+    y = __builtin_fmaf(y, m, -1.2420140846e-1f);
+    y = __builtin_fmaf(y, m, 1.4249322787e-1f);
+    y = __builtin_fmaf(y, m, -1.6668057665e-1f);
+    y = __builtin_fmaf(y, m, 2.0000714765e-1f);
+    y = __builtin_fmaf(y, m, -2.4999993993e-1f);
+    y = __builtin_fmaf(y, m, 3.3333331174e-1f);
     y = y * m * z;
-    y += n * -2.12194440e-4f - 0.5f * z;
-    return m + y + n * 0.693359375f;
+    y += __builtin_fmaf(n, -2.12194440e-4f, -0.5f * z);
+    return __builtin_fmaf(n, 0.693359375f, m + y);
 }
 
 /* Return softcap·tanh(x / softcap): tanh(y) = (1 - e) / (1 + e) with e = exp(-2·|y|), or its series (Cephes, tanhf)
    where that cancels. */
 INLINE floats capped(floats x, float softcap) {
-    floats y = x / softcap, z = y * y, magnitude = as_floats(as_words(y) & 0x7fffffffu);
-    floats e = exponential(magnitude * -2.0f), t = (1.0f - e) / (1.0f + e);
-    floats p = z * -5.70498872745e-3f + 2.06390887954e-2f;
-    p = p * z - 5.37397155531e-2f;
-    p = p * z + 1.33314422036e-1f;
-    p = p * z - 3.33332819422e-1f;
-    p = p * z * magnitude + magnitude;
+    floats y = x / softcap, z = y * y, magnitude = absolute(y);
+    floats e = exponential2(magnitude * (-2 * LOG2_E)), t = (1.0f - e) / (1.0f + e);
+    floats p = multiply_add(z, splat(-5.70498872745e-3f), splat(2.06390887954e-2f));
+    p = multiply_add(p, z, splat(-5.37397155531e-2f));
+    p = multiply_add(p, z, splat(1.33314422036e-1f));
+    p = multiply_add(p, z, splat(-3.33332819422e-1f));
+    p = multiply_add(p * z, magnitude, magnitude);
     t = choose(magnitude < 0.625f, p, t);
     t = as_floats(as_words(t) | (as_words(y) & 0x80000000u));
     return choose(x != x, x, t * softcap);
@@ -269,54 +386,6 @@ INLINE floats capped(floats x, float softcap) {
 #else
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
 #endif
-
-/* Return the sums of LANES vectors. The levels below leave the sums in another order, so they begin with that. */
-INLINE floats lane_sums(const floats *a) {
-#if LANES == 16
-    static const int order[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};
-    floats x[8], y[4], z[2];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        floats p = a[order[i]], q = a[order[i + 8]];
-        x[i] = PICK(p, q, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               PICK(p, q, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        floats p = x[i], q = x[i + 4];
-        y[i] = PICK(p, q, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-               PICK(p, q, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-        floats p = y[i], q = y[i + 2];
-        z[i] = PICK(p, q, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               PICK(p, q, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-    return PICK(z[0], z[1], 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
-           PICK(z[0], z[1], 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
-#elif LANES == 8
-    static const int order[8] = {0, 2, 1, 3, 4, 6, 5, 7};
-    floats y[4], z[2];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        floats p = a[order[i]], q = a[order[i + 4]];
-        y[i] = PICK(p, q, 0, 1, 2, 3, 8, 9, 10, 11) + PICK(p, q, 4, 5, 6, 7, 12, 13, 14, 15);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-        floats p = y[i], q = y[i + 2];
-        z[i] = PICK(p, q, 0, 1, 8, 9, 4, 5, 12, 13) + PICK(p, q, 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-    return PICK(z[0], z[1], 0, 2, 8, 10, 4, 6, 12, 14) + PICK(z[0], z[1], 1, 3, 9, 11, 5, 7, 13, 15);
-#else
-    floats z[2];
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++)
-        z[i] = PICK(a[i], a[i + 2], 0, 1, 4, 5) + PICK(a[i], a[i + 2], 2, 3, 6, 7);
-    return PICK(z[0], z[1], 0, 4, 2, 6) + PICK(z[0], z[1], 1, 5, 3, 7);
-#endif
-}
 
 /* Return the vector with its halves, quarters … of `width` lanes exchanged. */
 INLINE floats exchange(floats a, int width) {
@@ -348,6 +417,73 @@ INLINE float lane_max(floats a) {
         a = choose(b > a, b, a);
     }
     return a[0];
+}
+
+/* Sums of a row are kept in 16 lanes, whatever the width of a vector. */
+#define SUMS (16 / LANES)
+
+INLINE float sum_of_16(const floats *a) {
+#if LANES == 16
+    return lane_sum(a[0]);
+#elif LANES == 8
+    return lane_sum(a[0] + a[1]);
+#else
+    return lane_sum((a[0] + a[2]) + (a[1] + a[3]));
+#endif
+}
+
+/* ---- rows and columns ---- */
+
+/* Exchange rows and columns of LANES vectors. A round moves the highest bit of (row, column) to the lowest place. */
+INLINE void transpose(floats *a) {
+    for (int width = 1; width < LANES; width *= 2) {
+        floats b[LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            const floats x = a[i], y = a[i + LANES / 2];
+#if LANES == 16
+            b[2 * i] = PICK(x, y, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            b[2 * i + 1] = PICK(x, y, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif LANES == 8
+            b[2 * i] = PICK(x, y, 0, 8, 1, 9, 2, 10, 3, 11);
+            b[2 * i + 1] = PICK(x, y, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+            b[2 * i] = PICK(x, y, 0, 4, 1, 5);
+            b[2 * i + 1] = PICK(x, y, 2, 6, 3, 7);
+#endif
+        }
+        memcpy(a, b, sizeof b);
+    }
+}
+
+/* Write the columns of LANES rows of LANES numbers of 32 bits as rows. Steps are in bytes. */
+INLINE void transpose_rows(char *to, int64_t to_step, const char *from, int64_t step) {
+#if LANES == 16
+    /* Four columns at a time: quarters of vectors come from memory, which takes no shuffle. */
+#pragma GCC unroll 4
+    for (int d = 0; d < 16; d += 4) {
+        __m512 rows[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const char *row = from + i * step + 4 * d;
+            __m512 x = _mm512_castps128_ps512(_mm_loadu_ps((const float *)row));
+            x = _mm512_insertf32x4(x, _mm_loadu_ps((const float *)(row + 4 * step)), 1);
+            x = _mm512_insertf32x4(x, _mm_loadu_ps((const float *)(row + 8 * step)), 2);
+            rows[i] = _mm512_insertf32x4(x, _mm_loadu_ps((const float *)(row + 12 * step)), 3);
+        }
+        const __m512d a = (__m512d)_mm512_unpacklo_ps(rows[0], rows[1]), b = (__m512d)_mm512_unpackhi_ps(rows[0], rows[1]);
+        const __m512d c = (__m512d)_mm512_unpacklo_ps(rows[2], rows[3]), e = (__m512d)_mm512_unpackhi_ps(rows[2], rows[3]);
+        _mm512_storeu_pd(to + d * to_step, _mm512_unpacklo_pd(a, c));
+        _mm512_storeu_pd(to + (d + 1) * to_step, _mm512_unpackhi_pd(a, c));
+        _mm512_storeu_pd(to + (d + 2) * to_step, _mm512_unpacklo_pd(b, e));
+        _mm512_storeu_pd(to + (d + 3) * to_step, _mm512_unpackhi_pd(b, e));
+    }
+#else
+    floats block[LANES];
+    for (int i = 0; i < LANES; i++) block[i] = load_floats(from + i * step);
+    transpose(block);
+    for (int i = 0; i < LANES; i++) store_floats(to + i * to_step, block[i]);
+#endif
 }
 
 #endif

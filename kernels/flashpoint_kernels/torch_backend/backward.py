@@ -1,6 +1,7 @@
-"""The gradient on the CPU by the kernels in C (flashpoint_kernels.native): all options but block masks.
+"""The gradient on the CPU by the kernels in C (flashpoint_kernels.native), with all options.
 
-The bits of a gradient depend neither on other sequences nor on the number of threads.
+The bits of dq depend on the row and on the keys that it sees, those of dk and dv on their sequence. None depends on the
+number of threads.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels.native.backward import Backward, Sequence
+from flashpoint_kernels.native.calls import Replay
 from flashpoint_kernels.native.forward import Dropped
 from flashpoint_kernels.problem import Problem
-from flashpoint_kernels.reproducible import spread
 from flashpoint_kernels.torch_backend.forward import in_rows, mask_of
 
 _IN_ROWS = ("q", "k", "v", "o", "do")
@@ -35,6 +35,8 @@ def differentiate(problem: Problem, threads: int) -> None:
     t |= {name: problem.view(name) for name in problem.outputs}
     if (mask := mask_of(problem)) is not None:
         t["attn_mask"] = mask
+    if "block_mask" in problem.tensors:
+        t["block_mask"] = problem.canonical("block_mask", problem.tensors["block_mask"].contiguous())
     total = None if "dattn_mask" not in problem.outputs or _of_each_score(problem) else _sum_of_masks(problem)
     if total is not None:
         t["dattn_mask"] = total.view("dattn_mask")
@@ -78,13 +80,29 @@ def gradients(
     backward = Backward(
         {name: in_rows(x) if name in _IN_ROWS else x for name, x in t.items()}, spec.scale, spec.options.softcap,
         1.0 - p, Dropped.of(seed, p), first_head, [_sequence(spec, row) for row in rows if row.q_len], adds,
+        spec.options.block_size,
+    )  # fmt: skip
+    backward.run(backward.shares(threads))
+    return backward.finish()
+
+
+def differentiate_dense(spec: Spec, t: Mapping[str, Tensor], threads: int) -> Replay | None:
+    """Write dq, dk and dv of a plain problem, whose tensors `t` are q, k, v, do, o, lse, dq, dk and dv.
+
+    Return the same for other tensors of these strides, in the order of `t`; None if tensors were copied or the parts of
+    a sequence are summed.
+    """
+    in_place = {name: in_rows(x) if name in _IN_ROWS else x for name, x in t.items()}
+    backward = Backward(
+        in_place, spec.scale, spec.options.softcap, 1.0, Dropped(), 0,
+        [_sequence(spec, row) for row in spec.rows({}) if row.q_len], False,
     )  # fmt: skip
     shares = backward.shares(threads)
-    if len(shares) > 1:
-        spread([partial(backward.run, tasks) for tasks in shares])
-    elif shares:
-        backward.run(*shares)
-    return backward.finish()
+    backward.run(shares)
+    backward.finish()
+    if any(in_place[name] is not x for name, x in t.items()):
+        return None
+    return backward.replay(shares, {name: x.data_ptr() for name, x in t.items()})
 
 
 def _sequence(spec: Spec, row: Row) -> Sequence:

@@ -1,4 +1,4 @@
-"""The forward on the CPU by the kernels in C (flashpoint_kernels.native): all options but block masks.
+"""The forward on the CPU by the kernels in C (flashpoint_kernels.native): all options.
 
 Queries are cut into tiles. The query heads that share a key/value head are rows of one tile, so it reads each key once.
 Keys are read in place: contiguous, strided, or in pages of any size. 8-bit keys are read as they are. The bits of a row
@@ -8,22 +8,31 @@ do not depend on the place of its keys, on other rows, or on the number of threa
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_contract.tensors import SCALES
+from flashpoint_kernels.native.calls import Replay
 from flashpoint_kernels.native.forward import NOWHERE, Dropped, Forward, Rows, Spans, Steps
 from flashpoint_kernels.problem import Problem, narrowed
-from flashpoint_kernels.reproducible import spread
 
 
-def attend_dense(spec: Spec, row: Row, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, threads: int) -> None:
-    """Write o and lse (B,Hq,Sq) of q, k and v (B,H,S,D), where all sequences are like `row`."""
-    q, k, v = map(in_rows, (q, k, v))
+def attend_dense(
+    spec: Spec, row: Row, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, threads: int
+) -> Replay | None:
+    """Write o and lse (B,Hq,Sq) of q, k and v (B,H,S,D), where all sequences are like `row`.
+
+    Return the same for other q, k, v, o and lse of these strides; None if tensors were copied or threads share a head.
+    """
+    given = (q, k, v)
+    q, k, v = map(in_rows, given)
     size, (k_step, v_step) = k.itemsize, (t.stride(0) * t.itemsize for t in (k, v))
     k_address, v_address, k_head, v_head = k.data_ptr(), v.data_ptr(), k.stride(1) * size, v.stride(1) * size
     numbers = array("q")
@@ -43,23 +52,26 @@ def attend_dense(spec: Spec, row: Row, q: Tensor, k: Tensor, v: Tensor, o: Tenso
                 q=one.q + n * q_step, o=one.o + n * o_step, lse=one.lse + n * lse_step, spans=spans.of_sequence(n)
             )
         )
-    compute(forward, threads)
+    shares, merged = forward.shares(forward.workers(threads))
+    _compute(forward, shares, merged)
+    if merged or any(own is not t for own, t in zip((q, k, v), given, strict=True)):
+        return None
+    addresses = {name: t.data_ptr() for name, t in zip(("q", "k", "v", "o", "lse"), (q, k, v, o, lse), strict=True)}
+    return forward.replay(shares, spans, addresses)
 
 
-def compute(forward: Forward, threads: int) -> None:
-    """Compute all units on at most `threads` threads; the caller must not be one of the threads of `spread`."""
-    workers = forward.workers(threads)
-    if workers < 2:
-        forward.compute()
-        return
-    shares, merged = forward.shares(workers)
-    spread([partial(forward.run, tasks) for tasks in shares if tasks])
+def _all_units(forward: Forward, threads: int) -> None:
+    _compute(forward, *forward.shares(forward.workers(threads)))
+
+
+def _compute(forward: Forward, shares: list[list[int]], merged: list[tuple[list[int], Tensor]]) -> None:
+    forward.run(shares)
     if merged:
         forward.merge(merged)
 
 
-def forward_of(problem: Problem, rows: Sequence[Row]) -> Forward:
-    """Return the work for `rows` of a forward, which the kernels read and write in place."""
+def prepared(problem: Problem, rows: Sequence[Row]) -> Callable[[int], None]:
+    """Return what computes `rows` of a forward on at most some threads. The kernels read and write tensors in place."""
     spec = problem.spec
     q, o = in_rows(problem.view("q")), problem.view("o")
     lse = problem.view("lse") if "lse" in problem.outputs else None
@@ -69,39 +81,47 @@ def forward_of(problem: Problem, rows: Sequence[Row]) -> Forward:
     slopes = problem.view("alibi_slopes").contiguous() if spec.has("alibi_slopes") else None
     sinks = problem.view("sinks").contiguous() if spec.has("sinks") else None
     mask, p = mask_of(problem), spec.options.dropout_p
+    blocks = in_rows(problem.view("block_mask")) if spec.has("block_mask") else None
     forward = Forward(
         q.dtype, k.dtype, spec.head_dim, spec.value_dim, spec.kv_heads, spec.q_heads // spec.kv_heads, spec.scale,
         spec.options.softcap, steps(q, 1), steps(o, 1), NOWHERE if lse is None else steps(lse, 1),
         k.stride(2) * k.itemsize, v.stride(2) * v.itemsize, 0 if sinks is None else sinks.data_ptr(),
         NOWHERE if mask is None else steps(mask, 1), torch.bool if mask is None else mask.dtype,
         0 if mask is None else mask.stride(3) * mask.itemsize, 1.0 - p, Dropped.of(problem.seed, p),
-        problem.first_head, (q, o, lse, k, v, scales, spans, slopes, sinks, mask),
+        problem.first_head, (q, o, lse, k, v, scales, spans, slopes, sinks, mask, blocks),
+        NOWHERE if blocks is None else steps(blocks, 1), spec.options.block_size,
     )  # fmt: skip
-    for number, row in enumerate(rows):
-        forward.add(
-            rows_of(
-                spec,
-                row,
-                address(q, row.batch, row.q_start),
-                address(o, row.batch, row.q_start),
-                0 if lse is None else address(lse, row.batch, row.q_start),
-                spans.of_sequence(number),
-                spans.tokens,
-                0 if slopes is None else slopes.data_ptr() + (4 * spec.q_heads * row.index if slopes.ndim == 2 else 0),
-                mask=0 if mask is None else address(mask, row.batch, 0),
-            )
+
+    def place(row: Row, span: int) -> Rows:
+        return rows_of(
+            spec,
+            row,
+            address(q, row.batch, row.q_start),
+            address(o, row.batch, row.q_start),
+            0 if lse is None else address(lse, row.batch, row.q_start),
+            span,
+            spans.tokens,
+            0 if slopes is None else slopes.data_ptr() + (4 * spec.q_heads * row.index if slopes.ndim == 2 else 0),
+            mask=0 if mask is None else address(mask, row.batch, 0),
+            blocks=0 if blocks is None else address(blocks, row.batch, 0),
         )
-    return forward
+
+    if forward.takes_together(len(rows), max(row.q_len for row in rows)):
+        together = Row(*numbers_of(rows))
+        return partial(forward.compute_together, place(together, spans.of_sequence(np.arange(len(rows)))))
+    for number, row in enumerate(rows):
+        forward.add(place(row, spans.of_sequence(number)))
+    return partial(_all_units, forward)
 
 
 def repeats(problem: Problem) -> bool:
-    """Return whether `forward_of` of the problem stays right when its tensors get other numbers: it has no copies."""
+    """Return whether `prepared` of the problem stays right when its tensors get other numbers: it has no copies."""
     spec = problem.spec
     if (
         spec.paged
         or spec.quantized
         or spec.options.dropout_p
-        or any(spec.has(name) for name in ("alibi_slopes", "sinks", "attn_mask"))
+        or any(spec.has(name) for name in ("alibi_slopes", "sinks", "attn_mask", "block_mask"))
     ):
         return False
     return all(problem.view(name).stride(-1) == 1 for name in "qkv")
@@ -109,17 +129,20 @@ def repeats(problem: Problem) -> bool:
 
 def rows_of(
     spec: Spec, row: Row, q: int, o: int, lse: int, spans: int, tokens: int, slopes: int = 0, first: int = 0,
-    start: int = 0, mask: int = 0,
+    start: int = 0, mask: int = 0, blocks: int = 0,
 ) -> Rows:  # fmt: skip
     """Return the queries of a sequence, whose keys [first, row.kv_len) are in `spans`. Addresses as in `Rows`.
 
-    Keys before `start` are not seen.
+    The members of `row` may be arrays, of many sequences. Keys before `start` are not seen.
     """
     offset, (left, right) = spec.offset(row.q_len, row.kv_len), spec.window
     low, high = offset - left, offset + right + 1
-    start = min(max(low, start), row.kv_len)
-    stop = max(min(row.kv_len, row.q_len - 1 + high), start)
-    return Rows(q, o, lse, row.q_len, start, stop, spans, tokens, first, low, high, offset, slopes, mask, row.index)
+    least, most = (np.minimum, np.maximum) if isinstance(row.kv_len, np.ndarray) else (min, max)
+    start = least(most(low, start), row.kv_len)
+    stop = most(least(row.kv_len, row.q_len - 1 + high), start)
+    return Rows(
+        q, o, lse, row.q_len, start, stop, spans, tokens, first, low, high, offset, slopes, mask, blocks, row.index
+    )  # fmt: skip
 
 
 def steps(t: Tensor, head: int) -> Steps:
@@ -150,6 +173,13 @@ def address(t: Tensor, batch: int, row: int) -> int:
     return t.data_ptr() + (batch * t.stride(0) + row * t.stride(2)) * t.itemsize
 
 
+def numbers_of(rows: Sequence[Row]) -> np.ndarray[Any, Any]:
+    """Return an array (n,) for each member of the rows."""
+    return (
+        np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * len(Row._fields)).reshape(len(rows), -1).T.copy()
+    )
+
+
 def _scale(problem: Problem, name: str) -> Tensor:
     """Return a number for each key, float32: (n, Hk, rows) for sequences, or (pool, Hk, page_size).
 
@@ -164,7 +194,7 @@ def _scale(problem: Problem, name: str) -> Tensor:
 def _of_sequences(problem: Problem, rows: Sequence[Row], k: Tensor, v: Tensor, scales: Sequence[Tensor]) -> Spans:
     """Return one span for each sequence."""
     numbers = torch.zeros(len(rows), 8, dtype=torch.int64)
-    batch, start, index = torch.tensor([(row.batch, row.kv_start, row.index) for row in rows]).unbind(1)
+    index, batch, *_, start, _, _ = map(torch.from_numpy, numbers_of(rows))
     for place, t in enumerate((k, v)):
         numbers[:, place] = t.data_ptr() + (batch * t.stride(0) + start * t.stride(2)) * t.itemsize
         numbers[:, 2 + place] = t.stride(1) * t.itemsize

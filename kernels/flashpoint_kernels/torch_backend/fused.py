@@ -1,71 +1,41 @@
-"""torch's own fused attention as a backend, for the options that it supports (`support.SUPPORT["torch"]`).
+"""torch's own fused operators, for CUDA devices that Triton does not serve: the options in SUPPORT of this package.
 
-On the CPU it uses `_scaled_dot_product_flash_attention_for_cpu`; for most forwards without a mask, our own kernels in C
-(forward.py), which are faster. On CUDA it uses torch's FlashAttention-2 for 16-bit
-dtypes without a mask, and the memory-efficient kernel for the rest. Each has its own backward from the saved `o` and
-`lse`. call.py makes one call of them; blocks.py adds the windows, ALiBi and diagonals that they do not have. A sink is
-merged into the answer as a key with value 0.
+FlashAttention-2 for 16-bit dtypes without a mask, and the memory-efficient kernel for the rest. Each has its own
+backward from the saved `o` and `logsumexp`. Each sequence has a call of its own, so its bits do not depend on others.
+Their causal mask is for squares; other diagonals are masks (sq, sk). A sink is merged into the answer as a key with
+value 0.
 
-Sequences share a call if this does not change their bits (`reproducible.sharing`); otherwise each has its own.
+The operators are private to torch: a test checks their signatures.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flashpoint_contract.spec import Row
-from flashpoint_kernels import native
 from flashpoint_kernels.masks import added
-from flashpoint_kernels.problem import Problem, consecutive
+from flashpoint_kernels.problem import Problem
 from flashpoint_kernels.quantization import scaled
-from flashpoint_kernels.reproducible import (
-    aligned,
-    aligned_heads,
-    exactly,
-    flushing,
-    has_native_forward,
-    in_blocks,
-    sharing,
-    threads,
-)
-from flashpoint_kernels.torch_backend.backward import differentiate
-from flashpoint_kernels.torch_backend.blocks import Blocks, merge
-from flashpoint_kernels.torch_backend.call import Call
-from flashpoint_kernels.torch_backend.forward import compute, forward_of, repeats
+from flashpoint_kernels.reproducible import aligned
 
 INF = float("inf")
+_aten = torch.ops.aten
 _memory: Any = torch.utils.deterministic  # mypy does not know its property
 
 
 def forward(problems: Sequence[Problem]) -> None:
     for problem in problems:
         problem.clear_outputs()
-        if problem.calls:
-            for call in problem.calls:
-                call()
-            continue
-        calls: list[Callable[[], None]] = []
-        in_place = not problem.spec.paged
-        if own := _native(problem):
-            calls.append(partial(compute, forward_of(problem, own), problem.threads or 1))
-            calls[0]()
-            in_place = in_place and repeats(problem)
-        for rows, x in _with_work(problem, own):
-            with threads(problem, rows[0]) as count, flushing(problem, count):
-                prepared = Prepared.of(problem, rows, x)
-                prepared.answer()
-            in_place = in_place and consecutive(rows) and prepared.in_place
-            calls.append(partial(prepared.answer_on, count))
-        if in_place:
-            problem.calls = calls
+        for rows, x in _with_work(problem):
+            Prepared.of(problem, rows, x).answer()
         if problem.spec.has("sinks"):
             _only_sinks(problem)
 
@@ -74,63 +44,112 @@ def backward(problems: Sequence[Problem]) -> None:
     """Compute gradients from the forward's `o` and `lse`."""
     for problem in problems:
         problem.clear_outputs()
-        if problem.device.type == "cpu" and native.supports(problem.spec):
-            differentiate(problem, problem.threads or 1)
-            continue
         asked = problem.outputs.get("dsinks")
         dsinks = None if asked is None else torch.zeros_like(asked, dtype=torch.float32)
         for rows, x in _with_work(problem):
-            with threads(problem, rows[0]) as count, flushing(problem, count), _deterministic_on_cuda(problem):
+            with _deterministic(problem.spec.options.deterministic):
                 Prepared.of(problem, rows, x).differentiate(dsinks)
         if asked is not None and dsinks is not None:
             asked.copy_(dsinks)
 
 
 @dataclass(eq=False, slots=True)
+class Call:
+    """One sequence for the operators: q (1,Hq,sq,D), k and v (1,Hk,sk,D), and a mask to add, or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None  # (1, Hq|1, sq|1, sk|1) float32
+    causal: bool  # of a square
+    scale: float  # above 0, which the operators require
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return o (1,Hq,sq,D) and lse (1,Hq,sq); 0 and −∞ for a query that sees no key."""
+        o, lse = self._run()
+        if self.bias is not None:
+            dead = self.bias.amax(-1) == -INF
+            o, lse = o.masked_fill(dead[..., None], 0.0), lse.masked_fill(dead, -INF)
+        return o, lse
+
+    @property
+    def _flash(self) -> bool:
+        """Whether torch's FlashAttention-2 supports the call."""
+        return self.q.dtype != torch.float32 and self.bias is None
+
+    def _cuda_inputs(self) -> tuple[list[Tensor], Tensor | None]:
+        """Return q, k, v with a key/value head for each query head, and D padded for the kernels; the mask likewise."""
+        heads, sk = self.q.shape[1], self.k.shape[2]
+        qkv = [_pad8(t) for t in (self.q, _repeat(self.k, heads), _repeat(self.v, heads))]
+        if self.bias is None:
+            return qkv, None
+        # The kernel needs mask rows at multiples of 16 bytes. The added columns are cut off again; their memory stays.
+        full = _pad8(self.bias.to(self.q.dtype).expand(self.q.shape[0], heads, self.q.shape[2], sk))
+        return qkv, aligned(full, full.dtype)[..., :sk]
+
+    def _run(self) -> tuple[Tensor, Tensor]:
+        (q, k, v), bias = self._cuda_inputs()
+        if self._flash:
+            o, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self.causal, False, scale=self.scale)
+        else:
+            o, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+                q, k, v, bias, True, 0.0, self.causal, scale=self.scale
+            )
+        return o[..., : self.v.shape[-1]], lse[..., : q.shape[2]]
+
+    def backward(self, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv. `lse` must be +∞ for a query that sees no key."""
+        (q, k, v), bias = self._cuda_inputs()
+        do, o = _pad8(do), _pad8(o)
+        unused = torch.empty(0, dtype=torch.int64, device=q.device)  # the state of dropout, which is off
+        if self._flash:
+            dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+                do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, self.causal, unused, unused,
+                scale=self.scale,
+            )  # fmt: skip
+        else:
+            # The kernel's own lse is padded to 32 queries; the padding is never read.
+            lse = pad(lse, (0, -lse.shape[-1] % 32), value=INF)
+            dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+                do, q, k, v, bias, o, lse, unused, unused, 0.0, [True, True, True, False], self.causal,
+                scale=self.scale,
+            )  # fmt: skip
+        dim, heads = self.q.shape[-1], self.k.shape[1]
+        return dq[..., :dim], _sum_group(dk, heads)[..., :dim], _sum_group(dv, heads)[..., :dim]
+
+
+@dataclass(eq=False, slots=True)
 class Prepared:
-    """Sequences of equal lengths, ready for the operators. `x` are their tensors from `Problem.batches`."""
+    """A sequence, ready for the operators. `x` are its tensors from `Problem.batches`."""
 
     x: dict[str, Tensor]
-    own: Call | Blocks
+    own: Call
     turned: float  # the factor of q that makes the scale positive
 
     @classmethod
     def of(cls, problem: Problem, rows: Sequence[Row], x: dict[str, Tensor]) -> Prepared:
         spec, row = problem.spec, rows[0]
-        # The CPU operators' 16-bit arithmetic missed the test rule (float16 dv at 512 × 512), float32 does not. CUDA's
-        # accept a mask only in q's dtype, which would round other numbers, and make −∞ of −1e6 in float16.
         mask = problem.tensors.get("attn_mask")
-        exact = (mask is None or mask.dtype in (torch.bool, x["q"].dtype)) and "alibi_slopes" not in x
-        half = problem.device.type == "cuda" and exact and not spec.quantized
-        dtype = x["q"].dtype if half else torch.float32
+        bias = None if mask is None else added(problem.mask_part(mask, rows))
+        offset = spec.offset(row.q_len, row.kv_len)
+        causal = spec.window[1] < row.kv_len - 1 - offset  # else the first query sees all keys
+        if causal and (bias is not None or offset or row.q_len != row.kv_len):
+            keys, queries = (torch.arange(n, device=x["q"].device) for n in (row.kv_len, row.q_len))
+            ahead = (keys > queries[:, None] + offset)[None, None]
+            bias = torch.zeros((), device=x["q"].device) if bias is None else bias
+            bias, causal = bias.masked_fill(ahead, -INF), False
+        # With a mask in float32: the operators take one in q's dtype alone, which would round it, and make −∞ of −1e6
+        # in float16. On an H200 (torch 2.11) their gradients in 16 bits with a mask were NaN, in float32 right.
+        dtype = x["q"].dtype if bias is None and not spec.quantized else torch.float32
         turned, scale = (1.0, spec.scale) if spec.scale > 0 else (-1.0, -spec.scale) if spec.scale else (0.0, 1.0)
         if spec.quantized:  # in float32: products of a number and its scale must not be rounded to 16 bits
             k, v = (scaled(x[name], x[f"{name}_scale"]) for name in ("k", "v"))
         else:
             k, v = x["k"], x["v"]
-        q, k, v = (aligned_heads(t, dtype) for t in (x["q"], k, v))
+        q, k, v = (aligned(t, dtype) for t in (x["q"], k, v))
         if turned != 1.0:
             q = q * turned
-        bias = None if mask is None else added(problem.mask_part(mask, rows))
-        offset = spec.offset(row.q_len, row.kv_len)
-        diagonal = spec.window[1] < row.kv_len - 1 - offset  # else the first query sees all keys
-        if not (in_blocks(spec, row) or (diagonal and bias is not None)):
-            return cls(x, Call(q, k, v, bias, diagonal, scale), turned)
-        slopes = x["alibi_slopes"].reshape(-1, spec.q_heads, 1, 1) if "alibi_slopes" in x else None
-        return cls(x, Blocks(q, k, v, bias, slopes, spec.window, offset, scale), turned)
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the operators read the tensors themselves, without copies and derived tensors."""
-        own, x = self.own, self.x
-        if not isinstance(own, Call) or own.bias is not None or "sinks" in x:
-            return False
-        return all(t.data_ptr() == x[name].data_ptr() for name, t in (("q", own.q), ("k", own.k), ("v", own.v)))
-
-    def answer_on(self, threads: int) -> None:
-        """Call `answer` with this number of threads."""
-        with exactly(threads):
-            self.answer()
+        return cls(x, Call(q, k, v, bias, causal, scale), turned)
 
     def answer(self) -> None:
         """Write o of a forward, and lse if requested."""
@@ -144,8 +163,9 @@ class Prepared:
         o, lse = self.own.forward()
         if "sinks" in self.x:
             sinks = self.x["sinks"][:, None].expand(lse.shape)
-            o = o.float()
-            merge(o, lse, None, sinks)
+            total = torch.logaddexp(lse, sinks)
+            held = torch.where(total == -INF, 0.0, (lse - total).exp())
+            o, lse = o.float() * held[..., None], total
         return o, lse
 
     def differentiate(self, dsinks: Tensor | None) -> None:
@@ -153,11 +173,11 @@ class Prepared:
         x, own = self.x, self.own
         o, lse = x["o"], x["lse"]
         # Rounded like the forward's answer, so that callers who send it get the same bits.
-        o = aligned_heads(o.to(x["q"].dtype), own.q.dtype)
+        o = aligned(o.to(x["q"].dtype), own.q.dtype)
         # +∞ instead of −∞ makes the probabilities exp(s − lse) of a masked row 0.
         lse = aligned(lse, torch.float32)
         lse = lse.masked_fill(lse == -INF, INF)
-        do = aligned_heads(x["do"], own.q.dtype)
+        do = aligned(x["do"], own.q.dtype)
         if dsinks is not None:
             delta = (o.float() * do.float()).sum(-1)
             dsinks -= ((x["sinks"][:, None] - lse).exp_() * delta).sum((0, 2))
@@ -176,38 +196,12 @@ def _only_sinks(problem: Problem) -> None:
             x["lse"].copy_(x["sinks"][:, None].expand(x["lse"].shape))
 
 
-def _with_work(problem: Problem, others: Sequence[Row] = ()) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
-    """Return the sequences with queries and keys, but not `others`.
-
-    The operators divide by zero without keys, and other answers are written.
-    """
-    without = {row.index for row in others}
-
-    def most(row: Row) -> int:
-        if not (row.q_len and row.kv_len) or row.index in without:
-            return 0
-        return sharing(problem, row, "torch") if problem.device.type == "cpu" else 1
-
-    return problem.batches(most)
-
-
-def _native(problem: Problem) -> list[Row]:
-    """Return the sequences of a forward that the kernels in C compute."""
-    if problem.device.type != "cpu":
-        return []
-    return [row for row in problem.rows if has_native_forward(problem.spec, row)]
+def _with_work(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
+    """Return the sequences with queries and keys: the operators have no answer without keys."""
+    return problem.batches(lambda row: 1 if row.q_len and row.kv_len else 0)
 
 
 _asking = threading.Lock()
-
-
-@contextmanager
-def _deterministic_on_cuda(problem: Problem) -> Iterator[None]:
-    if problem.device.type == "cuda":
-        with _deterministic(problem.spec.options.deterministic):
-            yield
-    else:
-        yield
 
 
 @contextmanager
@@ -232,3 +226,19 @@ def _asked(wanted: bool) -> Iterator[None]:
     finally:
         _memory.fill_uninitialized_memory = filled
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _pad8(t: Tensor) -> Tensor:
+    """Pad the last dimension with zeros to a multiple of 8, so that every row is aligned to 16 bytes."""
+    missing = -t.shape[-1] % 8
+    return pad(t, (0, missing)) if missing else t
+
+
+def _repeat(t: Tensor, heads: int) -> Tensor:
+    """Return a key/value head for each of `heads` query heads."""
+    return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1)
+
+
+def _sum_group(grad: Tensor, heads: int) -> Tensor:
+    """Return the gradient of `heads` heads from that of their repetitions (n, Hq, sk, D), summed in float32."""
+    return grad.view(grad.shape[0], heads, -1, *grad.shape[2:]).sum(2, dtype=torch.float32)

@@ -1,0 +1,394 @@
+/* The forward by float32 products, for all types: keys and values are converted block by block.
+
+   For each block of keys, STRIP rows at a time: scores, the online softmax, and the sum of values, so that probabilities
+   stay in the first cache. */
+
+#define BLOCK 128
+#define STRIP 24 /* a multiple of TALL */
+
+struct scratch {
+    struct keys keys[2];
+    float *q;                 /* (rows, dim); dimensions are `padded` */
+    float *o;                 /* (rows, value_dim), of this chunk */
+    float *most, *sum;        /* (rows): the largest score of this chunk; sum has a value after `end_chunk` */
+    floats *sums;             /* (rows, SUMS): its parts */
+    float *alpha;             /* (rows): what o is multiplied by in this block */
+    float *s;                 /* (STRIP, BLOCK): scores, then probabilities */
+    float *panels, *values;   /* the block's keys, see `panel_columns`, and its values (BLOCK, value_dim) */
+    float *infinite;          /* (BLOCK, value_dim): values before infinities and NaN were taken out */
+    float *rows;              /* (GROUP, dim + 16): keys to be put in columns */
+    struct sight *sights;
+    uint32_t *room; /* for dropout */
+    float q_peak;   /* the largest absolute number of q, NaN and infinity above all */
+};
+
+INLINE void place(struct scratch *own, struct memory *memory, const struct call *call, int64_t rows) {
+    const int64_t dim = padded(call->dim), value_dim = padded(call->value_dim), number = sizeof(float);
+    const int64_t tall = (rows + STRIP - 1) / STRIP * STRIP + 16; /* vectors of rows may end beyond them */
+    own->q = take(memory, number * tall * dim);
+    own->o = take(memory, number * tall * value_dim);
+    own->most = take(memory, number * tall);
+    own->sum = take(memory, number * tall);
+    own->sums = take(memory, number * tall * 16);
+    own->alpha = take(memory, number * tall);
+    own->s = take(memory, number * STRIP * BLOCK);
+    own->panels = take(memory, number * BLOCK * dim);
+    own->values = take(memory, number * BLOCK * value_dim);
+    own->infinite = take(memory, number * BLOCK * value_dim);
+    own->rows = take(memory, number * GROUP * (dim + 16));
+    own->sights = take(memory, sizeof *own->sights * tall);
+    own->room = take(memory, sizeof *own->room * ROOM(BLOCK));
+    for (int n = 0; n < 2; n++) own->keys[n].copies = take(memory, copy_size(call, BLOCK));
+}
+
+INLINE void begin(struct scratch *own) { (void)own; }
+INLINE void end(struct scratch *own) { (void)own; }
+
+INLINE float peak_of(ints bits) {
+    const floats x = (floats)bits;
+    float most = 0;
+    for (int i = 0; i < LANES; i++)
+        if (!(x[i] <= most)) most = x[i] == x[i] ? x[i] : __builtin_inff();
+    return most;
+}
+
+INLINE ints peak_of_row(ints peak, const float *row, int64_t width) {
+    for (int64_t d = 0; d < width; d += LANES) peak = larger_bits(peak, load_floats(row + d));
+    return peak;
+}
+
+INLINE void load_queries(const struct call *call, const struct task *task, struct scratch *own, int64_t head) {
+    const int64_t width = padded(call->dim);
+    ints peak = {0};
+    for (int64_t r = 0; r < call->group * task->queries; r++) {
+        const char *from =
+            task->q + (head * call->group + r / task->queries) * task->q_head + r % task->queries * task->q_row;
+        read_row(own->q + r * width, from, (enum type)call->q_type, call->dim);
+        peak = peak_of_row(peak, own->q + r * width, width);
+    }
+    own->q_peak = peak_of(peak);
+}
+
+INLINE void locate(struct keys *keys, const struct call *call, const struct task *task, int64_t head, int64_t position) {
+    locate_block(keys, call, task, head, position, BLOCK);
+}
+
+/* ---- reading keys and values ---- */
+
+/* Load `bytes` of each row into the second cache. */
+INLINE void prefetch_rows(const char *rows, int64_t step, int64_t count, int64_t bytes) {
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows + j * step + at, 0, 2);
+}
+
+/* Put the block's keys in panels, and load those of `next`, if not null, into the cache. Return the largest number. The
+   columns of keys that are not there have any numbers. */
+INLINE ints pack_keys_of(struct scratch *own, const struct keys *keys, const struct keys *next, int64_t dim,
+                         const enum type type) {
+    const int64_t width = padded(dim), step = width + 16;
+    ints peak = {0};
+    for (int64_t first = keys->from / PANEL * PANEL; first < keys->to; first += GROUP) {
+        const struct group *group = keys->groups + first / GROUP;
+        for (int64_t i = 0; i < GROUP; i++) {
+            float *row = own->rows + i * step;
+            if (first + i < keys->from || first + i >= keys->to) continue; /* no row sees its scores */
+            if (next && next->from <= first + i && first + i < next->to) {
+                const struct group *soon = next->groups + first / GROUP;
+                prefetch_rows(soon->k + i * soon->k_step, 0, 1, dim * size_of(type));
+            }
+            read_row_of(row, group->k + i * group->k_step, type, dim);
+            peak = peak_of_row(peak, row, width);
+        }
+        panel_columns(own->panels, own->rows, step, first, dim);
+    }
+    return peak;
+}
+
+NOINLINE float pack_keys(struct scratch *own, const struct keys *keys, const struct keys *next, int64_t dim,
+                         enum type type) {
+    switch (type) {
+    case FLOAT32: return peak_of(pack_keys_of(own, keys, next, dim, FLOAT32));
+    case FLOAT16: return peak_of(pack_keys_of(own, keys, next, dim, FLOAT16));
+    case BFLOAT16: return peak_of(pack_keys_of(own, keys, next, dim, BFLOAT16));
+    case INT8: return peak_of(pack_keys_of(own, keys, next, dim, INT8));
+    case FLOAT8_E4M3FN: return peak_of(pack_keys_of(own, keys, next, dim, FLOAT8_E4M3FN));
+    case BOOL: break;
+    }
+    return 0;
+}
+
+INLINE void copy_values_of(struct scratch *own, const struct keys *keys, const struct keys *next, int64_t dim,
+                           const enum type type) {
+    for (int64_t j = keys->from; j < keys->to; j++) {
+        const struct group *group = keys->groups + j / GROUP;
+        if (next && next->from <= j && j < next->to) {
+            const struct group *soon = next->groups + j / GROUP;
+            prefetch_rows(soon->v + j % GROUP * soon->v_step, 0, 1, dim * size_of(type));
+        }
+        read_row_of(own->values + j * padded(dim), group->v + j % GROUP * group->v_step, type, dim);
+    }
+}
+
+NOINLINE void copy_values(struct scratch *own, const struct keys *keys, const struct keys *next, int64_t dim,
+                          enum type type) {
+    switch (type) {
+    case FLOAT32: copy_values_of(own, keys, next, dim, FLOAT32); break;
+    case FLOAT16: copy_values_of(own, keys, next, dim, FLOAT16); break;
+    case BFLOAT16: copy_values_of(own, keys, next, dim, BFLOAT16); break;
+    case INT8: copy_values_of(own, keys, next, dim, INT8); break;
+    case FLOAT8_E4M3FN: copy_values_of(own, keys, next, dim, FLOAT8_E4M3FN); break;
+    case BOOL: break;
+    }
+}
+
+/* Take infinities and NaN out of the block's values, where some row may not see them. Return whether there were any. */
+INLINE int take_out_infinite(struct scratch *own, const struct keys *keys, int64_t width) {
+    ints peak = {0};
+    for (int64_t j = keys->from; j < keys->to; j++) peak = peak_of_row(peak, own->values + j * width, width);
+    if (peak_of(peak) <= MOST) return 0;
+    memcpy(own->infinite, own->values, sizeof(float) * BLOCK * width);
+    for (int64_t at = keys->from * width; at < keys->to * width; at += LANES) {
+        const floats x = load_floats(own->values + at);
+        store_floats(own->values + at, only(is_number(x), x));
+    }
+    return 1;
+}
+
+/* ---- products ---- */
+
+/* What the tiles of TALL rows see: keys [low, high). */
+struct hull {
+    int32_t low, high;
+};
+
+/* Write products of up to TALL rows of q and the keys of a hull. */
+NOINLINE void multiply_keys(const struct scratch *own, const float *q, float *s, int64_t dim, struct hull hull,
+                            int64_t rows) {
+    for (int64_t at = hull.low / LANES * LANES, end; at < hull.high; at = end) {
+        const int64_t panel = at / PANEL * PANEL;
+        end = lesser(panel + PANEL, hull.high);
+        tile_of_any(s + at, BLOCK, q, padded(dim), 1, own->panels + panel * padded(dim) + at % PANEL, PANEL, dim, 0, WRITE,
+                    rows, (end - at + LANES - 1) / LANES);
+    }
+}
+
+/* Add to up to WIDE vectors of o, times alpha, the sum of values weighted by p. */
+NOINLINE void add_values(float *o, int64_t width, const float *p, const float *values, int64_t step, int64_t count,
+                         const float *alpha, int64_t rows, int64_t vectors) {
+    tile_of_any(o, width, p, BLOCK, 1, values, step, count, alpha, RESCALE, rows, vectors);
+}
+
+INLINE int64_t vectors_at(int64_t at, int64_t width) { return lesser(width - at, PANEL) / LANES; }
+
+/* As above with the values where they lie, for few rows. Those of `next`, if not null, are loaded into the cache. */
+INLINE void add_values_in_place(struct scratch *own, const struct keys *keys, const struct keys *next, int64_t width,
+                                int64_t rows) {
+    static const float ones[TALL] = {1, 1, 1, 1, 1, 1};
+    for (int64_t first = keys->from / GROUP * GROUP; first < keys->to; first += GROUP) {
+        const struct group *group = keys->groups + first / GROUP;
+        const int64_t from = greater(first, keys->from), to = lesser(first + GROUP, keys->to);
+        if (next) {
+            const int64_t low = greater(first, next->from), high = lesser(first + GROUP, next->to);
+            const struct group *soon = next->groups + first / GROUP;
+            if (low < high) prefetch_rows(soon->v + (low - first) * soon->v_step, soon->v_step, high - low, 4 * width);
+        }
+        for (int64_t at = 0; at < width; at += PANEL)
+            add_values(own->o + at, width, own->s + from, (const float *)(group->v + (from - first) * group->v_step) + at,
+                       group->v_step / 4, to - from, first <= keys->from ? own->alpha : ones, rows,
+                       vectors_at(at, width));
+    }
+}
+
+/* Put right the products of a row that are infinite or NaN, where its q and the key are finite. */
+NOINLINE void put_right(const struct scratch *own, const struct call *call, float *s, int64_t row, int64_t from,
+                        int64_t to) {
+    const float *q = own->q + row * padded(call->dim);
+    for (int64_t j = from; j < to; j++) {
+        if (is_finite(s[j])) continue;
+        const float *k = own->panels + j / PANEL * PANEL * padded(call->dim) + j % PANEL;
+        double sum = 0;
+        for (int64_t d = 0; d < call->dim; d++) {
+            sum += (double)q[d] * (double)k[d * PANEL];
+            if (!(sum - sum == 0)) break;
+        }
+        s[j] = sum - sum == 0 ? product_of(sum) : s[j];
+    }
+}
+
+/* Add what `take_out_infinite` took out, for the keys that a row sees. */
+NOINLINE void add_infinite(const struct call *call, const struct task *task, const struct scratch *own,
+                           const struct keys *keys, int64_t head, int64_t row, const float *p) {
+    const int64_t width = padded(call->value_dim);
+    float *o = own->o + row * width;
+    for (int64_t j = own->sights[row].low; j < own->sights[row].high; j++) {
+        if (!sees(call, task, keys, own->sights[row], row % task->queries, head * call->group + row / task->queries, j))
+            continue;
+        for (int64_t d = 0; d < call->value_dim; d++)
+            if (!is_finite(own->infinite[j * width + d])) o[d] += p[j] * own->infinite[j * width + d];
+    }
+}
+
+/* ---- the softmax ---- */
+
+INLINE ints seen_lanes(struct sight sight, int64_t at) {
+    const ints j = each_lane() + (int32_t)at;
+    const int32_t in_group = -(int32_t)(sight.groups >> at / GROUP & 1);
+    return (j >= sight.low) & (j < sight.high) & in_group;
+}
+
+INLINE float largest_seen(const float *s, struct sight sight) {
+    const floats least = splat(-__builtin_inff());
+    floats a = least, b = least;
+    if (sight.low == 0 && sight.high == BLOCK && sight.groups == ~0u) {
+#pragma GCC unroll 4
+        for (int64_t at = 0; at < BLOCK; at += 2 * LANES) {
+            a = largest(load_floats(s + at), a);
+            b = largest(load_floats(s + at + LANES), b);
+        }
+    } else {
+        for (int64_t at = sight.low / LANES * LANES; at < sight.high; at += LANES)
+            a = largest(choose(seen_lanes(sight, at), load_floats(s + at), least), a);
+    }
+    return lane_max(largest(a, b));
+}
+
+/* Make probabilities of one row's scores in the keys [from, to), 0 where it sees none, and add them to its sums. Those
+   that dropout takes, and the scales of values, do not change the sums. */
+INLINE void exponentials(const struct call *call, float *s, struct sight sight, int64_t from, int64_t to, float base,
+                         float factor, float alpha, floats *sums, const uint32_t *drawn, const float *v_scale) {
+    floats sum[SUMS];
+    for (int i = 0; i < SUMS; i++) sum[i] = sums[i] * alpha;
+    if (from == 0 && to == BLOCK && sight.low == 0 && sight.high == BLOCK && sight.groups == ~0u && !drawn && !v_scale) {
+#pragma GCC unroll 4
+        for (int64_t at = 0; at < BLOCK; at += LANES) {
+            const floats x = exponential2((load_floats(s + at) - base) * factor);
+            sum[at / LANES % SUMS] = sum[at / LANES % SUMS] + x;
+            store_floats(s + at, x);
+        }
+    } else {
+        for (int64_t at = from / LANES * LANES; at < to; at += LANES) {
+            floats x = splat(0);
+            if (at + LANES > sight.low && at < sight.high)
+                x = only(seen_lanes(sight, at), exponential2((load_floats(s + at) - base) * factor));
+            for (int i = 0; i < SUMS; i++) /* with a constant place, sums stay in registers */
+                if (at / LANES % SUMS == i) sum[i] = sum[i] + x;
+            if (drawn) x = kept(&call->dropout, drawn + at, x);
+            if (v_scale) x = x * load_floats(v_scale + at);
+            store_floats(s + at, x);
+        }
+    }
+    for (int i = 0; i < SUMS; i++) sums[i] = sum[i];
+}
+
+/* Take the scores of some rows into their softmax: largest scores of all rows, then factors, then exponentials. */
+NOINLINE void soften(const struct call *call, const struct task *task, const struct units *units, struct scratch *own,
+                     const struct keys *keys, int64_t head, int64_t first, int64_t rows, const struct hull *hulls) {
+    float base[STRIP + LANES];
+    for (int64_t r = 0; r < rows; r++) base[r] = largest_seen(own->s + r * BLOCK, own->sights[first + r]);
+    for (int64_t r = 0; r < rows; r += LANES) { /* lanes beyond the rows are of no use */
+        const floats old = load_floats(own->most + first + r), most = largest(load_floats(base + r), old);
+        const floats zero = choose(most == -__builtin_inff(), splat(0), most);
+        const floats alpha = exponential2((old - zero) * units->factor);
+        store_floats(base + r, zero);
+        const int64_t count = lesser(rows - r, LANES) * (int64_t)sizeof(float);
+        const floats exact = choose(old == most, splat(1), alpha);
+        memcpy(own->most + first + r, &most, count);
+        memcpy(own->alpha + first + r, &exact, count);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t query = (first + r) % task->queries, own_head = head * call->group + (first + r) / task->queries;
+        const uint32_t *drawn = 0;
+        if (call->dropout.on)
+            drawn = draw(&call->dropout, own->room, task->sequence, task->query_head + own_head,
+                         task->first_query + query, keys->position, keys->to);
+        exponentials(call, own->s + r * BLOCK, own->sights[first + r], hulls[r / TALL].low, hulls[r / TALL].high, base[r],
+                     units->factor, own->alpha[first + r], own->sums + (first + r) * SUMS, drawn,
+                     call->k_type >= INT8 ? keys->v_scale : 0);
+    }
+}
+
+INLINE void begin_chunk(const struct call *call, struct scratch *own, int64_t rows) {
+    for (int64_t r = 0; r < rows; r++) own->most[r] = -__builtin_inff();
+    memset(own->sums, 0, sizeof(float) * 16 * rows);
+    memset(own->o, 0, sizeof(float) * rows * padded(call->value_dim));
+}
+
+INLINE void end_chunk(const struct call *call, struct scratch *own, int64_t rows) {
+    (void)call;
+    for (int64_t r = 0; r < rows; r++) own->sum[r] = sum_of_16(own->sums + r * SUMS);
+}
+
+/* Find what the tiles of some rows see. Return whether they see a key. */
+INLINE int hulls_of(const struct scratch *own, int64_t first, int64_t rows, struct hull *hulls) {
+    int some = 0;
+    for (int64_t r = 0; r < rows; r += TALL) {
+        struct hull hull = {BLOCK, 0};
+        for (int64_t i = first + r; i < first + lesser(r + TALL, rows); i++) {
+            const struct sight sight = own->sights[i];
+            if (sight.low >= sight.high) continue;
+            if (sight.low < hull.low) hull.low = sight.low;
+            if (sight.high > hull.high) hull.high = sight.high;
+        }
+        if (hull.high == 0) hull.low = 0;
+        some |= hull.high > 0;
+        hulls[r / TALL] = hull;
+    }
+    return some;
+}
+
+/* Load a share of the next block's keys and values into the second cache. */
+INLINE void prefetch_share(const struct call *call, const struct keys *next, int64_t share, int64_t shares) {
+    const int64_t size = size_of((enum type)call->k_type), count = next->to - next->from;
+    for (int64_t j = next->from + count * share / shares; j < next->from + count * (share + 1) / shares; j++) {
+        const struct group *group = next->groups + j / GROUP;
+        prefetch_rows(group->k + j % GROUP * group->k_step, 0, 1, call->dim * size);
+        prefetch_rows(group->v + j % GROUP * group->v_step, 0, 1, call->value_dim * size);
+    }
+}
+
+/* Take one block of keys into the softmax of all rows of a head. */
+INLINE void take_block(const struct call *call, const struct task *task, const struct units *units, struct scratch *own,
+                       const struct keys *keys, const struct keys *next, int64_t head, int64_t rows) {
+    const int64_t width = padded(call->value_dim);
+    const enum type type = (enum type)call->k_type;
+    const int alike = all_seen(task, keys), whole = alike && !task->mask, few = rows <= STRIP;
+    if (!look(call, task, keys, head, rows, own->sights)) return;
+    const double k_peak = pack_keys(own, keys, few ? next : 0, call->dim, type);
+    const int in_range = own->q_peak * k_peak * call->dim < 1e38;
+    const int in_place = whole && rows <= TALL && type == FLOAT32 && call->value_dim == width;
+    int infinite = 0;
+    if (!in_place) {
+        copy_values(own, keys, few ? next : 0, call->value_dim, type);
+        infinite = !whole && take_out_infinite(own, keys, width);
+    }
+    const int64_t strips = (rows + STRIP - 1) / STRIP;
+    for (int64_t first = 0; first < rows; first += STRIP) {
+        struct hull hulls[STRIP / TALL];
+        const int64_t count = lesser(rows - first, STRIP);
+        if (!few) prefetch_share(call, next, first / STRIP, strips);
+        if (!hulls_of(own, first, count, hulls)) continue;
+        for (int64_t r = 0; r < count; r += TALL)
+            multiply_keys(own, own->q + (first + r) * padded(call->dim), own->s + r * BLOCK, call->dim, hulls[r / TALL],
+                          lesser(count - r, TALL));
+        for (int64_t r = 0; r < count && !in_range; r++)
+            put_right(own, call, own->s + r * BLOCK, first + r, hulls[r / TALL].low, hulls[r / TALL].high);
+        for (int64_t r = 0; r < count && units->adjusts; r++)
+            adjust(call, task, keys, own->s + r * BLOCK, (first + r) % task->queries,
+                   head * call->group + (first + r) / task->queries, hulls[r / TALL].low, hulls[r / TALL].high);
+        soften(call, task, units, own, keys, head, first, count, hulls);
+        if (in_place) {
+            add_values_in_place(own, keys, few ? next : 0, width, rows);
+            continue;
+        }
+        for (int64_t at = 0; at < width; at += PANEL)
+            for (int64_t r = 0; r < count; r += TALL) {
+                const struct hull hull = hulls[r / TALL];
+                if (hull.low < hull.high)
+                    add_values(own->o + (first + r) * width + at, width, own->s + r * BLOCK + hull.low,
+                               own->values + hull.low * width + at, width, hull.high - hull.low, own->alpha + first + r,
+                               lesser(count - r, TALL), vectors_at(at, width));
+            }
+        for (int64_t r = 0; r < count && infinite; r++)
+            add_infinite(call, task, own, keys, head, first + r, own->s + r * BLOCK);
+    }
+}

@@ -1,0 +1,30 @@
+/* A thread's memory for a call, and sizes. */
+
+#ifndef FLASHPOINT_MEMORY
+#define FLASHPOINT_MEMORY
+
+#include "vectors.h"
+
+INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+/* Memory that is handed out twice: first counted, then, after `reserve`, given. Each piece begins at a cache line. */
+struct memory {
+    char *start;
+    int64_t used;
+};
+
+INLINE void *take(struct memory *memory, int64_t bytes) {
+    char *found = memory->start + (memory->start ? memory->used : 0);
+    memory->used += (bytes + 63) / 64 * 64;
+    return found;
+}
+
+INLINE int reserve(struct memory *memory) {
+    memory->start = aligned_alloc(64, memory->used + 64);
+    memory->used = 0;
+    return memory->start != 0;
+}
+
+#endif

@@ -1,0 +1,93 @@
+/* Products of float32 matrices, in tiles that stay in registers, and the order in which they read keys and values.
+
+   A number of a product is one chain of fused multiply-adds, in the order of its sum. So its bits depend neither on the
+   tile that it is in, nor on how many rows there are, nor on the instruction set. */
+
+#ifndef FLASHPOINT_PRODUCTS
+#define FLASHPOINT_PRODUCTS
+
+#include "vectors.h"
+
+#define TALL 6                     /* rows of a tile */
+#define WIDE (LANES == 8 ? 2 : 4)  /* vectors of a tile's row: AVX2 has 16 registers, the others have 32 */
+#define PANEL (WIDE * LANES)       /* keys of a panel: for each d, a panel has the numbers of all its keys */
+#define GROUP 16                   /* keys that lie together */
+
+/* What becomes of the numbers that are there: they are replaced, added to the sum at its end, or multiplied by a factor and
+   the sum begins with them. */
+enum start { WRITE, ADD, RESCALE };
+
+/* Compute one tile: c (rows, vectors·LANES) = a b, a b + c, or factor c + a b. a[r, n] is at a + r·a_row + n·a_step; rows
+   of b (depth, columns) and of c have steps of b_row and c_row numbers. `start`, `rows` and `vectors` are constants. */
+INLINE void tile(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_row,
+                 int64_t depth, const float *factor, const enum start start, const int rows, const int vectors) {
+    floats sum[TALL * WIDE];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int w = 0; w < vectors; w++) {
+            sum[r * vectors + w] = start == RESCALE ? load_floats(c + r * c_row + w * LANES) * factor[r] : splat(0);
+        }
+#pragma GCC unroll 2
+    for (int64_t n = 0; n < depth; n++) {
+        floats y[WIDE];
+#pragma GCC unroll 4
+        for (int w = 0; w < vectors; w++) y[w] = load_floats(b + n * b_row + w * LANES);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            const floats x = splat(a[r * a_row + n * a_step]);
+#pragma GCC unroll 4
+            for (int w = 0; w < vectors; w++) sum[r * vectors + w] = multiply_add(x, y[w], sum[r * vectors + w]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int w = 0; w < vectors; w++) {
+            float *to = c + r * c_row + w * LANES;
+            store_floats(to, start == ADD ? sum[r * vectors + w] + load_floats(to) : sum[r * vectors + w]);
+        }
+}
+
+/* `tile` for any number of rows up to TALL. */
+INLINE void tile_of_rows(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_step, const float *b,
+                         int64_t b_row, int64_t depth, const float *factor, const enum start start, int64_t rows,
+                         const int vectors) {
+    switch (rows) {
+    case 1: tile(c, c_row, a, a_row, a_step, b, b_row, depth, factor, start, 1, vectors); break;
+    case 2: tile(c, c_row, a, a_row, a_step, b, b_row, depth, factor, start, 2, vectors); break;
+    case 3: tile(c, c_row, a, a_row, a_step, b, b_row, depth, factor, start, 3, vectors); break;
+    case 4: tile(c, c_row, a, a_row, a_step, b, b_row, depth, factor, start, 4, vectors); break;
+    case 5: tile(c, c_row, a, a_row, a_step, b, b_row, depth, factor, start, 5, vectors); break;
+    default: tile(c, c_row, a, a_row, a_step, b, b_row, depth, factor, start, TALL, vectors);
+    }
+}
+
+/* As above, for any number of vectors up to WIDE. */
+INLINE void tile_of_any(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_step, const float *b,
+                        int64_t b_row, int64_t depth, const float *factor, const enum start start, int64_t rows,
+                        int64_t vectors) {
+    if (vectors == WIDE)
+        tile_of_rows(c, c_row, a, a_row, a_step, b, b_row, depth, factor, start, rows, WIDE);
+    else if (vectors == 1)
+        tile_of_rows(c, c_row, a, a_row, a_step, b, b_row, depth, factor, start, rows, 1);
+    else if (vectors == 2)
+        tile_of_rows(c, c_row, a, a_row, a_step, b, b_row, depth, factor, start, rows, 2 < WIDE ? 2 : 1);
+    else
+        tile_of_rows(c, c_row, a, a_row, a_step, b, b_row, depth, factor, start, rows, 3 < WIDE ? 3 : 1);
+}
+
+/* ---- the layout of keys that tiles read ---- */
+
+/* Write GROUP rows (GROUP, row) as columns of panels, where they are the keys from `key` on. A panel has padded(dim) rows
+   of PANEL numbers. */
+INLINE void panel_columns(float *panels, const float *rows, int64_t row, int64_t key, int64_t dim) {
+    for (int64_t j = 0; j < GROUP; j += LANES) {
+        float *to = panels + (key + j) / PANEL * PANEL * padded(dim) + (key + j) % PANEL;
+        for (int64_t d = 0; d < dim; d += LANES)
+            transpose_rows((char *)(to + d * PANEL), PANEL * sizeof(float), (const char *)(rows + j * row + d),
+                           row * sizeof(float));
+    }
+}
+
+#endif

@@ -1,0 +1,176 @@
+/* Calls of the kernels on several threads, and calls that are made again with other tensors.
+
+   The threads are made when they are first wanted, and then wait for work. For a short time a thread looks for it without
+   sleeping: to wake a thread takes about as long as a small call. A call never waits for a thread that has not begun: the
+   caller then computes that share itself. A forked child begins without threads. */
+
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MOST_THREADS 255
+#define LOOKS 2000 /* pauses: some 0.1 ms */
+
+#ifdef __x86_64__
+#define PAUSE() __builtin_ia32_pause()
+#else
+#define PAUSE() atomic_signal_fence(memory_order_seq_cst)
+#endif
+
+typedef int function(const void *call); /* returns 0, or 1 if memory is missing */
+
+struct job {
+    function *compute;
+    const void *call;
+    int missing;
+    atomic_int done;
+};
+
+struct worker {
+    _Atomic(struct job *) job; /* to begin */
+    atomic_int claimed;        /* by a caller, until the job is done */
+    atomic_int asleep;
+    pthread_mutex_t mutex;
+    pthread_cond_t wake;
+};
+
+static struct worker workers[MOST_THREADS];
+static atomic_int made;   /* workers [0, made) have a thread */
+static atomic_int making; /* a thread is being made */
+
+static struct job *await_job(struct worker *own) {
+    for (int look = 0; look < LOOKS; look++) {
+        if (atomic_load_explicit(&own->job, memory_order_relaxed)) break;
+        PAUSE();
+    }
+    struct job *found = atomic_exchange(&own->job, 0);
+    if (found) return found;
+    pthread_mutex_lock(&own->mutex);
+    atomic_store(&own->asleep, 1);
+    while (!(found = atomic_exchange(&own->job, 0))) pthread_cond_wait(&own->wake, &own->mutex);
+    atomic_store(&own->asleep, 0);
+    pthread_mutex_unlock(&own->mutex);
+    return found;
+}
+
+static void *work(void *argument) {
+    struct worker *own = argument;
+    for (;;) {
+        struct job *job = await_job(own);
+        job->missing = job->compute(job->call);
+        atomic_store(&own->claimed, 0);
+        atomic_store(&job->done, 1); /* the caller's memory: not used after this */
+    }
+    return 0;
+}
+
+/* A forked child has none of its parent's threads. */
+static void forget(void) {
+    atomic_store(&made, 0);
+    atomic_store(&making, 0);
+}
+
+__attribute__((constructor)) static void prepare(void) { pthread_atfork(0, 0, forget); }
+
+/* Make one more worker, which is claimed, unless there are `most` of them. Return null without one. */
+static struct worker *make_worker(int most) {
+    struct worker *own = 0;
+    if (atomic_exchange(&making, 1)) return 0;
+    const int number = atomic_load(&made);
+    if (number < most && number < MOST_THREADS) {
+        pthread_attr_t detached;
+        pthread_t thread;
+        sigset_t all, before;
+        own = workers + number;
+        memset(own, 0, sizeof *own);
+        atomic_store(&own->claimed, 1);
+        pthread_mutex_init(&own->mutex, 0);
+        pthread_cond_init(&own->wake, 0);
+        pthread_attr_init(&detached);
+        pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+        sigfillset(&all); /* signals are for the program's own threads */
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        if (pthread_create(&thread, &detached, work, own)) own = 0;
+        pthread_sigmask(SIG_SETMASK, &before, 0);
+        pthread_attr_destroy(&detached);
+        if (own) atomic_store(&made, number + 1);
+    }
+    atomic_store(&making, 0);
+    return own;
+}
+
+static struct worker *claim_worker(int most) {
+    const int count = atomic_load(&made);
+    for (int n = 0; n < count && n < most; n++) {
+        int free = 0;
+        if (atomic_compare_exchange_strong(&workers[n].claimed, &free, 1)) return workers + n;
+    }
+    return make_worker(most);
+}
+
+static void hand_over(struct worker *worker, struct job *job) {
+    atomic_store(&worker->job, job);
+    if (!atomic_load(&worker->asleep)) return;
+    pthread_mutex_lock(&worker->mutex);
+    pthread_cond_signal(&worker->wake);
+    pthread_mutex_unlock(&worker->mutex);
+}
+
+/* Compute `count` calls of `size` bytes each on as many threads, this one among them. Return 0, or 1 if memory is missing
+   for one of them. */
+int flashpoint_share(function *compute, const char *calls, int64_t size, int64_t count) {
+    struct job jobs[MOST_THREADS];
+    struct worker *given[MOST_THREADS];
+    const int others = count - 1 < MOST_THREADS ? (int)count - 1 : MOST_THREADS;
+    int missing = 0;
+    for (int n = 0; n < others; n++) {
+        jobs[n] = (struct job){compute, calls + (n + 1) * size, 0, 0};
+        given[n] = claim_worker(others);
+        if (given[n]) hand_over(given[n], jobs + n);
+    }
+    missing |= compute(calls);
+    for (int64_t n = others + 1; n < count; n++) missing |= compute(calls + n * size);
+    for (int n = 0; n < others; n++) {
+        struct job *own = jobs + n;
+        if (!given[n] || atomic_compare_exchange_strong(&given[n]->job, &own, 0)) { /* nobody has begun it */
+            if (given[n]) atomic_store(&given[n]->claimed, 0);
+            missing |= compute(jobs[n].call);
+            continue;
+        }
+        for (int look = 0; !atomic_load(&jobs[n].done); look++) {
+            if (look < LOOKS)
+                PAUSE();
+            else
+                sched_yield();
+        }
+        missing |= jobs[n].missing;
+    }
+    return missing;
+}
+
+/* A call that is made again: its shares and what they point to, as integers. `bases` says for each what it is relative to:
+   0 nothing, 1 the integers themselves, 2 and above the addresses of tensors. */
+struct replay {
+    function *compute;
+    int64_t size, count; /* bytes of a share, which come first, and their number */
+    int64_t length;
+    const int64_t *integers;
+    const unsigned char *bases;
+};
+
+/* Make a call again with tensors at other addresses. Return as above. */
+int flashpoint_replay(const struct replay *replay, int64_t a, int64_t b, int64_t c, int64_t d, int64_t e, int64_t f, int64_t g,
+                      int64_t h, int64_t i) {
+    int64_t *copy = malloc(sizeof *copy * replay->length);
+    if (!copy) return 1;
+    const int64_t bases[] = {0, (int64_t)(intptr_t)copy, a, b, c, d, e, f, g, h, i};
+    for (int64_t n = 0; n < replay->length; n++) copy[n] = replay->integers[n] + bases[replay->bases[n]];
+    const int missing = flashpoint_share(replay->compute, (const char *)copy, replay->size, replay->count);
+    free(copy);
+    return missing;
+}

@@ -1,0 +1,195 @@
+/* Products of bfloat16 matrices by Intel's AMX, in tiles of 16 rows of 64 bytes.
+
+   A tile product adds to c (16, 16) in float32 the product of a (16, 32) and b (32, 16). Tiles of b hold pairs: row n has
+   for each column the numbers 2n and 2n + 1 of the sum. A product sums even and odd places by themselves, and takes
+   subnormal numbers as 0. With TILES_IN_C the instructions are written out, for tests on processors without them: they
+   give the same bits. */
+
+#ifndef FLASHPOINT_TILES
+#define FLASHPOINT_TILES
+
+#include "vectors.h"
+
+#define TILE_BYTES 1024
+#define STEP 32 /* numbers of the sum that one tile product takes */
+
+/* The layout of the processor's tile configuration: 8 tiles of 16 rows of 64 bytes. */
+struct tile_shapes {
+    uint8_t palette, start, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
+
+#ifdef TILES_IN_C
+
+static _Thread_local float in_c[8][16][16];
+
+INLINE void tile_configure(struct tile_shapes *before) { (void)before; }
+INLINE void tile_restore(const struct tile_shapes *before) { (void)before; }
+
+#define TILE_ZERO(t) memset(in_c[t], 0, TILE_BYTES)
+#define TILE_LOAD(t, from, step)                                                                                     \
+    do                                                                                                               \
+        for (int row = 0; row < 16; row++) memcpy(in_c[t][row], (const char *)(from) + row * (step), 64);            \
+    while (0)
+#define TILE_STORE(t, to, step)                                                                                      \
+    do                                                                                                               \
+        for (int row = 0; row < 16; row++) memcpy((char *)(to) + row * (step), in_c[t][row], 64);                    \
+    while (0)
+#define TILE_MULTIPLY(c, a, b) multiply_in_c(in_c[c], in_c[a], in_c[b])
+
+INLINE float without_subnormal(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (!(bits & 0x7f800000)) bits &= 0x80000000;
+    memcpy(&x, &bits, sizeof bits);
+    return x;
+}
+
+INLINE float half_of(float pair, int odd) {
+    uint32_t bits;
+    memcpy(&bits, &pair, sizeof bits);
+    bits = odd ? bits & 0xffff0000 : bits << 16;
+    memcpy(&pair, &bits, sizeof bits);
+    return without_subnormal(pair);
+}
+
+NOINLINE void multiply_in_c(float c[16][16], float a[16][16], float b[16][16]) {
+    for (int m = 0; m < 16; m++)
+        for (int n = 0; n < 16; n++) {
+            float even = 0, odd = 0;
+            for (int k = 0; k < 16; k++) {
+                even = without_subnormal(__builtin_fmaf(half_of(a[m][k], 0), half_of(b[k][n], 0), even));
+                odd = without_subnormal(__builtin_fmaf(half_of(a[m][k], 1), half_of(b[k][n], 1), odd));
+            }
+            c[m][n] = without_subnormal(without_subnormal(c[m][n]) + without_subnormal(even + odd));
+        }
+}
+
+#else
+
+/* Configure the tiles of this thread, and keep what was there: another library may hold a configuration. */
+INLINE void tile_configure(struct tile_shapes *before) {
+    struct tile_shapes own = {.palette = 1};
+    for (int t = 0; t < 8; t++) own.row_bytes[t] = 64, own.rows[t] = 16;
+    _tile_storeconfig(before);
+    _tile_loadconfig(&own);
+}
+
+INLINE void tile_restore(const struct tile_shapes *before) {
+    _tile_release();
+    if (before->palette) _tile_loadconfig(before);
+}
+
+#define TILE_ZERO(t) _tile_zero(t)
+#define TILE_LOAD(t, from, step) _tile_loadd(t, from, step)
+#define TILE_STORE(t, to, step) _tile_stored(t, to, step)
+#define TILE_MULTIPLY(c, a, b) _tile_dpbf16ps(c, a, b)
+
+#endif
+
+/* Tiles of a: two below each other, `down` bytes apart, whose rows are `row` bytes apart. The next STEP numbers of the sum
+   are `next` bytes on. */
+struct left {
+    const char *at;
+    int64_t down, row, next;
+};
+
+/* Tiles of b: two beside each other, `right` bytes apart. The next STEP numbers of the sum are `next` bytes on. */
+struct right {
+    const char *at;
+    int64_t right, next;
+};
+
+/* Add to `rows`·`columns` tiles of c, or write them, the sum of `steps` tile products. Each tile of c is (16, 16) without
+   gaps; steps down and right are in numbers. `rows`, `columns` (1 or 2) and `add` are constants. */
+INLINE void multiply_tiles(float *c, int64_t c_down, int64_t c_right, struct left a, struct right b, int64_t steps,
+                           const int rows, const int columns, const int add) {
+    if (add) {
+        TILE_LOAD(0, c, 64);
+        if (rows == 2) TILE_LOAD(1, c + c_down, 64);
+        if (columns == 2) TILE_LOAD(2, c + c_right, 64);
+        if (rows == 2 && columns == 2) TILE_LOAD(3, c + c_right + c_down, 64);
+    } else {
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        TILE_ZERO(2);
+        TILE_ZERO(3);
+    }
+    for (int64_t n = 0; n < steps; n++) {
+        TILE_LOAD(4, a.at, a.row);
+        TILE_LOAD(6, b.at, 64);
+        TILE_MULTIPLY(0, 4, 6);
+        if (rows == 2) {
+            TILE_LOAD(5, a.at + a.down, a.row);
+            TILE_MULTIPLY(1, 5, 6);
+        }
+        if (columns == 2) {
+            TILE_LOAD(7, b.at + b.right, 64);
+            TILE_MULTIPLY(2, 4, 7);
+            if (rows == 2) TILE_MULTIPLY(3, 5, 7);
+        }
+        a.at += a.next;
+        b.at += b.next;
+    }
+    TILE_STORE(0, c, 64);
+    if (rows == 2) TILE_STORE(1, c + c_down, 64);
+    if (columns == 2) TILE_STORE(2, c + c_right, 64);
+    if (rows == 2 && columns == 2) TILE_STORE(3, c + c_right + c_down, 64);
+}
+
+/* ---- the layouts that tiles read; numbers are bfloat16 ---- */
+
+/* Return the numbers of a and b, rounded to nearest even, as pairs: those of a are the first. */
+INLINE words pairs_of(floats a, floats b) {
+#if LANES == 16 && defined(__AVX512BF16__)
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                           5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (words)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+#else
+    words x = as_words(a), y = as_words(b);
+    x = (words)choose(a == a, as_floats((x + 0x7fff + (x >> 16 & 1)) >> 16), as_floats(x >> 16 | 0x40));
+    y = (words)choose(b == b, as_floats(y + 0x7fff + (y >> 16 & 1)), as_floats(y | 0x400000));
+    return (x & 0xffff) | (y & 0xffff0000);
+#endif
+}
+
+/* Write two vectors, rounded to nearest even, one after the other. */
+INLINE void store_bfloat16(char *to, floats a, floats b) {
+#if LANES == 16 && defined(__AVX512BF16__)
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+#else
+    store_shorts(to, BFLOAT16, a);
+    store_shorts(to + 2 * LANES, BFLOAT16, b);
+#endif
+}
+
+/* Write 16 rows of `width` numbers, a multiple of STEP, as tiles of b whose columns are the rows: the product with rows.
+   `step` is in bytes. */
+INLINE void columns_of_rows(char *to, const char *rows, int64_t step, int64_t width) {
+    for (int64_t d = 0; d < width; d += STEP)
+        for (int i = 0; i < 16; i += LANES)
+            for (int p = 0; p < 16; p += LANES)
+                transpose_rows(to + d / STEP * TILE_BYTES + p * 64 + 4 * i, 64, rows + i * step + 2 * d + 4 * p, step);
+}
+
+/* Write 16 rows of `width` numbers, a multiple of STEP, as a half of tiles of b whose rows are the rows: pairs of rows.
+   The tiles of the columns follow each other. */
+INLINE void pairs_of_rows(char *to, const char *rows, int64_t step, int64_t width) {
+    for (int64_t i = 0; i < 16; i += 2)
+        for (int64_t d = 0; d < width; d += LANES) {
+            const words a = from_shorts(rows + i * step + 2 * d), b = from_shorts(rows + (i + 1) * step + 2 * d);
+            const words pair = a | b << 16;
+            memcpy(to + d / 16 * TILE_BYTES + i / 2 * 64 + d % 16 * 4, &pair, sizeof pair);
+        }
+}
+
+/* Write tiles (16, 16) of 32 bits, or of pairs, with rows and columns exchanged. */
+INLINE void exchange_tiles(char *to, const char *from, int64_t tiles) {
+    for (int64_t t = 0; t < tiles; t++, to += TILE_BYTES, from += TILE_BYTES)
+        for (int i = 0; i < 16; i += LANES)
+            for (int p = 0; p < 16; p += LANES)
+                transpose_rows(to + p * 64 + 4 * i, 64, from + i * 64 + 4 * p, 64);
+}
+
+#endif
